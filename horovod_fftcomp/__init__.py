@@ -1,0 +1,32 @@
+"""Gradient compression for data-parallel training on stock Horovod.
+
+The adapters live in ``horovod_fftcomp.torch`` and import their framework; this package alone
+imports NumPy.
+"""
+
+from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.errors import (
+    ConfigMismatchError,
+    FFTCompError,
+    PayloadError,
+    UnsupportedError,
+)
+from horovod_fftcomp.recipes import RECIPES, get_codec, get_scheme, list_compressors
+from horovod_fftcomp.schemes import Scheme
+from horovod_fftcomp.world import simulate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "RECIPES",
+    "Codec",
+    "ConfigMismatchError",
+    "FFTCompError",
+    "PayloadError",
+    "Scheme",
+    "UnsupportedError",
+    "get_codec",
+    "get_scheme",
+    "list_compressors",
+    "simulate",
+]

@@ -1,0 +1,51 @@
+"""The table of hot kernels and the choice of who runs them.
+
+Each kernel has the same name and signature in ``reference`` (plain NumPy, the definition) and in
+``cpu`` (Numba and SciPy). The array's type chooses the backend; tests name one to compare them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import numpy as np
+
+Array = np.ndarray
+
+BACKENDS = ("reference", "cpu")
+
+KERNELS = (
+    "rfft_blocks",
+    "irfft_blocks",
+    "dct_blocks",
+    "idct_blocks",
+    "peak_bits",
+    "select_top_k",
+    "quantize_range_float",
+    "dequantize_range_float",
+    "pack_bits",
+    "unpack_bits",
+    "pack_bitmap",
+    "unpack_bitmap",
+    "pack_offsets",
+    "unpack_offsets",
+    "add_at",
+)
+
+
+def load_backend(name: str) -> ModuleType:
+    """Return the kernels called ``name`` ("reference" or "cpu"), importing them on first use."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def backend_for(array: object) -> ModuleType:
+    """Return the kernels that serve ``array``: the CPU's for NumPy arrays."""
+    if isinstance(array, (np.ndarray, np.generic)):
+        return load_backend("cpu")
+    raise TypeError(
+        f"no backend serves {type(array).__module__}.{type(array).__name__}; pass a NumPy array "
+        "(of a CPU torch tensor: tensor.detach().numpy())"
+    )

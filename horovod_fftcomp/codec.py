@@ -1,0 +1,300 @@
+"""Codec: an array to bytes and back, by a transform, a sparsifier and a quantizer.
+
+Owns the order of the stages and the checks at the door; knows no byte's place (``wire``) and no
+arithmetic (``backends``).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.backends import Array, backend_for, load_backend
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32, Quantizer
+from horovod_fftcomp.sparsifiers import Sparsifier
+from horovod_fftcomp.transforms import Transform
+from horovod_fftcomp.wire import Header, Layout, Plan
+
+# The same few thousand tensors come back every step.
+_PLANS_CACHED = 1 << 14
+
+
+class Encoded(NamedTuple):
+    """What ``Codec.encode_coeffs`` returns."""
+
+    payload: Array
+    residual: Array | None
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Turn arrays into payloads: ``transform``, then ``sparsifier``, then ``quantizer``.
+
+    Holds parameters and no data; equal codecs on all ranks make payloads that fit together.
+    Every method takes NumPy arrays and leaves them unchanged. ``backend`` ("reference" or "cpu")
+    overrides the choice by the array's type; it is there for tests.
+
+    >>> import numpy as np, horovod_fftcomp as hfc
+    >>> codec = hfc.get_codec("topk", density=0.25)
+    >>> payload = codec.encode(np.array([1.0, -4.0, 2.0, 3.0], np.float32))
+    >>> codec.decode(payload)
+    array([ 0., -4.,  0.,  0.], dtype=float32)
+    """
+
+    transform: Transform
+    sparsifier: Sparsifier
+    quantizer: Quantizer
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """64-bit hash of the stages and their options; travels in every header."""
+        return wire.fnv1a(f"{wire.VERSION}:{self!r}")
+
+    def payload_nbytes(self, shape: int | Sequence[int]) -> int:
+        """Return the size in bytes of the payload of any array of ``shape``, header included."""
+        dims = (shape,) if isinstance(shape, numbers.Integral) else shape
+        return self.plan(tuple(int(dim) for dim in dims)).payload_nbytes
+
+    def plan(self, shape: tuple[int, ...]) -> Plan:
+        """Return the layout and the sizes for a tensor of ``shape``."""
+        return _plan(self, shape)
+
+    def encode(self, x: Array, step: int = 0, name: str = "", backend: str | None = None) -> Array:
+        """Return the payload of ``x``, uint8 1-D of ``payload_nbytes(x.shape)`` bytes.
+
+        ``x``: any shape; float16, bfloat16 (``ml_dtypes``), float32 or float64. ``step`` and
+        ``name`` seed random choices and appear in errors. NaN or Inf inside is legal: the
+        payload says so and decodes to NaN everywhere. Raises TypeError for other dtypes.
+        """
+        del step  # nothing random in the stages so far
+        kernels = _kernels(backend, x)
+        x = np.asarray(x)
+        flat = _as_flat_float32(x, name)
+        return self.encode_coeffs(
+            self.coeffs_of(flat, x.shape, kernels),
+            x.shape,
+            x.dtype.name,
+            kernels=kernels,
+            keep_residual=False,
+        ).payload
+
+    def coeffs_of(self, flat: Array, shape: tuple[int, ...], kernels: ModuleType) -> Array:
+        """Return the coefficients of a flat float32 gradient of a tensor of ``shape``."""
+        if self.plan(shape).layout is Layout.RAW:
+            return flat
+        return self.transform.forward(flat, kernels)
+
+    def encode_coeffs(
+        self,
+        coeffs: Array,
+        shape: tuple[int, ...],
+        dtype: str = "float32",
+        *,
+        kernels: ModuleType,
+        keep_residual: bool = True,
+        out: Array | None = None,
+    ) -> Encoded:
+        """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent.
+
+        With ``keep_residual`` the array ``coeffs`` itself becomes the residual: the sent values
+        are subtracted in place. A payload of non-finite coefficients leaves None. The payload
+        is written to the front of ``out``, zeros uint8, where that is given.
+        """
+        plan = self.plan(shape)
+        if out is None:
+            out = np.zeros(plan.payload_nbytes, np.uint8)
+        payload = out[: plan.payload_nbytes]
+        peak = kernels.peak_bits(coeffs)
+        if peak > LARGEST_FINITE_BITS:
+            wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
+            return Encoded(payload, None)
+        if plan.layout is Layout.RAW:
+            packed, scale, _ = Float32().encode(coeffs, kernels)
+            payload[plan.values_offset :] = packed
+            if keep_residual:
+                coeffs[:] = 0
+        else:
+            scale = self._write_body(payload, plan, coeffs, peak, kernels, keep_residual)
+        wire.write_header(payload, plan, self.fingerprint, dtype, scale, True)
+        return Encoded(payload, coeffs if keep_residual else None)
+
+    def _write_body(
+        self,
+        payload: Array,
+        plan: Plan,
+        coeffs: Array,
+        peak: int,
+        kernels: ModuleType,
+        keep_residual: bool,
+    ) -> float:
+        """Select, quantize and write positions and values; return the scale."""
+        positions = None
+        chosen = coeffs
+        if plan.layout is not Layout.ALL:
+            positions = self.sparsifier.select(coeffs, self.transform.bins_per_block, peak, kernels)
+            chosen = coeffs[positions]
+            packed = _pack_positions(positions, plan, kernels)
+            payload[plan.header_nbytes : plan.header_nbytes + plan.positions_nbytes] = packed
+        packed, scale, sent = self.quantizer.encode(chosen.view(np.float32), kernels)
+        payload[plan.values_offset :] = packed
+        if keep_residual:
+            left = chosen - sent.view(coeffs.dtype)
+            if positions is None:
+                coeffs[:] = left
+            else:
+                coeffs[positions] = left
+        return scale
+
+    def decode(self, payload: Array, backend: str | None = None) -> Array:
+        """Return the array that ``payload`` stands for, in the shape and dtype encoded.
+
+        A value that rounding made too large for the dtype becomes its largest finite one.
+        Raises PayloadError for bytes that this codec did not write.
+        """
+        header = self._check(payload)
+        total = self.decode_sum([payload], backend)
+        return _cast_back(total, header.dtype)
+
+    def decode_sum(self, payloads: Sequence[Array], backend: str | None = None) -> Array:
+        """Return the sum of the decoded ``payloads``, float32, in the order given.
+
+        Coefficients are added and transformed back once, however many payloads there are. If
+        one was made of non-finite values, every element of the sum is NaN.
+        """
+        if not payloads:
+            raise ValueError("payloads must not be empty: the shape of the sum would be unknown")
+        kernels = _kernels(backend, payloads[0])
+        headers = [self._check(payload) for payload in payloads]
+        shape = headers[0].shape
+        for number, header in enumerate(headers):
+            if header.shape != shape:
+                raise PayloadError(
+                    f"payload {number}: header field 'shape' is {header.shape}, "
+                    f"expected {shape} as in payload 0"
+                )
+        plan = self.plan(shape)
+        if not all(header.finite for header in headers):
+            return np.full(shape, np.nan, np.float32)
+        total = np.zeros(
+            plan.n_bins,
+            np.complex64 if self._is_complex(plan) else np.float32,
+        )
+        for number, (payload, header) in enumerate(zip(payloads, headers, strict=True)):
+            try:
+                self._add_body(total, payload, plan, header, kernels)
+            except ValueError as error:
+                raise PayloadError(f"payload {number}: body: {error}") from error
+        if plan.layout is not Layout.RAW:
+            total = self.transform.inverse(total, plan.numel, kernels)
+        return total.reshape(shape)
+
+    def may_overflow(self, headers: Sequence[Header]) -> bool:
+        """Tell whether a sum of payloads with these headers could exceed float32."""
+        return sum(header.scale for header in headers) * self.transform.gain > 2.0**127
+
+    def _is_complex(self, plan: Plan) -> bool:
+        return plan.layout is not Layout.RAW and self.transform.reals_per_bin == 2
+
+    def _add_body(
+        self, total: Array, payload: Array, plan: Plan, header: Header, kernels: ModuleType
+    ) -> None:
+        """Add the coefficients of one payload to ``total``; ValueError for a corrupt body."""
+        payload = _aligned(payload)
+        packed = payload[plan.values_offset :]
+        if plan.layout is Layout.RAW:
+            total += Float32().decode(packed, plan.numel, header.scale, kernels)
+            return
+        n_values = plan.k * self.transform.reals_per_bin
+        values = self.quantizer.decode(packed, n_values, header.scale, kernels).view(total.dtype)
+        if plan.layout is Layout.ALL:
+            total += values
+            return
+        end = plan.header_nbytes + plan.positions_nbytes
+        positions = _unpack_positions(payload[plan.header_nbytes : end], plan, kernels)
+        kernels.add_at(total, positions, values)
+
+    def _check(self, payload: Array) -> Header:
+        """Return the header of a payload that this codec wrote; PayloadError otherwise."""
+        if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.ndim != 1:
+            raise TypeError(
+                "a payload is a 1-D uint8 array (of bytes: np.frombuffer(data, np.uint8)); got "
+                f"{getattr(payload, 'dtype', type(payload).__name__)}"
+            )
+        header = wire.read_header(payload)
+        if header.fingerprint != self.fingerprint:
+            raise PayloadError(
+                f"header field 'fingerprint' is {header.fingerprint:016x}, expected "
+                f"{self.fingerprint:016x}; run the same recipe and options on all ranks "
+                f"(here: {self!r})"
+            )
+        plan = self.plan(header.shape)
+        for field, found, expected in (
+            ("k", header.k, plan.k),
+            ("layout", header.layout, plan.layout),
+            ("payload length", header.payload_nbytes, plan.payload_nbytes),
+            ("payload length", len(payload), plan.payload_nbytes),
+        ):
+            if found != expected:
+                raise PayloadError(f"header field {field!r} is {found}, expected {expected}")
+        return header
+
+
+@functools.lru_cache(_PLANS_CACHED)
+def _plan(codec: Codec, shape: tuple[int, ...]) -> Plan:
+    n_bins = codec.transform.n_bins(math.prod(shape))
+    bits_per_bin = codec.transform.reals_per_bin * codec.quantizer.bits
+    return wire.make_plan(shape, n_bins, codec.sparsifier.count(n_bins), bits_per_bin)
+
+
+def _kernels(backend: str | None, array: object) -> ModuleType:
+    return backend_for(array) if backend is None else load_backend(backend)
+
+
+def _as_flat_float32(x: Array, name: str) -> Array:
+    """Return ``x`` in C order as float32 1-D, without a copy where it is that already."""
+    if x.dtype.name not in wire.DTYPES:
+        raise TypeError(
+            f"tensor {name!r} has dtype {x.dtype}; "
+            f"a codec takes {', '.join(wire.DTYPES)}: cast it or leave it uncompressed"
+        )
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf and is flagged
+        return np.ascontiguousarray(x, np.float32).reshape(-1)
+
+
+def _cast_back(total: Array, dtype: str) -> Array:
+    """Return ``total`` in ``dtype``, saturating: what was finite stays finite."""
+    if dtype == "bfloat16":
+        import ml_dtypes  # only whoever encoded bfloat16 needs it
+
+        target = np.dtype(ml_dtypes.bfloat16)
+        limit = np.float32(ml_dtypes.finfo(target).max)
+    else:
+        target = np.dtype(dtype)
+        limit = np.float32(min(np.finfo(target).max, np.finfo(np.float32).max))
+    return np.clip(total, -limit, limit, out=total).astype(target, copy=False)
+
+
+def _aligned(payload: Array) -> Array:
+    """Return ``payload`` or a copy of it that begins where float32 views may begin."""
+    return payload if payload.ctypes.data % 8 == 0 and payload.strides == (1,) else payload.copy()
+
+
+def _pack_positions(positions: Array, plan: Plan, kernels: ModuleType) -> Array:
+    if plan.layout is Layout.BITMAP:
+        return kernels.pack_bitmap(positions, plan.n_bins)
+    return kernels.pack_offsets(positions, plan.n_bins, plan.low_bits)
+
+
+def _unpack_positions(packed: Array, plan: Plan, kernels: ModuleType) -> Array:
+    if plan.layout is Layout.BITMAP:
+        return kernels.unpack_bitmap(packed, plan.n_bins, plan.k)
+    return kernels.unpack_offsets(packed, plan.n_bins, plan.k, plan.low_bits)

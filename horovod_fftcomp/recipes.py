@@ -1,0 +1,114 @@
+"""The one table of recipes: it drives the factories, the command line, the docs and the tests."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat
+from horovod_fftcomp.schemes import Scheme
+from horovod_fftcomp.schemes.dense import Dense
+from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.sparsifiers import KeepAll, TopK
+from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named way to exchange gradients; its options are the keywords of ``make``."""
+
+    make: Callable[..., Scheme]
+    summary: str
+    source: str
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The options and their defaults."""
+        parameters = inspect.signature(self.make).parameters
+        return {name: parameter.default for name, parameter in parameters.items()}
+
+
+def _values(bits: int) -> Quantizer:
+    return Float32() if bits == 32 else RangeFloat(bits)
+
+
+def _none() -> Scheme:
+    return Dense("float32")
+
+
+def _fp16() -> Scheme:
+    return Dense("float16")
+
+
+def _bf16() -> Scheme:
+    return Gather(Codec(Identity(), KeepAll(), BFloat16()), error_feedback=False)
+
+
+def _topk(density: float = 0.01, bits: int = 32, error_feedback: bool = True) -> Scheme:
+    return Gather(Codec(Identity(), TopK(density), _values(bits)), error_feedback)
+
+
+def _fft(
+    density: float = 0.15, bits: int = 10, block: int = 256, error_feedback: bool = True
+) -> Scheme:
+    return Gather(Codec(BlockFFT(block), TopK(density), _values(bits)), error_feedback)
+
+
+def _dct(
+    density: float = 0.15, bits: int = 10, block: int = 256, error_feedback: bool = True
+) -> Scheme:
+    return Gather(Codec(BlockDCT(block), TopK(density), _values(bits)), error_feedback)
+
+
+RECIPES: dict[str, Recipe] = {
+    "none": Recipe(_none, "all values in float32", "Horovod's own"),
+    "fp16": Recipe(_fp16, "all values in float16, saturating", "Horovod's own"),
+    "bf16": Recipe(_bf16, "all values in bfloat16, summed in float32", "Kalamkar et al. 2019"),
+    "topk": Recipe(_topk, "the largest values", "Aji and Heafield 2017"),
+    "fft": Recipe(
+        _fft, "the largest bins of a block FFT, as range floats", "Wang et al., HPDC 2020"
+    ),
+    "dct": Recipe(_dct, "the largest coefficients of a block DCT, as range floats", "as fft"),
+}
+
+
+def list_compressors() -> list[str]:
+    """Return the names of all recipes.
+
+    >>> import horovod_fftcomp as hfc
+    >>> "fft" in hfc.list_compressors()
+    True
+    """
+    return list(RECIPES)
+
+
+def get_scheme(name: str, **options: object) -> Scheme:
+    """Return the scheme of recipe ``name``; ``options`` are the recipe's own.
+
+    Raises ValueError for an unknown recipe or an option's value, TypeError for an unknown option.
+    """
+    if name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; choose one of {', '.join(RECIPES)}")
+    recipe = RECIPES[name]
+    unknown = sorted(set(options) - set(recipe.options))
+    if unknown:
+        known = ", ".join(recipe.options) or "none"
+        raise TypeError(f"recipe {name!r} has no option {', '.join(unknown)}; it has: {known}")
+    return recipe.make(**options)
+
+
+def get_codec(name: str, **options: object) -> Codec:
+    """Return the codec of a recipe whose payloads are gathered.
+
+    Raises ValueError for a recipe that sums values by allreduce and so has no payload, and as
+    ``get_scheme`` does.
+    """
+    scheme = get_scheme(name, **options)
+    if not isinstance(scheme, Gather):
+        raise ValueError(
+            f"recipe {name!r} exchanges values by {' and '.join(scheme.rounds)} and has no "
+            "payload to encode; use get_scheme or simulate"
+        )
+    return scheme.codec

@@ -1,0 +1,56 @@
+"""Every value by allreduce, in float32 or float16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Tensor
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Sum all values as ``dtype`` ("float32" or "float16").
+
+    In float16 each rank's values saturate at 65504 / world size, so that the sum cannot
+    overflow; a rank with NaN or Inf sends NaN alone.
+    """
+
+    dtype: str = "float32"
+    rounds = ("allreduce",)
+
+    def exchange(
+        self,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Array],
+        state: Mapping[str, Mapping[str, Array]],
+        context: Context,
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        del tensors, state
+        values = np.concatenate(grads) if grads else np.zeros(0, np.float32)
+        if self.dtype == "float16":
+            values = _saturated_half(values, context.world_size)
+        reduced = (yield Round("allreduce", values)).astype(np.float32, copy=False)
+        finite = load_backend("cpu").peak_bits(reduced) <= LARGEST_FINITE_BITS
+        ends = np.cumsum([grad.size for grad in grads])[:-1]
+        return Outcome(np.split(reduced, ends), {}, finite)
+
+    def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
+        """Return zeros: everything is sent."""
+        del state
+        return np.zeros(tensor.shape, np.float32)
+
+
+def _saturated_half(values: Array, world_size: int) -> Array:
+    if load_backend("cpu").peak_bits(values) > LARGEST_FINITE_BITS:
+        return np.full(values.size, np.nan, np.float16)
+    share = np.finfo(np.float16).max / np.float32(world_size)
+    limit = np.float16(share)
+    if limit > share:  # rounding up would let the sum of all ranks overflow
+        limit = np.nextafter(limit, np.float16(0))
+    return np.clip(values, -np.float32(limit), np.float32(limit)).astype(np.float16)

@@ -1,0 +1,62 @@
+"""Which coefficients are sent: their count, known before the data, and their positions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+
+from horovod_fftcomp.backends import Array
+
+# Complex keys are squares: beyond these exponents of the largest component they would overflow,
+# or underflow for coefficients that still matter, so the spectrum is scaled by a power of two.
+UNSCALED_EXPONENTS = range(-40, 60)
+
+
+@dataclass(frozen=True)
+class KeepAll:
+    """Send every coefficient."""
+
+    def count(self, n: int) -> int:
+        """Return ``n``."""
+        return n
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Keep the ``density`` share of a tensor's coefficients that is largest in magnitude.
+
+    k = max(1, floor(density * n)); of equal magnitudes the lower index wins, so all backends
+    agree. Source: Aji and Heafield 2017; for spectra, Wang et al., HPDC 2020.
+    """
+
+    density: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.density, bool) or not 0.0 < self.density <= 1.0:
+            raise ValueError(
+                f"density must lie in (0, 1], got {self.density!r}; "
+                "0.01 keeps 1 % of the coefficients"
+            )
+
+    def count(self, n: int) -> int:
+        """Return k for ``n`` coefficients; known before the data, so payload sizes are too."""
+        return 0 if n == 0 else min(n, max(1, math.floor(self.density * n + 1e-9)))
+
+    def select(self, coeffs: Array, bins_per_block: int, peak: int, kernels: ModuleType) -> Array:
+        """Return the chosen positions, int64, ascending.
+
+        ``coeffs``: finite float32 or complex64, 1-D; ``peak``: bits of the largest |component|.
+        """
+        return kernels.select_top_k(
+            coeffs, self.count(coeffs.size), bins_per_block, key_exponent(peak)
+        )
+
+
+def key_exponent(peak: int) -> int:
+    """Return the power of two by which complex keys are scaled down; ``peak``: float32 bits."""
+    exponent = (peak >> 23) - 127
+    return 0 if exponent in UNSCALED_EXPONENTS else min(max(exponent, -126), 126)
+
+
+Sparsifier = KeepAll | TopK

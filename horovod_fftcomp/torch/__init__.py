@@ -1,0 +1,5 @@
+"""The adapter for ``horovod.torch``: pass ``Compression.fft(model)`` as ``compression=``."""
+
+from horovod_fftcomp.torch.compression import Compression
+
+__all__ = ["Compression"]

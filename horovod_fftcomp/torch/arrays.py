@@ -1,0 +1,31 @@
+"""Torch tensors as the NumPy arrays that the core works on, and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def flat_float32(grad: torch.Tensor) -> np.ndarray:
+    """Return ``grad`` in C order as float32 1-D; shares its memory where it is that already.
+
+    C order does not depend on strides, so ranks with other memory formats still agree. A tensor
+    on a GPU is copied to the host.
+    """
+    return grad.detach().to("cpu", torch.float32).reshape(-1).numpy()
+
+
+def gradient_like(values: np.ndarray, factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return ``values * factor`` in shape, dtype, strides and device of ``grad``.
+
+    ``values``: flat float32, overwritten. ``factor``: float32, one element. The strides matter:
+    Horovod hands the result to ``grad.set_``, which would drop a channels-last layout.
+    """
+    scaled = torch.from_numpy(values).mul_(factor.to("cpu")).view(grad.shape)
+    if (
+        scaled.dtype == grad.dtype
+        and scaled.stride() == grad.stride()
+        and grad.device.type == "cpu"
+    ):
+        return scaled
+    return torch.empty_like(grad).copy_(scaled)

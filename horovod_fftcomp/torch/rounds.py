@@ -1,0 +1,48 @@
+"""Rounds as named asynchronous operations of ``horovod.torch``, waited for with a time limit."""
+
+from __future__ import annotations
+
+import time
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.schemes import Round
+
+# Horovod's own synchronize spins on a core; a poll this often costs nothing and delays no step.
+_POLL_S = 0.0001
+
+
+class PendingRound:
+    """One collective under way; named, so that ranks may start theirs in any order."""
+
+    def __init__(self, round_: Round, name: str) -> None:
+        self.name = name
+        self.collective = round_.collective
+        data = torch.from_numpy(round_.data)
+        if round_.collective == "allgather":
+            self._handle = hvd.allgather_async(data, name=name)
+        elif round_.collective == "allreduce":
+            self._handle = hvd.allreduce_async(data, op=hvd.Sum, name=name)
+        else:
+            raise ValueError(f"unknown collective {round_.collective!r}")
+
+    def is_done(self) -> bool:
+        """Tell whether the output is there."""
+        return hvd.poll(self._handle)
+
+    def wait(self, timeout_s: float) -> np.ndarray:
+        """Return the output; ConfigMismatchError if it has not come after ``timeout_s`` seconds."""
+        limit = time.monotonic() + timeout_s
+        while not self.is_done():
+            if time.monotonic() > limit:
+                raise ConfigMismatchError(
+                    f"{self.collective} {self.name!r} got no answer from all ranks in "
+                    f"{timeout_s:.0f} s: a rank has died, runs without this compressor, or skips "
+                    "this exchange. Look at the other ranks' output; if one is only slow, raise "
+                    "timeout_s"
+                )
+            time.sleep(_POLL_S)
+        return hvd.synchronize(self._handle).numpy()

@@ -1,0 +1,146 @@
+"""Linear maps between a flat gradient and its coefficients.
+
+A transform knows lengths and options; the arithmetic of a block lies in ``backends``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+
+from horovod_fftcomp.backends import Array
+
+BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def _check_block(owner: object, block: int) -> None:
+    if block not in BLOCK_LENGTHS:
+        raise ValueError(
+            f"{type(owner).__name__}.block must be one of {', '.join(map(str, BLOCK_LENGTHS))}; "
+            f"got {block!r}"
+        )
+
+
+def _pad_to_blocks(flat: Array, block: int) -> Array:
+    """Return ``flat`` as rows of ``block`` values; a view where no zeros have to be added."""
+    rows = -(-flat.size // block)
+    if rows * block == flat.size:
+        return flat.reshape(rows, block)
+    padded = np.zeros(rows * block, np.float32)
+    padded[: flat.size] = flat
+    return padded.reshape(rows, block)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Leave the gradient as it is: a coefficient is an element."""
+
+    reals_per_bin = 1
+    bins_per_block = 1
+    gain = 1  # the largest element that coefficients of at most 1 can make
+
+    def n_bins(self, numel: int) -> int:
+        """Return the number of coefficients of ``numel`` elements."""
+        return numel
+
+    def forward(self, flat: Array, kernels: ModuleType) -> Array:
+        """Return ``flat`` itself, float32 ``[numel]``."""
+        del kernels
+        return flat
+
+    def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
+        """Return ``coeffs`` itself, float32 ``[numel]``."""
+        del kernels, numel
+        return coeffs
+
+    def energy(self, coeffs: Array) -> float:
+        """Return the sum of squares of the gradient whose coefficients are given."""
+        return float(np.dot(coeffs, coeffs))
+
+
+@dataclass(frozen=True)
+class BlockFFT:
+    """Real FFT of consecutive blocks, as L/2 packed complex bins each (Wang et al., HPDC 2020).
+
+    The last block is padded with zeros. Bin 0 is (DC, Nyquist). Scaled by 1/L, so the largest
+    coefficient never exceeds the largest element.
+    """
+
+    block: int = 256
+    reals_per_bin = 2
+
+    def __post_init__(self) -> None:
+        _check_block(self, self.block)
+
+    @property
+    def bins_per_block(self) -> int:
+        """Complex bins in a block."""
+        return self.block // 2
+
+    @property
+    def gain(self) -> int:
+        """A bound on the largest element that components of at most 1 can make."""
+        return 2 * self.block
+
+    def n_bins(self, numel: int) -> int:
+        """Return the number of complex bins of ``numel`` elements."""
+        return -(-numel // self.block) * self.bins_per_block
+
+    def forward(self, flat: Array, kernels: ModuleType) -> Array:
+        """Return the spectra of all blocks, complex64 ``[n_bins]``; ``flat``: float32."""
+        return kernels.rfft_blocks(_pad_to_blocks(flat, self.block)).reshape(-1)
+
+    def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
+        """Return the first ``numel`` elements of the blocks with these spectra, float32."""
+        return kernels.irfft_blocks(coeffs.reshape(-1, self.bins_per_block)).reshape(-1)[:numel]
+
+    def energy(self, coeffs: Array) -> float:
+        """Return the sum of squares of the gradient whose spectra are given (Parseval)."""
+        ends = coeffs[:: self.bins_per_block]
+        total = 2 * np.vdot(coeffs, coeffs).real - np.vdot(ends, ends).real
+        return float(total) * self.block
+
+
+@dataclass(frozen=True)
+class BlockDCT:
+    """DCT-II of consecutive blocks, L real coefficients each; the last block padded with zeros.
+
+    Orthonormal divided by sqrt(L), so the largest coefficient never exceeds the largest element.
+    """
+
+    block: int = 256
+    reals_per_bin = 1
+
+    def __post_init__(self) -> None:
+        _check_block(self, self.block)
+
+    @property
+    def bins_per_block(self) -> int:
+        """Real coefficients in a block."""
+        return self.block
+
+    @property
+    def gain(self) -> int:
+        """A bound on the largest element that coefficients of at most 1 can make."""
+        return 2 * self.block
+
+    def n_bins(self, numel: int) -> int:
+        """Return the number of coefficients of ``numel`` elements."""
+        return -(-numel // self.block) * self.block
+
+    def forward(self, flat: Array, kernels: ModuleType) -> Array:
+        """Return the coefficients of all blocks, float32 ``[n_bins]``; ``flat``: float32."""
+        return kernels.dct_blocks(_pad_to_blocks(flat, self.block)).reshape(-1)
+
+    def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
+        """Return the first ``numel`` elements of the blocks with these DCTs, float32."""
+        return kernels.idct_blocks(coeffs.reshape(-1, self.block)).reshape(-1)[:numel]
+
+    def energy(self, coeffs: Array) -> float:
+        """Return the sum of squares of the gradient whose DCTs are given."""
+        return float(np.dot(coeffs, coeffs)) * self.block
+
+
+Transform = Identity | BlockFFT | BlockDCT

@@ -1,0 +1,221 @@
+"""Where every byte of a payload lies: header, layouts of positions, sizes. See docs/wire-format.md.
+
+A layout is chosen from counts alone, never from values, so all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.backends import Array
+from horovod_fftcomp.errors import PayloadError
+
+VERSION = 1
+MAGIC = b"HFC"
+ALIGNMENT = 16  # of a payload within a bucket, so that kernels read whole words
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# magic, version, dtype, flags, ndim, layout | fingerprint, numel, k, payload bytes | scale, CRC-32
+_FIXED = struct.Struct("<3sBBBBBQQQQfI")
+_CRC_OFFSET = _FIXED.size - 4
+_NOT_FINITE = 1
+_MAX_DIMS = 64
+
+
+class Layout(enum.IntEnum):
+    """How the body tells which coefficients follow."""
+
+    RAW = 0  # no coefficients: the elements themselves, float32
+    ALL = 1  # every coefficient, no positions
+    BITMAP = 2  # one bit for each coefficient
+    OFFSETS = 3  # fixed-width offsets in blocks whose counts are written in unary
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes of one tensor's payload; a pure function of shape and options."""
+
+    shape: tuple[int, ...]
+    numel: int
+    n_bins: int
+    k: int
+    layout: Layout
+    low_bits: int
+    header_nbytes: int
+    positions_nbytes: int
+    values_offset: int
+    payload_nbytes: int
+
+
+class Header(NamedTuple):
+    """The decoded header of a payload."""
+
+    dtype: str
+    finite: bool
+    layout: int
+    fingerprint: int
+    shape: tuple[int, ...]
+    k: int
+    payload_nbytes: int
+    scale: float
+
+
+def align(nbytes: int, to: int = ALIGNMENT) -> int:
+    """Return ``nbytes`` rounded up to a multiple of ``to``."""
+    return -(-nbytes // to) * to
+
+
+def fnv1a(text: str) -> int:
+    """Return the 64-bit FNV-1a hash of ``text`` as UTF-8."""
+    digest = 0xCBF29CE484222325
+    for byte in text.encode():
+        digest = ((digest ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return digest
+
+
+def make_plan(shape: tuple[int, ...], n_bins: int, k: int, bits_per_bin: int) -> Plan:
+    """Return the cheapest way to send ``k`` of ``n_bins`` coefficients of a tensor.
+
+    Where no layout is smaller than the tensor itself in float32, the plan is to send that.
+    """
+    numel = math.prod(shape)
+    header = align(_FIXED.size + len(_encode_dims(shape)))
+    layout, low_bits, positions = _cheapest_positions(n_bins, k)
+    values_offset = header + align(positions, 8)
+    payload = values_offset + (k * bits_per_bin + 7) // 8
+    if payload - header >= 4 * numel:
+        layout, low_bits, positions, values_offset = Layout.RAW, 0, 0, header
+        n_bins = k = numel
+        payload = header + 4 * numel
+    return Plan(
+        shape, numel, n_bins, k, layout, low_bits, header, positions, values_offset, payload
+    )
+
+
+def _cheapest_positions(n: int, k: int) -> tuple[Layout, int, int]:
+    """Return (layout, bits of an offset, bytes) for ``k`` of ``n`` places; ties: the simpler."""
+    if k == n:
+        return Layout.ALL, 0, 0
+    choices = [((n + 7) // 8, Layout.BITMAP, 0)]
+    for low_bits in range(1, 17):
+        unary = k + ((n + (1 << low_bits) - 1) >> low_bits)
+        nbytes = (unary + 7) // 8 + (k * low_bits + 7) // 8
+        choices.append((nbytes, Layout.OFFSETS, low_bits))
+    nbytes, layout, low_bits = min(choices)
+    return layout, low_bits, nbytes
+
+
+def write_header(
+    payload: Array, plan: Plan, fingerprint: int, dtype: str, scale: float, finite: bool
+) -> None:
+    """Write the header of ``plan`` into the first bytes of ``payload``, uint8."""
+    dims = _encode_dims(plan.shape)
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        DTYPES.index(dtype),
+        0 if finite else _NOT_FINITE,
+        len(plan.shape),
+        plan.layout,
+        fingerprint,
+        plan.numel,
+        plan.k,
+        plan.payload_nbytes,
+        scale,
+        0,
+    )
+    header = bytearray((fixed + dims).ljust(plan.header_nbytes, b"\0"))
+    struct.pack_into("<I", header, _CRC_OFFSET, zlib.crc32(header))
+    payload[: plan.header_nbytes] = np.frombuffer(header, np.uint8)
+
+
+def read_header(payload: Array) -> Header:
+    """Return the header at the front of ``payload``, uint8 1-D, every field checked.
+
+    ``payload`` may be longer than the payload that the header describes.
+    """
+    if len(payload) < _FIXED.size:
+        raise PayloadError(
+            f"header is cut short: {len(payload)} bytes, at least {_FIXED.size} expected"
+        )
+    start = payload[: _FIXED.size + 10 * _MAX_DIMS].tobytes()
+    fields = _FIXED.unpack_from(start)
+    magic, version, dtype, flags, ndim, layout, fingerprint, numel, k, nbytes, scale, crc = fields
+    if magic != MAGIC:
+        raise PayloadError(f"header field 'magic' is {magic!r}, expected {MAGIC!r}: not a payload")
+    if version != VERSION:
+        raise PayloadError(
+            f"header field 'version' is {version}, expected {VERSION}; "
+            "install the same horovod_fftcomp on all ranks"
+        )
+    shape, end = _decode_dims(start, ndim)
+    header = bytearray(start[: align(end)])
+    header[_CRC_OFFSET : _CRC_OFFSET + 4] = bytes(4)
+    if len(header) < align(end) or zlib.crc32(header) != crc:
+        raise PayloadError("header field 'checksum' does not match: the payload is corrupt")
+    for name, found, bad in (
+        ("dtype", dtype, dtype >= len(DTYPES)),
+        ("flags", flags, flags > _NOT_FINITE),
+        ("layout", layout, layout > max(Layout)),
+        ("numel", numel, numel != math.prod(shape)),
+        ("k", k, k > 2 * numel + 8192),  # a transform pads to whole blocks
+        ("scale", scale, flags == 0 and not 0 <= scale < math.inf),
+        ("payload length", nbytes, nbytes < len(header)),
+    ):
+        if bad:
+            raise PayloadError(f"header field {name!r} is {found}, which no payload has")
+    finite = flags & _NOT_FINITE == 0
+    return Header(DTYPES[dtype], finite, layout, fingerprint, shape, k, nbytes, scale)
+
+
+def split_payloads(gathered: Array) -> Iterator[Array]:
+    """Yield each payload of a gathered buffer in which every one starts at ``ALIGNMENT``."""
+    offset = 0
+    while offset < len(gathered):
+        nbytes = read_header(gathered[offset:]).payload_nbytes
+        if offset + nbytes > len(gathered):
+            raise PayloadError(
+                f"header field 'payload length' is {nbytes}, "
+                f"but {len(gathered) - offset} bytes are left"
+            )
+        yield gathered[offset : offset + nbytes]
+        offset += align(nbytes)
+
+
+def _encode_dims(shape: tuple[int, ...]) -> bytes:
+    """Return the dimensions as variable-length integers: 7 bits a byte, low ones first."""
+    if len(shape) > _MAX_DIMS:
+        raise ValueError(f"a tensor of {len(shape)} dimensions; at most {_MAX_DIMS} can be sent")
+    out = bytearray()
+    for dim in shape:
+        while dim > 0x7F:
+            out.append(dim & 0x7F | 0x80)
+            dim >>= 7
+        out.append(dim)
+    return bytes(out)
+
+
+def _decode_dims(header: bytes, ndim: int) -> tuple[tuple[int, ...], int]:
+    """Return (shape, end of the dimensions in ``header``)."""
+    shape, offset = [], _FIXED.size
+    for _ in range(ndim):
+        dim, shift = 0, 0
+        while True:
+            if offset >= len(header) or shift > 63:
+                raise PayloadError("header field 'shape' is cut short or too large")
+            byte = header[offset]
+            offset += 1
+            dim |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+        shape.append(dim)
+    return tuple(shape), offset

@@ -1,0 +1,140 @@
+"""Ranks inside one process, stricter than a network: what would hang a real job raises here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.backends import Array
+from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.recipes import get_scheme
+from horovod_fftcomp.schemes import Round, Scheme, Tensor
+
+
+class SimulatedStep(NamedTuple):
+    """One step of ``simulate``.
+
+    ``average``: float32 ``[n]``, as every rank computed it. ``sent_bytes``: what each rank put
+    into collectives. ``residual``: float32 ``[ranks, n]``, what each rank still owes.
+    """
+
+    average: Array
+    sent_bytes: list[int]
+    residual: Array
+
+
+class InProcessWorld:
+    """Named collectives between ``size`` ranks that submit in any order.
+
+    Raises ConfigMismatchError where a real job would hang or mix data: a rank that did not
+    submit a name, another collective, dtype or (where sums are taken) shape.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._submitted: dict[str, dict[int, Round]] = {}
+
+    def submit(self, rank: int, name: str, round_: Round) -> None:
+        """Hand in one rank's part of the collective called ``name``."""
+        parts = self._submitted.setdefault(name, {})
+        if rank in parts:
+            raise ConfigMismatchError(f"rank {rank} submitted {name!r} twice")
+        parts[rank] = round_
+
+    def complete(self, name: str) -> Array:
+        """Return the output of a collective; all ranks receive the same."""
+        parts = self._submitted.pop(name, {})
+        missing = sorted(set(range(self.size)) - set(parts))
+        if missing:
+            raise ConfigMismatchError(f"ranks {missing} did not submit {name!r}: a job would hang")
+        rounds = [parts[rank] for rank in range(self.size)]
+        for what, values in (
+            ("collective", {part.collective for part in rounds}),
+            ("dtype", {part.data.dtype.name for part in rounds}),
+        ):
+            if len(values) > 1:
+                raise ConfigMismatchError(f"{name!r}: the ranks' {what} differ: {sorted(values)}")
+        if rounds[0].collective == "allgather":
+            return np.concatenate([part.data for part in rounds])
+        shapes = {part.data.shape for part in rounds}
+        if len(shapes) > 1:
+            raise ConfigMismatchError(f"{name!r}: the ranks' shapes differ: {sorted(shapes)}")
+        total = rounds[0].data.copy()
+        for part in rounds[1:]:
+            total += part.data
+        return total
+
+
+def exchange_once(
+    engines: Sequence[Engine], grads: Sequence[Sequence[Sequence[Array]]], shuffle: random.Random
+) -> None:
+    """Run one step on all ranks; ``grads[rank][bucket]`` are that bucket's flat gradients.
+
+    Each rank starts its buckets in an order of its own, as hooks of a real model may.
+    """
+    world = InProcessWorld(len(engines))
+    n_buckets = len(engines[0].buckets)
+    for rank, engine in enumerate(engines):
+        for bucket in shuffle.sample(range(n_buckets), n_buckets):
+            world.submit(rank, f"{bucket}.0", engine.start(bucket, grads[rank][bucket]))
+    for number in range(1, len(engines[0].scheme.rounds) + 1):
+        for bucket in range(n_buckets):
+            output = world.complete(f"{bucket}.{number - 1}")
+            for rank, engine in enumerate(engines):
+                following = engine.advance(bucket, output)
+                if following is not None:
+                    world.submit(rank, f"{bucket}.{number}", following)
+
+
+def simulate(
+    recipe: str | Scheme, gradients: Array | Iterable[Array], **options: object
+) -> Iterator[SimulatedStep]:
+    """Yield, for each step, what ranks that exchange ``gradients`` would compute.
+
+    ``recipe``: a name with its ``options``, or a scheme. ``gradients``: array ``[steps, ranks,
+    n]`` or an iterable of arrays ``[ranks, n]``; not changed. Raises ValueError for other shapes.
+
+    >>> import numpy as np, horovod_fftcomp as hfc
+    >>> steps = hfc.simulate("topk", np.ones((3, 2, 8), np.float32), density=0.25)
+    >>> [int(step.average.sum()) for step in steps]
+    [2, 4, 6]
+    """
+    if isinstance(recipe, str):
+        scheme = get_scheme(recipe, **options)
+    elif options:
+        raise TypeError("options belong to a recipe's name; a scheme has its own already")
+    else:
+        scheme = recipe
+    return _steps(scheme, gradients)
+
+
+def _steps(scheme: Scheme, gradients: Iterable[Array]) -> Iterator[SimulatedStep]:
+    engines: list[Engine] = []
+    shape: tuple[int, ...] | None = None
+    for step_grads in gradients:
+        step_grads = np.ascontiguousarray(step_grads, np.float32)
+        if step_grads.ndim != 2 or (shape is not None and step_grads.shape != shape):
+            raise ValueError(
+                f"gradients must be [ranks, n] in every step, got {step_grads.shape}"
+                + (f" after {shape}" if shape else "")
+            )
+        if shape is None:
+            shape = step_grads.shape
+            tensor = Tensor("gradient", (shape[1],))
+            engines = [Engine(scheme, [[tensor]], rank, shape[0]) for rank in range(shape[0])]
+        before = [engine.costs.sent_nbytes for engine in engines]
+        exchange_once(engines, [[[grad]] for grad in step_grads], random.Random(0))
+        sums = [engine.sums(0)[0] for engine in engines]
+        if any(total.tobytes() != sums[0].tobytes() for total in sums):
+            raise AssertionError("ranks computed different sums from the same payloads")
+        for engine in engines:
+            engine.settle()
+        yield SimulatedStep(
+            sums[0] / np.float32(shape[0]),
+            [engine.costs.sent_nbytes - b for engine, b in zip(engines, before, strict=True)],
+            np.stack([engine.residual("gradient") for engine in engines]),
+        )

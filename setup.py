@@ -1,0 +1,52 @@
+"""Package metadata. Pure Python: nothing is compiled at install time."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(
+    r'^__version__ = "([^"]+)"', (ROOT / "horovod_fftcomp" / "__init__.py").read_text(), re.M
+).group(1)
+
+# Ranges that the tests were run with; scripts/requirements.txt holds the exact versions of CI.
+EXTRAS = {
+    "torch": ["torch>=2.1,<2.14", "horovod==0.28.1"],
+    "tensorflow": ["tensorflow>=2.16,<2.22", "tf_keras>=2.16,<2.22", "horovod==0.28.1"],
+    "gpu": ["cupy-cuda12x>=13.0,<15"],
+    "mpi": ["mpi4py>=4.0,<5"],
+    "dev": [
+        "hypothesis>=6.100,<7",
+        "matplotlib>=3.8,<4",
+        "ml_dtypes>=0.4,<1",
+        "mypy>=1.11,<2",
+        "pytest>=8,<10",
+        "ruff==0.17.5",
+        "scikit-learn>=1.4,<2",
+    ],
+}
+
+setup(
+    name="horovod_fftcomp",
+    version=VERSION,
+    description="Gradient compression for data-parallel training on stock Horovod",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["horovod_fftcomp", "horovod_fftcomp.*"]),
+    package_data={"horovod_fftcomp": ["py.typed"]},
+    install_requires=["numpy>=2.0,<3", "scipy>=1.13,<2", "numba>=0.60,<1", "rich>=13,<16"],
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["horovod-fftcomp = horovod_fftcomp.cli:main"]},
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+    ],
+)
