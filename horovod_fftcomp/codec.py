@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,7 +19,7 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array, backend_for, load_backend
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32, Quantizer
-from horovod_fftcomp.sparsifiers import Sparsifier
+from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.transforms import Transform
 from horovod_fftcomp.wire import Header, Layout, Plan
 
@@ -51,7 +50,7 @@ class Codec:
     """
 
     transform: Transform
-    sparsifier: Sparsifier
+    sparsifier: TopK
     quantizer: Quantizer
 
     @functools.cached_property
@@ -61,7 +60,7 @@ class Codec:
 
     def payload_nbytes(self, shape: int | Sequence[int]) -> int:
         """Return the size in bytes of the payload of any array of ``shape``, header included."""
-        dims = (shape,) if isinstance(shape, numbers.Integral) else shape
+        dims = (shape,) if isinstance(shape, (int, np.integer)) else shape
         return self.plan(tuple(int(dim) for dim in dims)).payload_nbytes
 
     def plan(self, shape: tuple[int, ...]) -> Plan:

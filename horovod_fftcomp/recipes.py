@@ -11,7 +11,7 @@ from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat
 from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
-from horovod_fftcomp.sparsifiers import KeepAll, TopK
+from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity
 
 
@@ -43,7 +43,7 @@ def _fp16() -> Scheme:
 
 
 def _bf16() -> Scheme:
-    return Gather(Codec(Identity(), KeepAll(), BFloat16()), error_feedback=False)
+    return Gather(Codec(Identity(), TopK(1.0), BFloat16()), error_feedback=False)
 
 
 def _topk(density: float = 0.01, bits: int = 32, error_feedback: bool = True) -> Scheme:

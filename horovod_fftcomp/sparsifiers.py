@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -11,15 +12,6 @@ from horovod_fftcomp.backends import Array
 # Complex keys are squares: beyond these exponents of the largest component they would overflow,
 # or underflow for coefficients that still matter, so the spectrum is scaled by a power of two.
 UNSCALED_EXPONENTS = range(-40, 60)
-
-
-@dataclass(frozen=True)
-class KeepAll:
-    """Send every coefficient."""
-
-    def count(self, n: int) -> int:
-        """Return ``n``."""
-        return n
 
 
 @dataclass(frozen=True)
@@ -33,7 +25,8 @@ class TopK:
     density: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.density, bool) or not 0.0 < self.density <= 1.0:
+        is_number = isinstance(self.density, numbers.Real) and not isinstance(self.density, bool)
+        if not is_number or not 0.0 < self.density <= 1.0:
             raise ValueError(
                 f"density must lie in (0, 1], got {self.density!r}; "
                 "0.01 keeps 1 % of the coefficients"
@@ -57,6 +50,3 @@ def key_exponent(peak: int) -> int:
     """Return the power of two by which complex keys are scaled down; ``peak``: float32 bits."""
     exponent = (peak >> 23) - 127
     return 0 if exponent in UNSCALED_EXPONENTS else min(max(exponent, -126), 126)
-
-
-Sparsifier = KeepAll | TopK

@@ -40,10 +40,12 @@ def irfft_blocks(spectrum: Array) -> Array:
 
 
 def dct_blocks(blocks: Array) -> Array:
-    """See ``reference.dct_blocks``; scaled before the sums, so that they cannot overflow."""
+    """See ``reference.dct_blocks``; scaled down before the sums, so that they cannot overflow."""
     length = blocks.shape[1]
-    coeffs = scipy.fft.dct(blocks * np.float32(0.5 / length), axis=1, overwrite_x=True)
-    coeffs[:, 1:] *= np.float32(np.sqrt(2))
+    coeffs = scipy.fft.dct(blocks * np.float32(0.125 / length), axis=1, overwrite_x=True)
+    weights = np.full(length, np.sqrt(32), np.float32)
+    weights[0] = 4
+    coeffs *= weights
     return coeffs
 
 

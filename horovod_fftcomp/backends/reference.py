@@ -11,7 +11,11 @@ import numpy as np
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.quantizers import RangeGrid
 
+# NaN and Inf in a gradient are told by its coefficients; NumPy need not warn of them as well.
+_quiet = np.errstate(invalid="ignore", over="ignore")
 
+
+@_quiet
 def rfft_blocks(blocks: Array) -> Array:
     """Return the packed half-spectrum of each row, complex64 ``[B, L/2]``, scaled by 1/L.
 
@@ -44,6 +48,7 @@ def _dct_matrix(length: int) -> Array:
     return matrix
 
 
+@_quiet
 def dct_blocks(blocks: Array) -> Array:
     """Return the DCT-II of each row of float32 ``[B, L]``, orthonormal divided by sqrt(L)."""
     length = blocks.shape[1]

@@ -71,6 +71,10 @@ class Scheme(Protocol):
         """Sum ``grads`` (flat float32, left unchanged) over all ranks."""
         ...
 
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        ...
+
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
         """Return what is not sent yet of ``tensor``, float32 in its shape."""
         ...

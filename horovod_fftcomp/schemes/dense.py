@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,10 @@ class Dense:
         finite = load_backend("cpu").peak_bits(reduced) <= LARGEST_FINITE_BITS
         ends = np.cumsum([grad.size for grad in grads])[:-1]
         return Outcome(np.split(reduced, ends), {}, finite)
+
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        return math.prod(tensor.shape) * np.dtype(self.dtype).itemsize
 
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
         """Return zeros: everything is sent."""

@@ -102,6 +102,10 @@ class Gather:
             except PayloadError as error:
                 raise PayloadError(f"tensor {tensor.name!r}: {error} (payload = rank)") from error
 
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        return wire.align(self.codec.plan(tensor.shape).payload_nbytes)
+
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
         """Return what is not sent yet of ``tensor``, float32 in its shape."""
         carried = state.get("residual", {}).get(tensor.name)

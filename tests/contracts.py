@@ -1,0 +1,188 @@
+"""The one table of cases, and the checks that every recipe passes on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp import Codec, PayloadError, get_codec, list_compressors
+from horovod_fftcomp.backends import BACKENDS, load_backend
+from horovod_fftcomp.wire import Layout
+
+GATHER_RECIPES = [name for name in list_compressors() if name not in ("none", "fp16")]
+
+# Codecs beyond the recipes' defaults: every layout of positions and the ends of every option.
+CODECS = {
+    **{name: (name, {}) for name in GATHER_RECIPES},
+    "topk-bitmap": ("topk", {"density": 0.4, "bits": 5}),
+    "topk-all": ("topk", {"density": 1.0, "bits": 8}),
+    "topk-sparse": ("topk", {"density": 0.0005}),
+    "fft-3-bits": ("fft", {"density": 0.02, "bits": 3, "block": 64}),
+    "fft-float32": ("fft", {"density": 0.3, "bits": 32, "block": 4096}),
+    "dct-16-bits": ("dct", {"density": 0.25, "bits": 16, "block": 128}),
+}
+
+
+def _normal(shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape).astype(dtype)
+
+
+def _few_values() -> np.ndarray:
+    return np.random.default_rng(1).integers(-2, 3, 5000).astype(np.float32)
+
+
+def _heavy_tailed() -> np.ndarray:
+    return np.random.default_rng(2).standard_t(1.5, 4097).astype(np.float32)
+
+
+def _bfloat16() -> np.ndarray:
+    import ml_dtypes
+
+    return _normal((37, 41)).astype(ml_dtypes.bfloat16)
+
+
+CASES: dict[str, Callable[[], np.ndarray]] = {
+    "0-d": lambda: np.float32(2.5).reshape(()),
+    "empty": lambda: np.zeros((0,), np.float32),
+    "empty-2d": lambda: np.zeros((3, 0), np.float32),
+    "one": lambda: np.array([-3.0], np.float32),
+    "two": lambda: np.array([1.0, -2.0], np.float32),
+    "seven": lambda: _normal((7,)),
+    "block-1": lambda: _normal((255,)),
+    "block": lambda: _normal((256,)),
+    "block+1": lambda: _normal((257,)),
+    "prime": lambda: _normal((4099,)),
+    "odd-matrix": lambda: _normal((33, 31)),
+    "conv": lambda: _normal((8, 16, 3, 3)),
+    "5-d": lambda: _normal((2, 3, 5, 7, 11)),
+    "large": lambda: _normal((200, 513)),
+    "transposed": lambda: _normal((40, 60)).T,
+    "strided": lambda: _normal((3000,))[::3],
+    "reversed": lambda: _normal((1500,))[::-1],
+    "channels-last": lambda: _normal((4, 9, 9, 16)).transpose(0, 3, 1, 2),
+    "read-only": lambda: np.broadcast_to(np.float32(1.5), (50, 20)),
+    "float16": lambda: _normal((50, 50), "float16"),
+    "float16-max": lambda: np.full((1500,), 65504, "float16"),
+    "float64": lambda: _normal((50, 50), "float64"),
+    "bfloat16": _bfloat16,
+    "zeros": lambda: np.zeros((2000,), np.float32),
+    "minus-zeros": lambda: np.full((2000,), -0.0, np.float32),
+    "constant": lambda: np.full((2000,), 0.125, np.float32),
+    "few-values": _few_values,
+    "one-spike": lambda: np.eye(1, 3000, 1234, dtype=np.float32)[0],
+    "denormal": lambda: np.full((2000,), 1e-41, np.float32),
+    "smallest-normal": lambda: _normal((2000,)) * np.float32(1e-37),
+    "tiny": lambda: _normal((2000,)) * np.float32(1e-25),
+    "large-values": lambda: _normal((2000,)) * np.float32(1e20),
+    "huge": lambda: np.random.default_rng(3).uniform(-1e38, 1e38, 2000).astype(np.float32),
+    "huge-constant": lambda: np.full((2000,), 1e38, np.float32),
+    "heavy-tailed": _heavy_tailed,
+}
+
+
+def make_codec(key: str) -> Codec:
+    recipe, options = CODECS[key]
+    return get_codec(recipe, **options)
+
+
+def tolerance_of(x: np.ndarray) -> float:
+    """Return what a transform's float32 rounding may move an element by."""
+    peak = float(np.abs(x.astype(np.float64)).max(initial=0))
+    return 1e-5 * peak + 1e-36
+
+
+def check_round_trip(codec: Codec, x: np.ndarray, backend: str) -> None:
+    """Shape, dtype, predicted size, determinism, an untouched input, an error in bounds."""
+    before = x.tobytes()
+    payload = codec.encode(x, step=3, name="w", backend=backend)
+    assert x.tobytes() == before
+    assert payload.dtype == np.uint8
+    assert payload.ndim == 1
+    assert payload.nbytes == codec.payload_nbytes(x.shape)
+    assert payload.nbytes <= 4 * x.size + codec.plan(x.shape).header_nbytes
+    assert codec.encode(x, step=3, name="w", backend=backend).tobytes() == payload.tobytes()
+    decoded = codec.decode(payload, backend=backend)
+    assert decoded.shape == x.shape
+    assert decoded.dtype == x.dtype
+    assert np.isfinite(decoded.astype(np.float64)).all()
+    check_error(codec, x, decoded)
+
+
+def check_error(codec: Codec, x: np.ndarray, decoded: np.ndarray) -> None:
+    """The contraction: keeping the k best of n leaves at most 1 - k/n of the energy.
+
+    Quantization adds its own relative error to what is kept; for values below the smallest
+    coded magnitude that is all of it, so the bound grows by both.
+    """
+    plan = codec.plan(x.shape)
+    scale = max(float(np.abs(x.astype(np.float64)).max(initial=0)), 1e-300)
+    wanted = x.astype(np.float64) / scale
+    error = wanted - decoded.astype(np.float64) / scale
+    kept = 1.0 if plan.layout is Layout.RAW else plan.k / max(plan.n_bins, 1)
+    bits = 32 if plan.layout is Layout.RAW else codec.quantizer.bits
+    step = {32: 1e-6, 16: 2.0**-8}.get(bits, 2.0 ** -(max(0, bits - 4) + 1))
+    octaves = 2 ** (bits - 1) / 2 ** max(0, bits - 4)  # what the range float spans: about 8
+    flushed = 0.0 if bits == 32 else 2.0**-octaves * 2
+    n = max(x.size, 1)
+    loosest = 1e-5 + (1e-2 if x.dtype.name in ("float16", "bfloat16") else 0)
+    if scale < 1e-35:  # nothing below 2^-126 has a code
+        flushed = 1.0
+    bound = (1 - kept + step**2) * (wanted**2).sum() + n * (flushed + loosest) ** 2
+    assert (error**2).sum() <= bound * (1 + 1e-4) + 1e-9
+
+
+def check_decode_sum(codec: Codec, xs: list[np.ndarray], backend: str) -> None:
+    """``decode_sum`` equals the sum of what each payload decodes to."""
+    payloads = [codec.encode(x, backend=backend) for x in xs]
+    total = codec.decode_sum(payloads, backend=backend)
+    assert total.dtype == np.float32
+    assert total.shape == xs[0].shape
+    parts = sum(codec.decode_sum([p], backend=backend).astype(np.float64) for p in payloads)
+    slack = sum(tolerance_of(x) for x in xs) * 10
+    np.testing.assert_allclose(total, parts, rtol=1e-5, atol=slack)
+    assert codec.decode_sum(payloads, backend=backend).tobytes() == total.tobytes()
+
+
+def check_same_bytes(codec: Codec, x: np.ndarray) -> None:
+    """From equal coefficients every backend writes the bytes and the residual of the reference."""
+    shape = x.shape
+    flat = np.ascontiguousarray(x, np.float32).reshape(-1)
+    reference = load_backend("reference")
+    coeffs = codec.coeffs_of(flat, shape, reference)
+    expected = codec.encode_coeffs(coeffs.copy(), shape, kernels=reference)
+    for name in BACKENDS:
+        actual = codec.encode_coeffs(coeffs.copy(), shape, kernels=load_backend(name))
+        assert actual.payload.tobytes() == expected.payload.tobytes(), name
+        assert actual.residual is not None
+        assert expected.residual is not None
+        assert actual.residual.tobytes() == expected.residual.tobytes(), name
+
+
+def check_rejects_damage(codec: Codec, x: np.ndarray, seed: int) -> None:
+    """Cut, flipped and random bytes raise PayloadError or decode to some array; nothing worse."""
+    rng = np.random.default_rng(seed)
+    good = codec.encode(x)
+    for cut in {0, 1, 31, 47, 48, 63, 64, good.nbytes - 1, int(rng.integers(good.nbytes))}:
+        if cut < good.nbytes:
+            assert_rejected(codec, good[:cut])
+    assert_rejected(codec, np.concatenate([good, good[:1]]))
+    header_nbytes = codec.plan(x.shape).header_nbytes
+    for at in rng.integers(header_nbytes, size=20):
+        damaged = good.copy()
+        damaged[at] ^= 1 << rng.integers(8)
+        assert_rejected(codec, damaged)
+    for _ in range(20):
+        damaged = good.copy()
+        damaged[header_nbytes:] = rng.integers(0, 256, good.nbytes - header_nbytes)
+        try:
+            decoded = codec.decode(damaged)
+        except PayloadError:
+            continue
+        assert decoded.shape == x.shape
+
+
+def assert_rejected(codec: Codec, payload: np.ndarray) -> None:
+    with pytest.raises(PayloadError, match=r"header|body"):
+        codec.decode(payload)

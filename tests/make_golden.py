@@ -1,0 +1,34 @@
+"""Write the golden payloads: ``make golden``. A change of them is a change of the wire format.
+
+Each file holds coefficients (so that no FFT library matters), the payload and what it decodes to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from horovod_fftcomp.backends import load_backend
+from tests.contracts import CODECS, make_codec
+
+FOLDER = Path(__file__).parent / "golden"
+SHAPE = (9, 5, 13, 4)
+
+
+def make(key: str) -> dict[str, np.ndarray]:
+    """Return the golden arrays of one codec, by the reference backend."""
+    codec, kernels = make_codec(key), load_backend("reference")
+    n_reals = codec.transform.n_bins(int(np.prod(SHAPE))) * codec.transform.reals_per_bin
+    # Halves of small integers: exact in float32 whatever made them; many ties and both signs.
+    coeffs = (np.arange(n_reals) * 7919 % 613 - 306).astype(np.float32) / 8
+    if codec.transform.reals_per_bin == 2:
+        coeffs = coeffs.view(np.complex64)
+    encoded = codec.encode_coeffs(coeffs.copy(), SHAPE, kernels=kernels)
+    return {"coeffs": coeffs, "payload": encoded.payload, "residual": encoded.residual}
+
+
+if __name__ == "__main__":
+    for name in CODECS:
+        np.savez_compressed(FOLDER / f"{name}.npz", **make(name))
+        print(f"wrote {FOLDER / name}.npz")

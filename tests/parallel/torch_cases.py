@@ -1,0 +1,439 @@
+"""Stock Horovod drives the torch adapter; started by ``tests/test_parallel.py``."""
+
+from __future__ import annotations
+
+import time
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from horovod_fftcomp import ConfigMismatchError, UnsupportedError, list_compressors
+from horovod_fftcomp.torch import Compression
+from horovod_fftcomp.torch.compression import Compressor
+
+EXACT = {"density": 1.0, "bits": 32}  # every value as float32: compression that loses nothing
+
+
+class Branches(nn.Module):
+    """Layers whose hooks fire in the order in which ``forward`` used them."""
+
+    def __init__(self, n_layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(40, 40) for _ in range(n_layers)])
+        self.head = nn.Linear(40, 10)
+
+    def forward(self, x, order):
+        return self.head(sum(torch.relu(self.layers[i](x)) for i in order))
+
+
+def make_model(seed: int = 0) -> Branches:
+    torch.manual_seed(seed)
+    return Branches()
+
+
+def order_of(step: int, layers: int = 6) -> list[int]:
+    """Return an order of layers that differs between ranks and steps."""
+    return np.random.default_rng([hvd.rank(), step]).permutation(layers).tolist()
+
+
+def distributed(model, compression, lr=0.05, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=compression,
+        **options,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return optimizer
+
+
+def batches(steps: int, seed: int = 0):
+    """Yield this rank's batches of a task that can be learned."""
+    teacher = torch.randn(40, 10, generator=torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(1000 * seed + hvd.rank())
+    for _ in range(steps):
+        x = torch.randn(32, 40, generator=generator)
+        yield x, (x @ teacher).argmax(1)
+
+
+def train(model, optimizer, steps, seed=0, order=order_of):
+    losses = []
+    for step, (x, y) in enumerate(batches(steps, seed)):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x, order(step)), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def small_buckets(model, recipe, **options) -> Compressor:
+    factory = getattr(Compression, recipe)
+    return factory(model, bucket_nbytes=16_000, timeout_s=20, **options)
+
+
+@pytest.mark.parametrize("recipe", list_compressors())
+def test_ranks_are_bit_identical_after_50_steps(recipe, same_everywhere):
+    model = make_model()
+    compression = small_buckets(model, recipe)
+    losses = train(model, distributed(model, compression), 50)
+    same_everywhere(*model.parameters())
+    # density 1 % of these layers is 16 values a step: slow, but it has to learn.
+    assert np.mean(losses[-5:]) < 0.98 * np.mean(losses[:5])
+    stats = compression.stats()
+    assert stats["steps"] == 49  # the last one settles when the next begins
+    assert stats["skipped_steps"] == 0
+    if recipe != "none":
+        assert stats["collectives"] == 50 * 3
+        assert stats["ratio"] > (1.5 if recipe in ("fp16", "bf16") else 4)
+
+
+@pytest.mark.parametrize("recipe", ["topk", "fft"])
+def test_a_step_sends_what_the_scheme_predicts(recipe):
+    model = make_model()
+    compression = small_buckets(model, recipe)
+    train(model, distributed(model, compression), 3)
+    stats = compression.stats()
+    dense = sum(p.numel() for p in model.parameters() if p.dim() == 1) + model.head.weight.numel()
+    predicted = sum(
+        compression._scheme.sent_nbytes(tensor)
+        for bucket in compression._buckets
+        for tensor in bucket
+    )
+    probes = 4 * sum(len(bucket) for bucket in compression._buckets)
+    assert stats["sent_nbytes"] == 3 * (4 * dense + predicted + probes)
+    assert stats["dense_nbytes"] == 3 * 4 * sum(p.numel() for p in model.parameters())
+
+
+def gradients_after_one_backward(compression, model, **options):
+    optimizer = distributed(model, compression, **options)
+    x, y = next(batches(1))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x, order_of(0)), y).backward()
+    optimizer.synchronize()
+    grads = [p.grad.clone() for p in model.parameters()]
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    return grads
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": hvd.Average},
+        {"op": hvd.Sum},
+        {"gradient_predivide_factor": 3.0},
+        {"groups": 3},
+        {"backward_passes_per_step": 1},
+    ],
+    ids=str,
+)
+def test_lossless_compression_equals_horovods_own_reduction(options, same_everywhere):
+    model = make_model()
+    dense = gradients_after_one_backward(hvd.Compression.none, model, **options)
+    model = make_model()
+    compressed = gradients_after_one_backward(small_buckets(model, "topk", **EXACT), model, **options)
+    for expected, actual in zip(dense, compressed, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+    same_everywhere(*compressed)
+
+
+@pytest.mark.parametrize("recipe", ["fp16", "topk", "fft"])
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_training_with_either_op_keeps_ranks_identical(recipe, op, same_everywhere):
+    model = make_model()
+    lr = 0.05 if op == hvd.Average else 0.05 / hvd.size()
+    losses = train(model, distributed(model, small_buckets(model, recipe), lr, op=op), 30)
+    same_everywhere(*model.parameters())
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+
+
+def test_sum_is_size_times_average(same_everywhere):
+    grads = {}
+    for op in (hvd.Average, hvd.Sum):
+        model = make_model()
+        grads[op] = gradients_after_one_backward(small_buckets(model, "fft"), model, op=op)
+    for average, total in zip(grads[hvd.Average], grads[hvd.Sum], strict=True):
+        torch.testing.assert_close(total, average * hvd.size(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("recipe", ["topk", "dct", "bf16"])
+def test_a_parameter_without_gradient_on_one_rank(recipe, same_everywhere):
+    def order(step):
+        layers = order_of(step)
+        return [i for i in layers if i != 2] if hvd.rank() == step % 2 else layers
+
+    model = make_model()
+    losses = train(model, distributed(model, small_buckets(model, recipe)), 20, order=order)
+    same_everywhere(*model.parameters())
+    assert np.isfinite(losses).all()
+
+
+def test_a_parameter_that_no_rank_uses(same_everywhere):
+    model = make_model()
+    before = model.layers[3].weight.detach().clone()
+    optimizer = distributed(model, small_buckets(model, "topk"))
+    train(model, optimizer, 5, order=lambda step: [0, 1, 2, 4, 5])
+    same_everywhere(*model.parameters())
+    assert torch.equal(model.layers[3].weight, before)
+
+
+def test_gradient_accumulation_compresses_once_a_step(same_everywhere):
+    model = make_model()
+    compression = small_buckets(model, "fft")
+    optimizer = distributed(model, compression, backward_passes_per_step=2)
+    for step, (x, y) in enumerate(batches(8)):
+        if step % 2 == 0:
+            optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x, range(6)), y).backward()
+        if step % 2:
+            optimizer.step()
+    same_everywhere(*model.parameters())
+    assert compression.stats()["collectives"] == 4 * 3
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("recipe", ["fp16", "bf16", "topk", "fft", "dct"])
+@pytest.mark.parametrize("where", ["compressed", "dense"])
+def test_a_bad_gradient_on_one_rank_is_a_step_that_never_was(recipe, where, bad, same_everywhere):
+    model = make_model()
+    compression = small_buckets(model, recipe)
+    optimizer = distributed(model, compression)
+    train(model, optimizer, 3)
+    names = [tensor.name for bucket in compression._buckets for tensor in bucket]
+    before = [compression.residual(name) for name in names]
+    x, y = next(batches(1))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x, range(6)), y).backward()
+    optimizer.synchronize()
+    parameter = model.layers[1].weight if where == "compressed" else model.head.bias
+    optimizer.zero_grad()
+    hook = parameter.register_hook(
+        lambda grad: torch.full_like(grad, bad) if hvd.rank() == 1 else grad
+    )
+    before = [compression.residual(name) for name in names]
+    skipped = compression.stats()["skipped_steps"]
+    nn.functional.cross_entropy(model(x, range(6)), y).backward()
+    optimizer.synchronize()
+    hook.remove()
+    assert not torch.isfinite(parameter.grad).any()
+    for name, residual in zip(names, before, strict=True):
+        assert torch.equal(compression.residual(name), residual), name
+    assert compression.stats()["skipped_steps"] == skipped + 1
+    optimizer.zero_grad()
+    train(model, optimizer, 2)
+    same_everywhere(*model.parameters())
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_gradients_of_other_dtypes(dtype, same_everywhere):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
+    compression = Compression.topk(model, **EXACT, timeout_s=20)
+    optimizer = distributed(model, compression)
+    x = torch.full((4, 64), 1.0 + hvd.rank(), dtype=dtype)
+    model(x).sum().backward()
+    optimizer.synchronize()
+    assert all(p.grad.dtype == dtype for p in model.parameters())
+    same_everywhere(*(p.grad for p in model.parameters()))
+    expected = torch.full((64,), 4.0, dtype=dtype)
+    torch.testing.assert_close(model[1].bias.grad, expected)
+
+
+def test_channels_last_gradients_keep_their_strides(same_everywhere):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+    model = model.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(hvd.rank()))
+    grads = {}
+    for name, compression in (
+        ("dense", hvd.Compression.none),
+        ("compressed", Compression.topk(model, **EXACT, timeout_s=20)),
+    ):
+        optimizer = distributed(model, compression, lr=0.0)
+        optimizer.zero_grad()
+        model(x.to(memory_format=torch.channels_last)).square().sum().backward()
+        strides = model[2].weight.grad.stride()
+        optimizer.synchronize()
+        assert model[2].weight.grad.stride() == strides
+        grads[name] = [p.grad.clone() for p in model.parameters()]
+    for dense, compressed in zip(*grads.values(), strict=True):
+        torch.testing.assert_close(compressed, dense, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sparse_as_dense", [True, False])
+def test_sparse_embeddings_travel_dense_or_as_horovod_gathers_them(sparse_as_dense, same_everywhere):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Linear(40, 40))
+    compression = Compression.topk(model, density=0.1, timeout_s=20)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.arange(8) + 8 * hvd.rank() + step).square().sum().backward()
+        optimizer.step()
+    same_everywhere(*model.parameters())
+
+
+def test_two_models_and_compressors_in_one_process(same_everywhere):
+    pairs = []
+    for seed, recipe in enumerate(("topk", "fft")):
+        model = make_model(seed)
+        pairs.append((model, distributed(model, small_buckets(model, recipe))))
+    for x, y in batches(5):
+        for model, optimizer in pairs:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x, range(6)), y).backward()
+            optimizer.step()
+    same_everywhere(*(p for model, _ in pairs for p in model.parameters()))
+
+
+@pytest.mark.parametrize("recipe", ["topk", "fft"])
+def test_a_resumed_run_equals_an_uninterrupted_one(recipe):
+    straight = make_model()
+    train(straight, distributed(straight, small_buckets(straight, recipe)), 4)
+
+    def start():
+        model = make_model()
+        compression = small_buckets(model, recipe)
+        return model, compression, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    model, compression, inner = start()
+    saved = None
+    for half in range(2):
+        optimizer = hvd.DistributedOptimizer(
+            inner, named_parameters=model.named_parameters(), compression=compression
+        )
+        for step, (x, y) in enumerate(batches(4)):
+            if step // 2 == half:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x, order_of(step)), y)
+                loss.backward()
+                optimizer.step()
+        if half == 0:
+            saved = (model.state_dict(), optimizer.state_dict(), compression.state_dict())
+            model, compression, inner = start()
+            model.load_state_dict(saved[0])
+            inner.load_state_dict(saved[1])
+            compression.load_state_dict(saved[2])
+    for expected, actual in zip(straight.parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected, actual)
+
+
+def mismatch_of(rank_options):
+    """Return (the error of a first step, its duration) with options that differ by rank."""
+    recipe, options, model = rank_options[hvd.rank() % len(rank_options)]
+    compression = getattr(Compression, recipe)(model, timeout_s=20, **options)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+    )
+    hvd.barrier()
+    begin = time.monotonic()
+    with pytest.raises(ConfigMismatchError) as caught:
+        nn.functional.cross_entropy(model(*model_input(model)), torch.zeros(4).long()).backward()
+    del optimizer
+    return str(caught.value), time.monotonic() - begin
+
+
+def model_input(model):
+    x = torch.ones(4, 40)
+    return (x, range(6)) if isinstance(model, Branches) else (x,)
+
+
+def wide(width=40):
+    return nn.Sequential(nn.Linear(40, width), nn.Linear(width, 10))
+
+
+@pytest.mark.parametrize(
+    ("rank_options", "message"),
+    [
+        ([("fft", {}, 0), ("fft", {"density": 0.1}, 0)], "options is .*0.15.* on rank 0 but"),
+        ([("fft", {}, 0), ("dct", {}, 0)], "recipe is fft on rank 0 but dct on rank 1"),
+        ([("none", {}, 0), ("topk", {}, 0)], "recipe is none on rank 0 but topk on rank 1"),
+        ([("topk", {"bits": 8}, 0), ("topk", {}, 0)], "options is"),
+        ([("topk", {"min_numel": 1}, 0), ("topk", {}, 0)], "compressed tensors is 7 on rank 0"),
+        ([("topk", {"bucket_nbytes": 100}, 0), ("topk", {}, 0)], "buckets is 6 on rank 0"),
+        ([("topk", {}, 40), ("topk", {}, 48)], "names, shapes, dtypes and order"),
+    ],
+)
+def test_ranks_that_differ_all_stop_with_the_same_message(rank_options, message, same_everywhere):
+    models = [
+        (recipe, options, make_model() if width == 0 else wide(width))
+        for recipe, options, width in rank_options
+    ]
+    text, seconds = mismatch_of(models)
+    same_everywhere(text)
+    assert seconds < 5
+    import re
+
+    assert re.search(message, text), text
+
+
+def test_a_gradient_that_the_compressor_was_not_given():
+    model = make_model()
+    some = [(n, p) for n, p in model.named_parameters() if not n.startswith("layers.5")]
+    optimizer = distributed(model, Compression.fft(some, timeout_s=20))
+    with pytest.raises(UnsupportedError, match=r"none of the 12 parameters given to Compression.fft"):
+        nn.functional.cross_entropy(model(torch.ones(4, 40), [5]), torch.zeros(4).long()).backward()
+    del optimizer
+
+
+def test_adasum_is_refused():
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        compression=Compression.topk(model, timeout_s=20),
+        op=hvd.Adasum,
+    )
+    with pytest.raises(UnsupportedError, match=r"Adasum.*op=hvd.Average"):
+        nn.functional.cross_entropy(
+            model(torch.ones(4, 40), range(6)), torch.zeros(4).long()
+        ).backward()
+    del optimizer
+
+
+def test_a_gradient_that_comes_twice_in_one_step():
+    model = make_model()
+    compression = Compression.topk(model, timeout_s=20)
+    parameter = model.layers[0].weight
+    parameter.grad = torch.ones_like(parameter)
+    compression.compress(parameter.grad)
+    with pytest.raises(UnsupportedError, match=r"'layers.0.weight' came twice"):
+        compression.compress(parameter.grad)
+
+
+def test_a_rank_that_never_compresses_ends_the_wait_with_a_message():
+    model = make_model()
+    compression = Compression.topk(model, timeout_s=1)
+    parameter = model.layers[0].weight
+    parameter.grad = torch.ones_like(parameter)
+    if hvd.rank() == 0:
+        with pytest.raises(ConfigMismatchError, match=r"no answer from all ranks in 1 s"):
+            compression.compress(parameter.grad)
+    hvd.barrier()
+    if hvd.rank() != 0:  # let the operation that rank 0 left behind complete
+        compression.compress(parameter.grad)
+
+
+def test_models_without_parameters_and_unknown_recipes():
+    with pytest.raises(ValueError, match=r"model has no trainable parameters"):
+        Compression.fft(nn.ReLU())
+    with pytest.raises(AttributeError, match=r"unknown recipe 'ftt'; choose one of none"):
+        Compression.ftt(make_model())
+    with pytest.raises(ValueError, match="density must lie"):
+        Compression.fft(make_model(), density=2)
+    with pytest.raises(ValueError, match="bits must be"):
+        Compression.fft(make_model(), bits=40)
+    assert {"fft", "topk"} <= set(dir(Compression))

@@ -1,0 +1,84 @@
+"""Every recipe, every backend, every case of the table in ``contracts``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp.backends import BACKENDS
+from tests import contracts
+
+
+def _case(name: str) -> np.ndarray:
+    if name == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    return contracts.CASES[name]()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", contracts.CASES)
+@pytest.mark.parametrize("key", contracts.CODECS)
+def test_round_trip_keeps_shape_dtype_size_and_bound(key, case, backend):
+    contracts.check_round_trip(contracts.make_codec(key), _case(case), backend)
+
+
+@pytest.mark.parametrize("case", contracts.CASES)
+@pytest.mark.parametrize("key", contracts.CODECS)
+def test_every_backend_writes_the_reference_bytes(key, case):
+    contracts.check_same_bytes(contracts.make_codec(key), _case(case))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["0-d", "empty", "two", "prime", "conv", "float64", "zeros"])
+@pytest.mark.parametrize("key", contracts.CODECS)
+def test_decode_sum_is_the_sum_of_decodes(key, case, backend):
+    x = _case(case)
+    others = [np.asarray(x * factor, x.dtype) for factor in (1.0, -0.5, 3.0)]
+    contracts.check_decode_sum(contracts.make_codec(key), others, backend)
+
+
+@pytest.mark.parametrize("case", ["0-d", "seven", "prime", "conv", "zeros"])
+@pytest.mark.parametrize("key", contracts.CODECS)
+def test_damaged_payloads_are_rejected(key, case):
+    contracts.check_rejects_damage(contracts.make_codec(key), _case(case), seed=len(key))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("key", contracts.CODECS)
+@pytest.mark.parametrize("n", [1, 3000])
+def test_non_finite_input_decodes_to_nan_everywhere(key, n, backend, bad):
+    codec = contracts.make_codec(key)
+    good = np.linspace(-1, 1, n).astype(np.float32)
+    broken = good.copy()
+    broken[n // 2] = bad
+    payload = codec.encode(broken, backend=backend)
+    assert payload.nbytes == codec.payload_nbytes(n)
+    assert np.isnan(codec.decode(payload, backend=backend)).all()
+    both = [codec.encode(good, backend=backend), payload]
+    assert np.isnan(codec.decode_sum(both, backend=backend)).all()
+
+
+@pytest.mark.parametrize("key", contracts.CODECS)
+def test_payloads_do_not_depend_on_memory_layout(key):
+    codec = contracts.make_codec(key)
+    x = contracts.CASES["channels-last"]()
+    assert not x.flags.c_contiguous
+    assert codec.encode(x).tobytes() == codec.encode(np.ascontiguousarray(x)).tobytes()
+
+
+@pytest.mark.parametrize("key", contracts.CODECS)
+def test_payloads_may_lie_anywhere_in_memory(key):
+    codec = contracts.make_codec(key)
+    payload = codec.encode(contracts.CASES["prime"]())
+    shifted = np.zeros(payload.nbytes + 3, np.uint8)[3:]
+    shifted[:] = payload
+    assert codec.decode(shifted).tobytes() == codec.decode(payload).tobytes()
+
+
+@pytest.mark.parametrize("key", contracts.CODECS)
+@pytest.mark.parametrize("n", [*range(0, 70), 255, 256, 1000, 1023, 1024, 4097, 50_000])
+def test_nothing_grows_beyond_float32_and_a_header(key, n):
+    codec = contracts.make_codec(key)
+    assert codec.payload_nbytes(n) <= 4 * n + 64
+    assert codec.payload_nbytes((n, 1)) <= 4 * n + 64

@@ -1,0 +1,234 @@
+"""Error feedback conserves; a step commits or vanishes; state can be saved and loaded."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp import get_scheme, list_compressors, simulate
+from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.world import exchange_once
+from tests.contracts import CODECS, GATHER_RECIPES
+
+FEEDBACK = [key for key, (recipe, _) in CODECS.items() if recipe != "bf16"]
+TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]
+SIZES = [[2000, 3], [1001]]
+
+
+def _engines(scheme, ranks=2):
+    return [Engine(scheme, TENSORS, rank, ranks) for rank in range(ranks)]
+
+
+def _grads(rng, ranks=2):
+    return [
+        [[rng.standard_normal(n).astype(np.float32) for n in bucket] for bucket in SIZES]
+        for _ in range(ranks)
+    ]
+
+
+def _run(engines, grads, seed=0):
+    exchange_once(engines, grads, random.Random(seed))
+    sums = [[engine.sums(bucket) for bucket in range(2)] for engine in engines]
+    for engine in engines:
+        engine.settle()
+    return sums
+
+
+def _bytes(sums):
+    return [[array.tobytes() for array in bucket] for bucket in sums]
+
+
+@pytest.mark.parametrize("key", FEEDBACK)
+def test_what_is_sent_and_what_is_left_make_up_the_gradients(key):
+    recipe, options = CODECS[key]
+    gradients = np.random.default_rng(0).standard_normal((20, 3, 1500)).astype(np.float32)
+    total = np.zeros(1500)
+    for step in simulate(recipe, gradients, **options):
+        total += step.average
+    owed = gradients.astype(np.float64).sum(0).mean(0)
+    np.testing.assert_allclose(total + step.residual.mean(0), owed, atol=2e-4)
+
+
+@pytest.mark.parametrize("recipe", ["none", *GATHER_RECIPES])
+def test_one_step_with_feedback_is_one_step_without(recipe):
+    gradients = np.random.default_rng(1).standard_normal((1, 2, 3000)).astype(np.float32)
+    with_feedback = next(simulate(recipe, gradients))
+    options = {} if recipe in ("none", "bf16") else {"error_feedback": False}
+    without = next(simulate(recipe, gradients, **options))
+    assert with_feedback.average.tobytes() == without.average.tobytes()
+    if options:
+        assert not without.residual.any()
+        assert with_feedback.residual.any()
+
+
+def test_without_feedback_a_small_coordinate_never_moves():
+    gradients = np.tile(np.array([1.0, 0.5] + [0.0] * 30, np.float32), (40, 1, 1))
+    options = {"density": 1 / 32}
+    moved = {
+        feedback: sum(
+            s.average for s in simulate("topk", gradients, error_feedback=feedback, **options)
+        )
+        for feedback in (True, False)
+    }
+    assert moved[False][1] == 0
+    assert moved[True][1] == pytest.approx(20, abs=2)
+
+
+@pytest.mark.parametrize("recipe", ["fp16", *GATHER_RECIPES])
+def test_ranks_agree_bit_for_bit_whatever_their_order(recipe):
+    engines = _engines(get_scheme(recipe), ranks=3)
+    rng = np.random.default_rng(2)
+    for step in range(5):
+        sums = _run(engines, _grads(rng, 3), seed=step)
+        assert all(_bytes(other) == _bytes(sums[0]) for other in sums)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("where", ["a", "c", "dense"])
+@pytest.mark.parametrize("recipe", ["fp16", *GATHER_RECIPES])
+def test_a_bad_step_vanishes_on_all_ranks(recipe, where, bad):
+    engines = _engines(get_scheme(recipe))
+    rng = np.random.default_rng(3)
+    for _ in range(3):
+        _run(engines, _grads(rng))
+    before = [engine.state_dict()["state"] for engine in engines]
+    grads = _grads(rng)
+    if where == "a":
+        grads[1][0][0][17] = bad
+    elif where == "c":
+        grads[1][1][0][17] = bad
+    else:
+        for engine in engines:
+            engine.observe(False)
+    sums = _run(engines, grads)
+    if where == "c":
+        assert all(np.isnan(rank_sums[1][0]).any() for rank_sums in sums)
+    for engine, state in zip(engines, before, strict=True):
+        after = engine.state_dict()["state"]
+        assert after.keys() == state.keys()
+        for kind in state:
+            for name, array in state[kind].items():
+                assert after[kind][name].tobytes() == array.tobytes()
+        assert engine.costs.skipped_steps == 1
+    assert all(
+        np.isfinite(total).all() for bucket in _run(engines, _grads(rng))[0] for total in bucket
+    )
+
+
+def test_a_sum_that_overflows_is_a_bad_step():
+    gradients = np.full((1, 2, 5000), 3e38, np.float32)
+    gradients[0, :, 1000:] = 1.0
+    engines = [
+        Engine(get_scheme("topk", density=0.5), [[Tensor("g", (5000,))]], r, 2) for r in (0, 1)
+    ]
+    with np.errstate(over="ignore"):
+        exchange_once(engines, [[[g]] for g in gradients[0]], random.Random(0))
+    for engine in engines:
+        engine.settle()
+        assert engine.costs.skipped_steps == 1
+        assert not engine.residual("g").any()
+
+
+def test_fp16_saturates_instead_of_overflowing():
+    gradients = np.full((1, 3, 2000), 60000, np.float32)
+    average = next(simulate("fp16", gradients)).average
+    assert np.isfinite(average).all()
+    assert average[0] == pytest.approx(65504 / 3, rel=1e-3)
+    small = next(simulate("fp16", np.full((1, 3, 2000), 1.5, np.float32))).average
+    assert (small == 1.5).all()
+
+
+@pytest.mark.parametrize("recipe", GATHER_RECIPES)
+def test_a_resumed_run_equals_an_uninterrupted_one(recipe):
+    scheme = get_scheme(recipe)
+    straight, resumed = _engines(scheme), _engines(scheme)
+    for half in range(2):
+        rng = np.random.default_rng(10 + half)
+        for _ in range(4):
+            sums = _run(straight, _grads(rng))
+        rng = np.random.default_rng(10 + half)
+        if half:
+            saved = [engine.state_dict() for engine in resumed]
+            resumed = _engines(scheme)
+            for engine, state in zip(resumed, saved, strict=True):
+                engine.load_state_dict(state)
+                assert engine.step == 4
+        for _ in range(4):
+            again = _run(resumed, _grads(rng))
+        assert _bytes(again[0]) == _bytes(sums[0])
+
+
+def test_state_of_another_model_is_refused():
+    engine = _engines(get_scheme("topk"))[0]
+    saved = engine.state_dict()
+    with pytest.raises(ValueError, match=r"unknown tensors.*other"):
+        engine.load_state_dict(saved | {"state": {"residual": {"other": np.zeros(3)}}})
+    with pytest.raises(ValueError, match="version"):
+        engine.load_state_dict({"version": 99})
+    with pytest.raises(ValueError, match="no bucket"):
+        engine.residual("other")
+
+
+def test_gradients_are_left_alone():
+    for recipe in ("topk", "fft", "bf16", "fp16"):
+        engines = _engines(get_scheme(recipe))
+        grads = _grads(np.random.default_rng(4))
+        before = [[array.tobytes() for bucket in rank for array in bucket] for rank in grads]
+        for _ in range(2):
+            _run(engines, grads)
+        assert before == [
+            [array.tobytes() for bucket in rank for array in bucket] for rank in grads
+        ]
+
+
+def test_relative_error_is_that_of_the_measured_step():
+    gradients = np.random.default_rng(5).standard_normal((1, 1, 4096)).astype(np.float32)
+    engine = Engine(get_scheme("fft", density=0.2), [[Tensor("g", (4096,))]], 0, 1)
+    exchange_once([engine], [[[gradients[0, 0]]]], random.Random(0))
+    sent = engine.sums(0)[0]
+    engine.settle()
+    error = np.linalg.norm(gradients - sent) / np.linalg.norm(gradients)
+    assert engine.costs.relative_error == pytest.approx(error, rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", list_compressors())
+def test_bytes_sent_are_the_bytes_predicted(recipe):
+    engine = _engines(get_scheme(recipe), ranks=1)[0]
+    _run([engine], _grads(np.random.default_rng(7), ranks=1))
+    tensors = [tensor for bucket in TENSORS for tensor in bucket]
+    assert engine.costs.sent_nbytes == sum(engine.scheme.sent_nbytes(t) for t in tensors)
+    assert engine.costs.collectives == len(TENSORS) * len(engine.scheme.rounds)
+
+
+def test_a_bucket_starts_once_a_step():
+    engine = _engines(get_scheme("topk"), ranks=1)[0]
+    engine.start(1, [np.ones(1001, np.float32)])
+    with pytest.raises(ValueError, match="already"):
+        engine.start(1, [np.ones(1001, np.float32)])
+    with pytest.raises(ValueError, match="under way"):
+        engine.settle()
+    engine.abandon()
+    engine.settle()
+
+
+@pytest.mark.parametrize("recipe", ["topk", "fft", "dct"])
+def test_compressed_descent_reaches_the_optimum_of_a_convex_problem(recipe):
+    rng = np.random.default_rng(6)
+    matrix, best = rng.standard_normal((4, 300, 100)) / 10, rng.standard_normal(100)
+    target = matrix @ best  # all ranks share the optimum, so no noise keeps them from it
+    reached = {}
+    for name, options in (("none", {}), (recipe, {"density": 0.1})):
+        weights = np.zeros(100, np.float32)
+
+        def gradients(w=weights):
+            for _ in range(1500):
+                yield np.stack([m.T @ (m @ w - t) for m, t in zip(matrix, target, strict=True)])
+
+        for step in simulate(name, gradients(), **options):
+            weights -= np.float32(0.05) * step.average
+        reached[name] = np.linalg.norm(weights - best) / np.linalg.norm(best)
+    assert reached["none"] < 1e-3
+    assert reached[recipe] < 2e-2

@@ -1,0 +1,114 @@
+"""Who may import whom, and what importing the package costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import horovod_fftcomp
+from horovod_fftcomp import backends
+
+PACKAGE = Path(horovod_fftcomp.__file__).parent
+STDLIB = sys.stdlib_module_names
+
+# file or folder -> what it may import besides the standard library; the longest match counts.
+ALLOWED = {
+    "errors.py": set(),
+    "transforms.py": {"numpy", "backends"},
+    "sparsifiers.py": {"backends"},
+    "quantizers.py": {"numpy", "backends"},
+    "wire.py": {"numpy", "backends", "errors"},
+    "codec.py": {"numpy", "ml_dtypes", "wire", "backends", "errors", "quantizers", "sparsifiers",
+                 "transforms"},
+    "backends/__init__.py": {"numpy"},
+    "backends/reference.py": {"numpy", "backends", "quantizers"},
+    "backends/cpu.py": {"numpy", "scipy", "numba", "backends", "quantizers"},
+    "schemes/__init__.py": {"backends"},
+    "schemes/": {"numpy", "backends", "codec", "errors", "quantizers", "schemes", "wire"},
+    "buckets.py": {"schemes"},
+    "engine.py": {"backends", "schemes"},
+    "handshake.py": {"numpy", "backends", "errors"},
+    "recipes.py": {"codec", "quantizers", "schemes", "sparsifiers", "transforms"},
+    "world.py": {"numpy", "backends", "engine", "errors", "recipes", "schemes"},
+    "cli.py": {"rich", "recipes", "__init__", "schemes"},
+    "__main__.py": {"cli"},
+    "__init__.py": {"codec", "errors", "recipes", "schemes", "world"},
+    "torch/": {"numpy", "torch", "horovod", "backends", "buckets", "engine", "errors",
+               "handshake", "recipes", "schemes", "wire", "__init__"},
+}  # fmt: skip
+
+
+def _imports(path: Path) -> set[str]:
+    """Return the top-level packages and own modules that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for module in modules:
+            parts = module.split(".")
+            if parts[0] != "horovod_fftcomp":
+                found.add(parts[0])
+            elif len(parts) == 1 or not _is_module(parts[1]):
+                found.add("__init__")
+            else:
+                found.add(parts[1])
+    return found - STDLIB
+
+
+def _is_module(name: str) -> bool:
+    return (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir()
+
+
+FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_go_downward_only(file):
+    rules = [
+        rule for rule in ALLOWED if file == rule or (rule[-1] == "/" and file.startswith(rule))
+    ]
+    assert rules, f"{file} has no rule: add what it may import"
+    own = file.split("/")[0].removesuffix(".py")
+    extra = _imports(PACKAGE / file) - ALLOWED[max(rules, key=len)] - {own}
+    assert not extra, f"{file} may not import {sorted(extra)}"
+
+
+def test_every_backend_has_every_kernel_with_the_same_arguments():
+    import inspect
+
+    reference = backends.load_backend("reference")
+    for name in backends.BACKENDS:
+        module = backends.load_backend(name)
+        for kernel in backends.KERNELS:
+            expected = list(inspect.signature(getattr(reference, kernel)).parameters)
+            assert list(inspect.signature(getattr(module, kernel)).parameters) == expected
+
+
+def test_importing_the_package_loads_no_framework_and_is_quick():
+    script = (
+        "import sys, time; start = time.perf_counter(); import horovod_fftcomp;"
+        "print(time.perf_counter() - start);"
+        "print(*[m for m in ('torch', 'tensorflow', 'cupy', 'numba', 'mpi4py', 'horovod', 'scipy',"
+        " 'rich') if m in sys.modules])"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+        for _ in range(3)  # the best of three: a busy machine may delay one
+    ]
+    assert all(run.stdout.splitlines()[1:] in ([], [""]) for run in runs)
+    assert min(float(run.stdout.split()[0]) for run in runs) < 0.5
+
+
+def test_the_public_names_are_there():
+    for name in horovod_fftcomp.__all__:
+        assert hasattr(horovod_fftcomp, name)
+    assert horovod_fftcomp.list_compressors()[:2] == ["none", "fp16"]

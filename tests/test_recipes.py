@@ -1,0 +1,101 @@
+"""The table: every recipe can be made, and every wrong argument is told by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from horovod_fftcomp import (
+    Codec,
+    get_codec,
+    get_scheme,
+    list_compressors,
+    quantizers,
+    sparsifiers,
+    transforms,
+)
+from horovod_fftcomp.buckets import is_compressed, make_buckets
+from horovod_fftcomp.recipes import RECIPES
+from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes.gather import Gather
+
+
+@pytest.mark.parametrize("name", list_compressors())
+def test_every_recipe_is_complete(name):
+    recipe = RECIPES[name]
+    scheme = get_scheme(name)
+    assert scheme == get_scheme(name, **recipe.options)
+    assert hash(scheme) == hash(get_scheme(name))
+    assert scheme.rounds
+    assert recipe.summary
+    assert recipe.source
+
+
+@pytest.mark.parametrize("name", list_compressors())
+def test_repr_rebuilds_the_scheme(name):
+    names = {cls.__name__: cls for module in (transforms, sparsifiers, quantizers)
+             for cls in vars(module).values() if dataclasses.is_dataclass(cls)}  # fmt: skip
+    from horovod_fftcomp.schemes.dense import Dense
+
+    scheme = get_scheme(name)
+    assert eval(repr(scheme), {**names, "Codec": Codec, "Gather": Gather, "Dense": Dense}) == scheme
+
+
+def test_every_stage_is_in_some_recipe():
+    used = set()
+    for name in list_compressors():
+        for options in ({}, {"bits": 8}):
+            if set(options) <= set(RECIPES[name].options):
+                scheme = get_scheme(name, **options)
+                if isinstance(scheme, Gather):
+                    codec = scheme.codec
+                    used |= {type(codec.transform), type(codec.sparsifier), type(codec.quantizer)}
+    stages = {
+        cls
+        for module in (transforms, sparsifiers, quantizers)
+        for cls in vars(module).values()
+        if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__
+    }
+    assert used == stages
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("fft", {"density": 0}, ValueError, r"density must lie in \(0, 1\], got 0; 0.01 keeps"),
+        ("fft", {"density": 2}, ValueError, r"density must lie in \(0, 1\], got 2"),
+        ("topk", {"bits": 1}, ValueError, "bits must be a whole number from 3 to 16.*got 1"),
+        ("dct", {"bits": 40}, ValueError, "bits must be a whole number from 3 to 16.*got 40"),
+        ("fft", {"block": 100}, ValueError, "block must be one of 64"),
+        ("ftt", {}, ValueError, "unknown recipe 'ftt'; choose one of none, fp16"),
+        ("topk", {"theta": 0.85}, TypeError, "'topk' has no option theta; it has: density, bits"),
+        ("none", {"bits": 8}, TypeError, "'none' has no option bits; it has: none"),
+        ("topk", {"density": "0.1"}, ValueError, "density must lie .* got '0.1'"),
+    ],
+)
+def test_wrong_arguments_are_told_by_name(name, options, error, message):
+    with pytest.raises(error, match=message):
+        get_scheme(name, **options)
+
+
+@pytest.mark.parametrize("name", ["none", "fp16"])
+def test_recipes_without_payloads_have_no_codec(name):
+    with pytest.raises(ValueError, match=f"'{name}' exchanges values by allreduce"):
+        get_codec(name)
+
+
+def test_small_tensors_and_vectors_stay_dense():
+    assert not is_compressed(Tensor("bias", (10**6,)))
+    assert not is_compressed(Tensor("scalar", ()))
+    assert not is_compressed(Tensor("small", (31, 33)))
+    assert is_compressed(Tensor("matrix", (32, 32)))
+    assert is_compressed(Tensor("small", (31, 33)), min_numel=1)
+
+
+def test_buckets_hold_whole_tensors_in_order():
+    tensors = [Tensor(f"t{i}", (n, 10)) for i, n in enumerate([10, 20, 500, 5, 5, 40])]
+    buckets = make_buckets(tensors, capacity_nbytes=4 * 400)
+    assert [[t.name for t in bucket] for bucket in buckets] == [
+        ["t0", "t1"], ["t2"], ["t3", "t4"], ["t5"]]  # fmt: skip
+    assert make_buckets([]) == []

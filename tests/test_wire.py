@@ -1,0 +1,206 @@
+"""The bytes themselves: header, sizes, bit order, positions; what is refused and why."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from horovod_fftcomp import PayloadError, get_codec, wire
+from horovod_fftcomp.backends import BACKENDS, load_backend
+from horovod_fftcomp.wire import Layout
+
+
+def test_fnv1a_vectors():
+    assert wire.fnv1a("a") == 0xAF63DC4C8601EC8C
+    assert wire.fnv1a("layer1.weight") == 0x08A959477E9B90A5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bit_order(backend):
+    kernels = load_backend(backend)
+    assert kernels.pack_bitmap(np.array([0, 3, 9]), 17).tobytes().hex() == "090200"
+    codes = np.array([1, 2, 3], np.uint16)
+    assert kernels.pack_bits(codes, 3).tobytes() == bytes([0b11010001, 0b0])
+    # 5 and 6 lie in block 1, 17 in block 4: counts 0 2 0 0 1 in unary, ones first, 0 ends a block.
+    packed = kernels.pack_offsets(np.array([5, 6, 17]), 20, 2)
+    assert packed.tolist() == [0b01000110, (1) | (2 << 2) | (1 << 4)]
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_backends_pack_any_width_alike(bits):
+    codes = np.random.default_rng(bits).integers(0, 2**bits, 1001).astype(np.uint16)
+    packed = [load_backend(name).pack_bits(codes, bits).tobytes() for name in BACKENDS]
+    assert packed[0] == packed[1]
+    for name in BACKENDS:
+        unpacked = load_backend(name).unpack_bits(np.frombuffer(packed[0], np.uint8), 1001, bits)
+        assert unpacked.tolist() == codes.tolist()
+
+
+@given(st.sets(st.integers(0, 999), max_size=1000), st.integers(1, 16))
+def test_positions_survive_every_layout(chosen, low_bits):
+    positions = np.array(sorted(chosen), np.int64)
+    k = positions.size
+    packed = {}
+    for name in BACKENDS:
+        kernels = load_backend(name)
+        bitmap, offsets = kernels.pack_bitmap(positions, 1000), None
+        assert kernels.unpack_bitmap(bitmap, 1000, k).tolist() == positions.tolist()
+        offsets = kernels.pack_offsets(positions, 1000, low_bits)
+        unpacked = kernels.unpack_offsets(offsets, 1000, k, low_bits)
+        assert unpacked.tolist() == positions.tolist()
+        packed[name] = bitmap.tobytes() + offsets.tobytes()
+    assert packed["reference"] == packed["cpu"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_positions_that_cannot_be_are_refused(backend):
+    kernels = load_backend(backend)
+    with pytest.raises(ValueError, match="k bits"):
+        kernels.unpack_bitmap(np.array([0b111], np.uint8), 8, 2)
+    with pytest.raises(ValueError, match="k bits"):
+        kernels.unpack_bitmap(np.array([0b100000], np.uint8), 5, 1)  # beyond n
+    falling = kernels.pack_offsets(np.array([1, 2]), 16, 4)
+    falling[-1] = 1 << 4 | 2  # offsets 2, 1 in one block
+    with pytest.raises(ValueError, match="ascend"):
+        kernels.unpack_offsets(falling, 16, 2, 4)
+    beyond = kernels.pack_offsets(np.array([12]), 13, 4)
+    beyond[-1] = 13
+    with pytest.raises(ValueError, match="ascend"):
+        kernels.unpack_offsets(beyond, 13, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "layout"),
+    [(1000, 1000, Layout.ALL), (1000, 400, Layout.BITMAP), (1000, 150, Layout.OFFSETS),
+     (10**6, 10, Layout.OFFSETS), (0, 0, Layout.ALL)],
+)  # fmt: skip
+def test_the_cheapest_layout_is_chosen(n, k, layout):
+    assert wire.make_plan((4 * n + 1,), n, k, 8).layout == layout
+
+
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.05, 0.15, 0.25])
+def test_positions_stay_close_to_their_entropy(density):
+    n = 1_000_000
+    plan = get_codec("topk", density=density).plan((n,))
+    entropy = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) * n
+    assert plan.positions_nbytes * 8 <= 1.25 * entropy
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "ratio"),
+    [("fft", {"density": 0.15, "bits": 10}, 15.5), ("dct", {"density": 0.15, "bits": 10}, 14.0),
+     ("topk", {"density": 0.01}, 75), ("topk", {"density": 0.01, "bits": 8}, 180),
+     ("bf16", {}, 1.99)],
+)  # fmt: skip
+def test_ratio_on_the_wire_of_a_million_elements(recipe, options, ratio):
+    codec = get_codec(recipe, **options)
+    x = np.random.default_rng(0).standard_normal(1_000_000).astype(np.float32)
+    assert 4 * x.size / codec.encode(x).nbytes >= ratio
+
+
+def test_header_carries_any_shape():
+    codec = get_codec("topk", density=0.5)
+    for shape in [(), (0,), (1, 1, 1), (127, 2), (128, 2), (3, 0, 5), (1,) * 64, (2, 70000)]:
+        x = np.ones(shape, np.float32)
+        header = wire.read_header(codec.encode(x))
+        assert header.shape == shape
+        assert header.payload_nbytes == codec.payload_nbytes(shape)
+    with pytest.raises(ValueError, match="at most 64"):
+        wire.make_plan((1,) * 65, 1, 1, 32)
+
+
+def _damaged(offset: int, value: bytes) -> np.ndarray:
+    """Return a payload with other header bytes and a checksum that fits them."""
+    import struct
+    import zlib
+
+    payload = get_codec("topk", density=0.5).encode(np.ones((40, 50), np.float32))
+    header = bytearray(payload[:64].tobytes())
+    header[offset : offset + len(value)] = value
+    header[44:48] = bytes(4)
+    struct.pack_into("<I", header, 44, zlib.crc32(header))
+    payload[:64] = np.frombuffer(header, np.uint8)
+    return payload
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "field"),
+    [(0, b"XYZ", "magic"), (3, b"\x09", "version"), (4, b"\x09", "dtype"), (5, b"\x80", "flags"),
+     (6, b"\x03", "numel"), (7, b"\x09", "layout"), (7, b"\x01", "layout"),
+     (8, b"\x00" * 8, "fingerprint"), (16, b"\xff" * 8, "numel"), (24, b"\xff" * 8, "k"),
+     (24, b"\x01", "k"), (32, b"\xff" * 8, "payload length"), (32, b"\x01\x00", "payload length"),
+     (40, b"\x00\x00\xc0\x7f", "scale"), (40, b"\x00\x00\x80\xbf", "scale"),
+     (48, b"\x29", "numel"), (48, b"\xff" * 16, "shape")],
+)  # fmt: skip
+def test_each_field_of_the_header_is_checked(offset, value, field):
+    with pytest.raises(PayloadError, match=rf"header field '{field}'"):
+        get_codec("topk", density=0.5).decode(_damaged(offset, value))
+
+
+def test_the_checksum_guards_the_header():
+    payload = get_codec("topk").encode(np.ones(3000, np.float32))
+    payload[40] ^= 1
+    with pytest.raises(PayloadError, match="checksum"):
+        get_codec("topk").decode(payload)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 3e38])
+def test_codes_beyond_a_false_scale_are_refused_or_finite(scale):
+    codec = get_codec("topk", density=0.5, bits=8)
+    payload = codec.encode(np.random.default_rng(0).standard_normal(4000).astype(np.float32))
+    plan = codec.plan((4000,))
+    wire.write_header(payload, plan, codec.fingerprint, "float32", scale, True)
+    if scale == 0.0:
+        with pytest.raises(PayloadError, match="body"):
+            codec.decode(payload)
+    else:
+        assert np.isfinite(codec.decode(payload)).all()
+
+
+def test_other_options_make_other_fingerprints():
+    x = np.ones(5000, np.float32)
+    payload = get_codec("fft", density=0.15).encode(x)
+    with pytest.raises(PayloadError, match=r"'fingerprint'.*same recipe and options"):
+        get_codec("fft", density=0.1).decode(payload)
+    with pytest.raises(PayloadError, match="fingerprint"):
+        get_codec("dct", density=0.15).decode(payload)
+
+
+def test_payloads_of_other_shapes_do_not_add():
+    codec = get_codec("topk")
+    payloads = [codec.encode(np.ones(shape, np.float32)) for shape in [(50, 40), (40, 50)]]
+    with pytest.raises(PayloadError, match=r"payload 1: header field 'shape' is \(40, 50\)"):
+        codec.decode_sum(payloads)
+
+
+def test_what_is_not_a_payload_is_refused():
+    codec = get_codec("topk")
+    for wrong in (b"abc", np.zeros(100, np.float32), np.zeros((10, 10), np.uint8), None):
+        with pytest.raises(TypeError, match="uint8"):
+            codec.decode(wrong)
+    with pytest.raises(ValueError, match="empty"):
+        codec.decode_sum([])
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "complex64", "uint8", "U3"])
+def test_other_dtypes_are_refused_by_name(dtype):
+    with pytest.raises(TypeError, match=r"tensor 'w' has dtype .*float64"):
+        get_codec("topk").encode(np.zeros(10, dtype), name="w")
+
+
+def test_what_is_not_an_array_is_refused():
+    for wrong in ([1.0, 2.0], 3.0, None):
+        with pytest.raises(TypeError, match="NumPy array"):
+            get_codec("topk").encode(wrong)
+
+
+def test_split_walks_a_gathered_buffer():
+    codec = get_codec("topk", density=0.1)
+    payloads = [codec.encode(np.full(n, n, np.float32)) for n in (1, 5000, 0, 77)]
+    padded = [np.pad(p, (0, wire.align(p.nbytes) - p.nbytes)) for p in payloads]
+    found = list(wire.split_payloads(np.concatenate(padded)))
+    assert [p.tobytes() for p in found] == [p.tobytes() for p in payloads]
+    with pytest.raises(PayloadError, match="payload length"):
+        list(wire.split_payloads(np.concatenate(padded)[:-16]))
