@@ -18,14 +18,26 @@ def flat_float32(grad: torch.Tensor) -> np.ndarray:
 def gradient_like(values: np.ndarray, factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return ``values * factor`` in shape, dtype, strides and device of ``grad``.
 
-    ``values``: flat float32, overwritten. ``factor``: float32, one element. The strides matter:
-    Horovod hands the result to ``grad.set_``, which would drop a channels-last layout.
+    ``values``: flat float32, overwritten. ``factor``: float32, one element.
     """
-    scaled = torch.from_numpy(values).mul_(factor.to("cpu")).view(grad.shape)
-    if (
-        scaled.dtype == grad.dtype
-        and scaled.stride() == grad.stride()
-        and grad.device.type == "cpu"
-    ):
-        return scaled
-    return torch.empty_like(grad).copy_(scaled)
+    scaled = torch.from_numpy(values).mul_(factor.to("cpu"))
+    return restored(scaled.view(grad.shape), grad)
+
+
+def sendable(grad: torch.Tensor) -> torch.Tensor:
+    """Return ``grad`` as Horovod accepts it: contiguous, and not bfloat16."""
+    return (grad.float() if grad.dtype is torch.bfloat16 else grad).contiguous()
+
+
+def restored(reduced: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return ``reduced`` in dtype, strides and device of ``grad``, itself if it has them.
+
+    The strides matter: Horovod hands the result to ``grad.set_``, which would drop a
+    channels-last layout.
+    """
+    same = (reduced.dtype, reduced.stride(), reduced.device) == (
+        grad.dtype,
+        grad.stride(),
+        grad.device,
+    )
+    return reduced if same else torch.empty_like(grad).copy_(reduced)

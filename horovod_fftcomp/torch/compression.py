@@ -25,7 +25,7 @@ from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes import Round, Scheme, Tensor
 from horovod_fftcomp.schemes.dense import Dense
-from horovod_fftcomp.torch.arrays import flat_float32, gradient_like
+from horovod_fftcomp.torch.arrays import flat_float32, gradient_like, restored, sendable
 from horovod_fftcomp.torch.rounds import PendingRound
 
 # Every rank makes its compressors in the same order, so equal numbers mean the same one.
@@ -107,7 +107,7 @@ class Compressor:
         self._dense_nbytes += 4 * tensor.numel()
         place = self._places[number]
         if place is None:
-            sent = tensor.float() if tensor.dtype is torch.bfloat16 else tensor  # MPI has none
+            sent = sendable(tensor)
             self._other_nbytes += sent.numel() * sent.element_size()
             return sent, _Context(tensor, None)
         members = self._grads[place.bucket]
@@ -128,7 +128,7 @@ class Compressor:
         if ctx.place is None:
             if self._buckets:
                 self._engine.observe(bool(torch.isfinite(tensor).all()))
-            return tensor.to(ctx.grad.dtype)
+            return restored(tensor, ctx.grad)
         total = self._engine.sums(ctx.place.bucket)[ctx.place.index]
         return gradient_like(total, tensor / hvd.size(), ctx.grad)
 

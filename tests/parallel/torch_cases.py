@@ -40,15 +40,13 @@ def order_of(step: int, layers: int = 6) -> list[int]:
 
 
 def distributed(model, compression, lr=0.05, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer,
+    """Return stock Horovod's optimizer; models start equal by their seed."""
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
         named_parameters=model.named_parameters(),
         compression=compression,
         **options,
     )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    return optimizer
 
 
 def batches(steps: int, seed: int = 0):
@@ -66,9 +64,16 @@ def train(model, optimizer, steps, seed=0, order=order_of):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x, order(step)), y)
         loss.backward()
-        optimizer.step()
+        synchronized_step(optimizer)
         losses.append(loss.item())
     return losses
+
+
+def synchronized_step(optimizer):
+    """Step as scripts with gradient clipping or AMP do."""
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
 
 
 def small_buckets(model, recipe, **options) -> Compressor:
@@ -115,10 +120,7 @@ def gradients_after_one_backward(compression, model, **options):
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(x, order_of(0)), y).backward()
     optimizer.synchronize()
-    grads = [p.grad.clone() for p in model.parameters()]
-    with optimizer.skip_synchronize():
-        optimizer.step()
-    return grads
+    return [p.grad.clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -205,12 +207,8 @@ def test_a_bad_gradient_on_one_rank_is_a_step_that_never_was(recipe, where, bad,
     optimizer = distributed(model, compression)
     train(model, optimizer, 3)
     names = [tensor.name for bucket in compression._buckets for tensor in bucket]
-    before = [compression.residual(name) for name in names]
-    x, y = next(batches(1))
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x, range(6)), y).backward()
-    optimizer.synchronize()
     parameter = model.layers[1].weight if where == "compressed" else model.head.bias
+    x, y = next(batches(1))
     optimizer.zero_grad()
     hook = parameter.register_hook(
         lambda grad: torch.full_like(grad, bad) if hvd.rank() == 1 else grad
@@ -232,6 +230,7 @@ def test_a_bad_gradient_on_one_rank_is_a_step_that_never_was(recipe, where, bad,
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_gradients_of_other_dtypes(dtype, same_everywhere):
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
     compression = Compression.topk(model, **EXACT, timeout_s=20)
     optimizer = distributed(model, compression)
@@ -244,25 +243,27 @@ def test_gradients_of_other_dtypes(dtype, same_everywhere):
     torch.testing.assert_close(model[1].bias.grad, expected)
 
 
-def test_channels_last_gradients_keep_their_strides(same_everywhere):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
-    model = model.to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("recipe", ["none", "topk"])
+def test_channels_last_gradients_keep_their_strides(recipe, same_everywhere):
+    """Stock Horovod refuses them; with any of our compressors they work."""
     x = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(hvd.rank()))
     grads = {}
-    for name, compression in (
-        ("dense", hvd.Compression.none),
-        ("compressed", Compression.topk(model, **EXACT, timeout_s=20)),
-    ):
-        optimizer = distributed(model, compression, lr=0.0)
-        optimizer.zero_grad()
-        model(x.to(memory_format=torch.channels_last)).square().sum().backward()
-        strides = model[2].weight.grad.stride()
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
+        model = model.to(memory_format=memory_format)
+        options = EXACT if recipe == "topk" else {}
+        compression = getattr(Compression, recipe)(model, timeout_s=20, **options)
+        if memory_format is torch.contiguous_format:
+            compression = hvd.Compression.none
+        optimizer = distributed(model, compression)
+        model(x.to(memory_format=memory_format)).square().sum().backward()
         optimizer.synchronize()
-        assert model[2].weight.grad.stride() == strides
-        grads[name] = [p.grad.clone() for p in model.parameters()]
-    for dense, compressed in zip(*grads.values(), strict=True):
-        torch.testing.assert_close(compressed, dense, rtol=1e-5, atol=1e-5)
+        assert model[2].weight.grad.is_contiguous(memory_format=memory_format)
+        grads[memory_format] = [p.grad.contiguous() for p in model.parameters()]
+        same_everywhere(*grads[memory_format])
+    for plain, last in zip(*grads.values(), strict=True):
+        torch.testing.assert_close(last, plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sparse_as_dense", [True, False])
@@ -276,7 +277,6 @@ def test_sparse_embeddings_travel_dense_or_as_horovod_gathers_them(sparse_as_den
         compression=compression,
         sparse_as_dense=sparse_as_dense,
     )
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for step in range(4):
         optimizer.zero_grad()
         model(torch.arange(8) + 8 * hvd.rank() + step).square().sum().backward()
@@ -302,29 +302,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recipe):
     straight = make_model()
     train(straight, distributed(straight, small_buckets(straight, recipe)), 4)
 
-    def start():
-        model = make_model()
-        compression = small_buckets(model, recipe)
-        return model, compression, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-    model, compression, inner = start()
     saved = None
     for half in range(2):
-        optimizer = hvd.DistributedOptimizer(
-            inner, named_parameters=model.named_parameters(), compression=compression
-        )
+        model = make_model()
+        compression = small_buckets(model, recipe)
+        optimizer = distributed(model, compression)
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            compression.load_state_dict(saved[2])
         for step, (x, y) in enumerate(batches(4)):
             if step // 2 == half:
                 optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(x, order_of(step)), y)
-                loss.backward()
+                nn.functional.cross_entropy(model(x, order_of(step)), y).backward()
                 optimizer.step()
-        if half == 0:
-            saved = (model.state_dict(), optimizer.state_dict(), compression.state_dict())
-            model, compression, inner = start()
-            model.load_state_dict(saved[0])
-            inner.load_state_dict(saved[1])
-            compression.load_state_dict(saved[2])
+        saved = (model.state_dict(), optimizer.state_dict(), compression.state_dict())
     for expected, actual in zip(straight.parameters(), model.parameters(), strict=True):
         assert torch.equal(expected, actual)
 
@@ -333,11 +325,7 @@ def mismatch_of(rank_options):
     """Return (the error of a first step, its duration) with options that differ by rank."""
     recipe, options, model = rank_options[hvd.rank() % len(rank_options)]
     compression = getattr(Compression, recipe)(model, timeout_s=20, **options)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        named_parameters=model.named_parameters(),
-        compression=compression,
-    )
+    optimizer = distributed(model, compression)
     hvd.barrier()
     begin = time.monotonic()
     with pytest.raises(ConfigMismatchError) as caught:
