@@ -1,0 +1,48 @@
+# Every target first makes .venv if need be: no other set-up. `make` alone lists the targets.
+PYTHON := $(or $(PYTHON),$(shell command -v python3 2>/dev/null),python3)
+NP ?= 2
+ARGS ?=
+CORE := not (torch or tf or parallel or mpi or gpu)
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+.PHONY: help install demo test test-core test-parallel lint format golden size clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+
+install: ## make .venv with Horovod, PyTorch, TensorFlow (first time: minutes; then: nothing)
+	@$(PYTHON) scripts/bootstrap.py
+
+demo: install ## train on the digits with NP=2 processes; ARGS="..." goes to the example
+	horovodrun -np $(NP) python examples/torch_digits.py $(ARGS)
+
+test: install ## run all tests that this machine can run; ARGS="..." goes to pytest
+	pytest $(ARGS)
+
+test-core: install ## run the tests that need neither a framework nor MPI
+	pytest -m "$(CORE)" $(ARGS)
+
+test-parallel: install ## run the tests that start several processes
+	pytest -m parallel $(ARGS)
+
+lint: install ## check style, format and types
+	ruff check && ruff format --check && mypy
+
+format: install ## format the code and mend what the linter can
+	ruff check --fix && ruff format
+
+golden: install ## write the golden payloads anew; the commit must say why
+	python tests/make_golden.py
+
+size: install ## check the line budget
+	python scripts/size.py
+
+clean: ## remove .venv, caches and outputs; keep the built Horovod in the user's cache
+	rm -rf .venv build dist out *.egg-info .hypothesis .*_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
