@@ -6,6 +6,7 @@ CORE := not (torch or tf or parallel or mpi or gpu)
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export TF_CPP_MIN_LOG_LEVEL ?= 2
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1

@@ -341,7 +341,7 @@ def install() -> None:
     """Do all steps, the stamp last."""
     choose_python()
     start, wheels = time.monotonic(), wheel_folder()
-    built = "from the cache" if list(wheels.glob("*.whl")) else "compiling it, once: minutes"
+    built = "from the cache" if list(wheels.glob("*.whl")) else "compiled once, in minutes"
     with step(1, "Checking Python, compiler and disk"):
         check(wheels)
     with step(2, f"Making {VENV}"):

@@ -1,0 +1,334 @@
+"""The documents say what the code does; ``python -m tests.test_docs`` rewrites README's table."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import importlib.util
+import math
+import re
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp import RECIPES, get_codec, get_scheme
+from horovod_fftcomp.cli import main as command_line
+from horovod_fftcomp.schemes import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+TABLE = re.compile(r"(<!-- recipes -->\n).*?(<!-- /recipes -->)", re.S)
+NUMEL = 1_000_000
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "docker/*.md")
+    for path in ROOT.glob(pattern)
+)
+# What needs a framework, a launcher or a device; the rest has to be importable anywhere.
+APART = ("torch", "tensorflow", "mpi", "gpu")
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "horovod_fftcomp").rglob("*.py")
+    if not {*path.relative_to(ROOT).parts, path.stem} & set(APART)
+)
+
+
+def recipes_table() -> str:
+    """Return README's table of recipes, as the code has them."""
+    rows = [
+        "| recipe | what is sent | options = defaults | collectives | ratio | source |",
+        "|---|---|---|---|---:|---|",
+    ]
+    for name, recipe in RECIPES.items():
+        scheme = get_scheme(name)
+        options = ", ".join(f"`{option}={value}`" for option, value in recipe.options.items())
+        ratio = 4 * NUMEL / scheme.sent_nbytes(Tensor(name, (NUMEL,)))
+        cells = (
+            f"`{name}`",
+            recipe.summary,
+            options or "none",
+            ", ".join(scheme.rounds),
+            f"{ratio:.1f}",
+            recipe.source,
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def with_fresh_table(text: str) -> str:
+    """Return README's ``text`` with the table between its markers replaced."""
+    return TABLE.sub(lambda found: found[1] + recipes_table() + found[2], text)
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def code_blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", read(page), re.S | re.M)
+
+
+def test_the_table_of_recipes_is_fresh():
+    text = README.read_text(encoding="utf-8")
+    assert len(TABLE.findall(text)) == 1
+    assert text == with_fresh_table(text), "run: python -m tests.test_docs"
+
+
+def test_the_two_commands_stand_in_the_readme():
+    commands = "\n".join(code_blocks("README.md", "sh"))
+    assert re.search(r"^make demo\b", commands, re.M)
+    assert re.search(r"^make test\b", commands, re.M)
+
+
+def test_every_recipe_has_its_section():
+    sections = set(re.findall(r"^## (\S+)$", read("docs/methods.md"), re.M))
+    assert set(RECIPES) <= sections
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name):
+    module = importlib.import_module(name)
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_in_pages(page):
+    failed, _ = doctest.testfile(str(ROOT / page), module_relative=False, encoding="utf-8")
+    assert failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_in_pages_compiles(page):
+    for number, block in enumerate(code_blocks(page, "python")):
+        if ">>>" not in block:
+            compile(block, f"{page}, Python block {number}", "exec")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_in_pages_exist(page):
+    text = read(page)
+    named = re.findall(r"`([\w.-]+(?:/[\w.-]+)+)`", text)
+    named = [path for path in named if Path(path).suffix or (ROOT / path.split("/")[0]).is_dir()]
+    missing = [path for path in named if not (ROOT / path).exists()]
+    folder = (ROOT / page).parent
+    linked = re.findall(r"\]\((?!\w+:)([^)#]+)", text)
+    missing += [path for path in linked if not (folder / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_pages_exist(page, capsys):
+    with pytest.raises(SystemExit):
+        command_line(["--help"])
+    help_text = capsys.readouterr().out
+    text = read(page)
+    for command in re.findall(r"horovod-fftcomp ([a-z][\w-]*)", text):
+        assert re.search(rf"^ +{command}\b", help_text, re.M), command
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.M))
+    named = re.findall(r"`make ([a-z -]+)`", text)
+    for block in code_blocks(page, "sh"):
+        named += re.findall(r"^make ((?:[a-z-]+ ?)+)", block, re.M)
+    assert set(" ".join(named).split()) <= targets
+
+
+def test_every_key_of_stats_is_explained():
+    tree = ast.parse(read("horovod_fftcomp/torch/compression.py"))
+    keys = {
+        key.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name == "stats"
+        for dictionary in ast.walk(node)
+        if isinstance(dictionary, ast.Dict)
+        for key in dictionary.keys
+        if isinstance(key, ast.Constant)
+    }
+    assert keys
+    explained = set(re.findall(r"^\| `(\w+)` \|", read("docs/horovod.md"), re.M))
+    assert explained == keys
+
+
+def test_the_line_budget_counts_code_alone():
+    spec = importlib.util.spec_from_file_location("size", ROOT / "scripts" / "size.py")
+    size = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(size)
+    source = '"""Doc."""\n\n# why\nx = """a\nb"""\n\n\ndef f():\n'
+    source += '    """Doc.\n\n    More.\n    """\n    # why\n    return x  # here\n'
+    tree = ast.parse(source)
+    lines = size.code_lines(source, tree)
+    assert lines == {4, 5, 8, 14}
+    spans = dict(size.functions(tree))
+    assert {name: len(lines.intersection(span)) for name, span in spans.items()} == {"f": 2}
+
+
+# A decoder of payloads, written from docs/wire-format.md alone.
+
+
+def decode_by_the_book(
+    payload: bytes, *, density: float, bits: int, transform: str, block: int = 256
+) -> np.ndarray:
+    """Return the float32 array that a payload stands for; ``transform``: "none", "fft" or "dct"."""
+    shape, header_nbytes, layout, k, scale, finite = _read_header(payload)
+    numel = math.prod(shape)
+    if not finite:
+        return np.full(shape, np.nan, np.float32)
+    blocks = math.ceil(numel / block)
+    n = {"none": numel, "fft": blocks * block // 2, "dct": blocks * block}[transform]
+    reals = 2 if transform == "fft" else 1
+    expected_k = 0 if n == 0 else min(n, max(1, math.floor(density * n + 1e-9)))
+    w, positions_nbytes, expected_layout = _cheapest(n, expected_k)
+    values_at = header_nbytes + math.ceil(positions_nbytes / 8) * 8
+    end = values_at + math.ceil(expected_k * reals * bits / 8)
+    if end - header_nbytes >= 4 * numel:
+        assert (layout, k, len(payload)) == (0, numel, header_nbytes + 4 * numel)
+        return np.frombuffer(payload, "<f4", numel, header_nbytes).reshape(shape)
+    assert (layout, k, len(payload)) == (expected_layout, expected_k, end)
+    positions = _positions(payload[header_nbytes:values_at], layout, n, k, w)
+    values = _values(payload[values_at:], k * reals, bits, scale)
+    coeffs = np.zeros((n, reals))
+    coeffs[positions] = values.reshape(k, reals)
+    elements = _inverse(coeffs, transform, block)[:numel]
+    return elements.astype(np.float32).reshape(shape)
+
+
+def _read_header(payload: bytes) -> tuple[tuple[int, ...], int, int, int, float, bool]:
+    magic, version, dtype, flags, ndim, layout = struct.unpack_from("<3s5B", payload, 0)
+    assert (magic, version, dtype) == (b"HFC", 1, 2)
+    _, numel, k, payload_nbytes = struct.unpack_from("<4Q", payload, 8)
+    scale, checksum = struct.unpack_from("<fI", payload, 40)
+    shape, at = [], 48
+    for _ in range(ndim):
+        dimension = shift = 0
+        more = True
+        while more:
+            dimension |= (payload[at] & 0x7F) << shift
+            more, shift, at = payload[at] >= 0x80, shift + 7, at + 1
+        shape.append(dimension)
+    header_nbytes = math.ceil(at / 16) * 16
+    header = payload[:44] + bytes(4) + payload[48:header_nbytes]
+    assert zlib.crc32(header) == checksum
+    assert (numel, payload_nbytes) == (math.prod(shape), len(payload))
+    return tuple(shape), header_nbytes, layout, k, scale, not flags & 1
+
+
+def _cheapest(n: int, k: int) -> tuple[int, int, int]:
+    """Return (w, bytes of the positions, layout)."""
+    if k == n:
+        return 0, 0, 1
+    best = (math.ceil(n / 8), 2, 0)
+    for w in range(1, 17):
+        cost = math.ceil((k + math.ceil(n / 2**w)) / 8) + math.ceil(k * w / 8)
+        best = min(best, (cost, 3, w))
+    return best[2], best[0], best[1]
+
+
+def _bits_of(data: bytes) -> list[int]:
+    return [byte >> bit & 1 for byte in data for bit in range(8)]
+
+
+def _codes_of(data: bytes, count: int, width: int) -> list[int]:
+    stream = int.from_bytes(data, "little")
+    return [stream >> (j * width) & (2**width - 1) for j in range(count)]
+
+
+def _positions(data: bytes, layout: int, n: int, k: int, w: int) -> list[int]:
+    if layout == 1:
+        return list(range(n))
+    if layout == 2:
+        return [i for i, bit in enumerate(_bits_of(data)) if bit]
+    unary_nbytes = math.ceil((k + math.ceil(n / 2**w)) / 8)
+    ones = [u for u, bit in enumerate(_bits_of(data[:unary_nbytes])) if bit]
+    offsets = _codes_of(data[unary_nbytes:], k, w)
+    return [
+        ((u - i) << w) | offset for i, (u, offset) in enumerate(zip(ones, offsets, strict=True))
+    ]
+
+
+def _values(data: bytes, count: int, bits: int, scale: float) -> np.ndarray:
+    if bits == 32:
+        return np.frombuffer(data, "<f4", count)
+    codes = _codes_of(data, count, bits)
+    m = max(0, bits - 4)
+    s = 23 - m
+    pattern = struct.unpack("<I", struct.pack("<f", scale))[0]
+    base = largest = 0
+    if pattern >= 0x00800000:
+        c = min((pattern + 2 ** (s - 1)) >> s, 0x7F7FFFFF >> s)
+        base = max(c + 2 - 2 ** (bits - 1), 2**m)
+        largest = c - base + 1
+
+    def value(code: int) -> float:
+        assert code <= 2 * largest
+        if code == 0:
+            return 0.0
+        level = code if code <= largest else code - largest
+        magnitude = struct.unpack("<f", struct.pack("<I", (base + level - 1) << s))[0]
+        return magnitude if code <= largest else -magnitude
+
+    return np.array([value(code) for code in codes], np.float32)
+
+
+def _inverse(coeffs: np.ndarray, transform: str, block: int) -> np.ndarray:
+    if transform == "none":
+        return coeffs[:, 0]
+    i, j = np.arange(block)[:, None], np.arange(1, block)
+    if transform == "dct":
+        c = coeffs[:, 0].reshape(-1, block)
+        cosines = np.cos(np.pi * (i + 0.5) * j / block)
+        return (c[:, :1] + np.sqrt(2) * c[:, 1:] @ cosines.T).ravel()
+    z = (coeffs[:, 0] + 1j * coeffs[:, 1]).reshape(-1, block // 2)
+    waves = np.exp(2j * np.pi * i * j[: block // 2 - 1] / block)
+    ends = z[:, :1].real + (-1.0) ** i.T * z[:, :1].imag
+    return (ends + 2 * (z[:, 1:] @ waves.T).real).ravel()
+
+
+SHAPES = [(), (0,), (1,), (7, 3), (16,), (300, 2), (5, 7, 11, 3), (4096,)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bits", [3, 5, 8, 16, 32])
+@pytest.mark.parametrize("density", [0.002, 0.05, 0.25, 0.45, 1.0])
+def test_a_decoder_written_from_the_page_reads_topk(density, bits, shape):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * np.float32(1e-3)
+    codec = get_codec("topk", density=density, bits=bits)
+    payload = codec.encode(x)
+    ours = decode_by_the_book(payload.tobytes(), density=density, bits=bits, transform="none")
+    assert ours.shape == x.shape
+    assert ours.tobytes() == codec.decode(payload).tobytes()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("block", [64, 256])
+@pytest.mark.parametrize(("density", "bits"), [(0.05, 10), (0.4, 6), (1.0, 4)])
+@pytest.mark.parametrize("recipe", ["fft", "dct"])
+def test_a_decoder_written_from_the_page_reads_transforms(recipe, density, bits, block, shape):
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    options = {"density": density, "bits": bits, "block": block}
+    codec = get_codec(recipe, **options)
+    payload = codec.encode(x)
+    ours = decode_by_the_book(payload.tobytes(), transform=recipe, **options)
+    np.testing.assert_allclose(ours, codec.decode(payload), atol=1e-5)
+
+
+def test_bfloat16_values_are_the_upper_halves_of_float32():
+    payload = get_codec("bf16").encode(np.array([1, -2.5, 3.14159] * 50, np.float32))
+    halves = np.frombuffer(payload.tobytes()[64:], "<u2").astype("<u4")
+    values = (halves << 16).view("<f4")
+    assert values[:3].tolist() == [1, -2.5, 3.140625]
+    assert values.tobytes() == get_codec("bf16").decode(payload).tobytes()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_decoder_written_from_the_page_knows_what_is_not_finite(bad):
+    payload = get_codec("topk").encode(np.array([[1.0, bad]] * 600, np.float32))
+    ours = decode_by_the_book(payload.tobytes(), density=0.01, bits=32, transform="none")
+    assert ours.shape == (600, 2)
+    assert np.isnan(ours).all()
+
+
+if __name__ == "__main__":
+    README.write_text(with_fresh_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {README}")
