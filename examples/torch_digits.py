@@ -113,7 +113,6 @@ def train(
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )
-
     n = LR_WARM_UP_EPOCHS * len(loader)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / n, total_iters=n)
     losses, clocks = [], []
