@@ -2,7 +2,7 @@
 PYTHON := $(or $(PYTHON),$(shell command -v python3 2>/dev/null),python3)
 NP ?= 2
 ARGS ?=
-CORE := not (torch or tf or parallel or mpi or gpu)
+CORE := not (torch or tf or parallel or mpi or gpu or slow)
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export TF_CPP_MIN_LOG_LEVEL ?= 2

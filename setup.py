@@ -36,7 +36,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["horovod_fftcomp", "horovod_fftcomp.*"]),
     package_data={"horovod_fftcomp": ["py.typed"]},
     install_requires=["numpy>=2.0,<3", "scipy>=1.13,<2", "numba>=0.60,<1", "rich>=13,<16"],

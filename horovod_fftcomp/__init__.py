@@ -4,6 +4,7 @@ The adapters live in ``horovod_fftcomp.torch`` and import their framework; this 
 imports NumPy.
 """
 
+from horovod_fftcomp import schedules
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import (
     ConfigMismatchError,
@@ -12,6 +13,7 @@ from horovod_fftcomp.errors import (
     UnsupportedError,
 )
 from horovod_fftcomp.recipes import RECIPES, get_codec, get_scheme, list_compressors
+from horovod_fftcomp.recovery import Recover
 from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.world import simulate
 
@@ -23,10 +25,12 @@ __all__ = [
     "ConfigMismatchError",
     "FFTCompError",
     "PayloadError",
+    "Recover",
     "Scheme",
     "UnsupportedError",
     "get_codec",
     "get_scheme",
     "list_compressors",
+    "schedules",
     "simulate",
 ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
+from horovod_fftcomp.policy import Policy, Rule, Scheduled, action_for, policy_of
 from horovod_fftcomp.schemes import Tensor
 
 # Below this a header and a launch cost more than the bytes that compression would save.
@@ -13,25 +15,56 @@ MIN_NUMEL = 1024
 BUCKET_NBYTES = 25_000_000
 
 
+class Bucket(NamedTuple):
+    """Tensors that are exchanged together, by one scheme; ``ruled``: a rule chose the policy."""
+
+    tensors: tuple[Tensor, ...]
+    policy: Policy
+    ruled: bool = False
+
+
 def is_compressed(tensor: Tensor, min_numel: int = MIN_NUMEL) -> bool:
     """Tell whether ``tensor`` is worth compressing: not a vector (bias, norm), not small."""
     return len(tensor.shape) > 1 and math.prod(tensor.shape) >= min_numel
 
 
 def make_buckets(
-    tensors: Iterable[Tensor], capacity_nbytes: int = BUCKET_NBYTES
-) -> list[tuple[Tensor, ...]]:
-    """Return whole tensors in the given order, in groups of up to ``capacity_nbytes`` dense.
+    tensors: Iterable[Tensor],
+    policy: Scheduled,
+    rules: Sequence[Rule] = (),
+    min_numel: int = MIN_NUMEL,
+    capacity_nbytes: int = BUCKET_NBYTES,
+) -> list[Bucket]:
+    """Return the compressed tensors, in the given order, in buckets of one policy each.
 
-    A tensor larger than that is a bucket of its own.
+    A rule decides for the tensors that it names; of the others, vectors and small tensors stay
+    out, and so does everything under a policy that is dense for ever. A bucket holds whole
+    tensors of up to ``capacity_nbytes`` in float32; a larger tensor is a bucket of its own.
     """
-    buckets: list[list[Tensor]] = []
+    by_policy: dict[tuple[Scheduled, bool], list[Tensor]] = {}
+    for tensor in tensors:
+        action = action_for(tensor, rules)
+        if action is not None:
+            chosen = policy_of(action, policy)
+        else:
+            chosen = policy if is_compressed(tensor, min_numel) else None
+        if chosen is not None and chosen.recipe != "none":
+            by_policy.setdefault((chosen, action is not None), []).append(tensor)
+    return [
+        Bucket(group, chosen, ruled)
+        for (chosen, ruled), members in by_policy.items()
+        for group in _filled(members, capacity_nbytes)
+    ]
+
+
+def _filled(tensors: Iterable[Tensor], capacity_nbytes: int) -> list[tuple[Tensor, ...]]:
+    groups: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
         nbytes = 4 * math.prod(tensor.shape)
-        if not buckets or nbytes > room:
-            buckets.append([])
+        if not groups or nbytes > room:
+            groups.append([])
             room = capacity_nbytes
-        buckets[-1].append(tensor)
+        groups[-1].append(tensor)
         room -= nbytes
-    return [tuple(bucket) for bucket in buckets]
+    return [tuple(group) for group in groups]

@@ -56,4 +56,3 @@ def _print_recipes(parsed: argparse.Namespace) -> None:
             name, recipe.summary, options, ", ".join(scheme.rounds), recipe.source, f"{ratio:.1f}"
         )
     Console().print(table)
-

@@ -86,11 +86,32 @@ class Codec:
             keep_residual=False,
         ).payload
 
-    def coeffs_of(self, flat: Array, shape: tuple[int, ...], kernels: ModuleType) -> Array:
-        """Return the coefficients of a flat float32 gradient of a tensor of ``shape``."""
-        if self.plan(shape).layout is Layout.RAW:
+    def coeffs_of(
+        self,
+        flat: Array,
+        shape: tuple[int, ...],
+        kernels: ModuleType,
+        residual: Array | None = None,
+    ) -> Array:
+        """Return the coefficients of a flat float32 gradient, plus ``residual``'s if given.
+
+        Those of a tensor that travels as it is are its elements. A residual always lies in the
+        transform's domain, since only other tensors leave one; a changed density may bring both
+        together.
+        """
+        plan = self.plan(shape)
+        if plan.layout is not Layout.RAW:
+            coeffs = self.transform.forward(flat, kernels)
+            return coeffs if residual is None else coeffs + residual
+        if residual is None:
             return flat
-        return self.transform.forward(flat, kernels)
+        return flat + self.transform.inverse(residual, plan.numel, kernels)
+
+    def energy(self, coeffs: Array, shape: tuple[int, ...]) -> float:
+        """Return the sum of squares of the gradient with these coefficients."""
+        if self.plan(shape).layout is Layout.RAW:
+            return float(np.dot(coeffs, coeffs))
+        return self.transform.energy(coeffs)
 
     def encode_coeffs(
         self,
@@ -105,8 +126,9 @@ class Codec:
         """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent.
 
         With ``keep_residual`` the array ``coeffs`` itself becomes the residual: the sent values
-        are subtracted in place. A payload of non-finite coefficients leaves None. The payload
-        is written to the front of ``out``, zeros uint8, where that is given.
+        are subtracted in place. None is left by a tensor that travels as it is, all of which is
+        sent, and by non-finite coefficients. The payload is written to the front of ``out``,
+        zeros uint8, where that is given.
         """
         plan = self.plan(shape)
         if out is None:
@@ -116,15 +138,14 @@ class Codec:
         if peak > LARGEST_FINITE_BITS:
             wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
             return Encoded(payload, None)
-        if plan.layout is Layout.RAW:
+        is_raw = plan.layout is Layout.RAW
+        if is_raw:
             packed, scale, _ = Float32().encode(coeffs, kernels)
             payload[plan.values_offset :] = packed
-            if keep_residual:
-                coeffs[:] = 0
         else:
             scale = self._write_body(payload, plan, coeffs, peak, kernels, keep_residual)
         wire.write_header(payload, plan, self.fingerprint, dtype, scale, True)
-        return Encoded(payload, coeffs if keep_residual else None)
+        return Encoded(payload, coeffs if keep_residual and not is_raw else None)
 
     def _write_body(
         self,
@@ -161,6 +182,8 @@ class Codec:
         """
         header = self._check(payload)
         total = self.decode_sum([payload], backend)
+        if header.finite and np.isnan(total).any():
+            raise PayloadError("body: the values overflow in the inverse transform")
         return _cast_back(total, header.dtype)
 
     def decode_sum(self, payloads: Sequence[Array], backend: str | None = None) -> Array:
@@ -183,10 +206,7 @@ class Codec:
         plan = self.plan(shape)
         if not all(header.finite for header in headers):
             return np.full(shape, np.nan, np.float32)
-        total = np.zeros(
-            plan.n_bins,
-            np.complex64 if self._is_complex(plan) else np.float32,
-        )
+        total = np.zeros(plan.n_bins, self.dtype(plan))
         for number, (payload, header) in enumerate(zip(payloads, headers, strict=True)):
             try:
                 self._add_body(total, payload, plan, header, kernels)
@@ -200,8 +220,10 @@ class Codec:
         """Tell whether a sum of payloads with these headers could exceed float32."""
         return sum(header.scale for header in headers) * self.transform.gain > 2.0**127
 
-    def _is_complex(self, plan: Plan) -> bool:
-        return plan.layout is not Layout.RAW and self.transform.reals_per_bin == 2
+    def dtype(self, plan: Plan) -> np.dtype:
+        """Return the dtype of a tensor's coefficients."""
+        is_complex = plan.layout is not Layout.RAW and self.transform.reals_per_bin == 2
+        return np.dtype(np.complex64 if is_complex else np.float32)
 
     def _add_body(
         self, total: Array, payload: Array, plan: Plan, header: Header, kernels: ModuleType

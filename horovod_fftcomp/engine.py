@@ -1,25 +1,24 @@
 """One rank's exchanges, step by step: state that commits or vanishes, and what it all cost.
 
-The engine runs a scheme's rounds for whoever owns a network; it never calls one. Schemes are
+The engine runs the schemes' rounds for whoever owns a network; it never calls one. Schemes are
 pure, so everything that lasts longer than a step lies here.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from horovod_fftcomp import checkpoint
+from horovod_fftcomp.alarm import DEFAULT_THRESHOLD, ResidualAlarm
 from horovod_fftcomp.backends import Array
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Outcome,
-    Round,
-    Scheme,
-    State,
-    Tensor,
-)
+from horovod_fftcomp.buckets import Bucket
+from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, State, Tensor
 
 
 @dataclass
@@ -43,30 +42,38 @@ class Engine:
     trace. All ranks see the same facts and decide alike without another message.
     """
 
-    def __init__(
-        self,
-        scheme: Scheme,
-        buckets: Sequence[Sequence[Tensor]],
-        rank: int,
-        world_size: int,
-    ) -> None:
-        self.scheme = scheme
-        self.buckets = [tuple(bucket) for bucket in buckets]
+    def __init__(self, buckets: Sequence[Bucket], rank: int, world_size: int) -> None:
+        self.buckets = list(buckets)
         self.costs = Costs()
+        densities = [bucket.policy.density(0) for bucket in self.buckets]
+        # A healthy residual may reach 1 / density gradients; see ``alarm``.
+        healthy = [1 / density for density in densities if density is not None]
+        self.alarm = ResidualAlarm(max([DEFAULT_THRESHOLD, *healthy]))
         self.rank = rank
         self.world_size = world_size
         self.step = 0
+        self.loss_scale = 1.0
         self._state: list[State] = [{} for _ in self.buckets]
         self._running: dict[int, Exchange] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._finite = True
+        self._observed = False
 
-    def start(self, bucket: int, grads: Sequence[Array]) -> Round:
-        """Begin this step's exchange of a bucket; ``grads``: flat float32, one for each tensor."""
+    def scheme(self, bucket: int) -> Scheme:
+        """Return the scheme that a bucket runs in the present step."""
+        return self.buckets[bucket].policy.at(self.step)
+
+    def start(self, bucket: int, grads: Sequence[Array | None]) -> Round:
+        """Begin this step's exchange of a bucket.
+
+        ``grads``: flat float32, one for each tensor; None for a frozen one, which sends zeros and
+        keeps its state.
+        """
         if bucket in self._running or bucket in self._outcomes:
             raise ValueError(f"bucket {bucket} has been started in this step already")
         context = Context(self.step, self.rank, self.world_size)
-        exchange = self.scheme.exchange(self.buckets[bucket], grads, self._state[bucket], context)
+        tensors = self.buckets[bucket].tensors
+        exchange = self.scheme(bucket).exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket] = exchange
         begin = time.perf_counter()
         first = next(exchange)
@@ -97,68 +104,117 @@ class Engine:
 
     def observe(self, finite: bool) -> None:
         """Report whether a tensor that was exchanged elsewhere came out finite."""
-        self._finite &= finite
+        self._finite = self._finite and finite
+        self._observed = True
 
     def settle(self) -> None:
         """End the step: commit its new state if all of it was finite, else drop it."""
         if self._running:
             raise ValueError(f"buckets {sorted(self._running)} are still under way")
         outcomes, finite = self._outcomes, self._finite
-        self._outcomes, self._finite = {}, True
-        if not outcomes:
+        if not outcomes and not self._observed:
             return
+        self.abandon()
         if finite and all(outcome.finite for outcome in outcomes.values()):
             for bucket, outcome in outcomes.items():
                 self._state[bucket] = outcome.state
+            self._measure(outcomes)
         else:
             self.costs.skipped_steps += 1
-        self._measure([outcome.energy for outcome in outcomes.values()])
         self.step += 1
 
-    def _measure(self, energies: Sequence[tuple[float, float] | None]) -> None:
-        measured = [energy for energy in energies if energy is not None]
-        wanted = sum(energy[0] for energy in measured)
+    def _measure(self, outcomes: dict[int, Outcome]) -> None:
+        """Take down relative errors, and warn of residuals that keep growing."""
+        wanted = left = 0.0
+        for outcome in outcomes.values():
+            for name, energy in outcome.energies.items():
+                wanted += energy.wanted
+                left += energy.left
+                warning = self.alarm.observe(name, energy.gradient**0.5, energy.left**0.5)
+                if warning is not None:
+                    warnings.warn(warning, RuntimeWarning, stacklevel=2)
         if wanted > 0:
-            left = sum(energy[1] for energy in measured)
             self.costs.relative_error = (left / wanted) ** 0.5
 
     def abandon(self) -> None:
         """Forget a step that was broken off; its new state vanishes."""
-        self._running, self._outcomes, self._finite = {}, {}, True
+        self._running, self._outcomes = {}, {}
+        self._finite, self._observed = True, False
 
-    def residual(self, tensor_name: str) -> Array:
+    def follow_loss_scale(self, scale: float) -> None:
+        """Bring the state to gradients that are multiplied by ``scale`` from now on.
+
+        What is carried over was measured in the old units; a power of two changes it exactly.
+        """
+        if scale != self.loss_scale:
+            factor = np.float32(scale / self.loss_scale)
+            for state in self._state:
+                for arrays in state.values():
+                    for array in arrays.values():
+                        array *= factor
+            self.loss_scale = scale
+
+    def tensor(self, name: str) -> tuple[int, Tensor]:
+        """Return (bucket, tensor) of a name; ValueError if no bucket holds it."""
+        for number, bucket in enumerate(self.buckets):
+            for tensor in bucket.tensors:
+                if tensor.name == name:
+                    return number, tensor
+        raise ValueError(f"no bucket holds a tensor named {name!r}; it travels dense")
+
+    def residual(self, name: str) -> Array:
         """Return what is not sent yet of a tensor, float32 in its shape, as last committed."""
-        for bucket, state in zip(self.buckets, self._state, strict=True):
-            for tensor in bucket:
-                if tensor.name == tensor_name:
-                    return self.scheme.residual(state, tensor)
-        raise ValueError(f"no bucket holds a tensor named {tensor_name!r}")
+        bucket, tensor = self.tensor(name)
+        return self.scheme(bucket).residual(self._state[bucket], tensor)
 
-    def state_dict(self) -> dict:
-        """Return this rank's state, settled: {"version", "step", kind: {tensor name: array}}."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, settled; see ``checkpoint`` for that of all ranks."""
         self.settle()
-        merged: dict = {"version": 1, "step": self.step, "state": {}}
+        merged: dict[str, dict[str, Array]] = {}
         for state in self._state:
             for kind, arrays in state.items():
-                named = merged["state"].setdefault(kind, {})
-                named.update({name: array.copy() for name, array in arrays.items()})
-        return merged
+                copies = {name: array.copy() for name, array in arrays.items()}
+                merged.setdefault(kind, {}).update(copies)
+        return {
+            "version": checkpoint.FORMAT,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "step": self.step,
+            "loss_scale": self.loss_scale,
+            "formats": self._formats(self.step),
+            "state": merged,
+        }
 
-    def load_state_dict(self, saved: dict) -> None:
-        """Restore what ``state_dict`` of the same rank returned; ValueError if it cannot fit."""
-        if saved.get("version") != 1:
-            raise ValueError(f"state_dict version is {saved.get('version')!r}, expected 1")
-        names = {tensor.name for bucket in self.buckets for tensor in bucket}
-        for kind, arrays in saved["state"].items():
+    def _formats(self, step: int) -> dict[str, str]:
+        return {
+            tensor.name: bucket.policy.at(step).state_format(tensor)
+            for bucket in self.buckets
+            for tensor in bucket.tensors
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore one rank's state or its part of all ranks'; ValueError if it cannot fit."""
+        part = checkpoint.part_of(saved, self.rank, self.world_size)
+        names = {tensor.name for bucket in self.buckets for tensor in bucket.tensors}
+        for kind, arrays in part["state"].items():
             foreign = sorted(set(arrays) - names)
             if foreign:
                 raise ValueError(f"{kind} of unknown tensors {foreign}; is this another model?")
-        self.abandon()
-        self.step = saved["step"]
-        self._state = [
+        states: list[State] = [
             {
-                kind: {t.name: arrays[t.name].copy() for t in bucket if t.name in arrays}
-                for kind, arrays in saved["state"].items()
+                kind: {t.name: arrays[t.name].copy() for t in bucket.tensors if t.name in arrays}
+                for kind, arrays in part["state"].items()
             }
             for bucket in self.buckets
         ]
+        kept = {name for arrays in part["state"].values() for name in arrays}
+        for name, expected in self._formats(part["step"]).items():
+            if name in kept and part["formats"][name] != expected:
+                raise ValueError(
+                    f"the state of {name!r} is a {part['formats'][name]}, expected a {expected}; "
+                    "load it with the recipe, block and model that it was saved with"
+                )
+        self.abandon()
+        self.step = part["step"]
+        self.loss_scale = part["loss_scale"]
+        self._state = states

@@ -7,30 +7,42 @@ has one size for ever, so that even different versions of this package can read 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.wire import fnv1a
 
 MESSAGE_NBYTES = 2048
+_SHOWN = 250  # characters of a fact
 
 
 def pack(facts: Mapping[str, object]) -> Array:
-    """Return ``facts`` (JSON values) as a uint8 message of ``MESSAGE_NBYTES`` bytes."""
-    text = json.dumps(facts).encode()
+    """Return ``facts`` (JSON values) as a uint8 message of ``MESSAGE_NBYTES`` bytes.
+
+    Of a long text the beginning goes, and the hash of all of it.
+    """
+    text = json.dumps({key: _shortened(value) for key, value in facts.items()}).encode()
     if len(text) > MESSAGE_NBYTES:
         raise ValueError(f"the facts take {len(text)} bytes, {MESSAGE_NBYTES} are there")
     return np.frombuffer(text.ljust(MESSAGE_NBYTES), np.uint8).copy()
 
 
+def _shortened(value: object) -> object:
+    if isinstance(value, str) and len(value) > _SHOWN:
+        return f"{value[:_SHOWN]}... (hash {fnv1a(value):x})"
+    return value
+
+
 def compare(gathered: Array) -> None:
     """Raise ConfigMismatchError if the gathered messages differ; the same text on all ranks."""
-    messages = [message.tobytes() for message in gathered.reshape(-1, MESSAGE_NBYTES)]
-    if len(set(messages)) == 1:
-        return
-    facts = [json.loads(message) for message in messages]
+    compare_facts([json.loads(m.tobytes()) for m in gathered.reshape(-1, MESSAGE_NBYTES)])
+
+
+def compare_facts(facts: Sequence[Mapping[str, object]]) -> None:
+    """Raise ConfigMismatchError if the ranks' facts differ, naming values and ranks."""
     differences = []
     for key in dict.fromkeys(key for rank_facts in facts for key in rank_facts):
         ranks_by_value: dict[str, list[int]] = {}
@@ -39,6 +51,8 @@ def compare(gathered: Array) -> None:
         if len(ranks_by_value) > 1:
             parts = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
             differences.append(f"{key} is " + " but ".join(parts))
+    if not differences:
+        return
     raise ConfigMismatchError(
         "the ranks of this job compress differently: "
         + "; ".join(differences)

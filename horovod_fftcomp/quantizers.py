@@ -19,6 +19,11 @@ LARGEST_FINITE_BITS = 0x7F7FFFFF
 LARGEST_BFLOAT16_BITS = 0x7F7F0000
 
 
+def is_whole(value: object) -> bool:
+    """Tell whether ``value`` is a built-in integer; 8.0, True and NumPy's do not repr as one."""
+    return type(value) is int
+
+
 class RangeGrid(NamedTuple):
     """The cells of a range float: a slice of the float32 bit patterns shifted right.
 
@@ -46,12 +51,14 @@ class RangeFloat:
     mantissa: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in range(3, 17):
+        if not is_whole(self.bits) or self.bits not in range(3, 17):
             raise ValueError(
                 f"bits must be a whole number from 3 to 16, or 32 for plain float32 where a "
                 f"recipe offers it; got {self.bits!r}"
             )
-        if self.mantissa is not None and self.mantissa not in range(min(23, self.bits + 5)):
+        if self.mantissa is not None and not (
+            is_whole(self.mantissa) and self.mantissa in range(min(23, self.bits + 5))
+        ):
             raise ValueError(
                 f"mantissa must be a whole number from 0 to bits + 4 (22 at most), "
                 f"got {self.mantissa!r} with bits={self.bits}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from horovod_fftcomp.codec import Codec
-from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat
+from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat, is_whole
 from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
@@ -31,7 +31,7 @@ class Recipe:
 
 
 def _values(bits: int) -> Quantizer:
-    return Float32() if bits == 32 else RangeFloat(bits)
+    return Float32() if is_whole(bits) and bits == 32 else RangeFloat(bits)
 
 
 def _none() -> Scheme:

@@ -31,6 +31,8 @@ class TopK:
                 f"density must lie in (0, 1], got {self.density!r}; "
                 "0.01 keeps 1 % of the coefficients"
             )
+        # 1, 1.0 and np.float64(1) are one density: their fingerprints, by repr, have to be equal.
+        object.__setattr__(self, "density", float(self.density))
 
     def count(self, n: int) -> int:
         """Return k for ``n`` coefficients; known before the data, so payload sizes are too."""

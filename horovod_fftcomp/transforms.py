@@ -16,7 +16,7 @@ BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def _check_block(owner: object, block: int) -> None:
-    if block not in BLOCK_LENGTHS:
+    if type(block) is not int or block not in BLOCK_LENGTHS:
         raise ValueError(
             f"{type(owner).__name__}.block must be one of {', '.join(map(str, BLOCK_LENGTHS))}; "
             f"got {block!r}"

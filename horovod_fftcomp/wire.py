@@ -205,6 +205,8 @@ def _encode_dims(shape: tuple[int, ...]) -> bytes:
 
 def _decode_dims(header: bytes, ndim: int) -> tuple[tuple[int, ...], int]:
     """Return (shape, end of the dimensions in ``header``)."""
+    if ndim > _MAX_DIMS:
+        raise PayloadError(f"header field 'ndim' is {ndim}, at most {_MAX_DIMS} can be")
     shape, offset = [], _FIXED.size
     for _ in range(ndim):
         dim, shift = 0, 0
@@ -218,4 +220,6 @@ def _decode_dims(header: bytes, ndim: int) -> tuple[tuple[int, ...], int]:
             if byte < 0x80:
                 break
         shape.append(dim)
+    if math.prod(max(dim, 1) for dim in shape) >= 1 << 60:
+        raise PayloadError(f"header field 'shape' is {tuple(shape)}, which no memory holds")
     return tuple(shape), offset

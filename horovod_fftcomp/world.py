@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_fftcomp.backends import Array
+from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import ConfigMismatchError
-from horovod_fftcomp.recipes import get_scheme
+from horovod_fftcomp.policy import Always, Policy, make_policy
 from horovod_fftcomp.schemes import Round, Scheme, Tensor
 
 
@@ -70,7 +71,9 @@ class InProcessWorld:
 
 
 def exchange_once(
-    engines: Sequence[Engine], grads: Sequence[Sequence[Sequence[Array]]], shuffle: random.Random
+    engines: Sequence[Engine],
+    grads: Sequence[Sequence[Sequence[Array | None]]],
+    shuffle: random.Random,
 ) -> None:
     """Run one step on all ranks; ``grads[rank][bucket]`` are that bucket's flat gradients.
 
@@ -78,11 +81,12 @@ def exchange_once(
     """
     world = InProcessWorld(len(engines))
     n_buckets = len(engines[0].buckets)
+    last = [len(engines[0].scheme(bucket).rounds) for bucket in range(n_buckets)]
     for rank, engine in enumerate(engines):
         for bucket in shuffle.sample(range(n_buckets), n_buckets):
             world.submit(rank, f"{bucket}.0", engine.start(bucket, grads[rank][bucket]))
-    for number in range(1, len(engines[0].scheme.rounds) + 1):
-        for bucket in range(n_buckets):
+    for number in range(1, max(last, default=0) + 1):
+        for bucket in (bucket for bucket in range(n_buckets) if number <= last[bucket]):
             output = world.complete(f"{bucket}.{number - 1}")
             for rank, engine in enumerate(engines):
                 following = engine.advance(bucket, output)
@@ -91,11 +95,12 @@ def exchange_once(
 
 
 def simulate(
-    recipe: str | Scheme, gradients: Array | Iterable[Array], **options: object
+    recipe: str | Scheme, gradients: Array | Iterable[Array], **options: Any
 ) -> Iterator[SimulatedStep]:
     """Yield, for each step, what ranks that exchange ``gradients`` would compute.
 
-    ``recipe``: a name with its ``options``, or a scheme. ``gradients``: array ``[steps, ranks,
+    ``recipe``: a name with its ``options`` (those of the recipe, and ``warmup_steps`` and
+    ``density_schedule``), or a scheme. ``gradients``: array ``[steps, ranks,
     n]`` or an iterable of arrays ``[ranks, n]``; not changed. Raises ValueError for other shapes.
 
     >>> import numpy as np, horovod_fftcomp as hfc
@@ -103,16 +108,17 @@ def simulate(
     >>> [int(step.average.sum()) for step in steps]
     [2, 4, 6]
     """
+    policy: Policy
     if isinstance(recipe, str):
-        scheme = get_scheme(recipe, **options)
+        policy = make_policy(recipe, **options)
     elif options:
         raise TypeError("options belong to a recipe's name; a scheme has its own already")
     else:
-        scheme = recipe
-    return _steps(scheme, gradients)
+        policy = Always(recipe)
+    return _steps(policy, gradients)
 
 
-def _steps(scheme: Scheme, gradients: Iterable[Array]) -> Iterator[SimulatedStep]:
+def _steps(policy: Policy, gradients: Iterable[Array]) -> Iterator[SimulatedStep]:
     engines: list[Engine] = []
     shape: tuple[int, ...] | None = None
     for step_grads in gradients:
@@ -124,8 +130,8 @@ def _steps(scheme: Scheme, gradients: Iterable[Array]) -> Iterator[SimulatedStep
             )
         if shape is None:
             shape = step_grads.shape
-            tensor = Tensor("gradient", (shape[1],))
-            engines = [Engine(scheme, [[tensor]], rank, shape[0]) for rank in range(shape[0])]
+            bucket = Bucket((Tensor("gradient", (shape[1],)),), policy)
+            engines = [Engine([bucket], rank, shape[0]) for rank in range(shape[0])]
         before = [engine.costs.sent_nbytes for engine in engines]
         exchange_once(engines, [[[grad]] for grad in step_grads], random.Random(0))
         sums = [engine.sums(0)[0] for engine in engines]

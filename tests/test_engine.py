@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import get_scheme, list_compressors, simulate
+from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.policy import Always
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.world import exchange_once
 from tests.contracts import CODECS, GATHER_RECIPES
@@ -19,7 +21,12 @@ SIZES = [[2000, 3], [1001]]
 
 
 def _engines(scheme, ranks=2):
-    return [Engine(scheme, TENSORS, rank, ranks) for rank in range(ranks)]
+    return _engines_of(scheme, TENSORS, ranks)
+
+
+def _engines_of(scheme, tensors, ranks):
+    buckets = [Bucket(tuple(group), Always(scheme)) for group in tensors]
+    return [Engine(buckets, rank, ranks) for rank in range(ranks)]
 
 
 def _grads(rng, ranks=2):
@@ -121,9 +128,7 @@ def test_a_bad_step_vanishes_on_all_ranks(recipe, where, bad):
 def test_a_sum_that_overflows_is_a_bad_step():
     gradients = np.full((1, 2, 5000), 3e38, np.float32)
     gradients[0, :, 1000:] = 1.0
-    engines = [
-        Engine(get_scheme("topk", density=0.5), [[Tensor("g", (5000,))]], r, 2) for r in (0, 1)
-    ]
+    engines = _engines_of(get_scheme("topk", density=0.5), [[Tensor("g", (5000,))]], 2)
     with np.errstate(over="ignore"):
         exchange_once(engines, [[[g]] for g in gradients[0]], random.Random(0))
     for engine in engines:
@@ -166,6 +171,14 @@ def test_state_of_another_model_is_refused():
     saved = engine.state_dict()
     with pytest.raises(ValueError, match=r"unknown tensors.*other"):
         engine.load_state_dict(saved | {"state": {"residual": {"other": np.zeros(3)}}})
+    with pytest.raises(ValueError, match=r"rank 1 of 4, but this is rank 0 of 2"):
+        engine.load_state_dict(saved | {"rank": 1, "world_size": 4})
+    other = _engines(get_scheme("fft"), ranks=1)[0]
+    _run([other], _grads(np.random.default_rng(0), 1))
+    with pytest.raises(
+        ValueError, match=r"state of 'a' is a residual .* by BlockFFT.*expected .* by Identity"
+    ):
+        engine.load_state_dict(other.state_dict() | {"world_size": 2})
     with pytest.raises(ValueError, match="version"):
         engine.load_state_dict({"version": 99})
     with pytest.raises(ValueError, match="no bucket"):
@@ -186,7 +199,7 @@ def test_gradients_are_left_alone():
 
 def test_relative_error_is_that_of_the_measured_step():
     gradients = np.random.default_rng(5).standard_normal((1, 1, 4096)).astype(np.float32)
-    engine = Engine(get_scheme("fft", density=0.2), [[Tensor("g", (4096,))]], 0, 1)
+    engine = _engines_of(get_scheme("fft", density=0.2), [[Tensor("g", (4096,))]], 1)[0]
     exchange_once([engine], [[[gradients[0, 0]]]], random.Random(0))
     sent = engine.sums(0)[0]
     engine.settle()
@@ -199,8 +212,9 @@ def test_bytes_sent_are_the_bytes_predicted(recipe):
     engine = _engines(get_scheme(recipe), ranks=1)[0]
     _run([engine], _grads(np.random.default_rng(7), ranks=1))
     tensors = [tensor for bucket in TENSORS for tensor in bucket]
-    assert engine.costs.sent_nbytes == sum(engine.scheme.sent_nbytes(t) for t in tensors)
-    assert engine.costs.collectives == len(TENSORS) * len(engine.scheme.rounds)
+    scheme = get_scheme(recipe)
+    assert engine.costs.sent_nbytes == sum(scheme.sent_nbytes(t) for t in tensors)
+    assert engine.costs.collectives == len(TENSORS) * len(scheme.rounds)
 
 
 def test_a_bucket_starts_once_a_step():

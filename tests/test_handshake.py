@@ -30,6 +30,9 @@ def test_many_ranks_are_not_all_listed():
         handshake.compare(np.concatenate(messages))
 
 
-def test_facts_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"take 3.* bytes"):
-        handshake.pack({"options": "x" * 3000})
+def test_long_facts_are_cut_and_still_compared():
+    messages = [handshake.pack({"options": "x" * 3000 + end}) for end in ("a", "b")]
+    with pytest.raises(ConfigMismatchError, match=r"options is xxx.*hash"):
+        handshake.compare(np.concatenate(messages))
+    with pytest.raises(ValueError, match=r"take .* bytes"):
+        handshake.pack({str(i): "x" * 100 for i in range(50)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from horovod_fftcomp import (
@@ -16,6 +17,7 @@ from horovod_fftcomp import (
     transforms,
 )
 from horovod_fftcomp.buckets import is_compressed, make_buckets
+from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.gather import Gather
@@ -68,6 +70,9 @@ def test_every_stage_is_in_some_recipe():
         ("topk", {"bits": 1}, ValueError, "bits must be a whole number from 3 to 16.*got 1"),
         ("dct", {"bits": 40}, ValueError, "bits must be a whole number from 3 to 16.*got 40"),
         ("fft", {"block": 100}, ValueError, "block must be one of 64"),
+        ("fft", {"bits": 8.0}, ValueError, "bits must be a whole number .*got 8.0"),
+        ("fft", {"bits": 32.0}, ValueError, "bits must be a whole number .*got 32.0"),
+        ("fft", {"block": 256.0}, ValueError, "block must be one of 64"),
         ("ftt", {}, ValueError, "unknown recipe 'ftt'; choose one of none, fp16"),
         ("topk", {"theta": 0.85}, TypeError, "'topk' has no option theta; it has: density, bits"),
         ("none", {"bits": 8}, TypeError, "'none' has no option bits; it has: none"),
@@ -85,6 +90,14 @@ def test_recipes_without_payloads_have_no_codec(name):
         get_codec(name)
 
 
+def test_equal_options_make_equal_fingerprints():
+    for density in (1, 1.0, np.float64(1), np.float32(1)):
+        assert (
+            get_codec("topk", density=density).fingerprint
+            == get_codec("topk", density=1.0).fingerprint
+        )
+
+
 def test_small_tensors_and_vectors_stay_dense():
     assert not is_compressed(Tensor("bias", (10**6,)))
     assert not is_compressed(Tensor("scalar", ()))
@@ -95,7 +108,8 @@ def test_small_tensors_and_vectors_stay_dense():
 
 def test_buckets_hold_whole_tensors_in_order():
     tensors = [Tensor(f"t{i}", (n, 10)) for i, n in enumerate([10, 20, 500, 5, 5, 40])]
-    buckets = make_buckets(tensors, capacity_nbytes=4 * 400)
-    assert [[t.name for t in bucket] for bucket in buckets] == [
+    buckets = make_buckets(tensors, make_policy("topk"), min_numel=1, capacity_nbytes=4 * 400)
+    assert [[t.name for t in bucket.tensors] for bucket in buckets] == [
         ["t0", "t1"], ["t2"], ["t3", "t4"], ["t5"]]  # fmt: skip
-    assert make_buckets([]) == []
+    assert make_buckets([], make_policy("topk")) == []
+    assert make_buckets(tensors, make_policy("none"), min_numel=1) == []

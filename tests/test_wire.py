@@ -132,7 +132,7 @@ def _damaged(offset: int, value: bytes) -> np.ndarray:
      (8, b"\x00" * 8, "fingerprint"), (16, b"\xff" * 8, "numel"), (24, b"\xff" * 8, "k"),
      (24, b"\x01", "k"), (32, b"\xff" * 8, "payload length"), (32, b"\x01\x00", "payload length"),
      (40, b"\x00\x00\xc0\x7f", "scale"), (40, b"\x00\x00\x80\xbf", "scale"),
-     (48, b"\x29", "numel"), (48, b"\xff" * 16, "shape")],
+     (6, b"\x41", "ndim"), (48, b"\x29", "numel"), (48, b"\xff" * 16, "shape")],
 )  # fmt: skip
 def test_each_field_of_the_header_is_checked(offset, value, field):
     with pytest.raises(PayloadError, match=rf"header field '{field}'"):

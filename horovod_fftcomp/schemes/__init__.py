@@ -7,6 +7,7 @@ scheme reads in the order in which it happens and anybody who owns a network can
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from horovod_fftcomp.backends import Array
@@ -37,17 +38,25 @@ class Context(NamedTuple):
     world_size: int
 
 
+class Energy(NamedTuple):
+    """Sums of squares of a tensor's gradient, of gradient plus residual, and of what is left."""
+
+    gradient: float
+    wanted: float
+    left: float
+
+
 class Outcome(NamedTuple):
     """What an exchange ends in: sums over ranks, flat float32, in the order of the tensors.
 
-    ``state`` replaces the old one if the whole step was finite, on every rank. ``energy`` is
-    (of what was to be sent, of what was left over), where this exchange measured it.
+    ``state`` replaces the old one if the whole step was finite, on every rank. ``energies`` are
+    those of the tensors that this exchange measured, by name.
     """
 
     sums: list[Array]
     state: State
     finite: bool
-    energy: tuple[float, float] | None = None
+    energies: Mapping[str, Energy] = MappingProxyType({})
 
 
 Exchange = Generator[Round, Array, Outcome]
@@ -64,15 +73,22 @@ class Scheme(Protocol):
     def exchange(
         self,
         tensors: Sequence[Tensor],
-        grads: Sequence[Array],
+        grads: Sequence[Array | None],
         state: Mapping[str, Mapping[str, Array]],
         context: Context,
     ) -> Exchange:
-        """Sum ``grads`` (flat float32, left unchanged) over all ranks."""
+        """Sum ``grads`` (flat float32, left unchanged) over all ranks.
+
+        None stands for a frozen tensor: it sends zeros and keeps its state.
+        """
         ...
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        ...
+
+    def state_format(self, tensor: Tensor) -> str:
+        """Return shape and domain of the state of ``tensor`` in words; equal if states fit."""
         ...
 
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:

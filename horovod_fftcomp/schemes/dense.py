@@ -27,23 +27,32 @@ class Dense:
     def exchange(
         self,
         tensors: Sequence[Tensor],
-        grads: Sequence[Array],
+        grads: Sequence[Array | None],
         state: Mapping[str, Mapping[str, Array]],
         context: Context,
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        del tensors, state
-        values = np.concatenate(grads) if grads else np.zeros(0, np.float32)
+        del state
+        sizes = [math.prod(tensor.shape) for tensor in tensors]
+        parts = [
+            np.zeros(size, np.float32) if grad is None else grad
+            for grad, size in zip(grads, sizes, strict=True)
+        ]
+        values = np.concatenate(parts)
         if self.dtype == "float16":
             values = _saturated_half(values, context.world_size)
         reduced = (yield Round("allreduce", values)).astype(np.float32, copy=False)
         finite = load_backend("cpu").peak_bits(reduced) <= LARGEST_FINITE_BITS
-        ends = np.cumsum([grad.size for grad in grads])[:-1]
-        return Outcome(np.split(reduced, ends), {}, finite)
+        return Outcome(np.split(reduced, np.cumsum(sizes)[:-1]), {}, finite)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
         return math.prod(tensor.shape) * np.dtype(self.dtype).itemsize
+
+    def state_format(self, tensor: Tensor) -> str:
+        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        del tensor
+        return "none"
 
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
         """Return zeros: everything is sent."""

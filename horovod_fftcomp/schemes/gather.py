@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array, backend_for
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Tensor
+from horovod_fftcomp.schemes import Context, Energy, Exchange, Outcome, Round, Tensor
 
 # The relative error takes a pass before and one after; every 50th step they cost nothing.
 MEASURE_EVERY = 50
@@ -34,14 +34,14 @@ class Gather:
     def exchange(
         self,
         tensors: Sequence[Tensor],
-        grads: Sequence[Array],
+        grads: Sequence[Array | None],
         state: Mapping[str, Mapping[str, Array]],
         context: Context,
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        message, residuals, energy = self._encode(
-            tensors, grads, state.get("residual", {}), context.step % MEASURE_EVERY == 0
-        )
+        measure = context.step % MEASURE_EVERY == 0
+        carried = state.get("residual", {})
+        message, residuals, energies = self._encode(tensors, grads, carried, measure)
         gathered = yield Round("allgather", message)
         payloads = list(wire.split_payloads(gathered))
         expected = context.world_size * len(tensors)
@@ -53,47 +53,51 @@ class Gather:
         if finite and self.codec.may_overflow(headers):
             finite = all(np.isfinite(total).all() for total in sums)
         new_state = {"residual": residuals} if self.error_feedback else {}
-        return Outcome(sums, new_state, finite, energy)
+        return Outcome(sums, new_state, finite, energies)
 
     def _encode(
         self,
         tensors: Sequence[Tensor],
-        grads: Sequence[Array],
-        residuals: Mapping[str, Array],
+        grads: Sequence[Array | None],
+        carried: Mapping[str, Array],
         measure: bool,
-    ) -> tuple[Array, dict[str, Array], tuple[float, float] | None]:
+    ) -> tuple[Array, dict[str, Array], dict[str, Energy]]:
         """Return (the bucket's message, the new residuals, the energies if measured)."""
-        plans = [self.codec.plan(tensor.shape) for tensor in tensors]
-        slots = np.cumsum([0] + [wire.align(plan.payload_nbytes) for plan in plans])
+        slots = np.cumsum([0] + [self.sent_nbytes(tensor) for tensor in tensors])
         message = np.zeros(slots[-1], np.uint8)
-        left: dict[str, Array] = {}
-        wanted_energy = left_energy = 0.0
-        keep = self.error_feedback or measure
-        for tensor, plan, grad, begin in zip(tensors, plans, grads, slots, strict=False):
-            kernels = backend_for(grad)
-            coeffs = self._compensated(tensor, grad, residuals.get(tensor.name), kernels)
-            energy = _energy(self.codec, plan, coeffs) if measure else 0.0
-            if keep and coeffs is grad:
-                coeffs = grad.copy()  # it becomes the residual; the gradient is not ours
-            encoded = self.codec.encode_coeffs(
-                coeffs,
-                tensor.shape,
-                kernels=kernels,
-                keep_residual=keep,
-                out=message[begin : begin + plan.payload_nbytes],
-            )
-            if encoded.residual is not None:
-                left[tensor.name] = encoded.residual
-                wanted_energy += energy
-                left_energy += _energy(self.codec, plan, encoded.residual) if measure else 0.0
-        return message, left, (wanted_energy, left_energy) if measure else None
+        residuals: dict[str, Array] = {}
+        energies: dict[str, Energy] = {}
+        for tensor, grad, begin, end in zip(tensors, grads, slots, slots[1:], strict=False):
+            out, residual = message[begin:end], carried.get(tensor.name)
+            if grad is None:
+                zeros = np.zeros(math.prod(tensor.shape), np.float32)
+                self._encode_one(tensor, zeros, None, out, measure=False)
+                left, energy = residual, None
+            else:
+                left, energy = self._encode_one(tensor, grad, residual, out, measure)
+            if left is not None:
+                residuals[tensor.name] = left
+            if energy is not None:
+                energies[tensor.name] = energy
+        return message, residuals, energies
 
-    def _compensated(
-        self, tensor: Tensor, grad: Array, residual: Array | None, kernels: ModuleType
-    ) -> Array:
-        """Return the coefficients of ``grad`` plus what earlier steps left over."""
-        coeffs = self.codec.coeffs_of(grad, tensor.shape, kernels)
-        return coeffs if residual is None else coeffs + residual
+    def _encode_one(
+        self, tensor: Tensor, grad: Array, residual: Array | None, out: Array, measure: bool
+    ) -> tuple[Array | None, Energy | None]:
+        """Write a tensor's payload into ``out``; return (what it leaves, the energies)."""
+        kernels = backend_for(grad)
+        coeffs = self.codec.coeffs_of(grad, tensor.shape, kernels, residual)
+        keep = self.error_feedback or measure
+        if keep and coeffs is grad:
+            coeffs = grad.copy()  # it becomes the residual; the gradient is not ours
+        wanted = self.codec.energy(coeffs, tensor.shape) if measure else 0.0
+        encoded = self.codec.encode_coeffs(
+            coeffs, tensor.shape, kernels=kernels, keep_residual=keep, out=out
+        )
+        if not measure or encoded.residual is None:
+            return encoded.residual, None
+        left = self.codec.energy(encoded.residual, tensor.shape)
+        return encoded.residual, Energy(float(np.dot(grad, grad)), wanted, left)
 
     def _decode(self, tensors: Sequence[Tensor], payloads: Sequence[Array]) -> Iterator[Array]:
         for place, tensor in enumerate(tensors):
@@ -106,19 +110,15 @@ class Gather:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
         return wire.align(self.codec.plan(tensor.shape).payload_nbytes)
 
+    def state_format(self, tensor: Tensor) -> str:
+        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        return f"residual of {list(tensor.shape)} by {self.codec.transform!r}"
+
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
         """Return what is not sent yet of ``tensor``, float32 in its shape."""
         carried = state.get("residual", {}).get(tensor.name)
-        plan = self.codec.plan(tensor.shape)
         if carried is None:
             return np.zeros(tensor.shape, np.float32)
-        if plan.layout is not wire.Layout.RAW:
-            carried = self.codec.transform.inverse(carried, plan.numel, backend_for(carried))
-        return carried.reshape(tensor.shape)
-
-
-def _energy(codec: Codec, plan: wire.Plan, coeffs: Array) -> float:
-    """Return the sum of squares of the gradient with these coefficients."""
-    if plan.layout is wire.Layout.RAW:
-        return float(np.dot(coeffs, coeffs))
-    return codec.transform.energy(coeffs)
+        numel = math.prod(tensor.shape)
+        elements = self.codec.transform.inverse(carried, numel, backend_for(carried))
+        return elements.reshape(tensor.shape)

@@ -1,0 +1,42 @@
+"""State of all ranks in one piece, and how it is dealt out when their number changes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+FORMAT = 1
+
+
+def gathered(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the per-rank states, in rank order, as one."""
+    return {"version": FORMAT, "world_size": len(states), "ranks": list(states)}
+
+
+def part_of(saved: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+    """Return what ``rank`` of ``world_size`` has to load of a saved state.
+
+    ``saved``: what one rank saved, for the same rank of as many; or all ranks' ``gathered``
+    states, for any number of ranks. With fewer ranks than before, rank r takes the sums over the
+    old ranks r, r + world_size, ...; with more, the new ranks begin empty. So the sum of all
+    residuals stays what it was. Raises ValueError for a state that cannot serve.
+    """
+    if saved.get("version") != FORMAT:
+        raise ValueError(f"state_dict version is {saved.get('version')!r}, expected {FORMAT}")
+    if "ranks" not in saved:
+        if (saved["rank"], saved["world_size"]) != (rank, world_size):
+            raise ValueError(
+                f"this state is of rank {saved['rank']} of {saved['world_size']}, but this is "
+                f"rank {rank} of {world_size}; save gathered_state_dict() to resume with another "
+                "number of ranks"
+            )
+        return saved
+    parts = saved["ranks"][rank::world_size]
+    merged: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        for kind, arrays in part["state"].items():
+            into = merged.setdefault(kind, {})
+            for name, array in arrays.items():
+                into[name] = into[name] + array if name in into else array
+    here = {"rank": rank, "world_size": world_size, "state": merged}
+    return {**saved["ranks"][0], **here}

@@ -1,0 +1,173 @@
+"""Which scheme a tensor runs at which step: recipe, density schedule, dense warm-up, rules."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from horovod_fftcomp.recipes import RECIPES, get_scheme
+from horovod_fftcomp.schedules import Schedule, as_schedule
+from horovod_fftcomp.schemes import Scheme, Tensor
+from horovod_fftcomp.schemes.dense import Dense
+
+# Which tensors (a shell pattern of names, or a function of name and shape), and what they get:
+# "dense", another density, or {"recipe": name, option: value, ...}.
+Action = str | float | Mapping[str, Any]
+Rule = tuple[str | Callable[[Tensor], bool], Action]
+
+
+class Policy(Protocol):
+    """A scheme for every step; a function of the step alone, so that all ranks choose alike."""
+
+    def at(self, step: int) -> Scheme:
+        """Return the scheme of the exchange number ``step``."""
+        ...
+
+    def density(self, step: int) -> float | None:
+        """Return the kept share at ``step``; None where there is none."""
+        ...
+
+    def facts(self) -> dict[str, object]:
+        """Return what has to be equal on all ranks, defaults included, in words."""
+        ...
+
+
+@dataclass(frozen=True)
+class Always:
+    """The same scheme at every step."""
+
+    scheme: Scheme
+
+    def at(self, step: int) -> Scheme:
+        """Return the scheme."""
+        del step
+        return self.scheme
+
+    def density(self, step: int) -> float | None:
+        """Return None: the scheme alone knows."""
+        del step
+        return None
+
+    def facts(self) -> dict[str, object]:
+        """Return what has to be equal on all ranks, in words."""
+        return {"options": repr(self.scheme)}
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A recipe whose density may follow a schedule, after ``warmup_steps`` dense steps."""
+
+    recipe: str
+    options: tuple[tuple[str, Any], ...] = ()
+    schedule: Schedule | None = None
+    warmup_steps: int = 0
+
+    def at(self, step: int) -> Scheme:
+        """Return the scheme of the exchange number ``step``."""
+        if step < self.warmup_steps:
+            return Dense("float32")
+        if self.schedule is None:
+            return _scheme(self.recipe, self.options)
+        options = {**dict(self.options), "density": self.density(step)}
+        return _scheme(self.recipe, tuple(options.items()))
+
+    def density(self, step: int) -> float | None:
+        """Return the kept share at ``step``; None for a recipe that has no density."""
+        if self.schedule is not None:
+            return self.schedule.at(max(0, step - self.warmup_steps))
+        return {**RECIPES[self.recipe].options, **dict(self.options)}.get("density")
+
+    def facts(self) -> dict[str, object]:
+        """Return what has to be equal on all ranks, defaults included, in words."""
+        return {
+            "recipe": self.recipe,
+            "options": repr(self.at(self.warmup_steps)),
+            "density_schedule": repr(self.schedule),
+            "warmup_steps": self.warmup_steps,
+        }
+
+    def with_density(self, density: float) -> Scheduled:
+        """Return the same policy at a constant density from now on."""
+        _require_density(self.recipe, "density")
+        changed = replace(self, schedule=as_schedule(density))
+        changed.at(self.warmup_steps)
+        return changed
+
+
+@functools.lru_cache(1024)
+def _scheme(recipe: str, options: tuple[tuple[str, Any], ...]) -> Scheme:
+    return get_scheme(recipe, **dict(options))
+
+
+def _require_density(recipe: str, argument: str) -> None:
+    if "density" not in RECIPES[recipe].options:
+        having = ", ".join(name for name, r in RECIPES.items() if "density" in r.options)
+        raise ValueError(
+            f"{argument} was given, but recipe {recipe!r} has no density; these have: {having}"
+        )
+
+
+def make_policy(
+    recipe: str, warmup_steps: int = 0, density_schedule: object = None, **options: Any
+) -> Scheduled:
+    """Return the policy of a recipe; ValueError or TypeError names the argument that is wrong.
+
+    ``warmup_steps``: steps sent dense before compression begins. ``density_schedule``: one of
+    ``schedules``, or a mapping {step: density}; its step 0 is the first compressed one.
+    """
+    if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be a whole number from 0 up, got {warmup_steps!r}")
+    get_scheme(recipe, **options)
+    schedule = None
+    if density_schedule is not None:
+        _require_density(recipe, "density_schedule")
+        if "density" in options:
+            raise ValueError("give either density or density_schedule, not both")
+        schedule = as_schedule(density_schedule)
+    return Scheduled(recipe, tuple(sorted(options.items())), schedule, warmup_steps)
+
+
+def action_for(tensor: Tensor, rules: Sequence[Rule]) -> Action | None:
+    """Return what the first matching rule gives ``tensor``; None if no rule matches."""
+    for which, action in rules:
+        if fnmatch.fnmatchcase(tensor.name, which) if isinstance(which, str) else which(tensor):
+            return action
+    return None
+
+
+def check_rules(rules: Sequence[Rule], policy: Scheduled) -> tuple[Rule, ...]:
+    """Return ``rules`` as a tuple; ValueError or TypeError for one that no tensor could follow."""
+    for rule in rules:
+        if not isinstance(rule, tuple) or len(rule) != 2:
+            raise TypeError(f"a rule is a pair (names, action), got {rule!r}")
+        which, action = rule
+        if not isinstance(which, str) and not callable(which):
+            raise TypeError(f"rule {rule!r}: names are a pattern or a function of the tensor")
+        policy_of(action, policy)
+    return tuple(rules)
+
+
+def unmatched(rules: Sequence[Rule], tensors: Sequence[Tensor]) -> list[str]:
+    """Return the patterns that name no tensor: most likely misspelt."""
+    return [
+        which
+        for which, _ in rules
+        if isinstance(which, str) and not fnmatch.filter([t.name for t in tensors], which)
+    ]
+
+
+def policy_of(action: Action, policy: Scheduled) -> Scheduled | None:
+    """Return the policy that a rule's action makes of the compressor's; None for dense."""
+    if action == "dense":
+        return None
+    if isinstance(action, Mapping):
+        options = {"recipe": policy.recipe, "warmup_steps": policy.warmup_steps, **action}
+        return make_policy(**options)
+    if isinstance(action, str) or isinstance(action, bool):
+        raise ValueError(
+            f"a rule's action is 'dense', a density or a dict with a recipe; got {action!r}"
+        )
+    return policy.with_density(float(action))

@@ -1,0 +1,165 @@
+"""When to send more because training got worse: the decision alone, no network, no framework.
+
+Sending more (a lower drop ratio theta = 1 - density) wins back the accuracy that compression
+cost: Wang et al., HPDC 2020. The rule by which to decide it is this package's own.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any, Literal, SupportsFloat
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Recover:
+    """How to recover: multiply the density by ``factor`` when reports stay worse than the best.
+
+    Parameters
+    ----------
+    factor
+        By which the density grows each time, greater than 1.
+    patience
+        So many reports in a row must be worse before the density grows, at least 1.
+    tolerance
+        A report is worse if it misses the best by more than this, in the metric's own unit.
+    max_density
+        The density never grows beyond this, in (0, 1].
+    better
+        ``"lower"`` for a loss or an error, ``"higher"`` for an accuracy.
+    """
+
+    factor: float = 2.0
+    patience: int = 1
+    tolerance: float = 0.0
+    max_density: float = 1.0
+    better: Literal["lower", "higher"] = "lower"
+
+    def __post_init__(self) -> None:
+        if not _is_finite(self.factor) or self.factor <= 1:
+            raise ValueError(
+                f"Recover.factor must be greater than 1, got {self.factor!r}; 2.0 doubles the "
+                "density"
+            )
+        if not _is_whole(self.patience) or self.patience < 1:
+            raise ValueError(
+                f"Recover.patience must be a whole number from 1 up, got {self.patience!r}; "
+                "1 acts on the first worse report"
+            )
+        if not _is_finite(self.tolerance) or self.tolerance < 0:
+            raise ValueError(
+                f"Recover.tolerance must be a number from 0 up, got {self.tolerance!r}; it is "
+                "the loss or accuracy that may be missing, 0.0 allows none"
+            )
+        if not _is_finite(self.max_density) or not 0 < self.max_density <= 1:
+            raise ValueError(
+                f"Recover.max_density must lie in (0, 1], got {self.max_density!r}; "
+                "1.0 lets recovery go as far as to send everything"
+            )
+        if self.better not in ("lower", "higher"):
+            raise ValueError(
+                f"Recover.better must be 'lower' or 'higher', got {self.better!r}; "
+                "'lower' for a loss, 'higher' for an accuracy"
+            )
+
+
+class Recovery:
+    """Decide from a metric, reported now and then, when the density must grow.
+
+    Every rank reports its metric, but the reports may differ (each rank's own loss), and so might
+    decisions made from them. So whoever drives the exchange hands the first rank's report to all
+    ranks, and all of them ``observe`` that one: they decide alike and keep the same state.
+
+    >>> recovery = Recovery(Recover(factor=2.0, tolerance=0.1))
+    >>> recovery.observe(1.0), recovery.observe(1.05), recovery.observe(1.2)
+    (False, False, True)
+    >>> recovery.raised(0.1)
+    0.2
+    """
+
+    def __init__(self, options: Recover) -> None:
+        if not isinstance(options, Recover):
+            raise TypeError(f"options must be a Recover, got {options!r}; Recover() has defaults")
+        self.options = options
+        self._best: float | None = None
+        self._worse_reports = 0
+
+    def observe(self, metric: float) -> bool:
+        """Take a report; tell whether the density must grow now.
+
+        True when ``metric`` was worse than the best so far, by more than the tolerance, in
+        ``patience`` reports in a row; counting then begins anew, as it does after a report that
+        is not worse. NaN is worse than any number and never the best; the first report that is a
+        number is the best to begin with. The best stays the best when the density grows.
+
+        ``metric``: a number, or what ``float`` makes one, such as a 0-d array or tensor.
+        """
+        if not isinstance(metric, SupportsFloat):
+            raise TypeError(f"metric must be a number, got {metric!r}; report a loss or accuracy")
+        value = float(metric)
+        self._worse_reports = self._worse_reports + 1 if self._is_worse(value) else 0
+        if not math.isnan(value):
+            choose = min if self.options.better == "lower" else max
+            self._best = value if self._best is None else choose(self._best, value)
+        if self._worse_reports < self.options.patience:
+            return False
+        self._worse_reports = 0
+        return True
+
+    def raised(self, density: float) -> float:
+        """Return the density to go on with: min(max_density, density * factor).
+
+        A density that is beyond ``max_density`` already is returned unchanged: recovery never
+        sends less. Raises ValueError for a ``density`` outside (0, 1].
+        """
+        if not _is_finite(density) or not 0 < density <= 1:
+            raise ValueError(f"density must lie in (0, 1], got {density!r}; 1.0 sends everything")
+        return float(max(density, min(self.options.max_density, density * self.options.factor)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the decision remembers: built-in numbers and strings, the options apart."""
+        return {
+            "version": FORMAT,
+            "better": self.options.better,
+            "best": self._best,
+            "worse_reports": self._worse_reports,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``; ValueError, and no change, for one that cannot serve."""
+        if state.get("version") != FORMAT:
+            raise ValueError(f"state_dict version is {state.get('version')!r}, expected {FORMAT}")
+        if state["better"] != self.options.better:
+            raise ValueError(
+                f"state_dict is of a metric where {state['better']} is better, but Recover.better "
+                f"is {self.options.better!r}; use the options that it was saved with"
+            )
+        best, worse_reports = state["best"], state["worse_reports"]
+        if best is not None and (not isinstance(best, float) or math.isnan(best)):
+            raise ValueError(f"state_dict['best'] must be None or a number, got {best!r}")
+        if not _is_whole(worse_reports) or worse_reports < 0:
+            raise ValueError(
+                f"state_dict['worse_reports'] must be a whole number, got {worse_reports!r}"
+            )
+        self._best, self._worse_reports = best, worse_reports
+
+    def _is_worse(self, value: float) -> bool:
+        if math.isnan(value):
+            return True
+        if self._best is None:
+            return False
+        if self.options.better == "lower":
+            return value > self._best + self.options.tolerance
+        return value < self._best - self.options.tolerance
+
+
+def _is_finite(value: object) -> bool:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)  # type: ignore[arg-type]  # mypy: Real is no float
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

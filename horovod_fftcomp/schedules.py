@@ -1,0 +1,244 @@
+"""Density as a function of the exchange step; knows no recipe, no data and no framework.
+
+The step counts exchanges from 0 and is equal on all ranks, so all ranks choose the same density
+and with it the same message size, without a word between them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import numbers
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+# The C libraries of two machines may differ in the last of 16 digits of cos or pow. Ranks must not:
+# six digits hide it, and a schedule that has almost arrived repeats a value for many steps, so the
+# scheme made for it serves again.
+SIGNIFICANT_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same density at every step."""
+
+    density: float
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    def at(self, step: int) -> float:
+        """Return the density of the exchange number ``step``, counted from 0."""
+        _checked_step(step)
+        return _rounded(self.density)
+
+
+@dataclass(frozen=True, init=False)
+class Steps:
+    """Densities that hold from given steps on: the mapping {first step: density}.
+
+    Stored as pairs sorted by step, so the schedule is hashable; pairs are accepted, too.
+
+    >>> Steps({0: 1.0, 500: 0.1}).at(499)  # 500 dense steps
+    1.0
+    """
+
+    densities: tuple[tuple[int, float], ...]
+
+    def __init__(self, densities: Mapping[int, float] | Iterable[tuple[int, float]]) -> None:
+        object.__setattr__(self, "densities", _sorted_pairs(densities))
+
+    def at(self, step: int) -> float:
+        """Return the density of the exchange number ``step``, counted from 0."""
+        position = bisect.bisect_right(self.densities, _checked_step(step), key=_first_step)
+        return _rounded(self.densities[position - 1][1])
+
+
+@dataclass(frozen=True)
+class Linear:
+    """From ``start`` at step 0 along a line to ``end`` at step ``steps``, constant after."""
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    def at(self, step: int) -> float:
+        """Return the density of the exchange number ``step``, counted from 0."""
+        return _between(self.start, self.end, _progress(step, self.steps))
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """From ``start`` to ``end`` at step ``steps`` along half a cosine: slow, fast, slow.
+
+    density(t) = end + (start - end) * (1 + cos(pi * t / steps)) / 2; constant after ``steps``.
+    """
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    def at(self, step: int) -> float:
+        """Return the density of the exchange number ``step``, counted from 0."""
+        weight = (1.0 - math.cos(math.pi * _progress(step, self.steps))) / 2.0
+        return _between(self.start, self.end, weight)
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """From ``start`` to ``end`` at step ``steps`` by an equal factor each step, constant after.
+
+    density(t) = start ** (1 - t / steps) * end ** (t / steps).
+    """
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    def at(self, step: int) -> float:
+        """Return the density of the exchange number ``step``, counted from 0."""
+        progress = _progress(step, self.steps)
+        density = self.start ** (1.0 - progress) * self.end**progress
+        return _rounded(_clipped(density, self.start, self.end))
+
+
+@dataclass(frozen=True)
+class InverseSqrt:
+    """From ``start`` towards ``end``: density(t) = end - (end - start) / sqrt(1 + t / tau).
+
+    With ``end`` = 1 the drop ratio theta = 1 - density falls as 1 / sqrt(t), after about ``tau``
+    steps. A diminishing theta is the condition under which Wang et al., HPDC 2020, prove that
+    training converges; it matters when recipes run without error feedback. There, a constant
+    theta leaves an error floor proportional to its mean over the steps (times the variance of the
+    gradients), and this rate lets the floor fall as fast as the error of dense SGD. With ``end``
+    < 1 the floor of theta = 1 - end stays. Rate and ``tau`` are this package's choice.
+    """
+
+    start: float
+    tau: int
+    end: float = 1.0
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    def at(self, step: int) -> float:
+        """Return the density of the exchange number ``step``, counted from 0."""
+        weight = 1.0 - 1.0 / math.sqrt(1.0 + _checked_step(step) / self.tau)
+        return _between(self.start, self.end, weight)
+
+
+Schedule: TypeAlias = Constant | Steps | Linear | Cosine | Exponential | InverseSqrt
+
+
+def as_schedule(value: object) -> Schedule:
+    """Return the schedule that ``value`` stands for.
+
+    A number gives ``Constant``, a mapping {first step: density} gives ``Steps``, and a schedule
+    is returned unchanged. Raises ValueError for a density or step out of range, TypeError for
+    anything else.
+
+    >>> as_schedule({0: 1.0, 500: 0.1})
+    Steps(densities=((0, 1.0), (500, 0.1)))
+    """
+    if isinstance(value, Schedule):
+        return value
+    if isinstance(value, Mapping):
+        return Steps(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return Constant(value)  # type: ignore[arg-type]  # any real number; stored as float
+    raise TypeError(
+        "a density schedule is a number, a mapping {first step: density} or an object such as "
+        f"Linear(1.0, 0.1, 500), got {value!r}"
+    )
+
+
+def _between(start: float, end: float, weight: float) -> float:
+    """Return the density at ``weight`` (0 to 1) of the way; exact at both ends and monotonic."""
+    density = end if weight >= 1.0 else start + (end - start) * weight
+    return _rounded(_clipped(density, start, end))
+
+
+def _clipped(density: float, start: float, end: float) -> float:
+    """Return ``density`` without the rounding errors that would leave [start, end]."""
+    return min(max(density, min(start, end)), max(start, end))
+
+
+def _rounded(density: float) -> float:
+    return float(f"{density:.{SIGNIFICANT_DIGITS}g}")
+
+
+def _progress(step: int, steps: int) -> float:
+    return min(_checked_step(step), steps) / steps
+
+
+def _first_step(pair: tuple[int, float]) -> int:
+    return pair[0]
+
+
+def _checked_step(step: int) -> int:
+    return _whole_number("step", step, 0)
+
+
+def _validate(schedule: Schedule) -> None:
+    """Check every field and store it as a built-in number, so that repr rebuilds the schedule."""
+    for field in fields(schedule):
+        name = f"{type(schedule).__name__}.{field.name}"
+        given = getattr(schedule, field.name)
+        is_count = field.name in ("steps", "tau")
+        checked = _whole_number(name, given, 1) if is_count else _density(name, given)
+        object.__setattr__(schedule, field.name, checked)
+
+
+def _sorted_pairs(
+    densities: Mapping[int, float] | Iterable[tuple[int, float]],
+) -> tuple[tuple[int, float], ...]:
+    given = densities.items() if isinstance(densities, Mapping) else densities
+    try:
+        pairs = [(first_step, density) for first_step, density in given]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"Steps.densities must map first steps to densities, got {densities!r}; "
+            "write Steps({0: 1.0, 500: 0.1})"
+        ) from error
+    checked: dict[int, float] = {}
+    for first_step, density in pairs:
+        key = _whole_number("a first step in Steps.densities", first_step, 0)
+        if key in checked:
+            raise ValueError(f"Steps.densities has step {key} twice; keep one of them")
+        checked[key] = _density(f"Steps.densities[{key}]", density)
+    if 0 not in checked:
+        raise ValueError(
+            f"Steps.densities must say the density at step 0, got steps {sorted(checked)}; "
+            "add 0: 1.0 to begin dense"
+        )
+    return tuple(sorted(checked.items()))
+
+
+def _density(name: str, value: Any) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0.0 < value <= 1.0 or float(value) == 0.0:
+        raise ValueError(
+            f"{name} must lie in (0, 1], got {value!r}; "
+            "0.01 keeps 1 % of the coefficients, 1.0 all of them"
+        )
+    return float(value)
+
+
+def _whole_number(name: str, value: Any, least: int) -> int:
+    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_whole or value < least:
+        raise ValueError(
+            f"{name} must be a whole number from {least} up, got {value!r}; "
+            "it counts exchanges, write 1000 and not 1e3"
+        )
+    return int(value)

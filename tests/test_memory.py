@@ -1,0 +1,77 @@
+"""The peak of memory that an exchange takes beyond what it keeps, as docs/methods.md states it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from horovod_fftcomp import list_compressors
+
+# Multiples of the gradient's float32 size, in one exchange of two ranks' payloads.
+SCRIPT = """
+import random, re, sys
+import numpy as np
+from horovod_fftcomp import get_scheme
+from horovod_fftcomp.buckets import Bucket
+from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.policy import Always
+from horovod_fftcomp.schemes import Tensor
+
+N = 8_000_000
+
+def memory(field):
+    return int(re.search(field + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+def step(engine, n):
+    grad = np.random.default_rng(0).standard_normal(n, np.float32)
+    round_ = engine.start(0, [grad])
+    both = np.concatenate([round_.data] * 2) if round_.collective == "allgather" else round_.data
+    engine.advance(0, both)
+    engine.sums(0)
+    engine.settle()
+
+def engine(n):
+    bucket = Bucket((Tensor("w", (n // 8, 8)),), Always(get_scheme(sys.argv[1])))
+    return Engine([bucket], 0, 2)
+
+warm = engine(1 << 16)
+for _ in range(2):
+    step(warm, 1 << 16)
+measured = engine(N)
+measured.step = 1  # not a step that measures errors
+step(measured, N)
+before = memory("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+step(measured, N)
+grad = 4 * N
+print((memory("VmHWM") - before - grad) / grad)
+"""
+
+
+def _stated() -> dict[str, float]:
+    """Return the figures of the table in docs/methods.md."""
+    text = (Path(__file__).parents[1] / "docs" / "methods.md").read_text(encoding="utf-8")
+    section = text.split("## Memory")[1]
+    return {
+        name: float(value) for name, value in re.findall(r"\| `(\w+)` \|.*\| ([\d.]+) \|", section)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", list_compressors())
+def test_peak_of_an_exchange_is_as_stated(recipe):
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, recipe],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},  # freed arrays go back at once
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    stated = _stated()[recipe]
+    assert float(run.stdout) <= stated + 0.25, "more than docs/methods.md says"
+    assert float(run.stdout) >= stated - 1.0, "less than docs/methods.md says: update it"
