@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -41,3 +44,21 @@ def restored(reduced: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         grad.device,
     )
     return reduced if same else torch.empty_like(grad).copy_(reduced)
+
+
+def to_torch(state: Any) -> Any:
+    """Return nested dicts and lists with tensors in the place of NumPy arrays."""
+    return _mapped(state, np.ndarray, torch.from_numpy)
+
+
+def to_numpy(state: Any) -> Any:
+    """Return nested dicts and lists with NumPy arrays in the place of tensors."""
+    return _mapped(state, torch.Tensor, torch.Tensor.numpy)
+
+
+def _mapped(state: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    if isinstance(state, dict):
+        return {key: _mapped(value, kind, change) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_mapped(value, kind, change) for value in state]
+    return change(state) if isinstance(state, kind) else state

@@ -1,0 +1,78 @@
+"""What the ranks of one compressor agree on, by blocking exchanges outside the hot path."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+
+import horovod_fftcomp
+from horovod_fftcomp import handshake, wire
+from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.torch.rounds import PendingRound
+
+
+def process_set_of_optimizer(compression: object) -> hvd.ProcessSet | None:
+    """Return the process set of the optimizer whose hook is calling, if one is.
+
+    Horovod does not tell it. A compressor on another set would wait for ranks that never come,
+    so the handshake runs on the optimizer's own set and compares.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if getattr(owner, "_compression", None) is compression:
+            return getattr(owner, "process_set", None)
+        frame = frame.f_back
+    return None
+
+
+def shake_hands(
+    facts: dict[str, Any],
+    name: str,
+    own: hvd.ProcessSet,
+    optimizers: hvd.ProcessSet | None,
+    timeout_s: float,
+) -> None:
+    """Compare ``facts`` with all ranks; ConfigMismatchError, the same on all, if they differ."""
+    versions = {
+        "horovod_fftcomp": horovod_fftcomp.__version__,
+        "wire format": wire.VERSION,
+        "process set": describe(own),
+    }
+    meeting = own if optimizers is None else optimizers
+    message = Round("allgather", handshake.pack({**versions, **facts}))
+    handshake.compare(PendingRound(message, name, meeting).wait(timeout_s))
+    if describe(own) != describe(meeting):
+        raise ConfigMismatchError(
+            f"the compressor's process set is {describe(own)}, but that of its "
+            f"DistributedOptimizer is {describe(meeting)}; give process_set= the same value in both"
+        )
+
+
+def gather_objects(
+    thing: object, name: str, process_set: hvd.ProcessSet, timeout_s: float
+) -> list[Any]:
+    """Return the ``thing`` of every rank, in rank order (Horovod's own knows no process sets)."""
+    data = np.frombuffer(pickle.dumps(thing), np.uint8)
+    message = np.concatenate([np.array([data.size], np.int64).view(np.uint8), data])
+    gathered = PendingRound(Round("allgather", message), name, process_set).wait(timeout_s)
+    things, offset = [], 0
+    while offset < gathered.size:
+        begin = offset + 8
+        offset = begin + int(gathered[offset:begin].copy().view(np.int64)[0])
+        things.append(pickle.loads(gathered[begin:offset].tobytes()))
+    return things
+
+
+def describe(process_set: hvd.ProcessSet) -> str:
+    """Return the ranks of a process set in a text of bounded length."""
+    ranks = process_set.ranks
+    if process_set.process_set_id == 0 or ranks is None:
+        return "global"
+    listed = str(list(ranks))
+    return listed if len(listed) < 100 else f"{len(ranks)} ranks ({wire.fnv1a(listed):x})"

@@ -1,0 +1,48 @@
+"""Horovod's elastic ``TorchState`` with a compressor in it: commit, restore, go on.
+
+``hvd.elastic.TorchState(model=..., optimizer=..., compression=compression)`` would otherwise
+broadcast the first rank's residual to all. Importing ``horovod_fftcomp.torch`` registers this.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from horovod.torch.elastic import state as elastic
+
+from horovod_fftcomp.torch.compressor import Compressor
+
+
+class CompressorStateHandler(elastic.StateHandler):
+    """Saves and restores each rank's own residuals; tells which were lost with their hosts."""
+
+    def __init__(self, value: Compressor) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        """Take a copy of this rank's state."""
+        self._saved = self.value.state_dict()
+
+    def restore(self) -> None:
+        """Go back to the last copy."""
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        """Go on with the ranks that are there now."""
+        lost = self.value.rejoin()
+        if lost:
+            warnings.warn(
+                f"the residuals of former ranks {lost} are lost with their hosts: what they had "
+                "not sent yet is missing from the sum; the other ranks' are unchanged",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.save()
+
+
+def register() -> None:
+    """Tell Horovod's elastic state how to treat a compressor; once is enough, more do no harm."""
+    registry = elastic.get_handler_registry()
+    if (Compressor, CompressorStateHandler) not in registry:
+        elastic.set_handler_registry([*registry, (Compressor, CompressorStateHandler)])

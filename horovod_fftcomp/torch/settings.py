@@ -1,0 +1,54 @@
+"""What a compressor is told besides its recipe: one table of keywords with their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as hvd
+
+from horovod_fftcomp.buckets import BUCKET_NBYTES, MIN_NUMEL
+from horovod_fftcomp.policy import Rule
+from horovod_fftcomp.recovery import Recover
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a compressor is told besides its recipe.
+
+    ``min_numel``: smaller tensors, and vectors, travel dense. ``bucket_nbytes``: dense size of
+    what is exchanged together. ``rules``: (names, action) pairs, the first match counts; names
+    are a shell pattern or a function of the ``Tensor``; the action is "dense", a density, or a
+    dict {"recipe": ..., options}. ``process_set``: the optimizer's. ``grad_scaler``: the AMP
+    scaler whose scale the residuals follow. ``replica_check``: "warn" or "broadcast" (from the
+    first rank) where ranks' parameters differ, or "off". ``recover``: how ``report`` raises the
+    density. ``timeout_s``: an exchange without an answer for so long ends the run.
+    """
+
+    min_numel: int = MIN_NUMEL
+    bucket_nbytes: int = BUCKET_NBYTES
+    rules: Sequence[Rule] = ()
+    process_set: Any = hvd.global_process_set
+    grad_scaler: Any = None
+    replica_check: str = "warn"
+    recover: Recover | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.replica_check not in ("warn", "broadcast", "off"):
+            raise ValueError(
+                f"replica_check must be 'warn', 'broadcast' or 'off', got {self.replica_check!r}"
+            )
+        if self.process_set.process_set_id is None:
+            raise ValueError(
+                "process_set is not registered; make it by hvd.add_process_set, or give it to "
+                "hvd.init(process_sets=...)"
+            )
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s must be above 0, got {self.timeout_s!r}")
+        if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):
+            raise TypeError(
+                f"grad_scaler must have get_scale(), as torch.amp.GradScaler has; "
+                f"got {type(self.grad_scaler).__name__}"
+            )
