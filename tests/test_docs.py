@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import importlib.util
+import json
 import math
 import re
 import struct
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_fftcomp import RECIPES, get_codec, get_scheme
+from horovod_fftcomp import RECIPES, buckets, get_codec, get_scheme, schedules
 from horovod_fftcomp.cli import main as command_line
 from horovod_fftcomp.schemes import Tensor
 
@@ -25,7 +26,7 @@ TABLE = re.compile(r"(<!-- recipes -->\n).*?(<!-- /recipes -->)", re.S)
 NUMEL = 1_000_000
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "docker/*.md")
+    for pattern in ("*.md", "docs/*.md", "docker/*.md", "benchmarks/*.md")
     for path in ROOT.glob(pattern)
 )
 # What needs a framework, a launcher or a device; the rest has to be importable anywhere.
@@ -70,6 +71,11 @@ def read(page: str) -> str:
 
 def code_blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", read(page), re.S | re.M)
+
+
+def section(page: str, title: str) -> str:
+    """Return what stands between the heading ``title`` and the next one of its kind."""
+    return read(page).split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def test_the_table_of_recipes_is_fresh():
@@ -135,20 +141,86 @@ def test_commands_in_pages_exist(page, capsys):
     assert set(" ".join(named).split()) <= targets
 
 
+def test_every_recipe_has_its_memory_stated():
+    rows = re.findall(r"\| `(\w+)` \|.*\| ([\d.]+) \|", section("docs/methods.md", "Memory"))
+    assert {name for name, _ in rows} == set(RECIPES)
+
+
 def test_every_key_of_stats_is_explained():
-    tree = ast.parse(read("horovod_fftcomp/torch/compression.py"))
+    [stats] = [node for node in methods_of_a_compressor() if node.name == "stats"]
     keys = {
         key.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == "stats"
-        for dictionary in ast.walk(node)
+        for dictionary in ast.walk(stats)
         if isinstance(dictionary, ast.Dict)
         for key in dictionary.keys
         if isinstance(key, ast.Constant)
     }
     assert keys
-    explained = set(re.findall(r"^\| `(\w+)` \|", read("docs/horovod.md"), re.M))
+    explained = set(re.findall(r"^\| `(\w+)` \|", section("docs/horovod.md", "Stats"), re.M))
     assert explained == keys
+
+
+def methods_of_a_compressor() -> list[ast.FunctionDef]:
+    """Return the methods for users; parsed, since importing them needs Horovod."""
+    tree = ast.parse(read("horovod_fftcomp/torch/compressor.py"))
+    return [
+        method
+        for owner in tree.body
+        if isinstance(owner, ast.ClassDef) and owner.name == "Compressor"
+        for method in owner.body
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
+    ]
+
+
+def test_every_method_of_a_compressor_is_named():
+    text = read("docs/horovod.md") + read("docs/training.md")
+    missing = [m.name for m in methods_of_a_compressor() if f"{m.name}(" not in text]
+    assert not missing
+
+
+def test_every_setting_is_in_the_table_with_its_default():
+    tree = ast.parse(read("horovod_fftcomp/torch/settings.py"))
+    defaults = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign):
+            text = ast.unparse(node.value)
+            defaults[node.target.id] = str(vars(buckets).get(text, text)).replace("'", '"')
+    assert defaults
+    table = section("docs/horovod.md", "Settings")
+    assert dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", table, re.M)) == defaults
+
+
+def test_every_schedule_has_its_formula():
+    table = section("docs/training.md", "Density over time")
+    given = {"density": 0.2, "start": 0.5, "end": 0.05, "steps": 100, "tau": 10}
+    formulas = dict(re.findall(r"^\| `(\w+)\(.*?\)` \| (.+?) \|", table, re.M))
+    assert set(formulas) == {kind.__name__ for kind in schedules.Schedule.__args__}
+    del formulas["Steps"]
+    for name, formula in formulas.items():
+        kind = getattr(schedules, name)
+        options = {field: given[field] for field in kind.__dataclass_fields__}
+        names = vars(math) | options | {"min": min}
+        for step in (0, 1, 30, 100, 5000):
+            expected = eval(formula.strip("`"), {"__builtins__": {}}, names | {"t": step})
+            assert kind(**options).at(step) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+def test_accuracies_are_those_of_the_benchmark(page):
+    result = json.loads(read("benchmarks/results/digits_accuracy.json"))
+    text = " ".join(read(page).split())
+    for name, recipe in result["recipes"].items():
+        expected = [f"{100 * np.mean(recipe['accuracy']):.2f} %"] if name == "none" else []
+        if name != "none":
+            found = recipe["difference_points"]
+            expected += [f"{found['mean']:.2f}", f"{found['low']:.2f} to {found['high']:+.2f}"]
+            expected += [f"{recipe['ratio']:.1f}"]
+        assert not [number for number in expected if number not in text], name
+
+
+def test_every_benchmark_is_explained():
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    assert scripts == set(re.findall(r"^## (\S+)$", read("benchmarks/README.md"), re.M))
 
 
 def test_the_line_budget_counts_code_alone():

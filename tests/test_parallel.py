@@ -21,6 +21,7 @@ def run_ranks(n: int, controller: str, *command: str, timeout_s: int = 300) -> t
     pytest.importorskip("horovod")
     environment = os.environ | {
         "FFTCOMP_TEST_RANKS": str(n),
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -48,10 +49,77 @@ def run_ranks(n: int, controller: str, *command: str, timeout_s: int = 300) -> t
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
-def test_torch_on_two_ranks(controller):
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, "torch_cases"),
+        (2, "training_cases"),
+        (3, "process_set_cases"),
+    ],
+)
+def test_on_ranks(ranks, cases, controller):
     code, output = run_ranks(
-        2, controller, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
-        str(HERE / "parallel" / "torch_cases.py"),
+        ranks, controller, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no",
+        str(HERE / "parallel" / f"{cases}.py"),
     )  # fmt: skip
     assert code == 0, output[-8000:]
-    assert output.count(" passed") == 2, output[-8000:]
+    assert output.count(" passed") == ranks, output[-8000:]
+
+
+JOIN = """
+import horovod.torch as hvd
+from tests.parallel.models import distributed, make_model, small_buckets, train
+hvd.init()
+model = make_model()
+optimizer = distributed(model, small_buckets(model, "topk"))
+train(model, optimizer, 3 - hvd.rank())
+hvd.join()
+"""
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_join_ends_with_a_message(controller):
+    code, output = run_ranks(2, controller, "-c", JOIN, timeout_s=60)
+    assert code != 0
+    assert "a rank has called hvd.join(), under which Horovod exchanges nothing but" in output
+    assert "same number of batches" in output
+
+
+RESIZE = """
+import sys
+import horovod.torch as hvd
+import torch
+from tests.parallel.models import distributed, make_model, small_buckets, train
+hvd.init()
+torch.set_num_threads(1)
+path, recipe = sys.argv[1:]
+model = make_model()
+compression = small_buckets(model, recipe)
+optimizer = distributed(model, compression)
+try:
+    compression.load_state_dict(torch.load(path, weights_only=True))
+except FileNotFoundError:
+    train(model, optimizer, 6)
+names = [t.name for bucket in compression._buckets for t in bucket.tensors]
+mass = [hvd.allreduce(compression.residual(n).double(), op=hvd.Sum, name=n) for n in names]
+if hvd.rank() == 0:
+    torch.save(torch.cat([m.reshape(-1) for m in mass]), f"{path}.{hvd.size()}.mass")
+state = compression.gathered_state_dict()
+hvd.barrier()
+if hvd.rank() == 0:
+    torch.save(state, path)
+"""
+
+
+@pytest.mark.parametrize(("controller", "recipe"), [("mpi", "topk"), ("gloo", "fft")])
+def test_residual_mass_survives_two_ranks_one_rank_two_ranks(controller, recipe, tmp_path):
+    torch = pytest.importorskip("torch")
+    path, masses = tmp_path / "state.pt", []
+    for ranks in (2, 1, 2):
+        code, output = run_ranks(ranks, controller, "-c", RESIZE, str(path), recipe, timeout_s=120)
+        assert code == 0, output[-4000:]
+        masses.append(torch.load(f"{path}.{ranks}.mass"))
+    scale = masses[0].abs().max()
+    assert scale > 0
+    for mass in masses[1:]:
+        assert (mass - masses[0]).abs().max() <= 1e-6 * scale

@@ -10,75 +10,19 @@ import pytest
 import torch
 from torch import nn
 
+import horovod_fftcomp
 from horovod_fftcomp import ConfigMismatchError, UnsupportedError, list_compressors
 from horovod_fftcomp.torch import Compression
-from horovod_fftcomp.torch.compression import Compressor
-
-EXACT = {"density": 1.0, "bits": 32}  # every value as float32: compression that loses nothing
-
-
-class Branches(nn.Module):
-    """Layers whose hooks fire in the order in which ``forward`` used them."""
-
-    def __init__(self, n_layers: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(40, 40) for _ in range(n_layers)])
-        self.head = nn.Linear(40, 10)
-
-    def forward(self, x, order):
-        return self.head(sum(torch.relu(self.layers[i](x)) for i in order))
-
-
-def make_model(seed: int = 0) -> Branches:
-    torch.manual_seed(seed)
-    return Branches()
-
-
-def order_of(step: int, layers: int = 6) -> list[int]:
-    """Return an order of layers that differs between ranks and steps."""
-    return np.random.default_rng([hvd.rank(), step]).permutation(layers).tolist()
-
-
-def distributed(model, compression, lr=0.05, **options):
-    """Return stock Horovod's optimizer; models start equal by their seed."""
-    return hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
-        named_parameters=model.named_parameters(),
-        compression=compression,
-        **options,
-    )
-
-
-def batches(steps: int, seed: int = 0):
-    """Yield this rank's batches of a task that can be learned."""
-    teacher = torch.randn(40, 10, generator=torch.Generator().manual_seed(5))
-    generator = torch.Generator().manual_seed(1000 * seed + hvd.rank())
-    for _ in range(steps):
-        x = torch.randn(32, 40, generator=generator)
-        yield x, (x @ teacher).argmax(1)
-
-
-def train(model, optimizer, steps, seed=0, order=order_of):
-    losses = []
-    for step, (x, y) in enumerate(batches(steps, seed)):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x, order(step)), y)
-        loss.backward()
-        synchronized_step(optimizer)
-        losses.append(loss.item())
-    return losses
-
-
-def synchronized_step(optimizer):
-    """Step as scripts with gradient clipping or AMP do."""
-    optimizer.synchronize()
-    with optimizer.skip_synchronize():
-        optimizer.step()
-
-
-def small_buckets(model, recipe, **options) -> Compressor:
-    factory = getattr(Compression, recipe)
-    return factory(model, bucket_nbytes=16_000, timeout_s=20, **options)
+from tests.parallel.models import (
+    EXACT,
+    Branches,
+    batches,
+    distributed,
+    make_model,
+    order_of,
+    small_buckets,
+    train,
+)
 
 
 @pytest.mark.parametrize("recipe", list_compressors())
@@ -105,11 +49,11 @@ def test_a_step_sends_what_the_scheme_predicts(recipe):
     stats = compression.stats()
     dense = sum(p.numel() for p in model.parameters() if p.dim() == 1) + model.head.weight.numel()
     predicted = sum(
-        compression._scheme.sent_nbytes(tensor)
+        bucket.policy.at(0).sent_nbytes(tensor)
         for bucket in compression._buckets
-        for tensor in bucket
+        for tensor in bucket.tensors
     )
-    probes = 4 * sum(len(bucket) for bucket in compression._buckets)
+    probes = 4 * sum(len(bucket.tensors) for bucket in compression._buckets)
     assert stats["sent_nbytes"] == 3 * (4 * dense + predicted + probes)
     assert stats["dense_nbytes"] == 3 * 4 * sum(p.numel() for p in model.parameters())
 
@@ -138,7 +82,9 @@ def test_lossless_compression_equals_horovods_own_reduction(options, same_everyw
     model = make_model()
     dense = gradients_after_one_backward(hvd.Compression.none, model, **options)
     model = make_model()
-    compressed = gradients_after_one_backward(small_buckets(model, "topk", **EXACT), model, **options)
+    compressed = gradients_after_one_backward(
+        small_buckets(model, "topk", **EXACT), model, **options
+    )
     for expected, actual in zip(dense, compressed, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
     same_everywhere(*compressed)
@@ -198,15 +144,18 @@ def test_gradient_accumulation_compresses_once_a_step(same_everywhere):
     assert compression.stats()["collectives"] == 4 * 3
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("recipe", ["fp16", "bf16", "topk", "fft", "dct"])
 @pytest.mark.parametrize("where", ["compressed", "dense"])
-def test_a_bad_gradient_on_one_rank_is_a_step_that_never_was(recipe, where, bad, same_everywhere):
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_bad_gradient_on_one_rank_is_a_step_that_never_was(
+    step, where, recipe, bad, same_everywhere
+):
     model = make_model()
     compression = small_buckets(model, recipe)
     optimizer = distributed(model, compression)
-    train(model, optimizer, 3)
-    names = [tensor.name for bucket in compression._buckets for tensor in bucket]
+    train(model, optimizer, step)
+    names = [t.name for bucket in compression._buckets for t in bucket.tensors]
     parameter = model.layers[1].weight if where == "compressed" else model.head.bias
     x, y = next(batches(1))
     optimizer.zero_grad()
@@ -267,7 +216,7 @@ def test_channels_last_gradients_keep_their_strides(recipe, same_everywhere):
 
 
 @pytest.mark.parametrize("sparse_as_dense", [True, False])
-def test_sparse_embeddings_travel_dense_or_as_horovod_gathers_them(sparse_as_dense, same_everywhere):
+def test_sparse_embeddings_travel_dense_or_gathered(sparse_as_dense, same_everywhere):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Linear(40, 40))
     compression = Compression.topk(model, density=0.1, timeout_s=20)
@@ -368,11 +317,51 @@ def test_ranks_that_differ_all_stop_with_the_same_message(rank_options, message,
     assert re.search(message, text), text
 
 
+def stop_of(model, compression):
+    """Return the message with which a first step ends."""
+    optimizer = distributed(model, compression)
+    hvd.barrier()
+    begin = time.monotonic()
+    with pytest.raises(ConfigMismatchError) as caught:
+        nn.functional.cross_entropy(
+            model(torch.ones(4, 40).to(model.head.weight.dtype), range(6)), torch.zeros(4).long()
+        ).backward()
+    assert time.monotonic() - begin < 5
+    del optimizer
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["order", "dtype", "version", "schedule", "rules", "scaler"])
+def test_ranks_whose_models_or_packages_differ(what, same_everywhere, monkeypatch):
+    model, options, odd = make_model(), {}, hvd.rank() == 1
+    parameters = list(model.named_parameters())
+    if what == "order" and odd:
+        parameters = parameters[::-1]
+    elif what == "dtype" and odd:
+        model = model.double()
+        parameters = list(model.named_parameters())
+    elif what == "version" and odd:
+        monkeypatch.setattr(horovod_fftcomp, "__version__", "9.9.9")
+    elif what == "schedule" and odd:
+        options = {"density_schedule": {0: 0.01, 10: 0.1}}
+    elif what == "rules" and odd:
+        options = {"rules": [("layers.0.*", 0.5)]}
+    elif what == "scaler" and odd:
+        options = {"grad_scaler": torch.amp.GradScaler("cpu")}
+    text = stop_of(model, Compression.topk(parameters, timeout_s=20, **options))
+    same_everywhere(text)
+    named = {"version": "horovod_fftcomp is 0.1.0 on rank 0 but 9.9.9", "schedule": "density_sched",
+             "scaler": "grad_scaler is False on rank 0"}  # fmt: skip
+    assert named.get(what, "(hash)") in text
+
+
 def test_a_gradient_that_the_compressor_was_not_given():
     model = make_model()
     some = [(n, p) for n, p in model.named_parameters() if not n.startswith("layers.5")]
     optimizer = distributed(model, Compression.fft(some, timeout_s=20))
-    with pytest.raises(UnsupportedError, match=r"none of the 12 parameters given to Compression.fft"):
+    with pytest.raises(
+        UnsupportedError, match=r"none of the 12 parameters given to this compressor"
+    ):
         nn.functional.cross_entropy(model(torch.ones(4, 40), [5]), torch.zeros(4).long()).backward()
     del optimizer
 

@@ -1,0 +1,77 @@
+"""Small models and loops that the parallel tests share."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from torch import nn
+
+from horovod_fftcomp.torch import Compression
+from horovod_fftcomp.torch.compressor import Compressor
+
+EXACT = {"density": 1.0, "bits": 32}  # every value as float32: compression that loses nothing
+
+
+class Branches(nn.Module):
+    """Layers whose hooks fire in the order in which ``forward`` used them."""
+
+    def __init__(self, n_layers: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(40, 40) for _ in range(n_layers)])
+        self.head = nn.Linear(40, 10)
+
+    def forward(self, x, order):
+        return self.head(sum(torch.relu(self.layers[i](x)) for i in order))
+
+
+def make_model(seed: int = 0) -> Branches:
+    torch.manual_seed(seed)
+    return Branches()
+
+
+def order_of(step: int, layers: int = 6) -> list[int]:
+    """Return an order of layers that differs between ranks and steps."""
+    return np.random.default_rng([hvd.rank(), step]).permutation(layers).tolist()
+
+
+def distributed(model, compression, lr=0.05, **options):
+    """Return stock Horovod's optimizer; models start equal by their seed."""
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+        **options,
+    )
+
+
+def batches(steps: int, seed: int = 0):
+    """Yield this rank's batches of a task that can be learned."""
+    teacher = torch.randn(40, 10, generator=torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(1000 * seed + hvd.rank())
+    for _ in range(steps):
+        x = torch.randn(32, 40, generator=generator)
+        yield x, (x @ teacher).argmax(1)
+
+
+def train(model, optimizer, steps, seed=0, order=order_of):
+    losses = []
+    for step, (x, y) in enumerate(batches(steps, seed)):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x, order(step)), y)
+        loss.backward()
+        synchronized_step(optimizer)
+        losses.append(loss.item())
+    return losses
+
+
+def synchronized_step(optimizer):
+    """Step as scripts with gradient clipping or AMP do."""
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def small_buckets(model, recipe, **options) -> Compressor:
+    factory = getattr(Compression, recipe)
+    return factory(model, bucket_nbytes=16_000, timeout_s=20, **options)

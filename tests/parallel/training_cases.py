@@ -1,0 +1,465 @@
+"""What real training does to a compressor: AMP, checkpoints, schedules, rules, frozen layers."""
+
+from __future__ import annotations
+
+import warnings
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from horovod.torch import elastic
+from torch import nn
+
+from horovod_fftcomp import (
+    ConfigMismatchError,
+    checkpoint,
+    get_scheme,
+    schedules,
+)
+from horovod_fftcomp.recovery import Recover
+from horovod_fftcomp.torch import Compression, arrays
+from tests.parallel.models import (
+    batches,
+    distributed,
+    make_model,
+    order_of,
+    small_buckets,
+    synchronized_step,
+    train,
+)
+
+COMPRESSED = ["fp16", "bf16", "topk", "fft", "dct"]
+
+
+def flat(model) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def loss_of(model, x, y, step=0):
+    return nn.functional.cross_entropy(model(x, order_of(step)), y)
+
+
+class ScriptedScaler:
+    """A loss scaler whose scale is a function of the step."""
+
+    def __init__(self, scales):
+        self.scales, self.step = scales, 0
+
+    def get_scale(self):
+        return self.scales[self.step % len(self.scales)]
+
+
+@pytest.mark.parametrize("recipe", ["topk", "fft", "dct"])
+def test_scripted_loss_scales_do_not_change_the_training(recipe, same_everywhere):
+    final = {}
+    for scales in ([1.0], [1024.0, 1024.0, 512.0, 2048.0, 65536.0, 0.25]):
+        scaler = ScriptedScaler(scales)
+        model = make_model()
+        optimizer = distributed(model, small_buckets(model, recipe, grad_scaler=scaler), lr=0.02)
+        for step, (x, y) in enumerate(batches(40)):
+            scaler.step = step
+            optimizer.zero_grad()
+            (loss_of(model, x, y, step) * scaler.get_scale()).backward()
+            optimizer.synchronize()
+            for parameter in model.parameters():
+                parameter.grad /= scaler.get_scale()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        same_everywhere(flat(model))
+        final[len(scales)] = flat(model)
+    assert (final[1] - final[6]).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("recipe", COMPRESSED)
+def test_grad_scaler_skips_bad_steps_on_all_ranks(recipe, same_everywhere):
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
+    compression = small_buckets(model, recipe, grad_scaler=scaler)
+    optimizer = distributed(model, compression, lr=0.02)
+    bad_steps = {3: float("nan"), 7: float("inf"), 8: -float("inf")}
+    for step, (x, y) in enumerate(batches(14)):
+        optimizer.zero_grad()
+        before = flat(model)
+        loss = loss_of(model, x, y, step)
+        hook = None
+        if step in bad_steps and hvd.rank() == step % 2:
+            value = bad_steps[step]
+            hook = model.layers[step % 6].weight.register_hook(lambda g, v=value: g * 0 + v)
+        scaler.scale(loss).backward()
+        if hook is not None:
+            hook.remove()
+        optimizer.synchronize()
+        scale = scaler.get_scale()
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        same_everywhere(flat(model), str(scaler.get_scale()))
+        assert torch.equal(flat(model), before) == (step in bad_steps)
+        assert (scaler.get_scale() < scale) == (step in bad_steps)
+    compression.residual("layers.0.weight")
+    assert compression.stats()["skipped_steps"] == len(bad_steps)
+    assert torch.isfinite(flat(model)).all()
+
+
+@pytest.mark.parametrize("recipe", ["topk", "fft"])
+def test_half_precision_overflow_is_a_step_that_never_was(recipe):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False).to(torch.float16)
+    compression = Compression.topk(model, density=0.5, timeout_s=20)
+    optimizer = distributed(model, compression, op=hvd.Sum)
+    model.weight.grad = None
+    (model(torch.full((1, 64), 60000.0, dtype=torch.float16)).float().sum()).backward()
+    optimizer.synchronize()
+    assert torch.isinf(model.weight.grad).any()
+    assert not compression.residual("weight").any()
+    assert compression.stats()["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("recipe", ["topk", "fft"])
+def test_saved_at_50_and_run_to_100_equals_100_straight(recipe, tmp_path, same_everywhere):
+    straight = make_model()
+    train(straight, distributed(straight, small_buckets(straight, recipe)), 100)
+    data = list(batches(100))
+    path = tmp_path / f"rank{hvd.rank()}.pt"
+    for begin in (0, 50):
+        model = make_model()
+        compression = small_buckets(model, recipe)
+        optimizer = distributed(model, compression)
+        if begin:
+            saved = torch.load(path, weights_only=True)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            compression.load_state_dict(saved["compression"])
+        for step in range(begin, begin + 50):
+            optimizer.zero_grad()
+            loss_of(model, *data[step], step).backward()
+            optimizer.step()
+        saved = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "compression": compression.state_dict(),
+        }
+        torch.save(saved, path)
+    assert torch.equal(flat(model), flat(straight))
+    same_everywhere(flat(model))
+
+
+def test_gathered_state_resumes_too_and_fits_one_rank():
+    model = make_model()
+    compression = small_buckets(model, "fft")
+    train(model, distributed(model, compression), 5)
+    gathered = compression.gathered_state_dict()
+    other = small_buckets(make_model(), "fft")
+    other.load_state_dict(gathered)
+    names = [t.name for bucket in compression._buckets for t in bucket.tensors]
+    for name in names:
+        assert torch.equal(other.residual(name), compression.residual(name))
+        total = hvd.allreduce(compression.residual(name), op=hvd.Sum, name=f"sum.{name}")
+        alone = checkpoint.part_of(arrays.to_numpy(gathered), 0, 1)
+        engine = compression._engine
+        bucket, tensor = engine.tensor(name)
+        merged = engine.scheme(bucket).residual(alone["state"], tensor)
+        torch.testing.assert_close(torch.from_numpy(merged), total, rtol=1e-6, atol=1e-6)
+
+
+def test_state_of_another_rank_is_refused():
+    model = make_model()
+    compression = small_buckets(model, "topk")
+    saved = compression.state_dict()
+    saved["rank"] = (hvd.rank() + 1) % hvd.size()
+    with pytest.raises(ValueError, match="gathered_state_dict"):
+        compression.load_state_dict(saved)
+
+
+def test_the_optimizers_own_state_is_unchanged():
+    keys = {}
+    for name in ("stock", "compressed"):
+        model = make_model()
+        compression = hvd.Compression.none if name == "stock" else small_buckets(model, "fft")
+        optimizer = distributed(model, compression)
+        train(model, optimizer, 2)
+        state = optimizer.state_dict()
+        keys[name] = (state["param_groups"], sorted(state["state"]), sorted(state))
+    assert keys["stock"] == keys["compressed"]
+
+
+def test_elastic_state_commits_and_restores_each_ranks_residual(same_everywhere):
+    model = make_model()
+    compression = small_buckets(model, "topk")
+    optimizer = distributed(model, compression)
+    train(model, optimizer, 4)
+    state = elastic.TorchState(model=model, optimizer=optimizer, compression=compression, batch=0)
+    committed = compression.residual("layers.0.weight").clone()
+    weights = flat(model)
+    train(model, optimizer, 3)
+    assert not torch.equal(compression.residual("layers.0.weight"), committed)
+    state.restore()
+    assert torch.equal(compression.residual("layers.0.weight"), committed)
+    assert torch.equal(flat(model), weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state.sync()
+    assert torch.equal(compression.residual("layers.0.weight"), committed)
+    assert len(set(hvd.allgather_object(committed.sum().item()))) == hvd.size()
+    train(model, optimizer, 3)
+    state.save()
+    same_everywhere(flat(model))
+
+
+def test_a_lost_hosts_residual_is_reported_and_the_survivors_unchanged(same_everywhere):
+    model = make_model()
+    compression = small_buckets(model, "topk")
+    train(model, distributed(model, compression), 4)
+    kept = compression.residual("layers.0.weight").clone()
+    state = elastic.TorchState(compression=compression)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        elastic.TorchState(compression=small_buckets(make_model(), "topk")).sync()
+    # As if these two had been ranks 0 and 2 of three, and the host of rank 1 had gone.
+    compression._engine.rank, compression._engine.world_size = 2 * hvd.rank(), 3
+    with pytest.warns(RuntimeWarning, match=r"former ranks \[1\] are lost"):
+        state.sync()
+    assert compression._engine.rank == hvd.rank()
+    assert torch.equal(compression.residual("layers.0.weight"), kept)
+    # And now as if rank 1 were a new one, without state.
+    again = small_buckets(make_model(), "topk")
+    if hvd.rank() == 0:
+        again.load_state_dict(compression.state_dict())
+    assert again.rejoin() == [1]
+    assert again.state_dict()["step"] == 4
+    assert torch.equal(again.residual("layers.0.weight"), kept) == (hvd.rank() == 0)
+    assert again.rejoin() == []
+    model = make_model()
+    same_everywhere(str(again.state_dict()["step"]))
+
+
+def test_warm_up_and_schedule(same_everywhere):
+    model = make_model()
+    schedule = schedules.Linear(0.5, 0.05, 5)
+    compression = small_buckets(model, "fft", warmup_steps=3, density_schedule=schedule)
+    optimizer = distributed(model, compression)
+    sent = []
+    for step, (x, y) in enumerate(batches(10)):
+        before = compression.stats()["sent_nbytes"]
+        optimizer.zero_grad()
+        loss_of(model, x, y, step).backward()
+        optimizer.step()
+        sent.append(compression.stats()["sent_nbytes"] - before)
+    same_everywhere(flat(model))
+    assert sent[0] == sent[1] == sent[2] > sent[3] > sent[5] > sent[7]
+    assert sent[8] == sent[9]
+
+
+def test_density_changes_on_all_ranks_together(same_everywhere):
+    model = make_model()
+    compression = small_buckets(model, "topk")
+    optimizer = distributed(model, compression)
+    train(model, optimizer, 3)
+    compression.set_density(0.3)
+    train(model, optimizer, 3)
+    assert compression.stats()["density"] == 0.3
+    same_everywhere(flat(model))
+    with pytest.raises(ConfigMismatchError, match=r"density is 0.1 on rank 0 but 0.2 on rank 1"):
+        compression.set_density(0.1 + 0.1 * hvd.rank())
+    assert compression.stats()["density"] == 0.3
+    with pytest.raises(ValueError, match="density must lie"):
+        compression.set_density(3)
+    train(model, optimizer, 2)
+    same_everywhere(flat(model))
+    resumed = small_buckets(make_model(), "topk")
+    early = resumed.state_dict()
+    resumed.load_state_dict(compression.state_dict())
+    assert resumed.stats()["density"] == 0.3
+    resumed.load_state_dict(early)
+    assert resumed.stats()["density"] == 0.01
+
+
+def test_a_changed_density_leaves_ruled_tensors_alone(same_everywhere):
+    model = make_model()
+    compression = small_buckets(model, "topk", rules=[("layers.1.*", 0.5)])
+    optimizer = distributed(model, compression)
+    compression.set_density(0.5)
+    train(model, optimizer, 1)
+    compression.set_density(0.2)
+    train(model, optimizer, 1)
+    densities = {t.name: b.policy.density(2) for b in compression._buckets for t in b.tensors}
+    assert densities["layers.1.weight"] == 0.5
+    assert densities["layers.2.weight"] == 0.2
+    same_everywhere(flat(model))
+
+
+def test_misspelt_rules_are_told():
+    with pytest.warns(UserWarning, match=r"no parameter's name matches 'layer.0.\*'"):
+        small_buckets(make_model(), "topk", rules=[("layer.0.*", "dense")])
+
+
+def test_a_rank_less_without_sync_is_noticed(same_everywhere):
+    """Horovod skips ``sync`` after an elastic reset that only removed hosts."""
+    model = make_model()
+    compression = small_buckets(model, "fp16")
+    optimizer = distributed(model, compression)
+    train(model, optimizer, 1)
+    compression._engine.world_size = 3
+    x, y = next(batches(1))
+    optimizer.zero_grad()
+    loss_of(model, x, y).backward()
+    optimizer.synchronize()
+    assert compression._engine.world_size == 2
+    same_everywhere(model.layers[0].weight.grad)
+
+
+def test_reports_of_a_worse_metric_raise_the_density(same_everywhere):
+    model = make_model()
+    compression = small_buckets(model, "topk", density=0.01, recover=Recover(factor=4, patience=2))
+    optimizer = distributed(model, compression)
+    # The first rank's reports decide, whatever the others say.
+    for first, other in [(1.0, 9.0), (1.5, 0.1), (1.4, 0.1), (2.0, 0.1)]:
+        train(model, optimizer, 1)
+        compression.report(first if hvd.rank() == 0 else other)
+    assert compression.stats()["density"] == pytest.approx(0.04)
+    train(model, optimizer, 2)
+    same_everywhere(flat(model))
+    with pytest.raises(ValueError, match="recover="):
+        small_buckets(make_model(), "topk").report(1.0)
+
+
+def test_rules_by_name(same_everywhere):
+    model = make_model()
+    rules = [
+        ("layers.0.*", "dense"),
+        ("layers.1.weight", 0.5),
+        (lambda tensor: tensor.name == "layers.2.weight", {"recipe": "fft", "bits": 6}),
+    ]
+    compression = small_buckets(model, "topk", rules=rules)
+    train(model, distributed(model, compression), 10)
+    same_everywhere(flat(model))
+    used = {t.name: b.policy.at(0) for b in compression._buckets for t in b.tensors}
+    assert "layers.0.weight" not in used
+    assert used["layers.1.weight"] == get_scheme("topk", density=0.5)
+    assert used["layers.2.weight"] == get_scheme("fft", bits=6)
+    assert used["layers.3.weight"] == get_scheme("topk")
+
+
+def test_a_step_in_which_a_layer_is_frozen(same_everywhere):
+    model = make_model()
+    compression = small_buckets(model, "topk")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), compression=compression
+    )
+    train(model, optimizer, 3)
+    frozen = model.layers[4].weight
+    frozen.requires_grad_(False)
+    weights, residual = frozen.detach().clone(), compression.residual("layers.4.weight")
+    train(model, optimizer, 3)
+    assert torch.equal(frozen, weights)
+    assert torch.equal(compression.residual("layers.4.weight"), residual)
+    frozen.requires_grad_(True)
+    train(model, optimizer, 3)
+    assert not torch.equal(frozen, weights)
+    same_everywhere(flat(model))
+
+
+def test_embeddings_of_one_shape_made_dense_by_horovod(same_everywhere):
+    """Horovod hands over copies of sparse gradients; only their values tell whose they are."""
+
+    class Twins(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Embedding(50, 40, sparse=True)
+            self.b = nn.Embedding(50, 40, sparse=True)
+
+        def forward(self, i, flip):
+            parts = [self.a(i).square(), self.b(i + 1).abs()]
+            return sum(reversed(parts) if flip else parts)
+
+    torch.manual_seed(0)
+    model = Twins()
+    compression = Compression.topk(model, density=1.0, timeout_s=20)
+    optimizer = distributed(model, compression, lr=0.1, sparse_as_dense=True)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.arange(8) + step, flip=(hvd.rank() + step) % 2 == 1).sum().backward()
+        optimizer.step()
+    same_everywhere(flat(model))
+    torch.manual_seed(0)
+    alone = Twins()  # the ranks' data is the same, so one rank alone must do the same
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        plain.zero_grad()
+        alone(torch.arange(8) + step, flip=False).sum().backward()
+        plain.step()
+    torch.testing.assert_close(flat(model), flat(alone))
+
+
+def test_part_of_a_model(same_everywhere):
+    model = make_model()
+    for parameter in model.layers[0].parameters():
+        parameter.requires_grad_(False)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([p for _, p in trained], lr=0.05),
+        named_parameters=trained,
+        compression=Compression.topk(trained, timeout_s=20),
+    )
+    train(model, optimizer, 5)
+    same_everywhere(flat(model))
+
+
+def test_clipping_between_synchronize_and_step(same_everywhere):
+    model = make_model()
+    optimizer = distributed(model, small_buckets(model, "fft"))
+    for step, (x, y) in enumerate(batches(10)):
+        optimizer.zero_grad()
+        loss_of(model, x, y, step).backward()
+        optimizer.synchronize()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        same_everywhere(norm.reshape(1))
+    same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("recipe", ["none", "topk"])
+@pytest.mark.parametrize("action", ["warn", "broadcast"])
+def test_a_flipped_bit_in_one_rank_is_reported_by_name(action, recipe, same_everywhere):
+    model = make_model()
+    optimizer = distributed(model, small_buckets(model, recipe, replica_check=action))
+    train(model, optimizer, 3)
+    weight = model.layers[2].weight
+    if hvd.rank() == 1:
+        weight.data.view(-1).view(torch.int32)[7] ^= 1
+    with pytest.warns(RuntimeWarning, match=r"layers\.2\.weight") as caught:
+        train(model, optimizer, 100)
+    texts = [str(w.message) for w in caught]
+    assert any("1" in text for text in texts)
+    weights = hvd.allgather(weight.detach().reshape(1, -1), name="weights")
+    assert torch.equal(weights[0], weights[1]) == (action == "broadcast")
+    if action == "broadcast":
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(model, optimizer, 100)
+        same_everywhere(flat(model))
+
+
+def test_state_is_asked_for_between_steps():
+    model = make_model()
+    compression = small_buckets(model, "topk")
+    optimizer = distributed(model, compression)
+    x, y = next(batches(1))
+    loss_of(model, x, y).backward()
+    with pytest.raises(ValueError, match="a step is under way"):
+        compression.state_dict()
+    synchronized_step(optimizer)
+    assert compression.state_dict()["step"] == 1
+
+
+def test_relative_error_and_ratios_are_told():
+    model = make_model()
+    compression = small_buckets(model, "topk", density=0.1)
+    train(model, distributed(model, compression), 2)
+    assert 0 < compression.stats()["relative_error"] < 1
+    ratios = compression.residual_ratios()
+    assert set(ratios) == {f"layers.{i}.weight" for i in range(6)}
+    assert all(np.isfinite(list(ratios.values())))
