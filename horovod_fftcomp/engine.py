@@ -45,10 +45,7 @@ class Engine:
     def __init__(self, buckets: Sequence[Bucket], rank: int, world_size: int) -> None:
         self.buckets = list(buckets)
         self.costs = Costs()
-        densities = [bucket.policy.density(0) for bucket in self.buckets]
-        # A healthy residual may reach 1 / density gradients; see ``alarm``.
-        healthy = [1 / density for density in densities if density is not None]
-        self.alarm = ResidualAlarm(max([DEFAULT_THRESHOLD, *healthy]))
+        self.alarm = ResidualAlarm()
         self.rank = rank
         self.world_size = world_size
         self.step = 0
@@ -71,7 +68,7 @@ class Engine:
         """
         if bucket in self._running or bucket in self._outcomes:
             raise ValueError(f"bucket {bucket} has been started in this step already")
-        context = Context(self.step, self.rank, self.world_size)
+        context = Context(self.step, self.rank, self.world_size, self.loss_scale)
         tensors = self.buckets[bucket].tensors
         exchange = self.scheme(bucket).exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket] = exchange
@@ -118,15 +115,18 @@ class Engine:
         if finite and all(outcome.finite for outcome in outcomes.values()):
             for bucket, outcome in outcomes.items():
                 self._state[bucket] = outcome.state
-            self._measure(outcomes)
+            self.step += 1
+            self._measure(outcomes)  # last: its warnings may be errors to this rank's user
         else:
             self.costs.skipped_steps += 1
-        self.step += 1
+            self.step += 1
 
     def _measure(self, outcomes: dict[int, Outcome]) -> None:
         """Take down relative errors, and warn of residuals that keep growing."""
         wanted = left = 0.0
-        for outcome in outcomes.values():
+        for bucket, outcome in outcomes.items():
+            density = self.buckets[bucket].policy.density(self.step) or 1.0
+            self.alarm.threshold = max(DEFAULT_THRESHOLD, 1 / density)
             for name, energy in outcome.energies.items():
                 wanted += energy.wanted
                 left += energy.left

@@ -75,7 +75,9 @@ class Scheduled:
         return _scheme(self.recipe, tuple(options.items()))
 
     def density(self, step: int) -> float | None:
-        """Return the kept share at ``step``; None for a recipe that has no density."""
+        """Return the kept share at ``step``, 1 in the warm-up; None for a recipe without one."""
+        if step < self.warmup_steps and "density" in RECIPES[self.recipe].options:
+            return 1.0
         if self.schedule is not None:
             return self.schedule.at(max(0, step - self.warmup_steps))
         return {**RECIPES[self.recipe].options, **dict(self.options)}.get("density")

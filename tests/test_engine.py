@@ -166,6 +166,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recipe):
         assert _bytes(again[0]) == _bytes(sums[0])
 
 
+def test_fp16_tells_a_loss_scaler_of_saturation():
+    engines = _engines_of(get_scheme("fp16"), [[Tensor("g", (2000,))]], 2)
+    for scale, skipped in ((1.0, 0), (1024.0, 1)):
+        for engine in engines:
+            engine.follow_loss_scale(scale)
+        grads = [[[np.full(2000, 60000, np.float32)]]] * 2
+        exchange_once(engines, grads, random.Random(0))
+        assert np.isnan(engines[0].sums(0)[0]).all() == bool(skipped)
+        for engine in engines:
+            engine.settle()
+            assert engine.costs.skipped_steps == skipped
+
+
+def test_residuals_handed_out_are_copies():
+    for recipe in ("topk", "fft"):
+        engine = _engines(get_scheme(recipe), ranks=1)[0]
+        _run([engine], _grads(np.random.default_rng(0), 1))
+        before = engine.residual("a").copy()
+        engine.residual("a")[:] = 0
+        assert before.any()
+        assert engine.residual("a").tobytes() == before.tobytes()
+
+
 def test_state_of_another_model_is_refused():
     engine = _engines(get_scheme("topk"))[0]
     saved = engine.state_dict()

@@ -85,6 +85,27 @@ def test_join_ends_with_a_message(controller):
     assert "same number of batches" in output
 
 
+ABSENT = """
+import time
+import horovod.torch as hvd
+from tests.parallel.models import distributed, make_model, train
+from horovod_fftcomp.torch import Compression
+hvd.init()
+model = make_model()
+optimizer = distributed(model, Compression.topk(model, timeout_s=2))
+if hvd.rank() == 0:
+    train(model, optimizer, 1)
+time.sleep(20)
+"""
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_a_rank_that_never_compresses_ends_the_wait_with_a_message(controller):
+    code, output = run_ranks(2, controller, "-c", ABSENT, timeout_s=60)
+    assert code != 0
+    assert "handshake' got no answer from all ranks in 2 s: a rank has died, runs with" in output
+
+
 RESIZE = """
 import sys
 import horovod.torch as hvd

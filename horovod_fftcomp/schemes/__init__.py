@@ -36,6 +36,7 @@ class Context(NamedTuple):
     step: int
     rank: int
     world_size: int
+    loss_scale: float = 1.0
 
 
 class Energy(NamedTuple):

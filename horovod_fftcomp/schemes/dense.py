@@ -18,7 +18,8 @@ class Dense:
     """Sum all values as ``dtype`` ("float32" or "float16").
 
     In float16 each rank's values saturate at 65504 / world size, so that the sum cannot
-    overflow; a rank with NaN or Inf sends NaN alone.
+    overflow; a rank with NaN or Inf sends NaN alone. Under a loss scaler so does a rank that
+    would saturate: the scaler has to see that its scale is too large.
     """
 
     dtype: str = "float32"
@@ -40,7 +41,7 @@ class Dense:
         ]
         values = np.concatenate(parts)
         if self.dtype == "float16":
-            values = _saturated_half(values, context.world_size)
+            values = _saturated_half(values, context)
         reduced = (yield Round("allreduce", values)).astype(np.float32, copy=False)
         finite = load_backend("cpu").peak_bits(reduced) <= LARGEST_FINITE_BITS
         return Outcome(np.split(reduced, np.cumsum(sizes)[:-1]), {}, finite)
@@ -60,10 +61,11 @@ class Dense:
         return np.zeros(tensor.shape, np.float32)
 
 
-def _saturated_half(values: Array, world_size: int) -> Array:
-    if load_backend("cpu").peak_bits(values) > LARGEST_FINITE_BITS:
+def _saturated_half(values: Array, context: Context) -> Array:
+    share = np.finfo(np.float16).max / np.float32(context.world_size)
+    largest = LARGEST_FINITE_BITS if context.loss_scale == 1 else int(share.view(np.uint32))
+    if load_backend("cpu").peak_bits(values) > largest:
         return np.full(values.size, np.nan, np.float16)
-    share = np.finfo(np.float16).max / np.float32(world_size)
     limit = np.float16(share)
     if limit > share:  # rounding up would let the sum of all ranks overflow
         limit = np.nextafter(limit, np.float16(0))

@@ -121,4 +121,4 @@ class Gather:
             return np.zeros(tensor.shape, np.float32)
         numel = math.prod(tensor.shape)
         elements = self.codec.transform.inverse(carried, numel, backend_for(carried))
-        return elements.reshape(tensor.shape)
+        return elements.reshape(tensor.shape).copy()  # without a transform it is the state itself

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import time
 from typing import Any
 
 import horovod.torch as hvd
@@ -31,27 +32,44 @@ def process_set_of_optimizer(compression: object) -> hvd.ProcessSet | None:
     return None
 
 
-def shake_hands(
-    facts: dict[str, Any],
-    name: str,
-    own: hvd.ProcessSet,
-    optimizers: hvd.ProcessSet | None,
-    timeout_s: float,
-) -> None:
-    """Compare ``facts`` with all ranks; ConfigMismatchError, the same on all, if they differ."""
-    versions = {
-        "horovod_fftcomp": horovod_fftcomp.__version__,
-        "wire format": wire.VERSION,
-        "process set": describe(own),
-    }
-    meeting = own if optimizers is None else optimizers
-    message = Round("allgather", handshake.pack({**versions, **facts}))
-    handshake.compare(PendingRound(message, name, meeting).wait(timeout_s))
-    if describe(own) != describe(meeting):
-        raise ConfigMismatchError(
-            f"the compressor's process set is {describe(own)}, but that of its "
-            f"DistributedOptimizer is {describe(meeting)}; give process_set= the same value in both"
-        )
+class Handshake:
+    """The comparison of all ranks' ``facts``, under way.
+
+    ``own``: the compressor's process set; ``optimizers``: that of the optimizer, if known.
+    """
+
+    def __init__(
+        self,
+        facts: dict[str, Any],
+        name: str,
+        own: hvd.ProcessSet,
+        optimizers: hvd.ProcessSet | None,
+    ) -> None:
+        versions = {
+            "horovod_fftcomp": horovod_fftcomp.__version__,
+            "wire format": wire.VERSION,
+            "process set": describe(own),
+        }
+        self._own, self._meeting = own, own if optimizers is None else optimizers
+        message = Round("allgather", handshake.pack({**versions, **facts}))
+        self._pending = PendingRound(message, name, self._meeting)
+
+    def is_done(self, patience_s: float = 0.0) -> bool:
+        """Tell whether all ranks' facts are there, or come within ``patience_s`` seconds."""
+        limit = time.monotonic() + patience_s
+        while not self._pending.is_done() and time.monotonic() < limit:
+            time.sleep(0.001)
+        return self._pending.is_done()
+
+    def compare(self, timeout_s: float) -> None:
+        """Raise ConfigMismatchError, the same on all ranks, if they differ."""
+        handshake.compare(self._pending.wait(timeout_s))
+        own, meeting = describe(self._own), describe(self._meeting)
+        if own != meeting:
+            raise ConfigMismatchError(
+                f"the compressor's process set is {own}, but that of its DistributedOptimizer is "
+                f"{meeting}; give process_set= the same value in both"
+            )
 
 
 def gather_objects(
@@ -60,8 +78,10 @@ def gather_objects(
     """Return the ``thing`` of every rank, in rank order (Horovod's own knows no process sets)."""
     data = np.frombuffer(pickle.dumps(thing), np.uint8)
     message = np.concatenate([np.array([data.size], np.int64).view(np.uint8), data])
-    gathered = PendingRound(Round("allgather", message), name, process_set).wait(timeout_s)
-    things, offset = [], 0
+    pending = PendingRound(Round("allgather", message), name, process_set, is_fixed_size=False)
+    gathered = pending.wait(timeout_s)
+    things: list[Any] = []
+    offset = 0
     while offset < gathered.size:
         begin = offset + 8
         offset = begin + int(gathered[offset:begin].copy().view(np.int64)[0])

@@ -53,7 +53,7 @@ def to_torch(state: Any) -> Any:
 
 def to_numpy(state: Any) -> Any:
     """Return nested dicts and lists with NumPy arrays in the place of tensors."""
-    return _mapped(state, torch.Tensor, torch.Tensor.numpy)
+    return _mapped(state, torch.Tensor, lambda tensor: tensor.detach().cpu().numpy())
 
 
 def _mapped(state: Any, kind: type, change: Callable[[Any], Any]) -> Any:

@@ -11,6 +11,7 @@ import itertools
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch
 from horovod_fftcomp import checkpoint, handshake, wire
 from horovod_fftcomp.buckets import Bucket, make_buckets
 from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.policy import Scheduled, check_rules, unmatched
 from horovod_fftcomp.recovery import Recovery
 from horovod_fftcomp.schemes import Round, Tensor
@@ -31,6 +33,12 @@ from horovod_fftcomp.torch.settings import Settings
 
 # Every rank makes its compressors in the same order, so equal numbers mean the same one.
 _numbers = itertools.count()
+
+# Compressors of this process whose handshake is not over. Hooks of several may come first in
+# another order on another rank, so none of them may then wait for long; ranks that begin
+# together answer in milliseconds.
+_unconnected: weakref.WeakSet[Compressor] = weakref.WeakSet()
+_GREETING_S = 2.0
 
 
 class _Place(NamedTuple):
@@ -77,31 +85,38 @@ class Compressor:
             self._set,
             self._name,
         )
+        if settings.recover and policy.density(policy.warmup_steps) is None:
+            raise ValueError(f"recover was given, but recipe {policy.recipe!r} has no density")
         self._recovery = Recovery(settings.recover) if settings.recover else None
         self._changed_density: float | None = None
         self._agreements = itertools.count()
         self._connected = self._finishing = False
+        self._handshake: agreement.Handshake | None = None
+        self._open = 0  # gradients that Horovod has taken and not given back
         self._steps = self._dense_nbytes = self._other_nbytes = 0
         self._wait_s = 0.0
         self._arrived: list[dict[int, np.ndarray | None]] = [{} for _ in buckets]
         self._pending: dict[int, PendingRound] = {}
+        _unconnected.add(self)
 
     # Horovod calls these two.
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _Context]:
         """Take a parameter's gradient; return what Horovod is to reduce, and a context."""
         if self._finishing:
+            self._check_complete()
             self._end_step()
-        if not self._parameters.seen:
-            self._notice_resize()
+        begins = not self._parameters.seen
+        if begins and self._set.size() != self._engine.world_size:
+            self.rejoin()  # an elastic reset that removed ranks: Horovod then skips ``sync``
         if not self._connected:
             self._connect()
-        begins = not self._parameters.seen
         number = self._parameters.take(tensor)
         if begins:
             self._begin_step()
         self._dense_nbytes += 4 * tensor.numel()
         place = self._places[number]
+        self._open += 1
         if place is None:
             sent = arrays.sendable(tensor)
             self._other_nbytes += sent.numel() * sent.element_size()
@@ -109,19 +124,22 @@ class Compressor:
         frozen = not self._parameters.tensors[number].requires_grad
         arrived = self._arrived[place.bucket]
         arrived[place.index] = None if frozen else arrays.flat_float32(tensor)
-        if len(arrived) == len(self._buckets[place.bucket].tensors):
-            self._start(place.bucket)
-        self._advance_done()
-        probe = torch.ones(1)
+        if self._connected:
+            self._start_complete()
+            self._advance_done()
+        probe = torch.ones(1, device=tensor.device)
         self._other_nbytes += probe.element_size()
         return probe, _Context(tensor, place)
 
     def decompress(self, tensor: torch.Tensor, ctx: _Context | None) -> torch.Tensor:
         """Return the reduced gradient; ``tensor`` is what Horovod made of ``compress``'s."""
         if ctx is None:  # a sparse gradient that Horovod gathered itself
+            values = tensor.coalesce().values() if tensor.is_sparse else tensor
+            self._engine.observe(bool(torch.isfinite(values).all()))
             return tensor
         if not self._finishing:
             self._finish_step()
+        self._open -= 1
         if ctx.place is None:
             self._engine.observe(not self._buckets or bool(torch.isfinite(tensor).all()))
             return arrays.restored(tensor, ctx.grad)
@@ -144,6 +162,8 @@ class Compressor:
         it was to send. ``skipped_steps``: steps with NaN or Inf somewhere, which left no trace in
         the residuals. ``density``: the present one.
         """
+        if self._finishing and not self._open:
+            self._end_step()
         costs = self._engine.costs
         sent = costs.sent_nbytes + self._other_nbytes
         return {
@@ -177,7 +197,6 @@ class Compressor:
         different steps, and ValueError for a recipe without density.
         """
         self._settle()
-        self._policy.with_density(density)
         handshake.compare_facts(self._gather({"step": self._engine.step, "density": density}))
         self._use_density(density)
 
@@ -190,8 +209,10 @@ class Compressor:
             raise ValueError("report() needs recover=Recover(...) when the compressor is made")
         self._settle()
         first = self._gather(float(metric))[0]
-        density = self._policy.density(self._engine.step)
-        if self._recovery.observe(first) and density is not None:
+        density, step = self._policy.density(self._engine.step), self._engine.step
+        if density is None or step < self._policy.warmup_steps:
+            return  # nothing is compressed yet that could be to blame
+        if self._recovery.observe(first) and self._recovery.raised(density) > density:
             self._use_density(self._recovery.raised(density))
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,21 +235,33 @@ class Compressor:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned on the same rank, or a gathered state."""
-        first = saved["ranks"][0] if "ranks" in saved else saved
-        self._use_density(first["density"])  # it may decide where a residual lies
-        self._engine.load_state_dict(arrays.to_numpy(saved))
+        part = checkpoint.part_of(arrays.to_numpy(saved), **self.place())
+        before = self._recovery.state_dict() if self._recovery else None
+        if self._recovery and part["recovery"] is not None:
+            self._recovery.load_state_dict(part["recovery"])
+        try:
+            self._engine.load_state_dict(part)
+        except ValueError:
+            if self._recovery and before is not None:
+                self._recovery.load_state_dict(before)
+            raise
+        self._use_density(part["density"])
         self._parameters.begin_step()
         self._replicas.abandon()
-        self._finishing, self._pending = False, {}
+        self._finishing, self._pending, self._open = False, {}, 0
         self._arrived = [{} for _ in self._buckets]
-        if self._recovery is not None and first["recovery"] is not None:
-            self._recovery.load_state_dict(first["recovery"])
+        self._connected, self._handshake = False, None  # some ranks may have loaded nothing
+        _unconnected.add(self)
+
+    def place(self) -> dict[str, int]:
+        """Return this rank's number and how many there are, as the state knows them."""
+        return {"rank": self._engine.rank, "world_size": self._engine.world_size}
 
     def rejoin(self) -> list[int]:
         """Go on after an elastic reset, on all ranks; return the old ranks whose state is lost.
 
         Survivors keep their residuals and new ranks begin with none; all take step and density
-        from the first survivor.
+        from the first survivor. A RuntimeWarning names lost ranks.
         """
         engine = self._engine
         state = self.state_dict()
@@ -237,11 +270,17 @@ class Compressor:
         present = self._gather(state)
         survivors = [old for old in present if old["step"] > 0]
         engine.rank, engine.world_size = self._set.rank(), self._set.size()
-        here = {"rank": engine.rank, "world_size": engine.world_size, "state": kept}
-        self.load_state_dict({**(survivors or present)[0], **here})
-        self._connected = False
+        self.load_state_dict({**(survivors or present)[0], **self.place(), "state": kept})
         before = range(survivors[0]["world_size"]) if survivors else ()
-        return sorted(set(before) - {old["rank"] for old in survivors})
+        lost = sorted(set(before) - {old["rank"] for old in survivors})
+        if lost:
+            warnings.warn(
+                f"the residuals of former ranks {lost} are lost with their hosts: what they had "
+                "not sent yet is missing from the sum; the other ranks' are unchanged",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return lost
 
     def __repr__(self) -> str:
         return (
@@ -255,15 +294,31 @@ class Compressor:
     def _buckets(self) -> list[Bucket]:
         return self._engine.buckets
 
-    def _notice_resize(self) -> None:
-        """Follow an elastic reset that removed ranks: Horovod then skips ``TorchState.sync``."""
-        here = (self._set.rank(), self._set.size())
-        if here != (self._engine.rank, self._engine.world_size):
-            self._engine.rank, self._engine.world_size = here
-            self._connected = False
+    def _loss_scale(self) -> float:
+        scaler = self._settings.grad_scaler
+        return 1.0 if scaler is None else float(scaler.get_scale())
 
     def _connect(self) -> None:
-        """Compare configurations with the other ranks; raise if they differ."""
+        """Compare configurations with the other ranks; raise if they differ.
+
+        The first gradient waits, so that ranks that differ stop before they exchange anything.
+        """
+        if self._handshake is None:
+            self._handshake = self._greet()
+            is_alone = len(_unconnected) <= 1
+            patience_s = 0.0 if is_alone else _GREETING_S
+        else:
+            is_alone, patience_s = False, 0.0
+        if is_alone or self._handshake.is_done(patience_s):
+            self._hear()
+
+    def _hear(self) -> None:
+        assert self._handshake is not None
+        self._handshake.compare(self._settings.timeout_s)
+        self._connected, self._handshake = True, None
+        _unconnected.discard(self)
+
+    def _greet(self) -> agreement.Handshake:
         layout = [
             (tensor, str(parameter.dtype), place)
             for tensor, parameter, place in zip(
@@ -280,13 +335,12 @@ class Compressor:
             "names, shapes, dtypes and order of the tensors (hash)": f"{wire.fnv1a(str(layout)):x}",
             "replica_check": self._settings.replica_check,
             "grad_scaler": self._settings.grad_scaler is not None,
+            "loss scale": self._loss_scale(),
+            "recover": repr(self._settings.recover),
             "step": self._engine.step,
         }
         optimizers = agreement.process_set_of_optimizer(self)
-        agreement.shake_hands(
-            facts, f"{self._name}.handshake", self._set, optimizers, self._settings.timeout_s
-        )
-        self._connected = True
+        return agreement.Handshake(facts, f"{self._name}.handshake", self._set, optimizers)
 
     def _gather(self, thing: object) -> list[Any]:
         name = f"{self._name}.agreement.{next(self._agreements)}"
@@ -303,9 +357,14 @@ class Compressor:
 
     def _begin_step(self) -> None:
         """Do what comes before a step's first gradient."""
-        if self._settings.grad_scaler is not None:
-            self._engine.follow_loss_scale(float(self._settings.grad_scaler.get_scale()))
+        self._engine.follow_loss_scale(self._loss_scale())
         self._replicas.begin(self._engine.step)
+
+    def _start_complete(self) -> None:
+        """Start every bucket all of whose gradients have come."""
+        for number, (bucket, arrived) in enumerate(zip(self._buckets, self._arrived, strict=True)):
+            if len(arrived) == len(bucket.tensors):
+                self._start(number)
 
     def _start(self, bucket: int) -> None:
         arrived, tensors = self._arrived[bucket], self._buckets[bucket].tensors
@@ -338,6 +397,8 @@ class Compressor:
 
     def _finish_step(self) -> None:
         """Complete every bucket: Horovod has submitted all gradients of this step by now."""
+        if not self._connected:
+            self._hear()
         self._finishing = True
         for bucket, arrived in enumerate(self._arrived):
             if arrived:
@@ -346,6 +407,14 @@ class Compressor:
             for bucket in sorted(self._pending):
                 self._advance(bucket)
         self._replicas.finish(self._settings.timeout_s)
+
+    def _check_complete(self) -> None:
+        if self._open:
+            self._open = 0
+            raise UnsupportedError(
+                "a new step begins before all gradients of the last one were taken back: this "
+                "compressor serves two optimizers; make another for the second"
+            )
 
     def _end_step(self) -> None:
         """Close the step that ``decompress`` has finished; what it changed is committed."""

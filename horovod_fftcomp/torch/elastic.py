@@ -6,8 +6,6 @@ broadcast the first rank's residual to all. Importing ``horovod_fftcomp.torch`` 
 
 from __future__ import annotations
 
-import warnings
-
 from horovod.torch.elastic import state as elastic
 
 from horovod_fftcomp.torch.compressor import Compressor
@@ -25,19 +23,12 @@ class CompressorStateHandler(elastic.StateHandler):
         self._saved = self.value.state_dict()
 
     def restore(self) -> None:
-        """Go back to the last copy."""
-        self.value.load_state_dict(self._saved)
+        """Go back to the last copy, whatever number this rank has now."""
+        self.value.load_state_dict({**self._saved, **self.value.place()})
 
     def sync(self) -> None:
         """Go on with the ranks that are there now."""
-        lost = self.value.rejoin()
-        if lost:
-            warnings.warn(
-                f"the residuals of former ranks {lost} are lost with their hosts: what they had "
-                "not sent yet is missing from the sum; the other ranks' are unchanged",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self.value.rejoin()
         self.save()
 
 

@@ -23,6 +23,7 @@ class Parameters:
         pairs = [
             item if isinstance(item, tuple) else (f"{i}", item) for i, item in enumerate(items)
         ]
+        _check(pairs)
         trainable = [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
         if not trainable:
             raise ValueError(
@@ -33,6 +34,7 @@ class Parameters:
         self.tensors = [parameter for _, parameter in trainable]
         self.seen: dict[int, None] = {}  # numbers, in this step's order
         self._last_order: list[int] = []
+        self._cursor = 0  # where in the last order the next one is expected
 
     def __len__(self) -> int:
         return len(self.names)
@@ -46,7 +48,7 @@ class Parameters:
 
     def begin_step(self) -> None:
         """Forget which gradients have come, but not their order."""
-        self._last_order, self.seen = list(self.seen), {}
+        self._last_order, self.seen, self._cursor = list(self.seen), {}, 0
 
     def take(self, grad: torch.Tensor) -> int:
         """Return the number of the parameter whose gradient ``grad`` is, and mark it as seen.
@@ -63,11 +65,11 @@ class Parameters:
         return number
 
     def _expected(self, grad: torch.Tensor) -> int | None:
-        """Try the order of the last step: a search of all for each would be quadratic."""
-        position = len(self.seen)
-        if position < len(self._last_order):
+        """Search onward in the order of the last step: one of all for each would be quadratic."""
+        for position in range(self._cursor, len(self._last_order)):
             number = self._last_order[position]
             if self.tensors[number].grad is grad and number not in self.seen:
+                self._cursor = position + 1
                 return number
         return None
 
@@ -93,14 +95,40 @@ class Parameters:
         ``grad`` is a copy then, and only the hook that calls knows of what: its local ``p``.
         """
         frame = sys._getframe(1)
-        while frame is not None:
-            asking = frame.f_locals.get("p")
-            for number, parameter in enumerate(self.tensors):
-                if parameter is asking and number not in self.seen:
-                    return number
+        while frame is not None and frame.f_code.co_name != "_allreduce_grad_async":
             frame = frame.f_back
+        asking = None if frame is None else frame.f_locals.get("p")
+        for number, parameter in enumerate(self.tensors):
+            if parameter is asking and number not in self.seen:
+                return number
         raise UnsupportedError(
             f"a gradient of shape {tuple(grad.shape)} belongs to none of the {len(self)} "
             "parameters given to this compressor; give it all parameters of the optimizer: the "
             "model, model.named_parameters() or a list"
+        )
+
+
+def _check(pairs: list[tuple[str, Any]]) -> None:
+    """Raise TypeError, ValueError or UnsupportedError for what cannot be told apart or sent."""
+    for name, parameter in pairs:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(
+                f"model: {name!r} is a {type(parameter).__name__}, not a parameter; pass the "
+                "model, its named_parameters() or a list of parameters"
+            )
+        if parameter.requires_grad and not parameter.is_floating_point():
+            raise UnsupportedError(
+                f"parameter {name!r} is {parameter.dtype}; gradients of float16, bfloat16, "
+                "float32 and float64 can be exchanged"
+            )
+    names = [name for name, _ in pairs]
+    twice = (
+        sorted({name for name in names if names.count(name) > 1})
+        if len(set(names)) < len(names)
+        else []
+    )
+    if twice:
+        raise ValueError(
+            f"names of parameters must differ, these come twice: {', '.join(twice[:8])}; of "
+            "several models prefix them: [(f'g.{n}', p) for n, p in g.named_parameters()]"
         )

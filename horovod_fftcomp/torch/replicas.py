@@ -75,11 +75,10 @@ class ReplicaCheck:
 
     def _broadcast(self, parameter: torch.nn.Parameter) -> None:
         root = 0 if self._set.ranks is None else self._set.ranks[0]
-        values = hvd.broadcast(
-            parameter.detach().contiguous(), root, f"{self._name}.mend", process_set=self._set
-        )
+        own = torch.from_numpy(_bytes_of(parameter))  # bytes: Horovod sends no bfloat16
+        values = hvd.broadcast(own, root, f"{self._name}.mend", process_set=self._set)
         with torch.no_grad():
-            parameter.copy_(values)
+            parameter.copy_(values.view(parameter.dtype).view(parameter.shape))
 
 
 def _bytes_of(parameter: torch.nn.Parameter) -> np.ndarray:

@@ -21,10 +21,12 @@ _PROOF_NBYTES = 64
 class PendingRound:
     """One collective under way; named, so that ranks may start theirs in any order."""
 
-    def __init__(self, round_: Round, name: str, process_set: hvd.ProcessSet) -> None:
+    def __init__(
+        self, round_: Round, name: str, process_set: hvd.ProcessSet, is_fixed_size: bool = True
+    ) -> None:
         self.name = name
         self.collective = round_.collective
-        self._size = process_set.size()
+        self._size = process_set.size() if is_fixed_size else 0
         data = torch.from_numpy(round_.data)
         if round_.collective == "allgather":
             self._handle = hvd.allgather_async(data, name=name, process_set=process_set)
@@ -47,9 +49,9 @@ class PendingRound:
             if time.monotonic() > limit:
                 raise ConfigMismatchError(
                     f"{self.collective} {self.name!r} got no answer from all ranks in "
-                    f"{timeout_s:.0f} s: a rank has died, runs without this compressor, or skips "
-                    "this exchange. Look at the other ranks' output; if one is only slow, raise "
-                    "timeout_s"
+                    f"{timeout_s:.0f} s: a rank has died, runs without this compressor, skips "
+                    "this exchange, or made its compressors in another order. Look at the other "
+                    "ranks' output; if one is only slow, raise timeout_s"
                 )
             time.sleep(_POLL_S)
         try:
@@ -58,7 +60,7 @@ class PendingRound:
             if "join" in str(error).lower():
                 raise UnsupportedError(self._joined()) from error
             raise
-        if self.collective == "allgather" and output.size % self._size == 0:
+        if self.collective == "allgather" and self._size:
             # Horovod lets a rank that has joined take part with zeros; no message of ours is that.
             if not output.reshape(self._size, -1)[:, :_PROOF_NBYTES].any(axis=1).all():
                 raise UnsupportedError(self._joined())
