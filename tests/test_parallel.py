@@ -54,6 +54,8 @@ def run_ranks(n: int, controller: str, *command: str, timeout_s: int = 300) -> t
     [
         (2, "torch_cases"),
         (2, "training_cases"),
+        (2, "state_cases"),
+        (2, "refusal_cases"),
         (3, "process_set_cases"),
     ],
 )
@@ -64,25 +66,6 @@ def test_on_ranks(ranks, cases, controller):
     )  # fmt: skip
     assert code == 0, output[-8000:]
     assert output.count(" passed") == ranks, output[-8000:]
-
-
-JOIN = """
-import horovod.torch as hvd
-from tests.parallel.models import distributed, make_model, small_buckets, train
-hvd.init()
-model = make_model()
-optimizer = distributed(model, small_buckets(model, "topk"))
-train(model, optimizer, 3 - hvd.rank())
-hvd.join()
-"""
-
-
-@pytest.mark.parametrize("controller", CONTROLLERS)
-def test_join_ends_with_a_message(controller):
-    code, output = run_ranks(2, controller, "-c", JOIN, timeout_s=60)
-    assert code != 0
-    assert "a rank has called hvd.join(), under which Horovod exchanges nothing but" in output
-    assert "same number of batches" in output
 
 
 ABSENT = """

@@ -75,3 +75,21 @@ def synchronized_step(optimizer):
 def small_buckets(model, recipe, **options) -> Compressor:
     factory = getattr(Compression, recipe)
     return factory(model, bucket_nbytes=16_000, timeout_s=20, **options)
+
+
+def flat(model) -> torch.Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def loss_of(model, x, y, step=0):
+    return nn.functional.cross_entropy(model(x, order_of(step)), y)
+
+
+class ScriptedScaler:
+    """A loss scaler whose scale is a function of the step."""
+
+    def __init__(self, scales):
+        self.scales, self.step = scales, 0
+
+    def get_scale(self):
+        return self.scales[self.step % len(self.scales)]

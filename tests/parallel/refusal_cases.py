@@ -1,0 +1,182 @@
+"""What is refused, by name and with the mend: ranks that differ, and uses that cannot work."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import nn
+
+import horovod_fftcomp
+from horovod_fftcomp import ConfigMismatchError, Recover, UnsupportedError
+from horovod_fftcomp.torch import Compression
+from tests.parallel.models import (
+    Branches,
+    distributed,
+    make_model,
+)
+
+
+def mismatch_of(rank_options):
+    """Return (the error of a first step, its duration) with options that differ by rank."""
+    recipe, options, model = rank_options[hvd.rank() % len(rank_options)]
+    compression = getattr(Compression, recipe)(model, timeout_s=20, **options)
+    optimizer = distributed(model, compression)
+    hvd.barrier()
+    begin = time.monotonic()
+    with pytest.raises(ConfigMismatchError) as caught:
+        nn.functional.cross_entropy(model(*model_input(model)), torch.zeros(4).long()).backward()
+    del optimizer
+    return str(caught.value), time.monotonic() - begin
+
+
+def model_input(model):
+    x = torch.ones(4, 40)
+    return (x, range(6)) if isinstance(model, Branches) else (x,)
+
+
+def wide(width=40):
+    return nn.Sequential(nn.Linear(40, width), nn.Linear(width, 10))
+
+
+@pytest.mark.parametrize(
+    ("rank_options", "message"),
+    [
+        ([("fft", {}, 0), ("fft", {"density": 0.1}, 0)], "options is .*0.15.* on rank 0 but"),
+        ([("fft", {}, 0), ("dct", {}, 0)], "recipe is fft on rank 0 but dct on rank 1"),
+        ([("none", {}, 0), ("topk", {}, 0)], "recipe is none on rank 0 but topk on rank 1"),
+        ([("topk", {"bits": 8}, 0), ("topk", {}, 0)], "options is"),
+        ([("topk", {"min_numel": 1}, 0), ("topk", {}, 0)], "compressed tensors is 7 on rank 0"),
+        ([("topk", {"bucket_nbytes": 100}, 0), ("topk", {}, 0)], "buckets is 6 on rank 0"),
+        ([("topk", {}, 40), ("topk", {}, 48)], "names, shapes, dtypes and order"),
+    ],
+)
+def test_ranks_that_differ_all_stop_with_the_same_message(rank_options, message, same_everywhere):
+    models = [
+        (recipe, options, make_model() if width == 0 else wide(width))
+        for recipe, options, width in rank_options
+    ]
+    text, seconds = mismatch_of(models)
+    same_everywhere(text)
+    assert seconds < 5
+
+    assert re.search(message, text), text
+
+
+def stop_of(model, compression):
+    """Return the message with which a first step ends."""
+    optimizer = distributed(model, compression)
+    hvd.barrier()
+    begin = time.monotonic()
+    with pytest.raises(ConfigMismatchError) as caught:
+        nn.functional.cross_entropy(
+            model(torch.ones(4, 40).to(model.head.weight.dtype), range(6)), torch.zeros(4).long()
+        ).backward()
+    assert time.monotonic() - begin < 5
+    del optimizer
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["order", "dtype", "version", "schedule", "rules", "scaler"])
+def test_ranks_whose_models_or_packages_differ(what, same_everywhere, monkeypatch):
+    model, options, odd = make_model(), {}, hvd.rank() == 1
+    parameters = list(model.named_parameters())
+    if what == "order" and odd:
+        parameters = parameters[::-1]
+    elif what == "dtype" and odd:
+        model = model.double()
+        parameters = list(model.named_parameters())
+    elif what == "version" and odd:
+        monkeypatch.setattr(horovod_fftcomp, "__version__", "9.9.9")
+    elif what == "schedule" and odd:
+        options = {"density_schedule": {0: 0.01, 10: 0.1}}
+    elif what == "rules" and odd:
+        options = {"rules": [("layers.0.*", 0.5)]}
+    elif what == "scaler" and odd:
+        options = {"grad_scaler": torch.amp.GradScaler("cpu")}
+    text = stop_of(model, Compression.topk(parameters, timeout_s=20, **options))
+    same_everywhere(text)
+    named = {"version": "horovod_fftcomp is 0.1.0 on rank 0 but 9.9.9", "schedule": "density_sched",
+             "scaler": "grad_scaler is False on rank 0"}  # fmt: skip
+    assert named.get(what, "(hash)") in text
+
+
+def test_a_gradient_that_the_compressor_was_not_given():
+    model = make_model()
+    some = [(n, p) for n, p in model.named_parameters() if not n.startswith("layers.5")]
+    optimizer = distributed(model, Compression.fft(some, timeout_s=20))
+    with pytest.raises(
+        UnsupportedError, match=r"none of the 12 parameters given to this compressor"
+    ):
+        nn.functional.cross_entropy(model(torch.ones(4, 40), [5]), torch.zeros(4).long()).backward()
+    del optimizer
+
+
+def test_adasum_is_refused():
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        compression=Compression.topk(model, timeout_s=20),
+        op=hvd.Adasum,
+    )
+    with pytest.raises(UnsupportedError, match=r"Adasum.*op=hvd.Average"):
+        nn.functional.cross_entropy(
+            model(torch.ones(4, 40), range(6)), torch.zeros(4).long()
+        ).backward()
+    del optimizer
+
+
+def test_two_optimizers_of_one_compressor_are_refused():
+    generator, critic = nn.Linear(40, 40), nn.Linear(40, 40)
+    named = [(f"g.{n}", p) for n, p in generator.named_parameters()]
+    named += [(f"c.{n}", p) for n, p in critic.named_parameters()]
+    compression = Compression.topk(named, timeout_s=20)
+    optimizers = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(m.parameters(), lr=0.1),
+            named_parameters=[(n, p) for n, p in named if n.startswith(prefix)],
+            compression=compression,
+        )
+        for m, prefix in ((generator, "g."), (critic, "c."))
+    ]
+    critic(torch.ones(4, 40)).sum().backward()
+    generator(torch.ones(4, 40)).sum().backward()
+    optimizers[0].step()
+    with pytest.raises(UnsupportedError, match="serves two optimizers"):
+        generator(torch.ones(4, 40)).sum().backward()
+    optimizers[1].step()
+
+
+def test_a_gradient_that_comes_twice_in_one_step():
+    model = make_model()
+    compression = Compression.topk(model, timeout_s=20)
+    parameter = model.layers[0].weight
+    parameter.grad = torch.ones_like(parameter)
+    compression.compress(parameter.grad)
+    with pytest.raises(UnsupportedError, match=r"'layers.0.weight' came twice"):
+        compression.compress(parameter.grad)
+
+
+def test_models_without_parameters_and_unknown_recipes():
+    with pytest.raises(ValueError, match=r"model has no trainable parameters"):
+        Compression.fft(nn.ReLU())
+    with pytest.raises(AttributeError, match=r"unknown recipe 'ftt'; choose one of none"):
+        Compression.ftt(make_model())
+    with pytest.raises(ValueError, match="density must lie"):
+        Compression.fft(make_model(), density=2)
+    a, b = nn.Linear(40, 40), nn.Linear(40, 40)
+    with pytest.raises(ValueError, match="come twice: bias, weight; of several models prefix"):
+        Compression.fft([*a.named_parameters(), *b.named_parameters()])
+    with pytest.raises(TypeError, match="is a dict, not a parameter"):
+        Compression.fft(torch.optim.SGD(a.parameters(), lr=1).param_groups)
+    with pytest.raises(UnsupportedError, match="complex64"):
+        Compression.fft([nn.Parameter(torch.ones(40, 40, dtype=torch.complex64))])
+    with pytest.raises(ValueError, match="recipe 'fp16' has no density"):
+        Compression.fp16(make_model(), recover=Recover())
+    with pytest.raises(ValueError, match="bits must be"):
+        Compression.fft(make_model(), bits=40)
+    assert {"fft", "topk"} <= set(dir(Compression))
