@@ -68,6 +68,25 @@ def test_on_ranks(ranks, cases, controller):
     assert output.count(" passed") == ranks, output[-8000:]
 
 
+JOIN = """
+import horovod.torch as hvd
+from tests.parallel.models import distributed, make_model, small_buckets, train
+hvd.init()
+model = make_model()
+optimizer = distributed(model, small_buckets(model, "topk"))
+train(model, optimizer, 3 - hvd.rank())
+hvd.join()
+"""
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_join_ends_with_a_message(controller):
+    code, output = run_ranks(2, controller, "-c", JOIN, timeout_s=60)
+    assert code != 0
+    assert "a rank has called hvd.join(), under which Horovod exchanges nothing but" in output
+    assert "same number of batches" in output
+
+
 ABSENT = """
 import time
 import horovod.torch as hvd

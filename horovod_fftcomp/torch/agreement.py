@@ -78,8 +78,7 @@ def gather_objects(
     """Return the ``thing`` of every rank, in rank order (Horovod's own knows no process sets)."""
     data = np.frombuffer(pickle.dumps(thing), np.uint8)
     message = np.concatenate([np.array([data.size], np.int64).view(np.uint8), data])
-    pending = PendingRound(Round("allgather", message), name, process_set, is_fixed_size=False)
-    gathered = pending.wait(timeout_s)
+    gathered = PendingRound(Round("allgather", message), name, process_set).wait(timeout_s)
     things: list[Any] = []
     offset = 0
     while offset < gathered.size:

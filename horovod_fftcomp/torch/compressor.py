@@ -92,6 +92,11 @@ class Compressor:
         self._agreements = itertools.count()
         self._connected = self._finishing = False
         self._handshake: agreement.Handshake | None = None
+        self._roll_call: PendingRound | None = None
+        # A float16 or dense exchange goes through a join as it does in Horovod.
+        self._gathers = settings.replica_check != "off" or any(
+            "allgather" in bucket.policy.at(policy.warmup_steps).rounds for bucket in buckets
+        )
         self._open = 0  # gradients that Horovod has taken and not given back
         self._steps = self._dense_nbytes = self._other_nbytes = 0
         self._wait_s = 0.0
@@ -124,7 +129,7 @@ class Compressor:
         frozen = not self._parameters.tensors[number].requires_grad
         arrived = self._arrived[place.bucket]
         arrived[place.index] = None if frozen else arrays.flat_float32(tensor)
-        if self._connected:
+        if self._is_open():
             self._start_complete()
             self._advance_done()
         probe = torch.ones(1, device=tensor.device)
@@ -249,6 +254,7 @@ class Compressor:
         self._parameters.begin_step()
         self._replicas.abandon()
         self._finishing, self._pending, self._open = False, {}, 0
+        self._roll_call = None
         self._arrived = [{} for _ in self._buckets]
         self._connected, self._handshake = False, None  # some ranks may have loaded nothing
         _unconnected.add(self)
@@ -358,6 +364,34 @@ class Compressor:
     def _begin_step(self) -> None:
         """Do what comes before a step's first gradient."""
         self._engine.follow_loss_scale(self._loss_scale())
+        if self._gathers:
+            ones = Round("allreduce", np.ones(1, np.float32))
+            self._roll_call = PendingRound(ones, f"{self._name}.present", self._set)
+
+    def _is_open(self) -> bool:
+        """Tell whether this step's exchanges may begin; open them if they may now."""
+        if not self._connected:
+            return False
+        if self._roll_call is not None and not self._roll_call.is_done():
+            return False
+        self._open_step()
+        return True
+
+    def _open_step(self) -> None:
+        """Wait until all ranks have begun this step: an allgather without one crashes Horovod.
+
+        A rank that has left by ``hvd.join`` takes part in allreduces alone, with zeros.
+        """
+        if self._roll_call is None:
+            return
+        present = self._roll_call.wait(self._settings.timeout_s)
+        self._roll_call = None
+        if present[0] != self._set.size():
+            raise UnsupportedError(
+                "a rank has called hvd.join(), under which Horovod exchanges nothing but "
+                "allreduces. Give all ranks the same number of batches (DistributedSampler with "
+                "drop_last=True), or use Compression.none with replica_check='off'"
+            )
         self._replicas.begin(self._engine.step)
 
     def _start_complete(self) -> None:
@@ -399,6 +433,7 @@ class Compressor:
         """Complete every bucket: Horovod has submitted all gradients of this step by now."""
         if not self._connected:
             self._hear()
+        self._open_step()
         self._finishing = True
         for bucket, arrived in enumerate(self._arrived):
             if arrived:

@@ -7,26 +7,20 @@ import time
 import horovod.torch as hvd
 import numpy as np
 import torch
-from horovod.common.exceptions import HorovodInternalError
 
-from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
+from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round
 
 # Horovod's own synchronize spins on a core; a poll this often costs nothing and delays no step.
 _POLL_S = 0.0001
-# A message begins with magic bytes, a length, or hashes: so many zeros are none of these.
-_PROOF_NBYTES = 64
 
 
 class PendingRound:
     """One collective under way; named, so that ranks may start theirs in any order."""
 
-    def __init__(
-        self, round_: Round, name: str, process_set: hvd.ProcessSet, is_fixed_size: bool = True
-    ) -> None:
+    def __init__(self, round_: Round, name: str, process_set: hvd.ProcessSet) -> None:
         self.name = name
         self.collective = round_.collective
-        self._size = process_set.size() if is_fixed_size else 0
         data = torch.from_numpy(round_.data)
         if round_.collective == "allgather":
             self._handle = hvd.allgather_async(data, name=name, process_set=process_set)
@@ -40,10 +34,7 @@ class PendingRound:
         return hvd.poll(self._handle)
 
     def wait(self, timeout_s: float) -> np.ndarray:
-        """Return the output; ConfigMismatchError if it has not come after ``timeout_s`` seconds.
-
-        UnsupportedError if some ranks have left by ``hvd.join``.
-        """
+        """Return the output; ConfigMismatchError if it has not come after ``timeout_s`` seconds."""
         limit = time.monotonic() + timeout_s
         while not self.is_done():
             if time.monotonic() > limit:
@@ -54,22 +45,4 @@ class PendingRound:
                     "ranks' output; if one is only slow, raise timeout_s"
                 )
             time.sleep(_POLL_S)
-        try:
-            output = hvd.synchronize(self._handle).numpy()
-        except HorovodInternalError as error:
-            if "join" in str(error).lower():
-                raise UnsupportedError(self._joined()) from error
-            raise
-        if self.collective == "allgather" and self._size:
-            # Horovod lets a rank that has joined take part with zeros; no message of ours is that.
-            if not output.reshape(self._size, -1)[:, :_PROOF_NBYTES].any(axis=1).all():
-                raise UnsupportedError(self._joined())
-        return output
-
-    def _joined(self) -> str:
-        return (
-            f"{self.collective} {self.name!r}: a rank has called hvd.join(), under which Horovod "
-            "exchanges nothing but allreduces. Give all ranks the same number of batches "
-            "(DistributedSampler with drop_last=True), or use Compression.none with "
-            "replica_check='off'"
-        )
+        return hvd.synchronize(self._handle).numpy()
