@@ -112,14 +112,13 @@ class Engine:
         if not outcomes and not self._observed:
             return
         self.abandon()
-        if finite and all(outcome.finite for outcome in outcomes.values()):
-            for bucket, outcome in outcomes.items():
-                self._state[bucket] = outcome.state
-            self.step += 1
-            self._measure(outcomes)  # last: its warnings may be errors to this rank's user
-        else:
+        self.step += 1
+        if not (finite and all(outcome.finite for outcome in outcomes.values())):
             self.costs.skipped_steps += 1
-            self.step += 1
+            return
+        for bucket, outcome in outcomes.items():
+            self._state[bucket] = outcome.state
+        self._measure(outcomes)  # last: its warnings may be errors to this rank's user
 
     def _measure(self, outcomes: dict[int, Outcome]) -> None:
         """Take down relative errors, and warn of residuals that keep growing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -121,12 +122,8 @@ def _check(pairs: list[tuple[str, Any]]) -> None:
                 f"parameter {name!r} is {parameter.dtype}; gradients of float16, bfloat16, "
                 "float32 and float64 can be exchanged"
             )
-    names = [name for name, _ in pairs]
-    twice = (
-        sorted({name for name in names if names.count(name) > 1})
-        if len(set(names)) < len(names)
-        else []
-    )
+    counts = Counter(name for name, _ in pairs)
+    twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise ValueError(
             f"names of parameters must differ, these come twice: {', '.join(twice[:8])}; of "
