@@ -1,49 +1,32 @@
-"""The command line: thin; the table of recipes drives it."""
+"""``horovod-fftcomp recipes``: the table of recipes, their options and ratios."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-import horovod_fftcomp
+from horovod_fftcomp.cli.arguments import count
 from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes import Tensor
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``horovod-fftcomp`` with ``arguments`` (default: those of the process)."""
-    parser = argparse.ArgumentParser(
-        prog="horovod-fftcomp",
-        description="Gradient compression for data-parallel training on stock Horovod.",
-    )
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command and its arguments."""
+    parser = commands.add_parser("recipes", help="list the recipes, their options and ratios")
     parser.add_argument(
-        "--version", action="version", version=f"horovod_fftcomp {horovod_fftcomp.__version__}"
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    recipes = commands.add_parser("recipes", help="list the recipes, their options and ratios")
-    recipes.add_argument(
         "-n",
         "--numel",
-        type=_count,
+        type=count,
         default=1_000_000,
         help="elements of the tensor that the ratio is computed for (default: %(default)s)",
     )
-    recipes.set_defaults(run=_print_recipes)
-    parsed = parser.parse_args(arguments)
-    parsed.run(parsed)
+    parser.set_defaults(run=run)
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
-def _print_recipes(parsed: argparse.Namespace) -> None:
+def run(parsed: argparse.Namespace) -> None:
+    """Print the table."""
     table = Table(caption=f"Ratio: float32 bytes / bytes as sent, {parsed.numel:,} elements.")
     for column in ("recipe", "what is sent", "options = default", "collectives", "source"):
         table.add_column(column)

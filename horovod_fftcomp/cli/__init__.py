@@ -1,0 +1,27 @@
+"""The command line: one file for each command, which adds its arguments and runs it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import horovod_fftcomp
+from horovod_fftcomp.cli import recipes
+
+COMMANDS = (recipes,)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``horovod-fftcomp`` with ``arguments`` (default: those of the process)."""
+    parser = argparse.ArgumentParser(
+        prog="horovod-fftcomp",
+        description="Gradient compression for data-parallel training on stock Horovod.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"horovod_fftcomp {horovod_fftcomp.__version__}"
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    parsed.run(parsed)
