@@ -18,13 +18,20 @@ import numpy as np
 from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array, backend_for, load_backend
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32, Quantizer
-from horovod_fftcomp.sparsifiers import TopK
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Quantizer
+from horovod_fftcomp.sparsifiers import TopK, key_exponent
 from horovod_fftcomp.transforms import Transform
 from horovod_fftcomp.wire import Header, Layout, Plan
 
 # The same few thousand tensors come back every step.
 _PLANS_CACHED = 1 << 14
+
+
+class Coefficients(NamedTuple):
+    """What ``Codec.coeffs_of`` returns: an array and its ``peak_bits``."""
+
+    array: Array
+    peak: int
 
 
 class Encoded(NamedTuple):
@@ -78,12 +85,9 @@ class Codec:
         kernels = _kernels(backend, x)
         x = np.asarray(x)
         flat = _as_flat_float32(x, name)
+        coeffs = self.coeffs_of(flat, x.shape, kernels)
         return self.encode_coeffs(
-            self.coeffs_of(flat, x.shape, kernels),
-            x.shape,
-            x.dtype.name,
-            kernels=kernels,
-            keep_residual=False,
+            coeffs, x.shape, x.dtype.name, kernels=kernels, keep_residual=False
         ).payload
 
     def coeffs_of(
@@ -92,8 +96,8 @@ class Codec:
         shape: tuple[int, ...],
         kernels: ModuleType,
         residual: Array | None = None,
-    ) -> Array:
-        """Return the coefficients of a flat float32 gradient, plus ``residual``'s if given.
+    ) -> Coefficients:
+        """Return the coefficients of a flat float32 gradient, plus ``residual``'s, in a new array.
 
         Those of a tensor that travels as it is are its elements. A residual always lies in the
         transform's domain, since only other tensors leave one; a changed density may bring both
@@ -101,11 +105,10 @@ class Codec:
         """
         plan = self.plan(shape)
         if plan.layout is not Layout.RAW:
-            coeffs = self.transform.forward(flat, kernels)
-            return coeffs if residual is None else coeffs + residual
-        if residual is None:
-            return flat
-        return flat + self.transform.inverse(residual, plan.numel, kernels)
+            return Coefficients(*self.transform.forward(flat, residual, kernels))
+        if residual is not None:
+            residual = self.transform.inverse(residual, plan.numel, kernels)
+        return Coefficients(*kernels.add(flat, residual))
 
     def energy(self, coeffs: Array, shape: tuple[int, ...]) -> float:
         """Return the sum of squares of the gradient with these coefficients."""
@@ -115,7 +118,7 @@ class Codec:
 
     def encode_coeffs(
         self,
-        coeffs: Array,
+        coeffs: Coefficients,
         shape: tuple[int, ...],
         dtype: str = "float32",
         *,
@@ -125,7 +128,7 @@ class Codec:
     ) -> Encoded:
         """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent.
 
-        With ``keep_residual`` the array ``coeffs`` itself becomes the residual: the sent values
+        With ``keep_residual`` the array of ``coeffs`` itself becomes the residual: the sent values
         are subtracted in place. None is left by a tensor that travels as it is, all of which is
         sent, and by non-finite coefficients. The payload is written to the front of ``out``,
         zeros uint8, where that is given.
@@ -134,45 +137,38 @@ class Codec:
         if out is None:
             out = np.zeros(plan.payload_nbytes, np.uint8)
         payload = out[: plan.payload_nbytes]
-        peak = kernels.peak_bits(coeffs)
+        array, peak = coeffs
         if peak > LARGEST_FINITE_BITS:
             wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
             return Encoded(payload, None)
+        scale = float(np.uint32(peak).view(np.float32))
         is_raw = plan.layout is Layout.RAW
         if is_raw:
-            packed, scale, _ = Float32().encode(coeffs, kernels)
-            payload[plan.values_offset :] = packed
+            payload[plan.values_offset :] = array.view(np.uint8)
         else:
-            scale = self._write_body(payload, plan, coeffs, peak, kernels, keep_residual)
+            self._write_body(payload, plan, coeffs, scale, kernels, keep_residual)
         wire.write_header(payload, plan, self.fingerprint, dtype, scale, True)
-        return Encoded(payload, coeffs if keep_residual and not is_raw else None)
+        return Encoded(payload, array if keep_residual and not is_raw else None)
 
     def _write_body(
         self,
         payload: Array,
         plan: Plan,
-        coeffs: Array,
-        peak: int,
+        coeffs: Coefficients,
+        scale: float,
         kernels: ModuleType,
         keep_residual: bool,
-    ) -> float:
-        """Select, quantize and write positions and values; return the scale."""
-        positions = None
-        chosen = coeffs
-        if plan.layout is not Layout.ALL:
-            positions = self.sparsifier.select(coeffs, self.transform.bins_per_block, peak, kernels)
-            chosen = coeffs[positions]
-            packed = _pack_positions(positions, plan, kernels)
-            payload[plan.header_nbytes : plan.header_nbytes + plan.positions_nbytes] = packed
-        packed, scale, sent = self.quantizer.encode(chosen.view(np.float32), kernels)
-        payload[plan.values_offset :] = packed
-        if keep_residual:
-            left = chosen - sent.view(coeffs.dtype)
-            if positions is None:
-                coeffs[:] = left
-            else:
-                coeffs[positions] = left
-        return scale
+    ) -> None:
+        """Select, quantize and write positions and values."""
+        exponent, bins = key_exponent(coeffs.peak), self.transform.bins_per_block
+        key, ties = self.sparsifier.threshold(coeffs.array, bins, exponent, kernels)
+        coding = self.quantizer.coding(scale)
+        bitmap, values = kernels.take(
+            coeffs.array, key, ties, bins, exponent, coding, keep_residual
+        )
+        positions = _pack_positions(bitmap, plan, kernels)
+        payload[plan.header_nbytes : plan.header_nbytes + plan.positions_nbytes] = positions
+        payload[plan.values_offset :] = values
 
     def decode(self, payload: Array, backend: str | None = None) -> Array:
         """Return the array that ``payload`` stands for, in the shape and dtype encoded.
@@ -232,16 +228,14 @@ class Codec:
         payload = _aligned(payload)
         packed = payload[plan.values_offset :]
         if plan.layout is Layout.RAW:
-            total += Float32().decode(packed, plan.numel, header.scale, kernels)
-            return
-        n_values = plan.k * self.transform.reals_per_bin
-        values = self.quantizer.decode(packed, n_values, header.scale, kernels).view(total.dtype)
-        if plan.layout is Layout.ALL:
+            values = packed.view(np.float32)
+            if kernels.peak_bits(values) > int(np.float32(header.scale).view(np.uint32)):
+                raise ValueError("a value lies beyond the scale of the header")
             total += values
             return
         end = plan.header_nbytes + plan.positions_nbytes
-        positions = _unpack_positions(payload[plan.header_nbytes : end], plan, kernels)
-        kernels.add_at(total, positions, values)
+        bitmap = _unpack_positions(payload[plan.header_nbytes : end], plan, kernels)
+        kernels.add_values(total, bitmap, packed, self.quantizer.coding(header.scale))
 
     def _check(self, payload: Array) -> Header:
         """Return the header of a payload that this codec wrote; PayloadError otherwise."""
@@ -305,17 +299,28 @@ def _cast_back(total: Array, dtype: str) -> Array:
 
 
 def _aligned(payload: Array) -> Array:
-    """Return ``payload`` or a copy of it that begins where float32 views may begin."""
-    return payload if payload.ctypes.data % 8 == 0 and payload.strides == (1,) else payload.copy()
+    """Return ``payload``, or a copy that kernels take: writable, at a place for 64-bit words."""
+    if payload.ctypes.data % 8 == 0 and payload.strides == (1,) and payload.flags.writeable:
+        return payload
+    return payload.copy()
 
 
-def _pack_positions(positions: Array, plan: Plan, kernels: ModuleType) -> Array:
+def _pack_positions(bitmap: Array, plan: Plan, kernels: ModuleType) -> Array:
     if plan.layout is Layout.BITMAP:
-        return kernels.pack_bitmap(positions, plan.n_bins)
-    return kernels.pack_offsets(positions, plan.n_bins, plan.low_bits)
+        return kernels.pack_bitmap(bitmap, plan.n_bins)
+    if plan.layout is Layout.ENTROPY:
+        return kernels.pack_entropy(bitmap, plan.n_bins, plan.k)
+    if plan.layout is Layout.OFFSETS:
+        return kernels.pack_offsets(bitmap, plan.n_bins, plan.k, plan.low_bits)
+    return bitmap[:0].view(np.uint8)
 
 
 def _unpack_positions(packed: Array, plan: Plan, kernels: ModuleType) -> Array:
     if plan.layout is Layout.BITMAP:
         return kernels.unpack_bitmap(packed, plan.n_bins, plan.k)
-    return kernels.unpack_offsets(packed, plan.n_bins, plan.k, plan.low_bits)
+    if plan.layout is Layout.ENTROPY:
+        return kernels.unpack_entropy(packed, plan.n_bins, plan.k)
+    if plan.layout is Layout.OFFSETS:
+        return kernels.unpack_offsets(packed, plan.n_bins, plan.k, plan.low_bits)
+    ones = np.packbits(np.ones(plan.n_bins, bool), bitorder="little")
+    return kernels.unpack_bitmap(ones, plan.n_bins, plan.k)

@@ -1,18 +1,15 @@
 """How a value is written: float32, bfloat16, or a float of 3 to 16 bits fitted to the range.
 
-A quantizer turns finite float32 values into codes of ``bits`` bits and back. The scale of a
-payload is the largest magnitude among its values.
+A quantizer says how finite float32 values become codes of ``bits`` bits; kernels do it. The scale
+of a payload is the largest magnitude of any component, sent or not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
-
-from horovod_fftcomp.backends import Array
 
 MIN_NORMAL_BITS = 0x00800000  # 2^-126 as float32
 LARGEST_FINITE_BITS = 0x7F7FFFFF
@@ -22,6 +19,26 @@ LARGEST_BFLOAT16_BITS = 0x7F7F0000
 def is_whole(value: object) -> bool:
     """Tell whether ``value`` is a built-in integer; 8.0, True and NumPy's do not repr as one."""
     return type(value) is int
+
+
+RANGE, FLOAT32, BFLOAT16 = range(3)
+
+
+class Coding(NamedTuple):
+    """How the values of one payload are written: what kernels need to know of a quantizer.
+
+    ``kind``: RANGE, FLOAT32 or BFLOAT16; then ``bits`` of a code; then, of RANGE alone, the fields
+    of its ``RangeGrid``. ``largest``: no code, or of the others no magnitude's bit pattern, is
+    larger in a payload that is not corrupt.
+    """
+
+    kind: int
+    bits: int
+    shift: int
+    base: int
+    positives: int
+    negatives: int
+    largest: int
 
 
 class RangeGrid(NamedTuple):
@@ -87,21 +104,10 @@ class RangeFloat:
             0 if bottom is None else bottom - base + 1,
         )
 
-    def encode(self, values: Array, kernels: ModuleType) -> tuple[Array, float, Array]:
-        """Return (packed codes uint8, scale, the float32 values that the codes decode to)."""
-        scale = _peak(values, kernels)
+    def coding(self, scale: float) -> Coding:
+        """Return the coding of values of at most ``scale``, one of which has that magnitude."""
         grid = self.grid(-scale, scale)
-        codes = kernels.quantize_range_float(values, grid)
-        packed = kernels.pack_bits(codes, self.bits)
-        return packed, scale, kernels.dequantize_range_float(codes, grid)
-
-    def decode(self, packed: Array, count: int, scale: float, kernels: ModuleType) -> Array:
-        """Return ``count`` float32 values; ValueError for a code that no value has."""
-        grid = self.grid(-scale, scale)
-        codes = kernels.unpack_bits(packed, count, self.bits)
-        if codes.max(initial=0) > grid.positives + grid.negatives:
-            raise ValueError("a code lies beyond the range that the scale allows")
-        return kernels.dequantize_range_float(codes, grid)
+        return Coding(RANGE, self.bits, *grid, grid.positives + grid.negatives)
 
 
 def _cell(limit: float, shift: int) -> int | None:
@@ -118,14 +124,9 @@ class Float32:
 
     bits = 32
 
-    def encode(self, values: Array, kernels: ModuleType) -> tuple[Array, float, Array]:
-        """Return (the values' bytes, scale, the values)."""
-        return values.view(np.uint8), _peak(values, kernels), values
-
-    def decode(self, packed: Array, count: int, scale: float, kernels: ModuleType) -> Array:
-        """Return ``count`` float32 values; ValueError for one beyond the scale."""
-        values = packed[: 4 * count].view(np.float32)
-        return _check_peak(values, scale, kernels)
+    def coding(self, scale: float) -> Coding:
+        """Return the coding of values of at most ``scale``."""
+        return Coding(FLOAT32, self.bits, 0, 0, 0, 0, _pattern(scale))
 
 
 @dataclass(frozen=True)
@@ -134,29 +135,14 @@ class BFloat16:
 
     bits = 16
 
-    def encode(self, values: Array, kernels: ModuleType) -> tuple[Array, float, Array]:
-        """Return (two bytes a value, scale, the float32 values that they decode to)."""
-        pattern = values.view(np.uint32)
-        rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) & np.uint32(0xFFFF0000)
-        sign, magnitude = rounded & np.uint32(0x80000000), rounded & np.uint32(0x7FFFFFFF)
-        sent = (sign | np.minimum(magnitude, np.uint32(LARGEST_BFLOAT16_BITS))).view(np.float32)
-        upper = (sent.view(np.uint32) >> 16).astype(np.uint16)
-        return upper.view(np.uint8), _peak(sent, kernels), sent
-
-    def decode(self, packed: Array, count: int, scale: float, kernels: ModuleType) -> Array:
-        """Return ``count`` float32 values; ValueError for one beyond the scale."""
-        upper = packed[: 2 * count].view(np.uint16).astype(np.uint32)
-        return _check_peak((upper << 16).view(np.float32), scale, kernels)
+    def coding(self, scale: float) -> Coding:
+        """Return the coding of values of at most ``scale``."""
+        rounded = (_pattern(scale) + 0x8000) & 0x7FFF0000
+        return Coding(BFLOAT16, self.bits, 0, 0, 0, 0, min(rounded, LARGEST_BFLOAT16_BITS))
 
 
-def _peak(values: Array, kernels: ModuleType) -> float:
-    return float(np.uint32(kernels.peak_bits(values)).view(np.float32))
-
-
-def _check_peak(values: Array, scale: float, kernels: ModuleType) -> Array:
-    if kernels.peak_bits(values) > int(np.float32(scale).view(np.uint32)):
-        raise ValueError("a value lies beyond the scale of the header")
-    return values
+def _pattern(scale: float) -> int:
+    return int(np.float32(scale).view(np.uint32))
 
 
 Quantizer = RangeFloat | Float32 | BFloat16

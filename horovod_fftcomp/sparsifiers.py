@@ -38,14 +38,17 @@ class TopK:
         """Return k for ``n`` coefficients; known before the data, so payload sizes are too."""
         return 0 if n == 0 else min(n, max(1, math.floor(self.density * n + 1e-9)))
 
-    def select(self, coeffs: Array, bins_per_block: int, peak: int, kernels: ModuleType) -> Array:
-        """Return the chosen positions, int64, ascending.
+    def threshold(
+        self, coeffs: Array, bins_per_block: int, exponent: int, kernels: ModuleType
+    ) -> tuple[int, int]:
+        """Return (key, ties): chosen are keys above it, and the first ``ties`` of those equal.
 
-        ``coeffs``: finite float32 or complex64, 1-D; ``peak``: bits of the largest |component|.
+        ``coeffs``: finite float32 or complex64, 1-D; ``exponent``: its ``key_exponent``.
         """
-        return kernels.select_top_k(
-            coeffs, self.count(coeffs.size), bins_per_block, key_exponent(peak)
-        )
+        k = self.count(coeffs.size)
+        if k == coeffs.size:
+            return 0, k
+        return kernels.kth_key(coeffs, k, bins_per_block, exponent)
 
 
 def key_exponent(peak: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -41,18 +41,22 @@ def get_num_threads() -> int:
     return max(1, cores // max(1, local_size))
 
 
-def share_out(n_items: int, least: int, work: Callable[[int, int], Result]) -> list[Result]:
-    """Return ``work(begin, end)`` of consecutive ranges that make up ``range(n_items)``, in order.
+def ranges(n_items: int, least: int) -> list[tuple[int, int]]:
+    """Return consecutive (begin, end) that make up ``range(n_items)``, one for each thread.
 
-    There are as many ranges as threads, or fewer where they would hold fewer than ``least`` items.
+    There are fewer where they would hold fewer than ``least`` items, but at least one.
     """
+    parts = max(1, min(get_num_threads(), n_items // least))
+    return list(itertools.pairwise(n_items * part // parts for part in range(parts + 1)))
+
+
+def each(work: Callable[..., Result], arguments: Iterable[tuple]) -> list[Result]:
+    """Return ``work(*argument)`` for each of ``arguments``, in order; all at the same time."""
     global _pool
-    parts = max(1, min(get_num_threads(), n_items // max(least, 1)))
-    if parts == 1:
-        return [work(0, n_items)]
+    first, *others = arguments
+    if not others:
+        return [work(*first)]
     if _pool is None:
         _pool = ThreadPoolExecutor(get_num_threads(), "fftcomp-kernel")
-    bounds = [n_items * part // parts for part in range(parts + 1)]
-    others = [_pool.submit(work, *pair) for pair in itertools.pairwise(bounds[1:])]
-    first = work(bounds[0], bounds[1])
-    return [first, *(future.result() for future in others)]
+    futures = [_pool.submit(work, *argument) for argument in others]
+    return [work(*first), *(future.result() for future in futures)]

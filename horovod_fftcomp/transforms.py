@@ -23,16 +23,6 @@ def _check_block(owner: object, block: int) -> None:
         )
 
 
-def _pad_to_blocks(flat: Array, block: int) -> Array:
-    """Return ``flat`` as rows of ``block`` values; a view where no zeros have to be added."""
-    rows = -(-flat.size // block)
-    if rows * block == flat.size:
-        return flat.reshape(rows, block)
-    padded = np.zeros(rows * block, np.float32)
-    padded[: flat.size] = flat
-    return padded.reshape(rows, block)
-
-
 @dataclass(frozen=True)
 class Identity:
     """Leave the gradient as it is: a coefficient is an element."""
@@ -45,10 +35,11 @@ class Identity:
         """Return the number of coefficients of ``numel`` elements."""
         return numel
 
-    def forward(self, flat: Array, kernels: ModuleType) -> Array:
-        """Return ``flat`` itself, float32 ``[numel]``."""
-        del kernels
-        return flat
+    def forward(
+        self, flat: Array, residual: Array | None, kernels: ModuleType
+    ) -> tuple[Array, int]:
+        """Return (``flat`` plus ``residual`` in a new array, the bits of its peak)."""
+        return kernels.add(flat, residual)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return ``coeffs`` itself, float32 ``[numel]``."""
@@ -88,13 +79,15 @@ class BlockFFT:
         """Return the number of complex bins of ``numel`` elements."""
         return -(-numel // self.block) * self.bins_per_block
 
-    def forward(self, flat: Array, kernels: ModuleType) -> Array:
-        """Return the spectra of all blocks, complex64 ``[n_bins]``; ``flat``: float32."""
-        return kernels.rfft_blocks(_pad_to_blocks(flat, self.block)).reshape(-1)
+    def forward(
+        self, flat: Array, residual: Array | None, kernels: ModuleType
+    ) -> tuple[Array, int]:
+        """Return (spectra plus ``residual``, complex64 ``[n_bins]``; the bits of their peak)."""
+        return kernels.rfft_blocks(flat, self.block, residual)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return the first ``numel`` elements of the blocks with these spectra, float32."""
-        return kernels.irfft_blocks(coeffs.reshape(-1, self.bins_per_block)).reshape(-1)[:numel]
+        return kernels.irfft_blocks(coeffs, self.block, numel)
 
     def energy(self, coeffs: Array) -> float:
         """Return the sum of squares of the gradient whose spectra are given (Parseval)."""
@@ -130,13 +123,15 @@ class BlockDCT:
         """Return the number of coefficients of ``numel`` elements."""
         return -(-numel // self.block) * self.block
 
-    def forward(self, flat: Array, kernels: ModuleType) -> Array:
-        """Return the coefficients of all blocks, float32 ``[n_bins]``; ``flat``: float32."""
-        return kernels.dct_blocks(_pad_to_blocks(flat, self.block)).reshape(-1)
+    def forward(
+        self, flat: Array, residual: Array | None, kernels: ModuleType
+    ) -> tuple[Array, int]:
+        """Return (coefficients plus ``residual``, float32 ``[n_bins]``; the bits of their peak)."""
+        return kernels.dct_blocks(flat, self.block, residual)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return the first ``numel`` elements of the blocks with these DCTs, float32."""
-        return kernels.idct_blocks(coeffs.reshape(-1, self.block)).reshape(-1)[:numel]
+        return kernels.idct_blocks(coeffs, self.block, numel)
 
     def energy(self, coeffs: Array) -> float:
         """Return the sum of squares of the gradient whose DCTs are given."""

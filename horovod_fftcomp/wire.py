@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from horovod_fftcomp import entropy
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import PayloadError
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"HFC"
 ALIGNMENT = 16  # of a payload within a bucket, so that kernels read whole words
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -27,6 +28,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 _FIXED = struct.Struct("<3sBBBBBQQQQfI")
 _CRC_OFFSET = _FIXED.size - 4
 _NOT_FINITE = 1
+_WORTH_CODING = 0.95
 _MAX_DIMS = 64
 
 
@@ -37,6 +39,7 @@ class Layout(enum.IntEnum):
     ALL = 1  # every coefficient, no positions
     BITMAP = 2  # one bit for each coefficient
     OFFSETS = 3  # fixed-width offsets in blocks whose counts are written in unary
+    ENTROPY = 4  # a bitmap's bytes in an entropy code of bounded size
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,10 @@ def make_plan(shape: tuple[int, ...], n_bins: int, k: int, bits_per_bin: int) ->
 
 
 def _cheapest_positions(n: int, k: int) -> tuple[Layout, int, int]:
-    """Return (layout, bits of an offset, bytes) for ``k`` of ``n`` places; ties: the simpler."""
+    """Return (layout, bits of an offset, bytes) for ``k`` of ``n`` places; ties: the simpler.
+
+    The entropy code takes more work and has to save enough to be worth it.
+    """
     if k == n:
         return Layout.ALL, 0, 0
     choices = [((n + 7) // 8, Layout.BITMAP, 0)]
@@ -110,6 +116,9 @@ def _cheapest_positions(n: int, k: int) -> tuple[Layout, int, int]:
         nbytes = (unary + 7) // 8 + (k * low_bits + 7) // 8
         choices.append((nbytes, Layout.OFFSETS, low_bits))
     nbytes, layout, low_bits = min(choices)
+    coded = entropy.coded_nbytes(n, k)
+    if coded < _WORTH_CODING * nbytes:
+        return Layout.ENTROPY, 0, coded
     return layout, low_bits, nbytes
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError, get_codec, list_compressors
 from horovod_fftcomp.backends import BACKENDS, load_backend
+from horovod_fftcomp.codec import Coefficients
+from horovod_fftcomp.quantizers import Coding, Float32
 from horovod_fftcomp.wire import Layout
 
 GATHER_RECIPES = [name for name in list_compressors() if name not in ("none", "fp16")]
@@ -19,6 +22,7 @@ CODECS = {
     "topk-bitmap": ("topk", {"density": 0.4, "bits": 5}),
     "topk-all": ("topk", {"density": 1.0, "bits": 8}),
     "topk-sparse": ("topk", {"density": 0.0005}),
+    "topk-entropy": ("topk", {"density": 0.12, "bits": 6}),
     "fft-3-bits": ("fft", {"density": 0.02, "bits": 3, "block": 64}),
     "fft-float32": ("fft", {"density": 0.3, "bits": 32, "block": 4096}),
     "dct-16-bits": ("dct", {"density": 0.25, "bits": 16, "block": 128}),
@@ -87,6 +91,32 @@ def make_codec(key: str) -> Codec:
     return get_codec(recipe, **options)
 
 
+def positions_chosen(
+    kernels: ModuleType, coeffs: np.ndarray, k: int, bins_per_block: int = 1, exponent: int = 0
+) -> list[int]:
+    """Return the positions of the ``k`` largest coefficients, as ``kernels`` choose them."""
+    key, ties = kernels.kth_key(coeffs, k, bins_per_block, exponent)
+    coding = Float32().coding(1.0)
+    bitmap, _ = kernels.take(coeffs, key, ties, bins_per_block, exponent, coding, False)
+    return load_backend("reference").positions_of(bitmap).tolist()
+
+
+def quantize(kernels: ModuleType, values: np.ndarray, coding: Coding) -> np.ndarray:
+    """Return the code of every value, as ``kernels`` write them."""
+    bitmap, packed = kernels.take(values, 0, values.size, 1, 0, coding, False)
+    assert load_backend("reference").positions_of(bitmap).size == values.size
+    return load_backend("reference").unpack_bits(packed, values.size, coding.bits)
+
+
+def dequantize(kernels: ModuleType, codes: np.ndarray, coding: Coding) -> np.ndarray:
+    """Return the value of every code, as ``kernels`` read them."""
+    reference = load_backend("reference")
+    values = np.zeros(codes.size, np.float32)
+    everywhere = reference.bitmap_of(np.arange(codes.size), codes.size)
+    kernels.add_values(values, everywhere, reference.pack_bits(codes, coding.bits), coding)
+    return values
+
+
 def tolerance_of(x: np.ndarray) -> float:
     """Return what a transform's float32 rounding may move an element by."""
     peak = float(np.abs(x.astype(np.float64)).max(initial=0))
@@ -150,10 +180,12 @@ def check_same_bytes(codec: Codec, x: np.ndarray) -> None:
     shape = x.shape
     flat = np.ascontiguousarray(x, np.float32).reshape(-1)
     reference = load_backend("reference")
-    coeffs = codec.coeffs_of(flat, shape, reference)
-    expected = codec.encode_coeffs(coeffs.copy(), shape, kernels=reference)
+    coeffs, peak = codec.coeffs_of(flat, shape, reference)
+    expected = codec.encode_coeffs(Coefficients(coeffs.copy(), peak), shape, kernels=reference)
     for name in BACKENDS:
-        actual = codec.encode_coeffs(coeffs.copy(), shape, kernels=load_backend(name))
+        kernels = load_backend(name)
+        assert kernels.peak_bits(coeffs) == peak, name
+        actual = codec.encode_coeffs(Coefficients(coeffs.copy(), peak), shape, kernels=kernels)
         assert actual.payload.tobytes() == expected.payload.tobytes(), name
         if codec.plan(shape).layout is Layout.RAW:
             assert actual.residual is None

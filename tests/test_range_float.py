@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod_fftcomp.backends import BACKENDS, load_backend
-from horovod_fftcomp.quantizers import RangeFloat
+from horovod_fftcomp.quantizers import RANGE, Coding, RangeFloat, RangeGrid
+from tests.contracts import dequantize, quantize
 
 VECTORS = [  # bits, mantissa, shift, base, P, eps, codes of (1, .5, -.5, .3), decode(.3), bytes
     (8, 3, 20, 890, 127, 1.9073486e-05, [127, 119, 246, 113], 0.3125, "7f77f671"),
@@ -29,6 +30,10 @@ RANGES = [  # bits, mantissa, low, high, base, P, Q
 ]
 
 
+def coding_of(bits: int, grid: RangeGrid) -> Coding:
+    return Coding(RANGE, bits, *grid, grid.positives + grid.negatives)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("vector", VECTORS)
 def test_published_vectors(vector, backend):
@@ -38,10 +43,11 @@ def test_published_vectors(vector, backend):
     assert grid == (shift, base, positives, positives)
     assert np.uint32(base << shift).view(np.float32) == pytest.approx(eps, rel=1e-6)
     values = np.array([1, 0.5, -0.5, 0.3], np.float32)
-    quantized = kernels.quantize_range_float(values, grid)
+    coding = coding_of(bits, grid)
+    quantized = quantize(kernels, values, coding)
     assert quantized.tolist() == codes
-    assert kernels.dequantize_range_float(quantized, grid)[3] == np.float32(decoded)
-    assert kernels.pack_bits(quantized, bits).tobytes().hex() == packed
+    assert dequantize(kernels, quantized, coding)[3] == np.float32(decoded)
+    assert kernels.take(values, 0, 4, 1, 0, coding, False)[1].tobytes().hex() == packed
 
 
 @pytest.mark.parametrize(
@@ -60,8 +66,9 @@ def test_symmetric_ranges(peak, base, decoded, backend):
     kernels = load_backend(backend)
     grid = RangeFloat(8, 4).grid(-peak, peak)
     assert grid.base == base
-    codes = kernels.quantize_range_float(np.array([peak], np.float32), grid)
-    assert kernels.dequantize_range_float(codes, grid)[0] == np.float32(decoded)
+    coding = coding_of(8, grid)
+    codes = quantize(kernels, np.array([peak], np.float32), coding)
+    assert dequantize(kernels, codes, coding)[0] == np.float32(decoded)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -70,10 +77,11 @@ def test_special_values(backend):
     grid = RangeFloat(8, 4).grid(-1.0, 1.0)
     eps = np.uint32(grid.base << grid.shift).view(np.float32)
     inputs = np.array([2, -2, -0.0, 1e-45, -1e-45, eps, 0.0043, 0.97 * eps], np.float32)
-    assert kernels.quantize_range_float(inputs, grid).tolist() == [127, 254, 0, 0, 0, 1, 1, 0]
+    coding = coding_of(8, grid)
+    assert quantize(kernels, inputs, coding).tolist() == [127, 254, 0, 0, 0, 1, 1, 0]
     grid = RangeFloat(8, 4).grid(-1e-39, 1e-39)
     assert (grid.positives, grid.negatives) == (0, 0)
-    assert kernels.quantize_range_float(inputs, grid).tolist() == [0] * 8
+    assert quantize(kernels, inputs, coding_of(8, grid)).tolist() == [0] * 8
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -84,10 +92,12 @@ def test_error_bound_is_exact(bits, backend):
     mantissa = max(0, bits - 4)
     peak = np.float32(1.7)
     grid = quantizer.grid(-float(peak), float(peak))
+    coding = quantizer.coding(float(peak))
+    assert coding == coding_of(bits, grid)
     eps = np.uint32(grid.base << grid.shift).view(np.float32)
     values = np.geomspace(1e-3 * float(eps), float(peak), 40_001).astype(np.float32)
     values = np.concatenate([values, -values])
-    decoded = kernels.dequantize_range_float(kernels.quantize_range_float(values, grid), grid)
+    decoded = dequantize(kernels, quantize(kernels, values, coding), coding)
     error = np.abs(values.astype(np.float64) - decoded)
     coded = np.abs(values) >= eps
     assert (error[coded] <= np.abs(values[coded]) / (2 ** (mantissa + 1) + 1) * (1 + 1e-6)).all()
@@ -105,10 +115,11 @@ def test_error_bound_is_exact(bits, backend):
 def test_every_code_encodes_to_itself(bits, mantissa, low, high):
     kernels = load_backend("reference")
     grid = RangeFloat(bits, min(mantissa, bits + 4)).grid(low, high)
-    assert grid.positives + grid.negatives <= 2**bits - 2
-    codes = np.arange(grid.positives + grid.negatives + 1, dtype=np.uint16)
-    values = kernels.dequantize_range_float(codes, grid)
-    assert kernels.quantize_range_float(values, grid).tolist() == codes.tolist()
+    coding = coding_of(bits, grid)
+    assert coding.largest <= 2**bits - 2
+    codes = np.arange(coding.largest + 1, dtype=np.uint32)
+    values = dequantize(kernels, codes, coding)
+    assert quantize(kernels, values, coding).tolist() == codes.tolist()
 
 
 @given(st.integers(-60, 60))
@@ -116,13 +127,11 @@ def test_powers_of_two_leave_the_codes_alone(exponent):
     kernels = load_backend("cpu")
     values = np.random.default_rng(0).standard_normal(500).astype(np.float32)
     scaled = values * np.float32(2.0**exponent)
-    codes, scales = [], []
-    for x in (values, scaled):
-        packed, scale, _ = RangeFloat(8).encode(x, kernels)
-        codes.append(packed.tobytes())
-        scales.append(scale)
+    codes = [
+        quantize(kernels, x, RangeFloat(8).coding(float(np.abs(x).max()))).tolist()
+        for x in (values, scaled)
+    ]
     assert codes[0] == codes[1]
-    assert scales[1] == scales[0] * 2.0**exponent
 
 
 @pytest.mark.parametrize("bits", [0, 1, 2, 17, 31, 40, 8.5, True, "8"])

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from horovod_fftcomp import get_codec
+from horovod_fftcomp import get_codec, threads
 from horovod_fftcomp.backends import BACKENDS, load_backend
 from horovod_fftcomp.sparsifiers import TopK, key_exponent
+from tests.contracts import positions_chosen
 
 
 @pytest.mark.parametrize(
@@ -33,19 +34,19 @@ def test_ties_go_to_the_lower_index(backend):
     kernels = load_backend(backend)
     x = np.array([1, -2, 2, 1, -2, 0], np.float32)
     for k, expected in [(1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (4, [0, 1, 2, 4]), (6, range(6))]:
-        assert kernels.select_top_k(x, k, 1, 0).tolist() == list(expected)
+        assert positions_chosen(kernels, x, k) == list(expected)
 
 
 @given(
-    npst.arrays(np.float32, st.integers(0, 300), elements=st.floats(-100, 100, width=32)),
+    npst.arrays(np.float32, st.integers(1, 300), elements=st.floats(-100, 100, width=32)),
     st.data(),
 )
 def test_backends_choose_the_same_positions(x, data):
-    k = data.draw(st.integers(0, x.size))
-    chosen = [load_backend(name).select_top_k(x, k, 1, 0).tolist() for name in BACKENDS]
+    k = data.draw(st.integers(1, x.size))
+    chosen = [positions_chosen(load_backend(name), x, k) for name in BACKENDS]
     assert chosen[0] == chosen[1]
     assert len(chosen[0]) == k
-    if 0 < k < x.size:
+    if k < x.size:
         rest = np.delete(np.abs(x), chosen[0])
         assert np.abs(x[chosen[0]]).min() >= rest.max()
 
@@ -55,8 +56,8 @@ def test_bin_zero_counts_half(backend):
     kernels = load_backend(backend)
     spectrum = np.zeros(8, np.complex64)
     spectrum[0], spectrum[3], spectrum[4] = 1.2, 1j, 1.2  # blocks of 4 bins: 0 and 4 are ends
-    assert kernels.select_top_k(spectrum, 1, 4, 0).tolist() == [3]
-    assert kernels.select_top_k(spectrum, 2, 4, 0).tolist() == [0, 3]
+    assert positions_chosen(kernels, spectrum, 1, 4) == [3]
+    assert positions_chosen(kernels, spectrum, 2, 4) == [0, 3]
 
 
 @pytest.mark.parametrize("scale", [1e-37, 1e-20, 1.0, 1e18, 1e25, 1e38])
@@ -65,10 +66,10 @@ def test_spectra_of_any_scale_choose_the_same_bins(backend, scale):
     kernels = load_backend(backend)
     x = np.random.default_rng(0).uniform(-1, 1, 2048).astype(np.float32)
     spectrum = x.view(np.complex64)
-    expected = kernels.select_top_k(spectrum, 100, 128, 0)
+    expected = positions_chosen(kernels, spectrum, 100, 128)
     scaled = (x * np.float32(scale)).view(np.complex64)
     exponent = key_exponent(kernels.peak_bits(scaled))
-    assert kernels.select_top_k(scaled, 100, 128, exponent).tolist() == expected.tolist()
+    assert positions_chosen(kernels, scaled, 100, 128, exponent) == expected
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.2, 0.7])
@@ -81,3 +82,36 @@ def test_contraction_and_order_of_top_k(density):
     assert (y[sent] == x[sent]).all()
     assert np.abs(x[sent]).min() >= np.abs(x[~sent]).max()
     assert ((x - y) ** 2).sum() <= (1 - density) * (x**2).sum()
+
+
+def _keys_of_every_kind(n: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(11)
+    normal = rng.standard_normal(n).astype(np.float32)
+    mostly_zero = np.where(rng.random(n) < 0.02, normal, np.float32(0))
+    rows = normal * np.repeat(np.geomspace(1e-6, 1, 100), -(-n // 100))[:n].astype(np.float32)
+    return {
+        "normal": normal,
+        "heavy-tailed": rng.standard_t(1.2, n).astype(np.float32),
+        "mostly zero": mostly_zero,
+        "all zero": np.zeros(n, np.float32),
+        "few values": rng.integers(-3, 4, n).astype(np.float32),
+        "rows of unequal scale": rows,
+        "ascending": np.arange(n, dtype=np.float32),
+        "periodic": np.tile(np.float32([9, 1, 1, 1, 1, 1, 1]), -(-n // 7))[:n],
+    }
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize("kind", _keys_of_every_kind(1))
+def test_large_tensors_choose_as_the_reference_does(kind, n_threads, monkeypatch):
+    """Beyond a sample's size, with every number of threads, whatever the keys' distribution."""
+    monkeypatch.setattr(threads, "get_num_threads", lambda: n_threads)
+    monkeypatch.setattr(threads, "_pool", None)
+    n = 150_000
+    x = _keys_of_every_kind(n)[kind]
+    for values, bins in ((x, 1), (x.view(np.complex64), 128)):
+        for k in (1, 2, n // 1000, n // 100, n // 7, n // 2 - 1):
+            expected = load_backend("reference").kth_key(values, k, bins, 0)
+            assert load_backend("cpu").kth_key(values, k, bins, 0) == expected
+            both = [positions_chosen(load_backend(name), values, k, bins) for name in BACKENDS]
+            assert both[0] == both[1]

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_fftcomp import PayloadError, get_codec, wire
+from horovod_fftcomp import PayloadError, entropy, get_codec, wire
 from horovod_fftcomp.backends import BACKENDS, load_backend
+from horovod_fftcomp.quantizers import Float32, RangeFloat
 from horovod_fftcomp.wire import Layout
+
+bitmap_of = load_backend("reference").bitmap_of
 
 
 def test_fnv1a_vectors():
@@ -20,38 +23,80 @@ def test_fnv1a_vectors():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bit_order(backend):
     kernels = load_backend(backend)
-    assert kernels.pack_bitmap(np.array([0, 3, 9]), 17).tobytes().hex() == "090200"
-    codes = np.array([1, 2, 3], np.uint16)
-    assert kernels.pack_bits(codes, 3).tobytes() == bytes([0b11010001, 0b0])
+    assert kernels.pack_bitmap(bitmap_of([0, 3, 9], 17), 17).tobytes().hex() == "090200"
     # 5 and 6 lie in block 1, 17 in block 4: counts 0 2 0 0 1 in unary, ones first, 0 ends a block.
-    packed = kernels.pack_offsets(np.array([5, 6, 17]), 20, 2)
+    packed = kernels.pack_offsets(bitmap_of([5, 6, 17], 20), 20, 3, 2)
     assert packed.tolist() == [0b01000110, (1) | (2 << 2) | (1 << 4)]
+    reference = load_backend("reference")
+    codes = np.array([1, 2, 3], np.uint32)
+    assert reference.pack_bits(codes, 3).tobytes() == bytes([0b11010001, 0b0])
 
 
-@pytest.mark.parametrize("bits", range(1, 17))
+@pytest.mark.parametrize("bits", [*range(3, 17), 32])
 def test_backends_pack_any_width_alike(bits):
-    codes = np.random.default_rng(bits).integers(0, 2**bits, 1001).astype(np.uint16)
-    packed = [load_backend(name).pack_bits(codes, bits).tobytes() for name in BACKENDS]
-    assert packed[0] == packed[1]
-    for name in BACKENDS:
-        unpacked = load_backend(name).unpack_bits(np.frombuffer(packed[0], np.uint8), 1001, bits)
-        assert unpacked.tolist() == codes.tolist()
+    """From values to bits and back, of reals and of complex numbers."""
+    x = np.random.default_rng(bits).standard_normal(2002).astype(np.float32)
+    quantizer = Float32() if bits == 32 else RangeFloat(bits)
+    coding = quantizer.coding(float(np.abs(x).max()))
+    for values in (x, x.view(np.complex64)):
+        key, ties = load_backend("reference").kth_key(values, 600, 1, 0)
+        made, totals = [], []
+        for name in BACKENDS:
+            left, total = values.copy(), np.zeros_like(values)
+            bitmap, packed = load_backend(name).take(left, key, ties, 1, 0, coding, True)
+            made.append(bitmap.tobytes() + packed.tobytes() + left.tobytes())
+            for backend in BACKENDS:
+                total[:] = 0
+                load_backend(backend).add_values(total, bitmap, packed.copy(), coding)
+                totals.append(total.tobytes())
+            np.testing.assert_allclose(total + left, values, rtol=1e-6, atol=1e-7)
+        assert made[0] == made[1]
+        assert len(set(totals)) == 1
 
 
 @given(st.sets(st.integers(0, 999), max_size=1000), st.integers(1, 16))
 def test_positions_survive_every_layout(chosen, low_bits):
-    positions = np.array(sorted(chosen), np.int64)
-    k = positions.size
+    k, n = len(chosen), 1000
+    bitmap = bitmap_of(sorted(chosen), n)
     packed = {}
     for name in BACKENDS:
         kernels = load_backend(name)
-        bitmap, offsets = kernels.pack_bitmap(positions, 1000), None
-        assert kernels.unpack_bitmap(bitmap, 1000, k).tolist() == positions.tolist()
-        offsets = kernels.pack_offsets(positions, 1000, low_bits)
-        unpacked = kernels.unpack_offsets(offsets, 1000, k, low_bits)
-        assert unpacked.tolist() == positions.tolist()
-        packed[name] = bitmap.tobytes() + offsets.tobytes()
+        layouts = [
+            (kernels.pack_bitmap(bitmap, n), kernels.unpack_bitmap, ()),
+            (kernels.pack_offsets(bitmap, n, k, low_bits), kernels.unpack_offsets, (low_bits,)),
+            (kernels.pack_entropy(bitmap, n, k), kernels.unpack_entropy, ()),
+        ]
+        for sent, unpack, options in layouts:
+            assert unpack(sent.copy(), n, k, *options).tolist() == bitmap.tolist()
+        packed[name] = b"".join(sent.tobytes() for sent, _, _ in layouts)
     assert packed["reference"] == packed["cpu"]
+
+
+@pytest.mark.parametrize("n", [1, 8, 9, 32_767, 32_768, 32_769, 100_003])
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.06, 0.15, 0.25, 0.5, 0.9, 1.0])
+def test_the_entropy_code_holds_every_bitmap_of_k_ones(n, density):
+    """Its room follows from n and k; the worst bitmaps are those of full and of empty bytes."""
+    k, rng = int(n * density), np.random.default_rng(n)
+    worst = [np.arange(k), np.arange(n - k, n), np.sort(rng.choice(n, k, replace=False))]
+    if 8 * k <= n:
+        worst.append(8 * np.arange(k))
+    for positions in worst:
+        bitmap = bitmap_of(positions, n)
+        packed = [load_backend(name).pack_entropy(bitmap, n, k) for name in BACKENDS]
+        assert packed[0].nbytes == entropy.coded_nbytes(n, k)
+        assert packed[0].tobytes() == packed[1].tobytes()
+        for name in BACKENDS:
+            unpacked = load_backend(name).unpack_entropy(packed[1], n, k)
+            assert unpacked.tolist() == bitmap.tolist()
+
+
+def test_frequencies_add_up_and_none_is_missing():
+    counts = [1, 8, 28, 56, 70, 56, 28, 8, 1]
+    for n in (1, 10, 1000, 25_000_000, 1 << 40):
+        for share in (0, 0.001, 0.03, 0.15, 0.3, 0.49, 0.5, 0.51, 0.8, 0.999, 1):
+            found = entropy.frequencies(n, int(n * share))
+            assert sum(f * count for f, count in zip(found, counts, strict=True)) == 4096
+            assert min(found) >= 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -61,31 +106,49 @@ def test_positions_that_cannot_be_are_refused(backend):
         kernels.unpack_bitmap(np.array([0b111], np.uint8), 8, 2)
     with pytest.raises(ValueError, match="k bits"):
         kernels.unpack_bitmap(np.array([0b100000], np.uint8), 5, 1)  # beyond n
-    falling = kernels.pack_offsets(np.array([1, 2]), 16, 4)
+    falling = kernels.pack_offsets(bitmap_of([1, 2], 16), 16, 2, 4)
     falling[-1] = 1 << 4 | 2  # offsets 2, 1 in one block
     with pytest.raises(ValueError, match="ascend"):
         kernels.unpack_offsets(falling, 16, 2, 4)
-    beyond = kernels.pack_offsets(np.array([12]), 13, 4)
+    beyond = kernels.pack_offsets(bitmap_of([12], 13), 13, 1, 4)
     beyond[-1] = 13
     with pytest.raises(ValueError, match="ascend"):
         kernels.unpack_offsets(beyond, 13, 1, 4)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_entropy_codes_that_cannot_be_are_refused(backend):
+    kernels, n, k = load_backend(backend), 40_000, 5000
+    positions = np.sort(np.random.default_rng(0).choice(n, k, replace=False))
+    good = kernels.pack_entropy(bitmap_of(positions, n), n, k)
+    rng = np.random.default_rng(1)
+    for at in [0, 1, 2, 3, 4, 11, 36, *rng.integers(0, good.nbytes, 60)]:
+        damaged = good.copy()
+        damaged[at] ^= 1 << rng.integers(8)
+        try:
+            bitmap = kernels.unpack_entropy(damaged, n, k)
+        except ValueError:
+            continue
+        assert load_backend("reference").positions_of(bitmap).size == k  # padding was hit
+    with pytest.raises(ValueError, match="longer than their room"):
+        kernels.unpack_entropy(np.full(good.nbytes, 255, np.uint8), n, k)
+
+
 @pytest.mark.parametrize(
     ("n", "k", "layout"),
-    [(1000, 1000, Layout.ALL), (1000, 400, Layout.BITMAP), (1000, 150, Layout.OFFSETS),
-     (10**6, 10, Layout.OFFSETS), (0, 0, Layout.ALL)],
+    [(1000, 1000, Layout.ALL), (1000, 400, Layout.BITMAP), (1000, 15, Layout.OFFSETS),
+     (10**5, 15_000, Layout.ENTROPY),     (10**6, 10, Layout.OFFSETS), (0, 0, Layout.ALL)],
 )  # fmt: skip
 def test_the_cheapest_layout_is_chosen(n, k, layout):
     assert wire.make_plan((4 * n + 1,), n, k, 8).layout == layout
 
 
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.05, 0.15, 0.25])
-def test_positions_stay_close_to_their_entropy(density):
-    n = 1_000_000
+@pytest.mark.parametrize("n", [1_000_000, 25_000_000])
+@pytest.mark.parametrize("density", np.geomspace(0.001, 0.25, 40).tolist())
+def test_positions_stay_close_to_their_entropy(density, n):
     plan = get_codec("topk", density=density).plan((n,))
-    entropy = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) * n
-    assert plan.positions_nbytes * 8 <= 1.25 * entropy
+    bits = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) * n
+    assert plan.positions_nbytes * 8 <= 1.12 * bits
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The table of hot kernels and the choice of who runs them.
 
 Each kernel has the same name and signature in ``reference`` (plain NumPy, the definition) and in
-``cpu`` (Numba and SciPy). The array's type chooses the backend; tests name one to compare them.
+``cpu`` (Numba). The array's type chooses the backend; tests name one to compare them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ Array = np.ndarray
 BACKENDS = ("reference", "cpu")
 
 KERNELS = (
+    "add",
     "rfft_blocks",
     "irfft_blocks",
     "dct_blocks",
     "idct_blocks",
     "peak_bits",
-    "select_top_k",
-    "quantize_range_float",
-    "dequantize_range_float",
-    "pack_bits",
-    "unpack_bits",
+    "kth_key",
+    "take",
+    "add_values",
     "pack_bitmap",
     "unpack_bitmap",
     "pack_offsets",
     "unpack_offsets",
-    "add_at",
+    "pack_entropy",
+    "unpack_entropy",
 )
 
 

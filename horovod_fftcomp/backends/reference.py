@@ -8,36 +8,52 @@ from __future__ import annotations
 
 import numpy as np
 
+from horovod_fftcomp import entropy
 from horovod_fftcomp.backends import Array
-from horovod_fftcomp.quantizers import RangeGrid
+from horovod_fftcomp.quantizers import BFLOAT16, FLOAT32, LARGEST_BFLOAT16_BITS, RANGE, Coding
 
 # NaN and Inf in a gradient are told by its coefficients; NumPy need not warn of them as well.
 _quiet = np.errstate(invalid="ignore", over="ignore")
 
 
 @_quiet
-def rfft_blocks(blocks: Array) -> Array:
-    """Return the packed half-spectrum of each row, complex64 ``[B, L/2]``, scaled by 1/L.
+def add(flat: Array, residual: Array | None) -> tuple[Array, int]:
+    """Return (a new array, ``flat`` plus ``residual`` if there is one; its ``peak_bits``)."""
+    total = flat.copy() if residual is None else flat + residual
+    return total, peak_bits(total)
 
-    ``blocks``: float32 ``[B, L]``. Bin 0 holds (DC, Nyquist) as its real and imaginary part.
+
+def _rows(flat: Array, length: int) -> Array:
+    """Return ``flat`` as rows of ``length`` values, padded with zeros."""
+    rows = np.zeros((-(-flat.size // length), length), np.float32)
+    rows.reshape(-1)[: flat.size] = flat
+    return rows
+
+
+@_quiet
+def rfft_blocks(flat: Array, block: int, residual: Array | None) -> tuple[Array, int]:
+    """Return (packed half-spectra of consecutive blocks plus ``residual``, their ``peak_bits``).
+
+    ``flat``: float32, padded to whole blocks with zeros. Spectra: complex64 ``[B * block / 2]``,
+    scaled by 1 / block; bin 0 of a block holds (DC, Nyquist) as its real and imaginary part.
     Scaling before the transform keeps every coefficient below the largest input, so that no
     finite gradient overflows.
     """
-    length = blocks.shape[1]
-    full = np.fft.rfft(blocks * np.float32(1 / length), axis=1)
+    full = np.fft.rfft(_rows(flat, block) * np.float32(1 / block), axis=1)
     packed = full[:, :-1].astype(np.complex64)
     packed[:, 0] = full[:, 0].real + 1j * full[:, -1].real
-    return packed
+    return add(packed.reshape(-1), residual)
 
 
-def irfft_blocks(spectrum: Array) -> Array:
-    """Return the rows whose packed half-spectra are given: the inverse of ``rfft_blocks``."""
-    n_bins = spectrum.shape[1]
-    full = np.empty((len(spectrum), n_bins + 1), np.complex64)
-    full[:, :-1] = spectrum
-    full[:, 0] = spectrum[:, 0].real
-    full[:, -1] = spectrum[:, 0].imag
-    return np.fft.irfft(full, n=2 * n_bins, axis=1, norm="forward").astype(np.float32)
+def irfft_blocks(coeffs: Array, block: int, numel: int) -> Array:
+    """Return the first ``numel`` values of the blocks with these spectra, float32."""
+    spectra = coeffs.reshape(-1, block // 2)
+    full = np.empty((len(spectra), block // 2 + 1), np.complex64)
+    full[:, :-1] = spectra
+    full[:, 0] = spectra[:, 0].real
+    full[:, -1] = spectra[:, 0].imag
+    rows = np.fft.irfft(full, n=block, axis=1, norm="forward").astype(np.float32)
+    return rows.reshape(-1)[:numel]
 
 
 def _dct_matrix(length: int) -> Array:
@@ -49,16 +65,19 @@ def _dct_matrix(length: int) -> Array:
 
 
 @_quiet
-def dct_blocks(blocks: Array) -> Array:
-    """Return the DCT-II of each row of float32 ``[B, L]``, orthonormal divided by sqrt(L)."""
-    length = blocks.shape[1]
-    return (blocks @ _dct_matrix(length).T / np.sqrt(length)).astype(np.float32)
+def dct_blocks(flat: Array, block: int, residual: Array | None) -> tuple[Array, int]:
+    """Return (DCT-IIs of consecutive blocks plus ``residual``, float32; their ``peak_bits``).
+
+    Orthonormal divided by sqrt(block); otherwise as ``rfft_blocks``.
+    """
+    coeffs = _rows(flat, block) @ _dct_matrix(block).T / np.sqrt(block)
+    return add(coeffs.astype(np.float32).reshape(-1), residual)
 
 
-def idct_blocks(coeffs: Array) -> Array:
-    """Return the rows whose DCTs are given: the inverse of ``dct_blocks``."""
-    length = coeffs.shape[1]
-    return (coeffs @ _dct_matrix(length) * np.sqrt(length)).astype(np.float32)
+def idct_blocks(coeffs: Array, block: int, numel: int) -> Array:
+    """Return the first ``numel`` values of the blocks with these DCTs, float32."""
+    rows = coeffs.reshape(-1, block) @ _dct_matrix(block) * np.sqrt(block)
+    return rows.astype(np.float32).reshape(-1)[:numel]
 
 
 def magnitude_bits(values: Array) -> Array:
@@ -86,94 +105,153 @@ def selection_keys(coeffs: Array, bins_per_block: int, exponent: int) -> Array:
     return energy.view(np.uint32)
 
 
-def select_top_k(coeffs: Array, k: int, bins_per_block: int, exponent: int) -> Array:
-    """Return the positions of the ``k`` largest keys, int64, ascending; ties: lower index wins.
+def kth_key(coeffs: Array, k: int, bins_per_block: int, exponent: int) -> tuple[int, int]:
+    """Return (the k-th largest key, how many of those equal to it are among the k largest).
 
-    ``coeffs``: finite float32 or complex64, 1-D. ``bins_per_block`` and ``exponent`` matter for
-    complex coefficients alone, see ``selection_keys``.
+    ``coeffs``: finite float32 or complex64, 1-D, in whole blocks if complex. ``bins_per_block``
+    and ``exponent`` matter for complex coefficients alone, see ``selection_keys``. 1 <= k <= n.
     """
     keys = selection_keys(coeffs, bins_per_block, exponent)
-    best_first = np.argsort(-keys.astype(np.int64), kind="stable")
-    return np.sort(best_first[:k])
+    key = np.sort(keys)[-k]
+    return int(key), k - int((keys > key).sum())
 
 
-def quantize_range_float(values: Array, grid: RangeGrid) -> Array:
-    """Return the codes of float32 ``values``, uint16, in the cells of ``grid``."""
-    half = 1 << (grid.shift - 1)
-    cells = (magnitude_bits(values).astype(np.int64) + half) >> grid.shift
-    negative = values < 0
-    most = np.where(negative, grid.negatives, grid.positives)
-    levels = np.clip(cells - grid.base + 1, 0, most)
-    return np.where(negative & (levels > 0), grid.positives + levels, levels).astype(np.uint16)
+def take(
+    coeffs: Array,
+    key: int,
+    ties: int,
+    bins_per_block: int,
+    exponent: int,
+    coding: Coding,
+    keep: bool,
+) -> tuple[Array, Array]:
+    """Return (bitmap of the chosen coefficients, their packed codes as ``coding`` has them).
+
+    Chosen are keys above ``key`` and the first ``ties`` of those equal to it. The bitmap is uint64
+    ``[ceil(n / 64)]``, coefficient i at bit i mod 64 of word i // 64. With ``keep`` what the codes
+    decode to is subtracted from ``coeffs``, in place.
+    """
+    keys = selection_keys(coeffs, bins_per_block, exponent)
+    chosen = keys > key
+    chosen[np.flatnonzero(keys == key)[:ties]] = True
+    values = coeffs[chosen].view(np.float32)
+    codes = encode_values(values, coding)
+    if keep:
+        coeffs[chosen] = (values - decode_values(codes, coding)).view(coeffs.dtype)
+    return bitmap_of(np.flatnonzero(chosen), coeffs.size), pack_bits(codes, coding.bits)
 
 
-def dequantize_range_float(codes: Array, grid: RangeGrid) -> Array:
-    """Return the float32 value of each uint16 code; code 0 is +0."""
+def add_values(total: Array, bitmap: Array, packed: Array, coding: Coding) -> None:
+    """Add the values of ``packed`` to ``total`` where ``bitmap`` has ones, in place.
+
+    ValueError if a code or a magnitude is larger than ``coding`` allows.
+    """
+    positions = positions_of(bitmap)
+    reals_per_value = 2 if total.dtype == np.complex64 else 1
+    codes = unpack_bits(packed, len(positions) * reals_per_value, coding.bits)
+    values = decode_values(codes, coding)
+    largest = codes if coding.kind == RANGE else magnitude_bits(values)
+    if largest.max(initial=0) > coding.largest:
+        raise ValueError("a value lies beyond the range that the scale allows")
+    total[positions] += values.view(total.dtype)
+
+
+def encode_values(values: Array, coding: Coding) -> Array:
+    """Return the code of each float32, uint32."""
+    if coding.kind == FLOAT32:
+        return values.view(np.uint32)
+    sign, magnitude = values.view(np.uint32) & np.uint32(0x80000000), magnitude_bits(values)
+    if coding.kind == BFLOAT16:
+        rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) & np.uint32(0x7FFF0000)
+        return (sign | np.minimum(rounded, np.uint32(LARGEST_BFLOAT16_BITS))) >> 16
+    half = 1 << (coding.shift - 1)
+    cells = (magnitude.astype(np.int64) + half) >> coding.shift
+    negative = sign > 0
+    most = np.where(negative, coding.negatives, coding.positives)
+    levels = np.clip(cells - coding.base + 1, 0, most)
+    return np.where(negative & (levels > 0), coding.positives + levels, levels).astype(np.uint32)
+
+
+def decode_values(codes: Array, coding: Coding) -> Array:
+    """Return the float32 value of each uint32 code."""
+    if coding.kind == FLOAT32:
+        return codes.view(np.float32)
+    if coding.kind == BFLOAT16:
+        return (codes << 16).astype(np.uint32).view(np.float32)
     codes = codes.astype(np.int64)
-    negative = codes > grid.positives
-    levels = np.where(negative, codes - grid.positives, codes)
-    magnitudes = ((grid.base + levels - 1) << grid.shift).astype(np.uint32).view(np.float32)
-    values = np.where(negative, -magnitudes, magnitudes)
-    return np.where(codes == 0, np.float32(0), values).astype(np.float32)
+    negative = codes > coding.positives
+    levels = np.where(negative, codes - coding.positives, codes)
+    patterns = (coding.base + levels - 1) << coding.shift | negative.astype(np.int64) << 31
+    return np.where(codes == 0, 0, patterns).astype(np.uint32).view(np.float32)
 
 
 def pack_bits(codes: Array, bits: int) -> Array:
-    """Return uint16 codes at ``bits`` bits each, uint8: code j lies at stream bits [j*bits, ...).
+    """Return uint32 codes at ``bits`` bits each, uint8: code j lies at stream bits [j*bits, ...).
 
     Stream bit b is bit (b mod 8) of byte b // 8.
     """
-    flags = (codes[:, None] >> np.arange(bits, dtype=np.uint16)) & 1
+    flags = (codes[:, None] >> np.arange(bits, dtype=np.uint32)) & 1
     return np.packbits(flags.astype(np.uint8).ravel(), bitorder="little")
 
 
 def unpack_bits(packed: Array, count: int, bits: int) -> Array:
-    """Return the ``count`` codes that ``pack_bits`` packed, uint16."""
+    """Return the ``count`` codes that ``pack_bits`` packed, uint32."""
     flags = np.unpackbits(packed, count=count * bits, bitorder="little").reshape(count, bits)
-    return (flags.astype(np.uint16) << np.arange(bits, dtype=np.uint16)).sum(1, dtype=np.uint16)
+    return (flags.astype(np.uint32) << np.arange(bits, dtype=np.uint32)).sum(1, dtype=np.uint32)
 
 
-def pack_bitmap(positions: Array, n: int) -> Array:
-    """Return one bit for each of ``n`` places, set at ``positions``; uint8, ceil(n / 8)."""
-    flags = np.zeros(n, np.uint8)
+def bitmap_of(positions: Array, n: int) -> Array:
+    """Return the bitmap, uint64 ``[ceil(n / 64)]``, with ones at ``positions``."""
+    flags = np.zeros(-(-n // 64) * 64, np.uint8)
     flags[positions] = 1
-    return np.packbits(flags, bitorder="little")
+    return np.packbits(flags, bitorder="little").view(np.uint64)
+
+
+def positions_of(bitmap: Array) -> Array:
+    """Return where a bitmap has ones, int64, ascending."""
+    return np.flatnonzero(np.unpackbits(bitmap.view(np.uint8), bitorder="little"))
+
+
+def pack_bitmap(bitmap: Array, n: int) -> Array:
+    """Return a bitmap of ``n`` places as it travels: uint8, ceil(n / 8)."""
+    return bitmap.view(np.uint8)[: (n + 7) // 8]
 
 
 def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
-    """Return the positions of the ``k`` set bits, int64; ValueError if there are not ``k``."""
-    flags = np.unpackbits(packed, bitorder="little")
-    positions = np.flatnonzero(flags)
-    if len(positions) != k or flags[n:].any():
+    """Return the bitmap that ``pack_bitmap`` packed; ValueError unless it has ``k`` ones."""
+    positions = np.flatnonzero(np.unpackbits(packed, bitorder="little"))
+    if len(positions) != k or (k and positions[-1] >= n):
         raise ValueError("the bitmap does not have k bits set")
-    return positions
+    return bitmap_of(positions, n)
 
 
-def pack_offsets(positions: Array, n: int, low_bits: int) -> Array:
-    """Return ascending ``positions`` as offsets in blocks of 2^low_bits places; uint8.
+def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
+    """Return the ``k`` positions as offsets in blocks of 2^low_bits places; uint8.
 
     First the blocks' counts in unary, k ones and one zero for each block: the i-th one lies at
     stream bit (position_i >> low_bits) + i. Then, from the next whole byte on, the offset of each
     position in its block, ``low_bits`` bits each. (Elias 1974, Fano 1971.)
     """
-    unary = pack_bitmap(
-        (positions >> low_bits) + np.arange(len(positions)), unary_bits(n, len(positions), low_bits)
-    )
-    offsets = (positions & ((1 << low_bits) - 1)).astype(np.uint16)
-    return np.concatenate([unary, pack_bits(offsets, low_bits)])
+    positions, n_unary = positions_of(bitmap), unary_bits(n, k, low_bits)
+    unary = bitmap_of((positions >> low_bits) + np.arange(k), n_unary)
+    offsets = (positions & ((1 << low_bits) - 1)).astype(np.uint32)
+    return np.concatenate([pack_bitmap(unary, n_unary), pack_bits(offsets, low_bits)])
 
 
 def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
-    """Return the ``k`` positions that ``pack_offsets`` packed, int64.
+    """Return the bitmap of the ``k`` positions that ``pack_offsets`` packed.
 
     ValueError unless they are ``k`` ascending numbers below ``n``.
     """
     n_unary = unary_bits(n, k, low_bits)
-    unary = unpack_bitmap(packed[: (n_unary + 7) // 8], n_unary, k)
-    offsets = unpack_bits(packed[(n_unary + 7) // 8 :], k, low_bits)
-    positions = ((unary - np.arange(k)) << low_bits) | offsets
+    split = (n_unary + 7) // 8
+    if (packed.size - split) * 8 < k * low_bits:
+        raise ValueError("the offsets are cut short")
+    ones = positions_of(unpack_bitmap(packed[:split], n_unary, k))
+    positions = ((ones - np.arange(k)) << low_bits) | unpack_bits(packed[split:], k, low_bits)
     if k and (positions[-1] >= n or (np.diff(positions) <= 0).any()):
         raise ValueError("the positions do not ascend below n")
-    return positions
+    return bitmap_of(positions, n)
 
 
 def unary_bits(n: int, k: int, low_bits: int) -> int:
@@ -181,6 +259,58 @@ def unary_bits(n: int, k: int, low_bits: int) -> int:
     return k + ((n + (1 << low_bits) - 1) >> low_bits)
 
 
-def add_at(total: Array, positions: Array, values: Array) -> None:
-    """Add ``values`` to ``total`` at distinct ``positions``, in place."""
-    total[positions] += values
+def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
+    """Return the bitmap's bytes in the code of ``entropy``, uint8, ``coded_nbytes(n, k)`` long."""
+    symbols = pack_bitmap(bitmap, n).tolist()
+    freqs, starts = _symbols(n, k)
+    lengths, body = [], bytearray()
+    for begin in range(0, len(symbols), entropy.CHUNK_SYMBOLS):
+        chunk = symbols[begin : begin + entropy.CHUNK_SYMBOLS]
+        states, words = [entropy.LOWEST_STATE] * entropy.LANES, []
+        for i in reversed(range(len(chunk))):
+            f, state = freqs[chunk[i]], states[i % entropy.LANES]
+            if state >= f << (63 - entropy.PRECISION):
+                words.append(state & 0xFFFFFFFF)
+                state >>= 32
+            state = (state // f << entropy.PRECISION) + state % f + starts[chunk[i]]
+            states[i % entropy.LANES] = state
+        lengths.append(len(words))
+        body += np.array(states, np.uint64).tobytes() + np.array(words[::-1], np.uint32).tobytes()
+    packed = bytes(np.array(lengths, np.uint16)).ljust(entropy.words_offset(n), b"\0") + body
+    return np.frombuffer(packed.ljust(entropy.coded_nbytes(n, k), b"\0"), np.uint8)
+
+
+def unpack_entropy(packed: Array, n: int, k: int) -> Array:
+    """Return the bitmap that ``pack_entropy`` packed; ValueError unless it has ``k`` ones."""
+    lengths = packed[: 2 * entropy.n_chunks(n)].view(np.uint16).tolist()
+    words = packed[entropy.words_offset(n) :]
+    words = words[: words.size // 4 * 4].view(np.uint32).tolist()
+    if sum(lengths) + 2 * entropy.LANES * len(lengths) > len(words):
+        raise ValueError("the chunks of positions are longer than their room")
+    freqs, starts = _symbols(n, k)
+    slots = [symbol for symbol, f in enumerate(freqs) for _ in range(f)]
+    left, symbols = (n + 7) // 8, []
+    for length in lengths:
+        states = [words[i] | words[i + 1] << 32 for i in range(0, 2 * entropy.LANES, 2)]
+        words = words[2 * entropy.LANES :]
+        chunk, words = words[:length][::-1], words[length:]
+        for i in range(min(left, entropy.CHUNK_SYMBOLS)):
+            state, lane = states[i % entropy.LANES], i % entropy.LANES
+            slot = state % (1 << entropy.PRECISION)
+            symbol = slots[slot]
+            state = freqs[symbol] * (state >> entropy.PRECISION) + slot - starts[symbol]
+            if state < entropy.LOWEST_STATE and chunk:
+                state = state << 32 | chunk.pop()
+            states[lane] = state
+            symbols.append(symbol)
+        left -= entropy.CHUNK_SYMBOLS
+        if chunk or any(state != entropy.LOWEST_STATE for state in states):
+            raise ValueError("a chunk of positions does not end where it should")
+    return unpack_bitmap(np.array(symbols, np.uint8), n, k)
+
+
+def _symbols(n: int, k: int) -> tuple[list[int], list[int]]:
+    """Return each byte's frequency and the sum of those before it."""
+    frequencies = entropy.frequencies(n, k)
+    freqs = [frequencies[byte.bit_count()] for byte in range(256)]
+    return freqs, [sum(freqs[:byte]) for byte in range(256)]

@@ -87,10 +87,8 @@ class Gather:
         """Write a tensor's payload into ``out``; return (what it leaves, the energies)."""
         kernels = backend_for(grad)
         coeffs = self.codec.coeffs_of(grad, tensor.shape, kernels, residual)
+        wanted = self.codec.energy(coeffs.array, tensor.shape) if measure else 0.0
         keep = self.error_feedback or measure
-        if keep and coeffs is grad:
-            coeffs = grad.copy()  # it becomes the residual; the gradient is not ours
-        wanted = self.codec.energy(coeffs, tensor.shape) if measure else 0.0
         encoded = self.codec.encode_coeffs(
             coeffs, tensor.shape, kernels=kernels, keep_residual=keep, out=out
         )

@@ -1,0 +1,40 @@
+"""The kernels on a CPU, by Numba; same names, arguments and bytes as ``reference``.
+
+They release the GIL and share out large arrays to ``threads``. Each is compiled once, for one
+combination of types, and cached on disk, so that ranks which start together write the same files.
+"""
+
+from horovod_fftcomp.backends.cpu.positions import (
+    pack_bitmap,
+    pack_entropy,
+    pack_offsets,
+    unpack_bitmap,
+    unpack_entropy,
+    unpack_offsets,
+)
+from horovod_fftcomp.backends.cpu.selection import kth_key
+from horovod_fftcomp.backends.cpu.transforms import (
+    dct_blocks,
+    idct_blocks,
+    irfft_blocks,
+    rfft_blocks,
+)
+from horovod_fftcomp.backends.cpu.values import add, add_values, peak_bits, take
+
+__all__ = [
+    "add",
+    "add_values",
+    "dct_blocks",
+    "idct_blocks",
+    "irfft_blocks",
+    "kth_key",
+    "pack_bitmap",
+    "pack_entropy",
+    "pack_offsets",
+    "peak_bits",
+    "rfft_blocks",
+    "take",
+    "unpack_bitmap",
+    "unpack_entropy",
+    "unpack_offsets",
+]

@@ -1,0 +1,293 @@
+"""Positions on a CPU: bitmaps of 64-bit words to and from the layouts that travel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from horovod_fftcomp import entropy, threads
+from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends.cpu.codelets import count_ones, high_product, trailing_zeros
+from horovod_fftcomp.backends.reference import unary_bits
+
+kernel: Any = njit(cache=True, nogil=True)
+
+_LEAST_CHUNKS = 4  # for a thread of its own
+_LOWEST = np.uint64(entropy.LOWEST_STATE)
+_SLOTS = 1 << entropy.PRECISION
+_LANES, _CHUNK = entropy.LANES, entropy.CHUNK_SYMBOLS
+
+
+@kernel
+def count_bits(bitmap):
+    """Return the number of ones in 64-bit words."""
+    total = 0
+    for word in bitmap:
+        total += count_ones(np.int64(word))
+    return total
+
+
+def as_words(packed: Array, n_words: int) -> Array:
+    """Return bytes as 64-bit words, zeros after their end."""
+    words = np.empty(n_words, np.uint64)
+    as_bytes = words.view(np.uint8)
+    used = min(packed.size, as_bytes.size)
+    as_bytes[:used] = packed[:used]
+    as_bytes[used:] = 0
+    return words
+
+
+def pack_bitmap(bitmap: Array, n: int) -> Array:
+    """See ``reference.pack_bitmap``."""
+    return bitmap.view(np.uint8)[: (n + 7) // 8]
+
+
+def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
+    """See ``reference.unpack_bitmap``."""
+    bitmap = as_words(packed, (n + 63) // 64)
+    beyond = n % 64 and int(bitmap[-1]) >> n % 64
+    if beyond or count_bits(bitmap) != k:
+        raise ValueError("the bitmap does not have k bits set")
+    return bitmap
+
+
+def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
+    """See ``reference.pack_offsets``."""
+    n_unary = unary_bits(n, k, low_bits)
+    unary = np.zeros((n_unary + 63) // 64, np.uint64)
+    offsets = np.zeros((k * low_bits + 63) // 64 + 1, np.uint64)
+    _pack_offsets(bitmap, low_bits, unary, offsets)
+    return np.concatenate(
+        [
+            unary.view(np.uint8)[: (n_unary + 7) // 8],
+            offsets.view(np.uint8)[: (k * low_bits + 7) // 8],
+        ]
+    )
+
+
+@kernel
+def _pack_offsets(bitmap, low_bits, unary, offsets):
+    one, found, bit = np.uint64(1), 0, 0
+    low = (1 << low_bits) - 1
+    for w in range(bitmap.size):
+        word = np.int64(bitmap[w])
+        while word != 0:
+            position = 64 * w + trailing_zeros(word)
+            word &= word - 1
+            at = (position >> low_bits) + found
+            unary[at >> 6] |= one << np.uint64(at & 63)
+            offset, shift = np.uint64(position & low), np.uint64(bit & 63)
+            offsets[bit >> 6] |= offset << shift
+            if (bit & 63) + low_bits > 64:
+                offsets[(bit >> 6) + 1] |= offset >> (np.uint64(64) - shift)
+            bit += low_bits
+            found += 1
+
+
+def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
+    """See ``reference.unpack_offsets``."""
+    n_unary = unary_bits(n, k, low_bits)
+    split = (n_unary + 7) // 8
+    unary = unpack_bitmap(packed[:split], n_unary, k)
+    if (packed.size - split) * 8 < k * low_bits:
+        raise ValueError("the offsets are cut short")
+    offsets = as_words(packed[split:], (k * low_bits + 63) // 64 + 1)
+    bitmap = np.zeros((n + 63) // 64, np.uint64)
+    if not _unpack_offsets(unary, offsets, low_bits, n, bitmap):
+        raise ValueError("the positions do not ascend below n")
+    return bitmap
+
+
+@kernel
+def _unpack_offsets(unary, offsets, low_bits, n, bitmap):
+    """Set the positions' bits; False unless they ascend below n."""
+    last, found, bit = np.int64(-1), 0, 0
+    low = np.uint64((1 << low_bits) - 1)
+    for w in range(unary.size):
+        word = np.int64(unary[w])
+        while word != 0:
+            high = 64 * w + trailing_zeros(word) - found
+            word &= word - 1
+            shift = np.uint64(bit & 63)
+            both = offsets[bit >> 6] >> shift
+            both |= (offsets[(bit >> 6) + 1] << np.uint64(1)) << (np.uint64(63) - shift)
+            position = (high << low_bits) | np.int64(both & low)
+            if position <= last or position >= n:
+                return False
+            bitmap[position >> 6] |= np.uint64(1) << np.uint64(position & 63)
+            last = position
+            bit += low_bits
+            found += 1
+    return True
+
+
+def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
+    """See ``reference.pack_entropy``."""
+    symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
+    freqs, starts, reciprocals, shifts = _encoder(entropy.frequencies(n, k))
+
+    def work(begin: int, end: int) -> tuple[Array, Array]:
+        part = symbols[begin * _CHUNK : end * _CHUNK]
+        lengths = np.empty(end - begin, np.uint16)
+        room = (end - begin) * 2 * _LANES + part.size // 2 + 4 * (end - begin)
+        out = np.empty(room, np.uint32)
+        used = _pack_entropy(part, freqs, starts, reciprocals, shifts, lengths, out)
+        return lengths, out[:used]
+
+    parts = threads.each(work, threads.ranges(entropy.n_chunks(n), _LEAST_CHUNKS))
+    packed = np.zeros(entropy.coded_nbytes(n, k), np.uint8)
+    at = entropy.words_offset(n)
+    table = np.concatenate([lengths for lengths, _ in parts])
+    packed[: table.nbytes] = table.view(np.uint8)
+    for _, words in parts:
+        packed[at : at + words.nbytes] = words.view(np.uint8)
+        at += words.nbytes
+    return packed
+
+
+@functools.lru_cache(64)
+def _encoder(frequencies: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
+    """Return each byte's frequency, its start, and what divides by the frequency.
+
+    A 63-bit state over f is the upper half of state * reciprocal, shifted (Alverson 1991).
+    """
+    freqs = np.array([frequencies[byte.bit_count()] for byte in range(256)], np.int64)
+    starts = np.cumsum(freqs) - freqs
+    reciprocals, shifts = [], []
+    for f in freqs.tolist():
+        shift = max(1, (f - 1).bit_length())
+        reciprocals.append(-(-(1 << (shift + 63)) // f) if f > 1 else 0)
+        shifts.append(shift - 1)
+    return freqs, starts, np.array(reciprocals, np.uint64), np.array(shifts, np.int64)
+
+
+@kernel
+def _pack_entropy(symbols, freqs, starts, reciprocals, shifts, lengths, out):
+    """Write all chunks, one after another, to ``out``; return the words used."""
+    at = 0
+    words = np.empty(_CHUNK, np.uint32)  # at most 12 bits a symbol
+    states = np.empty(_LANES, np.uint64)
+    for chunk in range(lengths.size):
+        begin = chunk * _CHUNK
+        end = min(begin + _CHUNK, symbols.size)
+        states[:] = _LOWEST
+        free = words.size
+        for i in range(end - begin - 1, -1, -1):
+            symbol, lane = symbols[begin + i], i % _LANES
+            state, f = states[lane], freqs[symbol]
+            if state >= np.uint64(f) << np.uint64(63 - entropy.PRECISION):
+                free -= 1
+                words[free] = state & np.uint64(0xFFFFFFFF)
+                state >>= np.uint64(32)
+            if f == 1:
+                quotient = state
+            else:
+                product = high_product(np.int64(state), np.int64(reciprocals[symbol]))
+                quotient = product >> np.uint64(shifts[symbol])
+            # quotient * 2^12 + remainder + start
+            state += np.uint64(starts[symbol]) + quotient * np.uint64(_SLOTS - f)
+            states[lane] = state
+        for lane in range(_LANES):
+            out[at] = states[lane] & np.uint64(0xFFFFFFFF)
+            out[at + 1] = states[lane] >> np.uint64(32)
+            at += 2
+        n_words = words.size - free
+        lengths[chunk] = n_words
+        out[at : at + n_words] = words[free:]
+        at += n_words
+    return at
+
+
+def unpack_entropy(packed: Array, n: int, k: int) -> Array:
+    """See ``reference.unpack_entropy``."""
+    n_chunks, offset = entropy.n_chunks(n), entropy.words_offset(n)
+    lengths = packed[: 2 * n_chunks].view(np.uint16)
+    ends = np.cumsum(lengths + np.int64(2 * _LANES))
+    words = packed[offset : offset + (packed.size - offset) // 4 * 4].view(np.uint32)
+    if n_chunks and ends[-1] > words.size:
+        raise ValueError("the chunks of positions are longer than their room")
+    table = _decoder(entropy.frequencies(n, k))
+    bitmap = np.zeros((n + 63) // 64, np.uint64)
+    symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
+
+    def work(begin: int, end: int) -> bool:
+        first = ends[begin - 1] if begin else 0
+        part = symbols[begin * _CHUNK : end * _CHUNK]
+        return _unpack_entropy(words[first:], lengths[begin:end], table, part)
+
+    if not all(threads.each(work, threads.ranges(n_chunks, _LEAST_CHUNKS))):
+        raise ValueError("a chunk of positions does not end where it should")
+    beyond = n % 64 and int(bitmap[-1]) >> n % 64
+    if beyond or count_bits(bitmap) != k:
+        raise ValueError("the positions are not k below n")
+    return bitmap
+
+
+@functools.lru_cache(64)
+def _decoder(frequencies: tuple[int, ...]) -> Array:
+    """Return for each of the 4096 slots its symbol, frequency and place: 8, 12 and 12 bits."""
+    freqs, starts, _, _ = _encoder(frequencies)
+    symbols = np.repeat(np.arange(256), freqs)
+    places = np.arange(_SLOTS) - starts[symbols]
+    return (symbols | freqs[symbols] << 8 | places << 20).astype(np.uint32)
+
+
+@kernel
+def _state(words, at):
+    return np.uint64(words[at]) | np.uint64(words[at + 1]) << np.uint64(32)
+
+
+@kernel
+def _step(state, table):
+    """Return (the next state before it takes in a word, the symbol)."""
+    entry = np.uint64(table[state & np.uint64(_SLOTS - 1)])
+    frequency = (entry >> np.uint64(8)) & np.uint64(0xFFF)
+    state = frequency * (state >> np.uint64(entropy.PRECISION)) + (entry >> np.uint64(20))
+    return state, np.uint8(entry & np.uint64(0xFF))
+
+
+@kernel
+def _refill(state, words, at, end):
+    """Return (state, at) after taking in a word if the state is low; never reads beyond end."""
+    word = np.uint64(words[min(at, end - 1)])
+    low = state < _LOWEST
+    return ((state << np.uint64(32)) | word if low else state), at + low
+
+
+@kernel
+def _unpack_entropy(words, lengths, table, symbols):
+    """Write all chunks' symbols; False if one does not end as it began, at the lowest states."""
+    at = 0
+    for chunk in range(lengths.size):
+        begin = chunk * _CHUNK
+        stop = min(begin + _CHUNK, symbols.size)
+        a, b = _state(words, at), _state(words, at + 2)
+        c, d = _state(words, at + 4), _state(words, at + 6)
+        at += 2 * _LANES
+        end = at + lengths[chunk]
+        i = begin
+        while i + _LANES <= stop:
+            a, symbols[i] = _step(a, table)
+            b, symbols[i + 1] = _step(b, table)
+            c, symbols[i + 2] = _step(c, table)
+            d, symbols[i + 3] = _step(d, table)
+            a, at = _refill(a, words, at, end)
+            b, at = _refill(b, words, at, end)
+            c, at = _refill(c, words, at, end)
+            d, at = _refill(d, words, at, end)
+            i += _LANES
+        if i < stop:
+            a, symbols[i] = _step(a, table)
+            a, at = _refill(a, words, at, end)
+        if i + 1 < stop:
+            b, symbols[i + 1] = _step(b, table)
+            b, at = _refill(b, words, at, end)
+        if i + 2 < stop:
+            c, symbols[i + 2] = _step(c, table)
+            c, at = _refill(c, words, at, end)
+        if at != end or a != _LOWEST or b != _LOWEST or c != _LOWEST or d != _LOWEST:
+            return False
+    return True
