@@ -16,22 +16,15 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array, backend_for, load_backend
+from horovod_fftcomp.backends import Array, Coefficients, Part, backend_for, load_backend
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Quantizer
-from horovod_fftcomp.sparsifiers import TopK, key_exponent
+from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.transforms import Transform
 from horovod_fftcomp.wire import Header, Layout, Plan
 
 # The same few thousand tensors come back every step.
 _PLANS_CACHED = 1 << 14
-
-
-class Coefficients(NamedTuple):
-    """What ``Codec.coeffs_of`` returns: an array and its ``peak_bits``."""
-
-    array: Array
-    peak: int
 
 
 class Encoded(NamedTuple):
@@ -105,10 +98,11 @@ class Codec:
         """
         plan = self.plan(shape)
         if plan.layout is not Layout.RAW:
-            return Coefficients(*self.transform.forward(flat, residual, kernels))
+            k = 0 if plan.layout is Layout.ALL else plan.k
+            return self.transform.forward(flat, residual, k, kernels)
         if residual is not None:
             residual = self.transform.inverse(residual, plan.numel, kernels)
-        return Coefficients(*kernels.add(flat, residual))
+        return kernels.add(flat, residual, 0)
 
     def energy(self, coeffs: Array, shape: tuple[int, ...]) -> float:
         """Return the sum of squares of the gradient with these coefficients."""
@@ -137,7 +131,7 @@ class Codec:
         if out is None:
             out = np.zeros(plan.payload_nbytes, np.uint8)
         payload = out[: plan.payload_nbytes]
-        array, peak = coeffs
+        array, peak = coeffs.array, coeffs.peak
         if peak > LARGEST_FINITE_BITS:
             wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
             return Encoded(payload, None)
@@ -159,13 +153,9 @@ class Codec:
         kernels: ModuleType,
         keep_residual: bool,
     ) -> None:
-        """Select, quantize and write positions and values."""
-        exponent, bins = key_exponent(coeffs.peak), self.transform.bins_per_block
-        key, ties = self.sparsifier.threshold(coeffs.array, bins, exponent, kernels)
+        """Quantize what is chosen and write positions and values."""
         coding = self.quantizer.coding(scale)
-        bitmap, values = kernels.take(
-            coeffs.array, key, ties, bins, exponent, coding, keep_residual
-        )
+        bitmap, values = kernels.take(coeffs, self.transform.bins_per_block, coding, keep_residual)
         positions = _pack_positions(bitmap, plan, kernels)
         payload[plan.header_nbytes : plan.header_nbytes + plan.positions_nbytes] = positions
         payload[plan.values_offset :] = values
@@ -202,40 +192,41 @@ class Codec:
         plan = self.plan(shape)
         if not all(header.finite for header in headers):
             return np.full(shape, np.nan, np.float32)
-        total = np.zeros(plan.n_bins, self.dtype(plan))
+        if plan.layout is Layout.RAW:
+            return self._sum_raw(payloads, headers, plan, kernels).reshape(shape)
+        parts = []
         for number, (payload, header) in enumerate(zip(payloads, headers, strict=True)):
             try:
-                self._add_body(total, payload, plan, header, kernels)
+                parts.append(self._part(_aligned(payload), plan, header, kernels))
             except ValueError as error:
                 raise PayloadError(f"payload {number}: body: {error}") from error
-        if plan.layout is not Layout.RAW:
-            total = self.transform.inverse(total, plan.numel, kernels)
-        return total.reshape(shape)
+        try:
+            return self.transform.sum(parts, plan.numel, kernels).reshape(shape)
+        except ValueError as error:
+            raise PayloadError(f"body: {error}") from error
+
+    def _part(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Part:
+        """Return the body of a payload; ValueError if its positions cannot be."""
+        end = plan.header_nbytes + plan.positions_nbytes
+        bitmap = _unpack_positions(payload[plan.header_nbytes : end], plan, kernels)
+        coding = self.quantizer.coding(header.scale)
+        return Part(bitmap, payload[plan.values_offset :], coding)
+
+    def _sum_raw(
+        self, payloads: Sequence[Array], headers: Sequence[Header], plan: Plan, kernels: ModuleType
+    ) -> Array:
+        """Return the sum of tensors that travelled as they are."""
+        total = np.zeros(plan.numel, np.float32)
+        for number, (payload, header) in enumerate(zip(payloads, headers, strict=True)):
+            values = _aligned(payload)[plan.values_offset :].view(np.float32)
+            if kernels.peak_bits(values) > int(np.float32(header.scale).view(np.uint32)):
+                raise PayloadError(f"payload {number}: body: a value lies beyond the scale")
+            total += values
+        return total
 
     def may_overflow(self, headers: Sequence[Header]) -> bool:
         """Tell whether a sum of payloads with these headers could exceed float32."""
         return sum(header.scale for header in headers) * self.transform.gain > 2.0**127
-
-    def dtype(self, plan: Plan) -> np.dtype:
-        """Return the dtype of a tensor's coefficients."""
-        is_complex = plan.layout is not Layout.RAW and self.transform.reals_per_bin == 2
-        return np.dtype(np.complex64 if is_complex else np.float32)
-
-    def _add_body(
-        self, total: Array, payload: Array, plan: Plan, header: Header, kernels: ModuleType
-    ) -> None:
-        """Add the coefficients of one payload to ``total``; ValueError for a corrupt body."""
-        payload = _aligned(payload)
-        packed = payload[plan.values_offset :]
-        if plan.layout is Layout.RAW:
-            values = packed.view(np.float32)
-            if kernels.peak_bits(values) > int(np.float32(header.scale).view(np.uint32)):
-                raise ValueError("a value lies beyond the scale of the header")
-            total += values
-            return
-        end = plan.header_nbytes + plan.positions_nbytes
-        bitmap = _unpack_positions(payload[plan.header_nbytes : end], plan, kernels)
-        kernels.add_values(total, bitmap, packed, self.quantizer.coding(header.scale))
 
     def _check(self, payload: Array) -> Header:
         """Return the header of a payload that this codec wrote; PayloadError otherwise."""

@@ -28,7 +28,8 @@ _CACHED = 1 << 14
 def frequencies(n: int, k: int) -> tuple[int, ...]:
     """Return the frequency of a byte with 0, 1, .. 8 ones; those of all 256 add up to 2^12.
 
-    Every byte has at least 1, so any bitmap can be coded. In whole numbers: equal on all machines.
+    Every byte has at least 1, so any bitmap can be coded, where ``can_code`` says so. In whole
+    numbers: equal on all machines.
     """
     total = 1 << PRECISION
     weights = [k**ones * (n - k) ** (8 - ones) for ones in range(9)]
@@ -38,6 +39,11 @@ def frequencies(n: int, k: int) -> tuple[int, ...]:
     others = sum(f * count for f, count in zip(found, counts, strict=True)) - found[rest]
     found[rest] = total - others
     return tuple(found)
+
+
+def can_code(n: int, k: int) -> bool:
+    """Tell whether rounding leaves each byte a frequency; near density 1/2 it may not."""
+    return min(frequencies(n, k)) > 0
 
 
 @functools.lru_cache(_CACHED)

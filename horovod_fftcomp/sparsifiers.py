@@ -1,17 +1,10 @@
-"""Which coefficients are sent: their count, known before the data, and their positions."""
+"""Which coefficients are sent: so far, as many of the largest as is known before the data."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from dataclasses import dataclass
-from types import ModuleType
-
-from horovod_fftcomp.backends import Array
-
-# Complex keys are squares: beyond these exponents of the largest component they would overflow,
-# or underflow for coefficients that still matter, so the spectrum is scaled by a power of two.
-UNSCALED_EXPONENTS = range(-40, 60)
 
 
 @dataclass(frozen=True)
@@ -37,21 +30,3 @@ class TopK:
     def count(self, n: int) -> int:
         """Return k for ``n`` coefficients; known before the data, so payload sizes are too."""
         return 0 if n == 0 else min(n, max(1, math.floor(self.density * n + 1e-9)))
-
-    def threshold(
-        self, coeffs: Array, bins_per_block: int, exponent: int, kernels: ModuleType
-    ) -> tuple[int, int]:
-        """Return (key, ties): chosen are keys above it, and the first ``ties`` of those equal.
-
-        ``coeffs``: finite float32 or complex64, 1-D; ``exponent``: its ``key_exponent``.
-        """
-        k = self.count(coeffs.size)
-        if k == coeffs.size:
-            return 0, k
-        return kernels.kth_key(coeffs, k, bins_per_block, exponent)
-
-
-def key_exponent(peak: int) -> int:
-    """Return the power of two by which complex keys are scaled down; ``peak``: float32 bits."""
-    exponent = (peak >> 23) - 127
-    return 0 if exponent in UNSCALED_EXPONENTS else min(max(exponent, -126), 126)

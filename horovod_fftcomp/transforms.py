@@ -5,12 +5,13 @@ A transform knows lengths and options; the arithmetic of a block lies in ``backe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends import Array, Coefficients, Part
 
 BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -36,15 +37,19 @@ class Identity:
         return numel
 
     def forward(
-        self, flat: Array, residual: Array | None, kernels: ModuleType
-    ) -> tuple[Array, int]:
-        """Return (``flat`` plus ``residual`` in a new array, the bits of its peak)."""
-        return kernels.add(flat, residual)
+        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType
+    ) -> Coefficients:
+        """Return ``flat`` plus ``residual``, ``k`` of them to be sent; 0: all."""
+        return kernels.add(flat, residual, k)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return ``coeffs`` itself, float32 ``[numel]``."""
         del kernels, numel
         return coeffs
+
+    def sum(self, parts: Sequence[Part], numel: int, kernels: ModuleType) -> Array:
+        """Return the ``numel`` elements of the sum of payloads' bodies, float32."""
+        return kernels.sum_values(parts, numel, False)
 
     def energy(self, coeffs: Array) -> float:
         """Return the sum of squares of the gradient whose coefficients are given."""
@@ -80,14 +85,18 @@ class BlockFFT:
         return -(-numel // self.block) * self.bins_per_block
 
     def forward(
-        self, flat: Array, residual: Array | None, kernels: ModuleType
-    ) -> tuple[Array, int]:
-        """Return (spectra plus ``residual``, complex64 ``[n_bins]``; the bits of their peak)."""
-        return kernels.rfft_blocks(flat, self.block, residual)
+        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType
+    ) -> Coefficients:
+        """Return the spectra of all blocks plus ``residual``, ``k`` bins to be sent; 0: all."""
+        return kernels.rfft_blocks(flat, self.block, residual, k)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return the first ``numel`` elements of the blocks with these spectra, float32."""
         return kernels.irfft_blocks(coeffs, self.block, numel)
+
+    def sum(self, parts: Sequence[Part], numel: int, kernels: ModuleType) -> Array:
+        """Return the ``numel`` elements of the sum of payloads' bodies, float32."""
+        return kernels.irfft_sum(parts, self.block, numel)
 
     def energy(self, coeffs: Array) -> float:
         """Return the sum of squares of the gradient whose spectra are given (Parseval)."""
@@ -124,14 +133,18 @@ class BlockDCT:
         return -(-numel // self.block) * self.block
 
     def forward(
-        self, flat: Array, residual: Array | None, kernels: ModuleType
-    ) -> tuple[Array, int]:
-        """Return (coefficients plus ``residual``, float32 ``[n_bins]``; the bits of their peak)."""
-        return kernels.dct_blocks(flat, self.block, residual)
+        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType
+    ) -> Coefficients:
+        """Return the coefficients of all blocks plus ``residual``, ``k`` to be sent; 0: all."""
+        return kernels.dct_blocks(flat, self.block, residual, k)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return the first ``numel`` elements of the blocks with these DCTs, float32."""
         return kernels.idct_blocks(coeffs, self.block, numel)
+
+    def sum(self, parts: Sequence[Part], numel: int, kernels: ModuleType) -> Array:
+        """Return the ``numel`` elements of the sum of payloads' bodies, float32."""
+        return kernels.idct_sum(parts, self.block, numel)
 
     def energy(self, coeffs: Array) -> float:
         """Return the sum of squares of the gradient whose DCTs are given."""

@@ -28,7 +28,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 _FIXED = struct.Struct("<3sBBBBBQQQQfI")
 _CRC_OFFSET = _FIXED.size - 4
 _NOT_FINITE = 1
-_WORTH_CODING = 0.95
+_WORTH_CODING_PERCENT = 95
 _MAX_DIMS = 64
 
 
@@ -116,8 +116,8 @@ def _cheapest_positions(n: int, k: int) -> tuple[Layout, int, int]:
         nbytes = (unary + 7) // 8 + (k * low_bits + 7) // 8
         choices.append((nbytes, Layout.OFFSETS, low_bits))
     nbytes, layout, low_bits = min(choices)
-    coded = entropy.coded_nbytes(n, k)
-    if coded < _WORTH_CODING * nbytes:
+    coded = entropy.coded_nbytes(n, k) if entropy.can_code(n, k) else nbytes
+    if 100 * coded < _WORTH_CODING_PERCENT * nbytes:
         return Layout.ENTROPY, 0, coded
     return layout, low_bits, nbytes
 

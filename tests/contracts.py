@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError, get_codec, list_compressors
-from horovod_fftcomp.backends import BACKENDS, load_backend
-from horovod_fftcomp.codec import Coefficients
-from horovod_fftcomp.quantizers import Coding, Float32
+from horovod_fftcomp.backends import BACKENDS, Coefficients, Part, load_backend
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Coding, Float32
 from horovod_fftcomp.wire import Layout
 
 GATHER_RECIPES = [name for name in list_compressors() if name not in ("none", "fp16")]
@@ -91,19 +90,35 @@ def make_codec(key: str) -> Codec:
     return get_codec(recipe, **options)
 
 
+def copied(coeffs: Coefficients) -> Coefficients:
+    return coeffs._replace(array=coeffs.array.copy())
+
+
+def ranked(kernels: ModuleType, codec: Codec, array: np.ndarray) -> Coefficients:
+    """Return a copy of coefficients with what ``kernels`` say of them."""
+    k, peak = codec.sparsifier.count(array.size), kernels.peak_bits(array)
+    if k == array.size or peak > LARGEST_FINITE_BITS:
+        return Coefficients(array.copy(), peak, 0, array.size)
+    exponent = load_backend("reference").key_exponent(peak)
+    key, ties = kernels.kth_key(array, k, codec.transform.bins_per_block, exponent)
+    return Coefficients(array.copy(), peak, key, ties)
+
+
 def positions_chosen(
-    kernels: ModuleType, coeffs: np.ndarray, k: int, bins_per_block: int = 1, exponent: int = 0
+    kernels: ModuleType, array: np.ndarray, k: int, bins_per_block: int = 1
 ) -> list[int]:
     """Return the positions of the ``k`` largest coefficients, as ``kernels`` choose them."""
-    key, ties = kernels.kth_key(coeffs, k, bins_per_block, exponent)
-    coding = Float32().coding(1.0)
-    bitmap, _ = kernels.take(coeffs, key, ties, bins_per_block, exponent, coding, False)
+    peak = kernels.peak_bits(array)
+    exponent = load_backend("reference").key_exponent(peak)
+    coeffs = Coefficients(array, peak, *kernels.kth_key(array, k, bins_per_block, exponent))
+    bitmap, _ = kernels.take(coeffs, bins_per_block, Float32().coding(1.0), False)
     return load_backend("reference").positions_of(bitmap).tolist()
 
 
 def quantize(kernels: ModuleType, values: np.ndarray, coding: Coding) -> np.ndarray:
     """Return the code of every value, as ``kernels`` write them."""
-    bitmap, packed = kernels.take(values, 0, values.size, 1, 0, coding, False)
+    everything = Coefficients(values, kernels.peak_bits(values), 0, values.size)
+    bitmap, packed = kernels.take(everything, 1, coding, False)
     assert load_backend("reference").positions_of(bitmap).size == values.size
     return load_backend("reference").unpack_bits(packed, values.size, coding.bits)
 
@@ -111,10 +126,9 @@ def quantize(kernels: ModuleType, values: np.ndarray, coding: Coding) -> np.ndar
 def dequantize(kernels: ModuleType, codes: np.ndarray, coding: Coding) -> np.ndarray:
     """Return the value of every code, as ``kernels`` read them."""
     reference = load_backend("reference")
-    values = np.zeros(codes.size, np.float32)
     everywhere = reference.bitmap_of(np.arange(codes.size), codes.size)
-    kernels.add_values(values, everywhere, reference.pack_bits(codes, coding.bits), coding)
-    return values
+    part = Part(everywhere, reference.pack_bits(codes, coding.bits), coding)
+    return kernels.sum_values([part], codes.size, False)
 
 
 def tolerance_of(x: np.ndarray) -> float:
@@ -180,12 +194,11 @@ def check_same_bytes(codec: Codec, x: np.ndarray) -> None:
     shape = x.shape
     flat = np.ascontiguousarray(x, np.float32).reshape(-1)
     reference = load_backend("reference")
-    coeffs, peak = codec.coeffs_of(flat, shape, reference)
-    expected = codec.encode_coeffs(Coefficients(coeffs.copy(), peak), shape, kernels=reference)
+    coeffs = codec.coeffs_of(flat, shape, reference)
+    expected = codec.encode_coeffs(copied(coeffs), shape, kernels=reference)
     for name in BACKENDS:
         kernels = load_backend(name)
-        assert kernels.peak_bits(coeffs) == peak, name
-        actual = codec.encode_coeffs(Coefficients(coeffs.copy(), peak), shape, kernels=kernels)
+        actual = codec.encode_coeffs(ranked(kernels, codec, coeffs.array), shape, kernels=kernels)
         assert actual.payload.tobytes() == expected.payload.tobytes(), name
         if codec.plan(shape).layout is Layout.RAW:
             assert actual.residual is None

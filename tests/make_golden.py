@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from horovod_fftcomp.backends import load_backend
-from horovod_fftcomp.codec import Coefficients
-from tests.contracts import CODECS, make_codec
+from tests.contracts import CODECS, make_codec, ranked
 
 FOLDER = Path(__file__).parent / "golden"
 SHAPE = (9, 5, 13, 4)
@@ -25,8 +24,7 @@ def make(key: str) -> dict[str, np.ndarray]:
     coeffs = (np.arange(n_reals) * 7919 % 613 - 306).astype(np.float32) / 8
     if codec.transform.reals_per_bin == 2:
         coeffs = coeffs.view(np.complex64)
-    whole = Coefficients(coeffs.copy(), kernels.peak_bits(coeffs))
-    encoded = codec.encode_coeffs(whole, SHAPE, kernels=kernels)
+    encoded = codec.encode_coeffs(ranked(kernels, codec, coeffs), SHAPE, kernels=kernels)
     return {"coeffs": coeffs, "payload": encoded.payload, "residual": encoded.residual}
 
 

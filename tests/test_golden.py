@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp.backends import BACKENDS, load_backend
-from horovod_fftcomp.codec import Coefficients
-from tests.contracts import CODECS, make_codec
+from tests.contracts import CODECS, make_codec, ranked
 from tests.make_golden import FOLDER, SHAPE, make
 
 
@@ -18,7 +17,7 @@ def test_payloads_equal_the_golden_ones(key, backend):
         coeffs, payload, residual = golden["coeffs"], golden["payload"], golden["residual"]
     assert coeffs.tobytes() == make(key)["coeffs"].tobytes()
     kernels = load_backend(backend)
-    whole = Coefficients(coeffs.copy(), kernels.peak_bits(coeffs))
+    whole = ranked(kernels, make_codec(key), coeffs)
     encoded = make_codec(key).encode_coeffs(whole, SHAPE, kernels=kernels)
     assert encoded.payload.tobytes() == payload.tobytes()
     assert encoded.residual.tobytes() == residual.tobytes()

@@ -25,7 +25,7 @@ ALLOWED = {
     "wire.py": {"numpy", "backends", "entropy", "errors"},
     "codec.py": {"numpy", "ml_dtypes", "wire", "backends", "errors", "quantizers", "sparsifiers",
                  "transforms"},
-    "backends/__init__.py": {"numpy"},
+    "backends/__init__.py": {"numpy", "quantizers"},
     "backends/reference.py": {"numpy", "backends", "entropy", "quantizers"},
     "backends/cpu/": {"numpy", "numba", "llvmlite", "backends", "entropy", "quantizers", "threads"},
     "schemes/__init__.py": {"backends"},

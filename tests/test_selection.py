@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as npst
 
 from horovod_fftcomp import get_codec, threads
 from horovod_fftcomp.backends import BACKENDS, load_backend
-from horovod_fftcomp.sparsifiers import TopK, key_exponent
+from horovod_fftcomp.sparsifiers import TopK
 from tests.contracts import positions_chosen
 
 
@@ -68,8 +68,7 @@ def test_spectra_of_any_scale_choose_the_same_bins(backend, scale):
     spectrum = x.view(np.complex64)
     expected = positions_chosen(kernels, spectrum, 100, 128)
     scaled = (x * np.float32(scale)).view(np.complex64)
-    exponent = key_exponent(kernels.peak_bits(scaled))
-    assert positions_chosen(kernels, scaled, 100, 128, exponent) == expected
+    assert positions_chosen(kernels, scaled, 100, 128) == expected
 
 
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.2, 0.7])
@@ -101,12 +100,17 @@ def _keys_of_every_kind(n: int) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("n_threads", [1, 3])
-@pytest.mark.parametrize("kind", _keys_of_every_kind(1))
-def test_large_tensors_choose_as_the_reference_does(kind, n_threads, monkeypatch):
-    """Beyond a sample's size, with every number of threads, whatever the keys' distribution."""
-    monkeypatch.setattr(threads, "get_num_threads", lambda: n_threads)
+@pytest.fixture(params=[1, 3], ids="{} threads".format)
+def n_threads(request, monkeypatch):
+    """Let kernels share out their work, on any machine."""
+    monkeypatch.setattr(threads, "get_num_threads", lambda: request.param)
     monkeypatch.setattr(threads, "_pool", None)
+
+
+@pytest.mark.usefixtures("n_threads")
+@pytest.mark.parametrize("kind", _keys_of_every_kind(1))
+def test_large_tensors_choose_as_the_reference_does(kind):
+    """Beyond a sample's size, with every number of threads, whatever the keys' distribution."""
     n = 150_000
     x = _keys_of_every_kind(n)[kind]
     for values, bins in ((x, 1), (x.view(np.complex64), 128)):
@@ -115,3 +119,25 @@ def test_large_tensors_choose_as_the_reference_does(kind, n_threads, monkeypatch
             assert load_backend("cpu").kth_key(values, k, bins, 0) == expected
             both = [positions_chosen(load_backend(name), values, k, bins) for name in BACKENDS]
             assert both[0] == both[1]
+
+
+@pytest.mark.usefixtures("n_threads")
+@pytest.mark.parametrize("kind", _keys_of_every_kind(1))
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_key_found_on_the_way_is_that_of_the_coefficients(kind, residual):
+    """``add`` and the transforms rank while they write; ``kth_key`` looks at what they wrote."""
+    n = 1_200_007
+    x = _keys_of_every_kind(n)[kind]
+    kernels, reference = load_backend("cpu"), load_backend("reference")
+    for make, bins in (
+        (lambda r, k: kernels.add(x, r, k), 1),
+        (lambda r, k: kernels.rfft_blocks(x, 64, r, k), 32),
+        (lambda r, k: kernels.dct_blocks(x, 128, r, k), 128),
+    ):
+        carried = make(None, 0).array[::-1].copy() if residual else None
+        for k in (1, n // 100, n // 7):
+            coeffs = make(carried, k)
+            assert coeffs.peak == reference.peak_bits(coeffs.array)
+            exponent = reference.key_exponent(coeffs.peak)
+            expected = reference.kth_key(coeffs.array, k, bins, exponent)
+            assert (coeffs.key, coeffs.ties) == expected

@@ -8,10 +8,36 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 
+from horovod_fftcomp.quantizers import Coding
+
 Array = np.ndarray
+
+
+class Coefficients(NamedTuple):
+    """A tensor's coefficients: of gradient plus residual, in an array of their own.
+
+    ``array``: float32 or complex64, 1-D. ``peak``: bits of the largest |component|. ``key`` and
+    ``ties``: what is to be sent are the coefficients whose keys are above ``key`` and the first
+    ``ties`` of those equal to it.
+    """
+
+    array: Array
+    peak: int
+    key: int
+    ties: int
+
+
+class Part(NamedTuple):
+    """A payload's body: bitmap, uint64 ``[ceil(n / 64)]``; packed codes, uint8; their coding."""
+
+    bitmap: Array
+    packed: Array
+    coding: Coding
+
 
 BACKENDS = ("reference", "cpu")
 
@@ -19,12 +45,14 @@ KERNELS = (
     "add",
     "rfft_blocks",
     "irfft_blocks",
+    "irfft_sum",
     "dct_blocks",
     "idct_blocks",
+    "idct_sum",
     "peak_bits",
     "kth_key",
     "take",
-    "add_values",
+    "sum_values",
     "pack_bitmap",
     "unpack_bitmap",
     "pack_offsets",

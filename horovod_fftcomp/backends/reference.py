@@ -6,21 +6,42 @@ since libraries of FFTs round differently.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import numpy as np
 
 from horovod_fftcomp import entropy
-from horovod_fftcomp.backends import Array
-from horovod_fftcomp.quantizers import BFLOAT16, FLOAT32, LARGEST_BFLOAT16_BITS, RANGE, Coding
+from horovod_fftcomp.backends import Array, Coefficients, Part
+from horovod_fftcomp.quantizers import (
+    BFLOAT16,
+    FLOAT32,
+    LARGEST_BFLOAT16_BITS,
+    LARGEST_FINITE_BITS,
+    RANGE,
+    Coding,
+)
 
 # NaN and Inf in a gradient are told by its coefficients; NumPy need not warn of them as well.
+_UNSCALED_EXPONENTS = range(-40, 60)
 _quiet = np.errstate(invalid="ignore", over="ignore")
 
 
 @_quiet
-def add(flat: Array, residual: Array | None) -> tuple[Array, int]:
-    """Return (a new array, ``flat`` plus ``residual`` if there is one; its ``peak_bits``)."""
-    total = flat.copy() if residual is None else flat + residual
-    return total, peak_bits(total)
+def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
+    """Return ``flat`` plus ``residual``, if there is one, in a new array, and its ``k``-th key.
+
+    With ``k`` 0 all elements are chosen. Those of a sum that is not finite mean nothing.
+    """
+    return _ranked(flat.copy() if residual is None else flat + residual, k, 1)
+
+
+def _ranked(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
+    peak = peak_bits(coeffs)
+    if not k or peak > LARGEST_FINITE_BITS:
+        return Coefficients(coeffs, peak, 0, coeffs.size)
+    key, ties = kth_key(coeffs, k, bins_per_block, key_exponent(peak))
+    return Coefficients(coeffs, peak, key, ties)
 
 
 def _rows(flat: Array, length: int) -> Array:
@@ -31,8 +52,8 @@ def _rows(flat: Array, length: int) -> Array:
 
 
 @_quiet
-def rfft_blocks(flat: Array, block: int, residual: Array | None) -> tuple[Array, int]:
-    """Return (packed half-spectra of consecutive blocks plus ``residual``, their ``peak_bits``).
+def rfft_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
+    """Return packed half-spectra of consecutive blocks plus ``residual``, and their ``k``-th key.
 
     ``flat``: float32, padded to whole blocks with zeros. Spectra: complex64 ``[B * block / 2]``,
     scaled by 1 / block; bin 0 of a block holds (DC, Nyquist) as its real and imaginary part.
@@ -42,7 +63,8 @@ def rfft_blocks(flat: Array, block: int, residual: Array | None) -> tuple[Array,
     full = np.fft.rfft(_rows(flat, block) * np.float32(1 / block), axis=1)
     packed = full[:, :-1].astype(np.complex64)
     packed[:, 0] = full[:, 0].real + 1j * full[:, -1].real
-    return add(packed.reshape(-1), residual)
+    coeffs = packed.reshape(-1)
+    return _ranked(coeffs if residual is None else coeffs + residual, k, block // 2)
 
 
 def irfft_blocks(coeffs: Array, block: int, numel: int) -> Array:
@@ -56,6 +78,7 @@ def irfft_blocks(coeffs: Array, block: int, numel: int) -> Array:
     return rows.reshape(-1)[:numel]
 
 
+@functools.cache
 def _dct_matrix(length: int) -> Array:
     """Return the orthonormal DCT-II, float64 ``[L, L]``: row j is the j-th cosine."""
     j, i = np.mgrid[:length, :length]
@@ -65,13 +88,13 @@ def _dct_matrix(length: int) -> Array:
 
 
 @_quiet
-def dct_blocks(flat: Array, block: int, residual: Array | None) -> tuple[Array, int]:
-    """Return (DCT-IIs of consecutive blocks plus ``residual``, float32; their ``peak_bits``).
+def dct_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
+    """Return DCT-IIs of consecutive blocks plus ``residual``, float32, and their ``k``-th key.
 
     Orthonormal divided by sqrt(block); otherwise as ``rfft_blocks``.
     """
     coeffs = _rows(flat, block) @ _dct_matrix(block).T / np.sqrt(block)
-    return add(coeffs.astype(np.float32).reshape(-1), residual)
+    return add(coeffs.astype(np.float32).reshape(-1), residual, k)
 
 
 def idct_blocks(coeffs: Array, block: int, numel: int) -> Array:
@@ -88,6 +111,16 @@ def magnitude_bits(values: Array) -> Array:
 def peak_bits(values: Array) -> int:
     """Return the largest bit pattern of any |component|; 0x7F800000 or more: Inf or NaN inside."""
     return int(magnitude_bits(values.view(np.float32)).max(initial=0))
+
+
+def key_exponent(peak: int) -> int:
+    """Return the power of two by which complex keys are scaled down; ``peak``: float32 bits.
+
+    Keys are squares: beyond certain exponents of the largest component they would overflow, or
+    underflow for coefficients that still matter.
+    """
+    exponent = (peak >> 23) - 127
+    return 0 if exponent in _UNSCALED_EXPONENTS else min(max(exponent, -126), 126)
 
 
 def selection_keys(coeffs: Array, bins_per_block: int, exponent: int) -> Array:
@@ -117,43 +150,50 @@ def kth_key(coeffs: Array, k: int, bins_per_block: int, exponent: int) -> tuple[
 
 
 def take(
-    coeffs: Array,
-    key: int,
-    ties: int,
-    bins_per_block: int,
-    exponent: int,
-    coding: Coding,
-    keep: bool,
+    coeffs: Coefficients, bins_per_block: int, coding: Coding, keep: bool
 ) -> tuple[Array, Array]:
     """Return (bitmap of the chosen coefficients, their packed codes as ``coding`` has them).
 
-    Chosen are keys above ``key`` and the first ``ties`` of those equal to it. The bitmap is uint64
-    ``[ceil(n / 64)]``, coefficient i at bit i mod 64 of word i // 64. With ``keep`` what the codes
-    decode to is subtracted from ``coeffs``, in place.
+    The bitmap is uint64 ``[ceil(n / 64)]``, coefficient i at bit i mod 64 of word i // 64. With
+    ``keep`` what the codes decode to is subtracted from the array, in place.
     """
-    keys = selection_keys(coeffs, bins_per_block, exponent)
+    array, peak, key, ties = coeffs
+    keys = selection_keys(array, bins_per_block, key_exponent(peak))
     chosen = keys > key
     chosen[np.flatnonzero(keys == key)[:ties]] = True
-    values = coeffs[chosen].view(np.float32)
+    values = array[chosen].view(np.float32)
     codes = encode_values(values, coding)
     if keep:
-        coeffs[chosen] = (values - decode_values(codes, coding)).view(coeffs.dtype)
-    return bitmap_of(np.flatnonzero(chosen), coeffs.size), pack_bits(codes, coding.bits)
+        array[chosen] = (values - decode_values(codes, coding)).view(array.dtype)
+    return bitmap_of(np.flatnonzero(chosen), array.size), pack_bits(codes, coding.bits)
 
 
-def add_values(total: Array, bitmap: Array, packed: Array, coding: Coding) -> None:
-    """Add the values of ``packed`` to ``total`` where ``bitmap`` has ones, in place.
+def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:
+    """Return the sum of the values of ``parts`` in their order, zeros elsewhere, ``n`` in all.
 
-    ValueError if a code or a magnitude is larger than ``coding`` allows.
+    ValueError with the number of a part that has a code or a magnitude beyond its coding.
     """
-    positions = positions_of(bitmap)
-    reals_per_value = 2 if total.dtype == np.complex64 else 1
-    codes = unpack_bits(packed, len(positions) * reals_per_value, coding.bits)
-    values = decode_values(codes, coding)
-    largest = codes if coding.kind == RANGE else magnitude_bits(values)
-    if largest.max(initial=0) > coding.largest:
-        raise ValueError("a value lies beyond the range that the scale allows")
-    total[positions] += values.view(total.dtype)
+    total = np.zeros(n, np.complex64 if is_complex else np.float32)
+    for number, (bitmap, packed, coding) in enumerate(parts):
+        positions = positions_of(bitmap)
+        codes = unpack_bits(packed, len(positions) * (2 if is_complex else 1), coding.bits)
+        values = decode_values(codes, coding)
+        largest = codes if coding.kind == RANGE else magnitude_bits(values)
+        if largest.max(initial=0) > coding.largest:
+            raise ValueError(f"payload {number}: a value lies beyond what the scale allows")
+        total[positions] += values.view(total.dtype)
+    return total
+
+
+def irfft_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+    """Return the inverse of the sum of ``parts``: ``irfft_blocks`` of ``sum_values``."""
+    n_bins = -(-numel // block) * block // 2
+    return irfft_blocks(sum_values(parts, n_bins, True), block, numel)
+
+
+def idct_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+    """Return the inverse of the sum of ``parts``: ``idct_blocks`` of ``sum_values``."""
+    return idct_blocks(sum_values(parts, -(-numel // block) * block, False), block, numel)
 
 
 def encode_values(values: Array, coding: Coding) -> Array:

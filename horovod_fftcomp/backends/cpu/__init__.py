@@ -16,23 +16,27 @@ from horovod_fftcomp.backends.cpu.selection import kth_key
 from horovod_fftcomp.backends.cpu.transforms import (
     dct_blocks,
     idct_blocks,
+    idct_sum,
     irfft_blocks,
+    irfft_sum,
     rfft_blocks,
 )
-from horovod_fftcomp.backends.cpu.values import add, add_values, peak_bits, take
+from horovod_fftcomp.backends.cpu.values import add, peak_bits, sum_values, take
 
 __all__ = [
     "add",
-    "add_values",
     "dct_blocks",
     "idct_blocks",
+    "idct_sum",
     "irfft_blocks",
+    "irfft_sum",
     "kth_key",
     "pack_bitmap",
     "pack_entropy",
     "pack_offsets",
     "peak_bits",
     "rfft_blocks",
+    "sum_values",
     "take",
     "unpack_bitmap",
     "unpack_entropy",

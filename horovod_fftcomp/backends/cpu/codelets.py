@@ -39,12 +39,14 @@ class _Emitter:
     def load_as(self, kind: ir.Type, address: ir.Value) -> ir.Value:
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=4)
 
+    def store_as(self, kind: ir.Type, value: ir.Value, address: ir.Value) -> None:
+        self.builder.store(value, self.builder.inttoptr(address, kind.as_pointer()), align=4)
+
     def load(self, address: ir.Value) -> _Real:
         return _Real(self, self.load_as(_FLOATS, address))
 
     def store(self, value: _Real, address: ir.Value) -> None:
-        pointer = self.builder.inttoptr(address, _FLOATS.as_pointer())
-        self.builder.store(value.vector, pointer, align=4)
+        self.store_as(_FLOATS, value.vector, address)
 
     def broadcast(self, address: ir.Value) -> _Real:
         """Return the one float at ``address`` in every lane."""
@@ -241,7 +243,7 @@ def _scatter_coeffs(with_addend: bool) -> Callable:
             emit.store(row, emit.at(dst, 0, row_nbytes, i))
             bits = builder.and_(builder.bitcast(row.vector, _INTS), magnitude)
             largest = builder.select(builder.icmp_signed(">", bits, largest), bits, largest)
-        builder.store(largest, builder.inttoptr(peak, _INTS.as_pointer()), align=4)
+        emit.store_as(_INTS, largest, peak)
 
     return _codelet(body, 5)
 
@@ -333,6 +335,30 @@ def _mask_above(emit, keys, threshold):
         shift = ir.Constant(_I64, LANES * part)
         mask = builder.or_(mask, builder.shl(builder.zext(bits, _I64), shift))
     return mask
+
+
+def _sum_with_keys(with_addend: bool) -> Callable:
+    """Add 64 reals; write the sums, and their magnitudes' bits as keys; follow the peak."""
+
+    def body(emit, a, b, out, keys, peak):
+        builder = emit.builder
+        magnitude = ir.Constant(_INTS, [0x7FFFFFFF] * LANES)
+        largest = emit.load_as(_INTS, peak)
+        for part in range(64 // LANES):
+            offset = VECTOR_NBYTES * part
+            total = emit.load(emit.at(a, offset))
+            if with_addend:
+                total = total + emit.load(emit.at(b, offset))
+            emit.store(total, emit.at(out, offset))
+            bits = builder.and_(builder.bitcast(total.vector, _INTS), magnitude)
+            emit.store_as(_INTS, bits, emit.at(keys, offset))
+            largest = builder.select(builder.icmp_signed(">", bits, largest), bits, largest)
+        emit.store_as(_INTS, largest, peak)
+
+    return _codelet(body, 5)
+
+
+copy_with_keys, sum_with_keys = _sum_with_keys(False), _sum_with_keys(True)
 
 
 def _trailing_zeros(emit, word):

@@ -127,21 +127,21 @@ def _unpack_offsets(unary, offsets, low_bits, n, bitmap):
 def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
     """See ``reference.pack_entropy``."""
     symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
-    freqs, starts, reciprocals, shifts = _encoder(entropy.frequencies(n, k))
+    table = _encoder(entropy.frequencies(n, k))
 
     def work(begin: int, end: int) -> tuple[Array, Array]:
         part = symbols[begin * _CHUNK : end * _CHUNK]
         lengths = np.empty(end - begin, np.uint16)
         room = (end - begin) * 2 * _LANES + part.size // 2 + 4 * (end - begin)
         out = np.empty(room, np.uint32)
-        used = _pack_entropy(part, freqs, starts, reciprocals, shifts, lengths, out)
+        used = _pack_entropy(part, *table, lengths, out)
         return lengths, out[:used]
 
     parts = threads.each(work, threads.ranges(entropy.n_chunks(n), _LEAST_CHUNKS))
     packed = np.zeros(entropy.coded_nbytes(n, k), np.uint8)
     at = entropy.words_offset(n)
-    table = np.concatenate([lengths for lengths, _ in parts])
-    packed[: table.nbytes] = table.view(np.uint8)
+    lengths = np.concatenate([part for part, _ in parts])
+    packed[: lengths.nbytes] = lengths.view(np.uint8)
     for _, words in parts:
         packed[at : at + words.nbytes] = words.view(np.uint8)
         at += words.nbytes
@@ -150,53 +150,74 @@ def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
 
 @functools.lru_cache(64)
 def _encoder(frequencies: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
-    """Return each byte's frequency, its start, and what divides by the frequency.
+    """Return each byte's frequency, reciprocal, shift and bias, by which a state takes it in.
 
-    A 63-bit state over f is the upper half of state * reciprocal, shifted (Alverson 1991).
+    A state below 2^63 over f is the upper half of state * reciprocal, shifted (Alverson 1991). Over
+    1 that is not exact but one less, which the bias makes good.
     """
-    freqs = np.array([frequencies[byte.bit_count()] for byte in range(256)], np.int64)
-    starts = np.cumsum(freqs) - freqs
-    reciprocals, shifts = [], []
-    for f in freqs.tolist():
-        shift = max(1, (f - 1).bit_length())
-        reciprocals.append(-(-(1 << (shift + 63)) // f) if f > 1 else 0)
-        shifts.append(shift - 1)
-    return freqs, starts, np.array(reciprocals, np.uint64), np.array(shifts, np.int64)
+    freqs = _frequencies(frequencies)
+    biases = np.cumsum(freqs) - freqs + np.where(freqs == 1, _SLOTS - 1, 0)
+    shifts = [max(1, (f - 1).bit_length()) for f in freqs.tolist()]
+    reciprocals = [
+        -(-(1 << (shift + 63)) // f) if f > 1 else (1 << 64) - 1
+        for f, shift in zip(freqs.tolist(), shifts, strict=True)
+    ]
+    return (
+        freqs.astype(np.uint64),
+        np.array(reciprocals, np.uint64),
+        np.array(shifts, np.uint64) - np.uint64(1),
+        biases.astype(np.uint64),
+    )
+
+
+def _frequencies(frequencies: tuple[int, ...]) -> Array:
+    return np.array([frequencies[byte.bit_count()] for byte in range(256)], np.int64)
 
 
 @kernel
-def _pack_entropy(symbols, freqs, starts, reciprocals, shifts, lengths, out):
+def _push(state, symbol, words, free, freqs, reciprocals, shifts, biases):
+    """Return (the state with a symbol more, the last free word)."""
+    f = freqs[symbol]
+    words[free] = np.uint32(state & np.uint64(0xFFFFFFFF))
+    full = state >= f << np.uint64(63 - entropy.PRECISION)
+    if full:
+        state >>= np.uint64(32)
+    product = high_product(np.int64(state), np.int64(reciprocals[symbol]))
+    quotient = product >> shifts[symbol]
+    # quotient * 2^12 + remainder + start
+    return state + biases[symbol] + quotient * (np.uint64(_SLOTS) - f), free - full
+
+
+@kernel
+def _pack_entropy(symbols, freqs, reciprocals, shifts, biases, lengths, out):
     """Write all chunks, one after another, to ``out``; return the words used."""
     at = 0
     words = np.empty(_CHUNK, np.uint32)  # at most 12 bits a symbol
-    states = np.empty(_LANES, np.uint64)
     for chunk in range(lengths.size):
         begin = chunk * _CHUNK
-        end = min(begin + _CHUNK, symbols.size)
-        states[:] = _LOWEST
-        free = words.size
-        for i in range(end - begin - 1, -1, -1):
-            symbol, lane = symbols[begin + i], i % _LANES
-            state, f = states[lane], freqs[symbol]
-            if state >= np.uint64(f) << np.uint64(63 - entropy.PRECISION):
-                free -= 1
-                words[free] = state & np.uint64(0xFFFFFFFF)
-                state >>= np.uint64(32)
-            if f == 1:
-                quotient = state
-            else:
-                product = high_product(np.int64(state), np.int64(reciprocals[symbol]))
-                quotient = product >> np.uint64(shifts[symbol])
-            # quotient * 2^12 + remainder + start
-            state += np.uint64(starts[symbol]) + quotient * np.uint64(_SLOTS - f)
-            states[lane] = state
-        for lane in range(_LANES):
-            out[at] = states[lane] & np.uint64(0xFFFFFFFF)
-            out[at + 1] = states[lane] >> np.uint64(32)
+        part = symbols[begin : min(begin + _CHUNK, symbols.size)]
+        a = b = c = d = _LOWEST
+        free, i = words.size - 1, part.size - 1
+        while i >= 0:
+            lane = i % _LANES
+            if lane == 3:
+                d, free = _push(d, part[i], words, free, freqs, reciprocals, shifts, biases)
+                i -= 1
+            if lane >= 2:
+                c, free = _push(c, part[i], words, free, freqs, reciprocals, shifts, biases)
+                i -= 1
+            if lane >= 1:
+                b, free = _push(b, part[i], words, free, freqs, reciprocals, shifts, biases)
+                i -= 1
+            a, free = _push(a, part[i], words, free, freqs, reciprocals, shifts, biases)
+            i -= 1
+        for state in (a, b, c, d):
+            out[at] = np.uint32(state & np.uint64(0xFFFFFFFF))
+            out[at + 1] = np.uint32(state >> np.uint64(32))
             at += 2
-        n_words = words.size - free
+        n_words = words.size - 1 - free
         lengths[chunk] = n_words
-        out[at : at + n_words] = words[free:]
+        out[at : at + n_words] = words[free + 1 :]
         at += n_words
     return at
 
@@ -229,7 +250,8 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
 @functools.lru_cache(64)
 def _decoder(frequencies: tuple[int, ...]) -> Array:
     """Return for each of the 4096 slots its symbol, frequency and place: 8, 12 and 12 bits."""
-    freqs, starts, _, _ = _encoder(frequencies)
+    freqs = _frequencies(frequencies)
+    starts = np.cumsum(freqs) - freqs
     symbols = np.repeat(np.arange(256), freqs)
     places = np.arange(_SLOTS) - starts[symbols]
     return (symbols | freqs[symbols] << 8 | places << 20).astype(np.uint32)

@@ -1,8 +1,13 @@
-"""Which coefficients are largest, on a CPU: their keys, and the k-th key without a sort."""
+"""Which coefficients are largest, on a CPU: their keys, and the k-th key without a sort.
+
+A sample of the keys suggests limits between which the k-th lies. One pass, of its own or while the
+coefficients are made, counts the keys above and collects those between; the k-th key is found among
+these. Where the limits prove wrong all keys are collected: the sample decides speed alone.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
@@ -15,15 +20,91 @@ kernel: Any = njit(cache=True, nogil=True)
 
 GROUP = 4096  # coefficients whose keys are computed at a time, into the L1 cache
 LEAST_GROUPS = 8  # for a thread of its own
+SAMPLES = 1 << 14
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NO_KEY = np.int32(-2)  # below every key, and below what is above every key
-_SAMPLES = 1 << 14
 _ABOVE_ALL = 0x7FFFFFFF
+
+
+class Limits(NamedTuple):
+    """Keys that the k-th lies between, both included."""
+
+    low: int
+    high: int
+
+
+class Counts(NamedTuple):
+    """Keys above the limits, how many lie between them, and these as far as there was room."""
+
+    above: int
+    between: int
+    found: Array
 
 
 def key_scale(exponent: int) -> np.float32:
     """Return what complex coefficients are multiplied by before they are squared."""
     return np.float32(2.0**-exponent)
+
+
+def suggest(keys: Array, k: int, n: int, spread: float) -> Limits:
+    """Return limits for the k-th of ``n`` keys from a sample, int32, which is sorted in place.
+
+    ``spread``: of the rank in the sample, in multiples of what independent samples would have.
+    """
+    rank = k * keys.size / n
+    margin = 4 * spread * rank**0.5 + 8
+    low, high = int(rank + margin), int(rank - margin)
+    keys.sort()
+    return Limits(
+        int(keys[-low]) if low <= keys.size else 0,
+        int(keys[-high]) if high >= 1 else _ABOVE_ALL,
+    )
+
+
+def room_for(n: int) -> int:
+    """Return how many keys to make room for among ``n``."""
+    return n // 8 + 2 * SAMPLES
+
+
+def settled(parts: list[Counts], k: int) -> tuple[int, int] | None:
+    """Return (k-th key, how many equal to it are of the k largest); None if limits were wrong."""
+    above = sum(part.above for part in parts)
+    between = sum(part.between for part in parts)
+    found = np.concatenate([part.found for part in parts])
+    if above >= k or above + between < k or found.size < between:
+        return None
+    return _kth(found, k - above)
+
+
+def kth_key(coeffs: Array, k: int, bins_per_block: int, exponent: int) -> tuple[int, int]:
+    """See ``reference.kth_key``."""
+    n, reals = coeffs.size, coeffs.view(np.float32)
+    options = (coeffs.dtype == np.complex64, bins_per_block, key_scale(exponent))
+    if n > 2 * SAMPLES:
+        sample = _sample(reals, n, *options, np.empty(SAMPLES, np.int32))
+        limits = suggest(sample, k, n, 1)
+        counts = _count(reals, n, options, limits, room_for(n))
+        above, equal = (sum(column) for column in list(zip(*counts, strict=True))[:2])
+        if limits.low == limits.high and above < k <= above + equal:
+            return limits.low, k - above  # many ties, as among zeros
+        found = settled(counts, k)
+        if found is not None:
+            return found
+    found = settled(_count(reals, n, options, Limits(0, _ABOVE_ALL), n), k)
+    assert found is not None  # there are n keys
+    return found
+
+
+def _count(reals: Array, n: int, options: tuple, limits: Limits, room: int) -> list[Counts]:
+    width = reals.size // n
+
+    def work(begin: int, end: int) -> Counts:
+        part = reals[begin * GROUP * width : end * GROUP * width]
+        found = np.empty(0 if limits.low == limits.high else room + 64, np.int32)
+        above, between, kept = _count_groups(part, *options, *limits, found)
+        return Counts(above, between, found[:kept])
+
+    return threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
 
 
 @kernel
@@ -45,37 +126,6 @@ def fill_keys(reals, is_complex, bins_per_block, scale, keys):
     keys[n:] = _NO_KEY
 
 
-def kth_key(coeffs: Array, k: int, bins_per_block: int, exponent: int) -> tuple[int, int]:
-    """See ``reference.kth_key``; one pass, between limits that a sample of the keys suggests."""
-    reals = coeffs.view(np.float32)
-    options = (coeffs.dtype == np.complex64, bins_per_block, key_scale(exponent))
-    low, high = _limits(reals, k, coeffs.size, *options)
-    room = max(coeffs.size // 8, 2 * _SAMPLES)
-    above, equal, found = _count(reals, coeffs.size, options, low, high, room)
-    if above >= k or above + (equal or found.size) < k:  # a miss, or too many between
-        above, equal, found = _count(reals, coeffs.size, options, 0, _ABOVE_ALL, coeffs.size)
-    if equal:
-        return low, k - above
-    return _kth(found, k - above)
-
-
-def _limits(
-    reals: Array, k: int, n: int, is_complex: bool, bins_per_block: int, scale: np.float32
-) -> tuple[int, int]:
-    """Return keys that the k-th of ``n`` lies between, all but surely."""
-    if n <= 2 * _SAMPLES:
-        return 0, _ABOVE_ALL
-    keys = _sample(reals, n, is_complex, bins_per_block, scale, np.empty(_SAMPLES, np.int32))
-    rank = k * _SAMPLES / n
-    margin = 4 * rank**0.5 + 8
-    low, high = int(rank + margin), int(rank - margin)
-    keys.sort()
-    return (
-        int(keys[-low]) if low <= _SAMPLES else 0,
-        int(keys[-high]) if high >= 1 else _ABOVE_ALL,
-    )
-
-
 @kernel
 def _sample(reals, n, is_complex, bins_per_block, scale, keys):
     """Fill ``keys`` with those of places spread over all ``n``, one at random in each stretch."""
@@ -95,49 +145,43 @@ def _sample(reals, n, is_complex, bins_per_block, scale, keys):
     return keys
 
 
-def _count(
-    reals: Array, n: int, options: tuple, low: int, high: int, room: int
-) -> tuple[int, int, Array]:
-    """Return (keys above ``high``, keys equal to it if ``low`` is, the keys from ``low`` to it).
-
-    No keys are returned where there is no ``room`` for all.
-    """
-    width = reals.size // n
-
-    def work(begin: int, end: int) -> tuple[int, int, Array]:
-        part = reals[begin * GROUP * width : end * GROUP * width]
-        found = np.empty(0 if low == high else room + 64, np.int32)
-        above, between = _count_groups(part, *options, low, high, found)
-        return above, between, found[:between]
-
-    parts = threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
-    if low != high and any(part[1] > room for part in parts):
-        return 0, 0, np.empty(0, np.int32)
-    above = sum(part[0] for part in parts)
-    equal = sum(part[1] for part in parts) if low == high else 0
-    return above, equal, np.concatenate([part[2] for part in parts])
+@kernel
+def _count_groups(reals, is_complex, bins_per_block, scale, low, high, found):
+    above = between = kept = 0
+    keys = np.empty(GROUP, np.int32)
+    size = GROUP * (2 if is_complex else 1)
+    for begin in range(0, reals.size, size):
+        group = reals[begin : begin + size]
+        more, inside, kept = count_group(
+            group, is_complex, bins_per_block, scale, low, high, keys, found, kept
+        )
+        above += more
+        between += inside
+    return above, between, kept
 
 
 @kernel
-def _count_groups(reals, is_complex, bins_per_block, scale, low, high, found):
-    above = between = 0
-    keys = np.empty(GROUP, np.int32)
+def count_group(reals, is_complex, bins_per_block, scale, low, high, keys, found, kept):
+    """Return (keys above high, keys from low to high, keys kept in ``found`` so far)."""
+    fill_keys(reals, is_complex, bins_per_block, scale, keys)
+    return count_keys(keys, low, high, found, kept)
+
+
+@kernel
+def count_keys(keys, low, high, found, kept):
+    """As ``count_group``, of a group's keys."""
     at = np.int64(keys.ctypes.data)
-    size = GROUP * (2 if is_complex else 1)
-    for begin in range(0, reals.size, size):
-        fill_keys(reals[begin : begin + size], is_complex, bins_per_block, scale, keys)
-        for word in range(GROUP // 64):
-            over = mask_above(at + 256 * word, high)
-            inside = mask_above(at + 256 * word, low - 1) ^ over
-            above += count_ones(np.int64(over))
-            if inside != 0:
-                left = np.int64(inside)
-                while left != 0 and between + 64 <= found.size:
-                    found[between] = keys[64 * word + trailing_zeros(left)]
-                    left &= left - 1
-                    between += 1
-                between += count_ones(left)
-    return above, between
+    above = between = 0
+    for word in range(GROUP // 64):
+        over = mask_above(at + 256 * word, high)
+        inside = np.int64(mask_above(at + 256 * word, low - 1) ^ over)
+        above += count_ones(np.int64(over))
+        between += count_ones(inside)
+        while inside != 0 and kept < found.size:
+            found[kept] = keys[64 * word + trailing_zeros(inside)]
+            inside &= inside - 1
+            kept += 1
+    return above, between, kept
 
 
 @kernel

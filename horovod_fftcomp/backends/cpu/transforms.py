@@ -7,15 +7,27 @@ pairs' bins; a DCT-II is a real FFT of reordered samples and a rotation (Makhoul
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends import Array, Coefficients, Part
 from horovod_fftcomp.backends.cpu import codelets as c
 from horovod_fftcomp.backends.cpu.codelets import COMPLEX_NBYTES, LANES, VECTOR_NBYTES
+from horovod_fftcomp.backends.cpu.memory import empty
+from horovod_fftcomp.backends.cpu.selection import (
+    GROUP,
+    Counts,
+    Limits,
+    count_group,
+    fill_keys,
+    room_for,
+    suggest,
+)
+from horovod_fftcomp.backends.cpu.values import Streams, add_group, ranked
 
 # No fastmath: contraction or reordering would change bytes from one machine to the next.
 kernel: Any = njit(cache=True, nogil=True)
@@ -30,7 +42,9 @@ _RADICES = {
     1024: (8, 8, 16),
     2048: (8, 16, 16),
 }
-_LEAST_TILES = 16  # for a thread of its own
+_LEAST_SPANS = 8  # for a thread of its own
+_SAMPLED_REALS = 1 << 17
+_SPREAD = 3  # neighbours in a block are alike, so a sample of blocks tells less than its size
 
 
 class Tables(NamedTuple):
@@ -140,7 +154,7 @@ def _forward(x, addend, out, is_dct, length, radices, twiddles, splits, turns, s
         src += tile
         dst += tile
         add += tile
-    return peaks.max()
+    return np.int64(peaks.max())
 
 
 @kernel
@@ -197,36 +211,132 @@ def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scal
         dst += tile
 
 
+@kernel
+def _forward_counted(
+    x, addend, out, span, is_dct, length, radices, twiddles, splits, turns, scale, scratch,
+    low, high, found,
+):  # fmt: skip
+    """Transform span by span; return (bits of the peak, what ``count_group`` returns of all)."""
+    peak, above, between, kept = np.int64(0), 0, 0, 0
+    keys = np.empty(GROUP, np.int32)
+    width = 1 if is_dct else 2
+    bins_per_block = length // width
+    for begin in range(0, out.size, span):
+        end = min(begin + span, out.size)
+        top = _forward(
+            x[begin:end], addend[begin:end], out[begin:end], is_dct, length, radices, twiddles,
+            splits, turns, scale, scratch,
+        )  # fmt: skip
+        peak = max(peak, top)
+        if found.size:
+            for at in range(begin, end, GROUP * width):
+                group = out[at : min(at + GROUP * width, end)]
+                one = np.float32(1)
+                more, inside, kept = count_group(
+                    group, not is_dct, bins_per_block, one, low, high, keys, found, kept
+                )
+                above += more
+                between += inside
+    return peak, above, between, kept
+
+
+@kernel
+def _inverse_of_sum(
+    out, first_span, span, bitmaps, codes, codings, bits,
+    is_dct, length, radices, twiddles, splits, turns, scale, scratch,
+):  # fmt: skip
+    """Add up all payloads' values and transform them back, span by span; the bad payload or -1."""
+    bad = -1
+    width = 1 if is_dct else 2
+    tile = LANES * length
+    coeffs, rest = np.empty(span, np.float32), np.empty(span, np.float32)
+    for begin in range(0, out.size, span):
+        end = min(begin + span, out.size)
+        used = (end - begin + tile - 1) // tile * tile
+        coeffs[:used] = np.float32(0)
+        for at in range(0, used, GROUP * width):
+            word = (first_span * span + begin + at) // width // 64
+            group = coeffs[at : at + GROUP * width]
+            bad = max(bad, add_group(group, width, word, bitmaps, codes, codings, bits))
+        to = out[begin:end] if end - begin == used else rest[:used]
+        _inverse(
+            coeffs[:used], to, is_dct, length, radices, twiddles, splits, turns, scale, scratch
+        )
+        if end - begin < used:
+            out[begin:end] = rest[: end - begin]
+    return bad
+
+
 _NOTHING = np.empty(0, np.float32)
+_NO_KEYS = np.empty(0, np.int32)
 
 
-def _run_forward(
-    flat: Array, residual: Array | None, block: int, is_dct: bool
-) -> tuple[Array, int]:
-    """Return (coefficients as reals, bits of the largest magnitude)."""
+def _span(block: int, width: int) -> int:
+    """Return the reals that are transformed and ranked while they lie in a cache: whole groups."""
+    return max(GROUP * width, LANES * block)
+
+
+def _forward_blocks(
+    flat: Array, block: int, residual: Array | None, k: int, is_dct: bool
+) -> Coefficients:
     tables = _tables(block)
-    tile = LANES * block
-    out = np.empty(-(-flat.size // block) * block, np.float32)
-    addend = _NOTHING if residual is None else residual
+    constants = (is_dct, *tables[:4], tables.turns, tables.scale)
+    tile, width = LANES * block, 1 if is_dct else 2
+    span = _span(block, width)
+    out = empty(-(-flat.size // block) * block)
+    addend = _NOTHING if residual is None else residual.view(np.float32)
+    n_bins = out.size // width
+    limits = _limits_of_sample(flat, addend, k, n_bins, constants)
+    low, high = limits or (0, 0)
 
-    def transform(x: Array, addend: Array, out: Array) -> Any:
+    def transform(x: Array, addend: Array, out: Array) -> tuple[int, Counts]:
         scratch = np.empty(2 * tile, np.float32)
-        constants = (*tables[:4], tables.turns, tables.scale)
-        return _forward(x, addend, out, is_dct, *constants, scratch)
+        found = np.empty(room_for(n_bins), np.int32) if limits else _NO_KEYS
+        peak, above, between, kept = _forward_counted(
+            x, addend, out, span, *constants, scratch, low, high, found
+        )
+        return peak, Counts(above, between, found[:kept])
 
-    def work(begin: int, end: int) -> int:
-        here = slice(begin * tile, end * tile)
+    def work(begin: int, end: int) -> tuple[int, Counts]:
+        here = slice(begin * span, min(end * span, done))
         return transform(flat[here], addend[here], out[here])
 
-    n_tiles = flat.size // tile
-    peaks = threads.each(work, threads.ranges(n_tiles, _LEAST_TILES))
-    done = n_tiles * tile
+    done = flat.size // tile * tile
+    parts = threads.each(work, threads.ranges(-(-done // span), _LEAST_SPANS))
     if done < out.size:
-        coeffs = np.empty(tile, np.float32)
+        last = np.empty(tile, np.float32)
         rest = addend if residual is None else _padded(addend[done:], tile)
-        peaks.append(transform(_padded(flat[done:], tile), rest, coeffs))
-        out[done:] = coeffs[: out.size - done]
-    return out, max(peaks)
+        peak, counts = transform(_padded(flat[done:], tile), rest, last)
+        parts.append((peak, counts))
+        out[done:] = last[: out.size - done]
+    coeffs = out if is_dct else out.view(np.complex64)
+    peak = max(peak for peak, _ in parts)
+    counted = [counts for _, counts in parts] if limits else None
+    return ranked(coeffs, peak, k, block // width, counted)
+
+
+def _limits_of_sample(
+    flat: Array, addend: Array, k: int, n_bins: int, constants: tuple
+) -> Limits | None:
+    """Return limits for the k-th key by the coefficients of some blocks, if there are many."""
+    is_dct, block = constants[:2]
+    n_blocks = flat.size // block  # whole ones
+    n_sampled = max(64, _SAMPLED_REALS // block)
+    if not k or n_blocks < 8 * n_sampled:
+        return None
+    chosen = np.arange(n_sampled) * (n_blocks // n_sampled)
+    chosen += np.random.default_rng(n_blocks).integers(n_blocks // n_sampled, size=n_sampled)
+
+    def sampled(array: Array) -> Array:
+        return array[: n_blocks * block].reshape(n_blocks, block)[chosen].reshape(-1)
+
+    out = np.empty(n_sampled * block, np.float32)
+    rest = sampled(addend) if addend.size else addend
+    _forward(sampled(flat), rest, out, *constants, np.empty(2 * LANES * block, np.float32))
+    keys = np.empty(out.size if is_dct else out.size // 2, np.int32)
+    fill_keys(out, not is_dct, block if is_dct else block // 2, np.float32(1), keys)
+    limits = suggest(keys, k, n_bins, _SPREAD)
+    return None if limits.low == limits.high else limits
 
 
 def _padded(array: Array, size: int) -> Array:
@@ -235,46 +345,58 @@ def _padded(array: Array, size: int) -> Array:
     return padded
 
 
-def _run_inverse(coeffs: Array, block: int, numel: int, is_dct: bool) -> Array:
+def _sum_blocks(parts: Sequence[Part], block: int, numel: int, is_dct: bool) -> Array:
     tables = _tables(block)
-    tile = LANES * block
-    out = np.empty(numel, np.float32)
+    constants = (is_dct, *tables[:3], tables.splits_back, tables.turns_back, tables.scale)
+    width = 1 if is_dct else 2
+    span = _span(block, width)
+    out = empty(numel)
+    streams = Streams(parts, width, span // width, -(-numel // span))
 
-    def transform(coeffs: Array, out: Array) -> None:
-        scratch = np.empty(2 * tile, np.float32)
-        constants = (*tables[:3], tables.splits_back, tables.turns_back, tables.scale)
-        _inverse(coeffs, out, is_dct, *constants, scratch)
+    def work(begin: int, end: int, first_bits: Array) -> int:
+        scratch = np.empty(2 * LANES * block, np.float32)
+        part = out[begin * span : end * span]
+        return _inverse_of_sum(part, begin, span, *streams.arrays, first_bits, *constants, scratch)
 
-    def work(begin: int, end: int) -> None:
-        transform(coeffs[begin * tile : end * tile], out[begin * tile : end * tile])
-
-    n_tiles = numel // tile
-    threads.each(work, threads.ranges(n_tiles, _LEAST_TILES))
-    done = n_tiles * tile
-    if done < numel:
-        last = np.empty(tile, np.float32)
-        transform(_padded(coeffs[done:], tile), last)
-        out[done:] = last[: numel - done]
+    streams.check(threads.each(work, streams.ranges(_LEAST_SPANS)))
     return out
 
 
-def rfft_blocks(flat: Array, block: int, residual: Array | None) -> tuple[Array, int]:
+def _inverse_blocks(coeffs: Array, block: int, numel: int, is_dct: bool) -> Array:
+    tables = _tables(block)
+    constants = (is_dct, *tables[:3], tables.splits_back, tables.turns_back, tables.scale)
+    tile = LANES * block
+    out = np.empty(-(-numel // tile) * tile, np.float32)
+    reals = _padded(coeffs.view(np.float32), out.size)
+    _inverse(reals, out, *constants, np.empty(2 * tile, np.float32))
+    return out[:numel]
+
+
+def rfft_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
     """See ``reference.rfft_blocks``."""
-    reals = None if residual is None else residual.view(np.float32)
-    coeffs, peak = _run_forward(flat, reals, block, is_dct=False)
-    return coeffs.view(np.complex64), peak
+    return _forward_blocks(flat, block, residual, k, is_dct=False)
 
 
 def irfft_blocks(coeffs: Array, block: int, numel: int) -> Array:
     """See ``reference.irfft_blocks``."""
-    return _run_inverse(coeffs.view(np.float32), block, numel, is_dct=False)
+    return _inverse_blocks(coeffs, block, numel, is_dct=False)
 
 
-def dct_blocks(flat: Array, block: int, residual: Array | None) -> tuple[Array, int]:
+def irfft_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+    """See ``reference.irfft_sum``."""
+    return _sum_blocks(parts, block, numel, is_dct=False)
+
+
+def dct_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
     """See ``reference.dct_blocks``."""
-    return _run_forward(flat, residual, block, is_dct=True)
+    return _forward_blocks(flat, block, residual, k, is_dct=True)
 
 
 def idct_blocks(coeffs: Array, block: int, numel: int) -> Array:
     """See ``reference.idct_blocks``."""
-    return _run_inverse(coeffs, block, numel, is_dct=True)
+    return _inverse_blocks(coeffs, block, numel, is_dct=True)
+
+
+def idct_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+    """See ``reference.idct_sum``."""
+    return _sum_blocks(parts, block, numel, is_dct=True)

@@ -1,23 +1,52 @@
-"""Values on a CPU: chosen coefficients to packed codes and back, and dense ones to half width."""
+"""Values on a CPU: gradients plus residuals, and chosen coefficients to packed codes and back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numba import njit
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array
-from horovod_fftcomp.backends.cpu.codelets import as_float, mask_above, trailing_zeros
-from horovod_fftcomp.backends.cpu.positions import as_words, count_bits
-from horovod_fftcomp.backends.cpu.selection import GROUP, LEAST_GROUPS, fill_keys, key_scale
-from horovod_fftcomp.quantizers import BFLOAT16, FLOAT32, LARGEST_BFLOAT16_BITS, RANGE, Coding
+from horovod_fftcomp.backends import Array, Coefficients, Part
+from horovod_fftcomp.backends.cpu.codelets import (
+    LANES,
+    as_float,
+    copy_with_keys,
+    mask_above,
+    sum_with_keys,
+    trailing_zeros,
+)
+from horovod_fftcomp.backends.cpu.memory import empty
+from horovod_fftcomp.backends.cpu.positions import count_bits
+from horovod_fftcomp.backends.cpu.selection import (
+    GROUP,
+    LEAST_GROUPS,
+    SAMPLES,
+    Counts,
+    Limits,
+    count_keys,
+    fill_keys,
+    key_scale,
+    kth_key,
+    room_for,
+    settled,
+    suggest,
+)
+from horovod_fftcomp.backends.reference import key_exponent
+from horovod_fftcomp.quantizers import (
+    BFLOAT16,
+    FLOAT32,
+    LARGEST_BFLOAT16_BITS,
+    LARGEST_FINITE_BITS,
+    RANGE,
+    Coding,
+)
 
 kernel: Any = njit(cache=True, nogil=True)
 
 _LEAST_VALUES = 1 << 15  # for a thread of its own
-_LEAST_WORDS = 1 << 9
 _MAGNITUDE = 0x7FFFFFFF
 _SIGN = 0x80000000
 
@@ -37,25 +66,81 @@ def _peak_bits(patterns):
     return np.int64(peak)
 
 
-def add(flat: Array, residual: Array | None) -> tuple[Array, int]:
+def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
     """See ``reference.add``."""
-    out = np.empty(flat.size, np.float32)
-    if residual is None:
-        np.copyto(out, flat)
-        return out, peak_bits(out)
-    ranges = threads.ranges(flat.size, _LEAST_VALUES)
-    peaks = threads.each(lambda a, b: _add(flat[a:b], residual[a:b], out[a:b]), ranges)
-    return out, max(peaks)
+    n = flat.size
+    out = empty(n)
+    addend = _NOTHING if residual is None else residual
+    limits = _limits_of_sum(flat, addend, k) if k and n > 2 * SAMPLES else None
+    room = room_for(n) if limits else 0
+
+    def work(begin: int, end: int) -> tuple[int, Counts]:
+        here = slice(begin * GROUP, end * GROUP)
+        found = np.empty(room, np.int32)
+        low, high = limits or _EVERYTHING
+        peak, above, between, kept = _add(
+            flat[here], addend[here], out[here], room > 0, low, high, found
+        )
+        return peak, Counts(above, between, found[:kept])
+
+    parts = threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
+    peak = max(peak for peak, _ in parts)
+    return ranked(out, peak, k, 1, [counts for _, counts in parts] if room else None)
+
+
+_NOTHING = np.empty(0, np.float32)
+_EVERYTHING = Limits(0, _MAGNITUDE)
+
+
+def ranked(
+    coeffs: Array, peak: int, k: int, bins_per_block: int, counts: list[Counts] | None
+) -> Coefficients:
+    """Return the coefficients with their k-th key, from ``counts`` if they tell it."""
+    if not k or peak > LARGEST_FINITE_BITS:
+        return Coefficients(coeffs, peak, 0, coeffs.size)
+    exponent = key_exponent(peak) if coeffs.dtype == np.complex64 else 0
+    found = settled(counts, k) if counts and not exponent else None
+    return Coefficients(coeffs, peak, *(found or kth_key(coeffs, k, bins_per_block, exponent)))
+
+
+def _limits_of_sum(flat: Array, addend: Array, k: int) -> Limits | None:
+    n = flat.size
+    places = np.arange(SAMPLES) * (n // SAMPLES)
+    places += np.random.default_rng(n).integers(n // SAMPLES, size=SAMPLES)
+    sample = flat[places] + addend[places] if addend.size else flat[places]
+    limits = suggest(sample.view(np.int32) & np.int32(_MAGNITUDE), k, n, 1)
+    return None if limits.low == limits.high else limits  # many ties: they need a pass of their own
 
 
 @kernel
-def _add(a, b, out):
-    peak = np.int32(0)
-    patterns = out.view(np.int32)
-    for i in range(out.size):
-        out[i] = a[i] + b[i]
-        peak = max(peak, patterns[i] & np.int32(_MAGNITUDE))
-    return np.int64(peak)
+def _add(a, b, out, counts, low, high, found):
+    """Write a + b; return (bits of the peak, and what ``count_keys`` returns of all groups)."""
+    above, between, kept = 0, 0, 0
+    peaks, keys = np.zeros(LANES, np.int32), np.empty(GROUP, np.int32)
+    peak, to = np.int64(peaks.ctypes.data), np.int64(keys.ctypes.data)
+    x, y, z = np.int64(a.ctypes.data), np.int64(b.ctypes.data), np.int64(out.ctypes.data)
+    for begin in range(0, out.size, GROUP):
+        end = min(begin + GROUP, out.size)
+        whole = (end - begin) // 64 * 64
+        for i in range(0, 4 * whole, 256):
+            if b.size:
+                sum_with_keys(x + i, y + i, z + i, to + i, peak)
+            else:
+                copy_with_keys(x + i, y + i, z + i, to + i, peak)
+        if whole < GROUP:
+            rest = out[begin + whole : end]
+            rest[:] = a[begin + whole : end]
+            if b.size:
+                rest += b[begin + whole : end]
+            fill_keys(rest, False, 1, np.float32(1), keys[whole:])
+            for i in range(whole, end - begin):
+                peaks[0] = max(peaks[0], keys[i])
+        if counts:
+            more, inside, kept = count_keys(keys, low, high, found, kept)
+            above += more
+            between += inside
+        x, y, z = x + 4 * GROUP, y + 4 * GROUP, z + 4 * GROUP
+    return np.int64(peaks.max()), above, between, kept
 
 
 @kernel
@@ -90,20 +175,16 @@ def _value(code, kind, shift, base, positives):
 
 
 def take(
-    coeffs: Array,
-    key: int,
-    ties: int,
-    bins_per_block: int,
-    exponent: int,
-    coding: Coding,
-    keep: bool,
+    coeffs: Coefficients, bins_per_block: int, coding: Coding, keep: bool
 ) -> tuple[Array, Array]:
     """See ``reference.take``."""
-    reals = coeffs.view(np.float32)
-    is_complex = coeffs.dtype == np.complex64
+    array, peak, key, ties = coeffs
+    reals = array.view(np.float32)
+    is_complex = array.dtype == np.complex64
     width = 2 if is_complex else 1
+    exponent = key_exponent(peak) if is_complex else 0
     options = (is_complex, bins_per_block, key_scale(exponent))
-    ranges = threads.ranges(-(-coeffs.size // GROUP), LEAST_GROUPS)
+    ranges = threads.ranges(-(-array.size // GROUP), LEAST_GROUPS)
     bitmap = np.empty(ranges[-1][1] * (GROUP // 64), np.uint64)
 
     def reals_of(begin: int, end: int) -> Array:
@@ -123,7 +204,7 @@ def take(
     parts = threads.each(
         work, ((*pair, left) for pair, left in zip(ranges, ties_left, strict=True))
     )
-    return bitmap[: (coeffs.size + 63) // 64], _joined(parts)
+    return bitmap[: (array.size + 63) // 64], _joined(parts)
 
 
 @kernel
@@ -146,7 +227,7 @@ def _take(
     """Choose, pack and subtract in one pass; return the bits packed."""
     keys = np.empty(GROUP, np.int32)
     at = np.int64(keys.ctypes.data)
-    patterns = reals.view(np.uint32)
+    patterns, halves = reals.view(np.uint32), packed.view(np.uint16)
     width = 2 if is_complex else 1
     window, filled, done = np.uint64(0), 0, 0
     for group in range(bitmap.size * 64 // GROUP):
@@ -162,6 +243,12 @@ def _take(
                     ties -= 1
             bitmap[group * (GROUP // 64) + word] = np.uint64(chosen)
             first = begin + 64 * word * width
+            if chosen == -1 and kind == BFLOAT16 and not (keep or is_complex):  # vectors do it
+                for i in range(64):
+                    pattern = np.int64(patterns[first + i])
+                    halves[4 * done + i] = _code(pattern, BFLOAT16, shift, base, 0, 0)[0]
+                done += 16
+                continue
             while chosen != 0:
                 i = first + trailing_zeros(chosen) * width
                 chosen &= chosen - 1
@@ -203,33 +290,100 @@ def _append(joined, at, words, n_bits):
             joined[to + i + 1] |= words[i] >> (np.uint64(64) - shift)
 
 
-def add_values(total: Array, bitmap: Array, packed: Array, coding: Coding) -> None:
-    """See ``reference.add_values``."""
-    reals = total.view(np.float32)
-    width = 2 if total.dtype == np.complex64 else 1
-    codes = as_words(packed, packed.size // 8 + 2)
-    ranges = threads.ranges(bitmap.size, _LEAST_WORDS)
-    counts = threads.each(lambda a, b: count_bits(bitmap[a:b]), ranges)
-    first_bits = (np.cumsum([0, *counts[:-1]]) * width * coding.bits).tolist()
+def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:
+    """See ``reference.sum_values``."""
+    out = empty(n, np.complex64 if is_complex else np.float32)
+    reals = out.view(np.float32)
+    width = 2 if is_complex else 1
+    streams = Streams(parts, width, GROUP, -(-n // GROUP))
 
-    def work(begin: int, end: int, first_bit: int) -> int:
-        part = reals[begin * 64 * width : end * 64 * width]
-        return _add_values(part, width, bitmap[begin:end], codes, first_bit, *coding[:5])
+    def work(begin: int, end: int, first_bits: Array) -> int:
+        part = reals[begin * GROUP * width : end * GROUP * width]
+        return _sum_groups(part, begin, width, *streams.arrays, first_bits)
 
-    largest = threads.each(
-        work, ((*pair, bit) for pair, bit in zip(ranges, first_bits, strict=True))
-    )
-    if max(largest) > coding.largest:
-        raise ValueError("a value lies beyond the range that the scale allows")
+    streams.check(threads.each(work, streams.ranges(LEAST_GROUPS)))
+    return out
+
+
+class Streams:
+    """The bitmaps and codes of several payloads as arrays that kernels take, and where to begin.
+
+    ``arrays``: bitmaps ``[p, words]``, codes ``[p, words]``, codings ``[p, 7]``.
+    """
+
+    def __init__(self, parts: Sequence[Part], width: int, span: int, n_spans: int) -> None:
+        """``span``: bins that a thread takes on together, in whole groups; ``n_spans``: of all."""
+        n_words = n_spans * (span // 64)
+        bitmaps = np.zeros((len(parts), n_words), np.uint64)
+        codes = np.zeros((len(parts), max(p.packed.size for p in parts) // 8 + 2), np.uint64)
+        for bitmap, code, part in zip(bitmaps, codes, parts, strict=True):
+            bitmap[: part.bitmap.size] = part.bitmap
+            code.view(np.uint8)[: part.packed.size] = part.packed
+        self.arrays = bitmaps, codes, np.array([part.coding for part in parts], np.int64)
+        self._width, self._words, self._spans = width, span // 64, n_spans
+
+    def ranges(self, least: int) -> list[tuple[int, int, Array]]:
+        """Return (first span, end, stream bit at which each payload's codes begin there)."""
+        bitmaps, _, codings = self.arrays
+        pairs = threads.ranges(self._spans, least)
+        words = self._words
+        counts = [[count_bits(row[a * words : b * words]) for row in bitmaps] for a, b in pairs]
+        before = np.cumsum([[0] * len(bitmaps), *counts[:-1]], axis=0, dtype=np.int64)
+        bits = before * self._width * codings[:, 1]
+        return [(*pair, first) for pair, first in zip(pairs, bits, strict=True)]
+
+    def check(self, bad: list[int]) -> None:
+        """Raise ValueError for what ``add_group`` has refused."""
+        for number in bad:
+            if number >= 0:
+                raise ValueError(f"payload {number}: a value lies beyond what the scale allows")
+
+
+@kernel
+def _sum_groups(reals, first_group, width, bitmaps, codes, codings, bits):
+    """Write the sum of all payloads' values, group after group; return the bad payload or -1."""
+    bad = -1
+    size = GROUP * width
+    for begin in range(0, reals.size, size):
+        group = reals[begin : begin + size]
+        group[:] = np.float32(0)
+        first_word = (first_group + begin // size) * (GROUP // 64)
+        bad = max(bad, add_group(group, width, first_word, bitmaps, codes, codings, bits))
+    return bad
+
+
+@kernel
+def add_group(reals, width, first_word, bitmaps, codes, codings, bits):
+    """Add all payloads' values in a group of bins; return the number of a bad one, or -1."""
+    bad = -1
+    for p in range(bitmaps.shape[0]):
+        kind, n_bits, shift = codings[p, 0], codings[p, 1], codings[p, 2]
+        base, positives = codings[p, 3], codings[p, 4]
+        end, largest = _add_values(
+            reals, width, bitmaps[p, first_word : first_word + GROUP // 64], codes[p], bits[p],
+            kind, n_bits, shift, base, positives,
+        )  # fmt: skip
+        bits[p] = end
+        if largest > codings[p, 6]:
+            bad = p
+    return bad
 
 
 @kernel
 def _add_values(reals, width, bitmap, codes, bit, kind, bits, shift, base, positives):
-    """Add the values from stream bit ``bit`` on; return the largest code, or magnitude."""
+    """Return (the stream bit after the last code, the largest code or magnitude)."""
     largest = np.int64(0)
     mask = np.uint64((1 << bits) - 1)
+    halves = codes.view(np.uint16)
     for w in range(bitmap.size):
         chosen = np.int64(bitmap[w])
+        if chosen == -1 and kind == BFLOAT16 and width == 1:
+            for i in range(64):
+                value = np.int64(halves[(bit >> 4) + i]) << 16
+                largest = max(largest, value & _MAGNITUDE)
+                reals[64 * w + i] += as_float(value)
+            bit += 1024
+            continue
         while chosen != 0:
             i = (64 * w + trailing_zeros(chosen)) * width
             chosen &= chosen - 1
@@ -242,4 +396,4 @@ def _add_values(reals, width, bitmap, codes, bit, kind, bits, shift, base, posit
                 value = _value(code, kind, shift, base, positives)
                 largest = max(largest, code if kind == RANGE else value & _MAGNITUDE)
                 reals[part] += as_float(value)
-    return largest
+    return bit, largest
