@@ -78,7 +78,7 @@ class Codec:
         kernels = _kernels(backend, x)
         x = np.asarray(x)
         flat = _as_flat_float32(x, name)
-        coeffs = self.coeffs_of(flat, x.shape, kernels)
+        coeffs = self.coeffs_of(flat, x.shape, kernels, own=False)
         return self.encode_coeffs(
             coeffs, x.shape, x.dtype.name, kernels=kernels, keep_residual=False
         ).payload
@@ -89,20 +89,21 @@ class Codec:
         shape: tuple[int, ...],
         kernels: ModuleType,
         residual: Array | None = None,
+        own: bool = True,
     ) -> Coefficients:
-        """Return the coefficients of a flat float32 gradient, plus ``residual``'s, in a new array.
+        """Return the coefficients of a flat float32 gradient, plus ``residual``'s.
 
-        Those of a tensor that travels as it is are its elements. A residual always lies in the
-        transform's domain, since only other tensors leave one; a changed density may bring both
-        together.
+        In a new array; unless ``own`` maybe in ``flat`` itself. Those of a tensor that travels as
+        it is are its elements. A residual always lies in the transform's domain, since only other
+        tensors leave one; a changed density may bring both together.
         """
         plan = self.plan(shape)
         if plan.layout is not Layout.RAW:
             k = 0 if plan.layout is Layout.ALL else plan.k
-            return self.transform.forward(flat, residual, k, kernels)
+            return self.transform.forward(flat, residual, k, kernels, own)
         if residual is not None:
             residual = self.transform.inverse(residual, plan.numel, kernels)
-        return kernels.add(flat, residual, 0)
+        return kernels.rank(flat, 0, 1) if residual is None else kernels.add(flat, residual, 0)
 
     def energy(self, coeffs: Array, shape: tuple[int, ...]) -> float:
         """Return the sum of squares of the gradient with these coefficients."""
@@ -166,22 +167,31 @@ class Codec:
         A value that rounding made too large for the dtype becomes its largest finite one.
         Raises PayloadError for bytes that this codec did not write.
         """
-        header = self._check(payload)
-        total = self.decode_sum([payload], backend)
+        header = _header_of(payload)
+        total = self.decode_sum([payload], backend, [header])
         if header.finite and np.isnan(total).any():
             raise PayloadError("body: the values overflow in the inverse transform")
         return _cast_back(total, header.dtype)
 
-    def decode_sum(self, payloads: Sequence[Array], backend: str | None = None) -> Array:
+    def decode_sum(
+        self,
+        payloads: Sequence[Array],
+        backend: str | None = None,
+        headers: Sequence[Header] | None = None,
+    ) -> Array:
         """Return the sum of the decoded ``payloads``, float32, in the order given.
 
         Coefficients are added and transformed back once, however many payloads there are. If
-        one was made of non-finite values, every element of the sum is NaN.
+        one was made of non-finite values, every element of the sum is NaN. ``headers``: those of
+        the payloads where they have been read already.
         """
         if not payloads:
             raise ValueError("payloads must not be empty: the shape of the sum would be unknown")
         kernels = _kernels(backend, payloads[0])
-        headers = [self._check(payload) for payload in payloads]
+        if headers is None:
+            headers = [_header_of(payload) for payload in payloads]
+        for payload, header in zip(payloads, headers, strict=True):
+            self._check(payload, header)
         shape = headers[0].shape
         for number, header in enumerate(headers):
             if header.shape != shape:
@@ -228,14 +238,8 @@ class Codec:
         """Tell whether a sum of payloads with these headers could exceed float32."""
         return sum(header.scale for header in headers) * self.transform.gain > 2.0**127
 
-    def _check(self, payload: Array) -> Header:
-        """Return the header of a payload that this codec wrote; PayloadError otherwise."""
-        if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.ndim != 1:
-            raise TypeError(
-                "a payload is a 1-D uint8 array (of bytes: np.frombuffer(data, np.uint8)); got "
-                f"{getattr(payload, 'dtype', type(payload).__name__)}"
-            )
-        header = wire.read_header(payload)
+    def _check(self, payload: Array, header: Header) -> None:
+        """Raise PayloadError unless this codec wrote a payload with this header."""
         if header.fingerprint != self.fingerprint:
             raise PayloadError(
                 f"header field 'fingerprint' is {header.fingerprint:016x}, expected "
@@ -251,7 +255,15 @@ class Codec:
         ):
             if found != expected:
                 raise PayloadError(f"header field {field!r} is {found}, expected {expected}")
-        return header
+
+
+def _header_of(payload: Array) -> Header:
+    if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.ndim != 1:
+        raise TypeError(
+            "a payload is a 1-D uint8 array (of bytes: np.frombuffer(data, np.uint8)); got "
+            f"{getattr(payload, 'dtype', type(payload).__name__)}"
+        )
+    return wire.read_header(payload)
 
 
 @functools.lru_cache(_PLANS_CACHED)

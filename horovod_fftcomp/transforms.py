@@ -37,9 +37,14 @@ class Identity:
         return numel
 
     def forward(
-        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType
+        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
     ) -> Coefficients:
-        """Return ``flat`` plus ``residual``, ``k`` of them to be sent; 0: all."""
+        """Return ``flat`` plus ``residual``, ``k`` of them to be sent; 0: all.
+
+        Unless ``own`` the array may be ``flat`` itself.
+        """
+        if residual is None and not own:
+            return kernels.rank(flat, k, 1)
         return kernels.add(flat, residual, k)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
@@ -85,9 +90,10 @@ class BlockFFT:
         return -(-numel // self.block) * self.bins_per_block
 
     def forward(
-        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType
+        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
     ) -> Coefficients:
         """Return the spectra of all blocks plus ``residual``, ``k`` bins to be sent; 0: all."""
+        del own  # it always is
         return kernels.rfft_blocks(flat, self.block, residual, k)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
@@ -133,9 +139,10 @@ class BlockDCT:
         return -(-numel // self.block) * self.block
 
     def forward(
-        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType
+        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
     ) -> Coefficients:
         """Return the coefficients of all blocks plus ``residual``, ``k`` to be sent; 0: all."""
+        del own  # it always is
         return kernels.dct_blocks(flat, self.block, residual, k)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:

@@ -185,17 +185,18 @@ def read_header(payload: Array) -> Header:
     return Header(DTYPES[dtype], finite, layout, fingerprint, shape, k, nbytes, scale)
 
 
-def split_payloads(gathered: Array) -> Iterator[Array]:
-    """Yield each payload of a gathered buffer in which every one starts at ``ALIGNMENT``."""
+def split_payloads(gathered: Array) -> Iterator[tuple[Header, Array]]:
+    """Yield header and bytes of each payload in a buffer; every one starts at ``ALIGNMENT``."""
     offset = 0
     while offset < len(gathered):
-        nbytes = read_header(gathered[offset:]).payload_nbytes
+        header = read_header(gathered[offset:])
+        nbytes = header.payload_nbytes
         if offset + nbytes > len(gathered):
             raise PayloadError(
                 f"header field 'payload length' is {nbytes}, "
                 f"but {len(gathered) - offset} bytes are left"
             )
-        yield gathered[offset : offset + nbytes]
+        yield header, gathered[offset : offset + nbytes]
         offset += align(nbytes)
 
 

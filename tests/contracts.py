@@ -10,7 +10,7 @@ import pytest
 
 from horovod_fftcomp import Codec, PayloadError, get_codec, list_compressors
 from horovod_fftcomp.backends import BACKENDS, Coefficients, Part, load_backend
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Coding, Float32
+from horovod_fftcomp.quantizers import Coding, Float32
 from horovod_fftcomp.wire import Layout
 
 GATHER_RECIPES = [name for name in list_compressors() if name not in ("none", "fp16")]
@@ -96,21 +96,16 @@ def copied(coeffs: Coefficients) -> Coefficients:
 
 def ranked(kernels: ModuleType, codec: Codec, array: np.ndarray) -> Coefficients:
     """Return a copy of coefficients with what ``kernels`` say of them."""
-    k, peak = codec.sparsifier.count(array.size), kernels.peak_bits(array)
-    if k == array.size or peak > LARGEST_FINITE_BITS:
-        return Coefficients(array.copy(), peak, 0, array.size)
-    exponent = load_backend("reference").key_exponent(peak)
-    key, ties = kernels.kth_key(array, k, codec.transform.bins_per_block, exponent)
-    return Coefficients(array.copy(), peak, key, ties)
+    k = codec.sparsifier.count(array.size)
+    k = 0 if k == array.size else k
+    return kernels.rank(array.copy(), k, codec.transform.bins_per_block)
 
 
 def positions_chosen(
     kernels: ModuleType, array: np.ndarray, k: int, bins_per_block: int = 1
 ) -> list[int]:
     """Return the positions of the ``k`` largest coefficients, as ``kernels`` choose them."""
-    peak = kernels.peak_bits(array)
-    exponent = load_backend("reference").key_exponent(peak)
-    coeffs = Coefficients(array, peak, *kernels.kth_key(array, k, bins_per_block, exponent))
+    coeffs = kernels.rank(array, k, bins_per_block)
     bitmap, _ = kernels.take(coeffs, bins_per_block, Float32().coding(1.0), False)
     return load_backend("reference").positions_of(bitmap).tolist()
 

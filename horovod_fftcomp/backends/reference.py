@@ -29,19 +29,23 @@ _quiet = np.errstate(invalid="ignore", over="ignore")
 
 @_quiet
 def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
-    """Return ``flat`` plus ``residual``, if there is one, in a new array, and its ``k``-th key.
+    """Return ``flat`` plus ``residual``, if there is one, in a new array; see ``rank``."""
+    return rank(flat.copy() if residual is None else flat + residual, k, 1)
 
-    With ``k`` 0 all elements are chosen. Those of a sum that is not finite mean nothing.
+
+def rank(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
+    """Return ``coeffs``, not copied, with the key and the ties of their ``k`` largest.
+
+    ``coeffs``: float32 or complex64, 1-D, in whole blocks if complex. The key is the k-th largest
+    of ``selection_keys``; ties: how many of those equal to it are among the k largest. With ``k`` 0
+    all are chosen; of non-finite coefficients the choice means nothing.
     """
-    return _ranked(flat.copy() if residual is None else flat + residual, k, 1)
-
-
-def _ranked(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
     peak = peak_bits(coeffs)
     if not k or peak > LARGEST_FINITE_BITS:
         return Coefficients(coeffs, peak, 0, coeffs.size)
-    key, ties = kth_key(coeffs, k, bins_per_block, key_exponent(peak))
-    return Coefficients(coeffs, peak, key, ties)
+    keys = selection_keys(coeffs, bins_per_block, key_exponent(peak))
+    key = np.sort(keys)[-k]
+    return Coefficients(coeffs, peak, int(key), k - int((keys > key).sum()))
 
 
 def _rows(flat: Array, length: int) -> Array:
@@ -64,7 +68,7 @@ def rfft_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coef
     packed = full[:, :-1].astype(np.complex64)
     packed[:, 0] = full[:, 0].real + 1j * full[:, -1].real
     coeffs = packed.reshape(-1)
-    return _ranked(coeffs if residual is None else coeffs + residual, k, block // 2)
+    return rank(coeffs if residual is None else coeffs + residual, k, block // 2)
 
 
 def irfft_blocks(coeffs: Array, block: int, numel: int) -> Array:
@@ -136,17 +140,6 @@ def selection_keys(coeffs: Array, bins_per_block: int, exponent: int) -> Array:
     energy = scaled.real * scaled.real + scaled.imag * scaled.imag
     energy[::bins_per_block] *= np.float32(0.5)
     return energy.view(np.uint32)
-
-
-def kth_key(coeffs: Array, k: int, bins_per_block: int, exponent: int) -> tuple[int, int]:
-    """Return (the k-th largest key, how many of those equal to it are among the k largest).
-
-    ``coeffs``: finite float32 or complex64, 1-D, in whole blocks if complex. ``bins_per_block``
-    and ``exponent`` matter for complex coefficients alone, see ``selection_keys``. 1 <= k <= n.
-    """
-    keys = selection_keys(coeffs, bins_per_block, exponent)
-    key = np.sort(keys)[-k]
-    return int(key), k - int((keys > key).sum())
 
 
 def take(
@@ -354,3 +347,14 @@ def _symbols(n: int, k: int) -> tuple[list[int], list[int]]:
     frequencies = entropy.frequencies(n, k)
     freqs = [frequencies[byte.bit_count()] for byte in range(256)]
     return freqs, [sum(freqs[:byte]) for byte in range(256)]
+
+
+@_quiet
+def to_float16(values: Array, limit: float) -> Array:
+    """Return finite float32 ``values`` as float16, those beyond +-``limit`` as that."""
+    return np.clip(values, -np.float32(limit), np.float32(limit)).astype(np.float16)
+
+
+def from_float16(values: Array) -> Array:
+    """Return float16 ``values`` as float32."""
+    return values.astype(np.float32)

@@ -42,8 +42,11 @@ class Dense:
         values = np.concatenate(parts)
         if self.dtype == "float16":
             values = _saturated_half(values, context)
-        reduced = (yield Round("allreduce", values)).astype(np.float32, copy=False)
-        finite = load_backend("cpu").peak_bits(reduced) <= LARGEST_FINITE_BITS
+        reduced = yield Round("allreduce", values)
+        kernels = load_backend("cpu")
+        if self.dtype == "float16":
+            reduced = kernels.from_float16(reduced)
+        finite = kernels.peak_bits(reduced) <= LARGEST_FINITE_BITS
         return Outcome(np.split(reduced, np.cumsum(sizes)[:-1]), {}, finite)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
@@ -69,4 +72,4 @@ def _saturated_half(values: Array, context: Context) -> Array:
     limit = np.float16(share)
     if limit > share:  # rounding up would let the sum of all ranks overflow
         limit = np.nextafter(limit, np.float16(0))
-    return np.clip(values, -np.float32(limit), np.float32(limit)).astype(np.float16)
+    return load_backend("cpu").to_float16(values, float(limit))

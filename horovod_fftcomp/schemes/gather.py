@@ -13,6 +13,7 @@ from horovod_fftcomp.backends import Array, backend_for
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.schemes import Context, Energy, Exchange, Outcome, Round, Tensor
+from horovod_fftcomp.wire import Header
 
 # The relative error takes a pass before and one after; every 50th step they cost nothing.
 MEASURE_EVERY = 50
@@ -47,7 +48,7 @@ class Gather:
         expected = context.world_size * len(tensors)
         if len(payloads) != expected:
             raise PayloadError(f"{len(payloads)} payloads arrived, {expected} were expected")
-        headers = [wire.read_header(payload) for payload in payloads]
+        headers = [header for header, _ in payloads]
         finite = all(header.finite for header in headers)
         sums = list(self._decode(tensors, payloads))
         if finite and self.codec.may_overflow(headers):
@@ -86,9 +87,9 @@ class Gather:
     ) -> tuple[Array | None, Energy | None]:
         """Write a tensor's payload into ``out``; return (what it leaves, the energies)."""
         kernels = backend_for(grad)
-        coeffs = self.codec.coeffs_of(grad, tensor.shape, kernels, residual)
-        wanted = self.codec.energy(coeffs.array, tensor.shape) if measure else 0.0
         keep = self.error_feedback or measure
+        coeffs = self.codec.coeffs_of(grad, tensor.shape, kernels, residual, own=keep)
+        wanted = self.codec.energy(coeffs.array, tensor.shape) if measure else 0.0
         encoded = self.codec.encode_coeffs(
             coeffs, tensor.shape, kernels=kernels, keep_residual=keep, out=out
         )
@@ -97,10 +98,13 @@ class Gather:
         left = self.codec.energy(encoded.residual, tensor.shape)
         return encoded.residual, Energy(float(np.dot(grad, grad)), wanted, left)
 
-    def _decode(self, tensors: Sequence[Tensor], payloads: Sequence[Array]) -> Iterator[Array]:
+    def _decode(
+        self, tensors: Sequence[Tensor], payloads: Sequence[tuple[Header, Array]]
+    ) -> Iterator[Array]:
         for place, tensor in enumerate(tensors):
+            headers, bodies = zip(*payloads[place :: len(tensors)], strict=True)
             try:
-                yield self.codec.decode_sum(payloads[place :: len(tensors)]).reshape(-1)
+                yield self.codec.decode_sum(bodies, headers=headers).reshape(-1)
             except PayloadError as error:
                 raise PayloadError(f"tensor {tensor.name!r}: {error} (payload = rank)") from error
 

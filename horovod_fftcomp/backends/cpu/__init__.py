@@ -4,6 +4,7 @@ They release the GIL and share out large arrays to ``threads``. Each is compiled
 combination of types, and cached on disk, so that ranks which start together write the same files.
 """
 
+from horovod_fftcomp.backends.cpu.halves import from_float16, to_float16
 from horovod_fftcomp.backends.cpu.positions import (
     pack_bitmap,
     pack_entropy,
@@ -12,7 +13,6 @@ from horovod_fftcomp.backends.cpu.positions import (
     unpack_entropy,
     unpack_offsets,
 )
-from horovod_fftcomp.backends.cpu.selection import kth_key
 from horovod_fftcomp.backends.cpu.transforms import (
     dct_blocks,
     idct_blocks,
@@ -21,23 +21,25 @@ from horovod_fftcomp.backends.cpu.transforms import (
     irfft_sum,
     rfft_blocks,
 )
-from horovod_fftcomp.backends.cpu.values import add, peak_bits, sum_values, take
+from horovod_fftcomp.backends.cpu.values import add, peak_bits, rank, sum_values, take
 
 __all__ = [
     "add",
     "dct_blocks",
+    "from_float16",
     "idct_blocks",
     "idct_sum",
     "irfft_blocks",
     "irfft_sum",
-    "kth_key",
     "pack_bitmap",
     "pack_entropy",
     "pack_offsets",
     "peak_bits",
+    "rank",
     "rfft_blocks",
     "sum_values",
     "take",
+    "to_float16",
     "unpack_bitmap",
     "unpack_entropy",
     "unpack_offsets",

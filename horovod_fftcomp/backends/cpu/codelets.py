@@ -21,6 +21,7 @@ COMPLEX_NBYTES = 2 * VECTOR_NBYTES  # of eight complex values: real parts, then 
 RADICES = (4, 8, 16)
 _FLOAT, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
+_SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _HALF = ir.VectorType(_FLOAT, LANES // 2)
 
 
@@ -36,11 +37,33 @@ class _Emitter:
             address = self.builder.add(address, self.builder.mul(stride, ir.Constant(_I64, times)))
         return self.builder.add(address, ir.Constant(_I64, offset)) if offset else address
 
-    def load_as(self, kind: ir.Type, address: ir.Value) -> ir.Value:
-        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=4)
+    def load_as(self, kind: ir.Type, address: ir.Value, align: int = 4) -> ir.Value:
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=align)
 
-    def store_as(self, kind: ir.Type, value: ir.Value, address: ir.Value) -> None:
-        self.builder.store(value, self.builder.inttoptr(address, kind.as_pointer()), align=4)
+    def store_as(self, kind: ir.Type, value: ir.Value, address: ir.Value, align: int = 4) -> None:
+        self.builder.store(value, self.builder.inttoptr(address, kind.as_pointer()), align=align)
+
+    def ints(self, number: int) -> ir.Value:
+        return ir.Constant(_INTS, [number] * LANES)
+
+    def load_shorts(self, address: ir.Value) -> ir.Value:
+        """Return eight 16-bit integers, widened with zeros."""
+        return self.builder.zext(self.load_as(_SHORTS, address, 2), _INTS)
+
+    def store_shorts(self, value: ir.Value, address: ir.Value) -> None:
+        """Write the lower halves of eight integers."""
+        self.store_as(_SHORTS, self.builder.trunc(value, _SHORTS), address, 2)
+
+    def widest(self, value: ir.Value) -> ir.Value:
+        """Return the largest of eight integers of at least 0, as int64."""
+        size = LANES
+        while size > 1:
+            size //= 2
+            picks = ir.Constant(_INTS, [i ^ size for i in range(LANES)])
+            other = self.builder.shuffle_vector(value, value, picks)
+            value = self.builder.select(self.builder.icmp_signed(">", value, other), value, other)
+        first = self.builder.extract_element(value, ir.Constant(_I32, 0))
+        return self.builder.zext(first, _I64)
 
     def load(self, address: ir.Value) -> _Real:
         return _Real(self, self.load_as(_FLOATS, address))
@@ -235,7 +258,7 @@ def _scatter_coeffs(with_addend: bool) -> Callable:
     def body(emit, src, dst, addend, row_nbytes, peak):
         builder = emit.builder
         columns = [emit.load(emit.at(src, VECTOR_NBYTES * i)) for i in range(LANES)]
-        magnitude = ir.Constant(_INTS, [0x7FFFFFFF] * LANES)
+        magnitude = emit.ints(0x7FFFFFFF)
         largest = emit.load_as(_INTS, peak)
         for i, row in enumerate(emit.transposed(columns)):
             if with_addend:
@@ -342,7 +365,7 @@ def _sum_with_keys(with_addend: bool) -> Callable:
 
     def body(emit, a, b, out, keys, peak):
         builder = emit.builder
-        magnitude = ir.Constant(_INTS, [0x7FFFFFFF] * LANES)
+        magnitude = emit.ints(0x7FFFFFFF)
         largest = emit.load_as(_INTS, peak)
         for part in range(64 // LANES):
             offset = VECTOR_NBYTES * part
@@ -359,6 +382,76 @@ def _sum_with_keys(with_addend: bool) -> Callable:
 
 
 copy_with_keys, sum_with_keys = _sum_with_keys(False), _sum_with_keys(True)
+
+
+def _to_bfloat16(emit, src, dst):
+    """Write 64 float32 as bfloat16, rounded to nearest even, never to infinity."""
+    builder = emit.builder
+    for part in range(64 // LANES):
+        bits = emit.load_as(_INTS, emit.at(src, VECTOR_NBYTES * part))
+        magnitude = builder.and_(bits, emit.ints(0x7FFFFFFF))
+        odd = builder.and_(builder.lshr(magnitude, emit.ints(16)), emit.ints(1))
+        rounded = builder.add(builder.add(magnitude, emit.ints(0x7FFF)), odd)
+        limit = emit.ints(0x7F7F0000)
+        rounded = builder.select(builder.icmp_signed("<", rounded, limit), rounded, limit)
+        signed = builder.or_(rounded, builder.and_(bits, emit.ints(-(1 << 31))))
+        emit.store_shorts(builder.lshr(signed, emit.ints(16)), emit.at(dst, 2 * LANES * part))
+
+
+def _add_bfloat16(emit, src, dst):
+    """Add 64 bfloat16 to float32; return the largest magnitude's bits."""
+    builder = emit.builder
+    largest = emit.ints(0)
+    for part in range(64 // LANES):
+        wide = emit.load_shorts(emit.at(src, 2 * LANES * part))
+        bits = builder.shl(wide, emit.ints(16))
+        magnitude = builder.and_(bits, emit.ints(0x7FFFFFFF))
+        bigger = builder.icmp_signed(">", magnitude, largest)
+        largest = builder.select(bigger, magnitude, largest)
+        to = emit.at(dst, VECTOR_NBYTES * part)
+        emit.store(emit.load(to) + _Real(emit, builder.bitcast(bits, _FLOATS)), to)
+    return emit.widest(largest)
+
+
+def _to_float16(emit, src, dst, limit):
+    """Write 64 float32 as float16, rounded to nearest even, those beyond the limit as that."""
+    builder = emit.builder
+    most = builder.bitcast(emit.broadcast(limit).vector, _INTS)
+    for part in range(64 // LANES):
+        bits = emit.load_as(_INTS, emit.at(src, VECTOR_NBYTES * part))
+        magnitude = builder.and_(bits, emit.ints(0x7FFFFFFF))
+        within = builder.icmp_signed("<", magnitude, most)
+        magnitude = builder.select(within, magnitude, most)
+        odd = builder.and_(builder.lshr(magnitude, emit.ints(13)), emit.ints(1))
+        rounded = builder.add(builder.add(magnitude, emit.ints(0xFFF)), odd)
+        normal = builder.lshr(builder.sub(rounded, emit.ints(0x38000000)), emit.ints(13))
+        # In 0.5 <= x < 1 a float32's unit is 2^-24, as a float16's is below 2^-14.
+        shifted = _Real(emit, builder.bitcast(magnitude, _FLOATS)) + emit.constant(0.5)
+        small = builder.sub(builder.bitcast(shifted.vector, _INTS), emit.ints(0x3F000000))
+        is_small = builder.icmp_signed("<", magnitude, emit.ints(0x38800000))
+        half = builder.select(is_small, small, normal)
+        sign = builder.and_(builder.lshr(bits, emit.ints(16)), emit.ints(0x8000))
+        emit.store_shorts(builder.or_(half, sign), emit.at(dst, 2 * LANES * part))
+
+
+def _from_float16(emit, src, dst):
+    """Write 64 float16 as float32."""
+    builder = emit.builder
+    for part in range(64 // LANES):
+        wide = emit.load_shorts(emit.at(src, 2 * LANES * part))
+        magnitude = builder.shl(builder.and_(wide, emit.ints(0x7FFF)), emit.ints(13))
+        sign = builder.shl(builder.and_(wide, emit.ints(0x8000)), emit.ints(16))
+        # Scaled by 2^112 exponents agree; a small one becomes normal, by a float's own rounding.
+        scaled = _Real(emit, builder.bitcast(magnitude, _FLOATS)) * emit.constant(2.0**112)
+        infinite = builder.icmp_signed(">", magnitude, emit.ints(0x0F7FFFFF))
+        special = builder.or_(magnitude, emit.ints(0x7F800000))
+        value = builder.select(infinite, special, builder.bitcast(scaled.vector, _INTS))
+        emit.store_as(_INTS, builder.or_(value, sign), emit.at(dst, VECTOR_NBYTES * part))
+
+
+to_bfloat16 = _codelet(_to_bfloat16, 2)
+add_bfloat16 = _codelet(_add_bfloat16, 2, types.int64)
+to_float16, from_float16 = _codelet(_to_float16, 3), _codelet(_from_float16, 2)
 
 
 def _trailing_zeros(emit, word):

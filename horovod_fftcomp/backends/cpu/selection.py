@@ -77,7 +77,7 @@ def settled(parts: list[Counts], k: int) -> tuple[int, int] | None:
 
 
 def kth_key(coeffs: Array, k: int, bins_per_block: int, exponent: int) -> tuple[int, int]:
-    """See ``reference.kth_key``."""
+    """Return (the k-th largest key, how many of those equal to it are among the k largest)."""
     n, reals = coeffs.size, coeffs.view(np.float32)
     options = (coeffs.dtype == np.complex64, bins_per_block, key_scale(exponent))
     if n > 2 * SAMPLES:

@@ -12,10 +12,12 @@ from horovod_fftcomp import threads
 from horovod_fftcomp.backends import Array, Coefficients, Part
 from horovod_fftcomp.backends.cpu.codelets import (
     LANES,
+    add_bfloat16,
     as_float,
     copy_with_keys,
     mask_above,
     sum_with_keys,
+    to_bfloat16,
     trailing_zeros,
 )
 from horovod_fftcomp.backends.cpu.memory import empty
@@ -64,6 +66,11 @@ def _peak_bits(patterns):
     for pattern in patterns:
         peak = max(peak, pattern & np.int32(_MAGNITUDE))
     return np.int64(peak)
+
+
+def rank(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
+    """See ``reference.rank``."""
+    return ranked(coeffs, peak_bits(coeffs), k, bins_per_block, None)
 
 
 def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
@@ -227,7 +234,7 @@ def _take(
     """Choose, pack and subtract in one pass; return the bits packed."""
     keys = np.empty(GROUP, np.int32)
     at = np.int64(keys.ctypes.data)
-    patterns, halves = reals.view(np.uint32), packed.view(np.uint16)
+    patterns = reals.view(np.uint32)
     width = 2 if is_complex else 1
     window, filled, done = np.uint64(0), 0, 0
     for group in range(bitmap.size * 64 // GROUP):
@@ -243,10 +250,9 @@ def _take(
                     ties -= 1
             bitmap[group * (GROUP // 64) + word] = np.uint64(chosen)
             first = begin + 64 * word * width
-            if chosen == -1 and kind == BFLOAT16 and not (keep or is_complex):  # vectors do it
-                for i in range(64):
-                    pattern = np.int64(patterns[first + i])
-                    halves[4 * done + i] = _code(pattern, BFLOAT16, shift, base, 0, 0)[0]
+            if chosen == -1 and kind == BFLOAT16 and not (keep or is_complex):
+                source, target = np.int64(reals.ctypes.data), np.int64(packed.ctypes.data)
+                to_bfloat16(source + 4 * first, target + 8 * done)
                 done += 16
                 continue
             while chosen != 0:
@@ -374,14 +380,12 @@ def _add_values(reals, width, bitmap, codes, bit, kind, bits, shift, base, posit
     """Return (the stream bit after the last code, the largest code or magnitude)."""
     largest = np.int64(0)
     mask = np.uint64((1 << bits) - 1)
-    halves = codes.view(np.uint16)
     for w in range(bitmap.size):
         chosen = np.int64(bitmap[w])
         if chosen == -1 and kind == BFLOAT16 and width == 1:
-            for i in range(64):
-                value = np.int64(halves[(bit >> 4) + i]) << 16
-                largest = max(largest, value & _MAGNITUDE)
-                reals[64 * w + i] += as_float(value)
+            source, target = np.int64(codes.ctypes.data), np.int64(reals.ctypes.data)
+            peak = add_bfloat16(source + (bit >> 3), target + 256 * w)
+            largest = max(largest, peak)
             bit += 1024
             continue
         while chosen != 0:
