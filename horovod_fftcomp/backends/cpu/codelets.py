@@ -22,6 +22,7 @@ RADICES = (4, 8, 16)
 _FLOAT, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
+_BYTES = ir.VectorType(_I8, LANES)
 _HALF = ir.VectorType(_FLOAT, LANES // 2)
 
 
@@ -45,6 +46,13 @@ class _Emitter:
 
     def ints(self, number: int) -> ir.Value:
         return ir.Constant(_INTS, [number] * LANES)
+
+    def broadcast_int(self, address: ir.Value) -> ir.Value:
+        """Return the lower half of the one int64 at ``address`` in every lane."""
+        empty = ir.Constant(_INTS, ir.Undefined)
+        scalar = self.builder.trunc(self.load_as(_I64, address), _I32)
+        first = self.builder.insert_element(empty, scalar, ir.Constant(_I32, 0))
+        return self.builder.shuffle_vector(first, empty, self.ints(0))
 
     def load_shorts(self, address: ir.Value) -> ir.Value:
         """Return eight 16-bit integers, widened with zeros."""
@@ -384,33 +392,149 @@ def _sum_with_keys(with_addend: bool) -> Callable:
 copy_with_keys, sum_with_keys = _sum_with_keys(False), _sum_with_keys(True)
 
 
-def _to_bfloat16(emit, src, dst):
-    """Write 64 float32 as bfloat16, rounded to nearest even, never to infinity."""
-    builder = emit.builder
-    for part in range(64 // LANES):
-        bits = emit.load_as(_INTS, emit.at(src, VECTOR_NBYTES * part))
-        magnitude = builder.and_(bits, emit.ints(0x7FFFFFFF))
-        odd = builder.and_(builder.lshr(magnitude, emit.ints(16)), emit.ints(1))
-        rounded = builder.add(builder.add(magnitude, emit.ints(0x7FFF)), odd)
-        limit = emit.ints(0x7F7F0000)
-        rounded = builder.select(builder.icmp_signed("<", rounded, limit), rounded, limit)
-        signed = builder.or_(rounded, builder.and_(bits, emit.ints(-(1 << 31))))
-        emit.store_shorts(builder.lshr(signed, emit.ints(16)), emit.at(dst, 2 * LANES * part))
+def _magnitude(emit, bits):
+    return emit.builder.and_(bits, emit.ints(0x7FFFFFFF))
 
 
-def _add_bfloat16(emit, src, dst):
-    """Add 64 bfloat16 to float32; return the largest magnitude's bits."""
-    builder = emit.builder
-    largest = emit.ints(0)
+def _encode(write: Callable, n_options: int) -> Callable:
+    """Make a codelet of 64 float32 at ``values``: write codes, and leave what they leave.
+
+    ``write(emit, bits, *options)`` returns (codes, the bits that these decode to); options are
+    int64 that follow the kind in a coding.
+    """
+
+    def body(emit, values, codes, *coding):
+        options = [emit.broadcast_int(emit.at(coding[0], 8 * i)) for i in range(1, 1 + n_options)]
+        for part in range(64 // LANES):
+            at = emit.at(values, VECTOR_NBYTES * part)
+            value = emit.load(at)
+            code, sent = write(emit, emit.builder.bitcast(value.vector, _INTS), *options)
+            emit.store_as(_INTS, code, emit.at(codes, VECTOR_NBYTES * part))
+            emit.store(value - _Real(emit, emit.builder.bitcast(sent, _FLOATS)), at)
+
+    body.__name__ = write.__name__
+    return _codelet(body, 3 if n_options else 2)
+
+
+def _decode(read: Callable, n_options: int) -> Callable:
+    """Make a codelet of 64 codes: write values; return the largest code or magnitude.
+
+    ``read(emit, codes, *options)`` returns (bits of the values, what the largest is taken of).
+    """
+
+    def body(emit, codes, values, *coding):
+        options = [emit.broadcast_int(emit.at(coding[0], 8 * i)) for i in range(1, 1 + n_options)]
+        largest = emit.ints(0)
+        for part in range(64 // LANES):
+            code = emit.load_as(_INTS, emit.at(codes, VECTOR_NBYTES * part))
+            bits, size = read(emit, code, *options)
+            emit.store_as(_INTS, bits, emit.at(values, VECTOR_NBYTES * part))
+            bigger = emit.builder.icmp_signed(">", size, largest)
+            largest = emit.builder.select(bigger, size, largest)
+        return emit.widest(largest)
+
+    body.__name__ = read.__name__
+    return _codelet(body, 3 if n_options else 2, types.int64)
+
+
+def _encode_range(emit, bits, _, shift, base, positives, negatives):
+    b = emit.builder
+    half = b.lshr(b.shl(emit.ints(1), shift), emit.ints(1))
+    cells = b.lshr(b.add(_magnitude(emit, bits), half), shift)
+    level = b.add(b.sub(cells, base), emit.ints(1))
+    level = b.select(b.icmp_signed(">", level, emit.ints(0)), level, emit.ints(0))
+    is_negative = b.icmp_signed("<", bits, emit.ints(0))
+    most = b.select(is_negative, negatives, positives)
+    level = b.select(b.icmp_signed("<", level, most), level, most)
+    some = b.icmp_signed(">", level, emit.ints(0))
+    offset = b.select(is_negative, positives, emit.ints(0))
+    sign = b.and_(bits, emit.ints(-(1 << 31)))
+    sent = b.or_(b.shl(b.sub(b.add(level, base), emit.ints(1)), shift), sign)
+    zero = emit.ints(0)
+    return b.select(some, b.add(level, offset), zero), b.select(some, sent, zero)
+
+
+def _decode_range(emit, codes, _, shift, base, positives, __):
+    b = emit.builder
+    is_negative = b.icmp_signed(">", codes, positives)
+    level = b.sub(codes, b.select(is_negative, positives, emit.ints(0)))
+    pattern = b.shl(b.sub(b.add(level, base), emit.ints(1)), shift)
+    sign = b.select(is_negative, emit.ints(-(1 << 31)), emit.ints(0))
+    some = b.icmp_signed(">", codes, emit.ints(0))
+    return b.select(some, b.or_(pattern, sign), emit.ints(0)), codes
+
+
+def _encode_bfloat16(emit, bits):
+    """Round to nearest even, never to infinity."""
+    b = emit.builder
+    magnitude = _magnitude(emit, bits)
+    odd = b.and_(b.lshr(magnitude, emit.ints(16)), emit.ints(1))
+    rounded = b.add(b.add(magnitude, emit.ints(0x7FFF)), odd)
+    limit = emit.ints(0x7F7F0000)
+    rounded = b.select(b.icmp_signed("<", rounded, limit), rounded, limit)
+    sent = b.or_(rounded, b.and_(bits, emit.ints(-(1 << 31))))
+    sent = b.and_(sent, emit.ints(-(1 << 16)))
+    return b.lshr(sent, emit.ints(16)), sent
+
+
+def _decode_bfloat16(emit, codes):
+    bits = emit.builder.shl(codes, emit.ints(16))
+    return bits, _magnitude(emit, bits)
+
+
+def _encode_float32(emit, bits):
+    return bits, bits
+
+
+def _decode_float32(emit, codes):
+    return codes, _magnitude(emit, codes)
+
+
+encode_range, decode_range = _encode(_encode_range, 5), _decode(_decode_range, 5)
+encode_bfloat16, decode_bfloat16 = _encode(_encode_bfloat16, 0), _decode(_decode_bfloat16, 0)
+encode_float32, decode_float32 = _encode(_encode_float32, 0), _decode(_decode_float32, 0)
+
+
+def _resize(load: Callable, store: Callable, from_nbytes: int, to_nbytes: int) -> Callable:
+    """Make a codelet that copies 64 integers between widths."""
+
+    def body(emit, src, dst):
+        for part in range(64 // LANES):
+            value = load(emit, emit.at(src, from_nbytes * LANES * part))
+            store(emit, value, emit.at(dst, to_nbytes * LANES * part))
+
+    return _codelet(body, 2)
+
+
+def _load_ints(emit, address):
+    return emit.load_as(_INTS, address)
+
+
+def _store_ints(emit, value, address):
+    emit.store_as(_INTS, value, address)
+
+
+def _load_bytes(emit, address):
+    return emit.builder.zext(emit.load_as(_BYTES, address, 1), _INTS)
+
+
+def _store_bytes(emit, value, address):
+    emit.store_as(_BYTES, emit.builder.trunc(value, _BYTES), address, 1)
+
+
+def _add_64(emit, src, dst):
+    """Add 64 floats to others."""
     for part in range(64 // LANES):
-        wide = emit.load_shorts(emit.at(src, 2 * LANES * part))
-        bits = builder.shl(wide, emit.ints(16))
-        magnitude = builder.and_(bits, emit.ints(0x7FFFFFFF))
-        bigger = builder.icmp_signed(">", magnitude, largest)
-        largest = builder.select(bigger, magnitude, largest)
-        to = emit.at(dst, VECTOR_NBYTES * part)
-        emit.store(emit.load(to) + _Real(emit, builder.bitcast(bits, _FLOATS)), to)
-    return emit.widest(largest)
+        at = emit.at(dst, VECTOR_NBYTES * part)
+        emit.store(emit.load(at) + emit.load(emit.at(src, VECTOR_NBYTES * part)), at)
+
+
+add_64 = _codelet(_add_64, 2)
+copy_64 = _resize(_load_ints, _store_ints, 4, 4)
+widen_bytes = _resize(_load_bytes, _store_ints, 1, 4)
+narrow_to_bytes = _resize(_load_ints, _store_bytes, 4, 1)
+widen_shorts = _resize(_Emitter.load_shorts, _store_ints, 2, 4)
+narrow_to_shorts = _resize(_load_ints, _Emitter.store_shorts, 4, 2)
 
 
 def _to_float16(emit, src, dst, limit):
@@ -419,7 +543,7 @@ def _to_float16(emit, src, dst, limit):
     most = builder.bitcast(emit.broadcast(limit).vector, _INTS)
     for part in range(64 // LANES):
         bits = emit.load_as(_INTS, emit.at(src, VECTOR_NBYTES * part))
-        magnitude = builder.and_(bits, emit.ints(0x7FFFFFFF))
+        magnitude = _magnitude(emit, bits)
         within = builder.icmp_signed("<", magnitude, most)
         magnitude = builder.select(within, magnitude, most)
         odd = builder.and_(builder.lshr(magnitude, emit.ints(13)), emit.ints(1))
@@ -449,8 +573,6 @@ def _from_float16(emit, src, dst):
         emit.store_as(_INTS, builder.or_(value, sign), emit.at(dst, VECTOR_NBYTES * part))
 
 
-to_bfloat16 = _codelet(_to_bfloat16, 2)
-add_bfloat16 = _codelet(_add_bfloat16, 2, types.int64)
 to_float16, from_float16 = _codelet(_to_float16, 3), _codelet(_from_float16, 2)
 
 
@@ -469,11 +591,6 @@ def _high_product(emit, a, b):
     return emit.builder.trunc(emit.builder.lshr(product, ir.Constant(wide, 64)), _I64)
 
 
-def _as_float(emit, bits):
-    return emit.builder.bitcast(emit.builder.trunc(bits, _I32), _FLOAT)
-
-
-as_float = _codelet(_as_float, 1, types.float32)
 mask_above = _codelet(_mask_above, 2, types.uint64)
 trailing_zeros = _codelet(_trailing_zeros, 1, types.int64)
 count_ones = _codelet(_count_ones, 1, types.int64)

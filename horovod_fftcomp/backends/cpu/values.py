@@ -12,14 +12,14 @@ from horovod_fftcomp import threads
 from horovod_fftcomp.backends import Array, Coefficients, Part
 from horovod_fftcomp.backends.cpu.codelets import (
     LANES,
-    add_bfloat16,
-    as_float,
+    add_64,
+    copy_64,
     copy_with_keys,
     mask_above,
     sum_with_keys,
-    to_bfloat16,
     trailing_zeros,
 )
+from horovod_fftcomp.backends.cpu.codes import ROOM, decode, encode, read_bits, write_bits
 from horovod_fftcomp.backends.cpu.memory import empty
 from horovod_fftcomp.backends.cpu.positions import count_bits
 from horovod_fftcomp.backends.cpu.selection import (
@@ -37,20 +37,12 @@ from horovod_fftcomp.backends.cpu.selection import (
     suggest,
 )
 from horovod_fftcomp.backends.reference import key_exponent
-from horovod_fftcomp.quantizers import (
-    BFLOAT16,
-    FLOAT32,
-    LARGEST_BFLOAT16_BITS,
-    LARGEST_FINITE_BITS,
-    RANGE,
-    Coding,
-)
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Coding
 
 kernel: Any = njit(cache=True, nogil=True)
 
 _LEAST_VALUES = 1 << 15  # for a thread of its own
 _MAGNITUDE = 0x7FFFFFFF
-_SIGN = 0x80000000
 
 
 def peak_bits(values: Array) -> int:
@@ -150,37 +142,6 @@ def _add(a, b, out, counts, low, high, found):
     return np.int64(peaks.max()), above, between, kept
 
 
-@kernel
-def _code(pattern, kind, shift, base, positives, negatives):
-    """Return (the code of a float32's bits, the bits that it decodes to)."""
-    magnitude = pattern & _MAGNITUDE
-    sign = pattern & _SIGN
-    if kind == FLOAT32:
-        return pattern, pattern
-    if kind == BFLOAT16:
-        rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) & 0x7FFF0000
-        sent = min(rounded, LARGEST_BFLOAT16_BITS) | sign
-        return sent >> 16, sent
-    # Signs are random: with branches, half of all values would be mispredicted.
-    negative = sign >> 31
-    most = positives + (negatives - positives) * negative
-    level = min(max(((magnitude + (1 << (shift - 1))) >> shift) - base + 1, 0), most)
-    some = np.int64(level > 0)
-    return level + positives * (negative & some), (((base + level - 1) << shift) | sign) * some
-
-
-@kernel
-def _value(code, kind, shift, base, positives):
-    """Return the float32's bits that a code stands for."""
-    if kind == FLOAT32:
-        return code
-    if kind == BFLOAT16:
-        return code << 16
-    negative = np.int64(code > positives)
-    level = code - positives * negative
-    return (((base + level - 1) << shift) | negative << 31) * np.int64(code > 0)
-
-
 def take(
     coeffs: Coefficients, bins_per_block: int, coding: Coding, keep: bool
 ) -> tuple[Array, Array]:
@@ -191,6 +152,7 @@ def take(
     width = 2 if is_complex else 1
     exponent = key_exponent(peak) if is_complex else 0
     options = (is_complex, bins_per_block, key_scale(exponent))
+    numbers = np.array(coding, np.int64)
     ranges = threads.ranges(-(-array.size // GROUP), LEAST_GROUPS)
     bitmap = np.empty(ranges[-1][1] * (GROUP // 64), np.uint64)
 
@@ -200,8 +162,8 @@ def take(
     def work(begin: int, end: int, ties: int) -> tuple[int, Array]:
         part = reals_of(begin, end)
         words = bitmap[begin * (GROUP // 64) : end * (GROUP // 64)]
-        packed = np.empty(part.size * coding.bits // 64 + 2, np.uint64)
-        return _take(part, *options, key, ties, *coding[:6], keep, words, packed), packed
+        packed = np.empty(part.size * coding.bits // 64 + ROOM, np.uint64)
+        return _take(part, *options, key, ties, numbers, keep, words, packed), packed
 
     ties_left = [ties]
     if len(ranges) > 1:  # of those in earlier ranges, which come first
@@ -227,51 +189,76 @@ def _count_equal(reals, is_complex, bins_per_block, scale, key):
 
 
 @kernel
-def _take(
-    reals, is_complex, bins_per_block, scale, key, ties,
-    kind, bits, shift, base, positives, negatives, keep, bitmap, packed,
-):  # fmt: skip
-    """Choose, pack and subtract in one pass; return the bits packed."""
-    keys = np.empty(GROUP, np.int32)
-    at = np.int64(keys.ctypes.data)
-    patterns = reals.view(np.uint32)
+def _take(reals, is_complex, bins_per_block, scale, key, ties, coding, keep, bitmap, packed):
+    """Choose, pack and subtract, group after group; return the bits packed."""
+    keys, codes = np.empty(GROUP, np.int32), np.empty(2 * GROUP, np.int32)
+    values = np.empty(2 * GROUP, np.float32)
     width = 2 if is_complex else 1
-    window, filled, done = np.uint64(0), 0, 0
+    bit = np.int64(0)
     for group in range(bitmap.size * 64 // GROUP):
-        begin = group * GROUP * width
-        fill_keys(reals[begin : begin + GROUP * width], is_complex, bins_per_block, scale, keys)
-        for word in range(GROUP // 64):
-            chosen = np.int64(mask_above(at + 256 * word, key))
-            if ties > 0:
-                equal = np.int64(mask_above(at + 256 * word, key - 1)) ^ chosen
-                while equal != 0 and ties > 0:
-                    chosen |= equal & -equal
-                    equal &= equal - 1
-                    ties -= 1
-            bitmap[group * (GROUP // 64) + word] = np.uint64(chosen)
-            first = begin + 64 * word * width
-            if chosen == -1 and kind == BFLOAT16 and not (keep or is_complex):
-                source, target = np.int64(reals.ctypes.data), np.int64(packed.ctypes.data)
-                to_bfloat16(source + 4 * first, target + 8 * done)
-                done += 16
-                continue
-            while chosen != 0:
-                i = first + trailing_zeros(chosen) * width
-                chosen &= chosen - 1
-                for part in range(i, i + width):
-                    pattern = np.int64(patterns[part])
-                    code, sent = _code(pattern, kind, shift, base, positives, negatives)
-                    window |= np.uint64(code) << np.uint64(filled)
-                    filled += bits
-                    if filled >= 64:
-                        packed[done] = window
-                        done += 1
-                        filled -= 64
-                        window = np.uint64(code) >> np.uint64(bits - filled)
-                    if keep:
-                        reals[part] -= as_float(sent)
-    packed[done] = window
-    return 64 * done + filled
+        part = reals[group * GROUP * width : (group + 1) * GROUP * width]
+        words = bitmap[group * (GROUP // 64) : (group + 1) * (GROUP // 64)]
+        fill_keys(part, is_complex, bins_per_block, scale, keys)
+        ties = _mark(keys, key, ties, words)
+        n = _collect(part, width, words, values)
+        encode(values, n, coding, codes)
+        bit = write_bits(codes, n, coding[1], packed, bit)
+        if keep:
+            _put_back(part, width, words, values)
+    return bit
+
+
+@kernel
+def _mark(keys, key, ties, words):
+    """Set the bits of keys above ``key``, and of the first ``ties`` equal; return ties left."""
+    at = np.int64(keys.ctypes.data)
+    for word in range(words.size):
+        chosen = np.int64(mask_above(at + 256 * word, key))
+        if ties > 0:
+            equal = np.int64(mask_above(at + 256 * word, key - 1)) ^ chosen
+            while equal != 0 and ties > 0:
+                chosen |= equal & -equal
+                equal &= equal - 1
+                ties -= 1
+        words[word] = np.uint64(chosen)
+    return ties
+
+
+@kernel
+def _collect(reals, width, words, values):
+    """Write the chosen reals side by side; return how many."""
+    n = 0
+    at, to = np.int64(reals.ctypes.data), np.int64(values.ctypes.data)
+    for word in range(words.size):
+        chosen = np.int64(words[word])
+        if chosen == -1:
+            for part in range(width):
+                copy_64(at + 256 * (width * word + part), to + 4 * n)
+                n += 64
+            continue
+        while chosen != 0:
+            i = (64 * word + trailing_zeros(chosen)) * width
+            chosen &= chosen - 1
+            values[n] = reals[i]
+            if width == 2:
+                values[n + 1] = reals[i + 1]
+            n += width
+    return n
+
+
+@kernel
+def _put_back(reals, width, words, values):
+    """Write values side by side where they were chosen."""
+    n = 0
+    for word in range(words.size):
+        chosen = np.int64(words[word])
+        while chosen != 0:
+            i = (64 * word + trailing_zeros(chosen)) * width
+            chosen &= chosen - 1
+            reals[i] = values[n]
+            if width == 2:
+                reals[i + 1] = values[n + 1]
+            n += width
 
 
 def _joined(parts: list[tuple[int, Array]]) -> Array:
@@ -291,9 +278,12 @@ def _joined(parts: list[tuple[int, Array]]) -> Array:
 def _append(joined, at, words, n_bits):
     shift, to = np.uint64(at & 63), at >> 6
     for i in range((n_bits + 63) // 64):
-        joined[to + i] |= words[i] << shift
+        word = words[i]
+        if 64 * i + 64 > n_bits:  # what follows the end means nothing
+            word &= (np.uint64(1) << np.uint64(n_bits & 63)) - np.uint64(1)
+        joined[to + i] |= word << shift
         if shift:
-            joined[to + i + 1] |= words[i] >> (np.uint64(64) - shift)
+            joined[to + i + 1] |= word >> (np.uint64(64) - shift)
 
 
 def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:
@@ -314,14 +304,14 @@ def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:
 class Streams:
     """The bitmaps and codes of several payloads as arrays that kernels take, and where to begin.
 
-    ``arrays``: bitmaps ``[p, words]``, codes ``[p, words]``, codings ``[p, 7]``.
+    ``arrays``: bitmaps ``[p, words]``, streams of codes ``[p, words]``, codings ``[p, 7]``.
     """
 
     def __init__(self, parts: Sequence[Part], width: int, span: int, n_spans: int) -> None:
         """``span``: bins that a thread takes on together, in whole groups; ``n_spans``: of all."""
         n_words = n_spans * (span // 64)
         bitmaps = np.zeros((len(parts), n_words), np.uint64)
-        codes = np.zeros((len(parts), max(p.packed.size for p in parts) // 8 + 2), np.uint64)
+        codes = np.zeros((len(parts), max(p.packed.size for p in parts) // 8 + ROOM), np.uint64)
         for bitmap, code, part in zip(bitmaps, codes, parts, strict=True):
             bitmap[: part.bitmap.size] = part.bitmap
             code.view(np.uint8)[: part.packed.size] = part.packed
@@ -359,45 +349,37 @@ def _sum_groups(reals, first_group, width, bitmaps, codes, codings, bits):
 
 
 @kernel
-def add_group(reals, width, first_word, bitmaps, codes, codings, bits):
+def add_group(reals, width, first_word, bitmaps, streams, codings, bits):
     """Add all payloads' values in a group of bins; return the number of a bad one, or -1."""
     bad = -1
+    codes, values = np.empty(2 * GROUP, np.int32), np.empty(2 * GROUP, np.float32)
     for p in range(bitmaps.shape[0]):
-        kind, n_bits, shift = codings[p, 0], codings[p, 1], codings[p, 2]
-        base, positives = codings[p, 3], codings[p, 4]
-        end, largest = _add_values(
-            reals, width, bitmaps[p, first_word : first_word + GROUP // 64], codes[p], bits[p],
-            kind, n_bits, shift, base, positives,
-        )  # fmt: skip
-        bits[p] = end
-        if largest > codings[p, 6]:
+        words = bitmaps[p, first_word : first_word + GROUP // 64]
+        n = count_bits(words) * width
+        read_bits(streams[p], bits[p], n, codings[p, 1], codes)
+        if decode(codes, n, codings[p], values) > codings[p, 6]:
             bad = p
+        bits[p] += n * codings[p, 1]
+        _add_back(reals, width, words, values)
     return bad
 
 
 @kernel
-def _add_values(reals, width, bitmap, codes, bit, kind, bits, shift, base, positives):
-    """Return (the stream bit after the last code, the largest code or magnitude)."""
-    largest = np.int64(0)
-    mask = np.uint64((1 << bits) - 1)
-    for w in range(bitmap.size):
-        chosen = np.int64(bitmap[w])
-        if chosen == -1 and kind == BFLOAT16 and width == 1:
-            source, target = np.int64(codes.ctypes.data), np.int64(reals.ctypes.data)
-            peak = add_bfloat16(source + (bit >> 3), target + 256 * w)
-            largest = max(largest, peak)
-            bit += 1024
+def _add_back(reals, width, words, values):
+    """Add values side by side to where they were chosen."""
+    n = 0
+    at, to = np.int64(values.ctypes.data), np.int64(reals.ctypes.data)
+    for word in range(words.size):
+        chosen = np.int64(words[word])
+        if chosen == -1:
+            for part in range(width):
+                add_64(at + 4 * n, to + 256 * (width * word + part))
+                n += 64
             continue
         while chosen != 0:
-            i = (64 * w + trailing_zeros(chosen)) * width
+            i = (64 * word + trailing_zeros(chosen)) * width
             chosen &= chosen - 1
-            for part in range(i, i + width):
-                low = np.uint64(bit & 63)
-                word = codes[bit >> 6] >> low
-                word |= (codes[(bit >> 6) + 1] << np.uint64(1)) << (np.uint64(63) - low)
-                code = np.int64(word & mask)
-                bit += bits
-                value = _value(code, kind, shift, base, positives)
-                largest = max(largest, code if kind == RANGE else value & _MAGNITUDE)
-                reals[part] += as_float(value)
-    return bit, largest
+            reals[i] += values[n]
+            if width == 2:
+                reals[i + 1] += values[n + 1]
+            n += width
