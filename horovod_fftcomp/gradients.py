@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,12 +85,10 @@ _REMEDY = 'write one by numpy.savez(path, **{"0/layer.weight": gradient})'
 
 def _load(path: Path) -> dict[str, Array]:
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return {path.stem: loaded}
-        with loaded:
-            return dict(loaded)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        with path.open("rb") as file:  # np.load(path) would leave a broken file open
+            loaded = np.load(file, allow_pickle=False)
+            return {path.stem: loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path} is no .npy or .npz file of numbers ({error}); {_REMEDY}"
         ) from error

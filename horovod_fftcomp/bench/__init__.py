@@ -21,7 +21,7 @@ from horovod_fftcomp.bench.sessions import RecipeSession, Session
 from horovod_fftcomp.gradients import History
 from horovod_fftcomp.wire import Plan
 
-__all__ = ["Measurement", "RecipeSession", "Session", "added", "measure"]
+__all__ = ["Measurement", "RecipeSession", "Session", "added", "measure", "memcpy", "n_ticks"]
 
 # 2**18 elements, 1 MiB: a smaller share of a memcpy is over before a second thread has begun.
 _LEAST_COPIED = 1 << 18
@@ -54,15 +54,15 @@ def measure(
     for grad in measured:
         for _ in range(rounds):
             for number, session in enumerate(sessions):
-                memcpy_s.append(_seconds(_memcpy, copied, grad)[0])
+                memcpy_s.append(_seconds(memcpy, copied, grad)[0])
                 for what, seconds in _time_once(session, grad).items():
                     times[what][number].append(seconds)
                 tick()
         for session, total in zip(sessions, sums, strict=True):
             total.add(session, grad)
-    memcpy = statistics.median(memcpy_s)
+    yardstick_s = statistics.median(memcpy_s)
     return [
-        _measurement(session, grads[0].size, memcpy, total, {
+        _measurement(session, grads[0].size, yardstick_s, total, {
             what: statistics.median(lists[number])
             for what, lists in times.items() if lists[number]
         })
@@ -108,8 +108,8 @@ def _seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
-def _memcpy(target: Array, source: Array) -> None:
-    """Copy with as many threads as the kernels have."""
+def memcpy(target: Array, source: Array) -> None:
+    """Copy ``source`` into ``target`` with as many threads as the kernels have."""
 
     def copy(begin: int, end: int) -> None:
         np.copyto(target[begin:end], source[begin:end])

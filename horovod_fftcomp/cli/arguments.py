@@ -78,7 +78,8 @@ def _recipe_choice(node: ast.expr) -> RecipeChoice:
     options = {}
     for keyword in keywords:
         value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-        if keyword.arg is None or not isinstance(value, (bool, int, float)):
+        given_before = keyword.arg in options
+        if keyword.arg is None or given_before or not isinstance(value, (bool, int, float)):
             raise _not_a_recipe(ast.unparse(node))
         options[keyword.arg] = value
     try:
@@ -92,7 +93,7 @@ def _recipe_choice(node: ast.expr) -> RecipeChoice:
 def _not_a_recipe(text: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(
         f"{text!r} is no recipe; write its name, and options as in topk(density=0.01,bits=8), "
-        "inside quotation marks; True and False are values too"
+        "each once, inside quotation marks; True and False are values too"
     )
 
 
