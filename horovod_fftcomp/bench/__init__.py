@@ -6,19 +6,22 @@ command line.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp import threads
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.bench.measurement import Measurement, added, entropy_bits
 from horovod_fftcomp.bench.sessions import RecipeSession, Session
 from horovod_fftcomp.gradients import History
+from horovod_fftcomp.threads import get_num_threads
 from horovod_fftcomp.wire import Plan
 
 __all__ = ["Measurement", "RecipeSession", "Session", "added", "measure", "memcpy", "n_ticks"]
@@ -110,11 +113,20 @@ def _seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 
 def memcpy(target: Array, source: Array) -> None:
     """Copy ``source`` into ``target`` with as many threads as the kernels have."""
+    parts = max(1, min(get_num_threads(), source.size // _LEAST_COPIED))
+    if parts == 1:
+        np.copyto(target, source)
+        return
+    bounds = [source.size * part // parts for part in range(parts + 1)]
+    shares = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    copies = [_pool(parts).submit(np.copyto, target[s], source[s]) for s in shares]
+    for copy in copies:
+        copy.result()
 
-    def copy(begin: int, end: int) -> None:
-        np.copyto(target[begin:end], source[begin:end])
 
-    threads.share_out(source.size, _LEAST_COPIED, copy)
+@functools.cache
+def _pool(n_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(n_threads, "fftcomp-memcpy")
 
 
 class _Sums:
