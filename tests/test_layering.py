@@ -47,7 +47,10 @@ ALLOWED = {
     "bench/": {"numpy", "backends", "gradients", "recipes", "schemes", "threads", "wire"},
     "bench/peers.py": {"numpy", "torch", "backends"},
     "bench/plot.py": {"matplotlib"},
+    "health/": {"numpy", "__init__", "backends", "codec", "gradients", "machine", "recipes",
+                "schemes", "threads"},
     "cli/": {"rich", "recipes", "__init__", "schemes"},
+    "cli/check.py": {"rich", "health", "torch"},
     "cli/bench_report.py": {"rich", "bench", "recipes"},
     "cli/bench.py": {"rich", "bench", "buckets", "gradients", "machine", "schemes", "threads"},
     "__main__.py": {"cli"},
@@ -55,6 +58,8 @@ ALLOWED = {
     "torch/": {"numpy", "torch", "horovod", "backends", "buckets", "checkpoint", "engine",
                "errors", "handshake", "policy", "recipes", "recovery", "replicas", "schemes",
                "wire", "__init__"},
+    "torch/health.py": {"numpy", "torch", "horovod", "errors", "handshake", "health", "machine",
+                        "schemes"},
 }  # fmt: skip
 
 

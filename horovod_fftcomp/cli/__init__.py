@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 import horovod_fftcomp
-from horovod_fftcomp.cli import bench, recipes
+from horovod_fftcomp.cli import bench, check, recipes
 
-COMMANDS = (recipes, bench)
+COMMANDS = (recipes, bench, check)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
