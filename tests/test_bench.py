@@ -160,6 +160,9 @@ def test_json_tells_command_machine_and_options(bench):
     assert row["options"] == {"density": 0.5, "error_feedback": False}
     assert row["feedback_s"] is None
     assert row["encode_memcpys"] == row["encode_s"] / row["memcpy_s"]
+    assert {what: len(taken) for what, taken in row["samples_s"].items()} == {
+        "memcpy": 1, "encode": 1, "decode": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.torch
@@ -338,7 +341,7 @@ def test_recipes_are_written_with_their_options():
     choices = recipe_choices("fft, topk(density=0.01, bits=8),dct(error_feedback=False)")
     assert [tuple(choice) for choice in choices] == [
         ("fft", "fft", {}),
-        ("topk(density=0.01,bits=8)", "topk", {"density": 0.01, "bits": 8}),
+        ("topk(density=0.01, bits=8)", "topk", {"density": 0.01, "bits": 8}),
         ("dct(error_feedback=False)", "dct", {"error_feedback": False}),
     ]
 

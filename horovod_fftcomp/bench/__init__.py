@@ -10,15 +10,14 @@ import functools
 import itertools
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from horovod_fftcomp.backends import Array
-from horovod_fftcomp.bench.measurement import Measurement, added, entropy_bits
+from horovod_fftcomp.bench.measurement import Measurement, Samples, added, entropy_bits
 from horovod_fftcomp.bench.sessions import RecipeSession, Session
 from horovod_fftcomp.gradients import History
 from horovod_fftcomp.threads import get_num_threads
@@ -49,28 +48,23 @@ def measure(
     for session in sessions:
         session.advance(grads[0])
         tick()
-    rounds = n_rounds(history, repeat)
-    times: dict[str, list[list[float]]] = defaultdict(lambda: [[] for _ in sessions])
+    samples: list[Samples] = [{} for _ in sessions]
     sums = [_Sums() for _ in sessions]
-    memcpy_s: list[float] = []
     copied = np.empty_like(grads[0])
     for grad in measured:
-        for _ in range(rounds):
-            for number, session in enumerate(sessions):
-                memcpy_s.append(_seconds(memcpy, copied, grad)[0])
-                for what, seconds in _time_once(session, grad).items():
-                    times[what][number].append(seconds)
+        for _ in range(n_rounds(history, repeat)):
+            for session, taken in zip(sessions, samples, strict=True):
+                seconds, _ = _seconds(memcpy, copied, grad)
+                for what, time_s in {"memcpy": seconds, **_time_once(session, grad)}.items():
+                    taken.setdefault(what, []).append(time_s)
                 tick()
         for session, total in zip(sessions, sums, strict=True):
             total.add(session, grad)
-    yardstick_s = statistics.median(memcpy_s)
+    memcpy_s = statistics.median(itertools.chain(*(taken["memcpy"] for taken in samples)))
     return [
-        _measurement(session, grads[0].size, yardstick_s, total, {
-            what: statistics.median(lists[number])
-            for what, lists in times.items() if lists[number]
-        })
-        for number, (session, total) in enumerate(zip(sessions, sums, strict=True))
-    ]  # fmt: skip
+        _measurement(session, grads[0].size, memcpy_s, total, taken)
+        for session, total, taken in zip(sessions, sums, samples, strict=True)
+    ]
 
 
 def n_rounds(history: History, repeat: int) -> int:
@@ -157,18 +151,19 @@ def _energy(values: Array) -> float:
 
 
 def _measurement(
-    session: Session, numel: int, memcpy_s: float, sums: _Sums, times: Mapping[str, float]
+    session: Session, numel: int, memcpy_s: float, sums: _Sums, samples: Samples
 ) -> Measurement:
     plan: Plan | None = getattr(session, "plan", None)
     has_positions = plan is not None and plan.positions_nbytes > 0
+    medians = {what: statistics.median(taken) for what, taken in samples.items()}
     return Measurement(
         label=session.label,
         numel=numel,
         sent_nbytes=session.sent_nbytes,
         memcpy_s=memcpy_s,
-        encode_s=times["encode"],
-        feedback_s=times.get("feedback"),
-        decode_s=times["decode"],
+        encode_s=medians["encode"],
+        feedback_s=medians.get("feedback"),
+        decode_s=medians["decode"],
         energy=sums.energy,
         decoded_energy=sums.decoded,
         error_energy=sums.error,
@@ -177,4 +172,5 @@ def _measurement(
         k=plan.k if plan and has_positions else 0,
         positions_nbytes=plan.positions_nbytes if plan else 0,
         entropy_bits=entropy_bits(plan.n_bins, plan.k) if plan and has_positions else 0.0,
+        samples_s=samples,
     )

@@ -6,6 +6,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+# "memcpy", "encode", "feedback" or "decode" -> seconds, in the order in which they were taken
+Samples = dict[str, list[float]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
@@ -14,7 +17,8 @@ class Measurement:
     Times are medians in seconds. ``energy``, ``decoded_energy`` and ``error_energy`` are sums of
     squares of the gradient, of what the others receive, and of the difference, over all measured
     steps. The ``feedback_`` ones are those of gradient plus residual. ``entropy_bits`` is what
-    the positions of ``k`` coefficients of ``n_bins`` take at least.
+    the positions of ``k`` coefficients of ``n_bins`` take at least. ``samples_s`` are the times
+    whose medians these are, with those of the memcpy beside; sums have none.
     """
 
     label: str
@@ -32,6 +36,7 @@ class Measurement:
     k: int = 0
     positions_nbytes: int = 0
     entropy_bits: float = 0.0
+    samples_s: Samples = dataclasses.field(default_factory=dict)
 
     @property
     def ratio(self) -> float:
@@ -99,7 +104,7 @@ def added(measurements: Sequence[Measurement]) -> Measurement:
         values = [getattr(one, field.name) for one in measurements]
         if field.name == "label":
             columns[field.name] = values[0]
-        else:
+        elif field.name != "samples_s":
             columns[field.name] = None if None in values else sum(values)
     return Measurement(**columns)
 

@@ -86,7 +86,7 @@ def _recipe_choice(node: ast.expr) -> RecipeChoice:
         get_scheme(name.id, **options)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    written = ",".join(f"{option}={value}" for option, value in options.items())
+    written = ", ".join(f"{option}={value}" for option, value in options.items())
     return RecipeChoice(f"{name.id}({written})" if written else name.id, name.id, options)
 
 

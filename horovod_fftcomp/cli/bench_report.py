@@ -43,7 +43,7 @@ def table(result: Result) -> Table:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    table.add_column("compressor", overflow="fold")  # options may be long
+    table.add_column("compressor", min_width=20, overflow="fold")  # options may be long
     for column in (
         "encode\nms (x)",
         "with EF\nms (x)",
@@ -54,7 +54,7 @@ def table(result: Result) -> Table:
         "rel. error\n(with EF)",
         "kept\nenergy",
     ):
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", overflow="fold")
     for rows in (result.ours, result.peers):
         for one in rows:
             table.add_row(*_cells(one), end_section=one is rows[-1])
@@ -87,7 +87,8 @@ def _cells(one: Measurement) -> list[str]:
 
 def _short(number: float) -> str:
     """Return three digits or all before the point; an exponent would be hard to compare."""
-    digits = max(0, 2 - math.floor(math.log10(number))) if number > 0 else 0
+    rounded = float(f"{number:.3g}")
+    digits = max(0, 2 - math.floor(math.log10(rounded))) if rounded > 0 else 0
     return f"{number:.{min(digits, 3)}f}"
 
 
