@@ -43,7 +43,7 @@ def table(result: Result) -> Table:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    table.add_column("compressor", min_width=20, overflow="fold")  # options may be long
+    table.add_column("compressor", min_width=10, overflow="fold")  # options may be long
     for column in (
         "encode\nms (x)",
         "with EF\nms (x)",
