@@ -15,11 +15,15 @@ PACKAGES = ("numpy", "scipy", "numba", "torch", "horovod")
 
 
 def describe() -> dict[str, object]:
-    """Return the machine as JSON values; of packages that are missing, nothing."""
+    """Return the machine as JSON values; of packages that are missing, nothing.
+
+    ``load`` is the number of processes that have wanted a core in the last minute.
+    """
     return {
         "cpu": cpu_model(),
         "cores": n_cores(),
         "threads": get_num_threads(),
+        "load": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions(),
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +14,14 @@ import pytest
 from horovod_fftcomp import gradients, simulate, threads
 from horovod_fftcomp.bench import RecipeSession, added, measure, memcpy, n_ticks, peers
 from horovod_fftcomp.bench.measurement import entropy_bits
-from horovod_fftcomp.cli import main
+from horovod_fftcomp.cli import bench_report, main
 from horovod_fftcomp.cli.arguments import numels, recipe_choices
 from horovod_fftcomp.gradients import History
 from horovod_fftcomp.recipes import get_codec, get_scheme
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.gather import Gather
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -234,6 +238,21 @@ def test_the_table_fits_into_120_columns_however_long_the_options(bench, monkeyp
     printed, _ = bench("-n", "2000", "--recipes", long)
     assert max(map(len, printed.splitlines())) <= 120
     assert "…" not in printed
+
+
+def test_every_column_and_option_is_explained(capsys):
+    page = (ROOT / "docs" / "bench.md").read_text()
+    scheme = recipe_choices("topk")[0]
+    tensor, grad = Tensor("w", (2000,)), gradients.synthetic(2000).steps[0]
+    session = RecipeSession(*scheme, tensor, grad)
+    rows = measure(History("w", [grad]), [session], 1, lambda: None)
+    columns = bench_report.table(bench_report.Result("w", rows, [])).columns[1:]
+    titles = [str(column.header).replace("\nms (x)", "").replace("\n", " ") for column in columns]
+    assert re.findall(r"^\| ([^|]+) \|", page, re.M)[1:] == titles
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert options <= set(re.findall(r"--[a-z-]+", page))
 
 
 # The session: what is timed is what an engine does.

@@ -35,6 +35,7 @@ _RECIPES = (
     "fp16,bf16,topk(density=0.01),topk(density=0.01,bits=8),"
     "fft(density=0.15,bits=8),dct(density=0.15,bits=8)"
 )
+_BUSY = 0.7  # processes; what a run just before this one leaves of its own load is less
 _SIZES = "1M,25M"  # a layer, and all of a ResNet-50
 
 
@@ -101,9 +102,9 @@ def run(parsed: argparse.Namespace) -> None:
     has_peers = not parsed.no_peers and peers.torch_is_installed()
     if has_peers:
         peers.set_num_threads(threads.get_num_threads())
+    facts = machine.describe()  # before the load that this run makes
     results = _measure_all(parsed, choices, histories, n_histories, has_peers)
     shown = [_total(results, data)] if parsed.gradients else results
-    facts = machine.describe()
     _print((results if parsed.per_tensor else []) + shown, choices, data, facts, parsed)
     if parsed.json:
         _write_json(parsed, choices, results, shown, data, facts)
@@ -132,7 +133,7 @@ def _histories(parsed: argparse.Namespace) -> tuple[Iterable[History], int, str]
             f"{parsed.min_numel} elements or is a vector; training does not compress such. "
             "--min-numel changes the number"
         )
-    data = f"{len(kept)} tensors of {parsed.gradients}"
+    data = f"{len(kept)} tensors of {parsed.gradients.name}"
     if len(kept) < len(histories):
         data += f" ({len(histories) - len(kept)} vectors and small ones left out, as in training)"
     return kept, len(kept), data
@@ -221,6 +222,9 @@ def _print(
                 "compare errors on --gradients of your own."
             )
         )
+    if facts["load"] > _BUSY:
+        load = f"The load before this run was {facts['load']:.1f} processes: times may be high."
+        console.print(Text(load))
     if not parsed.no_peers and not peers.torch_is_installed():
         console.print(Text("Peers written in PyTorch are left out: pip install torch"))
 
