@@ -18,6 +18,7 @@ EXTRAS = {
     "tensorflow": ["tensorflow>=2.16,<2.22", "tf_keras>=2.16,<2.22", "horovod==0.28.1"],
     "gpu": ["cupy-cuda12x>=13.0,<15"],
     "mpi": ["mpi4py>=4.0,<5"],
+    "plot": ["matplotlib>=3.8,<4"],
     "dev": [
         "hypothesis>=6.100,<7",
         "matplotlib>=3.8,<4",

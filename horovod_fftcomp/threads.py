@@ -36,9 +36,12 @@ def get_num_threads() -> int:
     """
     if _num_threads is not None:
         return _num_threads
-    cores = len(os.sched_getaffinity(0))
-    local_size = next((int(os.environ[name]) for name in _LOCAL_SIZE if name in os.environ), 1)
-    return max(1, cores // max(1, local_size))
+    return max(1, len(os.sched_getaffinity(0)) // get_local_size())
+
+
+def get_local_size() -> int:
+    """Return how many processes the launcher has started on this machine; 1 without one."""
+    return max(1, next((int(os.environ[name]) for name in _LOCAL_SIZE if name in os.environ), 1))
 
 
 def ranges(n_items: int, least: int) -> list[tuple[int, int]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import horovod_fftcomp
-from horovod_fftcomp.cli import recipes
+from horovod_fftcomp.cli import bench, check, recipes
 
-COMMANDS = (recipes,)
+COMMANDS = (recipes, bench, check)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,5 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     parsed = parser.parse_args(arguments)
+    parsed.arguments = arguments
     parsed.run(parsed)

@@ -3,11 +3,103 @@
 from __future__ import annotations
 
 import argparse
+import ast
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import NamedTuple
+
+from horovod_fftcomp.recipes import get_scheme
+
+_FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9}
+
+
+class RecipeChoice(NamedTuple):
+    """A recipe as it was written, its name, and the options that were given."""
+
+    label: str
+    name: str
+    options: Mapping[str, object]
 
 
 def count(text: str) -> int:
     """Return a whole number of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return _whole(text, 1)
+
+
+def seed(text: str) -> int:
+    """Return a whole number of at least 0."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text}")
     return number
+
+
+def numels(text: str) -> list[int]:
+    """Return numbers of elements: ``25000000``, ``25M`` or ``1e6``, or several with commas."""
+    return [_numel(part.strip()) for part in text.split(",")]
+
+
+def _numel(text: str) -> int:
+    factor = _FACTORS.get(text[-1:], 1)
+    try:
+        number = Decimal(text[:-1] if factor > 1 else text) * factor  # exact, so that 2.3M is whole
+        if 1 <= number < 2**48 and number == int(number):
+            return int(number)
+    except ArithmeticError:
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no number of elements; write 25000000, 25M or 25e6"
+    )
+
+
+def recipe_choices(text: str) -> list[RecipeChoice]:
+    """Return recipes: ``fft``, ``topk(density=0.01,bits=8)``, or several with commas."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        raise _not_a_recipe(text) from None
+    return [_recipe_choice(part) for part in (tree.elts if isinstance(tree, ast.Tuple) else [tree])]
+
+
+def _recipe_choice(node: ast.expr) -> RecipeChoice:
+    name, keywords = node, []
+    if isinstance(node, ast.Call) and not node.args:
+        name, keywords = node.func, node.keywords
+    if not isinstance(name, ast.Name):
+        raise _not_a_recipe(ast.unparse(node))
+    options = {}
+    for keyword in keywords:
+        value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+        given_before = keyword.arg in options
+        if keyword.arg is None or given_before or not isinstance(value, (bool, int, float)):
+            raise _not_a_recipe(ast.unparse(node))
+        options[keyword.arg] = value
+    try:
+        get_scheme(name.id, **options)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    written = ", ".join(f"{option}={value}" for option, value in options.items())
+    return RecipeChoice(f"{name.id}({written})" if written else name.id, name.id, options)
+
+
+def _not_a_recipe(text: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(
+        f"{text!r} is no recipe; write its name, and options as in topk(density=0.01,bits=8), "
+        "each once, inside quotation marks; True and False are values too"
+    )
+
+
+def output_path(text: str) -> Path:
+    """Return the path of a file to write, whose folder is there."""
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: no file can be written there; make the folder")
+    return path

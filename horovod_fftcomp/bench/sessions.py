@@ -1,0 +1,167 @@
+"""A compressor at work on one tensor, taken apart into what costs time and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from horovod_fftcomp.backends import Array
+from horovod_fftcomp.recipes import RECIPES, get_scheme
+from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, State, Tensor
+from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.wire import Plan
+
+# Step 0 and every 50th measure energies on top; a usual step does not.
+_USUAL_STEP = 1
+
+
+class Session(Protocol):
+    """One compressor and one tensor; only ``encode`` and ``decode`` are timed.
+
+    A second rank takes part, which always sends the same other gradient.
+    """
+
+    label: str
+    has_feedback: bool
+    sent_nbytes: int
+
+    def encode(self, grad: Array, feedback: bool) -> Any:
+        """Return what is sent for ``grad``, with ``feedback`` plus the residual; commit nothing.
+
+        ``grad``: flat float32, left unchanged.
+        """
+        ...
+
+    def collect(self, message: Any) -> Any:
+        """Return what the network would make of ``message`` and the second rank's."""
+        ...
+
+    def decode(self, received: Any) -> object:
+        """Return the sum over both ranks."""
+        ...
+
+    def alone(self, grad: Array) -> Array:
+        """Return what arrives of ``grad`` without feedback, flat float32."""
+        ...
+
+    def advance(self, grad: Array) -> None:
+        """Exchange ``grad`` with feedback and keep the new residual."""
+        ...
+
+    def residual(self) -> Array:
+        """Return what is not sent yet, flat float32."""
+        ...
+
+
+class _Received(NamedTuple):
+    """An exchange that waits for the output of its last collective, and that output."""
+
+    exchange: Exchange
+    output: Array
+
+
+class _Started(NamedTuple):
+    """An exchange that waits for its last collective, and its part of it."""
+
+    exchange: Exchange
+    last: Round
+
+
+class RecipeSession:
+    """A recipe of this package, driven as an engine drives it, from a usual step on."""
+
+    def __init__(
+        self,
+        label: str,
+        recipe: str,
+        options: Mapping[str, object],
+        tensor: Tensor,
+        other_grad: Array,
+    ) -> None:
+        self.label = label
+        self.scheme = get_scheme(recipe, **options)
+        self.has_feedback = "error_feedback" in RECIPES[recipe].options and bool(
+            options.get("error_feedback", True)
+        )
+        off = {"error_feedback": False} if self.has_feedback else {}
+        self._plain = get_scheme(recipe, **{**options, **off})
+        self._tensor = tensor
+        self._state: State = {}
+        self.sent_nbytes = self.scheme.sent_nbytes(tensor)
+        self._others = self._sent_by_the_other(other_grad)
+
+    @property
+    def plan(self) -> Plan | None:
+        """Sizes of the payload; None where the recipe has no payloads."""
+        codec = self.scheme.codec if isinstance(self.scheme, Gather) else None
+        return None if codec is None else codec.plan(self._tensor.shape)
+
+    def _sent_by_the_other(self, grad: Array) -> list[Array]:
+        """Return what the second rank hands to each round, as if the first sent the same."""
+        exchange = self._exchange(self._plain, grad, {}, rank=1)
+        rounds = [next(exchange)]
+        for _ in self.scheme.rounds[1:]:
+            rounds.append(exchange.send(_completed(rounds[-1], rounds[-1].data)))
+        exchange.close()
+        return [round_.data for round_ in rounds]
+
+    def encode(self, grad: Array, feedback: bool) -> _Started:
+        """Return the exchange of ``grad`` with the second rank, as far as the last collective."""
+        if feedback:
+            return _start(self._exchange(self.scheme, grad, self._state), self._others)
+        return _start(self._exchange(self._plain, grad, {}), self._others)
+
+    def collect(self, message: _Started) -> _Received:
+        """Return the exchange and what its last collective makes of both ranks' parts."""
+        return _Received(message.exchange, _completed(message.last, self._others[-1]))
+
+    def decode(self, received: _Received) -> Outcome:
+        """Return what the exchange ends in."""
+        return _finish(received)
+
+    def alone(self, grad: Array) -> Array:
+        """Return what arrives of ``grad`` without feedback, flat float32."""
+        nobody = [None] * len(self._others)
+        exchange = self._exchange(self._plain, grad, {}, world_size=1)
+        started = _start(exchange, nobody)
+        return _finish(_Received(exchange, _completed(started.last, None))).sums[0]
+
+    def advance(self, grad: Array) -> None:
+        """Exchange ``grad`` with feedback and keep the new residual."""
+        self._state = self.decode(self.collect(self.encode(grad, feedback=True))).state
+
+    def residual(self) -> Array:
+        """Return what is not sent yet, flat float32."""
+        return self.scheme.residual(self._state, self._tensor).reshape(-1)
+
+    def _exchange(
+        self, scheme: Scheme, grad: Array, state: State, rank: int = 0, world_size: int = 2
+    ) -> Exchange:
+        context = Context(_USUAL_STEP, rank, world_size)
+        return scheme.exchange([self._tensor], [grad], state, context)
+
+
+def _start(exchange: Exchange, others: Sequence[Array | None]) -> _Started:
+    last = next(exchange)
+    for other in others[:-1]:
+        last = exchange.send(_completed(last, other))
+    return _Started(exchange, last)
+
+
+def _finish(received: _Received) -> Outcome:
+    try:
+        received.exchange.send(received.output)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("the scheme has more rounds than it lists")
+
+
+def _completed(own: Round, other: Array | None) -> Array:
+    """Return the output of a collective of this rank and one more, or of this rank alone."""
+    if other is None:
+        return own.data
+    if own.collective == "allgather":
+        return np.concatenate([own.data, other])
+    return own.data + other

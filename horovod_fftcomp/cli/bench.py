@@ -1,0 +1,250 @@
+"""``horovod-fftcomp bench``: what recipes cost and give on this machine, with the user's data."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.text import Text
+
+from horovod_fftcomp import bench, gradients, machine, threads
+from horovod_fftcomp.bench import RecipeSession, Session, peers, plot
+from horovod_fftcomp.buckets import MIN_NUMEL, is_compressed
+from horovod_fftcomp.cli import bench_report
+from horovod_fftcomp.cli.arguments import (
+    RecipeChoice,
+    count,
+    numels,
+    output_path,
+    recipe_choices,
+    seed,
+)
+from horovod_fftcomp.cli.bench_report import Result
+from horovod_fftcomp.cli.console import make_console
+from horovod_fftcomp.gradients import History
+from horovod_fftcomp.schemes import Tensor
+
+_RECIPES = (
+    "fp16,bf16,topk(density=0.01),topk(density=0.01,bits=8),"
+    "fft(density=0.15,bits=8),dct(density=0.15,bits=8)"
+)
+_BUSY = 0.7  # processes; what a run just before this one leaves of its own load is less
+_SIZES = "1M,25M"  # a layer, and all of a ResNet-50
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command and its arguments."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure what recipes cost and give on this machine",
+        description="Measure time, bytes and error of recipes; docs/bench.md explains the columns.",
+    )
+    add = parser.add_argument
+    add(
+        "--recipes",
+        type=recipe_choices,
+        action="extend",
+        metavar="RECIPE[,RECIPE]",
+        help=f"names, with options in brackets (default: {_RECIPES})",
+    )
+    _add_data(parser)
+    add("--threads", type=count, metavar="N", help="for recipes, peers and memcpy alike")
+    add("--repeat", type=count, default=5, help="times of each median (default: %(default)s)")
+    add("--no-peers", action="store_true", help="leave out the compressors written in PyTorch")
+    add("--json", type=output_path, metavar="FILE", help="write all numbers there")
+    add("--plot", type=output_path, metavar="FILE.png", help="draw costs and errors there")
+    parser.set_defaults(run=run, fail=parser.error)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "-n",
+        "--numel",
+        type=numels,
+        action="extend",
+        metavar="N[,N]",
+        help=f"elements of made-up gradients, as 25000000, 25M or 1e6 (default: {_SIZES})",
+    )
+    either.add_argument(
+        "--gradients",
+        type=Path,
+        metavar="FILE",
+        help=".npy or .npz of your own; keys STEP/NAME are steps of tensors",
+    )
+    add = parser.add_argument
+    add("--seed", type=seed, default=0, help="of made-up gradients (default: %(default)s)")
+    add(
+        "--min-numel",
+        type=count,
+        default=MIN_NUMEL,
+        metavar="N",
+        help="leave smaller arrays of the file out, as training does (default: %(default)s)",
+    )
+    add("--per-tensor", action="store_true", help="a table for each tensor of the file")
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Measure, print the tables and write the files."""
+    if parsed.plot and not plot.matplotlib_is_installed():
+        parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+    choices = parsed.recipes or recipe_choices(_RECIPES)
+    histories, n_histories, data = _histories(parsed)
+    if parsed.threads:
+        threads.set_num_threads(parsed.threads)
+    has_peers = not parsed.no_peers and peers.torch_is_installed()
+    if has_peers:
+        peers.set_num_threads(threads.get_num_threads())
+    facts = machine.describe()  # before the load that this run makes
+    results = _measure_all(parsed, choices, histories, n_histories, has_peers)
+    shown = [_total(results, data)] if parsed.gradients else results
+    _print((results if parsed.per_tensor else []) + shown, choices, data, facts, parsed)
+    if parsed.json:
+        _write_json(parsed, choices, results, shown, data, facts)
+    if parsed.plot:
+        largest = max(shown, key=lambda result: result.ours[0].numel)
+        title = f"{largest.title}, {facts['threads']} threads on {facts['cpu']}"
+        plot.write(parsed.plot, largest.ours + largest.peers, title)
+
+
+def _histories(parsed: argparse.Namespace) -> tuple[Iterable[History], int, str]:
+    """Return the gradients, how many tensors they are, and what they are in words."""
+    if parsed.per_tensor and not parsed.gradients:
+        parsed.fail("--per-tensor is for a file of --gradients")
+    if not parsed.gradients:
+        sizes = parsed.numel or numels(_SIZES)
+        made = (gradients.synthetic(size, seed=parsed.seed) for size in sizes)
+        return made, len(sizes), f"made-up gradients (Student's t, seed {parsed.seed})"
+    try:
+        histories = gradients.read(parsed.gradients)
+    except (OSError, ValueError) as error:
+        parsed.fail(str(error))
+    kept = _compressed(histories, parsed.min_numel)
+    if not kept:
+        parsed.fail(
+            f"{parsed.gradients}: each of the {len(histories)} arrays has fewer than "
+            f"{parsed.min_numel} elements or is a vector; training does not compress such. "
+            "--min-numel changes the number"
+        )
+    data = f"{len(kept)} tensors of {parsed.gradients.name}"
+    if len(kept) < len(histories):
+        data += f" ({len(histories) - len(kept)} vectors and small ones left out, as in training)"
+    return kept, len(kept), data
+
+
+def _compressed(histories: list[History], min_numel: int) -> list[History]:
+    """Return what training would compress; where all arrays are flat, vectors too."""
+    all_flat = all(history.steps[0].ndim <= 1 for history in histories)
+    return [
+        history
+        for history in histories
+        if is_compressed(Tensor(history.name, history.steps[0].shape), min_numel)
+        or (all_flat and history.steps[0].size >= min_numel)
+    ]
+
+
+def _measure_all(
+    parsed: argparse.Namespace,
+    choices: Sequence[RecipeChoice],
+    histories: Iterable[History],
+    n_histories: int,
+    has_peers: bool,
+) -> list[Result]:
+    results = []
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("")
+        for number, history in enumerate(histories, 1):
+            first = history.steps[0].reshape(-1)
+            other = first[::-1].copy()
+            tensor = Tensor(history.name, history.steps[0].shape)
+            ours: list[Session] = [
+                RecipeSession(choice.label, choice.name, choice.options, tensor, other)
+                for choice in choices
+            ]
+            theirs: list[Session] = []
+            if has_peers:
+                theirs += peers.make_sessions(
+                    bench_report.peer_density(choices), first.size, other, parsed.seed
+                )
+            progress.reset(
+                task,
+                total=bench.n_ticks(history, len(ours + theirs), parsed.repeat),
+                description=f"{history.name} ({number} of {n_histories})",
+            )
+            found = bench.measure(
+                history, ours + theirs, parsed.repeat, functools.partial(progress.advance, task)
+            )
+            results.append(Result(history.name, found[: len(ours)], found[len(ours) :]))
+    return results
+
+
+def _total(results: Sequence[Result], title: str) -> Result:
+    return Result(
+        title,
+        [bench.added(rows) for rows in zip(*(result.ours for result in results), strict=True)],
+        [bench.added(rows) for rows in zip(*(result.peers for result in results), strict=True)],
+    )
+
+
+def _print(
+    results: Sequence[Result],
+    choices: Sequence[RecipeChoice],
+    data: str,
+    facts: Mapping[str, Any],
+    parsed: argparse.Namespace,
+) -> None:
+    console = make_console()
+    for result in results:
+        console.print(bench_report.table(result))
+        for line in bench_report.speed_ups(result, choices):
+            console.print(Text(line))
+        console.print()
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    console.print(
+        Text(
+            f"{data}. {facts['threads']} of {facts['cores']} cores of {facts['cpu']}; {versions}.\n"
+            f"Medians of at least {parsed.repeat} times. x: times in memcpys of the gradient into "
+            "memory that is there. EF: error feedback."
+        )
+    )
+    if not parsed.gradients:
+        console.print(
+            Text(
+                "Made-up elements are independent, so transforms gain nothing on them: "
+                "compare errors on --gradients of your own."
+            )
+        )
+    if facts["load"] > _BUSY:
+        load = f"The load before this run was {facts['load']:.1f} processes: times may be high."
+        console.print(Text(load))
+    if not parsed.no_peers and not peers.torch_is_installed():
+        console.print(Text("Peers written in PyTorch are left out: pip install torch"))
+
+
+def _write_json(
+    parsed: argparse.Namespace,
+    choices: Sequence[RecipeChoice],
+    results: Sequence[Result],
+    shown: Sequence[Result],
+    data: str,
+    facts: Mapping[str, Any],
+) -> None:
+    content = {
+        "command": shlex.join(["horovod-fftcomp", *parsed.arguments]),
+        "machine": facts,
+        "data": data,
+        "repeat": parsed.repeat,
+        "seed": parsed.seed,
+        "tensors": [bench_report.as_json(result, choices) for result in results],
+    }
+    if parsed.gradients:
+        content["total"] = bench_report.as_json(shown[0], choices)
+    parsed.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,121 @@
+"""What ``bench`` found, as tables, as lines of text and as JSON values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from horovod_fftcomp.bench import Measurement
+from horovod_fftcomp.cli.arguments import RecipeChoice
+from horovod_fftcomp.recipes import RECIPES
+
+
+class Result(NamedTuple):
+    """What was measured of one tensor, or of all in a file: our recipes, then the peers."""
+
+    title: str
+    ours: list[Measurement]
+    peers: list[Measurement]
+
+
+def peer_density(choices: Sequence[RecipeChoice]) -> float:
+    """Return the density at which torch.topk is the peer of our first Top-k."""
+    options = next((choice.options for choice in choices if choice.name == "topk"), {})
+    default = RECIPES["topk"].options["density"]
+    return float(options.get("density", default))  # type: ignore[arg-type]
+
+
+def table(result: Result) -> Table:
+    """Return the table of one tensor or file, which fits into 120 columns."""
+    first = result.ours[0]
+    speed = 4 * first.numel / first.memcpy_s / 1e9
+    table = Table(
+        title=Text(
+            f"{result.title}: 1 memcpy = {_short(1e3 * first.memcpy_s)} ms = {_short(speed)} GB/s"
+        ),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("compressor", min_width=10, overflow="fold")  # options may be long
+    for column in (
+        "encode\nms (x)",
+        "with EF\nms (x)",
+        "decode 2\nms (x)",
+        "GB/s",
+        "ratio",
+        "bits/pos.\n(entropy)",
+        "rel. error\n(with EF)",
+        "kept\nenergy",
+    ):
+        table.add_column(column, justify="right", overflow="fold")
+    for rows in (result.ours, result.peers):
+        for one in rows:
+            table.add_row(*_cells(one), end_section=one is rows[-1])
+    return table
+
+
+def _cells(one: Measurement) -> list[str]:
+    def time(seconds: float | None) -> str:
+        if seconds is None:
+            return "-"
+        return f"{_short(1e3 * seconds)} ({_short(seconds / one.memcpy_s)})"
+
+    def pair(first: float | None, second: float | None, form: str) -> str:
+        if first is None:
+            return "-"
+        return f"{first:{form}}" + ("" if second is None else f" ({second:{form}})")
+
+    return [
+        one.label,
+        time(one.encode_s),
+        time(one.feedback_s),
+        time(one.decode_s),
+        _short(4 * one.numel / (one.feedback_s or one.encode_s) / 1e9),
+        _short(one.ratio),
+        pair(one.bits_per_position, one.entropy_per_position, ".2f"),
+        pair(one.relative_error, one.feedback_relative_error, ".2g"),
+        f"{one.kept_energy:.3f}",
+    ]
+
+
+def _short(number: float) -> str:
+    """Return three digits or all before the point; an exponent would be hard to compare."""
+    rounded = float(f"{number:.3g}")
+    digits = max(0, 2 - math.floor(math.log10(rounded))) if rounded > 0 else 0
+    return f"{number:.{min(digits, 3)}f}"
+
+
+def speed_ups(result: Result, choices: Sequence[RecipeChoice]) -> Iterator[str]:
+    """Yield how much faster our Top-k is than torch's, for the recipes of the same density."""
+    peer = next((one for one in result.peers if one.label.startswith("torch.topk")), None)
+    for choice, one in zip(choices, result.ours, strict=True):
+        if peer is None or choice.name != "topk":
+            continue
+        if peer_density([choice]) != peer_density(choices):
+            continue
+        encode = (
+            (peer.feedback_s or 0) / one.feedback_s
+            if one.feedback_s
+            else (peer.encode_s / one.encode_s)
+        )
+        yield (
+            f"{choice.label} over {peer.label}: encodes {encode:.1f}x as fast, decodes "
+            f"{peer.decode_s / one.decode_s:.1f}x as fast, "
+            f"ratio {one.ratio / peer.ratio:.1f}x as high"
+        )
+
+
+def as_json(result: Result, choices: Sequence[RecipeChoice]) -> dict[str, object]:
+    """Return every number of ``result`` as JSON values."""
+    ours = [
+        {"recipe": choice.name, "options": choice.options} | one.as_row()
+        for choice, one in zip(choices, result.ours, strict=True)
+    ]
+    return {"title": result.title, "recipes": ours, "peers": [p.as_row() for p in result.peers]}

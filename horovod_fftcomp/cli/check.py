@@ -1,0 +1,170 @@
+"""``horovod-fftcomp check``: whether this installation and, under a launcher, its job are sound."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from horovod_fftcomp import health
+from horovod_fftcomp.cli.arguments import count
+from horovod_fftcomp.cli.console import make_console
+from horovod_fftcomp.health import Finding, Level
+
+_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+_STYLES = {Level.OK: "green", Level.ABSENT: "dim", Level.WARNING: "yellow", Level.FAIL: "bold red"}
+_TRY_JOB = "horovodrun -np 2 horovod-fftcomp check"
+_BUSY = "see what keeps this machine or its file system busy, or raise --timeout"
+_GRACE_S = 10  # what the watchdog has to print
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command and its arguments."""
+    parser = commands.add_parser(
+        "check",
+        help="tell whether this installation and its job are sound",
+        description=f"Tell whether this installation is sound; of a job too: {_TRY_JOB}",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=count,
+        default=120,
+        metavar="S",
+        help="seconds that one check may take; then it fails (default: %(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Check, print the report and exit with status 1 if something failed."""
+    report = Report(_launched_rank())
+    watchdog = Watchdog(parsed.timeout, report)
+    watchdog.expect("the first check", _BUSY)
+    for finding in health.findings():
+        report.add(finding)
+        watchdog.expect(f"the check after {finding.topic!r}", _BUSY)
+    finish = _check_job(report, watchdog, parsed.timeout)
+    report.print()
+    if finish is not None:
+        watchdog.expect("the end of the other ranks", "look at their output")
+        finish(parsed.timeout)
+    watchdog.stop()
+    if report.failed:
+        raise SystemExit(1)
+
+
+def _launched_rank() -> int | None:
+    """Return the rank that a launcher gave this process; None without a launcher."""
+    return next((int(os.environ[name]) for name in _RANK if name in os.environ), None)
+
+
+def _check_job(
+    report: Report, watchdog: Watchdog, timeout_s: int
+) -> Callable[[float], None] | None:
+    """Add what the ranks find together; return what ends the job, if it has begun.
+
+    Without a launcher it does not begin: there MPI_Init may end the process.
+    """
+    if report.rank is None:
+        report.add(Finding("job", Level.ABSENT, "not tried without a launcher", _TRY_JOB))
+        return None
+    if not report.has_working_horovod:
+        found = "this rank cannot take part without horovod.torch"
+        report.add(Finding("job", Level.FAIL, found, "mend what is said of it"))
+        return None
+    try:
+        from horovod_fftcomp.torch import health as job
+
+        for finding in job.findings(watchdog.expect, lambda: report.failed, timeout_s):
+            report.add(finding)
+        return job.finish
+    except Exception as error:
+        # The other ranks may be in a collective that this one will not reach: no use to go on.
+        report.add(Finding("job", Level.FAIL, health.told(error), "look at all ranks' output"))
+        return None
+
+
+class Report:
+    """The findings of one rank: all are printed on the first rank, failures on the others."""
+
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        self._findings: list[Finding] = []
+
+    def add(self, finding: Finding) -> None:
+        """Append a line."""
+        self._findings.append(finding)
+
+    @property
+    def failed(self) -> bool:
+        """Tell whether something does not work."""
+        return any(finding.level is Level.FAIL for finding in self._findings)
+
+    @property
+    def has_working_horovod(self) -> bool:
+        """Tell whether ``horovod.torch`` could be imported."""
+        return Finding("horovod.torch", Level.OK, "")[:2] in {f[:2] for f in self._findings}
+
+    def print(self) -> None:
+        """Print the report."""
+        if self.rank:
+            for topic, level, found, remedy in self._findings:
+                if level is Level.FAIL:
+                    print(f"rank {self.rank}: {topic}: {found}. {remedy}", file=sys.stderr)
+            return
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("", no_wrap=True)
+        table.add_column("check", no_wrap=True)
+        table.add_column("found", overflow="fold")
+        table.add_column("what to do", overflow="fold")
+        for topic, level, found, remedy in self._findings:
+            style = _STYLES[level]
+            table.add_row(Text(level.value, style), topic, Text(found), Text(remedy))
+        console = make_console(is_terminal=False if self.rank is not None else None)
+        console.print(table)
+        counts = [
+            sum(finding.level is level for finding in self._findings)
+            for level in (Level.FAIL, Level.WARNING)
+        ]
+        console.print(f"{counts[0]} failed, {counts[1]} warnings.")
+
+
+class Watchdog:
+    """Ends the process with the report and status 1 if what is expected takes too long."""
+
+    def __init__(self, limit_s: float, report: Report) -> None:
+        self._limit_s = limit_s
+        self._report = report
+        self._timer: threading.Timer | None = None
+
+    def expect(self, what: str, remedy: str) -> None:
+        """Begin to wait for ``what``; ``remedy``: what to do if it never comes."""
+        self.stop()
+        self._timer = threading.Timer(self._limit_s, self._end, (what, remedy))
+        self._timer.daemon = True
+        self._timer.start()
+        # A library may hang with the interpreter's lock held, where no Python code runs.
+        faulthandler.dump_traceback_later(
+            self._limit_s + _GRACE_S, exit=True, file=sys.__stderr__ or 2
+        )
+
+    def stop(self) -> None:
+        """Wait for nothing."""
+        faulthandler.cancel_dump_traceback_later()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _end(self, what: str, remedy: str) -> None:
+        found = f"waited {self._limit_s} s for {what}"
+        self._report.add(Finding("time limit", Level.FAIL, found, remedy))
+        self._report.print()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

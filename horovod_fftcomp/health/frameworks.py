@@ -1,0 +1,88 @@
+"""What PyTorch and Horovod say of themselves, asked in a process of its own.
+
+A framework that was built for other libraries may end the interpreter that imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from horovod_fftcomp.health.finding import Finding, Level
+
+_TIMEOUT_S = 120  # a first import from a network's file system
+_MARK = "fftcomp-found "  # imports may print lines of their own
+
+_ASK_TORCH = f"""
+import json, torch
+found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print({_MARK!r} + json.dumps(found if torch.cuda.is_available() else []))
+"""
+_ASK_HOROVOD = f"""
+import json, horovod.torch as hvd
+built = dict(MPI=hvd.mpi_built(), Gloo=hvd.gloo_built(), NCCL=bool(hvd.nccl_built()))
+print({_MARK!r} + json.dumps(built))
+"""
+_REBUILD = (
+    "build Horovod anew, for the PyTorch that is installed: HOROVOD_WITH_PYTORCH=1 pip install "
+    "--no-cache-dir --force-reinstall --no-deps horovod==0.28.1, or make install in a clone"
+)
+
+
+class _Answer(NamedTuple):
+    """What a process printed as JSON, or why it did not."""
+
+    value: Any
+    error: str
+
+
+def findings() -> Iterator[Finding]:
+    """Yield what GPUs PyTorch sees and what Horovod was built with, if they are installed."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    yield _gpus()
+    if importlib.util.find_spec("horovod") is not None:
+        yield _horovod()
+
+
+def _gpus() -> Finding:
+    answer = _ask(_ASK_TORCH)
+    if answer.error:
+        remedy = "install PyTorch anew: pip install --force-reinstall torch"
+        return Finding("torch runs", Level.FAIL, answer.error, remedy)
+    if not answer.value:
+        return Finding("GPU", Level.ABSENT, "none; gradients are compressed on the CPU")
+    return Finding("GPU", Level.OK, ", ".join(answer.value))
+
+
+def _horovod() -> Finding:
+    answer = _ask(_ASK_HOROVOD)
+    if answer.error:
+        return Finding("horovod.torch", Level.FAIL, answer.error, _REBUILD)
+    built = [name for name, there in answer.value.items() if there]
+    missing = [name for name, there in answer.value.items() if not there]
+    found = f"built with {', '.join(built) or 'nothing'}; without {', '.join(missing) or 'nothing'}"
+    if {"MPI", "Gloo"} & set(built):
+        return Finding("horovod.torch", Level.OK, found)
+    return Finding("horovod.torch", Level.FAIL, found, f"HOROVOD_WITH_GLOO=1; {_REBUILD}")
+
+
+def _ask(script: str) -> _Answer:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return _Answer(None, f"the import did not end in {_TIMEOUT_S} s")
+    for line in done.stdout.splitlines():
+        if line.startswith(_MARK) and done.returncode == 0:
+            return _Answer(json.loads(line.removeprefix(_MARK)), "")
+    last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+    if done.returncode < 0:
+        return _Answer(None, f"the import ends in {signal.Signals(-done.returncode).name}: {last}")
+    return _Answer(None, last)

@@ -1,0 +1,471 @@
+"""``horovod-fftcomp bench``: its numbers against other ways to them, its data, its refusals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp import gradients, simulate, threads
+from horovod_fftcomp.bench import RecipeSession, added, measure, memcpy, n_ticks, peers
+from horovod_fftcomp.bench.measurement import entropy_bits
+from horovod_fftcomp.cli import bench_report, main
+from horovod_fftcomp.cli.arguments import numels, recipe_choices
+from horovod_fftcomp.gradients import History
+from horovod_fftcomp.recipes import get_codec, get_scheme
+from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes.gather import Gather
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def bench(tmp_path, capsys, monkeypatch):
+    """Return a function that runs the command and returns (what it printed, its JSON)."""
+    monkeypatch.setattr(threads, "_num_threads", None)
+    path = tmp_path / "bench.json"
+
+    def run(*arguments: object, peers: bool = False) -> tuple[str, dict]:
+        fixed = ["bench", "--repeat", "1", "--json", path, *([] if peers else ["--no-peers"])]
+        main([str(argument) for argument in [*fixed, *arguments]])
+        return capsys.readouterr().out, json.loads(path.read_text())
+
+    return run
+
+
+def refusal(capsys, *arguments: object) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "--no-peers", *map(str, arguments)])
+    assert caught.value.code == 2
+    return capsys.readouterr().err.split("error: ")[1]
+
+
+RECIPES = "none,fp16,bf16,topk(density=0.05),fft(density=0.2,bits=6),dct(block=64)"
+
+
+def test_bytes_errors_and_bits_are_those_of_the_codec(bench):
+    _, result = bench("-n", "5000", "--seed", 3, "--recipes", RECIPES)
+    x = gradients.synthetic(5000, seed=3).steps[1].astype(np.float64)
+    [tensor] = result["tensors"]
+    assert [row["recipe"] for row in tensor["recipes"]] == [
+        "none", "fp16", "bf16", "topk", "fft", "dct",
+    ]  # fmt: skip
+    for row in tensor["recipes"][2:]:
+        codec = get_codec(row["recipe"], **row["options"])
+        payload = codec.encode(x.astype(np.float32))
+        decoded = codec.decode(payload).astype(np.float64)
+        assert row["numel"] == 5000
+        assert payload.nbytes <= row["sent_nbytes"] < payload.nbytes + 16  # the bucket aligns
+        assert row["ratio"] == 20000 / row["sent_nbytes"]
+        error = np.linalg.norm(decoded - x) / np.linalg.norm(x)
+        assert row["relative_error"] == pytest.approx(error, rel=1e-4)
+        kept = (decoded**2).sum() / (x**2).sum()
+        assert row["kept_energy"] == pytest.approx(kept, rel=1e-4)
+        plan = codec.plan((5000,))
+        if row["recipe"] == "bf16":
+            assert row["bits_per_position"] is None
+            continue
+        p = plan.k / plan.n_bins
+        entropy = (-p * math.log2(p) - (1 - p) * math.log2(1 - p)) / p
+        assert row["entropy_per_position"] == pytest.approx(entropy)
+        assert row["bits_per_position"] == 8 * plan.positions_nbytes / plan.k
+        assert 0.99 * entropy < row["bits_per_position"] < entropy + 1.5
+
+
+def test_dense_recipes_have_their_errors_and_no_feedback(bench):
+    printed, result = bench("-n", "3000", "--recipes", "none,fp16")
+    none, fp16 = result["tensors"][0]["recipes"]
+    x = gradients.synthetic(3000).steps[1]
+    assert (none["ratio"], none["relative_error"]) == (1, 0)
+    error = np.linalg.norm(x.astype(np.float16).astype(np.float64) - x) / np.linalg.norm(x)
+    assert (fp16["ratio"], fp16["relative_error"]) == (2, pytest.approx(error, rel=1e-3))
+    assert none["feedback_s"] is none["feedback_relative_error"] is None
+    assert "3,000 elements" in printed
+
+
+@pytest.mark.parametrize("recipe", ["topk(density=0.1)", "fft", "dct(bits=5)"])
+def test_error_with_feedback_is_that_of_a_training(recipe, bench, tmp_path):
+    steps = np.random.default_rng(0).standard_normal((4, 40, 50)).astype(np.float32)
+    np.savez(tmp_path / "g.npz", **{f"{t}/w": grad for t, grad in enumerate(steps)})
+    _, result = bench("--gradients", tmp_path / "g.npz", "--recipes", recipe)
+    [choice] = recipe_choices(recipe)
+    wanted = lost = 0.0
+    owed = np.zeros(2000)
+    flat = steps.reshape(4, 1, 2000)
+    for number, step in enumerate(simulate(choice.name, flat, **choice.options)):
+        if number > 0:  # the first step only makes the residual
+            wanted += ((flat[number, 0] + owed) ** 2).sum()
+            lost += (step.residual[0].astype(np.float64) ** 2).sum()
+        owed = step.residual[0].astype(np.float64)
+    [row] = result["total"]["recipes"]
+    assert row["feedback_relative_error"] == pytest.approx(math.sqrt(lost / wanted), rel=1e-4)
+    assert row["relative_error"] < row["feedback_relative_error"]
+
+
+def test_a_file_is_summed_over_its_tensors(bench, tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "conv": rng.standard_normal((20, 10, 3, 3)),  # float64
+        "fc": 7 * rng.standard_normal((30, 50)).astype(np.float16),
+        "bias": rng.standard_normal(5000).astype(np.float32),
+        "small": rng.standard_normal((10, 10)).astype(np.float32),
+    }
+    np.savez(tmp_path / "g.npz", **arrays)
+    printed, result = bench(
+        "--gradients", tmp_path / "g.npz", "--recipes", "topk(density=0.1)", "--per-tensor"
+    )
+    assert "2 vectors and small ones left out" in printed
+    assert [tensor["title"] for tensor in result["tensors"]] == ["conv", "fc"]
+    assert printed.index("conv: 1 memcpy") < printed.index("fc: 1 memcpy")
+    [total] = result["total"]["recipes"]
+    parts = [tensor["recipes"][0] for tensor in result["tensors"]]
+    for key in ("numel", "sent_nbytes", "encode_s", "feedback_s", "decode_s", "memcpy_s", "k"):
+        assert total[key] == pytest.approx(sum(part[key] for part in parts))
+    codec = get_codec("topk", density=0.1)
+    wanted = [arrays[name].astype(np.float32) for name in ("conv", "fc")]
+    lost = [grad - codec.decode(codec.encode(grad)) for grad in wanted]
+    error = math.sqrt(sum((e**2).sum() for e in lost) / sum((g**2).sum() for g in wanted))
+    assert total["relative_error"] == pytest.approx(error, rel=1e-5)
+
+
+def test_a_flat_array_is_a_tensor_and_min_numel_moves_the_border(bench, tmp_path):
+    path = tmp_path / "flat.npy"
+    np.save(path, np.ones(2000, np.float32))
+    _, result = bench("--gradients", path, "--recipes", "topk")
+    assert result["tensors"][0]["title"] == "flat"
+    np.save(path, np.ones(20, np.float32))
+    _, result = bench("--gradients", path, "--recipes", "topk", "--min-numel", 20)
+    assert result["total"]["recipes"][0]["numel"] == 20
+
+
+def test_the_gradient_zero_has_no_error(bench, tmp_path):
+    np.save(tmp_path / "zero.npy", np.zeros((50, 50), np.float32))
+    _, result = bench("--gradients", tmp_path / "zero.npy", "--recipes", RECIPES)
+    for row in result["total"]["recipes"]:
+        assert (row["relative_error"], row["kept_energy"]) == (0, 1)
+
+
+def test_json_tells_command_machine_and_options(bench):
+    arguments = ("-n", "2k", "--threads", 3, "--recipes", "topk(density=0.5,error_feedback=False)")
+    _, result = bench(*arguments)
+    assert result["command"].startswith("horovod-fftcomp bench --repeat 1 --json ")
+    assert "'topk(density=0.5,error_feedback=False)'" in result["command"]
+    machine = result["machine"]
+    assert machine["threads"] == 3
+    assert machine["cores"] >= 1
+    assert machine["cpu"]
+    assert machine["versions"]["numpy"] == np.__version__
+    [row] = result["tensors"][0]["recipes"]
+    assert row["options"] == {"density": 0.5, "error_feedback": False}
+    assert row["feedback_s"] is None
+    assert row["encode_memcpys"] == row["encode_s"] / row["memcpy_s"]
+    assert {what: len(taken) for what, taken in row["samples_s"].items()} == {
+        "memcpy": 1, "encode": 1, "decode": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.torch
+def test_peers_stand_beside_with_their_bytes(bench):
+    pytest.importorskip("torch")
+    printed, result = bench("-n", "4000", "--recipes", "topk(density=0.1)", peers=True)
+    [ours] = result["tensors"][0]["recipes"]
+    topk, qsgd, half = result["tensors"][0]["peers"]
+    assert [row["sent_nbytes"] for row in (topk, qsgd, half)] == [8 * 400, 4004, 8000]
+    assert topk["relative_error"] == pytest.approx(ours["relative_error"], rel=1e-5)
+    feedback = "feedback_relative_error"
+    assert topk[feedback] == pytest.approx(ours[feedback], rel=1e-5)
+    assert qsgd["feedback_s"] is half["feedback_s"] is None
+    assert "topk(density=0.1) over torch.topk 0.1: encodes" in printed
+
+
+@pytest.mark.torch
+def test_peers_sum_two_ranks():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    grad, other = rng.standard_normal((2, 3000)).astype(np.float32)
+    for session in peers.make_sessions(0.05, 3000, other, seed=1):
+        before = grad.tobytes()
+        total = session.decode(session.collect(session.encode(grad, feedback=False))).numpy()
+        assert grad.tobytes() == before
+        assert total.dtype == np.float32
+        # QSGD draws anew, by up to one level of each rank.
+        level = (np.linalg.norm(grad) + np.linalg.norm(other)) / 127
+        slack = 1.01 * level if "QSGD" in session.label else 2e-3
+        expected = session.alone(grad) + session.alone(other)
+        assert np.abs(total - expected).max() <= 2 * slack
+        if session.has_feedback:
+            session.advance(grad)
+            np.testing.assert_array_equal(session.residual(), grad - session.alone(grad))
+    assert torch.is_tensor(session.decode(session.collect(session.encode(grad, False))))
+
+
+@pytest.mark.torch
+def test_qsgd_is_unbiased():
+    pytest.importorskip("torch")
+    grad = np.random.default_rng(0).standard_normal(500).astype(np.float32)
+    session = peers.TorchQSGD(500, grad, seed=0)
+    n = 2000
+    mean = sum(session.alone(grad).astype(np.float64) for _ in range(n)) / n
+    # A level is rounded up or down by chance: variance at most 1/4 of its square.
+    bound = 5 * 0.5 * np.linalg.norm(grad) / 127 / math.sqrt(n)
+    assert np.abs(mean - grad).max() < bound
+
+
+def test_missing_torch_and_matplotlib_are_told(bench, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    printed, result = bench("-n", "2000", "--recipes", "topk", peers=True)
+    assert "pip install torch" in printed
+    assert result["tensors"][0]["peers"] == []
+    error = refusal(capsys, "-n", "2000", "--plot", tmp_path / "plot.png")
+    assert "pip install matplotlib" in error
+
+
+def test_the_plot_is_a_picture(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    bench("-n", "2000", "--recipes", "none,topk,fft", "--plot", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_fits_into_120_columns_however_long_the_options(bench, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    long = "fft(density=0.125,bits=10,block=1024,error_feedback=False)"
+    printed, _ = bench("-n", "2000", "--recipes", long)
+    assert max(map(len, printed.splitlines())) <= 120
+    assert "…" not in printed
+
+
+def test_every_column_and_option_is_explained(capsys):
+    page = (ROOT / "docs" / "bench.md").read_text()
+    scheme = recipe_choices("topk")[0]
+    tensor, grad = Tensor("w", (2000,)), gradients.synthetic(2000).steps[0]
+    session = RecipeSession(*scheme, tensor, grad)
+    rows = measure(History("w", [grad]), [session], 1, lambda: None)
+    columns = bench_report.table(bench_report.Result("w", rows, [])).columns[1:]
+    titles = [str(column.header).replace("\nms (x)", "").replace("\n", " ") for column in columns]
+    assert re.findall(r"^\| ([^|]+) \|", page, re.M)[1:] == titles
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert options <= set(re.findall(r"--[a-z-]+", page))
+
+
+# The session: what is timed is what an engine does.
+
+
+@pytest.mark.parametrize("choice", recipe_choices(RECIPES), ids=lambda choice: choice.name)
+def test_a_session_sums_both_ranks_and_carries_the_residual(choice):
+    rng = np.random.default_rng(0)
+    grads = rng.standard_normal((3, 2, 4000)).astype(np.float32)
+    grads[:, 1] = grads[0, 1]  # the other rank sends the same in each step, without feedback
+    session = RecipeSession(
+        choice.label, choice.name, choice.options, Tensor("w", (4000,)), grads[0, 1]
+    )
+    steps = simulate(choice.name, grads, **choice.options)
+    for number, (pair, expected) in enumerate(zip(grads, steps, strict=True)):
+        received = session.collect(session.encode(pair[0], feedback=True))
+        if number == 0:
+            np.testing.assert_array_equal(session.decode(received).sums[0], 2 * expected.average)
+        before = session.residual()
+        again = session.encode(pair[0], feedback=True)
+        assert session.residual().tobytes() == before.tobytes()
+        del again
+        session.advance(pair[0])
+        np.testing.assert_array_equal(session.residual(), expected.residual[0])
+
+
+def test_every_measured_step_is_timed_often_enough():
+    class Counting:
+        label, has_feedback, sent_nbytes = "counting", True, 1
+        encoded = advanced = ticks = 0
+
+        def encode(self, grad, feedback):
+            self.encoded += 1
+
+        def collect(self, message):
+            return message
+
+        decode = collect
+
+        def alone(self, grad):
+            return grad
+
+        def advance(self, grad):
+            self.advanced += 1
+
+        def residual(self):
+            return np.zeros(4, np.float32)
+
+        def tick(self):
+            self.ticks += 1
+
+    for n_steps, repeat, expected in ((1, 3, 3), (2, 3, 3), (3, 5, 6), (6, 1, 5)):
+        session = Counting()
+        history = History("w", [np.ones(4, np.float32)] * n_steps)
+        [row] = measure(history, [session], repeat, session.tick)
+        assert session.encoded == 2 * expected
+        assert session.advanced == 1 + max(1, n_steps - 1)
+        assert session.ticks == n_ticks(history, 1, repeat)
+        assert row.energy == 4 * max(1, n_steps - 1)
+
+
+def test_entropy_at_its_ends():
+    assert entropy_bits(10, 0) == entropy_bits(10, 10) == 0
+    assert entropy_bits(16, 8) == pytest.approx(16)
+    assert entropy_bits(10**6, 10**4) == pytest.approx(math.log2(math.comb(10**6, 10**4)), rel=1e-3)
+
+
+def test_sums_leave_out_what_one_of_them_lacks():
+    rng = np.random.default_rng(0)
+    history = History("w", [rng.standard_normal(2000).astype(np.float32)])
+    tensor = Tensor("w", (2000,))
+    rows = []
+    for options in ({}, {"error_feedback": False}):
+        session = RecipeSession("topk", "topk", options, tensor, history.steps[0])
+        assert isinstance(get_scheme("topk", **options), Gather)
+        rows += measure(history, [session], 1, lambda: None)
+    assert rows[0].feedback_s is not None
+    assert added(rows).feedback_s is None
+    assert added(rows).numel == 4000
+
+
+# Arguments and files.
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("25000000", [25_000_000]),
+        ("25M", [25_000_000]),
+        ("1e6", [1_000_000]),
+        ("2.3M, 10k,1G", [2_300_000, 10_000, 10**9]),
+    ],
+)
+def test_sizes_may_be_written_short(text, expected):
+    assert numels(text) == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "", "1.5", "M", "nan", "inf", "1e99", "1M,", "25m"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="write 25000000, 25M or 25e6"):
+        numels(text)
+
+
+def test_recipes_are_written_with_their_options():
+    choices = recipe_choices("fft, topk(density=0.01, bits=8),dct(error_feedback=False)")
+    assert [tuple(choice) for choice in choices] == [
+        ("fft", "fft", {}),
+        ("topk(density=0.01, bits=8)", "topk", {"density": 0.01, "bits": 8}),
+        ("dct(error_feedback=False)", "dct", {"error_feedback": False}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fast", "unknown recipe 'fast'; choose one of none, fp16"),
+        ("topk(colour=1)", "recipe 'topk' has no option colour; it has: density, bits"),
+        ("topk(density=2)", "density must lie in"),
+        ("topk(density='a')", "is no recipe"),
+        ("topk(density=0.1,density=0.2)", "is no recipe"),
+        ("topk(density=print())", "is no recipe"),
+        ("topk(0.1)", "is no recipe"),
+        ("topk(**x)", "is no recipe"),
+        ("topk(density=0.1", "is no recipe"),
+        ("topk.x", "is no recipe"),
+        ("topk=1", "is no recipe"),
+        ("1", "is no recipe"),
+        ("", "is no recipe"),
+        ("topk,,fft", "is no recipe"),
+    ],
+)
+def test_other_recipes_are_refused(text, message, capsys):
+    assert message in " ".join(refusal(capsys, "--recipes", text).split())
+
+
+def test_steps_are_read_in_order_of_their_numbers(tmp_path):
+    keys = ["10/b/c", "9/b/c", "9/a", "10/a"]
+    arrays = {key: np.full((2, 3), float(key[:2].strip("/")), np.float32) for key in keys}
+    np.savez(tmp_path / "g.npz", **arrays)
+    histories = gradients.read(tmp_path / "g.npz")
+    assert {history.name for history in histories} == {"b/c", "a"}
+    for history in histories:
+        assert [float(step[0, 0]) for step in history.steps] == [9, 10]
+
+
+def test_arrays_of_any_order_and_width_become_float32_in_c_order(tmp_path):
+    array = np.asfortranarray(np.arange(12.0).reshape(3, 4))
+    np.savez(tmp_path / "g.npz", w=array, scalar=np.float64(3))
+    w, scalar = gradients.read(tmp_path / "g.npz")
+    assert w.steps[0].dtype == np.float32
+    assert w.steps[0].flags.c_contiguous
+    assert w.steps[0].reshape(-1).tolist() == list(range(12))
+    assert scalar.steps[0].shape == ()
+
+
+BAD_FILES = {
+    "integers": ({"w": np.arange(5)}, "array 'w' of .* has dtype int64"),
+    "complex": ({"w": np.ones(5, complex)}, "array 'w' of .* has dtype complex128"),
+    "objects": ({"w": np.array([{}])}, "is no .npy or .npz file of numbers"),
+    "nan": ({"w": np.ones(5), "v": np.array([1, np.nan, np.inf])}, "array 'v' .* 2 of 3 elements"),
+    "large": ({"w": np.array([1e300])}, "array 'w' .* beyond float32"),
+    "no elements": ({"w": np.ones((0, 3))}, r"array 'w' .* has shape \(0, 3\)"),
+    "nothing": ({}, "holds no array"),
+    "shapes": ({"0/w": np.ones(3), "1/w": np.ones(4)}, "'1/w' .* an earlier step .* other names"),
+    "small": ({"w": np.ones((3, 4))}, "each of the 1 arrays has fewer than 1024 elements"),
+    "vector": ({"w": np.ones((3, 4)), "b": np.ones(5000)}, "--min-numel"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_files_without_gradients_are_refused_by_name(case, tmp_path, capsys):
+    arrays, message = BAD_FILES[case]
+    np.savez(tmp_path / "g.npz", **arrays)
+    error = " ".join(refusal(capsys, "--gradients", tmp_path / "g.npz").split())
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(error)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04 cut short", b"\x93NUMPY\x01"])
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_files_of_another_kind_are_refused(content, suffix, tmp_path, capsys):
+    path = tmp_path / f"g{suffix}"
+    path.write_bytes(content)
+    assert "numpy.savez(path, **{" in refusal(capsys, "--gradients", path)
+
+
+def test_contradictory_arguments_are_refused(tmp_path, capsys):
+    assert "No such file" in refusal(capsys, "--gradients", tmp_path / "absent.npy")
+    assert "not allowed with" in refusal(capsys, "--gradients", tmp_path, "-n", "5")
+    assert "--per-tensor is for a file" in refusal(capsys, "--per-tensor")
+    assert "make the folder" in refusal(capsys, "--json", tmp_path / "no" / "x.json")
+    assert "at least 0, got -1" in refusal(capsys, "--seed", "-1")
+    assert "at least 1, got x" in refusal(capsys, "--threads", "x")
+
+
+def test_made_up_gradients_are_heavy_tailed_and_a_function_of_the_seed():
+    first, again = (gradients.synthetic(100_000, seed=5).steps for _ in range(2))
+    other = gradients.synthetic(100_000, seed=6).steps
+    for one, same, different in zip(first, again, other, strict=True):
+        assert one.dtype == np.float32
+        assert np.isfinite(one).all()
+        assert one.tobytes() == same.tobytes()
+        assert one.tobytes() != different.tobytes()
+        kurtosis = (one.astype(float) ** 4).mean() / (one.astype(float) ** 2).mean() ** 2
+        assert kurtosis > 6  # a normal distribution has 3, a Laplace distribution 6
+    assert abs(np.corrcoef(*first)[0, 1]) < 0.05
+    for n in (1, 1023, 1025):
+        assert gradients.synthetic(n).steps[0].shape == (n,)
+
+
+def testmemcpy_copies_with_any_number_of_threads(monkeypatch):
+    monkeypatch.setattr(threads, "_num_threads", 3)
+    source = np.arange(1_000_003, dtype=np.float32)
+    target = np.zeros_like(source)
+    memcpy(target, source)
+    np.testing.assert_array_equal(target, source)
