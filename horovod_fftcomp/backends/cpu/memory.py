@@ -52,3 +52,10 @@ def empty(n: int, dtype: type = np.float32) -> Array:
     except (KeyError, IndexError):
         block = np.empty(size, np.uint8)
     return np.asarray(_Lease(block, n, kind))
+
+
+def zeros(n: int, dtype: type = np.float32) -> Array:
+    """Return an array of ``n`` zeros; see ``empty``."""
+    array = empty(n, dtype)
+    array.fill(0)
+    return array

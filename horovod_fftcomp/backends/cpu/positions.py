@@ -11,6 +11,7 @@ from numba import njit
 from horovod_fftcomp import entropy, threads
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.codelets import count_ones, high_product, trailing_zeros
+from horovod_fftcomp.backends.cpu.memory import empty, zeros
 from horovod_fftcomp.backends.reference import unary_bits
 
 kernel: Any = njit(cache=True, nogil=True)
@@ -32,7 +33,7 @@ def count_bits(bitmap):
 
 def as_words(packed: Array, n_words: int) -> Array:
     """Return bytes as 64-bit words, zeros after their end."""
-    words = np.empty(n_words, np.uint64)
+    words = empty(n_words, np.uint64)
     as_bytes = words.view(np.uint8)
     used = min(packed.size, as_bytes.size)
     as_bytes[:used] = packed[:used]
@@ -57,7 +58,7 @@ def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
 def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
     """See ``reference.pack_offsets``."""
     n_unary = unary_bits(n, k, low_bits)
-    unary = np.zeros((n_unary + 63) // 64, np.uint64)
+    unary = zeros((n_unary + 63) // 64, np.uint64)
     offsets = np.zeros((k * low_bits + 63) // 64 + 1, np.uint64)
     _pack_offsets(bitmap, low_bits, unary, offsets)
     return np.concatenate(
@@ -95,7 +96,7 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
     if (packed.size - split) * 8 < k * low_bits:
         raise ValueError("the offsets are cut short")
     offsets = as_words(packed[split:], (k * low_bits + 63) // 64 + 1)
-    bitmap = np.zeros((n + 63) // 64, np.uint64)
+    bitmap = zeros((n + 63) // 64, np.uint64)
     if not _unpack_offsets(unary, offsets, low_bits, n, bitmap):
         raise ValueError("the positions do not ascend below n")
     return bitmap
@@ -133,7 +134,7 @@ def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
         part = symbols[begin * _CHUNK : end * _CHUNK]
         lengths = np.empty(end - begin, np.uint16)
         room = (end - begin) * 2 * _LANES + part.size // 2 + 4 * (end - begin)
-        out = np.empty(room, np.uint32)
+        out = empty(room, np.uint32)
         used = _pack_entropy(part, *table, lengths, out)
         return lengths, out[:used]
 
@@ -231,7 +232,7 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
     if n_chunks and ends[-1] > words.size:
         raise ValueError("the chunks of positions are longer than their room")
     table = _decoder(entropy.frequencies(n, k))
-    bitmap = np.zeros((n + 63) // 64, np.uint64)
+    bitmap = zeros((n + 63) // 64, np.uint64)
     symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
 
     def work(begin: int, end: int) -> bool:

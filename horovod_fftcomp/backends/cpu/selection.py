@@ -15,6 +15,7 @@ from numba import njit
 from horovod_fftcomp import threads
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.codelets import count_ones, mask_above, trailing_zeros
+from horovod_fftcomp.backends.cpu.memory import empty
 
 kernel: Any = njit(cache=True, nogil=True)
 
@@ -100,7 +101,7 @@ def _count(reals: Array, n: int, options: tuple, limits: Limits, room: int) -> l
 
     def work(begin: int, end: int) -> Counts:
         part = reals[begin * GROUP * width : end * GROUP * width]
-        found = np.empty(0 if limits.low == limits.high else room + 64, np.int32)
+        found = empty(0 if limits.low == limits.high else room + 64, np.int32)
         above, between, kept = _count_groups(part, *options, *limits, found)
         return Counts(above, between, found[:kept])
 

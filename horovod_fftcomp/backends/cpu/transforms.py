@@ -109,6 +109,19 @@ def _passes(src, dst, n, radices, twiddles):
 
 
 @kernel
+def _places(start, at, length, is_dct):
+    """Return (place and stride of the even samples from ``at`` on, and of the odd ones).
+
+    An FFT takes samples in order. A DCT takes the even ones, then the odd ones backwards.
+    """
+    if is_dct:
+        even, odd = start + at // 2 * VECTOR_NBYTES, start + (length - 1 - at // 2) * VECTOR_NBYTES
+        return even, VECTOR_NBYTES, odd, -VECTOR_NBYTES
+    even = start + at * VECTOR_NBYTES
+    return even, COMPLEX_NBYTES, even + VECTOR_NBYTES, COMPLEX_NBYTES
+
+
+@kernel
 def _forward(x, addend, out, is_dct, length, radices, twiddles, splits, turns, scale, scratch):
     """Transform whole tiles of eight blocks and add ``addend``; return the peak's bits."""
     n, row = length // 2, 4 * length
@@ -117,11 +130,8 @@ def _forward(x, addend, out, is_dct, length, radices, twiddles, splits, turns, s
     first = np.int64(scratch.ctypes.data)
     second = first + n * COMPLEX_NBYTES
     peak, factor = np.int64(peaks.ctypes.data), np.int64(scale.ctypes.data)
-    w, s, t = (
-        np.int64(twiddles.ctypes.data),
-        np.int64(splits.ctypes.data),
-        np.int64(turns.ctypes.data),
-    )
+    w, s = np.int64(twiddles.ctypes.data), np.int64(splits.ctypes.data)
+    t = np.int64(turns.ctypes.data)
     src, dst = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
     add = np.int64(addend.ctypes.data)
     for _ in range(out.size // (LANES * length)):
@@ -129,16 +139,8 @@ def _forward(x, addend, out, is_dct, length, radices, twiddles, splits, turns, s
             c.prefetch(src + tile + at * VECTOR_NBYTES)
             if addend.size:
                 c.prefetch(add + at * VECTOR_NBYTES)
-            if is_dct:
-                even, odd = (
-                    first + at // 2 * VECTOR_NBYTES,
-                    first + (length - 1 - at // 2) * VECTOR_NBYTES,
-                )
-                c.gather(src + 4 * at, row, even, VECTOR_NBYTES, odd, -VECTOR_NBYTES, factor)
-            else:
-                even = first + at * VECTOR_NBYTES
-                odd = even + VECTOR_NBYTES
-                c.gather(src + 4 * at, row, even, COMPLEX_NBYTES, odd, COMPLEX_NBYTES, factor)
+            even, even_stride, odd, odd_stride = _places(first, at, length, is_dct)
+            c.gather(src + 4 * at, row, even, even_stride, odd, odd_stride, factor)
         z = _passes(first, second, n, radices, w)
         c.split_ends(z, z + n // 2 * COMPLEX_NBYTES)
         for k in range(1, n // 2):
@@ -186,9 +188,8 @@ def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scal
         start = second if is_dct else first
         for at in range(0, length, LANES):
             c.prefetch(src + tile + at * VECTOR_NBYTES)
-            even = start + at * VECTOR_NBYTES
-            odd = even + VECTOR_NBYTES
-            c.gather(src + 4 * at, row, even, COMPLEX_NBYTES, odd, COMPLEX_NBYTES, one)
+            even, even_stride, odd, odd_stride = _places(start, at, length, False)
+            c.gather(src + 4 * at, row, even, even_stride, odd, odd_stride, one)
         if is_dct:
             c.copy(second, first)
             c.copy(second + n * VECTOR_NBYTES, first + VECTOR_NBYTES)
@@ -200,13 +201,11 @@ def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scal
             c.split_back(first + k * COMPLEX_NBYTES, first + (n - k) * COMPLEX_NBYTES, s + 8 * k)
         z = _passes(first, second, n, radices, w)
         for at in range(0, length, LANES):
+            even, even_stride, odd, odd_stride = _places(z, at, length, is_dct)
             if is_dct:
-                even, odd = z + at // 2 * VECTOR_NBYTES, z + (length - 1 - at // 2) * VECTOR_NBYTES
-                c.scatter_dct(even, VECTOR_NBYTES, odd, -VECTOR_NBYTES, dst + 4 * at, row)
+                c.scatter_dct(even, even_stride, odd, odd_stride, dst + 4 * at, row)
             else:
-                even = z + at * VECTOR_NBYTES
-                odd = even + VECTOR_NBYTES
-                c.scatter_fft(even, COMPLEX_NBYTES, odd, COMPLEX_NBYTES, dst + 4 * at, row)
+                c.scatter_fft(even, even_stride, odd, odd_stride, dst + 4 * at, row)
         src += tile
         dst += tile
 
@@ -291,7 +290,7 @@ def _forward_blocks(
 
     def transform(x: Array, addend: Array, out: Array) -> tuple[int, Counts]:
         scratch = np.empty(2 * tile, np.float32)
-        found = np.empty(room_for(n_bins), np.int32) if limits else _NO_KEYS
+        found = empty(room_for(n_bins), np.int32) if limits else _NO_KEYS
         peak, above, between, kept = _forward_counted(
             x, addend, out, span, *constants, scratch, low, high, found
         )

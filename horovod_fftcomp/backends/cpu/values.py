@@ -75,7 +75,7 @@ def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
 
     def work(begin: int, end: int) -> tuple[int, Counts]:
         here = slice(begin * GROUP, end * GROUP)
-        found = np.empty(room, np.int32)
+        found = empty(room, np.int32)
         low, high = limits or _EVERYTHING
         peak, above, between, kept = _add(
             flat[here], addend[here], out[here], room > 0, low, high, found
@@ -154,7 +154,7 @@ def take(
     options = (is_complex, bins_per_block, key_scale(exponent))
     numbers = np.array(coding, np.int64)
     ranges = threads.ranges(-(-array.size // GROUP), LEAST_GROUPS)
-    bitmap = np.empty(ranges[-1][1] * (GROUP // 64), np.uint64)
+    bitmap = empty(ranges[-1][1] * (GROUP // 64), np.uint64)
 
     def reals_of(begin: int, end: int) -> Array:
         return reals[begin * GROUP * width : end * GROUP * width]
@@ -162,7 +162,7 @@ def take(
     def work(begin: int, end: int, ties: int) -> tuple[int, Array]:
         part = reals_of(begin, end)
         words = bitmap[begin * (GROUP // 64) : end * (GROUP // 64)]
-        packed = np.empty(part.size * coding.bits // 64 + ROOM, np.uint64)
+        packed = empty(part.size * coding.bits // 64 + ROOM, np.uint64)
         return _take(part, *options, key, ties, numbers, keep, words, packed), packed
 
     ties_left = [ties]
@@ -310,11 +310,9 @@ class Streams:
     def __init__(self, parts: Sequence[Part], width: int, span: int, n_spans: int) -> None:
         """``span``: bins that a thread takes on together, in whole groups; ``n_spans``: of all."""
         n_words = n_spans * (span // 64)
-        bitmaps = np.zeros((len(parts), n_words), np.uint64)
-        codes = np.zeros((len(parts), max(p.packed.size for p in parts) // 8 + ROOM), np.uint64)
-        for bitmap, code, part in zip(bitmaps, codes, parts, strict=True):
-            bitmap[: part.bitmap.size] = part.bitmap
-            code.view(np.uint8)[: part.packed.size] = part.packed
+        bitmaps = _rows([part.bitmap for part in parts], n_words)
+        n_codes = max(part.packed.size for part in parts) // 8 + ROOM
+        codes = _rows([part.packed for part in parts], n_codes)
         self.arrays = bitmaps, codes, np.array([part.coding for part in parts], np.int64)
         self._width, self._words, self._spans = width, span // 64, n_spans
 
@@ -333,6 +331,16 @@ class Streams:
         for number in bad:
             if number >= 0:
                 raise ValueError(f"payload {number}: a value lies beyond what the scale allows")
+
+
+def _rows(arrays: list[Array], n_words: int) -> Array:
+    """Return arrays of 8- or 64-bit integers as rows of 64-bit words, zeros after their ends."""
+    rows = empty(len(arrays) * n_words, np.uint64).reshape(len(arrays), n_words)
+    for row, array in zip(rows, arrays, strict=True):
+        whole = row.view(array.dtype)
+        whole[: array.size] = array
+        whole[array.size :] = 0
+    return rows
 
 
 @kernel
