@@ -38,17 +38,16 @@ def synthetic(numel: int, n_steps: int = 2, seed: int = 0) -> History:
     """
     rng = np.random.default_rng(seed)
     n_rows = -(-numel // _ROW)
+    steps = [np.empty(n_rows * _ROW, np.float32) for _ in range(n_steps)]  # or MemoryError, at once
     scales = np.exp(_SPREAD * rng.standard_normal(n_rows)).astype(np.float32)
-    steps = []
-    for _ in range(n_steps):
-        values = rng.standard_gamma(_DEGREES / 2, n_rows * _ROW, np.float32)
+    for values in steps:
+        rng.standard_gamma(_DEGREES / 2, dtype=np.float32, out=values)
         np.maximum(values, np.finfo(np.float32).tiny, out=values)
         np.sqrt(np.float32(_DEGREES / 2) / values, out=values)
         values *= rng.standard_normal(n_rows * _ROW, np.float32)
         rows = values.reshape(n_rows, _ROW)
         rows *= scales[:, None]
-        steps.append(values[:numel])
-    return History(f"{numel:,} elements", steps)
+    return History(f"{numel:,} elements", [values[:numel] for values in steps])
 
 
 def read(path: Path) -> list[History]:

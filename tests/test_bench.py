@@ -444,8 +444,17 @@ def test_contradictory_arguments_are_refused(tmp_path, capsys):
     assert "not allowed with" in refusal(capsys, "--gradients", tmp_path, "-n", "5")
     assert "--per-tensor is for a file" in refusal(capsys, "--per-tensor")
     assert "make the folder" in refusal(capsys, "--json", tmp_path / "no" / "x.json")
+    assert "must end in .png" in refusal(capsys, "--plot", tmp_path / "plot.xyz")
     assert "at least 0, got -1" in refusal(capsys, "--seed", "-1")
     assert "at least 1, got x" in refusal(capsys, "--threads", "x")
+
+
+def test_a_full_memory_is_told(capsys, monkeypatch):
+    def fails(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(gradients, "synthetic", fails)
+    assert "the memory is full; take smaller tensors" in refusal(capsys, "-n", "100G")
 
 
 def test_made_up_gradients_are_heavy_tailed_and_a_function_of_the_seed():

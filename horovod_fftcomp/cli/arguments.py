@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from horovod_fftcomp.recipes import get_scheme
 
+_PICTURES = (".png", ".svg", ".pdf")
 _FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -100,6 +102,14 @@ def _not_a_recipe(text: str) -> argparse.ArgumentTypeError:
 def output_path(text: str) -> Path:
     """Return the path of a file to write, whose folder is there."""
     path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():
+    if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r}: no file can be written there; make the folder")
+    return path
+
+
+def picture_path(text: str) -> Path:
+    """Return the path of a picture to write, of a kind that matplotlib knows."""
+    path = output_path(text)
+    if path.suffix not in _PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(_PICTURES)}")
     return path

@@ -23,6 +23,7 @@ from horovod_fftcomp.cli.arguments import (
     count,
     numels,
     output_path,
+    picture_path,
     recipe_choices,
     seed,
 )
@@ -59,7 +60,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--repeat", type=count, default=5, help="times of each median (default: %(default)s)")
     add("--no-peers", action="store_true", help="leave out the compressors written in PyTorch")
     add("--json", type=output_path, metavar="FILE", help="write all numbers there")
-    add("--plot", type=output_path, metavar="FILE.png", help="draw costs and errors there")
+    add("--plot", type=picture_path, metavar="FILE.png", help="draw costs and errors there")
     parser.set_defaults(run=run, fail=parser.error)
 
 
@@ -103,7 +104,10 @@ def run(parsed: argparse.Namespace) -> None:
     if has_peers:
         peers.set_num_threads(threads.get_num_threads())
     facts = machine.describe()  # before the load that this run makes
-    results = _measure_all(parsed, choices, histories, n_histories, has_peers)
+    try:
+        results = _measure_all(parsed, choices, histories, n_histories, has_peers)
+    except MemoryError as error:
+        parsed.fail(f"{str(error) or 'the memory is full'}; take smaller tensors or fewer recipes")
     shown = [_total(results, data)] if parsed.gradients else results
     _print((results if parsed.per_tensor else []) + shown, choices, data, facts, parsed)
     if parsed.json:
