@@ -21,7 +21,7 @@ digest = hashlib.sha256()
 for n_threads in (1, 2):
     threads.set_num_threads(n_threads)
     for recipe in hfc.list_compressors():
-        for n in (3, 5000, 300_000):
+        for n in (5000, 300_000):
             grads = np.random.default_rng(n).standard_normal((2, 2, n)).astype(np.float32)
             if recipe not in ("none", "fp16"):
                 codec = hfc.get_codec(recipe)
@@ -35,7 +35,7 @@ variants = {
     for name, module in list(sys.modules.items())
     if name.startswith("horovod_fftcomp")
     for key, function in vars(module).items()
-    if isinstance(function, CPUDispatcher) and function.__module__ == name
+    if isinstance(function, CPUDispatcher) and type(function._cache).__name__ != "NullCache"
 }
 print(digest.hexdigest(), sorted(name for name, count in variants.items() if count > 1))
 """
@@ -47,10 +47,10 @@ def test_processes_that_compile_at_the_same_time_agree(tmp_path):
     command = [sys.executable, "-c", SCRIPT]
     running = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
+        for _ in range(2)
     ]
     printed = [process.communicate(timeout=300)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0]
+    assert [process.returncode for process in running] == [0, 0]
     later = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert len({*printed, later.stdout}) == 1
     assert later.stdout.split(" ", 1)[1].strip() == "[]", "kernels with several variants"

@@ -5,21 +5,17 @@ All work on a group's buffers, which lie in a cache and have room for whole step
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit
 
 from horovod_fftcomp.backends.cpu import codelets
+from horovod_fftcomp.backends.cpu.jit import inlined
 from horovod_fftcomp.quantizers import BFLOAT16, RANGE
-
-kernel: Any = njit(cache=True, nogil=True)
 
 STEP = 64  # values that a codelet takes
 ROOM = STEP // 2 + 2  # words that a stream has to have beyond its end, for the rest of a step
 
 
-@kernel
+@inlined
 def encode(values, n, coding, codes):
     """Write the codes of ``n`` float32 values, int32; subtract from these what the codes mean."""
     at, to = np.int64(values.ctypes.data), np.int64(codes.ctypes.data)
@@ -33,7 +29,7 @@ def encode(values, n, coding, codes):
             codelets.encode_float32(at + i, to + i)
 
 
-@kernel
+@inlined
 def decode(codes, n, coding, values):
     """Write the float32 values of ``n`` codes, int32; return the largest code, or magnitude."""
     at, to = np.int64(codes.ctypes.data), np.int64(values.ctypes.data)
@@ -51,7 +47,7 @@ def decode(codes, n, coding, values):
     return largest
 
 
-@kernel
+@inlined
 def write_bits(codes, n, bits, stream, bit):
     """Append ``n`` codes to a stream of 64-bit words at ``bit``; return where they end.
 
@@ -82,7 +78,7 @@ def write_bits(codes, n, bits, stream, bit):
     return bit + n * bits
 
 
-@kernel
+@inlined
 def read_bits(stream, bit, n, bits, codes):
     """Write the ``n`` codes of a stream of 64-bit words that begin at ``bit``, as int32."""
     if bits == 8 or bits == 16 or bits == 32:

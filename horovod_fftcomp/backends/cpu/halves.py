@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from horovod_fftcomp import threads
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu import codelets
+from horovod_fftcomp.backends.cpu.jit import kernel
 from horovod_fftcomp.backends.cpu.memory import empty
-
-kernel: Any = njit(cache=True, nogil=True)
 
 _STEP = 64
 _LEAST_STEPS = 1 << 9  # for a thread of its own

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
-from numba import njit
 
 from horovod_fftcomp import entropy, threads
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.codelets import count_ones, high_product, trailing_zeros
+from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.memory import empty, zeros
 from horovod_fftcomp.backends.reference import unary_bits
-
-kernel: Any = njit(cache=True, nogil=True)
 
 _LEAST_CHUNKS = 4  # for a thread of its own
 _LOWEST = np.uint64(entropy.LOWEST_STATE)
@@ -175,7 +172,7 @@ def _frequencies(frequencies: tuple[int, ...]) -> Array:
     return np.array([frequencies[byte.bit_count()] for byte in range(256)], np.int64)
 
 
-@kernel
+@inlined
 def _push(state, symbol, words, free, freqs, reciprocals, shifts, biases):
     """Return (the state with a symbol more, the last free word)."""
     f = freqs[symbol]
@@ -258,12 +255,12 @@ def _decoder(frequencies: tuple[int, ...]) -> Array:
     return (symbols | freqs[symbols] << 8 | places << 20).astype(np.uint32)
 
 
-@kernel
+@inlined
 def _state(words, at):
     return np.uint64(words[at]) | np.uint64(words[at + 1]) << np.uint64(32)
 
 
-@kernel
+@inlined
 def _step(state, table):
     """Return (the next state before it takes in a word, the symbol)."""
     entry = np.uint64(table[state & np.uint64(_SLOTS - 1)])
@@ -272,7 +269,7 @@ def _step(state, table):
     return state, np.uint8(entry & np.uint64(0xFF))
 
 
-@kernel
+@inlined
 def _refill(state, words, at, end):
     """Return (state, at) after taking in a word if the state is low; never reads beyond end."""
     word = np.uint64(words[min(at, end - 1)])

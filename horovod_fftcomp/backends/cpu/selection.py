@@ -7,17 +7,15 @@ these. Where the limits prove wrong all keys are collected: the sample decides s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from horovod_fftcomp import threads
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.codelets import count_ones, mask_above, trailing_zeros
+from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.memory import empty
-
-kernel: Any = njit(cache=True, nogil=True)
 
 GROUP = 4096  # coefficients whose keys are computed at a time, into the L1 cache
 LEAST_GROUPS = 8  # for a thread of its own
@@ -108,7 +106,7 @@ def _count(reals: Array, n: int, options: tuple, limits: Limits, room: int) -> l
     return threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
 
 
-@kernel
+@inlined
 def fill_keys(reals, is_complex, bins_per_block, scale, keys):
     """Write the keys of a group that begins with a block, at most ``keys.size``; pad the rest."""
     if is_complex:
@@ -125,6 +123,12 @@ def fill_keys(reals, is_complex, bins_per_block, scale, keys):
         for i in range(n):
             keys[i] = patterns[i] & _MAGNITUDE
     keys[n:] = _NO_KEY
+
+
+@kernel
+def write_keys(reals, is_complex, bins_per_block, keys):
+    """``fill_keys`` for whom it is not part of a larger kernel."""
+    fill_keys(reals, is_complex, bins_per_block, np.float32(1), keys)
 
 
 @kernel
@@ -161,14 +165,14 @@ def _count_groups(reals, is_complex, bins_per_block, scale, low, high, found):
     return above, between, kept
 
 
-@kernel
+@inlined
 def count_group(reals, is_complex, bins_per_block, scale, low, high, keys, found, kept):
     """Return (keys above high, keys from low to high, keys kept in ``found`` so far)."""
     fill_keys(reals, is_complex, bins_per_block, scale, keys)
     return count_keys(keys, low, high, found, kept)
 
 
-@kernel
+@inlined
 def count_keys(keys, low, high, found, kept):
     """As ``count_group``, of a group's keys."""
     at = np.int64(keys.ctypes.data)

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from horovod_fftcomp import threads
 from horovod_fftcomp.backends import Array, Coefficients, Part
 from horovod_fftcomp.backends.cpu import codelets as c
 from horovod_fftcomp.backends.cpu.codelets import COMPLEX_NBYTES, LANES, VECTOR_NBYTES
+from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.memory import empty
 from horovod_fftcomp.backends.cpu.selection import (
     GROUP,
     Counts,
     Limits,
     count_group,
-    fill_keys,
     room_for,
     suggest,
+    write_keys,
 )
 from horovod_fftcomp.backends.cpu.values import Streams, add_group, ranked
 
-# No fastmath: contraction or reordering would change bytes from one machine to the next.
-kernel: Any = njit(cache=True, nogil=True)
-
-# complex length -> radices of its passes, the fastest of those tried
+# complex length -> radices of its passes: few passes, and what a radix takes fits the registers
 _RADICES = {
     32: (4, 8),
     64: (8, 8),
@@ -77,7 +74,7 @@ def _tables(length: int) -> Tables:
     return Tables._make([length, np.array(_RADICES[n]), *reals, scale])
 
 
-@kernel
+@inlined
 def _passes(src, dst, n, radices, twiddles):
     """Transform n complex values of eight blocks (Stockham); return where the result lies."""
     stride, left = 1, n
@@ -108,7 +105,7 @@ def _passes(src, dst, n, radices, twiddles):
     return src
 
 
-@kernel
+@inlined
 def _places(start, at, length, is_dct):
     """Return (place and stride of the even samples from ``at`` on, and of the odd ones).
 
@@ -159,7 +156,7 @@ def _forward(x, addend, out, is_dct, length, radices, twiddles, splits, turns, s
     return np.int64(peaks.max())
 
 
-@kernel
+@inlined
 def _rotate_all(z, dct, n, turns):
     ends = z + VECTOR_NBYTES  # DC and Nyquist are the DCT's coefficients 0 and N as they are
     c.copy(z, dct)
@@ -333,7 +330,7 @@ def _limits_of_sample(
     rest = sampled(addend) if addend.size else addend
     _forward(sampled(flat), rest, out, *constants, np.empty(2 * LANES * block, np.float32))
     keys = np.empty(out.size if is_dct else out.size // 2, np.int32)
-    fill_keys(out, not is_dct, block if is_dct else block // 2, np.float32(1), keys)
+    write_keys(out, not is_dct, block if is_dct else block // 2, keys)
     limits = suggest(keys, k, n_bins, _SPREAD)
     return None if limits.low == limits.high else limits
 

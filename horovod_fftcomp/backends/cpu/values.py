@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numba import njit
 
 from horovod_fftcomp import threads
 from horovod_fftcomp.backends import Array, Coefficients, Part
@@ -20,6 +18,7 @@ from horovod_fftcomp.backends.cpu.codelets import (
     trailing_zeros,
 )
 from horovod_fftcomp.backends.cpu.codes import ROOM, decode, encode, read_bits, write_bits
+from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.memory import empty
 from horovod_fftcomp.backends.cpu.positions import count_bits
 from horovod_fftcomp.backends.cpu.selection import (
@@ -38,8 +37,6 @@ from horovod_fftcomp.backends.cpu.selection import (
 )
 from horovod_fftcomp.backends.reference import key_exponent
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Coding
-
-kernel: Any = njit(cache=True, nogil=True)
 
 _LEAST_VALUES = 1 << 15  # for a thread of its own
 _MAGNITUDE = 0x7FFFFFFF
@@ -208,7 +205,7 @@ def _take(reals, is_complex, bins_per_block, scale, key, ties, coding, keep, bit
     return bit
 
 
-@kernel
+@inlined
 def _mark(keys, key, ties, words):
     """Set the bits of keys above ``key``, and of the first ``ties`` equal; return ties left."""
     at = np.int64(keys.ctypes.data)
@@ -224,7 +221,7 @@ def _mark(keys, key, ties, words):
     return ties
 
 
-@kernel
+@inlined
 def _collect(reals, width, words, values):
     """Write the chosen reals side by side; return how many."""
     n = 0
@@ -246,7 +243,7 @@ def _collect(reals, width, words, values):
     return n
 
 
-@kernel
+@inlined
 def _put_back(reals, width, words, values):
     """Write values side by side where they were chosen."""
     n = 0
@@ -356,7 +353,7 @@ def _sum_groups(reals, first_group, width, bitmaps, codes, codings, bits):
     return bad
 
 
-@kernel
+@inlined
 def add_group(reals, width, first_word, bitmaps, streams, codings, bits):
     """Add all payloads' values in a group of bins; return the number of a bad one, or -1."""
     bad = -1
@@ -372,7 +369,7 @@ def add_group(reals, width, first_word, bitmaps, streams, codings, bits):
     return bad
 
 
-@kernel
+@inlined
 def _add_back(reals, width, words, values):
     """Add values side by side to where they were chosen."""
     n = 0
