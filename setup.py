@@ -27,6 +27,7 @@ EXTRAS = {
         "pytest>=8,<10",
         "ruff==0.17.5",
         "scikit-learn>=1.4,<2",
+        "scipy>=1.13,<2",
     ],
 }
 
@@ -40,7 +41,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["horovod_fftcomp", "horovod_fftcomp.*"]),
     package_data={"horovod_fftcomp": ["py.typed"]},
-    install_requires=["numpy>=2.0,<3", "scipy>=1.13,<2", "numba>=0.60,<1", "rich>=13,<16"],
+    install_requires=["numpy>=2.0,<3", "numba>=0.60,<1", "llvmlite>=0.43,<1", "rich>=13,<16"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["horovod-fftcomp = horovod_fftcomp.cli:main"]},
     classifiers=[

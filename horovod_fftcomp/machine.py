@@ -11,7 +11,7 @@ from horovod_fftcomp import __version__
 from horovod_fftcomp.threads import get_num_threads
 
 # The names in the package index of what may change a result or a time.
-PACKAGES = ("numpy", "scipy", "numba", "torch", "horovod")
+PACKAGES = ("numpy", "numba", "llvmlite", "torch", "horovod")
 
 
 def describe() -> dict[str, object]:

@@ -29,7 +29,7 @@ def only(monkeypatch):
     find_spec = importlib.util.find_spec
 
     def hide(*there: str) -> None:
-        known = {"numpy", "scipy", "numba", *there}
+        known = {"numpy", "llvmlite", "numba", *there}
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name: find_spec(name) if name in known else None
         )

@@ -38,8 +38,8 @@ class _Package(NamedTuple):
 
 _PACKAGES = (
     _Package("numpy", "numpy", remedy="pip install numpy"),
-    _Package("scipy", "scipy", remedy="pip install scipy"),
     _Package("numba", "numba", remedy="pip install numba"),
+    _Package("llvmlite", "llvmlite", remedy="pip install llvmlite"),
     _Package("torch", "torch", remedy="to train with PyTorch: pip install torch"),
     _Package(
         "horovod",

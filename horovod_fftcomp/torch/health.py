@@ -114,7 +114,7 @@ def _exchange(timeout_s: float) -> Finding:
     topic, n_different = "compressed step", len(set(map(bytes, digests.reshape(-1, 32))))
     if n_different > 1:
         found = f"{n_different} different results on {hvd.size()} ranks"
-        remedy = "install the same versions of numpy, scipy and numba on machines of one kind"
+        remedy = "install the same versions of numpy and numba on machines of one kind"
         return Finding(topic, Level.FAIL, found, remedy)
     if not error < 1:
         found = f"the same on all ranks, but its relative error is {error:.2g}"
