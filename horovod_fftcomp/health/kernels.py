@@ -99,7 +99,7 @@ def _cache() -> Finding:
             for name, module in list(sys.modules.items())
             if name.startswith("horovod_fftcomp.backends.")
             for kernel in vars(module).values()
-            if hasattr(getattr(kernel, "stats", None), "cache_path")
+            if getattr(getattr(kernel, "stats", None), "cache_path", None)
         }
     )
     found = ", ".join(folders) or "none"
