@@ -346,8 +346,9 @@ def test_a_check_that_holds_the_interpreters_lock_ends_too():
 def test_a_watchdog_that_is_stopped_does_nothing(monkeypatch):
     ended = []
     monkeypatch.setattr(check.Watchdog, "_end", lambda self, *what: ended.append(what))
-    watchdog = check.Watchdog(0.05, check.Report(None))
+    watchdog = check.Watchdog(60, check.Report(None))
     watchdog.expect("a", "b")
     watchdog.stop()
-    watchdog._timer.join(0.2)
+    watchdog._timer.join(20)
+    assert not watchdog._timer.is_alive()
     assert ended == []
