@@ -15,6 +15,7 @@ from horovod_fftcomp.errors import (
 from horovod_fftcomp.recipes import RECIPES, get_codec, get_scheme, list_compressors
 from horovod_fftcomp.recovery import Recover
 from horovod_fftcomp.schemes import Scheme
+from horovod_fftcomp.threads import get_num_threads, set_num_threads
 from horovod_fftcomp.world import simulate
 
 __version__ = "0.1.0"
@@ -29,8 +30,10 @@ __all__ = [
     "Scheme",
     "UnsupportedError",
     "get_codec",
+    "get_num_threads",
     "get_scheme",
     "list_compressors",
     "schedules",
+    "set_num_threads",
     "simulate",
 ]

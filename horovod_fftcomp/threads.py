@@ -15,6 +15,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 _LOCAL_SIZE = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_MOST = 8  # more do not get more out of a memory
 
 _num_threads: int | None = None
 _pool: ThreadPoolExecutor | None = None
@@ -32,11 +33,11 @@ def get_num_threads() -> int:
     """Return how many threads this process compresses with.
 
     Unless set: the cores that the process may use, divided by the number of processes that the
-    launcher has started on this machine.
+    launcher has started on this machine, but at most 8.
     """
     if _num_threads is not None:
         return _num_threads
-    return max(1, len(os.sched_getaffinity(0)) // get_local_size())
+    return min(_MOST, max(1, len(os.sched_getaffinity(0)) // get_local_size()))
 
 
 def get_local_size() -> int:
@@ -55,11 +56,26 @@ def ranges(n_items: int, least: int) -> list[tuple[int, int]]:
 
 def each(work: Callable[..., Result], arguments: Iterable[tuple]) -> list[Result]:
     """Return ``work(*argument)`` for each of ``arguments``, in order; all at the same time."""
-    global _pool
     first, *others = arguments
     if not others:
         return [work(*first)]
-    if _pool is None:
-        _pool = ThreadPoolExecutor(get_num_threads(), "fftcomp-kernel")
-    futures = [_pool.submit(work, *argument) for argument in others]
+    pool = _get_pool()
+    futures = [pool.submit(work, *argument) for argument in others]
     return [work(*first), *(future.result() for future in futures)]
+
+
+def _get_pool() -> ThreadPoolExecutor:
+    global _pool
+    pool = _pool
+    if pool is None:
+        pool = _pool = ThreadPoolExecutor(get_num_threads(), "fftcomp-kernel")
+    return pool
+
+
+def _forget_pool() -> None:
+    global _pool
+    _pool = None
+
+
+# A forked child has its parent's pool but not its threads: what it submitted would never be done.
+os.register_at_fork(after_in_child=_forget_pool)

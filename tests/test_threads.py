@@ -1,0 +1,84 @@
+"""How kernels share out their work, and that it changes no bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp import get_codec, get_num_threads, set_num_threads, threads
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch):
+    monkeypatch.setattr(threads, "_num_threads", None)
+    monkeypatch.setattr(threads, "_pool", None)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.0, True, None, "2"])
+def test_other_numbers_are_refused(count):
+    with pytest.raises(ValueError, match="whole number from 1"):
+        set_num_threads(count)
+
+
+def test_cores_are_dealt_out_to_the_processes_of_a_machine(monkeypatch):
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(12)))
+    for name in threads._LOCAL_SIZE:
+        monkeypatch.delenv(name, raising=False)
+    for local_size, expected in (("1", 8), ("2", 6), ("5", 2), ("100", 1)):
+        monkeypatch.setenv("HOROVOD_LOCAL_SIZE", local_size)
+        assert get_num_threads() == expected
+    set_num_threads(11)
+    assert get_num_threads() == 11
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("n", [0, 1, 7, 64, 1000])
+def test_ranges_cover_all_items_once(n, count):
+    set_num_threads(count)
+    found = threads.ranges(n, 8)
+    assert [i for begin, end in found for i in range(begin, end)] == list(range(n))
+    assert len(found) <= max(1, min(count, n // 8))
+
+
+def test_parts_run_at_the_same_time_and_errors_come_through():
+    set_num_threads(3)
+    barrier = threading.Barrier(3, timeout=20)
+    assert sorted(threads.each(lambda i: barrier.wait() * 0 + i, [(0,), (1,), (2,)])) == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        threads.each(lambda i: 1 // i, [(1,), (0,)])
+
+
+@pytest.mark.parametrize(("recipe", "options"), [
+    ("topk", {"density": 0.01}), ("topk", {"density": 0.2, "bits": 5}), ("bf16", {}),
+    ("fft", {"bits": 6, "block": 64}), ("dct", {"block": 128}),
+])  # fmt: skip
+def test_any_number_of_threads_writes_the_same_bytes(recipe, options):
+    codec = get_codec(recipe, **options)
+    rng = np.random.default_rng(0)
+    for x in (rng.standard_normal(700_001), rng.integers(-2, 3, 700_001)):
+        x, found = x.astype(np.float32), set()
+        for count in (1, 2, 3, 7):
+            set_num_threads(count)
+            payload = codec.encode(x)
+            found.add(payload.tobytes() + codec.decode_sum([payload, payload]).tobytes())
+        assert len(found) == 1
+
+
+def _sum_in_child(queue):
+    queue.put(float(get_codec("fft").decode(get_codec("fft").encode(np.ones(700_000))).sum()))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_has_threads_of_its_own():
+    set_num_threads(2)
+    threads.each(lambda i: i, [(0,), (1,)])  # the parent's begin
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_sum_in_child, args=(queue,), daemon=True)
+    child.start()
+    assert queue.get(timeout=60) == pytest.approx(700_000)
+    child.join(20)
+    assert child.exitcode == 0
