@@ -37,6 +37,7 @@ ALLOWED = {
     "policy.py": {"recipes", "schedules", "schemes"},
     "buckets.py": {"policy", "schemes"},
     "engine.py": {"numpy", "alarm", "backends", "buckets", "checkpoint", "schemes"},
+    "exchanges.py": {"numpy", "backends", "engine", "schemes"},
     "handshake.py": {"numpy", "backends", "errors", "wire"},
     "recipes.py": {"codec", "quantizers", "schemes", "sparsifiers", "transforms"},
     "world.py": {"numpy", "backends", "buckets", "engine", "errors", "policy", "schemes"},
@@ -45,8 +46,8 @@ ALLOWED = {
     "__main__.py": {"cli"},
     "__init__.py": {"codec", "errors", "recipes", "recovery", "schedules", "schemes", "world"},
     "torch/": {"numpy", "torch", "horovod", "backends", "buckets", "checkpoint", "engine",
-               "errors", "handshake", "policy", "recipes", "recovery", "replicas", "schemes",
-               "wire", "__init__"},
+               "errors", "exchanges", "handshake", "policy", "recipes", "recovery", "replicas",
+               "schemes", "wire", "__init__"},
 }  # fmt: skip
 
 

@@ -18,12 +18,12 @@ import torch
 from horovod_fftcomp import checkpoint, handshake, wire
 from horovod_fftcomp.buckets import Bucket, make_buckets
 from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.exchanges import Place
 from horovod_fftcomp.policy import Scheduled, check_rules, unmatched
 from horovod_fftcomp.recovery import Recovery
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.connection import Connection
-from horovod_fftcomp.torch.exchanges import Place
 from horovod_fftcomp.torch.parameters import Parameters
 from horovod_fftcomp.torch.replicas import ReplicaCheck
 from horovod_fftcomp.torch.settings import Settings
@@ -95,14 +95,16 @@ class Compressor:
 
         ``dense_nbytes``: the gradients in float32; ``sent_nbytes``: what was handed to
         collectives, headers, padding and probes included; ``ratio``: their quotient. Seconds:
-        ``encode_s``, ``wait_s`` (for other ranks and the network; dense tensors, which Horovod
-        exchanges, excluded), ``decode_s``, ``check_s`` (of parameters between ranks).
+        ``encode_s``; ``encode_hidden_s``, those of them that passed before the step's last
+        gradient came; ``encode_wait_s``, in which the training thread waited for an encoding;
+        ``wait_s`` (for other ranks and the network; dense tensors, which Horovod exchanges,
+        excluded), ``decode_s``, ``check_s`` (of parameters between ranks).
         ``relative_error``: norm of what the last measured step left unsent over the norm of what
         it was to send. ``skipped_steps``: steps with NaN or Inf somewhere, which left no trace in
         the residuals. ``density``: the present one.
         """
         self._steps.close_if_complete()
-        costs = self._engine.costs
+        costs, exchanges = self._engine.costs, self._steps.exchanges
         sent = costs.sent_nbytes + self._steps.other_nbytes
         return {
             "steps": self._steps.count,
@@ -110,7 +112,9 @@ class Compressor:
             "sent_nbytes": sent,
             "ratio": self._steps.dense_nbytes / sent if sent else math.nan,
             "encode_s": costs.encode_s,
-            "wait_s": self._steps.exchanges.wait_s,
+            "encode_hidden_s": exchanges.encode_hidden_s,
+            "encode_wait_s": exchanges.encode_wait_s,
+            "wait_s": exchanges.wait_s,
             "decode_s": costs.decode_s,
             "check_s": self._replicas.seconds,
             "relative_error": costs.relative_error,

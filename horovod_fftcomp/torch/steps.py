@@ -9,11 +9,13 @@ import torch
 
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.exchanges import Exchanges, Place
+from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.connection import Connection
-from horovod_fftcomp.torch.exchanges import Exchanges, Place
 from horovod_fftcomp.torch.parameters import Parameters
 from horovod_fftcomp.torch.replicas import ReplicaCheck
+from horovod_fftcomp.torch.rounds import PendingRound
 from horovod_fftcomp.torch.settings import Settings
 
 
@@ -48,13 +50,19 @@ class Steps:
         self._connection = connection
         self._replicas = replicas
         self._settings = settings
-        self.exchanges = Exchanges(engine, name, settings.process_set, settings.timeout_s)
+        process_set = settings.process_set
+
+        def send(round_: Round, bucket: int, number: int) -> PendingRound:
+            return PendingRound(round_, f"{name}.{bucket}.{number}", process_set)
+
+        self.exchanges = Exchanges(engine, send, settings.timeout_s)
         # A float16 or dense exchange goes through a join as it does in Horovod.
         self._gathers = settings.replica_check != "off" or any(
             "allgather" in bucket.policy.at(bucket.policy.warmup_steps).rounds
             for bucket in engine.buckets
         )
         self._opened = self._finished = False
+        self._broken_by = ""  # the error that ended a step too early, in words
         self._out = 0  # gradients that Horovod has taken and not given back
         self.count = self.dense_nbytes = self.other_nbytes = 0
 
@@ -70,6 +78,8 @@ class Steps:
 
     def take(self, grad: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
         """Take a parameter's gradient; return what Horovod is to reduce, and a context."""
+        self._check_unbroken()
+        self.exchanges.note_gradient()
         begins = not self.under_way
         number = self._parameters.take(grad)
         if begins:
@@ -82,9 +92,9 @@ class Steps:
         if place is not None:
             frozen = not self._parameters.tensors[number].requires_grad
             self.exchanges.add(place, None if frozen else arrays.flat_float32(grad))
-            if self._opened or self._connection.may_open():
-                self._open()
-                self.exchanges.advance()
+        if self._opened or self._connection.may_open():
+            self._open()
+            self.exchanges.advance()
         return sent, GradientContext(grad, place)
 
     def give_back(self, reduced: torch.Tensor, context: GradientContext | None) -> torch.Tensor:
@@ -100,7 +110,7 @@ class Steps:
             none_compressed = not self._engine.buckets
             self._engine.observe(none_compressed or bool(torch.isfinite(reduced).all()))
             return arrays.restored(reduced, context.grad)
-        total = self._engine.sums(context.place.bucket)[context.place.index]
+        total = self._engine.sums(context.place.bucket)[context.place.position]
         grad = arrays.gradient_like(total, reduced / self._engine.world_size, context.grad)
         if grad.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
             self._engine.observe(bool(torch.isfinite(grad).all()))
@@ -121,10 +131,23 @@ class Steps:
 
     def _finish(self) -> None:
         """Complete every bucket: Horovod has submitted all gradients of this step by now."""
-        self._open()
-        self._finished = True
-        self.exchanges.finish()
+        self._check_unbroken()
+        try:
+            self.exchanges.complete()
+            self._open()
+            self.exchanges.finish()
+            self._finished = True
+        except BaseException as error:
+            self._broken_by = repr(error)
+            raise
         self._replicas.finish(self._settings.timeout_s)
+
+    def _check_unbroken(self) -> None:
+        if self._broken_by:
+            raise UnsupportedError(
+                f"a step was broken off by {self._broken_by}; to go on, drop it: load a "
+                "state_dict() into the compressor and one into the optimizer"
+            )
 
     def close_finished(self) -> None:
         """Close the step that has been finished; UnsupportedError if a gradient is still out."""
@@ -166,4 +189,5 @@ class Steps:
         self._replicas.abandon()
         self.exchanges.abandon()
         self._opened = self._finished = False
+        self._broken_by = ""
         self._out = 0
