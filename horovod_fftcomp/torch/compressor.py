@@ -20,6 +20,7 @@ from horovod_fftcomp.buckets import Bucket, make_buckets
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.exchanges import Place
 from horovod_fftcomp.policy import Scheduled, check_rules, unmatched
+from horovod_fftcomp.record import Recorder
 from horovod_fftcomp.recovery import Recovery
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.torch import arrays
@@ -54,6 +55,9 @@ class Compressor:
         self._changed_density: float | None = None
         member = self._set.included()  # Horovod never calls the compressor of the others
         self._engine = Engine(buckets, self._set.rank() if member else 0, self._set.size())
+        recorder = None
+        if settings.record is not None and member and self._set.rank() == 0:
+            recorder = Recorder(settings.record, settings.every)
         name = f"fftcomp.{next(_numbers)}"
         self._connection = Connection(name, self._set, settings.timeout_s)
         self._replicas = ReplicaCheck(
@@ -69,6 +73,7 @@ class Compressor:
             self._engine,
             self._connection,
             self._replicas,
+            recorder,
             settings,
             name,
         )

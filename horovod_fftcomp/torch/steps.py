@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.exchanges import Exchanges, Place
+from horovod_fftcomp.record import Recorder
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.connection import Connection
@@ -30,8 +32,9 @@ class Steps:
     """One step after the other, of one optimizer.
 
     ``places``: for each parameter its place in the buckets of ``engine``; None if it travels
-    dense. Attributes count since the start: ``count`` the steps that are closed,
-    ``dense_nbytes`` all gradients in float32, ``other_nbytes`` what Horovod itself was given.
+    dense. ``recorder`` keeps the compressed tensors' gradients of some steps. Attributes count
+    since the start: ``count`` the steps that are closed, ``dense_nbytes`` all gradients in
+    float32, ``other_nbytes`` what Horovod itself was given.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Steps:
         engine: Engine,
         connection: Connection,
         replicas: ReplicaCheck,
+        recorder: Recorder | None,
         settings: Settings,
         name: str,
     ) -> None:
@@ -49,6 +53,8 @@ class Steps:
         self._engine = engine
         self._connection = connection
         self._replicas = replicas
+        self._recorder = recorder
+        self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
         self._settings = settings
         process_set = settings.process_set
 
@@ -91,7 +97,10 @@ class Steps:
         self.other_nbytes += sent.numel() * sent.element_size()
         if place is not None:
             frozen = not self._parameters.tensors[number].requires_grad
-            self.exchanges.add(place, None if frozen else arrays.flat_float32(grad))
+            values = None if frozen else arrays.flat_float32(grad)
+            self.exchanges.add(place, values)
+            if self._recorded is not None and values is not None:
+                self._recorded[self._parameters.names[number]] = values.reshape(grad.shape)
         if self._opened or self._connection.may_open():
             self._open()
             self.exchanges.advance()
@@ -119,6 +128,9 @@ class Steps:
     def _begin(self) -> None:
         """Do what comes before a step's first gradient."""
         self._engine.follow_loss_scale(self.loss_scale())
+        if self._recorder is not None:
+            self._recorder.check()
+            self._recorded = {} if self._recorder.wants(self._engine.step) else None
         if self._gathers:
             self._connection.call_roll()
 
@@ -140,6 +152,10 @@ class Steps:
         except BaseException as error:
             self._broken_by = repr(error)
             raise
+        if self._recorder is not None and self._recorded:
+            # Nobody changes these any more: Horovod gives parameters other memory for the sums.
+            self._recorder.append(self._engine.step, self._recorded)
+            self._recorded = None
         self._replicas.finish(self._settings.timeout_s)
 
     def _check_unbroken(self) -> None:
@@ -189,5 +205,5 @@ class Steps:
         self._replicas.abandon()
         self.exchanges.abandon()
         self._opened = self._finished = False
-        self._broken_by = ""
+        self._broken_by, self._recorded = "", None
         self._out = 0
