@@ -13,6 +13,11 @@ from horovod_fftcomp.schemes import Tensor
 MIN_NUMEL = 1024
 # Horovod's fusion buffer is of this order: large enough for bandwidth, small enough to overlap.
 BUCKET_NBYTES = 25_000_000
+# Backward ends with the first layers. Nothing is left then to hide the encoding of their bucket
+# behind, so no bucket may be a large share of the model...
+_LARGEST_SHARE = 1 / 8
+# ... unless it is so small that encoding takes no longer than a collective of its own, about 1 ms.
+_SMALL_NBYTES = 1_000_000
 
 
 class Bucket(NamedTuple):
@@ -39,7 +44,8 @@ def make_buckets(
 
     A rule decides for the tensors that it names; of the others, vectors and small tensors stay
     out, and so does everything under a policy that is dense for ever. A bucket holds whole
-    tensors of up to ``capacity_nbytes`` in float32; a larger tensor is a bucket of its own.
+    tensors of up to ``capacity_nbytes`` in float32, and of up to an eighth of all that is
+    compressed, but for less than 1 MB; a larger tensor is a bucket of its own.
     """
     by_policy: dict[tuple[Scheduled, bool], list[Tensor]] = {}
     for tensor in tensors:
@@ -50,18 +56,24 @@ def make_buckets(
             chosen = policy if is_compressed(tensor, min_numel) else None
         if chosen is not None and chosen.recipe != "none":
             by_policy.setdefault((chosen, action is not None), []).append(tensor)
+    total_nbytes = sum(_nbytes(tensor) for members in by_policy.values() for tensor in members)
+    share_nbytes = max(_SMALL_NBYTES, int(_LARGEST_SHARE * total_nbytes))
     return [
         Bucket(group, chosen, ruled)
         for (chosen, ruled), members in by_policy.items()
-        for group in _filled(members, capacity_nbytes)
+        for group in _filled(members, min(capacity_nbytes, share_nbytes))
     ]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return 4 * math.prod(tensor.shape)
 
 
 def _filled(tensors: Iterable[Tensor], capacity_nbytes: int) -> list[tuple[Tensor, ...]]:
     groups: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
-        nbytes = 4 * math.prod(tensor.shape)
+        nbytes = _nbytes(tensor)
         if not groups or nbytes > room:
             groups.append([])
             room = capacity_nbytes

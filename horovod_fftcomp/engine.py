@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +34,34 @@ class Costs:
     relative_error: float = 0.0
 
 
+class Result(NamedTuple):
+    """What a ``Work`` has made: the next round, or the outcome after the last.
+
+    ``began``, ``ended``: ``time.perf_counter()``, the same clock in all threads.
+    """
+
+    bucket: int
+    made: Round | Outcome
+    began: float
+    ended: float
+
+
+# What a bucket computes before its first round, between two, or after its last. Any thread may call
+# it, once: it runs its own bucket's exchange and touches nothing else of the engine. It reads
+# gradients and state, which must not change meanwhile.
+Work = Callable[[], Result]
+
+
+def _run(bucket: int, exchange: Exchange, output: Array | None) -> Result:
+    began = time.perf_counter()
+    made: Round | Outcome
+    try:
+        made = next(exchange) if output is None else exchange.send(output)
+    except StopIteration as stop:
+        made = stop.value
+    return Result(bucket, made, began, time.perf_counter())
+
+
 class Engine:
     """All buckets of one compressor on one rank.
 
@@ -40,6 +69,10 @@ class Engine:
     ``sums``. The new state waits until ``settle``: it is committed if every part of the step was
     finite on every rank, and dropped otherwise, so a step that an AMP scaler skips leaves no
     trace. All ranks see the same facts and decide alike without another message.
+
+    One thread owns an engine. Whoever wants to compute in another takes apart what ``start`` and
+    ``advance`` do: ``begin`` or ``proceed``, the ``Work`` that they return, and ``accept``. Until
+    all work of a step is accepted, call no method that changes step, state or buckets.
     """
 
     def __init__(self, buckets: Sequence[Bucket], rank: int, world_size: int) -> None:
@@ -61,7 +94,17 @@ class Engine:
         return self.buckets[bucket].policy.at(self.step)
 
     def start(self, bucket: int, grads: Sequence[Array | None]) -> Round:
-        """Begin this step's exchange of a bucket.
+        """Begin this step's exchange of a bucket; see ``begin``."""
+        first = self.accept(self.begin(bucket, grads)())
+        assert first is not None  # a scheme has one round at least
+        return first
+
+    def advance(self, bucket: int, output: Array) -> Round | None:
+        """Hand over a round's output; return the next round, or None when the sums are ready."""
+        return self.accept(self.proceed(bucket, output)())
+
+    def begin(self, bucket: int, grads: Sequence[Array | None]) -> Work:
+        """Return the work that makes a bucket's first round of this step.
 
         ``grads``: flat float32, one for each tensor; None for a frozen one, which sends zeros and
         keeps its state.
@@ -72,28 +115,27 @@ class Engine:
         tensors = self.buckets[bucket].tensors
         exchange = self.scheme(bucket).exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket] = exchange
-        begin = time.perf_counter()
-        first = next(exchange)
-        self.costs.encode_s += time.perf_counter() - begin
-        return self._count(first)
+        return partial(_run, bucket, exchange, None)
 
-    def advance(self, bucket: int, output: Array) -> Round | None:
-        """Hand over a round's output; return the next round, or None when the sums are ready."""
-        begin = time.perf_counter()
-        try:
-            following = self._running[bucket].send(output)
-        except StopIteration as stop:
-            self._outcomes[bucket] = stop.value
-            del self._running[bucket]
+    def proceed(self, bucket: int, output: Array) -> Work:
+        """Return the work that goes on with a round's output."""
+        return partial(_run, bucket, self._running[bucket], output)
+
+    def accept(self, result: Result) -> Round | None:
+        """Enter what a work has made; return the next round, or None when the sums are ready.
+
+        What ends in a round counts as encoding, what ends in sums as decoding.
+        """
+        seconds = result.ended - result.began
+        if isinstance(result.made, Outcome):
+            self.costs.decode_s += seconds
+            self._outcomes[result.bucket] = result.made
+            del self._running[result.bucket]
             return None
-        finally:
-            self.costs.decode_s += time.perf_counter() - begin
-        return self._count(following)
-
-    def _count(self, round_: Round) -> Round:
-        self.costs.sent_nbytes += round_.data.nbytes
+        self.costs.encode_s += seconds
+        self.costs.sent_nbytes += result.made.data.nbytes
         self.costs.collectives += 1
-        return round_
+        return result.made
 
     def sums(self, bucket: int) -> list[Array]:
         """Return the sums over ranks of a bucket whose rounds are done."""
@@ -123,7 +165,7 @@ class Engine:
     def _measure(self, outcomes: dict[int, Outcome]) -> None:
         """Take down relative errors, and warn of residuals that keep growing."""
         wanted = left = 0.0
-        for bucket, outcome in outcomes.items():
+        for bucket, outcome in sorted(outcomes.items(), key=lambda item: item[0]):
             density = self.buckets[bucket].policy.density(self.step) or 1.0
             self.alarm.threshold = max(DEFAULT_THRESHOLD, 1 / density)
             for name, energy in outcome.energies.items():

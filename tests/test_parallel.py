@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,7 @@ def run_ranks(n: int, controller: str, *command: str, timeout_s: int = 300) -> t
         (2, "training_cases"),
         (2, "state_cases"),
         (2, "refusal_cases"),
+        (2, "overlap_cases"),
         (3, "process_set_cases"),
     ],
 )
@@ -106,6 +109,48 @@ def test_a_rank_that_never_compresses_ends_the_wait_with_a_message(controller):
     code, output = run_ranks(2, controller, "-c", ABSENT, timeout_s=60)
     assert code != 0
     assert "handshake' got no answer from all ranks in 2 s: a rank has died, runs with" in output
+
+
+BREAKING = """
+import sys
+import time
+import horovod.torch as hvd
+from horovod_fftcomp.schemes.gather import Gather
+from tests.parallel.models import batches, distributed, loss_of, make_model, small_buckets, train
+hvd.init()
+model = make_model()
+optimizer = distributed(model, small_buckets(model, "topk"))
+train(model, optimizer, 2)
+plain = Gather._encode
+def encode(*arguments):
+    time.sleep(0.2)
+    {broken}
+    return plain(*arguments)
+Gather._encode = encode
+optimizer.zero_grad()
+loss_of(model, *next(batches(1))).backward()
+{end}
+"""
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_an_error_in_one_ranks_worker_ends_the_job_with_its_message(controller):
+    broken = "if hvd.rank() == 1: raise BufferError('encoding broke on rank 1')"
+    script = BREAKING.format(broken=broken, end="optimizer.step()")
+    code, output = run_ranks(2, controller, "-c", script, timeout_s=60)
+    assert code != 0
+    assert "BufferError: encoding broke on rank 1" in output
+
+
+@pytest.mark.parametrize(
+    ("controller", "end"), [("mpi", "sys.exit()"), ("gloo", ""), ("gloo", "del model, optimizer")]
+)
+def test_processes_that_end_in_the_midst_of_a_step_end_soon(controller, end):
+    script = BREAKING.format(broken="pass", end="print(f'ends at {time.time()}')\n" + end)
+    code, output = run_ranks(2, controller, "-c", script, timeout_s=90)
+    assert code == 0, output[-4000:]
+    begin = min(float(text) for text in re.findall(r"ends at ([\d.]+)", output))
+    assert time.time() - begin < 15, output[-4000:]
 
 
 RESIZE = """

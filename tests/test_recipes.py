@@ -113,3 +113,14 @@ def test_buckets_hold_whole_tensors_in_order():
         ["t0", "t1"], ["t2"], ["t3", "t4"], ["t5"]]  # fmt: skip
     assert make_buckets([], make_policy("topk")) == []
     assert make_buckets(tensors, make_policy("none"), min_numel=1) == []
+
+
+def test_no_bucket_is_a_large_share_of_the_model():
+    """The last one that backward completes is encoded when nothing is left to hide it behind."""
+    for n_layers, n_buckets in ((1, 1), (3, 3), (16, 8), (100, 9), (1000, 50)):
+        tensors = [Tensor(f"layers.{i}", (500, 600)) for i in range(n_layers)]  # 1.2 MB each
+        buckets = make_buckets(tensors, make_policy("topk"))
+        assert len(buckets) == n_buckets, n_layers
+        assert [t for bucket in buckets for t in bucket.tensors] == tensors
+    small = [Tensor(f"layers.{i}", (100, 100)) for i in range(50)]  # 2 MB in all
+    assert len(make_buckets(small, make_policy("topk"))) == 2

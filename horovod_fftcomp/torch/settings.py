@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,8 @@ class Settings:
     dict {"recipe": ..., options}. ``process_set``: the optimizer's. ``grad_scaler``: the AMP
     scaler whose scale the residuals follow. ``replica_check``: "warn" or "broadcast" (from the
     first rank) where ranks' parameters differ, or "off". ``recover``: how ``report`` raises the
-    density. ``timeout_s``: an exchange without an answer for so long ends the run.
+    density. ``record``: a new .npz file into which the first rank writes its gradients at every
+    ``every``-th step. ``timeout_s``: an exchange without an answer for so long ends the run.
     """
 
     min_numel: int = MIN_NUMEL
@@ -33,6 +35,8 @@ class Settings:
     grad_scaler: Any = None
     replica_check: str = "warn"
     recover: Recover | None = None
+    record: str | os.PathLike[str] | None = None
+    every: int = 50
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -45,6 +49,10 @@ class Settings:
                 "process_set is not registered; make it by hvd.add_process_set, or give it to "
                 "hvd.init(process_sets=...)"
             )
+        if self.record is not None and not isinstance(self.record, str | os.PathLike):
+            raise TypeError(f"record must be a path, got {self.record!r}")
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"every must be a whole number of steps from 1, got {self.every!r}")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, got {self.timeout_s!r}")
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "get_scale"):

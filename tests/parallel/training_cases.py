@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import horovod.torch as hvd
 import numpy as np
@@ -297,6 +298,60 @@ def test_a_flipped_bit_in_one_rank_is_reported_by_name(action, recipe, same_ever
             warnings.simplefilter("error")
             train(model, optimizer, 100)
         same_everywhere(flat(model))
+
+
+def folder_of_first_rank(tmp_path):
+    return Path(hvd.broadcast_object(str(tmp_path), 0))
+
+
+def test_the_first_ranks_gradients_are_recorded(tmp_path, same_everywhere):
+    path = folder_of_first_rank(tmp_path) / "grads.npz"
+    model = make_model()
+    compression = small_buckets(model, "topk", density=0.2, record=path, every=3)
+    optimizer = distributed(model, compression)
+    own = {}
+    for step, (x, y) in enumerate(batches(8)):
+        if step == 4:
+            model.layers[2].weight.requires_grad_(False)
+        optimizer.zero_grad()
+        loss_of(model, x, y, step).backward()
+        for name, parameter in model.named_parameters():
+            if name.startswith("layers") and parameter.dim() > 1 and parameter.requires_grad:
+                own[f"{step}/{name}"] = parameter.grad.clone().numpy()
+        optimizer.step()
+        for parameter in model.parameters():  # as some scripts do before the next backward
+            parameter.grad.zero_()
+    same_everywhere(flat(model))
+    if hvd.rank() == 0:
+        compression._steps._recorder.flush()
+        with np.load(path) as recorded:
+            steps = {key.split("/")[0] for key in recorded}
+            assert set(recorded) == {key for key in own if key.split("/")[0] in steps}
+            assert steps == {"0", "3", "6"}
+            assert "6/layers.2.weight" not in recorded
+            for key in recorded:
+                assert recorded[key].tobytes() == own[key].tobytes()
+    else:
+        assert compression._steps._recorder is None
+
+
+def test_a_recording_changes_nothing_and_is_refused_where_a_file_is(tmp_path, same_everywhere):
+    path = folder_of_first_rank(tmp_path) / "grads.npz"
+    ends = []
+    for options in ({}, {"record": str(path), "every": 1}):
+        model = make_model()
+        train(model, distributed(model, small_buckets(model, "fft", **options)), 5)
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+    same_everywhere(ends[0])
+    if hvd.rank() == 0:
+        with pytest.raises(FileExistsError, match="exists and is not overwritten"):
+            small_buckets(make_model(), "fft", record=path)
+    for options, match in (({"every": 0}, "every must be"), ({"every": True}, "every must be")):
+        with pytest.raises(ValueError, match=match):
+            small_buckets(make_model(), "fft", **options)
+    with pytest.raises(TypeError, match="record must be a path"):
+        small_buckets(make_model(), "fft", record=3)
 
 
 def test_relative_error_and_ratios_are_told():

@@ -1,0 +1,209 @@
+"""The course of a step: it takes gradients as Horovod's hooks bring them, and gives sums back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.exchanges import Exchanges, Place
+from horovod_fftcomp.record import Recorder
+from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.torch import arrays
+from horovod_fftcomp.torch.connection import Connection
+from horovod_fftcomp.torch.parameters import Parameters
+from horovod_fftcomp.torch.replicas import ReplicaCheck
+from horovod_fftcomp.torch.rounds import PendingRound
+from horovod_fftcomp.torch.settings import Settings
+
+
+class GradientContext(NamedTuple):
+    """What has to be known of a gradient when its reduced value comes."""
+
+    grad: torch.Tensor
+    place: Place | None  # None: exchanged densely, by Horovod
+
+
+class Steps:
+    """One step after the other, of one optimizer.
+
+    ``places``: for each parameter its place in the buckets of ``engine``; None if it travels
+    dense. ``recorder`` keeps the compressed tensors' gradients of some steps. Attributes count
+    since the start: ``count`` the steps that are closed, ``dense_nbytes`` all gradients in
+    float32, ``other_nbytes`` what Horovod itself was given.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        places: Sequence[Place | None],
+        engine: Engine,
+        connection: Connection,
+        replicas: ReplicaCheck,
+        recorder: Recorder | None,
+        settings: Settings,
+        name: str,
+    ) -> None:
+        self._parameters = parameters
+        self._places = places
+        self._engine = engine
+        self._connection = connection
+        self._replicas = replicas
+        self._recorder = recorder
+        self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
+        self._settings = settings
+        process_set = settings.process_set
+
+        def send(round_: Round, bucket: int, number: int) -> PendingRound:
+            return PendingRound(round_, f"{name}.{bucket}.{number}", process_set)
+
+        self.exchanges = Exchanges(engine, send, settings.timeout_s)
+        # A float16 or dense exchange goes through a join as it does in Horovod.
+        self._gathers = settings.replica_check != "off" or any(
+            "allgather" in bucket.policy.at(bucket.policy.warmup_steps).rounds
+            for bucket in engine.buckets
+        )
+        self._opened = self._finished = False
+        self._broken_by = ""  # the error that ended a step too early, in words
+        self._out = 0  # gradients that Horovod has taken and not given back
+        self.count = self.dense_nbytes = self.other_nbytes = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a gradient of a step that is not closed has come."""
+        return bool(self._parameters.seen)
+
+    def loss_scale(self) -> float:
+        """Return what gradients are multiplied by at present."""
+        scaler = self._settings.grad_scaler
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def take(self, grad: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
+        """Take a parameter's gradient; return what Horovod is to reduce, and a context."""
+        self._check_unbroken()
+        self.exchanges.note_gradient()
+        begins = not self.under_way
+        number = self._parameters.take(grad)
+        if begins:
+            self._begin()
+        self.dense_nbytes += 4 * grad.numel()
+        place = self._places[number]
+        self._out += 1
+        sent = arrays.sendable(grad) if place is None else torch.ones(1, device=grad.device)
+        self.other_nbytes += sent.numel() * sent.element_size()
+        if place is not None:
+            frozen = not self._parameters.tensors[number].requires_grad
+            values = None if frozen else arrays.flat_float32(grad)
+            self.exchanges.add(place, values)
+            if self._recorded is not None and values is not None:
+                self._recorded[self._parameters.names[number]] = values.reshape(grad.shape)
+        if self._opened or self._connection.may_open():
+            self._open()
+            self.exchanges.advance()
+        return sent, GradientContext(grad, place)
+
+    def give_back(self, reduced: torch.Tensor, context: GradientContext | None) -> torch.Tensor:
+        """Return the reduced gradient; ``reduced`` is what Horovod made of ``take``'s."""
+        if context is None:  # a sparse gradient that Horovod gathered itself
+            values = reduced.coalesce().values() if reduced.is_sparse else reduced
+            self._engine.observe(bool(torch.isfinite(values).all()))
+            return reduced
+        if not self._finished:
+            self._finish()
+        self._out -= 1
+        if context.place is None:
+            none_compressed = not self._engine.buckets
+            self._engine.observe(none_compressed or bool(torch.isfinite(reduced).all()))
+            return arrays.restored(reduced, context.grad)
+        total = self._engine.sums(context.place.bucket)[context.place.position]
+        grad = arrays.gradient_like(total, reduced / self._engine.world_size, context.grad)
+        if grad.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
+            self._engine.observe(bool(torch.isfinite(grad).all()))
+        return grad
+
+    def _begin(self) -> None:
+        """Do what comes before a step's first gradient."""
+        self._engine.follow_loss_scale(self.loss_scale())
+        if self._recorder is not None:
+            self._recorder.check()
+            self._recorded = {} if self._recorder.wants(self._engine.step) else None
+        if self._gathers:
+            self._connection.call_roll()
+
+    def _open(self) -> None:
+        """Wait until all ranks have begun this step, if they have not."""
+        if not self._opened:
+            self._connection.open()
+            self._opened = True
+            self._replicas.begin(self._engine.step)
+
+    def _finish(self) -> None:
+        """Complete every bucket: Horovod has submitted all gradients of this step by now."""
+        self._check_unbroken()
+        try:
+            self.exchanges.complete()
+            self._open()
+            self.exchanges.finish()
+            self._finished = True
+        except BaseException as error:
+            self._broken_by = repr(error)
+            raise
+        if self._recorder is not None and self._recorded:
+            # Nobody changes these any more: Horovod gives parameters other memory for the sums.
+            self._recorder.append(self._engine.step, self._recorded)
+            self._recorded = None
+        self._replicas.finish(self._settings.timeout_s)
+
+    def _check_unbroken(self) -> None:
+        if self._broken_by:
+            raise UnsupportedError(
+                f"a step was broken off by {self._broken_by}; to go on, drop it: load a "
+                "state_dict() into the compressor and one into the optimizer"
+            )
+
+    def close_finished(self) -> None:
+        """Close the step that has been finished; UnsupportedError if a gradient is still out."""
+        if not self._finished:
+            return
+        if self._out:
+            self._out = 0
+            raise UnsupportedError(
+                "a new step begins before all gradients of the last one were taken back: this "
+                "compressor serves two optimizers; make another for the second"
+            )
+        self._close()
+
+    def close_if_complete(self) -> None:
+        """Close the step if all its gradients were given back."""
+        if self._finished and not self._out:
+            self._close()
+
+    def settle(self) -> None:
+        """Close the last step for whoever looks between two; ValueError if one is under way."""
+        if self._finished:
+            self._close()
+        if self.under_way:
+            raise ValueError(
+                "a step is under way: call this after optimizer.step() or synchronize(), "
+                "before the next backward()"
+            )
+
+    def _close(self) -> None:
+        """Close the step that has been finished; what it changed is committed."""
+        self._engine.settle()
+        self.count += 1
+        self._parameters.begin_step()
+        self._opened = self._finished = False
+
+    def abandon(self) -> None:
+        """Forget a step that was broken off."""
+        self._parameters.begin_step()
+        self._replicas.abandon()
+        self.exchanges.abandon()
+        self._opened = self._finished = False
+        self._broken_by, self._recorded = "", None
+        self._out = 0

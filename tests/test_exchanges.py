@@ -1,0 +1,378 @@
+"""One thread encodes while another trains: same results, no error lost, no thread left behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp import get_scheme, list_compressors
+from horovod_fftcomp.buckets import Bucket
+from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.exchanges import Exchanges, Place
+from horovod_fftcomp.policy import Always
+from horovod_fftcomp.schemes import Outcome, Round, Tensor
+from horovod_fftcomp.world import InProcessWorld, exchange_once
+
+TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]
+SIZES = {"a": 2000, "b": 3, "c": 1001}
+PLACES = [
+    (place, tensor.name)
+    for bucket, tensors in enumerate(TENSORS)
+    for place, tensor in ((Place(bucket, i), t) for i, t in enumerate(tensors))
+]
+
+
+class Shifted:
+    """Two rounds: the sum of the means, then of what is left after it; residual by name."""
+
+    rounds = ("allreduce", "allgather")
+
+    def exchange(self, tensors, grads, state, context):
+        means = np.array([0 if g is None else g.mean() for g in grads], np.float32)
+        total = (yield Round("allreduce", means)).astype(np.float32)
+        rest = np.concatenate([g - t for g, t in zip(grads, total, strict=True)])
+        gathered = yield Round("allgather", rest)
+        sums = gathered.reshape(context.world_size, -1).sum(0)
+        parts = np.split(sums, np.cumsum([g.size for g in grads])[:-1])
+        before = state.get("residual", {})
+        kept = {
+            t.name: g + before.get(t.name, np.float32(0))
+            for t, g in zip(tensors, grads, strict=True)
+        }
+        return Outcome(parts, {"residual": kept}, True)
+
+    def state_format(self, tensor):
+        return str(tensor.shape)
+
+
+class Gated:
+    """One round; the encoding of a bucket waits for its gate, and may then raise."""
+
+    rounds = ("allreduce",)
+
+    def __init__(self, *, error=None, seconds=None):
+        self.error, self.seconds = error, seconds
+        self.gate, self.threads, self.begun = threading.Event(), [], []
+
+    def exchange(self, tensors, grads, state, context):
+        self.begun.append(tensors[0].name)
+        self.threads.append(threading.current_thread())
+        if self.seconds is None:
+            assert self.gate.wait(20)
+        else:
+            time.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
+        total = yield Round("allreduce", np.concatenate(grads))
+        return Outcome(np.split(total, np.cumsum([g.size for g in grads])[:-1]), {}, True)
+
+
+class Network:
+    """An ``InProcessWorld`` that ranks in several threads may share."""
+
+    def __init__(self, size):
+        self.world, self.lock = InProcessWorld(size), threading.Lock()
+        self.size, self.counts, self.outputs = size, {}, {}
+
+    def sender(self, rank):
+        calls = {}
+
+        def send(round_, bucket, number):
+            step = calls[bucket, number] = calls.get((bucket, number), 0) + 1
+            name = f"{step}.{bucket}.{number}"
+            with self.lock:
+                self.world.submit(rank, name, round_)
+                self.counts[name] = self.counts.get(name, 0) + 1
+                if self.counts[name] == self.size:
+                    self.outputs[name] = self.world.complete(name)
+            return Sent(self, name)
+
+        return send
+
+
+class Sent:
+    def __init__(self, network, name):
+        self.network, self.name = network, name
+
+    def is_done(self):
+        return self.name in self.network.outputs
+
+    def wait(self, timeout_s):
+        limit = time.monotonic() + timeout_s
+        while not self.is_done():
+            assert time.monotonic() < limit, self.name
+            time.sleep(0.001)
+        return self.network.outputs[self.name]
+
+
+def engine_of(scheme, rank=0, size=1):
+    buckets = [Bucket(tuple(group), Always(scheme)) for group in TENSORS]
+    return Engine(buckets, rank, size)
+
+
+def alone(scheme):
+    """Return the exchanges of a single rank, and what it has sent."""
+    sent, send = [], Network(1).sender(0)
+
+    def noting(round_, bucket, number):
+        sent.append((bucket, number))
+        return send(round_, bucket, number)
+
+    return Exchanges(engine_of(scheme), noting, timeout_s=20), sent
+
+
+def grads_of(seed):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(n).astype(np.float32) for name, n in SIZES.items()}
+
+
+def run_step(exchanges, grads, order=PLACES):
+    for place, name in order:
+        exchanges.note_gradient()
+        exchanges.add(place, grads[name])
+        exchanges.advance()
+    exchanges.finish()
+    engine = exchanges._engine
+    sums = [array.tobytes() for bucket in range(len(TENSORS)) for array in engine.sums(bucket)]
+    engine.settle()
+    return sums
+
+
+def wait_until(condition):
+    limit = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def bytes_of(state):
+    return {
+        (kind, name): array.tobytes()
+        for kind, arrays in state["state"].items()
+        for name, array in arrays.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "scheme", [*map(get_scheme, list_compressors()), Shifted()], ids=[*list_compressors(), "shift"]
+)
+def test_a_worker_changes_no_byte(scheme):
+    inline = [engine_of(scheme, rank, 2) for rank in range(2)]
+    expected = []
+    for step in range(3):
+        grads = [
+            [[grads_of((step, rank))[t.name] for t in group] for group in TENSORS]
+            for rank in range(2)
+        ]
+        exchange_once(inline, grads, random.Random(step))
+        expected.append([a.tobytes() for bucket in range(2) for a in inline[0].sums(bucket)])
+        for engine in inline:
+            engine.settle()
+
+    network = Network(2)
+    engines = [engine_of(scheme, rank, 2) for rank in range(2)]
+
+    def train(rank):
+        exchanges = Exchanges(engines[rank], network.sender(rank), timeout_s=20)
+        return [
+            run_step(exchanges, grads_of((step, rank)), PLACES if rank else PLACES[::-1])
+            for step in range(3)
+        ]
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(train, range(2))) == [expected, expected]
+    for engine, other in zip(engines, inline, strict=True):
+        assert bytes_of(engine.state_dict()) == bytes_of(other.state_dict())
+        assert engine.costs.sent_nbytes == other.costs.sent_nbytes
+        assert engine.costs.collectives == other.costs.collectives
+        assert engine.costs.relative_error == other.costs.relative_error
+
+
+def test_gradients_are_taken_while_an_encoding_is_under_way():
+    scheme = Gated()
+    exchanges, sent = alone(scheme)
+    grads = grads_of(0)
+    for place, name in PLACES:
+        exchanges.add(place, grads[name])
+        exchanges.advance()
+    wait_until(lambda: scheme.begun)
+    assert scheme.begun == ["a"]  # one after the other
+    assert sent == []
+    assert threading.current_thread() not in scheme.threads
+    scheme.gate.set()
+    wait_until(lambda: exchanges.advance() or len(sent) == 2)
+    assert sent == [(0, 0), (1, 0)]
+    exchanges.finish()
+    assert exchanges._engine.sums(1)[0].tobytes() == grads["c"].tobytes()
+
+
+def test_later_rounds_are_sent_before_the_step_is_finished():
+    exchanges, sent = alone(Shifted())
+    grads = grads_of(0)
+    for place, name in PLACES:
+        exchanges.add(place, grads[name])
+    wait_until(lambda: exchanges.advance() or len(sent) == 4)
+    assert sorted(sent) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    exchanges.finish()
+    assert len(sent) == 4
+    np.testing.assert_allclose(exchanges._engine.sums(1)[0], grads["c"] - grads["c"].mean())
+
+
+def test_zeros_are_sent_for_what_is_missing_and_empty_buckets_are_left_out():
+    exchanges, sent = alone(get_scheme("topk", density=1.0))
+    grads = grads_of(0)
+    exchanges.add(PLACES[0][0], grads["a"])
+    exchanges.finish()
+    a, b = exchanges._engine.sums(0)
+    assert a.tobytes() == grads["a"].tobytes()
+    assert not b.any()
+    assert sent == [(0, 0)]
+
+
+@pytest.mark.parametrize("error", [TypeError("no float16 here"), KeyError("w"), MemoryError("1")])
+def test_an_error_in_the_worker_comes_out_of_finish_as_it_was(error):
+    scheme = Gated(error=error, seconds=0)
+    exchanges, sent = alone(scheme)
+    grads = grads_of(0)
+    for place, name in PLACES:
+        exchanges.add(place, grads[name])
+    wait_until(lambda: len(scheme.begun) == 2)
+    exchanges.advance()
+    with pytest.raises(type(error)) as caught:
+        exchanges.finish()
+    assert caught.value is error
+    assert sent == []
+    with pytest.raises(ValueError, match="under way"):
+        exchanges._engine.settle()
+    scheme.error = None
+    exchanges.abandon()
+    exchanges._engine.abandon()
+    assert run_step(exchanges, grads) == [grads[name].tobytes() for name in "abc"]
+
+
+def test_an_error_in_a_later_round_comes_out_too():
+    class Breaking(Shifted):
+        def exchange(self, tensors, grads, state, context):
+            yield Round("allreduce", np.ones(1, np.float32))
+            raise RuntimeError("second round of " + tensors[0].name)
+
+    exchanges, _ = alone(Breaking())
+    with pytest.raises(RuntimeError, match=r"second round of [ac]"):
+        run_step(exchanges, grads_of(0))
+
+
+def test_abandoning_drops_what_waits_and_waits_for_what_runs():
+    scheme = Gated()
+    exchanges, sent = alone(scheme)
+    grads = grads_of(0)
+    for place, name in PLACES:
+        exchanges.add(place, grads[name])
+    wait_until(lambda: scheme.begun)
+    opener = threading.Timer(0.1, scheme.gate.set)
+    opener.start()
+    exchanges.abandon()
+    assert scheme.gate.is_set()
+    assert scheme.begun == ["a"]
+    exchanges._engine.abandon()
+    assert run_step(exchanges, grads) == [grads[name].tobytes() for name in "abc"]
+    assert sent == [(0, 0), (1, 0)]
+    opener.join()
+
+
+def test_what_is_hidden_and_what_is_waited_for_are_measured():
+    exchanges, sent = alone(Gated(seconds=0.2))
+    grads = grads_of(0)
+    for place, name in PLACES[:2]:
+        exchanges.note_gradient()
+        exchanges.add(place, grads[name])
+    wait_until(lambda: exchanges.advance() or sent)  # as long as backward goes on
+    exchanges.note_gradient()
+    exchanges.add(*PLACES[2][:1], grads["c"])
+    exchanges.finish()
+    encode_s = exchanges._engine.costs.encode_s
+    assert encode_s > 0.4
+    assert exchanges.encode_hidden_s == pytest.approx(encode_s / 2, abs=0.1)
+    assert exchanges.encode_wait_s == pytest.approx(encode_s / 2, abs=0.1)
+
+
+def test_the_thread_ends_with_its_exchanges():
+    before = set(threading.enumerate())
+    exchanges, _ = alone(get_scheme("topk"))
+    assert set(threading.enumerate()) <= before  # none before there is work
+    run_step(exchanges, grads_of(0))
+    [thread] = set(threading.enumerate()) - before
+    assert thread.name.startswith("fftcomp-encode")
+    del exchanges
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+BROKEN_OFF = """
+import os, sys, time
+from tests.test_exchanges import PLACES, Gated, alone, grads_of
+exchanges, _ = alone(Gated(seconds=0.2))
+grads = grads_of(0)
+for place, name in PLACES:
+    exchanges.add(place, grads[name])
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError('broken off')", 1)]
+)
+def test_a_process_that_breaks_off_a_step_ends(end, code):
+    process = run_script(BROKEN_OFF.format(end=end))
+    assert process.returncode == code, process.stderr
+    assert "broken off" in process.stderr or not end.startswith("raise")
+
+
+FORK = """
+import multiprocessing
+from tests.test_exchanges import PLACES, Gated, alone, grads_of, run_step
+exchanges, _ = alone(Gated(seconds=0.1))
+grads = grads_of(0)
+
+def look():
+    import gc
+    global exchanges
+    del exchanges
+    gc.collect()
+
+run_step(exchanges, grads)
+for place, name in PLACES:
+    exchanges.add(place, grads[name])
+child = multiprocessing.get_context("fork").Process(target=look)
+child.start()
+child.join(20)
+assert child.exitcode == 0, child.exitcode
+exchanges.finish()
+assert exchanges._engine.sums(1)[0].tobytes() == grads["c"].tobytes()
+print("both ended")
+"""
+
+
+def test_a_fork_in_the_midst_of_a_step_does_no_harm():
+    process = run_script(FORK)
+    assert process.stdout == "both ended\n", process.stderr
+
+
+def run_script(script):
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
