@@ -69,6 +69,7 @@ class Exchanges:
         self._number = [0 for _ in engine.buckets]  # of each bucket's present round
         self._encoding: dict[int, Future[Result]] = {}  # by bucket, in the worker's order
         self._pending: dict[int, Pending] = {}  # by bucket, in the order in which they were sent
+        self._inner: set[int] = set()  # those whose pending round is not their last
         self._last_came = 0.0  # when a gradient of this step came last
         self._spans: list[tuple[float, float]] = []  # when this step's encodings began and ended
 
@@ -99,8 +100,8 @@ class Exchanges:
                 break  # errors are for ``finish``: inside a hook they would depend on the timing
             del self._encoding[bucket]
             self._submit(bucket, encoding.result())
-        for bucket, pending in list(self._pending.items()):
-            if not self._is_last(bucket) and pending.is_done():
+        for bucket in sorted(self._inner):
+            if self._pending[bucket].is_done():
                 self._receive(bucket)
 
     def finish(self) -> None:
@@ -112,9 +113,9 @@ class Exchanges:
             self.complete()
             while self._encoding or self._pending:
                 self.advance()
-                done = [bucket for bucket, pending in self._pending.items() if pending.is_done()]
-                if done:
-                    self._receive(done[0])
+                done = (bucket for bucket, sent in self._pending.items() if sent.is_done())
+                if (bucket := next(done, None)) is not None:
+                    self._receive(bucket)
                 elif self._encoding:
                     self._wait_for_encoding()
                 elif self._pending:
@@ -130,7 +131,7 @@ class Exchanges:
         """Forget a step that was broken off; waits for an encoding that is being computed."""
         self._drop_work()
         self._arrived = [{} for _ in self._arrived]
-        self._pending, self._spans = {}, []
+        self._pending, self._inner, self._spans = {}, set(), []
 
     def _drop_work(self) -> None:
         for encoding in self._encoding.values():
@@ -154,21 +155,22 @@ class Exchanges:
         round_ = self._engine.accept(result)
         assert round_ is not None  # the last work of a bucket never goes to the worker
         self._spans.append((result.began, result.ended))
-        self._pending[bucket] = self._send(round_, bucket, self._number[bucket])
-
-    def _is_last(self, bucket: int) -> bool:
-        return self._number[bucket] == len(self._engine.scheme(bucket).rounds) - 1
+        number = self._number[bucket]
+        self._pending[bucket] = self._send(round_, bucket, number)
+        if number < len(self._engine.scheme(bucket).rounds) - 1:
+            self._inner.add(bucket)
 
     def _receive(self, bucket: int) -> None:
         """Wait for a bucket's round; decode the last one, and encode what follows on another."""
         begin = time.perf_counter()
         output = self._pending.pop(bucket).wait(self._timeout_s)
         self.wait_s += time.perf_counter() - begin
-        if self._is_last(bucket):
-            self._engine.advance(bucket, output)
-        else:
+        if bucket in self._inner:
+            self._inner.remove(bucket)
             self._number[bucket] += 1
             self._encode(bucket, self._engine.proceed(bucket, output))
+        else:
+            self._engine.advance(bucket, output)
 
     def _wait_for_encoding(self) -> None:
         """Wait for the worker's present work, or until a round may have come in."""
