@@ -104,7 +104,7 @@ def simulate(
     n]`` or an iterable of arrays ``[ranks, n]``; not changed. Raises ValueError for other shapes.
 
     >>> import numpy as np, horovod_fftcomp as hfc
-    >>> steps = hfc.simulate("topk", np.ones((3, 2, 8), np.float32), density=0.25)
+    >>> steps = hfc.simulate("topk", np.ones((3, 2, 8), np.float32), density=0.25, bits=32)
     >>> [int(step.average.sum()) for step in steps]
     [2, 4, 6]
     """

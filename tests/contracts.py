@@ -20,9 +20,10 @@ CODECS = {
     **{name: (name, {}) for name in GATHER_RECIPES},
     "topk-bitmap": ("topk", {"density": 0.4, "bits": 5}),
     "topk-all": ("topk", {"density": 1.0, "bits": 8}),
-    "topk-sparse": ("topk", {"density": 0.0005}),
+    "topk-sparse": ("topk", {"density": 0.0005, "bits": 32}),
     "topk-entropy": ("topk", {"density": 0.12, "bits": 6}),
     "fft-3-bits": ("fft", {"density": 0.02, "bits": 3, "block": 64}),
+    "fft-10-bits": ("fft", {"density": 0.15, "bits": 10, "block": 256}),
     "fft-float32": ("fft", {"density": 0.3, "bits": 32, "block": 4096}),
     "dct-16-bits": ("dct", {"density": 0.25, "bits": 16, "block": 128}),
 }

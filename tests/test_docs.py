@@ -473,7 +473,9 @@ def test_bfloat16_values_are_the_upper_halves_of_float32():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_decoder_written_from_the_page_knows_what_is_not_finite(bad):
-    payload = get_codec("topk").encode(np.array([[1.0, bad]] * 600, np.float32))
+    payload = get_codec("topk", density=0.01, bits=32).encode(
+        np.array([[1.0, bad]] * 600, np.float32)
+    )
     ours = decode_by_the_book(payload.tobytes(), density=0.01, bits=32, transform="none")
     assert ours.shape == (600, 2)
     assert np.isnan(ours).all()

@@ -52,7 +52,7 @@ def test_wrong_policies_are_told_by_argument(arguments, message):
 def test_simulation_follows_schedule_and_warm_up():
     gradients = np.random.default_rng(0).standard_normal((6, 2, 4000)).astype(np.float32)
     schedule = schedules.Steps({0: 0.1, 2: 0.01})
-    steps = list(simulate("topk", gradients, warmup_steps=2, density_schedule=schedule))
+    steps = list(simulate("topk", gradients, warmup_steps=2, density_schedule=schedule, bits=32))
     sent = [step.sent_bytes[0] for step in steps]
     assert sent[0] == sent[1] == 16000
     assert sent[2] == sent[3] > 5 * sent[4] == 5 * sent[5]

@@ -47,7 +47,7 @@ def test_repr_rebuilds_the_scheme(name):
 def test_every_stage_is_in_some_recipe():
     used = set()
     for name in list_compressors():
-        for options in ({}, {"bits": 8}):
+        for options in ({}, {"bits": 32}):
             if set(options) <= set(RECIPES[name].options):
                 scheme = get_scheme(name, **options)
                 if isinstance(scheme, Gather):

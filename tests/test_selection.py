@@ -74,7 +74,7 @@ def test_spectra_of_any_scale_choose_the_same_bins(backend, scale):
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.2, 0.7])
 def test_contraction_and_order_of_top_k(density):
     x = np.random.default_rng(1).standard_t(2, 10_000).astype(np.float32)
-    codec = get_codec("topk", density=density)
+    codec = get_codec("topk", density=density, bits=32)
     y = codec.decode(codec.encode(x))
     sent = y != 0
     assert sent.sum() == codec.plan(x.shape).k

@@ -65,19 +65,19 @@ def test_no_coefficient_exceeds_the_largest_element(transform, backend):
 
 @pytest.mark.parametrize("recipe", ["fft", "dct"])
 def test_a_constant_block_is_one_coefficient(recipe):
-    codec = get_codec(recipe, density=1 / 128, bits=32)
+    codec = get_codec(recipe, density=1 / 128, bits=32, block=256)
     x = np.full(256 * 8, 0.75, np.float32)
     np.testing.assert_allclose(codec.decode(codec.encode(x)), x, rtol=1e-6)
 
 
 def test_a_tone_on_a_bin_is_one_coefficient():
-    codec = get_codec("fft", density=1 / 128, bits=32)
+    codec = get_codec("fft", density=1 / 128, bits=32, block=256)
     x = np.cos(2 * np.pi * 9 * np.arange(256) / 256 + 0.3).astype(np.float32)
     np.testing.assert_allclose(codec.decode(codec.encode(x)), x, atol=1e-6)
 
 
 def test_a_delta_loses_exactly_the_energy_of_the_bins_left_out():
-    codec = get_codec("fft", density=0.25, bits=32)
+    codec = get_codec("fft", density=0.25, bits=32, block=256)
     x = np.zeros(256, np.float32)
     x[17] = 1
     error = x - codec.decode(codec.encode(x))
@@ -89,7 +89,7 @@ def test_a_delta_loses_exactly_the_energy_of_the_bins_left_out():
 def test_the_kept_bins_are_the_best_there_are(density):
     """No other choice of k bins leaves less energy: key order equals energy order (1.2)."""
     x = np.random.default_rng(5).standard_normal(2560).astype(np.float32)
-    codec = get_codec("fft", density=density, bits=32)
+    codec = get_codec("fft", density=density, bits=32, block=256)
     error = x - codec.decode(codec.encode(x))
     full = np.fft.rfft(x.reshape(-1, 256).astype(np.float64), axis=1)
     energy = 2 * np.abs(full[:, 1:-1]) ** 2 / 256

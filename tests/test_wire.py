@@ -155,7 +155,7 @@ def test_positions_stay_close_to_their_entropy(density, n):
 @pytest.mark.parametrize(
     ("recipe", "options", "ratio"),
     [("fft", {"density": 0.15, "bits": 10}, 15.5), ("dct", {"density": 0.15, "bits": 10}, 14.0),
-     ("topk", {"density": 0.01}, 75), ("topk", {"density": 0.01, "bits": 8}, 180),
+     ("topk", {"density": 0.01, "bits": 32}, 75), ("topk", {"density": 0.01, "bits": 8}, 180),
      ("bf16", {}, 1.99)],
 )  # fmt: skip
 def test_ratio_on_the_wire_of_a_million_elements(recipe, options, ratio):

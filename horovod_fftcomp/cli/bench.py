@@ -32,10 +32,7 @@ from horovod_fftcomp.cli.console import make_console
 from horovod_fftcomp.gradients import History
 from horovod_fftcomp.schemes import Tensor
 
-_RECIPES = (
-    "fp16,bf16,topk(density=0.01),topk(density=0.01,bits=8),"
-    "fft(density=0.15,bits=8),dct(density=0.15,bits=8)"
-)
+_RECIPES = "fp16,bf16,topk(density=0.01,bits=32),topk,fft,dct"
 _BUSY = 0.7  # processes; what a run just before this one leaves of its own load is less
 _SIZES = "1M,25M"  # a layer, and all of a ResNet-50
 

@@ -45,7 +45,7 @@ def wide(width=40):
 @pytest.mark.parametrize(
     ("rank_options", "message"),
     [
-        ([("fft", {}, 0), ("fft", {"density": 0.1}, 0)], "options is .*0.15.* on rank 0 but"),
+        ([("fft", {}, 0), ("fft", {"density": 0.1}, 0)], "options is .*0.33.* on rank 0 but"),
         ([("fft", {}, 0), ("dct", {}, 0)], "recipe is fft on rank 0 but dct on rank 1"),
         ([("none", {}, 0), ("topk", {}, 0)], "recipe is none on rank 0 but topk on rank 1"),
         ([("topk", {"bits": 8}, 0), ("topk", {}, 0)], "options is"),
