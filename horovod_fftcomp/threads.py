@@ -50,7 +50,10 @@ def ranges(n_items: int, least: int) -> list[tuple[int, int]]:
 
     There are fewer where they would hold fewer than ``least`` items, but at least one.
     """
-    parts = max(1, min(get_num_threads(), n_items // least))
+    parts = n_items // least
+    if parts < 2:
+        return [(0, n_items)]  # soon, as there are many small tensors
+    parts = min(get_num_threads(), parts)
     return list(itertools.pairwise(n_items * part // parts for part in range(parts + 1)))
 
 

@@ -172,7 +172,7 @@ def test_json_tells_command_machine_and_options(bench):
 @pytest.mark.torch
 def test_peers_stand_beside_with_their_bytes(bench):
     pytest.importorskip("torch")
-    printed, result = bench("-n", "4000", "--recipes", "topk(density=0.1)", peers=True)
+    printed, result = bench("-n", "4000", "--recipes", "topk(density=0.1,bits=32)", peers=True)
     [ours] = result["tensors"][0]["recipes"]
     topk, qsgd, half = result["tensors"][0]["peers"]
     assert [row["sent_nbytes"] for row in (topk, qsgd, half)] == [8 * 400, 4004, 8000]
@@ -180,7 +180,7 @@ def test_peers_stand_beside_with_their_bytes(bench):
     feedback = "feedback_relative_error"
     assert topk[feedback] == pytest.approx(ours[feedback], rel=1e-5)
     assert qsgd["feedback_s"] is half["feedback_s"] is None
-    assert "topk(density=0.1) over torch.topk 0.1: encodes" in printed
+    assert "topk(density=0.1, bits=32) over torch.topk 0.1: encodes" in " ".join(printed.split())
 
 
 @pytest.mark.torch

@@ -53,6 +53,7 @@ def test_the_core_alone_is_sound(only, capsys):
     assert "\n0 failed, " in printed
 
 
+@pytest.mark.slow
 def test_without_a_launcher_horovod_is_not_imported():
     script = (
         "import sys; from horovod_fftcomp.cli import main; main(['check']);"

@@ -269,21 +269,20 @@ def test_a_bucket_starts_once_a_step():
     engine.settle()
 
 
-@pytest.mark.parametrize("recipe", ["topk", "fft", "dct"])
-def test_compressed_descent_reaches_the_optimum_of_a_convex_problem(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "options", "distance"),
+    [("none", {}, 1e-3)] + [(name, {"density": 0.1}, 2e-2) for name in ("topk", "fft", "dct")],
+)
+def test_compressed_descent_reaches_the_optimum_of_a_convex_problem(recipe, options, distance):
     rng = np.random.default_rng(6)
-    matrix, best = rng.standard_normal((4, 300, 100)) / 10, rng.standard_normal(100)
+    matrix, best = rng.standard_normal((2, 300, 100)) / 10, rng.standard_normal(100)
     target = matrix @ best  # all ranks share the optimum, so no noise keeps them from it
-    reached = {}
-    for name, options in (("none", {}), (recipe, {"density": 0.1})):
-        weights = np.zeros(100, np.float32)
+    weights = np.zeros(100, np.float32)
 
-        def gradients(w=weights):
-            for _ in range(1500):
-                yield np.stack([m.T @ (m @ w - t) for m, t in zip(matrix, target, strict=True)])
+    def gradients():
+        for _ in range(600):
+            yield np.stack([m.T @ (m @ weights - t) for m, t in zip(matrix, target, strict=True)])
 
-        for step in simulate(name, gradients(), **options):
-            weights -= np.float32(0.05) * step.average
-        reached[name] = np.linalg.norm(weights - best) / np.linalg.norm(best)
-    assert reached["none"] < 1e-3
-    assert reached[recipe] < 2e-2
+    for step in simulate(recipe, gradients(), **options):
+        weights -= np.float32(0.05) * step.average
+    assert np.linalg.norm(weights - best) <= distance * np.linalg.norm(best)

@@ -228,7 +228,7 @@ def test_later_rounds_are_sent_before_the_step_is_finished():
 
 
 def test_zeros_are_sent_for_what_is_missing_and_empty_buckets_are_left_out():
-    exchanges, sent = alone(get_scheme("topk", density=1.0))
+    exchanges, sent = alone(get_scheme("topk", density=1.0, bits=32))
     grads = grads_of(0)
     exchanges.add(PLACES[0][0], grads["a"])
     exchanges.finish()

@@ -126,7 +126,7 @@ def test_large_tensors_choose_as_the_reference_does(kind):
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_key_found_on_the_way_is_that_of_the_coefficients(kind, residual):
     """``add`` and the transforms rank while they write; ``kth_key`` looks at what they wrote."""
-    n = 1_200_007
+    n = 400_007
     x = _keys_of_every_kind(n)[kind]
     kernels, reference = load_backend("cpu"), load_backend("reference")
     for make, bins in (

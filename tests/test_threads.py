@@ -68,7 +68,7 @@ def test_any_number_of_threads_writes_the_same_bytes(recipe, options):
 
 
 def _sum_in_child(queue):
-    queue.put(float(get_codec("fft").decode(get_codec("fft").encode(np.ones(700_000))).sum()))
+    queue.put(float(get_codec("bf16").decode(get_codec("bf16").encode(np.ones(700_000))).sum()))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -79,6 +79,6 @@ def test_a_forked_child_has_threads_of_its_own():
     queue = context.Queue()
     child = context.Process(target=_sum_in_child, args=(queue,), daemon=True)
     child.start()
-    assert queue.get(timeout=60) == pytest.approx(700_000)
+    assert queue.get(timeout=60) == 700_000
     child.join(20)
     assert child.exitcode == 0

@@ -116,7 +116,7 @@ def test_warm_up_and_schedule(same_everywhere):
 
 def test_density_changes_on_all_ranks_together(same_everywhere):
     model = make_model()
-    compression = small_buckets(model, "topk")
+    compression = small_buckets(model, "topk", density=0.01)
     optimizer = distributed(model, compression)
     train(model, optimizer, 3)
     compression.set_density(0.3)
@@ -130,7 +130,7 @@ def test_density_changes_on_all_ranks_together(same_everywhere):
         compression.set_density(3)
     train(model, optimizer, 2)
     same_everywhere(flat(model))
-    resumed = small_buckets(make_model(), "topk")
+    resumed = small_buckets(make_model(), "topk", density=0.01)
     early = resumed.state_dict()
     resumed.load_state_dict(compression.state_dict())
     assert resumed.stats()["density"] == 0.3
@@ -233,7 +233,7 @@ def test_embeddings_of_one_shape_made_dense_by_horovod(same_everywhere):
 
     torch.manual_seed(0)
     model = Twins()
-    compression = Compression.topk(model, density=1.0, timeout_s=20)
+    compression = Compression.topk(model, density=1.0, bits=32, timeout_s=20)
     optimizer = distributed(model, compression, lr=0.1, sparse_as_dense=True)
     for step in range(4):
         optimizer.zero_grad()
