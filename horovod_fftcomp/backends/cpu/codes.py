@@ -49,9 +49,9 @@ def decode(codes, n, coding, values):
 
 @inlined
 def write_bits(codes, n, bits, stream, bit):
-    """Append ``n`` codes to a stream of 64-bit words at ``bit``; return where they end.
+    """Append ``n`` codes of up to 16 or of 32 bits at ``bit``; return where they end.
 
-    What follows the end is overwritten.
+    ``stream``: 64-bit words; what follows the end is overwritten. So are codes, to a step's end.
     """
     if bits == 8 or bits == 16 or bits == 32:
         at, to = np.int64(codes.ctypes.data), np.int64(stream.ctypes.data) + (bit >> 3)
@@ -65,15 +65,19 @@ def write_bits(codes, n, bits, stream, bit):
     else:
         at, filled = bit >> 6, bit & 63
         window = stream[at] if filled else np.uint64(0)
-        for i in range(n):
-            code = np.uint64(codes[i])
-            window |= code << np.uint64(filled)
-            filled += bits
+        b = np.uint64(bits)
+        codes[n : (n + 3) // 4 * 4] = 0
+        for i in range(0, n, 4):
+            low = np.uint64(codes[i]) | (np.uint64(codes[i + 1]) << b)
+            high = np.uint64(codes[i + 2]) | (np.uint64(codes[i + 3]) << b)
+            four = low | (high << (b + b))
+            window |= four << np.uint64(filled)
+            filled += 4 * bits
             if filled >= 64:
                 stream[at] = window
                 at += 1
                 filled -= 64
-                window = code >> np.uint64(bits - filled)
+                window = four >> np.uint64(4 * bits - filled)
         stream[at] = window
     return bit + n * bits
 
@@ -91,10 +95,13 @@ def read_bits(stream, bit, n, bits, codes):
             else:
                 codelets.copy_64(at + 4 * i, to + 4 * i)
     else:
-        mask = np.uint64((1 << bits) - 1)
-        for i in range(n):
+        mask, b = np.uint64((1 << bits) - 1), np.uint64(bits)
+        for i in range(0, n, 4):  # 64 bits hold four codes
             low = np.uint64(bit & 63)
             word = stream[bit >> 6] >> low
             word |= (stream[(bit >> 6) + 1] << np.uint64(1)) << (np.uint64(63) - low)
             codes[i] = np.int32(word & mask)
-            bit += bits
+            codes[i + 1] = np.int32((word >> b) & mask)
+            codes[i + 2] = np.int32((word >> (b + b)) & mask)
+            codes[i + 3] = np.int32((word >> (b + b + b)) & mask)
+            bit += 4 * bits

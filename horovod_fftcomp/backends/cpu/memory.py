@@ -1,10 +1,12 @@
-"""Large arrays whose memory is used again: fresh pages cost as much as a pass over them.
+"""Large arrays whose memory is used again: fresh pages cost as much as a pass over them, or ten.
 
 Every step makes new residuals and sums of the sizes of the last step's. When such an array is
-freed its memory is kept for the next of that size, as long as no more is kept than is in use.
+freed its memory is kept for the next of that size, until none is in use any more.
 """
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 
@@ -12,32 +14,64 @@ from horovod_fftcomp.backends import Array
 
 ALIGNMENT = 64  # of a cache line
 _LEAST_NBYTES = 1 << 20  # smaller ones come from the heap, which keeps its pages itself
+_SLACK = 1.25  # work space that is needed in turn is an eighth of what is needed at once
 
-_kept: dict[int, list[Array]] = {}
-_nbytes = {"kept": 0, "in use": 0}
+
+class _Pool:
+    """Blocks by size. Used and kept ones together never exceed ``_SLACK`` times the most used."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[Array]] = {}
+        self._kept_nbytes = self._used_nbytes = self._most_nbytes = 0
+        # Reentrant, since a garbage collection may give back a block at any time.
+        self._lock = threading.RLock()
+
+    def take(self, size: int) -> Array:
+        with self._lock:
+            self._used_nbytes += size
+            self._most_nbytes = max(self._most_nbytes, self._used_nbytes)
+            if size in self._kept:
+                return self._pop(size)
+            while self._kept_nbytes + self._used_nbytes > _SLACK * self._most_nbytes:
+                self._pop(next(iter(self._kept)))
+        return np.empty(size, np.uint8)
+
+    def give(self, block: Array) -> None:
+        with self._lock:
+            self._used_nbytes -= block.size
+            self._kept_nbytes += block.size
+            self._kept.setdefault(block.size, []).append(block)
+            if not self._used_nbytes:
+                self._kept.clear()
+                self._kept_nbytes = self._most_nbytes = 0
+
+    def _pop(self, size: int) -> Array:
+        block = self._kept[size].pop()
+        if not self._kept[size]:
+            del self._kept[size]
+        self._kept_nbytes -= size
+        return block
+
+
+_pool = _Pool()
 
 
 class _Lease:
     """Owns a block while arrays use it; the last of them to go gives it back."""
 
-    def __init__(self, block: Array, n: int, dtype: np.dtype) -> None:
-        self._block = block
-        start = block.ctypes.data
+    def __init__(self, pool: _Pool, n: int, dtype: np.dtype) -> None:
+        self._pool = pool  # a module's names are gone when an interpreter ends
+        self._block = pool.take(n * dtype.itemsize + ALIGNMENT)
+        start = self._block.ctypes.data
         self.__array_interface__ = {
             "data": (start + -start % ALIGNMENT, False),
             "shape": (n,),
             "typestr": dtype.str,
             "version": 3,
         }
-        _nbytes["in use"] += block.size
 
-    def __del__(self, nbytes: dict[str, int] = _nbytes, kept: dict = _kept) -> None:
-        # Defaults, since a module's names are gone when an interpreter ends.
-        size = self._block.size
-        nbytes["in use"] -= size
-        if nbytes["kept"] + size <= nbytes["in use"]:
-            nbytes["kept"] += size
-            kept.setdefault(size, []).append(self._block)
+    def __del__(self) -> None:
+        self._pool.give(self._block)
 
 
 def empty(n: int, dtype: type = np.float32) -> Array:
@@ -45,13 +79,7 @@ def empty(n: int, dtype: type = np.float32) -> Array:
     kind = np.dtype(dtype)
     if n * kind.itemsize < _LEAST_NBYTES:
         return np.empty(n, kind)
-    size = n * kind.itemsize + ALIGNMENT
-    try:
-        block = _kept[size].pop()
-        _nbytes["kept"] -= size
-    except (KeyError, IndexError):
-        block = np.empty(size, np.uint8)
-    return np.asarray(_Lease(block, n, kind))
+    return np.asarray(_Lease(_pool, n, kind))
 
 
 def zeros(n: int, dtype: type = np.float32) -> Array:

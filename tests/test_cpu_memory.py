@@ -1,0 +1,81 @@
+"""Large arrays use freed memory again, within bounds."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp.backends.cpu import memory
+
+N = 1 << 20  # float32: 4 MiB
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    fresh = memory._Pool()
+    monkeypatch.setattr(memory, "_pool", fresh)
+    return fresh
+
+
+def address(array) -> int:
+    return array.ctypes.data
+
+
+def test_freed_memory_serves_the_next_array_of_its_size(pool):
+    stays, first = memory.empty(N), memory.empty(N)
+    place = address(first)
+    view = first[10:]
+    del first
+    assert address(memory.empty(N)) != place, "a view still uses it"
+    del view
+    assert address(memory.empty(N)) == place
+    assert address(memory.zeros(N // 2, np.complex64)) == place, "whatever the dtype"
+    assert stays.size == N
+
+
+def test_arrays_are_aligned_and_writable(pool):
+    for n in (1, 1000, N, N + 1):
+        array = memory.empty(n)
+        array[:] = 1
+        assert array.dtype == np.float32
+        assert array.shape == (n,)
+        assert n < N or address(array) % memory.ALIGNMENT == 0
+
+
+def test_what_is_kept_is_bounded(pool):
+    stays = memory.empty(N)
+    for n in range(N, 3 * N, N // 7):
+        del stays
+        stays = [memory.empty(n), memory.empty(N)]
+        held = pool._used_nbytes + pool._kept_nbytes
+        assert held <= memory._SLACK * pool._most_nbytes
+        assert pool._kept_nbytes == sum(size * len(b) for size, b in pool._kept.items())
+
+
+def test_nothing_is_kept_when_nothing_is_in_use(pool):
+    arrays = [memory.empty(N) for _ in range(3)]
+    arrays.pop()
+    assert pool._kept_nbytes > 4 * N
+    arrays.clear()
+    assert (pool._kept, pool._kept_nbytes, pool._used_nbytes, pool._most_nbytes) == ({}, 0, 0, 0)
+
+
+def test_threads_get_memory_of_their_own(pool):
+    errors = []
+
+    def work(number: int) -> None:
+        for _ in range(300):
+            array = memory.empty(N // 4)
+            array[::1024] = number
+            if (array[::1024] != number).any():
+                errors.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert pool._used_nbytes == 0
