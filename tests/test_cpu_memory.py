@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from horovod_fftcomp.backends import BACKENDS, load_backend
 from horovod_fftcomp.backends.cpu import memory
 
 N = 1 << 20  # float32: 4 MiB
@@ -45,10 +46,9 @@ def test_arrays_are_aligned_and_writable(pool):
 
 
 def test_what_is_kept_is_bounded(pool):
-    stays = memory.empty(N)
+    stays = [memory.empty(N)]
     for n in range(N, 3 * N, N // 7):
-        del stays
-        stays = [memory.empty(n), memory.empty(N)]
+        stays[:] = memory.empty(n), memory.empty(N)
         held = pool._used_nbytes + pool._kept_nbytes
         assert held <= memory._SLACK * pool._most_nbytes
         assert pool._kept_nbytes == sum(size * len(b) for size, b in pool._kept.items())
@@ -79,3 +79,11 @@ def test_threads_get_memory_of_their_own(pool):
         thread.join()
     assert not errors
     assert pool._used_nbytes == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_arrays_are_put_one_after_another(backend):
+    parts = [np.full(n, n, np.float32) for n in (3, 0, N, 1)]
+    joined = load_backend(backend).concatenate(parts)
+    assert joined.dtype == np.float32
+    assert joined.tobytes() == b"".join(part.tobytes() for part in parts)

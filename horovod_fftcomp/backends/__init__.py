@@ -42,6 +42,7 @@ class Part(NamedTuple):
 BACKENDS = ("reference", "cpu")
 
 KERNELS = (
+    "concatenate",
     "add",
     "rfft_blocks",
     "irfft_blocks",

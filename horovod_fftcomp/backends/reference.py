@@ -28,6 +28,11 @@ _quiet = np.errstate(invalid="ignore", over="ignore")
 
 
 @_quiet
+def concatenate(arrays: Sequence[Array]) -> Array:
+    """Return the elements of 1-D float32 ``arrays``, one array after the other."""
+    return np.concatenate(arrays)
+
+
 def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
     """Return ``flat`` plus ``residual``, if there is one, in a new array; see ``rank``."""
     return rank(flat.copy() if residual is None else flat + residual, k, 1)

@@ -58,7 +58,7 @@ def _draw_costs(axes: Axes, measurements: Sequence[Measurement]) -> None:
 
 
 def _draw_gains(axes: Axes, measurements: Sequence[Measurement]) -> None:
-    for one, marker in zip(measurements, itertools.cycle("os^vDPX*<>"), strict=False):
+    for one, marker in zip(measurements, itertools.cycle("os^vDPX*<"), strict=False):
         error = max(one.relative_error, _SMALLEST_ERROR)
         axes.plot(error, one.ratio, marker, markersize=9, fillstyle="none", label=one.label)
     axes.set(xscale="log", yscale="log")

@@ -111,7 +111,7 @@ def run(parsed: argparse.Namespace) -> None:
         _write_json(parsed, choices, results, shown, data, facts)
     if parsed.plot:
         largest = max(shown, key=lambda result: result.ours[0].numel)
-        title = f"{largest.title}, {facts['threads']} threads on {facts['cpu']}"
+        title = f"{largest.title}, threads: {facts['threads']}, {facts['cpu']}"
         plot.write(parsed.plot, largest.ours + largest.peers, title)
 
 

@@ -39,11 +39,11 @@ class Dense:
             np.zeros(size, np.float32) if grad is None else grad
             for grad, size in zip(grads, sizes, strict=True)
         ]
-        values = np.concatenate(parts)
+        kernels = load_backend("cpu")
+        values = kernels.concatenate(parts)
         if self.dtype == "float16":
             values = _saturated_half(values, context)
         reduced = yield Round("allreduce", values)
-        kernels = load_backend("cpu")
         if self.dtype == "float16":
             reduced = kernels.from_float16(reduced)
         finite = kernels.peak_bits(reduced) <= LARGEST_FINITE_BITS

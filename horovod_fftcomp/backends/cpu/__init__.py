@@ -21,10 +21,11 @@ from horovod_fftcomp.backends.cpu.transforms import (
     irfft_sum,
     rfft_blocks,
 )
-from horovod_fftcomp.backends.cpu.values import add, peak_bits, rank, sum_values, take
+from horovod_fftcomp.backends.cpu.values import add, concatenate, peak_bits, rank, sum_values, take
 
 __all__ = [
     "add",
+    "concatenate",
     "dct_blocks",
     "from_float16",
     "idct_blocks",
