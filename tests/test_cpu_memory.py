@@ -7,7 +7,6 @@ import threading
 import numpy as np
 import pytest
 
-from horovod_fftcomp.backends import BACKENDS, load_backend
 from horovod_fftcomp.backends.cpu import memory
 
 N = 1 << 20  # float32: 4 MiB
@@ -79,11 +78,3 @@ def test_threads_get_memory_of_their_own(pool):
         thread.join()
     assert not errors
     assert pool._used_nbytes == 0
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_arrays_are_put_one_after_another(backend):
-    parts = [np.full(n, n, np.float32) for n in (3, 0, N, 1)]
-    joined = load_backend(backend).concatenate(parts)
-    assert joined.dtype == np.float32
-    assert joined.tobytes() == b"".join(part.tobytes() for part in parts)

@@ -28,9 +28,9 @@ _quiet = np.errstate(invalid="ignore", over="ignore")
 
 
 @_quiet
-def concatenate(arrays: Sequence[Array]) -> Array:
-    """Return the elements of 1-D float32 ``arrays``, one array after the other."""
-    return np.concatenate(arrays)
+def empty(n: int, dtype: type = np.float32) -> Array:
+    """Return an array of ``n`` elements with any contents."""
+    return np.empty(n, dtype)
 
 
 def add(flat: Array, residual: Array | None, k: int) -> Coefficients:

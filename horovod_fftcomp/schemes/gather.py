@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array, backend_for
+from horovod_fftcomp.backends import Array, backend_for, load_backend
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.schemes import Context, Energy, Exchange, Outcome, Round, Tensor
@@ -65,7 +65,8 @@ class Gather:
     ) -> tuple[Array, dict[str, Array], dict[str, Energy]]:
         """Return (the bucket's message, the new residuals, the energies if measured)."""
         slots = np.cumsum([0] + [self.sent_nbytes(tensor) for tensor in tensors])
-        message = np.zeros(slots[-1], np.uint8)
+        message = load_backend("cpu").empty(slots[-1], np.uint8)
+        message.fill(0)
         residuals: dict[str, Array] = {}
         energies: dict[str, Energy] = {}
         for tensor, grad, begin, end in zip(tensors, grads, slots, slots[1:], strict=False):

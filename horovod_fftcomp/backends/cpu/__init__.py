@@ -5,6 +5,7 @@ combination of types, and cached on disk, so that ranks which start together wri
 """
 
 from horovod_fftcomp.backends.cpu.halves import from_float16, to_float16
+from horovod_fftcomp.backends.cpu.memory import empty
 from horovod_fftcomp.backends.cpu.positions import (
     pack_bitmap,
     pack_entropy,
@@ -21,12 +22,12 @@ from horovod_fftcomp.backends.cpu.transforms import (
     irfft_sum,
     rfft_blocks,
 )
-from horovod_fftcomp.backends.cpu.values import add, concatenate, peak_bits, rank, sum_values, take
+from horovod_fftcomp.backends.cpu.values import add, peak_bits, rank, sum_values, take
 
 __all__ = [
     "add",
-    "concatenate",
     "dct_blocks",
+    "empty",
     "from_float16",
     "idct_blocks",
     "idct_sum",

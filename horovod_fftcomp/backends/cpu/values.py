@@ -62,11 +62,6 @@ def rank(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
     return ranked(coeffs, peak_bits(coeffs), k, bins_per_block, None)
 
 
-def concatenate(arrays: Sequence[Array]) -> Array:
-    """See ``reference.concatenate``."""
-    return np.concatenate(arrays, out=empty(sum(array.size for array in arrays)))
-
-
 def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
     """See ``reference.add``."""
     n = flat.size
