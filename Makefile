@@ -12,7 +12,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help install demo test test-core test-parallel lint format golden size clean clean-kernels
+.PHONY: help install demo test test-core test-parallel lint format golden size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -43,9 +43,6 @@ golden: install ## write the golden payloads anew; the commit must say why
 
 size: install ## check the line budget
 	python scripts/size.py
-
-clean-kernels: ## remove the compiled kernels that Numba has kept
-	find . -path '*backends/cpu/__pycache__*' \( -name '*.nbi' -o -name '*.nbc' \) -delete
 
 clean: ## remove .venv, caches and outputs; keep the built Horovod in the user's cache
 	rm -rf .venv build dist out *.egg-info .hypothesis .*_cache

@@ -95,15 +95,25 @@ class Codec:
 
         In a new array; unless ``own`` maybe in ``flat`` itself. Those of a tensor that travels as
         it is are its elements. A residual always lies in the transform's domain, since only other
-        tensors leave one; a changed density may bring both together.
+        tensors leave one; a changed density may bring both together. Raises ValueError if it has
+        another dtype or size.
         """
         plan = self.plan(shape)
+        if residual is not None:
+            found, expected = (residual.dtype, residual.size), self.coeffs_format(shape)
+            if found != expected:  # kernels would read beyond its end
+                raise ValueError(f"the residual is (dtype, elements) {found}, expected {expected}")
         if plan.layout is not Layout.RAW:
             k = 0 if plan.layout is Layout.ALL else plan.k
             return self.transform.forward(flat, residual, k, kernels, own)
         if residual is not None:
             residual = self.transform.inverse(residual, plan.numel, kernels)
         return kernels.rank(flat, 0, 1) if residual is None else kernels.add(flat, residual, 0)
+
+    def coeffs_format(self, shape: tuple[int, ...]) -> tuple[np.dtype, int]:
+        """Return (dtype, elements) of the coefficients that a tensor of ``shape`` leaves unsent."""
+        kind = np.complex64 if self.transform.reals_per_bin == 2 else np.float32
+        return np.dtype(kind), self.transform.n_bins(math.prod(shape))
 
     def energy(self, coeffs: Array, shape: tuple[int, ...]) -> float:
         """Return the sum of squares of the gradient with these coefficients."""
@@ -165,7 +175,8 @@ class Codec:
         """Return the array that ``payload`` stands for, in the shape and dtype encoded.
 
         A value that rounding made too large for the dtype becomes its largest finite one.
-        Raises PayloadError for bytes that this codec did not write.
+        Raises PayloadError for bytes that this codec did not write, and where a transform of
+        values near float32's largest overflows.
         """
         header = _header_of(payload)
         total = self.decode_sum([payload], backend, [header])
@@ -285,7 +296,7 @@ def _as_flat_float32(x: Array, name: str) -> Array:
             f"a codec takes {', '.join(wire.DTYPES)}: cast it or leave it uncompressed"
         )
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf and is flagged
-        return np.ascontiguousarray(x, np.float32).reshape(-1)
+        return np.require(x, np.float32, ["C", "A", "W"]).reshape(-1)  # as kernels are compiled for
 
 
 def _cast_back(total: Array, dtype: str) -> Array:

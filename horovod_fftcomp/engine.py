@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -255,7 +255,29 @@ class Engine:
                     f"the state of {name!r} is a {part['formats'][name]}, expected a {expected}; "
                     "load it with the recipe, block and model that it was saved with"
                 )
+        for bucket, state in zip(self.buckets, states, strict=True):
+            scheme = bucket.policy.at(part["step"])
+            for tensor in bucket.tensors:
+                _check_arrays(tensor, state, scheme.state_arrays(tensor))
         self.abandon()
         self.step = part["step"]
         self.loss_scale = part["loss_scale"]
         self._state = states
+
+
+def _check_arrays(
+    tensor: Tensor, state: State, expected: Mapping[str, tuple[np.dtype, int]]
+) -> None:
+    """Raise ValueError if an array of a tensor's state is not what its scheme takes."""
+    for kind, arrays in state.items():
+        if tensor.name not in arrays:
+            continue
+        array = arrays[tensor.name]
+        if kind not in expected:
+            raise ValueError(f"the {kind} of {tensor.name!r} is of no use to its recipe")
+        dtype, size = expected[kind]
+        if (array.dtype, array.shape) != (dtype, (size,)):
+            raise ValueError(
+                f"the {kind} of {tensor.name!r} is {array.dtype} of shape {list(array.shape)}, "
+                f"expected {dtype} of [{size}]; was the file cut or converted?"
+            )

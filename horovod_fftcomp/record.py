@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,14 +13,16 @@ import numpy as np
 
 # Bytes beside name and values that a member of the file takes at most: its two headers.
 _HEADERS_NBYTES = 4096
+_BUFFER_NBYTES = 1 << 23  # of a directory: a hundred bytes for an array
 
 
 class Recorder:
     """Writes the gradients of every ``every``-th step into a new file, in a thread of its own.
 
     ``path``: of a file that does not exist, in a folder that does; otherwise FileExistsError or
-    FileNotFoundError. ``np.load`` reads the file at any time, also after the process was killed:
-    its keys are "<step>/<tensor name>", its arrays float32 in the tensor's shape.
+    FileNotFoundError. ``np.load`` reads the file, also during the run and after the process was
+    killed, unless in the milliseconds in which a directory of the file is written: its keys are
+    "<step>/<tensor name>", its arrays float32 in the tensor's shape.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int) -> None:
@@ -67,26 +70,39 @@ class Recorder:
 
 
 def _append(path: Path, members: Mapping[str, np.ndarray]) -> None:
-    """Add arrays to a zip file that can be read at any moment, by whoever finds it cut off.
+    """Add arrays to a zip file; on an error leave it as it was.
 
     A zip file is read from its end, where its directory lies. So the directory is first copied to
     where the file will end, then the new arrays fill the gap, and last comes the new directory.
     """
     begin = path.stat().st_size
     room = sum(g.nbytes + 4 * len(name) + _HEADERS_NBYTES for name, g in members.items())
-    with zipfile.ZipFile(path, "a") as archive:
+    with _or_truncated_to(begin, path), _opened(path) as archive:
         archive.start_dir = begin + room
         archive.comment = archive.comment  # counts as a change: the directory is written
     end = path.stat().st_size
-    with zipfile.ZipFile(path, "a") as archive:
-        complete = list(archive.filelist)
+    with _or_truncated_to(end, path), _opened(path) as archive:
         archive.start_dir = begin
         try:
             for name, grad in members.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, grad.astype(np.float32, copy=False))
-        except BaseException:
-            archive.filelist[:] = complete  # no part of a step
-            raise
         finally:
             archive.start_dir = end
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    # The buffer lets a directory reach the file in one piece, or nearly.
+    with path.open("r+b", buffering=_BUFFER_NBYTES) as file, zipfile.ZipFile(file, "a") as archive:
+        yield archive
+
+
+@contextlib.contextmanager
+def _or_truncated_to(nbytes: int, path: Path) -> Iterator[None]:
+    """Cut the file back if an error comes, to where a directory ends it."""
+    try:
+        yield
+    except BaseException:
+        os.truncate(path, nbytes)
+        raise

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from horovod_fftcomp.backends.cpu import jit, values
+
 # Numba's cache numbers a function's variants; ranks that compile different ones at once could mix
 # them up. So each function that Python calls has one, whatever an array's origin.
 SCRIPT = """
@@ -39,6 +41,19 @@ variants = {
 }
 print(digest.hexdigest(), sorted(name for name, count in variants.items() if count > 1))
 """
+
+
+def test_a_change_of_any_source_compiles_all_kernels_anew(tmp_path):
+    """Numba itself looks at the file of the outermost function alone."""
+    files = (tmp_path / "a.py", tmp_path / "b.py")
+    digests = set()
+    for texts in ("11", "21", "12", "22"):
+        for file, text in zip(files, texts, strict=True):
+            file.write_text(text)
+        digests.add(jit.digest_of(files))
+    assert len(digests) == 4
+    assert {"codelets.py", "codes.py", "quantizers.py"} <= {path.name for path in jit._SOURCES}
+    assert values._take.py_func.__qualname__ == f"_take.{jit._DIGEST}"
 
 
 @pytest.mark.slow

@@ -108,6 +108,45 @@ def test_an_error_of_the_disk_comes_out_and_costs_one_step(tmp_path, monkeypatch
             np.testing.assert_array_equal(loaded[f"2/{name}"], grad)
 
 
+FILLING = """
+import resource, sys
+import numpy as np
+from horovod_fftcomp.record import Recorder
+recorder = Recorder(sys.argv[1], every=1)
+def append(step):
+    grads = {f"layers.{i}.weight": np.full(100, step, np.float32) for i in range(300)}
+    recorder.append(step, grads)
+    recorder.flush()
+for step in range(3):
+    append(step)
+size = recorder.path.stat().st_size
+append(3)
+grown = recorder.path.stat().st_size - size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + grown + int(float(sys.argv[2]) * grown),) * 2)
+try:
+    append(4)
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.95, 0.96, 0.97, 0.98, 0.99])
+def test_a_full_disk_costs_one_step_whenever_it_is_full(tmp_path, share):
+    """Of the file's last part the directories are some hundredths, longer than a buffer."""
+    path = tmp_path / "grads.npz"
+    run = subprocess.run(
+        [sys.executable, "-c", FILLING, str(path), str(share)],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stdout == "OSError\n"
+    with np.load(path) as loaded:
+        assert len(loaded) == 4 * 300
+        assert (loaded["3/layers.299.weight"] == 3).all()
+
+
 def test_check_raises_without_waiting(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path / "grads.npz", every=1)
     monkeypatch.setattr(record, "_append", lambda path, members: time.sleep(0.1) or 1 / 0)

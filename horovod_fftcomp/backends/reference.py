@@ -27,12 +27,12 @@ _UNSCALED_EXPONENTS = range(-40, 60)
 _quiet = np.errstate(invalid="ignore", over="ignore")
 
 
-@_quiet
 def empty(n: int, dtype: type = np.float32) -> Array:
     """Return an array of ``n`` elements with any contents."""
     return np.empty(n, dtype)
 
 
+@_quiet
 def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
     """Return ``flat`` plus ``residual``, if there is one, in a new array; see ``rank``."""
     return rank(flat.copy() if residual is None else flat + residual, k, 1)

@@ -10,6 +10,8 @@ from collections.abc import Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from horovod_fftcomp.backends import Array
 
 # kind of state ("residual") -> tensor name -> array
@@ -90,6 +92,10 @@ class Scheme(Protocol):
 
     def state_format(self, tensor: Tensor) -> str:
         """Return shape and domain of the state of ``tensor`` in words; equal if states fit."""
+        ...
+
+    def state_arrays(self, tensor: Tensor) -> Mapping[str, tuple[np.dtype, int]]:
+        """Return (dtype, elements) of each 1-D array that the state of ``tensor`` may hold."""
         ...
 
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:

@@ -58,6 +58,11 @@ class Dense:
         del tensor
         return "none"
 
+    def state_arrays(self, tensor: Tensor) -> Mapping[str, tuple[np.dtype, int]]:
+        """Return nothing: there is no state."""
+        del tensor
+        return {}
+
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
         """Return zeros: everything is sent."""
         del state

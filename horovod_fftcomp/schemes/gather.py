@@ -117,6 +117,12 @@ class Gather:
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return f"residual of {list(tensor.shape)} by {self.codec.transform!r}"
 
+    def state_arrays(self, tensor: Tensor) -> Mapping[str, tuple[np.dtype, int]]:
+        """Return (dtype, elements) of the residual's coefficients; see ``Scheme``."""
+        if not self.error_feedback:
+            return {}
+        return {"residual": self.codec.coeffs_format(tensor.shape)}
+
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
         """Return what is not sent yet of ``tensor``, float32 in its shape."""
         carried = state.get("residual", {}).get(tensor.name)

@@ -148,14 +148,14 @@ class Steps:
             self.exchanges.complete()
             self._open()
             self.exchanges.finish()
+            if self._recorder is not None and self._recorded:
+                # Nobody changes these any more: Horovod gives parameters other memory for sums.
+                self._recorder.append(self._engine.step, self._recorded)
+                self._recorded = None
             self._finished = True
         except BaseException as error:
             self._broken_by = repr(error)
             raise
-        if self._recorder is not None and self._recorded:
-            # Nobody changes these any more: Horovod gives parameters other memory for the sums.
-            self._recorder.append(self._engine.step, self._recorded)
-            self._recorded = None
         self._replicas.finish(self._settings.timeout_s)
 
     def _check_unbroken(self) -> None:

@@ -6,6 +6,7 @@ freed its memory is kept for the next of that size, until none is in use any mor
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -23,18 +24,21 @@ class _Pool:
     def __init__(self) -> None:
         self._kept: dict[int, list[Array]] = {}
         self._kept_nbytes = self._used_nbytes = self._most_nbytes = 0
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Begin with a new lock: of a forked child's threads none could release the old one."""
         # Reentrant, since a garbage collection may give back a block at any time.
         self._lock = threading.RLock()
 
     def take(self, size: int) -> Array:
         with self._lock:
+            block = self._pop(size) if size in self._kept else np.empty(size, np.uint8)
             self._used_nbytes += size
             self._most_nbytes = max(self._most_nbytes, self._used_nbytes)
-            if size in self._kept:
-                return self._pop(size)
             while self._kept_nbytes + self._used_nbytes > _SLACK * self._most_nbytes:
                 self._pop(next(iter(self._kept)))
-        return np.empty(size, np.uint8)
+        return block
 
     def give(self, block: Array) -> None:
         with self._lock:
@@ -54,14 +58,15 @@ class _Pool:
 
 
 _pool = _Pool()
+os.register_at_fork(after_in_child=_pool.unlock)
 
 
 class _Lease:
     """Owns a block while arrays use it; the last of them to go gives it back."""
 
     def __init__(self, pool: _Pool, n: int, dtype: np.dtype) -> None:
-        self._pool = pool  # a module's names are gone when an interpreter ends
         self._block = pool.take(n * dtype.itemsize + ALIGNMENT)
+        self._pool = pool  # a module's names are gone when an interpreter ends
         start = self._block.ctypes.data
         self.__array_interface__ = {
             "data": (start + -start % ALIGNMENT, False),
@@ -71,7 +76,8 @@ class _Lease:
         }
 
     def __del__(self) -> None:
-        self._pool.give(self._block)
+        if hasattr(self, "_pool"):  # else there was no memory
+            self._pool.give(self._block)
 
 
 def empty(n: int, dtype: type = np.float32) -> Array:
