@@ -9,7 +9,6 @@ alike, and writes results/overlap.json: the first rank's times.
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-import horovod_fftcomp
+from horovod_fftcomp import machine
 from horovod_fftcomp.torch import Compression
 
 WIDTH, LAYERS = 1024, 9
@@ -123,12 +122,7 @@ def main() -> None:
     if hvd.rank() == 0:
         result = {
             "command": f"horovodrun -np {hvd.size()} python benchmarks/overlap.py",
-            "machine": f"2 CPU cores, {platform.machine()}, {platform.system()}",
-            "versions": {
-                "horovod_fftcomp": horovod_fftcomp.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "machine": machine.describe(),
             "parameters": LAYERS * WIDTH * (WIDTH + 1) + 10 * (WIDTH + 1),
             "warm_up": WARM_UP,
             "steps": STEPS,

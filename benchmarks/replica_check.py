@@ -8,7 +8,6 @@ Trains a 10 M-parameter net with the check on and writes results/replica_check.j
 from __future__ import annotations
 
 import json
-import platform
 import sys
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-import horovod_fftcomp
+from horovod_fftcomp import machine
 from horovod_fftcomp.torch import Compression
 
 STEPS = 200  # every parameter is compared twice
@@ -56,12 +55,7 @@ def main() -> None:
     if hvd.rank() == 0:
         result = {
             "command": f"horovodrun -np {hvd.size()} python benchmarks/replica_check.py",
-            "machine": f"2 CPU cores, {platform.machine()}, {platform.system()}",
-            "versions": {
-                "horovod_fftcomp": horovod_fftcomp.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "machine": machine.describe(),
             "parameters": sum(p.numel() for p in model.parameters()),
             "steps": STEPS,
             "median_step_ms": round(1e3 * sorted(step_s)[len(step_s) // 2], 2),

@@ -336,5 +336,7 @@ def _unpack_positions(packed: Array, plan: Plan, kernels: ModuleType) -> Array:
         return kernels.unpack_entropy(packed, plan.n_bins, plan.k)
     if plan.layout is Layout.OFFSETS:
         return kernels.unpack_offsets(packed, plan.n_bins, plan.k, plan.low_bits)
-    ones = np.packbits(np.ones(plan.n_bins, bool), bitorder="little")
-    return kernels.unpack_bitmap(ones, plan.n_bins, plan.k)
+    ones = np.full(-(-plan.n_bins // 64), ~np.uint64(0))
+    if plan.n_bins % 64:
+        ones[-1] >>= np.uint64(64 - plan.n_bins % 64)
+    return ones

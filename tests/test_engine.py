@@ -11,7 +11,7 @@ from horovod_fftcomp import get_scheme, list_compressors, simulate
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.policy import Always
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.world import exchange_once
 from tests.contracts import CODECS, GATHER_RECIPES
 
@@ -205,6 +205,29 @@ def test_residuals_handed_out_are_copies():
         engine.residual("a")[:] = 0
         assert before.any()
         assert engine.residual("a").tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize("recipe", ["topk", "fft"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:16], r"of shape \[16\], expected .* was the file cut"),
+        (lambda x: x.real.astype(np.float16), "float16"),
+        (lambda x: x.astype(np.result_type(x, np.float64)), "128|float64"),
+    ],
+)
+def test_residuals_that_do_not_fit_are_refused(recipe, change, message):
+    engine = _engines(get_scheme(recipe), ranks=1)[0]
+    _run([engine], _grads(np.random.default_rng(0), 1))
+    saved, before = engine.state_dict(), engine.residual("a")
+    saved["state"]["residual"]["a"] = change(saved["state"]["residual"]["a"])
+    with pytest.raises(ValueError, match=f"the residual of 'a' is .*({message})"):
+        engine.load_state_dict(saved)
+    assert engine.residual("a").tobytes() == before.tobytes()
+    grads, context = _grads(np.random.default_rng(0))[0][0], Context(1, 0, 1)
+    tensors, state = engine.buckets[0].tensors, saved["state"]
+    with pytest.raises(ValueError, match="the residual is"):
+        next(engine.scheme(0).exchange(tensors, grads, state, context))
 
 
 def test_state_of_another_model_is_refused():

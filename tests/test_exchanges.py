@@ -289,7 +289,7 @@ def test_abandoning_drops_what_waits_and_waits_for_what_runs():
 
 
 def test_what_is_hidden_and_what_is_waited_for_are_measured():
-    exchanges, sent = alone(Gated(seconds=0.2))
+    exchanges, sent = alone(Gated(seconds=0.4))
     grads = grads_of(0)
     for place, name in PLACES[:2]:
         exchanges.note_gradient()
@@ -299,9 +299,9 @@ def test_what_is_hidden_and_what_is_waited_for_are_measured():
     exchanges.add(*PLACES[2][:1], grads["c"])
     exchanges.finish()
     encode_s = exchanges._engine.costs.encode_s
-    assert encode_s > 0.4
-    assert exchanges.encode_hidden_s == pytest.approx(encode_s / 2, abs=0.1)
-    assert exchanges.encode_wait_s == pytest.approx(encode_s / 2, abs=0.1)
+    assert encode_s > 0.8
+    assert exchanges.encode_hidden_s == pytest.approx(encode_s / 2, abs=0.3)
+    assert exchanges.encode_wait_s == pytest.approx(encode_s / 2, abs=0.3)
 
 
 def test_the_thread_ends_with_its_exchanges():

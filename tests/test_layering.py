@@ -28,7 +28,7 @@ ALLOWED = {
     "backends/__init__.py": {"numpy", "quantizers"},
     "backends/reference.py": {"numpy", "backends", "entropy", "quantizers"},
     "backends/cpu/": {"numpy", "numba", "llvmlite", "backends", "entropy", "quantizers", "threads"},
-    "schemes/__init__.py": {"backends"},
+    "schemes/__init__.py": {"numpy", "backends"},
     "schemes/": {"numpy", "backends", "codec", "errors", "quantizers", "schemes", "wire"},
     "schedules.py": set(),
     "record.py": {"numpy"},

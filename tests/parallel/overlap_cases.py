@@ -153,12 +153,12 @@ def test_the_hooks_do_not_wait_for_encodings(slow):
     begin = time.perf_counter()
     loss.backward()
     backward_s = time.perf_counter() - begin
-    time.sleep(0.2)  # as if other gradients took so long
+    time.sleep(0.4)  # as if other gradients took so long
     optimizer.step()
     after = compression.stats()
     spent = {key: after[key] - before[key] for key in after if key.startswith("encode")}
-    assert backward_s < 0.1 < 0.15 < spent["encode_s"]
-    assert spent["encode_wait_s"] < 0.05
+    assert backward_s < spent["encode_s"]
+    assert spent["encode_wait_s"] < spent["encode_s"] / 2
     assert 0 <= spent["encode_hidden_s"] <= backward_s
 
 

@@ -18,7 +18,6 @@ from numba.extending import intrinsic
 LANES = 8
 VECTOR_NBYTES = 4 * LANES
 COMPLEX_NBYTES = 2 * VECTOR_NBYTES  # of eight complex values: real parts, then imaginary parts
-RADICES = (4, 8, 16)
 _FLOAT, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
@@ -236,7 +235,7 @@ def _butterfly(radix: int, with_twiddles: bool) -> Callable:
     return _codelet(body, 5)
 
 
-butterfly_4, twiddled_4 = _butterfly(4, False), _butterfly(4, True)
+twiddled_4 = _butterfly(4, True)
 butterfly_8, twiddled_8 = _butterfly(8, False), _butterfly(8, True)
 butterfly_16, twiddled_16 = _butterfly(16, False), _butterfly(16, True)
 
