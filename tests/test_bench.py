@@ -304,11 +304,14 @@ def test_every_measured_step_is_timed_often_enough():
         def tick(self):
             self.ticks += 1
 
-    for n_steps, repeat, expected in ((1, 3, 3), (2, 3, 3), (3, 5, 6), (6, 1, 5)):
+    for n_steps, repeat, timed, rounds in (
+        (1, 3, 3, 1), (1, 5, 6, 2), (2, 3, 3, 1), (3, 5, 6, 2), (6, 1, 5, 5),
+    ):  # fmt: skip
         session = Counting()
         history = History("w", [np.ones(4, np.float32)] * n_steps)
         [row] = measure(history, [session], repeat, session.tick)
-        assert session.encoded == 2 * expected
+        assert session.encoded == 2 * (timed + rounds)
+        assert {len(taken) for taken in row.samples_s.values()} == {timed}
         assert session.advanced == 1 + max(1, n_steps - 1)
         assert session.ticks == n_ticks(history, 1, repeat)
         assert row.energy == 4 * max(1, n_steps - 1)

@@ -29,6 +29,7 @@ __all__ = ["Measurement", "RecipeSession", "Session", "added", "measure", "memcp
 _LEAST_COPIED = 1 << 18
 # The largest block after whose release glibc's malloc keeps blocks of that size for reuse.
 _LARGEST_KEPT_NBYTES = (32 << 20) - (1 << 16)
+_MOST_IN_A_ROW = 3
 _CHUNK = 1 << 20  # elements summed at a time: 8 MiB, against twice the size of a large gradient
 
 
@@ -38,9 +39,10 @@ def measure(
     """Return what each session does with the steps of ``history``, in order.
 
     The first step alone makes the residual that the others find; of a single step, itself. Each
-    of the others is timed so often that every median is of at least ``repeat`` times. In each
-    round every session runs once, next to a memcpy, so that a drift of the clock hits all alike.
-    ``tick`` is called after each timed round of a session and once for each first step.
+    of the others is timed so often that every median is of at least ``repeat`` times. Rounds let
+    a drift of the clock hit all sessions alike. In each a session runs a few times in a row, as in
+    a training, next to memcpys; the first time finds the memory that others have left, and does
+    not count. ``tick`` is called after each of a session's turns and once for each first step.
     """
     grads = [grad.reshape(-1) for grad in history.steps]
     measured = grads[1:] or grads
@@ -52,11 +54,14 @@ def measure(
     sums = [_Sums() for _ in sessions]
     copied = np.empty_like(grads[0])
     for grad in measured:
-        for _ in range(n_rounds(history, repeat)):
+        rounds, in_a_row = schedule(history, repeat)
+        for _ in range(rounds):
             for session, taken in zip(sessions, samples, strict=True):
-                seconds, _ = _seconds(memcpy, copied, grad)
-                for what, time_s in {"memcpy": seconds, **_time_once(session, grad)}.items():
-                    taken.setdefault(what, []).append(time_s)
+                _time_once(session, grad)
+                for _ in range(in_a_row):
+                    seconds, _ = _seconds(memcpy, copied, grad)
+                    for what, time_s in {"memcpy": seconds, **_time_once(session, grad)}.items():
+                        taken.setdefault(what, []).append(time_s)
                 tick()
         for session, total in zip(sessions, sums, strict=True):
             total.add(session, grad)
@@ -67,15 +72,17 @@ def measure(
     ]
 
 
-def n_rounds(history: History, repeat: int) -> int:
-    """Return how often each measured step is timed."""
-    return -(-repeat // max(1, len(history.steps) - 1))
+def schedule(history: History, repeat: int) -> tuple[int, int]:
+    """Return (rounds, times in a row) in which each measured step is timed."""
+    times = -(-repeat // max(1, len(history.steps) - 1))
+    in_a_row = min(times, _MOST_IN_A_ROW)
+    return -(-times // in_a_row), in_a_row
 
 
 def n_ticks(history: History, n_sessions: int, repeat: int) -> int:
     """Return how often ``measure`` calls ``tick``."""
     n_measured = max(1, len(history.steps) - 1)
-    return n_sessions * (1 + n_measured * n_rounds(history, repeat))
+    return n_sessions * (1 + n_measured * schedule(history, repeat)[0])
 
 
 def _settle_malloc() -> None:
