@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import tempfile
 
 import horovod.torch as hvd
 import pytest
 import torch
+
+
+def pytest_configure(config):
+    # Ranks that shared a folder of temporary files would clean up under each other's hands.
+    config.option.basetemp = tempfile.mkdtemp(prefix="pytest-of-a-rank-")
+
+
+def pytest_unconfigure(config):
+    shutil.rmtree(config.option.basetemp)
 
 
 @pytest.fixture(scope="session", autouse=True)
