@@ -27,7 +27,7 @@ test: install ## run all tests that this machine can run; ARGS="..." goes to pyt
 	pytest $(ARGS)
 
 test-core: install ## run the tests that need neither a framework nor MPI
-	pytest -m "$(CORE)" $(ARGS)
+	pytest -m "$(CORE)" -n auto --maxprocesses 4 $(ARGS)
 
 test-parallel: install ## run the tests that start several processes
 	pytest -m parallel $(ARGS)

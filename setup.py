@@ -25,6 +25,7 @@ EXTRAS = {
         "ml_dtypes>=0.4,<1",
         "mypy>=1.11,<2",
         "pytest>=8,<10",
+        "pytest-xdist>=3.6,<4",
         "ruff==0.17.5",
         "scikit-learn>=1.4,<2",
         "scipy>=1.13,<2",
