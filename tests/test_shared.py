@@ -153,3 +153,21 @@ def test_nothing_is_left_of_a_tensor_that_is_sent_whole(recipe):
         with pytest.raises(StopIteration) as stopped:
             exchange.send(message)
         assert 0 <= stopped.value.value.energies["w"].left < 1e-3
+
+
+@pytest.mark.parametrize("recipe", SHARED_RECIPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_value_makes_all_of_its_tensor_nan_wherever_it_lies(recipe, bad):
+    scheme = get_scheme(recipe, density=0.01)
+    tensors = [Tensor("a", (1000,)), Tensor("b", (500,))]
+    for place in (0, 123, 999):
+        grads = [np.ones(1000, np.float32), np.ones(500, np.float32)]
+        grads[0][place] = bad
+        exchange = scheme.exchange(tensors, grads, {}, Context(7, 0, 1))
+        message = next(exchange).data.copy()
+        with pytest.raises(StopIteration) as stopped:
+            exchange.send(message)
+        outcome = stopped.value.value
+        assert not outcome.finite
+        assert np.isnan(outcome.sums[0]).all()
+        assert np.isfinite(outcome.sums[1]).all()

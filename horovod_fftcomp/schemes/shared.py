@@ -63,14 +63,16 @@ class Shared:
             if energy is not None:
                 energies[tensor.name] = energy
         reduced = yield Round("allreduce", message)
-        finite = kernels.peak_bits(reduced) <= LARGEST_FINITE_BITS
-        sums = []
-        for numel, positions, share in zip(
-            numels, chosen, np.split(reduced, ends[:-1]), strict=True
-        ):
+        sums, finite = [], True
+        shares = np.split(reduced, ends[:-1])
+        for numel, positions, share in zip(numels, chosen, shares, strict=True):
             total = kernels.empty(numel)
-            total.fill(0)
-            total[positions] = share
+            if kernels.peak_bits(share) <= LARGEST_FINITE_BITS:
+                total.fill(0)
+                total[positions] = share
+            else:
+                total.fill(np.nan)  # everywhere, so that nobody takes a step with the rest
+                finite = False
             sums.append(total)
         new_state = {"residual": residuals} if self.error_feedback else {}
         return Outcome(sums, new_state, finite, energies)
