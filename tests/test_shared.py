@@ -55,7 +55,7 @@ def test_positions_of_a_large_tensor_are_exact():
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_every_position_is_sent_equally_often(selection):
     """Pearson's chi-square of the starts; of the visits, which depend, the largest deviation."""
-    n, steps = 100, 20_000
+    n, steps = 100, 8000
     sampler = selection(0.1)
     visits, starts = np.zeros(n), np.zeros(n)
     for step in range(steps):
@@ -102,7 +102,7 @@ def test_all_of_a_tensor_is_the_dense_mean(recipe):
 def test_unbiased_means_are_the_gradient(recipe):
     gradient = np.random.default_rng(0).standard_normal(50).astype(np.float32)
     options = {"density": 0.2, "error_feedback": False, "unbiased": True}
-    steps = 4000
+    steps = 800
     mean = np.zeros(50)
     for step in simulate(recipe, (gradient[None] for _ in range(steps)), **options):
         mean += step.average / steps
