@@ -11,7 +11,8 @@ from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat,
 from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
-from horovod_fftcomp.sparsifiers import TopK
+from horovod_fftcomp.schemes.shared import Shared
+from horovod_fftcomp.sparsifiers import RandomBlock, RandomK, TopK
 from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity
 
 
@@ -64,6 +65,18 @@ def _dct(
     return Gather(Codec(BlockDCT(block), TopK(density), _values(bits)), error_feedback)
 
 
+def _random_block(
+    density: float = 0.01, error_feedback: bool = True, unbiased: bool = False, seed: int = 0
+) -> Scheme:
+    return Shared(RandomBlock(density, seed), error_feedback, unbiased)
+
+
+def _random_k(
+    density: float = 0.01, error_feedback: bool = True, unbiased: bool = False, seed: int = 0
+) -> Scheme:
+    return Shared(RandomK(density, seed), error_feedback, unbiased)
+
+
 RECIPES: dict[str, Recipe] = {
     "none": Recipe(_none, "all values in float32", "Horovod's own"),
     "fp16": Recipe(_fp16, "all values in float16, saturating", "Horovod's own"),
@@ -73,6 +86,10 @@ RECIPES: dict[str, Recipe] = {
         _fft, "the largest bins of a block FFT, as range floats", "Wang et al., HPDC 2020"
     ),
     "dct": Recipe(_dct, "the largest coefficients of a block DCT, as range floats", "as fft"),
+    "random_block": Recipe(
+        _random_block, "consecutive values from a random place on, float32", "Vogels et al. 2019"
+    ),
+    "random_k": Recipe(_random_k, "random values, float32", "Stich et al. 2018"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Which coefficients are sent: so far, as many of the largest as is known before the data."""
+"""Which coefficients are sent; how many is known before the data."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 import numbers
 from dataclasses import dataclass
 
+import numpy as np
+
+from horovod_fftcomp import draws
+from horovod_fftcomp.backends import Array
+
 
 @dataclass(frozen=True)
-class TopK:
-    """Keep the ``density`` share of a tensor's coefficients that is largest in magnitude.
-
-    k = max(1, floor(density * n)); of equal magnitudes the lower index wins, so all backends
-    agree. Source: Aji and Heafield 2017; for spectra, Wang et al., HPDC 2020.
-    """
+class _Share:
+    """The ``density`` share of a tensor's coefficients."""
 
     density: float
 
@@ -30,3 +31,63 @@ class TopK:
     def count(self, n: int) -> int:
         """Return k for ``n`` coefficients; known before the data, so payload sizes are too."""
         return 0 if n == 0 else min(n, max(1, math.floor(self.density * n + 1e-9)))
+
+
+@dataclass(frozen=True)
+class TopK(_Share):
+    """Keep the ``density`` share of a tensor's coefficients that is largest in magnitude.
+
+    k = max(1, floor(density * n)); of equal magnitudes the lower index wins, so all backends
+    agree. Source: Aji and Heafield 2017; for spectra, Wang et al., HPDC 2020.
+    """
+
+
+@dataclass(frozen=True)
+class _Drawn(_Share):
+    """A share whose positions are drawn anew in each step, alike on all ranks."""
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.seed) is not int or not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be a whole number in [0, 2**64), got {self.seed!r}")
+
+
+@dataclass(frozen=True)
+class RandomBlock(_Drawn):
+    """Keep k consecutive elements from a random one on; after the last comes the first.
+
+    Without the wrap-around those at the ends would be sent less often. Source: Vogels et al.,
+    NeurIPS 2019, as "random block".
+    """
+
+    def positions(self, n: int, step: int, name: str) -> Array:
+        """Return the positions, int64 ``[k]``, of a tensor called ``name`` of ``n`` elements."""
+        first = draws.below(draws.draw(self.seed, step, name, 0), n)
+        found = np.arange(first, first + self.count(n), dtype=np.int64)
+        found[n - first :] -= n
+        return found
+
+
+@dataclass(frozen=True)
+class RandomK(_Drawn):
+    """Keep k elements, each with probability k/n: (a j + c) mod n for j < k, a prime to n.
+
+    None is drawn twice, which would send less than k. Source: Stich et al., NeurIPS 2018.
+    """
+
+    def positions(self, n: int, step: int, name: str) -> Array:
+        """Return the positions, int64 ``[k]``, of a tensor called ``name`` of ``n`` elements."""
+        if n <= 1:
+            return np.arange(n, dtype=np.int64)
+        factor = 1 + draws.below(draws.draw(self.seed, step, name, 1), n - 1)
+        while math.gcd(factor, n) != 1:
+            factor = factor % n + 1
+        first = draws.below(draws.draw(self.seed, step, name, 0), n)
+        # In unsigned 64 bits a product is exact below 2**64: n up to 2**32, density up to 1.
+        found = np.arange(self.count(n), dtype=np.uint64)
+        found *= np.uint64(factor)
+        found += np.uint64(first)
+        found %= np.uint64(n)
+        return found.view(np.int64)

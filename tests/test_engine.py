@@ -13,9 +13,13 @@ from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.policy import Always
 from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.world import exchange_once
-from tests.contracts import CODECS, GATHER_RECIPES
+from tests.contracts import CODECS, GATHER_RECIPES, SHARED_RECIPES
 
-FEEDBACK = [key for key, (recipe, _) in CODECS.items() if recipe != "bf16"]
+FEEDBACK = {key: case for key, case in CODECS.items() if case[0] != "bf16"} | {
+    f"{name}-{density}": (name, {"density": density})
+    for name in SHARED_RECIPES for density in (0.001, 0.3, 1.0)
+}  # fmt: skip
+COMPRESSED = [*GATHER_RECIPES, *SHARED_RECIPES]
 TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]
 SIZES = [[2000, 3], [1001]]
 
@@ -50,7 +54,7 @@ def _bytes(sums):
 
 @pytest.mark.parametrize("key", FEEDBACK)
 def test_what_is_sent_and_what_is_left_make_up_the_gradients(key):
-    recipe, options = CODECS[key]
+    recipe, options = FEEDBACK[key]
     gradients = np.random.default_rng(0).standard_normal((20, 3, 1500)).astype(np.float32)
     total = np.zeros(1500)
     for step in simulate(recipe, gradients, **options):
@@ -59,7 +63,7 @@ def test_what_is_sent_and_what_is_left_make_up_the_gradients(key):
     np.testing.assert_allclose(total + step.residual.mean(0), owed, atol=2e-4)
 
 
-@pytest.mark.parametrize("recipe", ["none", *GATHER_RECIPES])
+@pytest.mark.parametrize("recipe", ["none", *COMPRESSED])
 def test_one_step_with_feedback_is_one_step_without(recipe):
     gradients = np.random.default_rng(1).standard_normal((1, 2, 3000)).astype(np.float32)
     with_feedback = next(simulate(recipe, gradients))
@@ -84,7 +88,7 @@ def test_without_feedback_a_small_coordinate_never_moves():
     assert moved[True][1] == pytest.approx(20, abs=2)
 
 
-@pytest.mark.parametrize("recipe", ["fp16", *GATHER_RECIPES])
+@pytest.mark.parametrize("recipe", ["fp16", *COMPRESSED])
 def test_ranks_agree_bit_for_bit_whatever_their_order(recipe):
     engines = _engines(get_scheme(recipe), ranks=3)
     rng = np.random.default_rng(2)
@@ -95,7 +99,7 @@ def test_ranks_agree_bit_for_bit_whatever_their_order(recipe):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["a", "c", "dense"])
-@pytest.mark.parametrize("recipe", ["fp16", *GATHER_RECIPES])
+@pytest.mark.parametrize("recipe", ["fp16", *COMPRESSED])
 def test_a_bad_step_vanishes_on_all_ranks(recipe, where, bad):
     engines = _engines(get_scheme(recipe))
     rng = np.random.default_rng(3)
@@ -146,7 +150,7 @@ def test_fp16_saturates_instead_of_overflowing():
     assert (small == 1.5).all()
 
 
-@pytest.mark.parametrize("recipe", GATHER_RECIPES)
+@pytest.mark.parametrize("recipe", COMPRESSED)
 def test_a_resumed_run_equals_an_uninterrupted_one(recipe):
     scheme = get_scheme(recipe)
     straight, resumed = _engines(scheme), _engines(scheme)
@@ -294,7 +298,9 @@ def test_a_bucket_starts_once_a_step():
 
 @pytest.mark.parametrize(
     ("recipe", "options", "distance"),
-    [("none", {}, 1e-3)] + [(name, {"density": 0.1}, 2e-2) for name in ("topk", "fft", "dct")],
+    [("none", {}, 1e-3)]
+    + [(name, {"density": 0.1}, 2e-2) for name in ("topk", "fft", "dct")]
+    + [(name, {"density": 0.3}, 2e-2) for name in SHARED_RECIPES],
 )
 def test_compressed_descent_reaches_the_optimum_of_a_convex_problem(recipe, options, distance):
     rng = np.random.default_rng(6)

@@ -19,7 +19,8 @@ STDLIB = sys.stdlib_module_names
 ALLOWED = {
     "errors.py": set(),
     "transforms.py": {"numpy", "backends"},
-    "sparsifiers.py": {"backends"},
+    "draws.py": set(),
+    "sparsifiers.py": {"numpy", "backends", "draws"},
     "quantizers.py": {"numpy"},
     "entropy.py": set(),
     "wire.py": {"numpy", "backends", "entropy", "errors"},
@@ -30,6 +31,7 @@ ALLOWED = {
     "backends/cpu/": {"numpy", "numba", "llvmlite", "backends", "entropy", "quantizers", "threads"},
     "schemes/__init__.py": {"numpy", "backends"},
     "schemes/": {"numpy", "backends", "codec", "errors", "quantizers", "schemes", "wire"},
+    "schemes/shared.py": {"numpy", "backends", "quantizers", "schemes", "sparsifiers"},
     "schedules.py": set(),
     "record.py": {"numpy"},
     "recovery.py": set(),

@@ -20,7 +20,9 @@ from horovod_fftcomp.buckets import is_compressed, make_buckets
 from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.schemes.shared import Shared
 
 
 @pytest.mark.parametrize("name", list_compressors())
@@ -38,10 +40,9 @@ def test_every_recipe_is_complete(name):
 def test_repr_rebuilds_the_scheme(name):
     names = {cls.__name__: cls for module in (transforms, sparsifiers, quantizers)
              for cls in vars(module).values() if dataclasses.is_dataclass(cls)}  # fmt: skip
-    from horovod_fftcomp.schemes.dense import Dense
-
+    names |= {cls.__name__: cls for cls in (Codec, Dense, Gather, Shared)}
     scheme = get_scheme(name)
-    assert eval(repr(scheme), {**names, "Codec": Codec, "Gather": Gather, "Dense": Dense}) == scheme
+    assert eval(repr(scheme), names) == scheme
 
 
 def test_every_stage_is_in_some_recipe():
@@ -53,11 +54,14 @@ def test_every_stage_is_in_some_recipe():
                 if isinstance(scheme, Gather):
                     codec = scheme.codec
                     used |= {type(codec.transform), type(codec.sparsifier), type(codec.quantizer)}
+                elif isinstance(scheme, Shared):
+                    used.add(type(scheme.selection))
     stages = {
         cls
         for module in (transforms, sparsifiers, quantizers)
         for cls in vars(module).values()
         if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__
+        if not cls.__name__.startswith("_")
     }
     assert used == stages
 
@@ -84,7 +88,7 @@ def test_wrong_arguments_are_told_by_name(name, options, error, message):
         get_scheme(name, **options)
 
 
-@pytest.mark.parametrize("name", ["none", "fp16"])
+@pytest.mark.parametrize("name", ["none", "fp16", "random_k"])
 def test_recipes_without_payloads_have_no_codec(name):
     with pytest.raises(ValueError, match=f"'{name}' exchanges values by allreduce"):
         get_codec(name)

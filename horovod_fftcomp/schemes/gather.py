@@ -12,11 +12,8 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array, backend_for, load_backend
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.schemes import Context, Energy, Exchange, Outcome, Round, Tensor
+from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Exchange, Outcome, Round, Tensor
 from horovod_fftcomp.wire import Header
-
-# The relative error takes a pass before and one after; every 50th step they cost nothing.
-MEASURE_EVERY = 50
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def in_set(model, compression, process_set):
     )
 
 
-@pytest.mark.parametrize("recipe", ["none", "fp16", "bf16", "topk", "fft"])
+@pytest.mark.parametrize("recipe", ["none", "fp16", "bf16", "topk", "fft", "random_k"])
 def test_members_agree_and_the_others_are_left_alone(recipe, sets):
     model = make_model()
     compression = small_buckets(model, recipe, process_set=sets["pair"])

@@ -143,7 +143,7 @@ def test_gradient_accumulation_compresses_once_a_step(same_everywhere):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("recipe", ["fp16", "bf16", "topk", "fft", "dct"])
+@pytest.mark.parametrize("recipe", ["fp16", "bf16", "topk", "fft", "dct", "random_block"])
 @pytest.mark.parametrize("where", ["compressed", "dense"])
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_bad_gradient_on_one_rank_is_a_step_that_never_was(

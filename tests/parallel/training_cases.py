@@ -29,7 +29,7 @@ from tests.parallel.models import (
     train,
 )
 
-COMPRESSED = ["fp16", "bf16", "topk", "fft", "dct"]
+COMPRESSED = ["fp16", "bf16", "topk", "fft", "dct", "random_block"]
 
 
 @pytest.mark.parametrize("recipe", ["topk", "fft", "dct"])
