@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from horovod_fftcomp.policy import Policy, Rule, Scheduled, action_for, policy_of
+from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
 
 # Below this a header and a launch cost more than the bytes that compression would save.
@@ -33,6 +34,11 @@ def is_compressed(tensor: Tensor, min_numel: int = MIN_NUMEL) -> bool:
     return len(tensor.shape) > 1 and math.prod(tensor.shape) >= min_numel
 
 
+def first_convolution(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Return the kernel of the first convolution over two or three dimensions, if there is one."""
+    return next((tensor for tensor in tensors if len(tensor.shape) in (4, 5)), None)
+
+
 def make_buckets(
     tensors: Iterable[Tensor],
     policy: Scheduled,
@@ -43,17 +49,21 @@ def make_buckets(
     """Return the compressed tensors, in the given order, in buckets of one policy each.
 
     A rule decides for the tensors that it names; of the others, vectors and small tensors stay
-    out, and so does everything under a policy that is dense for ever. A bucket holds whole
+    out, and so do the first convolution if the recipe is one to spare it, and everything under a
+    policy that is dense for ever. A bucket holds whole
     tensors of up to ``capacity_nbytes`` in float32, and of up to an eighth of all that is
     compressed, but for less than 1 MB; a larger tensor is a bucket of its own.
     """
+    tensors = list(tensors)
+    spared = first_convolution(tensors) if RECIPES[policy.recipe].spares_first else None
     by_policy: dict[tuple[Scheduled, bool], list[Tensor]] = {}
     for tensor in tensors:
         action = action_for(tensor, rules)
         if action is not None:
             chosen = policy_of(action, policy)
         else:
-            chosen = policy if is_compressed(tensor, min_numel) else None
+            compressed = is_compressed(tensor, min_numel) and tensor is not spared
+            chosen = policy if compressed else None
         if chosen is not None and chosen.recipe != "none":
             by_policy.setdefault((chosen, action is not None), []).append(tensor)
     total_nbytes = sum(_nbytes(tensor) for members in by_policy.values() for tensor in members)

@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp import wire
+from horovod_fftcomp import positions, wire
 from horovod_fftcomp.backends import Array, Coefficients, Part, backend_for, load_backend
 from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Quantizer
 from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.transforms import Transform
-from horovod_fftcomp.wire import Header, Layout, Plan
+from horovod_fftcomp.wire import Header, Plan
 
 # The same few thousand tensors come back every step.
 _PLANS_CACHED = 1 << 14
@@ -167,8 +168,8 @@ class Codec:
         """Quantize what is chosen and write positions and values."""
         coding = self.quantizer.coding(scale)
         bitmap, values = kernels.take(coeffs, self.transform.bins_per_block, coding, keep_residual)
-        positions = _pack_positions(bitmap, plan, kernels)
-        payload[plan.header_nbytes : plan.header_nbytes + plan.positions_nbytes] = positions
+        packed = positions.pack(bitmap, plan.positions, kernels)
+        payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes] = packed
         payload[plan.values_offset :] = values
 
     def decode(self, payload: Array, backend: str | None = None) -> Array:
@@ -228,8 +229,8 @@ class Codec:
 
     def _part(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Part:
         """Return the body of a payload; ValueError if its positions cannot be."""
-        end = plan.header_nbytes + plan.positions_nbytes
-        bitmap = _unpack_positions(payload[plan.header_nbytes : end], plan, kernels)
+        end = plan.header_nbytes + plan.positions.nbytes
+        bitmap = positions.unpack(payload[plan.header_nbytes : end], plan.positions, kernels)
         coding = self.quantizer.coding(header.scale)
         return Part(bitmap, payload[plan.values_offset :], coding)
 
@@ -317,26 +318,3 @@ def _aligned(payload: Array) -> Array:
     if payload.ctypes.data % 8 == 0 and payload.strides == (1,) and payload.flags.writeable:
         return payload
     return payload.copy()
-
-
-def _pack_positions(bitmap: Array, plan: Plan, kernels: ModuleType) -> Array:
-    if plan.layout is Layout.BITMAP:
-        return kernels.pack_bitmap(bitmap, plan.n_bins)
-    if plan.layout is Layout.ENTROPY:
-        return kernels.pack_entropy(bitmap, plan.n_bins, plan.k)
-    if plan.layout is Layout.OFFSETS:
-        return kernels.pack_offsets(bitmap, plan.n_bins, plan.k, plan.low_bits)
-    return bitmap[:0].view(np.uint8)
-
-
-def _unpack_positions(packed: Array, plan: Plan, kernels: ModuleType) -> Array:
-    if plan.layout is Layout.BITMAP:
-        return kernels.unpack_bitmap(packed, plan.n_bins, plan.k)
-    if plan.layout is Layout.ENTROPY:
-        return kernels.unpack_entropy(packed, plan.n_bins, plan.k)
-    if plan.layout is Layout.OFFSETS:
-        return kernels.unpack_offsets(packed, plan.n_bins, plan.k, plan.low_bits)
-    ones = np.full(-(-plan.n_bins // 64), ~np.uint64(0))
-    if plan.n_bins % 64:
-        ones[-1] >>= np.uint64(64 - plan.n_bins % 64)
-    return ones

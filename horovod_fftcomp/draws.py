@@ -6,6 +6,8 @@ or a new rank draws as the others do, and nobody's own random numbers change.
 
 from __future__ import annotations
 
+from horovod_fftcomp.wire import fnv1a
+
 _MASK = (1 << 64) - 1
 
 
@@ -17,17 +19,9 @@ def mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def hash_of(text: str) -> int:
-    """Return the 64-bit hash of a text's UTF-8 bytes (FNV-1a; Fowler, Noll and Vo)."""
-    value = 0xCBF29CE484222325
-    for byte in text.encode():
-        value = ((value ^ byte) * 0x100000001B3) & _MASK
-    return value
-
-
 def draw(seed: int, step: int, name: str, place: int) -> int:
     """Return the 64-bit number of this ``seed``, ``step``, tensor ``name`` and ``place``."""
-    return mix(mix(mix(hash_of(name) ^ mix(seed & _MASK)) ^ step) ^ place)
+    return mix(mix(mix(fnv1a(name) ^ mix(seed & _MASK)) ^ step) ^ place)
 
 
 def below(number: int, n: int) -> int:

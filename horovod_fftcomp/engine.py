@@ -27,11 +27,13 @@ class Costs:
     """Sums since the start, on this rank."""
 
     sent_nbytes: int = 0
+    received_nbytes: int = 0
     collectives: int = 0
     encode_s: float = 0.0
     decode_s: float = 0.0
     skipped_steps: int = 0
     relative_error: float = 0.0
+    similarity: float | None = None
 
 
 class Result(NamedTuple):
@@ -119,6 +121,7 @@ class Engine:
 
     def proceed(self, bucket: int, output: Array) -> Work:
         """Return the work that goes on with a round's output."""
+        self.costs.received_nbytes += output.nbytes
         return partial(_run, bucket, self._running[bucket], output)
 
     def accept(self, result: Result) -> Round | None:
@@ -165,6 +168,10 @@ class Engine:
     def _measure(self, outcomes: dict[int, Outcome]) -> None:
         """Take down relative errors, and warn of residuals that keep growing."""
         wanted = left = 0.0
+        similar = [o.similarity for o in outcomes.values() if o.similarity is not None]
+        if similar:
+            common, chosen = (sum(column) for column in zip(*similar, strict=True))
+            self.costs.similarity = common / chosen
         for bucket, outcome in sorted(outcomes.items(), key=lambda item: item[0]):
             density = self.buckets[bucket].policy.density(self.step) or 1.0
             self.alarm.threshold = max(DEFAULT_THRESHOLD, 1 / density)

@@ -11,6 +11,7 @@ from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat,
 from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.schemes.leader import ChunkWinners, Largest
 from horovod_fftcomp.schemes.shared import Shared
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK, TopK
 from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity
@@ -18,11 +19,15 @@ from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named way to exchange gradients; its options are the keywords of ``make``."""
+    """A named way to exchange gradients; its options are the keywords of ``make``.
+
+    ``spares_first``: the first convolution of a model travels dense unless a rule names it.
+    """
 
     make: Callable[..., Scheme]
     summary: str
     source: str
+    spares_first: bool = False
 
     @property
     def options(self) -> dict[str, object]:
@@ -77,6 +82,23 @@ def _random_k(
     return Shared(RandomK(density, seed), error_feedback, unbiased)
 
 
+def _scalecom(
+    density: float = 0.01,
+    beta: float = 0.1,
+    selector: str = "chunk",
+    bits: int = 32,
+    error_feedback: bool = True,
+) -> Scheme:
+    if selector not in _SELECTORS:
+        raise ValueError(f"selector must be one of {', '.join(_SELECTORS)}; got {selector!r}")
+    return Shared(_SELECTORS[selector](density), error_feedback, beta=beta, bits=bits)
+
+
+_SELECTORS: dict[str, type[ChunkWinners] | type[Largest]] = {
+    "chunk": ChunkWinners,
+    "exact": Largest,
+}
+
 RECIPES: dict[str, Recipe] = {
     "none": Recipe(_none, "all values in float32", "Horovod's own"),
     "fp16": Recipe(_fp16, "all values in float16, saturating", "Horovod's own"),
@@ -88,6 +110,12 @@ RECIPES: dict[str, Recipe] = {
     "dct": Recipe(_dct, "the largest coefficients of a block DCT, as range floats", "as fft"),
     "random_block": Recipe(
         _random_block, "consecutive values from a random place on, float32", "Vogels et al. 2019"
+    ),
+    "scalecom": Recipe(
+        _scalecom,
+        "what one rank chooses for all, each step another",
+        "Chen et al., NeurIPS 2020",
+        spares_first=True,
     ),
     "random_k": Recipe(_random_k, "random values, float32", "Stich et al. 2018"),
 }

@@ -1,11 +1,7 @@
-"""Where every byte of a payload lies: header, layouts of positions, sizes. See docs/wire-format.md.
-
-A layout is chosen from counts alone, never from values, so all ranks choose alike.
-"""
+"""Where every byte of a payload lies: header, positions, values, sizes. See docs/wire-format.md."""
 
 from __future__ import annotations
 
-import enum
 import math
 import struct
 import zlib
@@ -15,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp import entropy
+from horovod_fftcomp import positions
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.positions import Layout, Positions
 
 VERSION = 2
 MAGIC = b"HFC"
@@ -28,18 +25,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 _FIXED = struct.Struct("<3sBBBBBQQQQfI")
 _CRC_OFFSET = _FIXED.size - 4
 _NOT_FINITE = 1
-_WORTH_CODING_PERCENT = 95
 _MAX_DIMS = 64
-
-
-class Layout(enum.IntEnum):
-    """How the body tells which coefficients follow."""
-
-    RAW = 0  # no coefficients: the elements themselves, float32
-    ALL = 1  # every coefficient, no positions
-    BITMAP = 2  # one bit for each coefficient
-    OFFSETS = 3  # fixed-width offsets in blocks whose counts are written in unary
-    ENTROPY = 4  # a bitmap's bytes in an entropy code of bounded size
 
 
 @dataclass(frozen=True)
@@ -48,14 +34,25 @@ class Plan:
 
     shape: tuple[int, ...]
     numel: int
-    n_bins: int
-    k: int
-    layout: Layout
-    low_bits: int
+    positions: Positions
     header_nbytes: int
-    positions_nbytes: int
     values_offset: int
     payload_nbytes: int
+
+    @property
+    def layout(self) -> Layout:
+        """How the body tells which coefficients follow."""
+        return self.positions.layout
+
+    @property
+    def n_bins(self) -> int:
+        """Of how many coefficients the values are some."""
+        return self.positions.n
+
+    @property
+    def k(self) -> int:
+        """How many values there are."""
+        return self.positions.k
 
 
 class Header(NamedTuple):
@@ -91,35 +88,13 @@ def make_plan(shape: tuple[int, ...], n_bins: int, k: int, bits_per_bin: int) ->
     """
     numel = math.prod(shape)
     header = align(_FIXED.size + len(_encode_dims(shape)))
-    layout, low_bits, positions = _cheapest_positions(n_bins, k)
-    values_offset = header + align(positions, 8)
+    chosen = positions.cheapest(n_bins, k)
+    values_offset = header + align(chosen.nbytes, 8)
     payload = values_offset + (k * bits_per_bin + 7) // 8
     if payload - header >= 4 * numel:
-        layout, low_bits, positions, values_offset = Layout.RAW, 0, 0, header
-        n_bins = k = numel
-        payload = header + 4 * numel
-    return Plan(
-        shape, numel, n_bins, k, layout, low_bits, header, positions, values_offset, payload
-    )
-
-
-def _cheapest_positions(n: int, k: int) -> tuple[Layout, int, int]:
-    """Return (layout, bits of an offset, bytes) for ``k`` of ``n`` places; ties: the simpler.
-
-    The entropy code takes more work and has to save enough to be worth it.
-    """
-    if k == n:
-        return Layout.ALL, 0, 0
-    choices = [((n + 7) // 8, Layout.BITMAP, 0)]
-    for low_bits in range(1, 17):
-        unary = k + ((n + (1 << low_bits) - 1) >> low_bits)
-        nbytes = (unary + 7) // 8 + (k * low_bits + 7) // 8
-        choices.append((nbytes, Layout.OFFSETS, low_bits))
-    nbytes, layout, low_bits = min(choices)
-    coded = entropy.coded_nbytes(n, k) if entropy.can_code(n, k) else nbytes
-    if 100 * coded < _WORTH_CODING_PERCENT * nbytes:
-        return Layout.ENTROPY, 0, coded
-    return layout, low_bits, nbytes
+        chosen = Positions(Layout.RAW, numel, numel, 0, 0)
+        values_offset, payload = header, header + 4 * numel
+    return Plan(shape, numel, chosen, header, values_offset, payload)
 
 
 def write_header(

@@ -19,12 +19,14 @@ from horovod_fftcomp.schemes import Round, Scheme, Tensor
 class SimulatedStep(NamedTuple):
     """One step of ``simulate``.
 
-    ``average``: float32 ``[n]``, as every rank computed it. ``sent_bytes``: what each rank put
-    into collectives. ``residual``: float32 ``[ranks, n]``, what each rank still owes.
+    ``average``: float32 ``[n]``, as every rank computed it. Bytes of each rank: ``sent_bytes``
+    what it put into collectives, ``received_bytes`` what came out of them. ``residual``: float32
+    ``[ranks, n]``, what each rank still owes.
     """
 
     average: Array
     sent_bytes: list[int]
+    received_bytes: list[int]
     residual: Array
 
 
@@ -56,14 +58,18 @@ class InProcessWorld:
         for what, values in (
             ("collective", {part.collective for part in rounds}),
             ("dtype", {part.data.dtype.name for part in rounds}),
+            ("root", {part.root for part in rounds}),
         ):
             if len(values) > 1:
-                raise ConfigMismatchError(f"{name!r}: the ranks' {what} differ: {sorted(values)}")
+                listed = sorted(map(str, values))
+                raise ConfigMismatchError(f"{name!r}: the ranks' {what}s differ: {listed}")
         if rounds[0].collective == "allgather":
             return np.concatenate([part.data for part in rounds])
         shapes = {part.data.shape for part in rounds}
         if len(shapes) > 1:
             raise ConfigMismatchError(f"{name!r}: the ranks' shapes differ: {sorted(shapes)}")
+        if rounds[0].collective == "broadcast":
+            return rounds[rounds[0].root].data.copy()
         total = rounds[0].data.copy()
         for part in rounds[1:]:
             total += part.data
@@ -132,15 +138,19 @@ def _steps(policy: Policy, gradients: Iterable[Array]) -> Iterator[SimulatedStep
             shape = step_grads.shape
             bucket = Bucket((Tensor("gradient", (shape[1],)),), policy)
             engines = [Engine([bucket], rank, shape[0]) for rank in range(shape[0])]
-        before = [engine.costs.sent_nbytes for engine in engines]
+        before = _traffic(engines)
         exchange_once(engines, [[[grad]] for grad in step_grads], random.Random(0))
         sums = [engine.sums(0)[0] for engine in engines]
         if any(total.tobytes() != sums[0].tobytes() for total in sums):
             raise AssertionError("ranks computed different sums from the same payloads")
         for engine in engines:
             engine.settle()
-        yield SimulatedStep(
-            sums[0] / np.float32(shape[0]),
-            [engine.costs.sent_nbytes - b for engine, b in zip(engines, before, strict=True)],
-            np.stack([engine.residual("gradient") for engine in engines]),
-        )
+        sent, received = (_traffic(engines) - before).tolist()
+        residual = np.stack([engine.residual("gradient") for engine in engines])
+        yield SimulatedStep(sums[0] / np.float32(shape[0]), sent, received, residual)
+
+
+def _traffic(engines: Sequence[Engine]) -> Array:
+    """Return the bytes that each rank has sent and received so far, ``[2, ranks]``."""
+    costs = [engine.costs for engine in engines]
+    return np.array([[c.sent_nbytes for c in costs], [c.received_nbytes for c in costs]])

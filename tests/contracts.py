@@ -10,13 +10,15 @@ import pytest
 
 from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, list_compressors
 from horovod_fftcomp.backends import BACKENDS, Coefficients, Part, load_backend
+from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import Coding, Float32
+from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.shared import Shared
-from horovod_fftcomp.wire import Layout
 
 GATHER_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), Gather)]
 SHARED_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), Shared)]
+DRAWN_RECIPES = [name for name in SHARED_RECIPES if "seed" in RECIPES[name].options]
 
 # Codecs beyond the recipes' defaults: every layout of positions and the ends of every option.
 CODECS = {

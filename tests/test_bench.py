@@ -73,7 +73,7 @@ def test_bytes_errors_and_bits_are_those_of_the_codec(bench):
         p = plan.k / plan.n_bins
         entropy = (-p * math.log2(p) - (1 - p) * math.log2(1 - p)) / p
         assert row["entropy_per_position"] == pytest.approx(entropy)
-        assert row["bits_per_position"] == 8 * plan.positions_nbytes / plan.k
+        assert row["bits_per_position"] == 8 * plan.positions.nbytes / plan.k
         assert 0.99 * entropy < row["bits_per_position"] < entropy + 1.5
 
 

@@ -13,11 +13,17 @@ from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.policy import Always
 from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.world import exchange_once
-from tests.contracts import CODECS, GATHER_RECIPES, SHARED_RECIPES
+from tests.contracts import CODECS, DRAWN_RECIPES, GATHER_RECIPES, SHARED_RECIPES
 
 FEEDBACK = {key: case for key, case in CODECS.items() if case[0] != "bf16"} | {
     f"{name}-{density}": (name, {"density": density})
-    for name in SHARED_RECIPES for density in (0.001, 0.3, 1.0)
+    for name in DRAWN_RECIPES for density in (0.001, 0.3, 1.0)
+} | {
+    f"scalecom-{selector}-{density}": ("scalecom", {**options, "density": density, "beta": 1})
+    for selector, options in {
+        "chunk": {}, "exact": {"selector": "exact"},
+    }.items()
+    for density in (0.001, 0.3, 1.0)
 }  # fmt: skip
 COMPRESSED = [*GATHER_RECIPES, *SHARED_RECIPES]
 TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]

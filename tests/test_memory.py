@@ -30,8 +30,10 @@ def memory(field):
 def step(engine, n):
     grad = np.random.default_rng(0).standard_normal(n, np.float32)
     round_ = engine.start(0, [grad])
-    both = np.concatenate([round_.data] * 2) if round_.collective == "allgather" else round_.data
-    engine.advance(0, both)
+    while round_ is not None:
+        gathers = round_.collective == "allgather"
+        output = np.concatenate([round_.data] * 2) if gathers else round_.data
+        round_ = engine.advance(0, output)
     engine.sums(0)
     engine.settle()
 

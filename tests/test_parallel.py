@@ -60,6 +60,7 @@ def run_ranks(n: int, controller: str, *command: str, timeout_s: int = 300) -> t
         (2, "refusal_cases"),
         (2, "overlap_cases"),
         (3, "process_set_cases"),
+        (3, "scheme_cases"),
     ],
 )
 def test_on_ranks(ranks, cases, controller):

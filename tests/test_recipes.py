@@ -19,10 +19,12 @@ from horovod_fftcomp import (
 from horovod_fftcomp.buckets import is_compressed, make_buckets
 from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes import Tensor, leader
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.shared import Shared
+
+STAGES = (transforms, sparsifiers, quantizers, leader)
 
 
 @pytest.mark.parametrize("name", list_compressors())
@@ -38,7 +40,7 @@ def test_every_recipe_is_complete(name):
 
 @pytest.mark.parametrize("name", list_compressors())
 def test_repr_rebuilds_the_scheme(name):
-    names = {cls.__name__: cls for module in (transforms, sparsifiers, quantizers)
+    names = {cls.__name__: cls for module in STAGES
              for cls in vars(module).values() if dataclasses.is_dataclass(cls)}  # fmt: skip
     names |= {cls.__name__: cls for cls in (Codec, Dense, Gather, Shared)}
     scheme = get_scheme(name)
@@ -48,7 +50,7 @@ def test_repr_rebuilds_the_scheme(name):
 def test_every_stage_is_in_some_recipe():
     used = set()
     for name in list_compressors():
-        for options in ({}, {"bits": 32}):
+        for options in ({}, {"bits": 32}, {"selector": "exact"}):
             if set(options) <= set(RECIPES[name].options):
                 scheme = get_scheme(name, **options)
                 if isinstance(scheme, Gather):
@@ -58,7 +60,7 @@ def test_every_stage_is_in_some_recipe():
                     used.add(type(scheme.selection))
     stages = {
         cls
-        for module in (transforms, sparsifiers, quantizers)
+        for module in STAGES
         for cls in vars(module).values()
         if dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__
         if not cls.__name__.startswith("_")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from horovod_fftcomp import PayloadError, entropy, get_codec, wire
 from horovod_fftcomp.backends import BACKENDS, Part, load_backend
+from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import Float32, RangeFloat
-from horovod_fftcomp.wire import Layout
 
 bitmap_of = load_backend("reference").bitmap_of
 
@@ -149,7 +149,7 @@ def test_the_cheapest_layout_is_chosen(n, k, layout):
 def test_positions_stay_close_to_their_entropy(density, n):
     plan = get_codec("topk", density=density).plan((n,))
     bits = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) * n
-    assert plan.positions_nbytes * 8 <= 1.12 * bits
+    assert plan.positions.nbytes * 8 <= 1.12 * bits
 
 
 @pytest.mark.parametrize(

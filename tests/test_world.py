@@ -30,9 +30,10 @@ def test_collectives():
     ("second", "message"),
     [
         (None, r"ranks \[1\] did not submit 'x'"),
-        (Round("allgather", np.ones(2, np.float32)), "collective differ"),
-        (Round("allreduce", np.ones(2, np.float64)), "dtype differ"),
+        (Round("allgather", np.ones(2, np.float32)), "collectives differ"),
+        (Round("allreduce", np.ones(2, np.float64)), "dtypes differ"),
         (Round("allreduce", np.ones(3, np.float32)), "shapes differ"),
+        (Round("allreduce", np.ones(2, np.float32), 1), "roots differ"),
     ],
 )
 def test_what_would_hang_raises(second, message):

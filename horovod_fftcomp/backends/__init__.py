@@ -62,6 +62,11 @@ KERNELS = (
     "unpack_offsets",
     "pack_entropy",
     "unpack_entropy",
+    "low_pass",
+    "chunk_winners",
+    "pack_bits",
+    "unpack_bits",
+    "positions_of",
 )
 
 

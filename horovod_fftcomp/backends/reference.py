@@ -355,6 +355,26 @@ def _symbols(n: int, k: int) -> tuple[list[int], list[int]]:
 
 
 @_quiet
+def low_pass(flat: Array, residual: Array | None, beta: float) -> tuple[Array, int]:
+    """Return (``residual`` + ``beta`` * ``flat``, new; bits of the largest |flat + residual|).
+
+    None stands for zeros.
+    """
+    if residual is None:
+        return np.float32(beta) * flat, peak_bits(flat)
+    return residual + np.float32(beta) * flat, peak_bits(flat + residual)
+
+
+@_quiet
+def chunk_winners(flat: Array, residual: Array | None, chunk: int) -> Array:
+    """Return where in each chunk |flat + residual| is largest; ties: the first; uint32."""
+    n_chunks = -(-flat.size // chunk)
+    keys = np.full(n_chunks * chunk, -1, np.int64)  # below every key
+    keys[: flat.size] = magnitude_bits(flat if residual is None else flat + residual)
+    return keys.reshape(n_chunks, chunk).argmax(1).astype(np.uint32)
+
+
+@_quiet
 def to_float16(values: Array, limit: float) -> Array:
     """Return finite float32 ``values`` as float16, those beyond +-``limit`` as that."""
     return np.clip(values, -np.float32(limit), np.float32(limit)).astype(np.float16)

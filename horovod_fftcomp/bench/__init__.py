@@ -161,7 +161,7 @@ def _measurement(
     session: Session, numel: int, memcpy_s: float, sums: _Sums, samples: Samples
 ) -> Measurement:
     plan: Plan | None = getattr(session, "plan", None)
-    has_positions = plan is not None and plan.positions_nbytes > 0
+    has_positions = plan is not None and plan.positions.nbytes > 0
     medians = {what: statistics.median(taken) for what, taken in samples.items()}
     return Measurement(
         label=session.label,
@@ -177,7 +177,7 @@ def _measurement(
         feedback_energy=sums.feedback_energy if session.has_feedback else None,
         feedback_error_energy=sums.feedback_error if session.has_feedback else None,
         k=plan.k if plan and has_positions else 0,
-        positions_nbytes=plan.positions_nbytes if plan else 0,
+        positions_nbytes=plan.positions.nbytes if plan else 0,
         entropy_bits=entropy_bits(plan.n_bins, plan.k) if plan and has_positions else 0.0,
         samples_s=samples,
     )

@@ -14,8 +14,9 @@ import numpy as np
 
 from horovod_fftcomp.backends import Array
 
-# The relative error takes a pass before and one after; every 50th step they cost nothing.
-MEASURE_EVERY = 50
+# Measurements take a pass or more; so seldom they cost nothing. A prime, so that of ranks that
+# take turns in something each is measured in every role.
+MEASURE_EVERY = 53
 
 # kind of state ("residual") -> tensor name -> array
 State = dict[str, dict[str, Array]]
@@ -29,10 +30,14 @@ class Tensor(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One collective: ``allreduce`` sums, ``allgather`` joins along axis 0 in rank order."""
+    """One collective: ``allreduce`` sums, ``allgather`` joins along axis 0 in rank order.
+
+    ``broadcast`` gives everybody the data of rank ``root``; all hand in as much.
+    """
 
     collective: str
     data: Array
+    root: int = 0
 
 
 class Context(NamedTuple):
@@ -52,6 +57,13 @@ class Energy(NamedTuple):
     left: float
 
 
+class Similarity(NamedTuple):
+    """Of how many ``chosen`` positions ``common`` ones are those that this rank prefers as well."""
+
+    common: int
+    chosen: int
+
+
 class Outcome(NamedTuple):
     """What an exchange ends in: sums over ranks, flat float32, in the order of the tensors.
 
@@ -63,6 +75,7 @@ class Outcome(NamedTuple):
     state: State
     finite: bool
     energies: Mapping[str, Energy] = MappingProxyType({})
+    similarity: Similarity | None = None
 
 
 Exchange = Generator[Round, Array, Outcome]

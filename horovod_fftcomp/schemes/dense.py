@@ -42,7 +42,7 @@ class Dense:
         kernels = load_backend("cpu")
         values = np.concatenate(parts, out=kernels.empty(sum(sizes)))
         if self.dtype == "float16":
-            values = _saturated_half(values, context)
+            values = saturated_half(values, context)
         reduced = yield Round("allreduce", values)
         if self.dtype == "float16":
             reduced = kernels.from_float16(reduced)
@@ -69,7 +69,8 @@ class Dense:
         return np.zeros(tensor.shape, np.float32)
 
 
-def _saturated_half(values: Array, context: Context) -> Array:
+def saturated_half(values: Array, context: Context) -> Array:
+    """Return float32 ``values`` as float16 that can be summed over all ranks; see ``Dense``."""
     share = np.finfo(np.float16).max / np.float32(context.world_size)
     largest = LARGEST_FINITE_BITS if context.loss_scale == 1 else int(share.view(np.uint32))
     if load_backend("cpu").peak_bits(values) > largest:

@@ -1,32 +1,49 @@
-"""One allreduce of the values at positions that all ranks draw alike: no position is sent."""
+"""The values at positions that all ranks agree on, by allreduce: what is sent can be summed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from horovod_fftcomp.backends import Array, load_backend
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Exchange, Outcome, Round, Tensor
+from horovod_fftcomp.schemes.dense import saturated_half
+from horovod_fftcomp.schemes.leader import Choice, Selector, follow_the_leader
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK
+from horovod_fftcomp.wire import align
+
+
+class _Part(NamedTuple):
+    """One tensor's part in an exchange: what it sends, and what it leaves as if all were sent."""
+
+    grad: Array | None
+    residual: Array | None
+    positions: Array
+    share: Array  # of the message, float32
+    left: Array | None
 
 
 @dataclass(frozen=True)
 class Shared:
     """Send the values at ``selection``'s positions; with ``error_feedback`` carry on the others.
 
-    The bytes that a rank sends and receives do not grow with the number of ranks. ``unbiased``
+    The bytes that a rank sends and receives do not grow with the number of ranks. ``beta`` below 1
+    lets through only that part of what a step leaves (low-pass filter of Chen et al., NeurIPS
+    2020): residual <- (1 - beta) residual + beta (gradient + residual - sent). ``unbiased``
     scales what is sent by n/k, so that its mean over all draws is the gradient. Under error
     feedback that would make residuals grow, so it is refused.
     """
 
-    selection: RandomBlock | RandomK
+    selection: RandomBlock | RandomK | Selector
     error_feedback: bool = True
     unbiased: bool = False
-    rounds = ("allreduce",)
+    beta: float = 1.0
+    bits: int = 32
 
     def __post_init__(self) -> None:
         if self.unbiased and self.error_feedback:
@@ -34,6 +51,18 @@ class Shared:
                 "unbiased=True scales what is sent by n/k, which error feedback would take back "
                 "and overshoot; give error_feedback=False with it"
             )
+        if not isinstance(self.beta, (int, float)) or not 0.0 < self.beta <= 1.0:
+            raise ValueError(f"beta must lie in (0, 1], got {self.beta!r}; 1 filters nothing")
+        if type(self.bits) is not int or self.bits not in (16, 32):
+            raise ValueError(f"bits must be 16 or 32, which can be summed; got {self.bits!r}")
+        object.__setattr__(self, "beta", float(self.beta))
+
+    @property
+    def rounds(self) -> tuple[str, ...]:
+        """The collectives of every exchange, in order."""
+        return (
+            ("broadcast", "allreduce") if isinstance(self.selection, Selector) else ("allreduce",)
+        )
 
     def exchange(
         self,
@@ -43,78 +72,108 @@ class Shared:
         context: Context,
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        kernels = load_backend("cpu")
-        numels = [math.prod(tensor.shape) for tensor in tensors]
-        chosen = [
-            self.selection.positions(numel, context.step, tensor.name)
-            for tensor, numel in zip(tensors, numels, strict=True)
-        ]
+        carried = state.get("residual", {})
+        measure = context.step % MEASURE_EVERY == 0
+        chosen, similarity = yield from self._agree(tensors, grads, carried, context, measure)
         ends = np.cumsum([positions.size for positions in chosen])
+        kernels = load_backend("cpu")
         message = kernels.empty(int(ends[-1]))
         shares = np.split(message, ends[:-1])
-        carried = state.get("residual", {})
+        parts = [
+            self._part(grad, carried.get(tensor.name), positions, share)
+            for tensor, grad, positions, share in zip(tensors, grads, chosen, shares, strict=True)
+        ]
+        sent = message
+        if self.bits == 16:
+            message = saturated_half(message, context)
+            sent = kernels.from_float16(message)
         residuals: dict[str, Array] = {}
         energies: dict[str, Energy] = {}
-        measure = context.step % MEASURE_EVERY == 0
-        for tensor, grad, positions, share in zip(tensors, grads, chosen, shares, strict=True):
-            left, energy = self._encode(grad, carried.get(tensor.name), positions, share, measure)
+        for tensor, part, arrives in zip(tensors, parts, np.split(sent, ends[:-1]), strict=True):
+            left = self._settled(part, arrives)
             if left is not None:
                 residuals[tensor.name] = left
-            if energy is not None:
-                energies[tensor.name] = energy
+            if measure and part.grad is not None and not np.isnan(arrives).any():
+                energies[tensor.name] = self._energy(part, arrives)
         reduced = yield Round("allreduce", message)
-        sums, finite = [], True
-        shares = np.split(reduced, ends[:-1])
-        for numel, positions, share in zip(numels, chosen, shares, strict=True):
-            total = kernels.empty(numel)
-            if kernels.peak_bits(share) <= LARGEST_FINITE_BITS:
-                total.fill(0)
-                total[positions] = share
-            else:
-                total.fill(np.nan)  # everywhere, so that nobody takes a step with the rest
-                finite = False
-            sums.append(total)
+        if self.bits == 16:
+            reduced = kernels.from_float16(reduced)
+        numels = [math.prod(tensor.shape) for tensor in tensors]
+        sums, finite = _scattered(reduced, chosen, numels)
         new_state = {"residual": residuals} if self.error_feedback else {}
-        return Outcome(sums, new_state, finite, energies)
+        return Outcome(sums, new_state, finite, energies, similarity)
 
-    def _encode(
+    def _agree(
         self,
-        grad: Array | None,
-        residual: Array | None,
-        positions: Array,
-        share: Array,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Array | None],
+        carried: Mapping[str, Array],
+        context: Context,
         measure: bool,
-    ) -> tuple[Array | None, Energy | None]:
-        """Write a tensor's values into ``share``; return (what they leave, the energies)."""
-        kernels = load_backend("cpu")
+    ) -> Generator[Round, Array, Choice]:
+        """Return each tensor's positions, after a round if a leader chooses them."""
+        if isinstance(self.selection, Selector):
+            return (
+                yield from follow_the_leader(
+                    self.selection, tensors, grads, carried, context, measure
+                )
+            )
+        drawn = [
+            self.selection.positions(math.prod(tensor.shape), context.step, tensor.name)
+            for tensor in tensors
+        ]
+        return Choice(drawn, None)
+
+    def _part(
+        self, grad: Array | None, residual: Array | None, positions: Array, share: Array
+    ) -> _Part:
+        """Write a tensor's values into ``share``."""
+        left, peak = None, 0
         if grad is None:
             share.fill(0)
-            return residual, None
+            return _Part(None, residual, positions, share, None)
         if self.error_feedback:
-            values, peak = kernels.add(grad, residual, 0)[:2]
+            left, peak = load_backend("cpu").low_pass(grad, residual, self.beta)
         else:
-            values, peak = grad, kernels.peak_bits(grad)
-        np.take(values, positions, out=share)
+            residual, peak = None, load_backend("cpu").peak_bits(grad)
+        np.take(grad, positions, out=share)
+        if residual is not None:
+            share += residual[positions]
+        if self.unbiased:
+            share *= np.float32(grad.size / max(1, positions.size))
         if peak > LARGEST_FINITE_BITS:
             share.fill(np.nan)  # what is bad may lie where nothing is sent
-            return None, None
-        energy = self._energy(grad, values, share) if measure else None
-        if self.unbiased:
-            share *= np.float32(values.size / max(1, positions.size))
-        if not self.error_feedback:
-            return None, energy
-        values[positions] = 0
-        return values, energy
+        return _Part(grad, residual, positions, share, left)
 
-    def _energy(self, grad: Array, values: Array, share: Array) -> Energy:
-        wanted, sent = float(np.dot(values, values)), float(np.dot(share, share))
-        excess = values.size / max(1, share.size) - 1 if self.unbiased else 0.0
-        left = max(0.0, wanted - sent) + excess**2 * sent  # rounding may leave less than nothing
-        return Energy(float(np.dot(grad, grad)), wanted, left)
+    def _settled(self, part: _Part, arrives: Array) -> Array | None:
+        """Return the new residual, once it is known what arrives of the tensor's values."""
+        if part.left is None:
+            return part.residual  # a frozen tensor's, if there is feedback
+        kept = np.float32(self.beta) * (part.share - arrives)
+        if part.residual is not None:
+            kept += np.float32(1 - self.beta) * part.residual[part.positions]
+        part.left[part.positions] = kept
+        return part.left
+
+    def _energy(self, part: _Part, arrives: Array) -> Energy:
+        """Return the energies of a finite tensor: a pass of its own, so not of every step."""
+        grad = part.grad
+        assert grad is not None
+        wanted = load_backend("cpu").add(grad, part.residual, 0).array
+        total = float(np.dot(wanted, wanted))
+        due = wanted[part.positions]
+        missed = due - arrives
+        # Rounding may leave less than nothing.
+        left = max(0.0, total - float(np.dot(due, due))) + float(np.dot(missed, missed))
+        return Energy(float(np.dot(grad, grad)), total, left)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
-        return 4 * self.selection.count(math.prod(tensor.shape))
+        n = math.prod(tensor.shape)
+        values = self.selection.count(n) * self.bits // 8
+        if isinstance(self.selection, Selector):
+            return values + align(self.selection.nbytes(n))
+        return values
 
     def state_format(self, tensor: Tensor) -> str:
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
@@ -132,3 +191,23 @@ class Shared:
         if carried is None:
             return np.zeros(tensor.shape, np.float32)
         return carried.reshape(tensor.shape).copy()
+
+
+def _scattered(
+    reduced: Array, chosen: Sequence[Array], numels: Sequence[int]
+) -> tuple[list[Array], bool]:
+    """Return (sums with the reduced values at their positions, whether all are finite)."""
+    kernels = load_backend("cpu")
+    sums, finite = [], True
+    ends = np.cumsum([positions.size for positions in chosen])
+    shares = np.split(reduced, ends[:-1])
+    for numel, positions, share in zip(numels, chosen, shares, strict=True):
+        total = kernels.empty(numel)
+        if kernels.peak_bits(share) <= LARGEST_FINITE_BITS:
+            total.fill(0)
+            total[positions] = share
+        else:
+            total.fill(np.nan)  # everywhere, so that nobody takes a step with the rest
+            finite = False
+        sums.append(total)
+    return sums, finite

@@ -2,7 +2,8 @@
 
 from horovod_fftcomp.torch import elastic
 from horovod_fftcomp.torch.compression import Compression
+from horovod_fftcomp.torch.flops import rules_by_flops
 
-__all__ = ["Compression"]
+__all__ = ["Compression", "rules_by_flops"]
 
 elastic.register()

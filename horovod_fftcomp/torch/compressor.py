@@ -99,13 +99,16 @@ class Compressor:
         """Return what this rank has sent and spent so far.
 
         ``dense_nbytes``: the gradients in float32; ``sent_nbytes``: what was handed to
-        collectives, headers, padding and probes included; ``ratio``: their quotient. Seconds:
+        collectives, headers, padding and probes included; ``ratio``: their quotient;
+        ``received_nbytes``: what buckets' collectives gave back. Seconds:
         ``encode_s``; ``encode_hidden_s``, those of them that passed before the step's last
         gradient came; ``encode_wait_s``, in which the training thread waited for an encoding;
         ``wait_s`` (for other ranks and the network; dense tensors, which Horovod exchanges,
         excluded), ``decode_s``, ``check_s`` (of parameters between ranks).
         ``relative_error``: norm of what the last measured step left unsent over the norm of what
-        it was to send. ``skipped_steps``: steps with NaN or Inf somewhere, which left no trace in
+        it was to send. ``similarity``: of the positions that another rank chose for all in the
+        last measured step, the share that this one would have chosen; None if there were none.
+        ``skipped_steps``: steps with NaN or Inf somewhere, which left no trace in
         the residuals. ``density``: the present one.
         """
         self._steps.close_if_complete()
@@ -115,6 +118,7 @@ class Compressor:
             "steps": self._steps.count,
             "dense_nbytes": self._steps.dense_nbytes,
             "sent_nbytes": sent,
+            "received_nbytes": costs.received_nbytes,
             "ratio": self._steps.dense_nbytes / sent if sent else math.nan,
             "encode_s": costs.encode_s,
             "encode_hidden_s": exchanges.encode_hidden_s,
@@ -123,6 +127,7 @@ class Compressor:
             "decode_s": costs.decode_s,
             "check_s": self._replicas.seconds,
             "relative_error": costs.relative_error,
+            "similarity": costs.similarity,
             "skipped_steps": costs.skipped_steps,
             "collectives": costs.collectives,
             "density": self._policy.density(self._engine.step),

@@ -26,6 +26,9 @@ class PendingRound:
             self._handle = hvd.allgather_async(data, name=name, process_set=process_set)
         elif round_.collective == "allreduce":
             self._handle = hvd.allreduce_async(data, op=hvd.Sum, name=name, process_set=process_set)
+        elif round_.collective == "broadcast":
+            root = process_set.ranks[round_.root]  # Horovod wants the rank among all
+            self._handle = hvd.broadcast_async(data, root, name=name, process_set=process_set)
         else:
             raise ValueError(f"unknown collective {round_.collective!r}")
 

@@ -62,9 +62,9 @@ class Steps:
             return PendingRound(round_, f"{name}.{bucket}.{number}", process_set)
 
         self.exchanges = Exchanges(engine, send, settings.timeout_s)
-        # A float16 or dense exchange goes through a join as it does in Horovod.
+        # An exchange of allreduces alone goes through a join as it does in Horovod.
         self._gathers = settings.replica_check != "off" or any(
-            "allgather" in bucket.policy.at(bucket.policy.warmup_steps).rounds
+            set(bucket.policy.at(bucket.policy.warmup_steps).rounds) != {"allreduce"}
             for bucket in engine.buckets
         )
         self._opened = self._finished = False

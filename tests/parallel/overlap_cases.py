@@ -59,7 +59,7 @@ def slow(monkeypatch):
     return threads
 
 
-@pytest.mark.parametrize("recipe", ["fp16", "bf16", "topk", "fft", "dct", "random_k"])
+@pytest.mark.parametrize("recipe", ["fp16", "bf16", "topk", "fft", "dct", "random_k", "scalecom"])
 def test_training_is_the_same_to_the_bit_as_with_encoding_in_the_hooks(recipe, same_everywhere):
     ends = []
     for prepare in (inline, lambda compression: compression):

@@ -14,6 +14,13 @@ from horovod_fftcomp.backends.cpu.positions import (
     unpack_entropy,
     unpack_offsets,
 )
+from horovod_fftcomp.backends.cpu.shared import (
+    chunk_winners,
+    low_pass,
+    pack_bits,
+    positions_of,
+    unpack_bits,
+)
 from horovod_fftcomp.backends.cpu.transforms import (
     dct_blocks,
     idct_blocks,
@@ -26,6 +33,7 @@ from horovod_fftcomp.backends.cpu.values import add, peak_bits, rank, sum_values
 
 __all__ = [
     "add",
+    "chunk_winners",
     "dct_blocks",
     "empty",
     "from_float16",
@@ -33,16 +41,20 @@ __all__ = [
     "idct_sum",
     "irfft_blocks",
     "irfft_sum",
+    "low_pass",
     "pack_bitmap",
+    "pack_bits",
     "pack_entropy",
     "pack_offsets",
     "peak_bits",
+    "positions_of",
     "rank",
     "rfft_blocks",
     "sum_values",
     "take",
     "to_float16",
     "unpack_bitmap",
+    "unpack_bits",
     "unpack_entropy",
     "unpack_offsets",
 ]
