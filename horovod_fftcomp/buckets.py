@@ -52,7 +52,8 @@ def make_buckets(
     out, and so do the first convolution if the recipe is one to spare it, and everything under a
     policy that is dense for ever. A bucket holds whole
     tensors of up to ``capacity_nbytes`` in float32, and of up to an eighth of all that is
-    compressed, but for less than 1 MB; a larger tensor is a bucket of its own.
+    compressed, but for less than 1 MB; a larger tensor is a bucket of its own. Under a policy whose
+    scope is the model one bucket holds all its tensors.
     """
     tensors = list(tensors)
     spared = first_convolution(tensors) if RECIPES[policy.recipe].spares_first else None
@@ -68,10 +69,11 @@ def make_buckets(
             by_policy.setdefault((chosen, action is not None), []).append(tensor)
     total_nbytes = sum(_nbytes(tensor) for members in by_policy.values() for tensor in members)
     share_nbytes = max(_SMALL_NBYTES, int(_LARGEST_SHARE * total_nbytes))
+    room_nbytes = min(capacity_nbytes, share_nbytes)
     return [
         Bucket(group, chosen, ruled)
         for (chosen, ruled), members in by_policy.items()
-        for group in _filled(members, min(capacity_nbytes, share_nbytes))
+        for group in _filled(members, total_nbytes if chosen.scope == "model" else room_nbytes)
     ]
 
 

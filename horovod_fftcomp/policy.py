@@ -82,6 +82,11 @@ class Scheduled:
             return self.schedule.at(max(0, step - self.warmup_steps))
         return {**RECIPES[self.recipe].options, **dict(self.options)}.get("density")
 
+    @property
+    def scope(self) -> str:
+        """What shares one k: "tensor", "bucket" or "model"."""
+        return dict(self.options).get("scope", "tensor")
+
     def facts(self) -> dict[str, object]:
         """Return what has to be equal on all ranks, defaults included, in words."""
         return {

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat, is_whole
 from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.schemes.joined import Joined
 from horovod_fftcomp.schemes.leader import ChunkWinners, Largest
 from horovod_fftcomp.schemes.shared import Shared
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK, TopK
@@ -40,6 +42,18 @@ def _values(bits: int) -> Quantizer:
     return Float32() if is_whole(bits) and bits == 32 else RangeFloat(bits)
 
 
+def _one_of(option: str, value: str, choices: dict[str, Any]) -> Any:
+    if value not in choices:
+        raise ValueError(f"{option} must be one of {', '.join(choices)}; got {value!r}")
+    return choices[value]
+
+
+def _within(scope: str, scheme: Gather | Shared) -> Scheme:
+    """Return what applies ``scheme`` to each tensor, each bucket, or all of the model at once."""
+    joins = _one_of("scope", scope, {"tensor": False, "bucket": True, "model": True})
+    return Joined(scheme, scope) if joins else scheme
+
+
 def _none() -> Scheme:
     return Dense("float32")
 
@@ -54,8 +68,10 @@ def _bf16() -> Scheme:
 
 # The defaults send as many bytes as the papers' settings (density 0.01 in float32; 0.15 in 10 bits)
 # and lose least of recorded gradients: benchmarks/README.md, defaults.py.
-def _topk(density: float = 0.038, bits: int = 4, error_feedback: bool = True) -> Scheme:
-    return Gather(Codec(Identity(), TopK(density), _values(bits)), error_feedback)
+def _topk(
+    density: float = 0.038, bits: int = 4, error_feedback: bool = True, scope: str = "tensor"
+) -> Scheme:
+    return _within(scope, Gather(Codec(Identity(), TopK(density), _values(bits)), error_feedback))
 
 
 def _fft(
@@ -71,15 +87,36 @@ def _dct(
 
 
 def _random_block(
-    density: float = 0.01, error_feedback: bool = True, unbiased: bool = False, seed: int = 0
+    density: float = 0.01,
+    error_feedback: bool = True,
+    unbiased: bool = False,
+    exchange: str = "reduce",
+    scope: str = "tensor",
+    seed: int = 0,
 ) -> Scheme:
-    return Shared(RandomBlock(density, seed), error_feedback, unbiased)
+    return _drawn(RandomBlock(density, seed), error_feedback, unbiased, exchange, scope)
 
 
 def _random_k(
-    density: float = 0.01, error_feedback: bool = True, unbiased: bool = False, seed: int = 0
+    density: float = 0.01,
+    error_feedback: bool = True,
+    unbiased: bool = False,
+    exchange: str = "reduce",
+    scope: str = "tensor",
+    seed: int = 0,
 ) -> Scheme:
-    return Shared(RandomK(density, seed), error_feedback, unbiased)
+    return _drawn(RandomK(density, seed), error_feedback, unbiased, exchange, scope)
+
+
+def _drawn(
+    selection: RandomBlock | RandomK,
+    error_feedback: bool,
+    unbiased: bool,
+    exchange: str,
+    scope: str,
+) -> Scheme:
+    collective = _one_of("exchange", exchange, {"reduce": "allreduce", "gather": "allgather"})
+    return _within(scope, Shared(selection, error_feedback, unbiased, collective=collective))
 
 
 def _scalecom(
@@ -88,16 +125,11 @@ def _scalecom(
     selector: str = "chunk",
     bits: int = 32,
     error_feedback: bool = True,
+    scope: str = "tensor",
 ) -> Scheme:
-    if selector not in _SELECTORS:
-        raise ValueError(f"selector must be one of {', '.join(_SELECTORS)}; got {selector!r}")
-    return Shared(_SELECTORS[selector](density), error_feedback, beta=beta, bits=bits)
+    choose = _one_of("selector", selector, {"chunk": ChunkWinners, "exact": Largest})
+    return _within(scope, Shared(choose(density), error_feedback, beta=beta, bits=bits))
 
-
-_SELECTORS: dict[str, type[ChunkWinners] | type[Largest]] = {
-    "chunk": ChunkWinners,
-    "exact": Largest,
-}
 
 RECIPES: dict[str, Recipe] = {
     "none": Recipe(_none, "all values in float32", "Horovod's own"),
@@ -153,6 +185,8 @@ def get_codec(name: str, **options: object) -> Codec:
     ``get_scheme`` does.
     """
     scheme = get_scheme(name, **options)
+    if isinstance(scheme, Joined):
+        scheme = scheme.scheme
     if not isinstance(scheme, Gather):
         raise ValueError(
             f"recipe {name!r} exchanges values by {' and '.join(scheme.rounds)} and has no "

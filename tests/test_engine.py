@@ -25,9 +25,26 @@ FEEDBACK = {key: case for key, case in CODECS.items() if case[0] != "bf16"} | {
     }.items()
     for density in (0.001, 0.3, 1.0)
 }  # fmt: skip
-COMPRESSED = [*GATHER_RECIPES, *SHARED_RECIPES]
+VARIANTS = {
+    "topk-bucket": ("topk", {"scope": "bucket"}),
+    "topk-model": ("topk", {"scope": "model", "bits": 32}),
+    "random_k-gather": ("random_k", {"exchange": "gather"}),
+    "random_k-gather-bucket": ("random_k", {"exchange": "gather", "scope": "bucket"}),
+    "random_block-gather": ("random_block", {"exchange": "gather"}),
+    "random_block-model": ("random_block", {"scope": "model"}),
+    "scalecom-exact": ("scalecom", {"selector": "exact"}),
+    "scalecom-float16": ("scalecom", {"bits": 16}),
+    "scalecom-bucket": ("scalecom", {"scope": "bucket", "beta": 1}),
+}
+FEEDBACK |= {key: case for key, case in VARIANTS.items() if "scalecom" not in key}
+SCHEMES = {name: (name, {}) for name in [*GATHER_RECIPES, *SHARED_RECIPES]} | VARIANTS
 TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]
 SIZES = [[2000, 3], [1001]]
+
+
+def _scheme(key):
+    recipe, options = SCHEMES.get(key, (key, {}))
+    return get_scheme(recipe, **options)
 
 
 def _engines(scheme, ranks=2):
@@ -69,14 +86,15 @@ def test_what_is_sent_and_what_is_left_make_up_the_gradients(key):
     np.testing.assert_allclose(total + step.residual.mean(0), owed, atol=2e-4)
 
 
-@pytest.mark.parametrize("recipe", ["none", *COMPRESSED])
-def test_one_step_with_feedback_is_one_step_without(recipe):
+@pytest.mark.parametrize("key", SCHEMES)
+def test_one_step_with_feedback_is_one_step_without(key):
+    recipe, options = SCHEMES[key]
     gradients = np.random.default_rng(1).standard_normal((1, 2, 3000)).astype(np.float32)
-    with_feedback = next(simulate(recipe, gradients))
-    options = {} if recipe in ("none", "bf16") else {"error_feedback": False}
-    without = next(simulate(recipe, gradients, **options))
+    with_feedback = next(simulate(recipe, gradients, **options))
+    off = {} if recipe == "bf16" else {"error_feedback": False}
+    without = next(simulate(recipe, gradients, **options, **off))
     assert with_feedback.average.tobytes() == without.average.tobytes()
-    if options:
+    if off:
         assert not without.residual.any()
         assert with_feedback.residual.any()
 
@@ -94,9 +112,9 @@ def test_without_feedback_a_small_coordinate_never_moves():
     assert moved[True][1] == pytest.approx(20, abs=2)
 
 
-@pytest.mark.parametrize("recipe", ["fp16", *COMPRESSED])
-def test_ranks_agree_bit_for_bit_whatever_their_order(recipe):
-    engines = _engines(get_scheme(recipe), ranks=3)
+@pytest.mark.parametrize("key", ["fp16", *SCHEMES])
+def test_ranks_agree_bit_for_bit_whatever_their_order(key):
+    engines = _engines(_scheme(key), ranks=3)
     rng = np.random.default_rng(2)
     for step in range(5):
         sums = _run(engines, _grads(rng, 3), seed=step)
@@ -105,9 +123,9 @@ def test_ranks_agree_bit_for_bit_whatever_their_order(recipe):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["a", "c", "dense"])
-@pytest.mark.parametrize("recipe", ["fp16", *COMPRESSED])
-def test_a_bad_step_vanishes_on_all_ranks(recipe, where, bad):
-    engines = _engines(get_scheme(recipe))
+@pytest.mark.parametrize("key", ["fp16", *SCHEMES])
+def test_a_bad_step_vanishes_on_all_ranks(key, where, bad):
+    engines = _engines(_scheme(key))
     rng = np.random.default_rng(3)
     for _ in range(3):
         _run(engines, _grads(rng))
@@ -156,9 +174,9 @@ def test_fp16_saturates_instead_of_overflowing():
     assert (small == 1.5).all()
 
 
-@pytest.mark.parametrize("recipe", COMPRESSED)
-def test_a_resumed_run_equals_an_uninterrupted_one(recipe):
-    scheme = get_scheme(recipe)
+@pytest.mark.parametrize("key", SCHEMES)
+def test_a_resumed_run_equals_an_uninterrupted_one(key):
+    scheme = _scheme(key)
     straight, resumed = _engines(scheme), _engines(scheme)
     for half in range(2):
         rng = np.random.default_rng(10 + half)
@@ -176,7 +194,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recipe):
         assert _bytes(again[0]) == _bytes(sums[0])
 
 
-@pytest.mark.parametrize("recipe", ["topk", "fft"])
+@pytest.mark.parametrize("recipe", ["topk", "fft", "random_k", "scalecom"])
 def test_a_state_does_not_depend_on_how_tensors_lie_in_buckets(recipe):
     scheme = get_scheme(recipe)
     [straight] = _engines(scheme, ranks=1)
@@ -194,6 +212,48 @@ def test_a_state_does_not_depend_on_how_tensors_lie_in_buckets(recipe):
     assert [x.tobytes() for x in actual] == [x.tobytes() for x in expected]
 
 
+def test_tensors_of_one_scope_compete_for_one_k():
+    """The largest of all, wherever they lie: 1 % of 4000 elements are 40."""
+    tensors = [[Tensor("small", (2000,)), Tensor("large", (40, 50))]]
+    small = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    grads = [[[small, 100 + small]]]
+    sent = {}
+    for scope in ("tensor", "bucket", "model"):
+        scheme = get_scheme("topk", density=0.01, bits=32, scope=scope)
+        [engine] = _engines_of(scheme, tensors, 1)
+        exchange_once([engine], grads, random.Random(0))
+        sent[scope] = [np.count_nonzero(total) for total in engine.sums(0)]
+    assert sent == {"tensor": [20, 20], "bucket": [0, 40], "model": [0, 40]}
+
+
+@pytest.mark.parametrize("key", [key for key in SCHEMES if key != "bf16"])
+def test_a_frozen_tensor_sends_zeros_and_keeps_its_residual(key):
+    engines = _engines(_scheme(key))
+    rng = np.random.default_rng(12)
+    for _ in range(3):
+        _run(engines, _grads(rng))
+    before = [engine.residual("b").tobytes() for engine in engines]
+    others = [engine.residual("a").tobytes() for engine in engines]
+    grads = _grads(rng)
+    for rank in grads:
+        rank[0][1] = None
+    sums = _run(engines, grads)
+    assert not any(rank_sums[0][1].any() for rank_sums in sums)
+    assert [engine.residual("b").tobytes() for engine in engines] == before
+    assert [engine.residual("a").tobytes() for engine in engines] != others
+
+
+def test_a_scope_keeps_the_state_of_the_tensors():
+    """A run may go on in another scope: residuals are those of elements."""
+    rng = np.random.default_rng(13)
+    [one] = _engines(get_scheme("topk", scope="bucket"), ranks=1)
+    [other] = _engines(get_scheme("topk"), ranks=1)
+    _run([one], _grads(rng, 1))
+    other.load_state_dict(one.state_dict())
+    for name in "abc":
+        assert other.residual(name).tobytes() == one.residual(name).tobytes()
+
+
 def test_fp16_tells_a_loss_scaler_of_saturation():
     engines = _engines_of(get_scheme("fp16"), [[Tensor("g", (2000,))]], 2)
     for scale, skipped in ((1.0, 0), (1024.0, 1)):
@@ -208,8 +268,8 @@ def test_fp16_tells_a_loss_scaler_of_saturation():
 
 
 def test_residuals_handed_out_are_copies():
-    for recipe in ("topk", "fft"):
-        engine = _engines(get_scheme(recipe), ranks=1)[0]
+    for key in ("topk", "fft", "scalecom", "topk-bucket"):
+        engine = _engines(_scheme(key), ranks=1)[0]
         _run([engine], _grads(np.random.default_rng(0), 1))
         before = engine.residual("a").copy()
         engine.residual("a")[:] = 0
@@ -217,7 +277,7 @@ def test_residuals_handed_out_are_copies():
         assert engine.residual("a").tobytes() == before.tobytes()
 
 
-@pytest.mark.parametrize("recipe", ["topk", "fft"])
+@pytest.mark.parametrize("recipe", ["topk", "fft", "random_block", "scalecom"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -260,8 +320,8 @@ def test_state_of_another_model_is_refused():
 
 
 def test_gradients_are_left_alone():
-    for recipe in ("topk", "fft", "bf16", "fp16"):
-        engines = _engines(get_scheme(recipe))
+    for key in ("fp16", *SCHEMES):
+        engines = _engines(_scheme(key))
         grads = _grads(np.random.default_rng(4))
         before = [[array.tobytes() for bucket in rank for array in bucket] for rank in grads]
         for _ in range(2):

@@ -83,6 +83,13 @@ def test_every_stage_is_in_some_recipe():
         ("topk", {"theta": 0.85}, TypeError, "'topk' has no option theta; it has: density, bits"),
         ("none", {"bits": 8}, TypeError, "'none' has no option bits; it has: none"),
         ("topk", {"density": "0.1"}, ValueError, "density must lie .* got '0.1'"),
+        ("topk", {"scope": "layer"}, ValueError, "scope must be one of tensor, bucket, model; got"),
+        (
+            "random_k",
+            {"exchange": "sum"},
+            ValueError,
+            "exchange must be one of reduce, gather; got",
+        ),
     ],
 )
 def test_wrong_arguments_are_told_by_name(name, options, error, message):
@@ -119,6 +126,31 @@ def test_buckets_hold_whole_tensors_in_order():
         ["t0", "t1"], ["t2"], ["t3", "t4"], ["t5"]]  # fmt: skip
     assert make_buckets([], make_policy("topk")) == []
     assert make_buckets(tensors, make_policy("none"), min_numel=1) == []
+
+
+def test_a_scope_of_the_model_is_one_bucket():
+    tensors = [Tensor(f"layers.{i}", (500, 600)) for i in range(100)]
+    for scope, n_buckets in (("tensor", 9), ("bucket", 9), ("model", 1)):
+        buckets = make_buckets(tensors, make_policy("topk", scope=scope))
+        assert len(buckets) == n_buckets
+        assert [t for bucket in buckets for t in bucket.tensors] == tensors
+    ruled = make_buckets(tensors, make_policy("topk", scope="model"), rules=[("*.1?", 0.5)])
+    assert [len(bucket.tensors) for bucket in ruled] == [90, 10]
+
+
+def test_scalecom_spares_the_first_convolution():
+    tensors = [
+        Tensor("embedding", (100, 64)), Tensor("first", (64, 3, 7, 7)),
+        Tensor("second", (64, 64, 3, 3)), Tensor("head", (10, 640)),
+    ]  # fmt: skip
+
+    def compressed(recipe, rules=()):
+        buckets = make_buckets(tensors, make_policy(recipe), rules)
+        return [t.name for bucket in buckets for t in bucket.tensors]
+
+    assert compressed("scalecom") == ["embedding", "second", "head"]
+    assert compressed("topk") == ["embedding", "first", "second", "head"]
+    assert "first" in compressed("scalecom", rules=[("first", 0.1)])
 
 
 def test_no_bucket_is_a_large_share_of_the_model():

@@ -124,6 +124,28 @@ def test_unbiased_means_are_the_gradient(recipe):
         get_scheme(recipe, unbiased=True)
 
 
+@pytest.mark.parametrize("recipe", DRAWN_RECIPES)
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_gathered_each_rank_sends_what_it_drew_for_itself(recipe, ranks):
+    n, density = 2000, 0.1
+    selection = get_scheme(recipe, density=density).selection
+    gradients = np.random.default_rng(0).standard_normal((3, ranks, n)).astype(np.float32)
+    residual = np.zeros((ranks, n))
+    steps = simulate(recipe, gradients, density=density, exchange="gather")
+    for number, (grads, step) in enumerate(zip(gradients, steps, strict=True)):
+        due, sent = residual + grads, np.zeros((ranks, n))
+        for rank in range(ranks):
+            chosen = selection.positions(n, number, f"gradient#{rank}")
+            sent[rank, chosen] = due[rank, chosen]
+        residual = due - sent
+        np.testing.assert_allclose(step.average, sent.mean(0), atol=1e-6)
+        np.testing.assert_allclose(step.residual, residual, atol=1e-6)
+        assert step.sent_bytes == [4 * 200] * ranks
+        assert step.received_bytes == [4 * 200 * ranks] * ranks
+    union = np.count_nonzero(step.average) / n
+    assert union == pytest.approx(1 - (1 - density) ** ranks, rel=0.25)
+
+
 def test_tensors_seeds_and_steps_draw_differently():
     drawn = {
         tuple(RandomK(0.01, seed).positions(10_000, step, name))

@@ -1,4 +1,4 @@
-"""The values at positions that all ranks agree on, by allreduce: what is sent can be summed."""
+"""The values at positions that all ranks know without being told, or that one tells them all."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ class Shared:
     lets through only that part of what a step leaves (low-pass filter of Chen et al., NeurIPS
     2020): residual <- (1 - beta) residual + beta (gradient + residual - sent). ``unbiased``
     scales what is sent by n/k, so that its mean over all draws is the gradient. Under error
-    feedback that would make residuals grow, so it is refused.
+    feedback that would make residuals grow, so it is refused. With ``collective`` "allgather" each
+    rank draws positions of its own, and the others draw them as well: more elements get a value
+    in each step, but the bytes that a rank receives grow with the number of ranks.
     """
 
     selection: RandomBlock | RandomK | Selector
@@ -44,6 +46,7 @@ class Shared:
     unbiased: bool = False
     beta: float = 1.0
     bits: int = 32
+    collective: str = "allreduce"
 
     def __post_init__(self) -> None:
         if self.unbiased and self.error_feedback:
@@ -60,9 +63,9 @@ class Shared:
     @property
     def rounds(self) -> tuple[str, ...]:
         """The collectives of every exchange, in order."""
-        return (
-            ("broadcast", "allreduce") if isinstance(self.selection, Selector) else ("allreduce",)
-        )
+        if isinstance(self.selection, Selector):
+            return ("broadcast", self.collective)
+        return (self.collective,)
 
     def exchange(
         self,
@@ -73,6 +76,8 @@ class Shared:
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         carried = state.get("residual", {})
+        for tensor in tensors:
+            self._check(carried.get(tensor.name), tensor)
         measure = context.step % MEASURE_EVERY == 0
         chosen, similarity = yield from self._agree(tensors, grads, carried, context, measure)
         ends = np.cumsum([positions.size for positions in chosen])
@@ -95,13 +100,23 @@ class Shared:
                 residuals[tensor.name] = left
             if measure and part.grad is not None and not np.isnan(arrives).any():
                 energies[tensor.name] = self._energy(part, arrives)
-        reduced = yield Round("allreduce", message)
+        received = yield Round(self.collective, message)
         if self.bits == 16:
-            reduced = kernels.from_float16(reduced)
+            received = kernels.from_float16(received)
+        sources = [chosen]
+        if self.collective == "allgather":
+            sources = [self._drawn(tensors, context, rank) for rank in range(context.world_size)]
         numels = [math.prod(tensor.shape) for tensor in tensors]
-        sums, finite = _scattered(reduced, chosen, numels)
+        sums, finite = _scattered(received, sources, numels)
         new_state = {"residual": residuals} if self.error_feedback else {}
         return Outcome(sums, new_state, finite, energies, similarity)
+
+    def _check(self, residual: Array | None, tensor: Tensor) -> None:
+        """Raise ValueError for a residual of another size, beyond whose end kernels would read."""
+        expected = (np.dtype(np.float32), math.prod(tensor.shape))
+        if residual is not None and (residual.dtype, residual.size) != expected:
+            found = (residual.dtype, residual.size)
+            raise ValueError(f"the residual is (dtype, elements) {found}, expected {expected}")
 
     def _agree(
         self,
@@ -118,11 +133,16 @@ class Shared:
                     self.selection, tensors, grads, carried, context, measure
                 )
             )
-        drawn = [
-            self.selection.positions(math.prod(tensor.shape), context.step, tensor.name)
+        return Choice(self._drawn(tensors, context, context.rank), None)
+
+    def _drawn(self, tensors: Sequence[Tensor], context: Context, rank: int) -> list[Array]:
+        """Return the positions that ``rank`` draws."""
+        assert not isinstance(self.selection, Selector)
+        whose = f"#{rank}" if self.collective == "allgather" else ""
+        return [
+            self.selection.positions(math.prod(tensor.shape), context.step, tensor.name + whose)
             for tensor in tensors
         ]
-        return Choice(drawn, None)
 
     def _part(
         self, grad: Array | None, residual: Array | None, positions: Array, share: Array
@@ -194,20 +214,26 @@ class Shared:
 
 
 def _scattered(
-    reduced: Array, chosen: Sequence[Array], numels: Sequence[int]
+    received: Array, sources: Sequence[Sequence[Array]], numels: Sequence[int]
 ) -> tuple[list[Array], bool]:
-    """Return (sums with the reduced values at their positions, whether all are finite)."""
+    """Return (sums of the values that came, at their positions; whether all are finite).
+
+    ``sources``: the positions of each tensor in each of the messages that ``received`` consists of.
+    """
     kernels = load_backend("cpu")
     sums, finite = [], True
-    ends = np.cumsum([positions.size for positions in chosen])
-    shares = np.split(reduced, ends[:-1])
-    for numel, positions, share in zip(numels, chosen, shares, strict=True):
+    messages = [
+        np.split(message, np.cumsum([positions.size for positions in chosen])[:-1])
+        for message, chosen in zip(np.split(received, len(sources)), sources, strict=True)
+    ]
+    for number, numel in enumerate(numels):
         total = kernels.empty(numel)
-        if kernels.peak_bits(share) <= LARGEST_FINITE_BITS:
-            total.fill(0)
-            total[positions] = share
-        else:
-            total.fill(np.nan)  # everywhere, so that nobody takes a step with the rest
-            finite = False
+        total.fill(0)
+        for shares, chosen in zip(messages, sources, strict=True):
+            if kernels.peak_bits(shares[number]) > LARGEST_FINITE_BITS:
+                total.fill(np.nan)  # everywhere, so that nobody takes a step with the rest
+                finite = False
+                break
+            total[chosen[number]] += shares[number]
         sums.append(total)
     return sums, finite

@@ -27,10 +27,20 @@ class OneTensor(nn.Module):
 COMPRESSED = [name for name in list_compressors() if name != "none"]
 
 
-@pytest.mark.parametrize("recipe", COMPRESSED)
-def test_hooks_in_another_order_on_each_rank(recipe, same_everywhere):
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        *((recipe, {}) for recipe in COMPRESSED),
+        ("topk", {"scope": "bucket"}),
+        ("topk", {"scope": "model"}),
+        ("random_k", {"exchange": "gather"}),
+        ("scalecom", {"selector": "exact", "bits": 16}),
+    ],
+    ids=str,
+)
+def test_hooks_in_another_order_on_each_rank(recipe, options, same_everywhere):
     model = make_model()
-    losses = train(model, distributed(model, small_buckets(model, recipe)), 15)
+    losses = train(model, distributed(model, small_buckets(model, recipe, **options)), 15)
     same_everywhere(flat(model))
     assert np.isfinite(losses).all()
 
