@@ -39,7 +39,7 @@ format: install ## format the code and mend what the linter can
 	ruff check --fix && ruff format
 
 golden: install ## write the golden payloads anew; the commit must say why
-	python tests/make_golden.py
+	python -m tests.make_golden
 
 size: install ## check the line budget
 	python scripts/size.py

@@ -15,6 +15,7 @@ from horovod_fftcomp.errors import (
 from horovod_fftcomp.recipes import RECIPES, get_codec, get_scheme, list_compressors
 from horovod_fftcomp.recovery import Recover
 from horovod_fftcomp.schemes import Scheme
+from horovod_fftcomp.sparsifiers import formula_threshold
 from horovod_fftcomp.threads import get_num_threads, set_num_threads
 from horovod_fftcomp.world import simulate
 
@@ -29,6 +30,7 @@ __all__ = [
     "Recover",
     "Scheme",
     "UnsupportedError",
+    "formula_threshold",
     "get_codec",
     "get_num_threads",
     "get_scheme",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 FORMAT = 1
+# The kinds of state that belong to a rank; all others are the same on all of them.
+PER_RANK = ("residual",)
 
 
 def gathered(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -18,8 +20,10 @@ def part_of(saved: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]
 
     ``saved``: what one rank saved, for the same rank of as many; or all ranks' ``gathered``
     states, for any number of ranks. With fewer ranks than before, rank r takes the sums over the
-    old ranks r, r + world_size, ...; with more, the new ranks begin empty. So the sum of all
-    residuals stays what it was. Raises ValueError for a state that cannot serve.
+    old ranks r, r + world_size, ...; with more, the new ranks begin without. So the sum of all
+    residuals stays what it was. What is the same on all ranks new ones have as well.
+
+    Raises ValueError for a state that cannot serve.
     """
     if saved.get("version") != FORMAT:
         raise ValueError(f"state_dict version is {saved.get('version')!r}, expected {FORMAT}")
@@ -32,11 +36,16 @@ def part_of(saved: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]
             )
         return saved
     parts = saved["ranks"][rank::world_size]
-    merged: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = common(saved["ranks"][0]["state"])
     for part in parts:
-        for kind, arrays in part["state"].items():
+        for kind in PER_RANK:
             into = merged.setdefault(kind, {})
-            for name, array in arrays.items():
+            for name, array in part["state"].get(kind, {}).items():
                 into[name] = into[name] + array if name in into else array
     here = {"rank": rank, "world_size": world_size, "state": merged}
     return {**saved["ranks"][0], **here}
+
+
+def common(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what of a rank's state is the same on all ranks."""
+    return {kind: arrays for kind, arrays in state.items() if kind not in PER_RANK}

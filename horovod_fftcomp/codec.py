@@ -19,8 +19,8 @@ from horovod_fftcomp import positions, wire
 from horovod_fftcomp.backends import Array, Coefficients, Part, backend_for, load_backend
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Quantizer
-from horovod_fftcomp.sparsifiers import TopK
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32, Quantizer
+from horovod_fftcomp.sparsifiers import Threshold, TopK
 from horovod_fftcomp.transforms import Transform
 from horovod_fftcomp.wire import Header, Plan
 
@@ -51,7 +51,7 @@ class Codec:
     """
 
     transform: Transform
-    sparsifier: TopK
+    sparsifier: TopK | Threshold
     quantizer: Quantizer
 
     @functools.cached_property
@@ -60,16 +60,31 @@ class Codec:
         return wire.fnv1a(f"{wire.VERSION}:{self!r}")
 
     def payload_nbytes(self, shape: int | Sequence[int]) -> int:
-        """Return the size in bytes of the payload of any array of ``shape``, header included."""
+        """Return the size in bytes of the payload of any array of ``shape``, header included.
+
+        Raises ValueError under a threshold, which leaves the size to the values.
+        """
         dims = (shape,) if isinstance(shape, (int, np.integer)) else shape
         return self.plan(tuple(int(dim) for dim in dims)).payload_nbytes
 
-    def plan(self, shape: tuple[int, ...]) -> Plan:
-        """Return the layout and the sizes for a tensor of ``shape``."""
-        return _plan(self, shape)
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether a payload's size depends on the shape alone."""
+        return isinstance(self.sparsifier, TopK)
+
+    def plan(self, shape: tuple[int, ...], k: int | None = None) -> Plan:
+        """Return the layout and the sizes for a tensor of ``shape``.
+
+        ``k``: how many coefficients are sent, where that depends on the values.
+        """
+        if isinstance(self.sparsifier, TopK):
+            return _plan(self, shape)
+        if k is None:
+            raise ValueError("the size of a payload under a threshold depends on the values")
+        return wire.make_plan(shape, math.prod(shape), k, self.quantizer.bits)
 
     def encode(self, x: Array, step: int = 0, name: str = "", backend: str | None = None) -> Array:
-        """Return the payload of ``x``, uint8 1-D of ``payload_nbytes(x.shape)`` bytes.
+        """Return the payload of ``x``, uint8 1-D.
 
         ``x``: any shape; float16, bfloat16 (``ml_dtypes``), float32 or float64. ``step`` and
         ``name`` seed random choices and appear in errors. NaN or Inf inside is legal: the
@@ -99,11 +114,15 @@ class Codec:
         tensors leave one; a changed density may bring both together. Raises ValueError if it has
         another dtype or size.
         """
-        plan = self.plan(shape)
         if residual is not None:
             found, expected = (residual.dtype, residual.size), self.coeffs_format(shape)
             if found != expected:  # kernels would read beyond its end
                 raise ValueError(f"the residual is (dtype, elements) {found}, expected {expected}")
+        if isinstance(self.sparsifier, Threshold):
+            key = int(np.float32(self.sparsifier.value).view(np.uint32)) - 1
+            coeffs = self.transform.forward(flat, residual, 0, kernels, own)
+            return coeffs._replace(key=key, ties=0)
+        plan = self.plan(shape)
         if plan.layout is not Layout.RAW:
             k = 0 if plan.layout is Layout.ALL else plan.k
             return self.transform.forward(flat, residual, k, kernels, own)
@@ -118,7 +137,7 @@ class Codec:
 
     def energy(self, coeffs: Array, shape: tuple[int, ...]) -> float:
         """Return the sum of squares of the gradient with these coefficients."""
-        if self.plan(shape).layout is Layout.RAW:
+        if self.has_fixed_size and self.plan(shape).layout is Layout.RAW:
             return float(np.dot(coeffs, coeffs))
         return self.transform.energy(coeffs)
 
@@ -139,11 +158,15 @@ class Codec:
         sent, and by non-finite coefficients. The payload is written to the front of ``out``,
         zeros uint8, where that is given.
         """
-        plan = self.plan(shape)
+        array, peak = coeffs.array, coeffs.peak
+        k = None
+        if not self.has_fixed_size:
+            finite = peak <= LARGEST_FINITE_BITS
+            k = kernels.count_above(array, coeffs.key) if finite else 0
+        plan = self.plan(shape, k)
         if out is None:
             out = np.zeros(plan.payload_nbytes, np.uint8)
         payload = out[: plan.payload_nbytes]
-        array, peak = coeffs.array, coeffs.peak
         if peak > LARGEST_FINITE_BITS:
             wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
             return Encoded(payload, None)
@@ -202,8 +225,7 @@ class Codec:
         kernels = _kernels(backend, payloads[0])
         if headers is None:
             headers = [_header_of(payload) for payload in payloads]
-        for payload, header in zip(payloads, headers, strict=True):
-            self._check(payload, header)
+        plans = [self._checked(*pair) for pair in zip(payloads, headers, strict=True)]
         shape = headers[0].shape
         for number, header in enumerate(headers):
             if header.shape != shape:
@@ -211,24 +233,29 @@ class Codec:
                     f"payload {number}: header field 'shape' is {header.shape}, "
                     f"expected {shape} as in payload 0"
                 )
-        plan = self.plan(shape)
+        numel = plans[0].numel
         if not all(header.finite for header in headers):
             return np.full(shape, np.nan, np.float32)
-        if plan.layout is Layout.RAW:
-            return self._sum_raw(payloads, headers, plan, kernels).reshape(shape)
+        if all(plan.layout is Layout.RAW for plan in plans):
+            return self._sum_raw(payloads, headers, plans[0], kernels).reshape(shape)
         parts = []
-        for number, (payload, header) in enumerate(zip(payloads, headers, strict=True)):
+        whole = zip(payloads, plans, headers, strict=True)
+        for number, (payload, plan, header) in enumerate(whole):
             try:
                 parts.append(self._part(_aligned(payload), plan, header, kernels))
             except ValueError as error:
                 raise PayloadError(f"payload {number}: body: {error}") from error
         try:
-            return self.transform.sum(parts, plan.numel, kernels).reshape(shape)
+            return self.transform.sum(parts, numel, kernels).reshape(shape)
         except ValueError as error:
             raise PayloadError(f"body: {error}") from error
 
     def _part(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Part:
         """Return the body of a payload; ValueError if its positions cannot be."""
+        if plan.layout is Layout.RAW:  # beside others that chose less under the same threshold
+            values = payload[plan.values_offset :]
+            everywhere = positions.first_ones(plan.numel, plan.numel)
+            return Part(everywhere, values, Float32().coding(header.scale))
         end = plan.header_nbytes + plan.positions.nbytes
         bitmap = positions.unpack(payload[plan.header_nbytes : end], plan.positions, kernels)
         coding = self.quantizer.coding(header.scale)
@@ -250,15 +277,17 @@ class Codec:
         """Tell whether a sum of payloads with these headers could exceed float32."""
         return sum(header.scale for header in headers) * self.transform.gain > 2.0**127
 
-    def _check(self, payload: Array, header: Header) -> None:
-        """Raise PayloadError unless this codec wrote a payload with this header."""
+    def _checked(self, payload: Array, header: Header) -> Plan:
+        """Return the plan of a payload; PayloadError unless this codec wrote this header."""
         if header.fingerprint != self.fingerprint:
             raise PayloadError(
                 f"header field 'fingerprint' is {header.fingerprint:016x}, expected "
                 f"{self.fingerprint:016x}; run the same recipe and options on all ranks "
                 f"(here: {self!r})"
             )
-        plan = self.plan(header.shape)
+        if not self.has_fixed_size and header.k > math.prod(header.shape):
+            raise PayloadError(f"header field 'k' is {header.k}, more than there are elements")
+        plan = self.plan(header.shape, header.k)
         for field, found, expected in (
             ("k", header.k, plan.k),
             ("layout", header.layout, plan.layout),
@@ -267,6 +296,7 @@ class Codec:
         ):
             if found != expected:
                 raise PayloadError(f"header field {field!r} is {found}, expected {expected}")
+        return plan
 
 
 def _header_of(payload: Array) -> Header:
@@ -280,6 +310,7 @@ def _header_of(payload: Array) -> Header:
 
 @functools.lru_cache(_PLANS_CACHED)
 def _plan(codec: Codec, shape: tuple[int, ...]) -> Plan:
+    assert isinstance(codec.sparsifier, TopK)
     n_bins = codec.transform.n_bins(math.prod(shape))
     bits_per_bin = codec.transform.reals_per_bin * codec.quantizer.bits
     return wire.make_plan(shape, n_bins, codec.sparsifier.count(n_bins), bits_per_bin)

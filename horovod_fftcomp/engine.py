@@ -19,7 +19,16 @@ from horovod_fftcomp import checkpoint
 from horovod_fftcomp.alarm import DEFAULT_THRESHOLD, ResidualAlarm
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, State, Tensor
+from horovod_fftcomp.schemes import (
+    MEASURE_EVERY,
+    Context,
+    Exchange,
+    Outcome,
+    Round,
+    Scheme,
+    State,
+    Tensor,
+)
 
 
 @dataclass
@@ -33,6 +42,7 @@ class Costs:
     decode_s: float = 0.0
     skipped_steps: int = 0
     relative_error: float = 0.0
+    total_error: float = 0.0
     similarity: float | None = None
 
 
@@ -163,7 +173,20 @@ class Engine:
             return
         for bucket, outcome in outcomes.items():
             self._state[bucket] = outcome.state
+        self.costs.total_error += self._missed(outcomes) / self.loss_scale**2
         self._measure(outcomes)  # last: its warnings may be errors to this rank's user
+
+    def _missed(self, outcomes: dict[int, Outcome]) -> float:
+        """Return the sum of squares of what is left unsent.
+
+        Where it is measured seldom, each step until the next time is taken to leave as much.
+        """
+        return sum(
+            MEASURE_EVERY * sum(energy.left for energy in outcome.energies.values())
+            if outcome.missed is None
+            else outcome.missed
+            for outcome in outcomes.values()
+        )
 
     def _measure(self, outcomes: dict[int, Outcome]) -> None:
         """Take down relative errors, and warn of residuals that keep growing."""

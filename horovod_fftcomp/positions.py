@@ -21,7 +21,7 @@ class Layout(enum.IntEnum):
     """How the body of a payload tells which coefficients follow."""
 
     RAW = 0  # no coefficients: the elements themselves, float32
-    ALL = 1  # every coefficient, no positions
+    ALL = 1  # every coefficient or none, no positions
     BITMAP = 2  # one bit for each coefficient
     OFFSETS = 3  # fixed-width offsets in blocks whose counts are written in unary
     ENTROPY = 4  # a bitmap's bytes in an entropy code of bounded size
@@ -42,7 +42,7 @@ def cheapest(n: int, k: int) -> Positions:
 
     The entropy code takes more work and has to save enough to be worth it.
     """
-    if k == n:
+    if k in (0, n):
         return Positions(Layout.ALL, n, k, 0, 0)
     choices = [((n + 7) // 8, Layout.BITMAP, 0)]
     for low_bits in range(1, 17):
@@ -75,7 +75,7 @@ def unpack(packed: Array, how: Positions, kernels: ModuleType) -> Array:
         return kernels.unpack_entropy(packed, how.n, how.k)
     if how.layout is Layout.OFFSETS:
         return kernels.unpack_offsets(packed, how.n, how.k, how.low_bits)
-    return first_ones(how.n, how.n)
+    return first_ones(how.n, how.k)
 
 
 def first_ones(n: int, k: int) -> Array:

@@ -15,6 +15,7 @@ from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.joined import Joined
 from horovod_fftcomp.schemes.leader import ChunkWinners, Largest
 from horovod_fftcomp.schemes.shared import Shared
+from horovod_fftcomp.schemes.threshold import HardThreshold
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK, TopK
 from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity
 
@@ -86,6 +87,16 @@ def _dct(
     return Gather(Codec(BlockDCT(block), TopK(density), _values(bits)), error_feedback)
 
 
+def _hard_threshold(
+    density: float = 0.001,
+    threshold: float | None = None,
+    calibrate_steps: int = 100,
+    bits: int = 32,
+    error_feedback: bool = True,
+) -> Scheme:
+    return HardThreshold(_values(bits), density, threshold, calibrate_steps, error_feedback)
+
+
 def _random_block(
     density: float = 0.01,
     error_feedback: bool = True,
@@ -140,6 +151,9 @@ RECIPES: dict[str, Recipe] = {
         _fft, "the largest bins of a block FFT, as range floats", "Wang et al., HPDC 2020"
     ),
     "dct": Recipe(_dct, "the largest coefficients of a block DCT, as range floats", "as fft"),
+    "hard_threshold": Recipe(
+        _hard_threshold, "values above a threshold that stays", "Sahu et al., NeurIPS 2021"
+    ),
     "random_block": Recipe(
         _random_block, "consecutive values from a random place on, float32", "Vogels et al. 2019"
     ),
@@ -187,6 +201,8 @@ def get_codec(name: str, **options: object) -> Codec:
     scheme = get_scheme(name, **options)
     if isinstance(scheme, Joined):
         scheme = scheme.scheme
+    if isinstance(scheme, HardThreshold):
+        return scheme.codec
     if not isinstance(scheme, Gather):
         raise ValueError(
             f"recipe {name!r} exchanges values by {' and '.join(scheme.rounds)} and has no "

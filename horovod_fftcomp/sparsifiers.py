@@ -1,4 +1,4 @@
-"""Which coefficients are sent; how many is known before the data."""
+"""Which coefficients are sent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 
 from horovod_fftcomp import draws
 from horovod_fftcomp.backends import Array
+
+LEAST_THRESHOLD = 2.0**-126  # below it float32 has fewer digits
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,38 @@ class TopK(_Share):
     k = max(1, floor(density * n)); of equal magnitudes the lower index wins, so all backends
     agree. Source: Aji and Heafield 2017; for spectra, Wang et al., HPDC 2020.
     """
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Keep what is at least ``value`` in magnitude; how much that is the data tell.
+
+    Source: Dutta et al., AAAI 2020, and Sahu et al., NeurIPS 2021, as hard threshold.
+    """
+
+    value: float
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.value, numbers.Real) and not isinstance(self.value, bool)
+        if not is_number or not LEAST_THRESHOLD <= self.value < math.inf:
+            raise ValueError(
+                f"threshold must be a number from {LEAST_THRESHOLD:.3g} up, got {self.value!r}; it "
+                "has the units of a gradient"
+            )
+        # As float32, in which values are compared: all ranks compare with the same number.
+        object.__setattr__(self, "value", float(np.float32(self.value)))
+
+
+def formula_threshold(numel: int, density: float = 0.001) -> float:
+    """Return 1 / (2 sqrt(k)) for a model of ``numel`` compressed elements, k of them to be sent.
+
+    Source: the published runs of Sahu et al., NeurIPS 2021. It has been tuned to gradients of the
+    size that batch norm and cross entropy make; ``hard_threshold`` can find its own instead.
+
+    >>> round(formula_threshold(11_173_962), 5)
+    0.00473
+    """
+    return 1 / (2 * math.sqrt(TopK(density).count(numel)))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, list_compressors
+from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, list_compressors, wire
 from horovod_fftcomp.backends import BACKENDS, Coefficients, Part, load_backend
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import Coding, Float32
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.shared import Shared
+from horovod_fftcomp.sparsifiers import Threshold
+from horovod_fftcomp.wire import Plan
 
 GATHER_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), Gather)]
 SHARED_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), Shared)]
@@ -31,6 +33,8 @@ CODECS = {
     "fft-10-bits": ("fft", {"density": 0.15, "bits": 10, "block": 256}),
     "fft-float32": ("fft", {"density": 0.3, "bits": 32, "block": 4096}),
     "dct-16-bits": ("dct", {"density": 0.25, "bits": 16, "block": 128}),
+    "threshold": ("hard_threshold", {"threshold": 1.0}),
+    "threshold-6-bits": ("hard_threshold", {"threshold": 0.3, "bits": 6}),
 }
 
 
@@ -104,6 +108,9 @@ def copied(coeffs: Coefficients) -> Coefficients:
 
 def ranked(kernels: ModuleType, codec: Codec, array: np.ndarray) -> Coefficients:
     """Return a copy of coefficients with what ``kernels`` say of them."""
+    if isinstance(codec.sparsifier, Threshold):
+        key = int(np.float32(codec.sparsifier.value).view(np.uint32)) - 1
+        return kernels.rank(array.copy(), 0, 1)._replace(key=key, ties=0)
     k = codec.sparsifier.count(array.size)
     k = 0 if k == array.size else k
     return kernels.rank(array.copy(), k, codec.transform.bins_per_block)
@@ -134,6 +141,12 @@ def dequantize(kernels: ModuleType, codes: np.ndarray, coding: Coding) -> np.nda
     return kernels.sum_values([part], codes.size, False)
 
 
+def plan_of(codec: Codec, payload: np.ndarray) -> Plan:
+    """Return the plan of a payload, whose k may depend on what it is of."""
+    header = wire.read_header(payload)
+    return codec.plan(header.shape, header.k)
+
+
 def tolerance_of(x: np.ndarray) -> float:
     """Return what a transform's float32 rounding may move an element by."""
     peak = float(np.abs(x.astype(np.float64)).max(initial=0))
@@ -147,23 +160,41 @@ def check_round_trip(codec: Codec, x: np.ndarray, backend: str) -> None:
     assert x.tobytes() == before
     assert payload.dtype == np.uint8
     assert payload.ndim == 1
-    assert payload.nbytes == codec.payload_nbytes(x.shape)
-    assert payload.nbytes <= 4 * x.size + codec.plan(x.shape).header_nbytes
+    plan = plan_of(codec, payload)
+    assert payload.nbytes == plan.payload_nbytes
+    if codec.has_fixed_size:
+        assert payload.nbytes == codec.payload_nbytes(x.shape)
+    assert payload.nbytes <= 4 * x.size + plan.header_nbytes
     assert codec.encode(x, step=3, name="w", backend=backend).tobytes() == payload.tobytes()
     decoded = codec.decode(payload, backend=backend)
     assert decoded.shape == x.shape
     assert decoded.dtype == x.dtype
     assert np.isfinite(decoded.astype(np.float64)).all()
-    check_error(codec, x, decoded)
+    if isinstance(codec.sparsifier, Threshold):
+        check_threshold(codec, x, decoded)
+    else:
+        check_error(codec, plan, x, decoded)
 
 
-def check_error(codec: Codec, x: np.ndarray, decoded: np.ndarray) -> None:
+def check_threshold(codec: Codec, x: np.ndarray, decoded: np.ndarray) -> None:
+    """What is not sent lies below the threshold; what is sent has the quantizer's error."""
+    wanted, arrived = x.astype(np.float64), decoded.astype(np.float64)
+    error = np.abs(wanted - arrived)
+    relative = {32: 1e-6, 6: 0.112}[codec.quantizer.bits]
+    relative += 1e-2 if x.dtype.name in ("float16", "bfloat16") else 0
+    flushed = 0 if codec.quantizer.bits == 32 else np.abs(wanted).max(initial=0) * 0.0059
+    assert (
+        error <= np.maximum(relative * np.abs(wanted), max(codec.sparsifier.value, flushed))
+    ).all()
+    assert (arrived[np.abs(wanted) < codec.sparsifier.value] == 0).all() or x.size * 4 <= 64
+
+
+def check_error(codec: Codec, plan: Plan, x: np.ndarray, decoded: np.ndarray) -> None:
     """The contraction: keeping the k best of n leaves at most 1 - k/n of the energy.
 
     Quantization adds its own relative error to what is kept; for values below the smallest
     coded magnitude that is all of it, so the bound grows by both.
     """
-    plan = codec.plan(x.shape)
     scale = max(float(np.abs(x.astype(np.float64)).max(initial=0)), 1e-300)
     wanted = x.astype(np.float64) / scale
     error = wanted - decoded.astype(np.float64) / scale
@@ -203,7 +234,7 @@ def check_same_bytes(codec: Codec, x: np.ndarray) -> None:
         kernels = load_backend(name)
         actual = codec.encode_coeffs(ranked(kernels, codec, coeffs.array), shape, kernels=kernels)
         assert actual.payload.tobytes() == expected.payload.tobytes(), name
-        if codec.plan(shape).layout is Layout.RAW:
+        if plan_of(codec, expected.payload).layout is Layout.RAW:
             assert actual.residual is None
         else:
             assert actual.residual.tobytes() == expected.residual.tobytes(), name
@@ -217,7 +248,7 @@ def check_rejects_damage(codec: Codec, x: np.ndarray, seed: int) -> None:
         if cut < good.nbytes:
             assert_rejected(codec, good[:cut])
     assert_rejected(codec, np.concatenate([good, good[:1]]))
-    header_nbytes = codec.plan(x.shape).header_nbytes
+    header_nbytes = plan_of(codec, good).header_nbytes
     for at in rng.integers(header_nbytes, size=20):
         damaged = good.copy()
         damaged[at] ^= 1 << rng.integers(8)

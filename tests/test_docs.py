@@ -289,7 +289,7 @@ def _read_header(payload: bytes) -> tuple[tuple[int, ...], int, int, int, float,
 
 def _cheapest(n: int, k: int) -> tuple[int, int, int]:
     """Return (w, bytes of the positions, layout)."""
-    if k == n:
+    if k in (0, n):
         return 0, 0, 1
     best = (math.ceil(n / 8), 2, 0)
     for w in range(1, 17):

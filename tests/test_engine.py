@@ -38,6 +38,10 @@ VARIANTS = {
 }
 FEEDBACK |= {key: case for key, case in VARIANTS.items() if "scalecom" not in key}
 SCHEMES = {name: (name, {}) for name in [*GATHER_RECIPES, *SHARED_RECIPES]} | VARIANTS
+SCHEMES |= {
+    "threshold": ("hard_threshold", {"threshold": 1.0}),
+    "threshold-calibrated": ("hard_threshold", {"density": 0.1, "calibrate_steps": 3}),
+}
 TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]
 SIZES = [[2000, 3], [1001]]
 

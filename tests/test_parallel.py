@@ -116,18 +116,18 @@ BREAKING = """
 import sys
 import time
 import horovod.torch as hvd
-from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.schemes import gather
 from tests.parallel.models import batches, distributed, loss_of, make_model, small_buckets, train
 hvd.init()
 model = make_model()
 optimizer = distributed(model, small_buckets(model, "topk"))
 train(model, optimizer, 2)
-plain = Gather._encode
+plain = gather._encode
 def encode(*arguments):
     time.sleep(0.2)
     {broken}
     return plain(*arguments)
-Gather._encode = encode
+gather._encode = encode
 optimizer.zero_grad()
 loss_of(model, *next(batches(1))).backward()
 {end}

@@ -23,6 +23,8 @@ from horovod_fftcomp.schemes import Tensor, leader
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.shared import Shared
+from horovod_fftcomp.schemes.threshold import HardThreshold
+from horovod_fftcomp.sparsifiers import Threshold
 
 STAGES = (transforms, sparsifiers, quantizers, leader)
 
@@ -42,7 +44,7 @@ def test_every_recipe_is_complete(name):
 def test_repr_rebuilds_the_scheme(name):
     names = {cls.__name__: cls for module in STAGES
              for cls in vars(module).values() if dataclasses.is_dataclass(cls)}  # fmt: skip
-    names |= {cls.__name__: cls for cls in (Codec, Dense, Gather, Shared)}
+    names |= {cls.__name__: cls for cls in (Codec, Dense, Gather, HardThreshold, Shared)}
     scheme = get_scheme(name)
     assert eval(repr(scheme), names) == scheme
 
@@ -56,6 +58,8 @@ def test_every_stage_is_in_some_recipe():
                 if isinstance(scheme, Gather):
                     codec = scheme.codec
                     used |= {type(codec.transform), type(codec.sparsifier), type(codec.quantizer)}
+                elif isinstance(scheme, HardThreshold):
+                    used.add(Threshold)
                 elif isinstance(scheme, Shared):
                     used.add(type(scheme.selection))
     stages = {

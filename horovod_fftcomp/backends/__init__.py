@@ -62,6 +62,7 @@ KERNELS = (
     "unpack_offsets",
     "pack_entropy",
     "unpack_entropy",
+    "count_above",
     "low_pass",
     "chunk_winners",
     "pack_bits",

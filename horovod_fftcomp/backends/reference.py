@@ -354,6 +354,11 @@ def _symbols(n: int, k: int) -> tuple[list[int], list[int]]:
     return freqs, [sum(freqs[:byte]) for byte in range(256)]
 
 
+def count_above(values: Array, key: int) -> int:
+    """Return how many magnitudes have a bit pattern above ``key``."""
+    return int((magnitude_bits(values) > key).sum())
+
+
 @_quiet
 def low_pass(flat: Array, residual: Array | None, beta: float) -> tuple[Array, int]:
     """Return (``residual`` + ``beta`` * ``flat``, new; bits of the largest |flat + residual|).

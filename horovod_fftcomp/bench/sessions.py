@@ -8,13 +8,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from horovod_fftcomp.backends import Array
+from horovod_fftcomp.checkpoint import common
 from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, State, Tensor
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.wire import Plan
 
-# Step 0 and every 53rd measure energies on top; a usual step does not.
-_USUAL_STEP = 1
+# Step 0 and every 53rd measure energies on top; a usual step does not. Where ranks take turns in
+# leading, it is the turn of rank 0, whose work is measured.
+_USUAL_STEP = 2
 
 
 class Session(Protocol):
@@ -81,6 +83,8 @@ class RecipeSession:
         other_grad: Array,
     ) -> None:
         self.label = label
+        if "calibrate_steps" in RECIPES[recipe].options:
+            options = {**options, "calibrate_steps": 1}  # what follows after is measured
         self.scheme = get_scheme(recipe, **options)
         self.has_feedback = "error_feedback" in RECIPES[recipe].options and bool(
             options.get("error_feedback", True)
@@ -88,9 +92,11 @@ class RecipeSession:
         off = {"error_feedback": False} if self.has_feedback else {}
         self._plain = get_scheme(recipe, **{**options, **off})
         self._tensor = tensor
-        self._state: State = {}
-        self.sent_nbytes = self.scheme.sent_nbytes(tensor)
+        self._known: State = {}
+        self._known = common(self._outcome_alone(other_grad).state)
+        self._state: State = self._known
         self._others = self._sent_by_the_other(other_grad)
+        self.sent_nbytes = sum(data.nbytes for data in self._others)
 
     @property
     def plan(self) -> Plan | None:
@@ -100,7 +106,7 @@ class RecipeSession:
 
     def _sent_by_the_other(self, grad: Array) -> list[Array]:
         """Return what the second rank hands to each round, as if the first sent the same."""
-        exchange = self._exchange(self._plain, grad, {}, rank=1)
+        exchange = self._exchange(self._plain, grad, self._known)
         rounds = [next(exchange)]
         for _ in self.scheme.rounds[1:]:
             rounds.append(exchange.send(_completed(rounds[-1], rounds[-1].data)))
@@ -111,7 +117,7 @@ class RecipeSession:
         """Return the exchange of ``grad`` with the second rank, as far as the last collective."""
         if feedback:
             return _start(self._exchange(self.scheme, grad, self._state), self._others)
-        return _start(self._exchange(self._plain, grad, {}), self._others)
+        return _start(self._exchange(self._plain, grad, self._known), self._others)
 
     def collect(self, message: _Started) -> _Received:
         """Return the exchange and what its last collective makes of both ranks' parts."""
@@ -123,10 +129,13 @@ class RecipeSession:
 
     def alone(self, grad: Array) -> Array:
         """Return what arrives of ``grad`` without feedback, flat float32."""
-        nobody = [None] * len(self._others)
-        exchange = self._exchange(self._plain, grad, {}, world_size=1)
+        return self._outcome_alone(grad).sums[0]
+
+    def _outcome_alone(self, grad: Array) -> Outcome:
+        nobody = [None] * len(self.scheme.rounds)
+        exchange = self._exchange(self._plain, grad, self._known, world_size=1)
         started = _start(exchange, nobody)
-        return _finish(_Received(exchange, _completed(started.last, None))).sums[0]
+        return _finish(_Received(exchange, _completed(started.last, None)))
 
     def advance(self, grad: Array) -> None:
         """Exchange ``grad`` with feedback and keep the new residual."""
@@ -136,10 +145,8 @@ class RecipeSession:
         """Return what is not sent yet, flat float32."""
         return self.scheme.residual(self._state, self._tensor).reshape(-1)
 
-    def _exchange(
-        self, scheme: Scheme, grad: Array, state: State, rank: int = 0, world_size: int = 2
-    ) -> Exchange:
-        context = Context(_USUAL_STEP, rank, world_size)
+    def _exchange(self, scheme: Scheme, grad: Array, state: State, world_size: int = 2) -> Exchange:
+        context = Context(_USUAL_STEP, 0, world_size)
         return scheme.exchange([self._tensor], [grad], state, context)
 
 
@@ -160,7 +167,7 @@ def _finish(received: _Received) -> Outcome:
 
 def _completed(own: Round, other: Array | None) -> Array:
     """Return the output of a collective of this rank and one more, or of this rank alone."""
-    if other is None:
+    if other is None or own.collective == "broadcast":
         return own.data
     if own.collective == "allgather":
         return np.concatenate([own.data, other])

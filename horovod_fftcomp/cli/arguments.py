@@ -77,13 +77,16 @@ def _recipe_choice(node: ast.expr) -> RecipeChoice:
         name, keywords = node.func, node.keywords
     if not isinstance(name, ast.Name):
         raise _not_a_recipe(ast.unparse(node))
-    options = {}
+    options: dict[str, object] = {}
     for keyword in keywords:
-        value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-        given_before = keyword.arg in options
-        if keyword.arg is None or given_before or not isinstance(value, (bool, int, float)):
+        if keyword.arg is None or keyword.arg in options:
             raise _not_a_recipe(ast.unparse(node))
-        options[keyword.arg] = value
+        if isinstance(keyword.value, ast.Name):  # a word, as in scope=model
+            options[keyword.arg] = keyword.value.id
+        elif isinstance(keyword.value, ast.Constant) and _is_plain(keyword.value.value):
+            options[keyword.arg] = keyword.value.value
+        else:
+            raise _not_a_recipe(ast.unparse(node))
     try:
         get_scheme(name.id, **options)
     except (TypeError, ValueError) as error:
@@ -95,8 +98,12 @@ def _recipe_choice(node: ast.expr) -> RecipeChoice:
 def _not_a_recipe(text: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(
         f"{text!r} is no recipe; write its name, and options as in topk(density=0.01,bits=8), "
-        "each once, inside quotation marks; True and False are values too"
+        "each once, inside quotation marks; True, False and words as in scope=model are values too"
     )
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (bool, int, float))
 
 
 def output_path(text: str) -> Path:

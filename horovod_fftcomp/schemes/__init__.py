@@ -68,7 +68,8 @@ class Outcome(NamedTuple):
     """What an exchange ends in: sums over ranks, flat float32, in the order of the tensors.
 
     ``state`` replaces the old one if the whole step was finite, on every rank. ``energies`` are
-    those of the tensors that this exchange measured, by name.
+    those of the tensors that this exchange measured, by name. ``missed``: sum of squares of what
+    this rank leaves unsent, of a scheme that measures it in every step.
     """
 
     sums: list[Array]
@@ -76,6 +77,7 @@ class Outcome(NamedTuple):
     finite: bool
     energies: Mapping[str, Energy] = MappingProxyType({})
     similarity: Similarity | None = None
+    missed: float | None = None
 
 
 Exchange = Generator[Round, Array, Outcome]

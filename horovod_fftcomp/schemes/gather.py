@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,145 @@ from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Exchange, Outcome, Round, Tensor
 from horovod_fftcomp.wire import Header
+
+Payload = tuple[Header, Array]
+
+
+class Gathered(NamedTuple):
+    """What a gather ends in, and the payloads: rank 0's, one for each tensor, then rank 1's, ..."""
+
+    outcome: Outcome
+    payloads: list[Payload]
+
+
+def gather(
+    codecs: Sequence[Codec],
+    tensors: Sequence[Tensor],
+    grads: Sequence[Array | None],
+    carried: Mapping[str, Array],
+    context: Context,
+    error_feedback: bool,
+) -> Generator[Round, Array, Gathered]:
+    """Exchange payloads, those of each tensor by a codec of its own, the same on all ranks.
+
+    ``carried``: the residuals; with ``error_feedback`` the outcome's state has the new ones.
+    """
+    measure = context.step % MEASURE_EVERY == 0
+    own = _encode(codecs, tensors, grads, carried, error_feedback, measure)
+    gathered = yield Round("allgather", own.message)
+    payloads = list(wire.split_payloads(gathered))
+    expected = context.world_size * len(tensors)
+    if len(payloads) != expected:
+        raise PayloadError(f"{len(payloads)} payloads arrived, {expected} were expected")
+    finite = all(header.finite for header, _ in payloads)
+    sums = list(_decode(codecs, tensors, payloads))
+    if finite:
+        for number, codec in enumerate(codecs):
+            headers = [header for header, _ in payloads[number :: len(codecs)]]
+            if codec.may_overflow(headers) and not np.isfinite(sums[number]).all():
+                finite = False
+    state = {"residual": own.residuals} if error_feedback else {}
+    return Gathered(Outcome(sums, state, finite, own.energies), payloads)
+
+
+class _Own(NamedTuple):
+    """What a rank contributes, and what that leaves."""
+
+    message: Array
+    residuals: dict[str, Array]
+    energies: dict[str, Energy]
+
+
+def _encode(
+    codecs: Sequence[Codec],
+    tensors: Sequence[Tensor],
+    grads: Sequence[Array | None],
+    carried: Mapping[str, Array],
+    error_feedback: bool,
+    measure: bool,
+) -> _Own:
+    """Return the bucket's message, the new residuals, and the energies if they are measured."""
+    residuals: dict[str, Array] = {}
+    energies: dict[str, Energy] = {}
+    message, rooms = _rooms(codecs, tensors)
+    payloads = []
+    for codec, tensor, grad, room in zip(codecs, tensors, grads, rooms, strict=True):
+        residual = carried.get(tensor.name)
+        if grad is None:
+            zeros = np.zeros(math.prod(tensor.shape), np.float32)
+            payload, _, _ = _encode_one(codec, tensor, zeros, None, room, False, False)
+            left, energy = residual, None
+        else:
+            payload, left, energy = _encode_one(
+                codec, tensor, grad, residual, room, error_feedback, measure
+            )
+        payloads.append(payload)
+        if left is not None:
+            residuals[tensor.name] = left
+        if energy is not None:
+            energies[tensor.name] = energy
+    return _Own(_joined(payloads) if message is None else message, residuals, energies)
+
+
+def _rooms(
+    codecs: Sequence[Codec], tensors: Sequence[Tensor]
+) -> tuple[Array | None, Sequence[Array | None]]:
+    """Return (a message of zeros, each payload's room in it); None where values decide sizes."""
+    if not all(codec.has_fixed_size for codec in codecs):
+        return None, [None] * len(codecs)
+    sizes = [
+        wire.align(codec.payload_nbytes(tensor.shape))
+        for codec, tensor in zip(codecs, tensors, strict=True)
+    ]
+    message = load_backend("cpu").empty(sum(sizes), np.uint8)
+    message.fill(0)
+    return message, np.split(message, np.cumsum(sizes)[:-1])
+
+
+def _joined(payloads: Sequence[Array]) -> Array:
+    """Return one payload after the other, each from an aligned place on."""
+    ends = np.cumsum([wire.align(payload.size) for payload in payloads])
+    message = load_backend("cpu").empty(int(ends[-1]), np.uint8)
+    for payload, end in zip(payloads, ends, strict=True):
+        begin = end - wire.align(payload.size)
+        message[begin : begin + payload.size] = payload
+        message[begin + payload.size : end] = 0
+    return message
+
+
+def _encode_one(
+    codec: Codec,
+    tensor: Tensor,
+    grad: Array,
+    residual: Array | None,
+    out: Array | None,
+    error_feedback: bool,
+    measure: bool,
+) -> tuple[Array, Array | None, Energy | None]:
+    """Return (a tensor's payload, in ``out`` if given; what it leaves; the energies)."""
+    kernels = backend_for(grad)
+    keep = error_feedback or measure
+    coeffs = codec.coeffs_of(grad, tensor.shape, kernels, residual, own=keep)
+    wanted = codec.energy(coeffs.array, tensor.shape) if measure else 0.0
+    encoded = codec.encode_coeffs(
+        coeffs, tensor.shape, kernels=kernels, keep_residual=keep, out=out
+    )
+    if not measure or encoded.residual is None:
+        return encoded.payload, encoded.residual, None
+    left = codec.energy(encoded.residual, tensor.shape)
+    energy = Energy(float(np.dot(grad, grad)), wanted, left)
+    return encoded.payload, encoded.residual, energy
+
+
+def _decode(
+    codecs: Sequence[Codec], tensors: Sequence[Tensor], payloads: Sequence[Payload]
+) -> Iterator[Array]:
+    for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True)):
+        headers, bodies = zip(*payloads[number :: len(tensors)], strict=True)
+        try:
+            yield codec.decode_sum(bodies, headers=headers).reshape(-1)
+        except PayloadError as error:
+            raise PayloadError(f"tensor {tensor.name!r}: {error} (payload = rank)") from error
 
 
 @dataclass(frozen=True)
@@ -37,78 +177,13 @@ class Gather:
         context: Context,
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        measure = context.step % MEASURE_EVERY == 0
-        carried = state.get("residual", {})
-        message, residuals, energies = self._encode(tensors, grads, carried, measure)
-        gathered = yield Round("allgather", message)
-        payloads = list(wire.split_payloads(gathered))
-        expected = context.world_size * len(tensors)
-        if len(payloads) != expected:
-            raise PayloadError(f"{len(payloads)} payloads arrived, {expected} were expected")
-        headers = [header for header, _ in payloads]
-        finite = all(header.finite for header in headers)
-        sums = list(self._decode(tensors, payloads))
-        if finite and self.codec.may_overflow(headers):
-            finite = all(np.isfinite(total).all() for total in sums)
-        new_state = {"residual": residuals} if self.error_feedback else {}
-        return Outcome(sums, new_state, finite, energies)
-
-    def _encode(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        carried: Mapping[str, Array],
-        measure: bool,
-    ) -> tuple[Array, dict[str, Array], dict[str, Energy]]:
-        """Return (the bucket's message, the new residuals, the energies if measured)."""
-        slots = np.cumsum([0] + [self.sent_nbytes(tensor) for tensor in tensors])
-        message = load_backend("cpu").empty(slots[-1], np.uint8)
-        message.fill(0)
-        residuals: dict[str, Array] = {}
-        energies: dict[str, Energy] = {}
-        for tensor, grad, begin, end in zip(tensors, grads, slots, slots[1:], strict=False):
-            out, residual = message[begin:end], carried.get(tensor.name)
-            if grad is None:
-                zeros = np.zeros(math.prod(tensor.shape), np.float32)
-                self._encode_one(tensor, zeros, None, out, measure=False)
-                left, energy = residual, None
-            else:
-                left, energy = self._encode_one(tensor, grad, residual, out, measure)
-            if left is not None:
-                residuals[tensor.name] = left
-            if energy is not None:
-                energies[tensor.name] = energy
-        return message, residuals, energies
-
-    def _encode_one(
-        self, tensor: Tensor, grad: Array, residual: Array | None, out: Array, measure: bool
-    ) -> tuple[Array | None, Energy | None]:
-        """Write a tensor's payload into ``out``; return (what it leaves, the energies)."""
-        kernels = backend_for(grad)
-        keep = self.error_feedback or measure
-        coeffs = self.codec.coeffs_of(grad, tensor.shape, kernels, residual, own=keep)
-        wanted = self.codec.energy(coeffs.array, tensor.shape) if measure else 0.0
-        encoded = self.codec.encode_coeffs(
-            coeffs, tensor.shape, kernels=kernels, keep_residual=keep, out=out
-        )
-        if not measure or encoded.residual is None:
-            return encoded.residual, None
-        left = self.codec.energy(encoded.residual, tensor.shape)
-        return encoded.residual, Energy(float(np.dot(grad, grad)), wanted, left)
-
-    def _decode(
-        self, tensors: Sequence[Tensor], payloads: Sequence[tuple[Header, Array]]
-    ) -> Iterator[Array]:
-        for place, tensor in enumerate(tensors):
-            headers, bodies = zip(*payloads[place :: len(tensors)], strict=True)
-            try:
-                yield self.codec.decode_sum(bodies, headers=headers).reshape(-1)
-            except PayloadError as error:
-                raise PayloadError(f"tensor {tensor.name!r}: {error} (payload = rank)") from error
+        codecs, carried = [self.codec] * len(tensors), state.get("residual", {})
+        gathered = yield from gather(codecs, tensors, grads, carried, context, self.error_feedback)
+        return gathered.outcome
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
-        return wire.align(self.codec.plan(tensor.shape).payload_nbytes)
+        return wire.align(self.codec.payload_nbytes(tensor.shape))
 
     def state_format(self, tensor: Tensor) -> str:
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""

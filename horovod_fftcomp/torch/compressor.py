@@ -106,7 +106,8 @@ class Compressor:
         ``wait_s`` (for other ranks and the network; dense tensors, which Horovod exchanges,
         excluded), ``decode_s``, ``check_s`` (of parameters between ranks).
         ``relative_error``: norm of what the last measured step left unsent over the norm of what
-        it was to send. ``similarity``: of the positions that another rank chose for all in the
+        it was to send; ``total_error``: sum over all steps of the square of what each left unsent.
+        ``similarity``: of the positions that another rank chose for all in the
         last measured step, the share that this one would have chosen; None if there were none.
         ``skipped_steps``: steps with NaN or Inf somewhere, which left no trace in
         the residuals. ``density``: the present one.
@@ -127,6 +128,7 @@ class Compressor:
             "decode_s": costs.decode_s,
             "check_s": self._replicas.seconds,
             "relative_error": costs.relative_error,
+            "total_error": costs.total_error,
             "similarity": costs.similarity,
             "skipped_steps": costs.skipped_steps,
             "collectives": costs.collectives,
@@ -216,11 +218,14 @@ class Compressor:
         engine = self._engine
         state = self.state_dict()
         kept = state.pop("state")
+        state["common"] = checkpoint.common(kept)
         self._connection.recount()
         present = self._connection.gather(state)
         survivors = [old for old in present if old["step"] > 0]
         engine.rank, engine.world_size = self._set.rank(), self._set.size()
-        self.load_state_dict({**(survivors or present)[0], **self.place(), "state": kept})
+        first = (survivors or present)[0]
+        kept = {**kept, **first["common"]}
+        self.load_state_dict({**first, **self.place(), "state": kept})
         before = range(survivors[0]["world_size"]) if survivors else ()
         lost = sorted(set(before) - {old["rank"] for old in survivors})
         if lost:

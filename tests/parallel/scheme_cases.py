@@ -34,6 +34,8 @@ COMPRESSED = [name for name in list_compressors() if name != "none"]
         ("topk", {"scope": "bucket"}),
         ("topk", {"scope": "model"}),
         ("random_k", {"exchange": "gather"}),
+        ("hard_threshold", {"threshold": 0.01}),
+        ("hard_threshold", {"density": 0.05, "calibrate_steps": 4}),
         ("scalecom", {"selector": "exact", "bits": 16}),
     ],
     ids=str,

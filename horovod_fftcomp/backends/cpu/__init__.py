@@ -29,11 +29,12 @@ from horovod_fftcomp.backends.cpu.transforms import (
     irfft_sum,
     rfft_blocks,
 )
-from horovod_fftcomp.backends.cpu.values import add, peak_bits, rank, sum_values, take
+from horovod_fftcomp.backends.cpu.values import add, count_above, peak_bits, rank, sum_values, take
 
 __all__ = [
     "add",
     "chunk_winners",
+    "count_above",
     "dct_blocks",
     "empty",
     "from_float16",

@@ -33,21 +33,25 @@ def low_pass(flat: Array, residual: Array | None, beta: float) -> tuple[Array, i
 @kernel
 def _low_pass(a, b, beta, out):
     """Write b + beta a; return the bits of the largest |a + b|."""
-    sums = np.empty(_GROUP, np.float32)
+    sums = np.zeros(_GROUP, np.float32)
     keys = sums.view(np.int32)
     peak = np.int32(0)
     for begin in range(0, out.size, _GROUP):
-        n = min(_GROUP, out.size - begin)
+        end = min(begin + _GROUP, out.size)
+        x, z = a[begin:end], out[begin:end]  # an index that cannot be negative runs in lanes
         if b.size:
-            for i in range(n):
-                sums[i] = a[begin + i] + b[begin + i]
-                out[begin + i] = b[begin + i] + beta * a[begin + i]
+            y = b[begin:end]
+            for i in range(x.size):
+                sums[i] = x[i] + y[i]
+            for i in range(x.size):
+                z[i] = y[i] + beta * x[i]
         else:
-            for i in range(n):
-                sums[i] = a[begin + i]
-                out[begin + i] = beta * a[begin + i]
-        for i in range(n):
-            peak = max(peak, keys[i] & _MAGNITUDE)
+            for i in range(x.size):
+                sums[i] = x[i]
+            for i in range(x.size):
+                z[i] = beta * x[i]
+        for key in keys:  # after a group that is not whole, those of the one before
+            peak = max(peak, key & _MAGNITUDE)
     return np.int64(peak)
 
 
@@ -70,13 +74,16 @@ def _chunk_winners(a, b, chunk, winners):
     keys = sums.view(np.int32)
     for number in range(winners.size):
         begin = number * chunk
-        n = min(chunk, a.size - begin)
+        end = min(begin + chunk, a.size)
+        n = end - begin
+        x = a[begin:end]
         if b.size:
+            y = b[begin:end]
             for i in range(n):
-                sums[i] = a[begin + i] + b[begin + i]
+                sums[i] = x[i] + y[i]
         else:
             for i in range(n):
-                sums[i] = a[begin + i]
+                sums[i] = x[i]
         top = np.int32(0)
         for i in range(n):  # without a place, so that it runs in lanes
             keys[i] &= _MAGNITUDE

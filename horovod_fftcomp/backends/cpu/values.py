@@ -57,6 +57,24 @@ def _peak_bits(patterns):
     return np.int64(peak)
 
 
+def count_above(values: Array, key: int) -> int:
+    """See ``reference.count_above``."""
+    patterns = values.view(np.int32)
+    ranges = threads.ranges(patterns.size, _LEAST_VALUES)
+    return sum(threads.each(lambda a, b: _count_above(patterns[a:b], np.int32(key)), ranges))
+
+
+@kernel
+def _count_above(patterns, key):
+    total = np.int64(0)
+    for begin in range(0, patterns.size, GROUP):  # in lanes of 32 bits, which a group cannot fill
+        count = np.int32(0)
+        for i in range(begin, min(begin + GROUP, patterns.size)):
+            count += np.int32((patterns[i] & np.int32(_MAGNITUDE)) > key)
+        total += count
+    return total
+
+
 def rank(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
     """See ``reference.rank``."""
     return ranked(coeffs, peak_bits(coeffs), k, bins_per_block, None)
