@@ -43,9 +43,9 @@ def _values(bits: int) -> Quantizer:
     return Float32() if is_whole(bits) and bits == 32 else RangeFloat(bits)
 
 
-def _one_of(option: str, value: str, choices: dict[str, Any]) -> Any:
+def _one_of(option: str, value: object, choices: dict[Any, Any]) -> Any:
     if value not in choices:
-        raise ValueError(f"{option} must be one of {', '.join(choices)}; got {value!r}")
+        raise ValueError(f"{option} must be one of {', '.join(map(str, choices))}; got {value!r}")
     return choices[value]
 
 
@@ -142,6 +142,13 @@ def _scalecom(
     return _within(scope, Shared(choose(density), error_feedback, beta=beta, bits=bits))
 
 
+def _demo(
+    density: float = 0.03, bits: int = 4, block: int = 64, decay: float = 0.999, sign: bool = False
+) -> Scheme:
+    codec = Codec(BlockDCT(block), TopK(density), _values(bits))
+    return Gather(codec, decay=decay, sign=_one_of("sign", sign, {True: True, False: False}))
+
+
 RECIPES: dict[str, Recipe] = {
     "none": Recipe(_none, "all values in float32", "Horovod's own"),
     "fp16": Recipe(_fp16, "all values in float16, saturating", "Horovod's own"),
@@ -151,6 +158,9 @@ RECIPES: dict[str, Recipe] = {
         _fft, "the largest bins of a block FFT, as range floats", "Wang et al., HPDC 2020"
     ),
     "dct": Recipe(_dct, "the largest coefficients of a block DCT, as range floats", "as fft"),
+    "demo": Recipe(
+        _demo, "the largest DCT coefficients of a momentum, which they leave", "Peng et al. 2024"
+    ),
     "hard_threshold": Recipe(
         _hard_threshold, "values above a threshold that stays", "Sahu et al., NeurIPS 2021"
     ),

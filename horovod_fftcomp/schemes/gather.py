@@ -156,6 +156,12 @@ def _decode(
             raise PayloadError(f"tensor {tensor.name!r}: {error} (payload = rank)") from error
 
 
+def _scaled(array: Array, factor: float) -> Array:
+    reals = array.view(np.float32)
+    out = load_backend("cpu").empty(reals.size)
+    return np.multiply(reals, np.float32(factor), out=out).view(array.dtype)
+
+
 @dataclass(frozen=True)
 class Gather:
     """Send each tensor's payload to all ranks; with ``error_feedback`` carry on what it leaves.
@@ -163,11 +169,23 @@ class Gather:
     For every tensor: sent + residual == gradient + previous residual, to one float32 rounding.
     The residual of a transform stays in the spectrum, where it is exact without an inverse.
     Source: Seide et al. 2014; Karimireddy et al. 2019.
+
+    ``decay`` below 1 makes a momentum of the residual: sent + residual == gradient + decay *
+    previous residual. With ``sign`` all that arrives is the sign of each sum, times the number of
+    ranks, so that the mean is the sign. Source: Peng et al. 2024 (DeMo).
     """
 
     codec: Codec
     error_feedback: bool = True
+    decay: float = 1.0
+    sign: bool = False
     rounds = ("allgather",)
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.decay, (int, float)) and not isinstance(self.decay, bool)
+        if not is_number or not 0.0 < self.decay <= 1.0:
+            raise ValueError(f"decay must lie in (0, 1], got {self.decay!r}; 1 forgets nothing")
+        object.__setattr__(self, "decay", float(self.decay))
 
     def exchange(
         self,
@@ -178,8 +196,19 @@ class Gather:
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         codecs, carried = [self.codec] * len(tensors), state.get("residual", {})
+        frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
+        if self.decay < 1:
+            carried = {
+                name: array if name in frozen else _scaled(array, self.decay)
+                for name, array in carried.items()
+            }
         gathered = yield from gather(codecs, tensors, grads, carried, context, self.error_feedback)
-        return gathered.outcome
+        outcome = gathered.outcome
+        if self.sign:
+            for total in outcome.sums:
+                np.sign(total, out=total)
+                total *= np.float32(context.world_size)
+        return outcome
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
