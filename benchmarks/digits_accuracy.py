@@ -63,7 +63,7 @@ def paired_difference(accuracies: list[float], baseline: list[float]) -> Differe
 def train_all(seeds: range, args: argparse.Namespace) -> dict[str, list[torch_digits.Run]]:
     """Train every recipe with every seed; rank 0 shows the progress."""
     runs: dict[str, list[torch_digits.Run]] = {recipe: [] for recipe in OPTIONS}
-    monitor = torch_digits.Monitor(len(seeds) * len(OPTIONS) * args.epochs)
+    monitor = torch_digits.Monitor(len(seeds) * len(OPTIONS) * args.epochs, hvd.rank() != 0)
     with monitor.bar:
         for seed in seeds:
             args.seed = seed

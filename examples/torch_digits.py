@@ -58,12 +58,11 @@ class Run(NamedTuple):
 
 
 class Monitor:
-    """Progress on rank 0: a live bar in a terminal, else a line every two seconds."""
+    """Progress unless ``quiet``: a live bar in a terminal, else a line every two seconds."""
 
-    def __init__(self, epochs: int) -> None:
+    def __init__(self, epochs: float, quiet: bool) -> None:
         # Open MPI gives ranks a pseudo-terminal without a size, and control codes would garble it.
         live = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
-        quiet = hvd.rank() != 0
         plain = {} if live else {"force_terminal": False, "width": 100}
         self.console = Console(quiet=quiet, highlight=False, **plain)
         self.bar = Progress(console=self.console, disable=quiet or not live)
@@ -235,7 +234,7 @@ def main() -> None:
     args = parse_args()
     hvd.init()
     torch.set_num_threads(1)  # the ranks share the cores
-    monitor = Monitor(len(args.options) * args.epochs)
+    monitor = Monitor(len(args.options) * args.epochs, quiet=hvd.rank() != 0)
     if hvd.size() == 1:
         monitor.console.print("One process: nothing is exchanged; start two: horovodrun -np 2 ...")
     with monitor.bar:

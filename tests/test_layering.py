@@ -68,7 +68,7 @@ ALLOWED = {
                     "sparsifiers", "threads", "world"},
     "torch/": {"numpy", "torch", "horovod", "backends", "buckets", "checkpoint", "engine",
                "errors", "exchanges", "handshake", "policy", "recipes", "record", "recovery",
-               "replicas", "schemes", "wire", "__init__"},
+               "replicas", "schemes", "wire", "world", "__init__"},
     "torch/health.py": {"numpy", "torch", "horovod", "errors", "handshake", "health", "machine",
                         "schemes"},
 }  # fmt: skip

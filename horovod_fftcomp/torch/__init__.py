@@ -3,7 +3,8 @@
 from horovod_fftcomp.torch import elastic
 from horovod_fftcomp.torch.compression import Compression
 from horovod_fftcomp.torch.flops import rules_by_flops
+from horovod_fftcomp.torch.learners import SimulatedLearners
 
-__all__ = ["Compression", "rules_by_flops"]
+__all__ = ["Compression", "SimulatedLearners", "rules_by_flops"]
 
 elastic.register()

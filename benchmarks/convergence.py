@@ -1,0 +1,363 @@
+"""Train three tasks with every recipe by simulated learners: quality against bytes.
+
+    python benchmarks/convergence.py              # the committed table: about an hour on 2 cores
+    python benchmarks/convergence.py --form short # minutes
+    python benchmarks/convergence.py --form long  # a night
+
+Writes results/convergence.json after every training, and goes on where a cut run has ended. Then
+results/convergence.md and two plots; README.md tells how to read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import json
+import multiprocessing
+import os
+import platform
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import horovod_fftcomp
+from horovod_fftcomp import Recover, get_scheme
+from horovod_fftcomp.buckets import is_compressed
+from horovod_fftcomp.cli.arguments import recipe_choices
+from horovod_fftcomp.recovery import Recovery
+from horovod_fftcomp.schemes import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import comparison
+import torch_charlm
+import torch_resnet_digits
+from torch_digits import load_data
+
+RESULTS = Path(__file__).resolve().parent / "results"
+LEARNERS = 8
+RECIPES = (
+    "none",
+    "fft(density=0.15)",
+    "dct(density=0.15)",
+    "topk(density=0.01)",
+    "topk(density=0.001)",
+    "scalecom(density=0.01)",
+    "scalecom(density=0.0025)",
+    "random_block(density=0.01)",
+    "hard_threshold(density=0.001)",
+    "demo",
+)
+# Beyond the table: what shows why, or what recovers.
+MORE = {
+    "resnet": ("scalecom(density=0.01, beta=1.0)", "random_block(density=0.1)"),
+    "charlm": ("scalecom(density=0.01, beta=1.0)", "random_block(density=0.1)"),
+    "logistic": (),
+}
+AS_MANY_BYTES = "topk(bits=32) with the bytes of hard_threshold"
+THETA_99 = "fft(density=0.01, error_feedback=False)"
+RECOVERIES = ("never", "by hand", "recover")
+FORMS = {"short": (1, 0.25), "table": (3, 1.0), "long": (5, 5.0)}  # seeds, share of the steps
+
+
+class Kind(NamedTuple):
+    """A task, how it is trained, and whether more of its quality is better."""
+
+    make_task: Callable[[argparse.Namespace], comparison.Task]
+    steps: int
+    lr: float
+    higher_is_better: bool
+    settings: dict[str, Any] = {}
+
+
+def logistic(args: argparse.Namespace) -> comparison.Task:
+    """Return multinomial logistic regression on products of pixels: convex, 20,810 weights."""
+    torch.manual_seed(args.seed)
+    (images, labels), _ = (data.tensors for data in load_data())
+    flat = images.reshape(len(images), 64)
+    first, second = torch.triu_indices(64, 64)
+    features = flat[:, first] * flat[:, second]
+    model = torch.nn.Linear(features.shape[1], 10)
+    torch.nn.init.zeros_(model.weight)
+
+    def batches(rank: int, size: int) -> comparison.Batches:
+        generator = torch.Generator().manual_seed(1000 * args.seed + rank)
+        own = torch.arange(rank, len(labels), size)
+        while True:
+            chosen = own[torch.randint(len(own), (args.batch_size,), generator=generator)]
+            yield features[chosen], labels[chosen]
+
+    def quality() -> float:
+        with torch.no_grad():
+            return torch.nn.functional.cross_entropy(model(features), labels).item()
+
+    optimizer = torch.optim.SGD(model.parameters(), args.lr)
+    return comparison.Task(model, optimizer, batches, quality, "training loss")
+
+
+KINDS = {
+    "resnet": Kind(torch_resnet_digits.make_task, 400, 0.1, True),
+    "charlm": Kind(torch_charlm.make_task, 400, 3e-3, False),
+    "logistic": Kind(logistic, 600, 0.3, False),
+}
+
+
+class Job(NamedTuple):
+    """One training; ``recovery``: how its density grows in its course, "" if it does not."""
+
+    kind: str
+    recipe: str
+    seed: int
+    steps: int
+    recovery: str = ""
+    sent_nbytes: float = 0.0  # that AS_MANY_BYTES has to send
+
+    @property
+    def key(self) -> str:
+        """What the result is stored under."""
+        return " | ".join([self.kind, self.recipe, self.recovery or "-", f"seed {self.seed}"])
+
+
+def train(job: Job) -> dict[str, Any]:
+    """Run a job in this process; return what is stored of it."""
+    torch.set_num_threads(1)
+    kind = KINDS[job.kind]
+    flags = argparse.Namespace(seed=job.seed, lr=kind.lr, batch_size=8, skew=0.0)
+    task = kind.make_task(flags)
+    recipe = job.recipe
+    if recipe == AS_MANY_BYTES:
+        recipe = f"topk(bits=32,density={density_of(job.sent_nbytes, task.model)})"
+    [choice] = recipe_choices(recipe)
+    run = comparison.train_simulated(
+        task, choice, LEARNERS, job.steps, 20, steer=steering(job, kind), **kind.settings
+    )
+    losses = np.array_split(np.array(run.losses), min(50, len(run.losses)))
+    return run._asdict() | {
+        "recipe": choice.label,
+        "losses": [round(float(part.mean()), 5) for part in losses],
+        "measure": task.measure,
+    }
+
+
+def steering(job: Job, kind: Kind) -> Callable[[int, float], float | None]:
+    """Return what changes the density of a job at its evaluations."""
+    if job.recovery == "by hand":
+        return lambda step, quality: 0.3 if step == job.steps // 2 else None
+    if job.recovery != "recover":
+        return lambda step, quality: None
+    better = "higher" if kind.higher_is_better else "lower"
+    recovery, density = Recovery(Recover(factor=3.0, better=better)), 0.01
+
+    def steer(step: int, quality: float) -> float | None:
+        nonlocal density
+        if not recovery.observe(quality):
+            return None
+        density = recovery.raised(density)
+        return density
+
+    return steer
+
+
+def density_of(sent_nbytes: float, model: torch.nn.Module) -> float:
+    """Return the density at which Top-k in float32 sends so much of a model in a step."""
+    specs = [Tensor(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    dense = sum(4 * int(np.prod(t.shape)) for t in specs if not is_compressed(t))
+
+    def sent(density: float) -> int:
+        scheme = get_scheme("topk", bits=32, density=density)
+        return dense + sum(scheme.sent_nbytes(t) for t in specs if is_compressed(t))
+
+    densities = np.geomspace(1e-5, 1, 2000)
+    return float(densities[max(0, bisect.bisect(densities, sent_nbytes, key=sent) - 1)])
+
+
+class Store:
+    """The results so far, in a file that is whole at every moment."""
+
+    def __init__(self, path: Path, form: str) -> None:
+        self.path, self.form = path, form
+        self.runs: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if before["form"] == form:
+                self.runs = before["runs"]
+
+    def add(self, job: Job, run: dict[str, Any]) -> None:
+        """Keep the result of ``job``."""
+        self.runs[job.key] = run
+        described = {
+            "command": " ".join(["python benchmarks/convergence.py", *sys.argv[1:]]),
+            "date": date.today().isoformat(),
+            "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}, {platform.system()}",
+            "versions": {
+                "horovod_fftcomp": horovod_fftcomp.__version__,
+                "python": platform.python_version(),
+                **{name: version(name) for name in ("torch", "numpy", "scikit-learn")},
+            },
+            "form": self.form,
+            "learners": LEARNERS,
+            "steps": {name: int(kind.steps * FORMS[self.form][1]) for name, kind in KINDS.items()},
+            "runs": dict(sorted(self.runs.items())),
+        }
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+        part.replace(self.path)
+
+    def seeds(self, kind: str, recipe: str, recovery: str = "-") -> list[dict[str, Any]]:
+        """Return the runs of a recipe, in the order of their seeds."""
+        begin = " | ".join([kind, recipe, recovery, "seed "])
+        return [run for key, run in self.runs.items() if key.startswith(begin)]
+
+
+def jobs_of(form: str) -> list[Job]:
+    """Return all trainings, seed after seed, so that a cut run has whole tables of some seeds."""
+    seeds, share = FORMS[form]
+    jobs = []
+    for seed in range(seeds):
+        for name, kind in KINDS.items():
+            steps = int(kind.steps * share)
+            jobs += [Job(name, r, seed, steps) for r in (*RECIPES, *MORE[name], AS_MANY_BYTES)]
+        steps = int(KINDS["resnet"].steps * share)
+        jobs += [Job("resnet", THETA_99, seed, steps, how) for how in RECOVERIES]
+    return jobs
+
+
+def run_all(jobs: list[Job], store: Store, workers: int) -> None:
+    """Train what is not stored yet, ``workers`` at a time; AS_MANY_BYTES after what it follows."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with (
+        Progress(*columns, TimeRemainingColumn()) as bar,
+        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool,
+    ):
+        shown = bar.add_task("", total=len(jobs))
+        for follows in (False, True):
+            part = [job for job in jobs if (job.recipe == AS_MANY_BYTES) == follows]
+            todo = [job for job in part if job.key not in store.runs]
+            bar.advance(shown, len(part) - len(todo))
+            if follows:
+                todo = [job._replace(sent_nbytes=_bytes_of_threshold(job, store)) for job in todo]
+            running = {pool.submit(train, job): job for job in todo}
+            for done in as_completed(running):
+                store.add(running[done], done.result())
+                bar.update(shown, advance=1, description=running[done].key)
+
+
+def _bytes_of_threshold(job: Job, store: Store) -> float:
+    threshold = next(recipe for recipe in RECIPES if recipe.startswith("hard_threshold"))
+    return store.runs[job._replace(recipe=threshold).key]["sent_nbytes"]
+
+
+def make_page(store: Store) -> str:
+    """Return a table for each task, in Markdown."""
+    lines = []
+    for name, kind in KINDS.items():
+        none = store.seeds(name, "none")
+        if not none:
+            continue
+        lines += [f"## {name}", "", f"{none[0]['measure']}, mean over {len(none)} seeds of the last "
+                  "fifth's evaluations, and their standard deviation.", "",
+                  "| recipe | quality | difference to none | ratio | residual norm | total error |",
+                  "|---|---:|---:|---:|---:|---:|"]  # fmt: skip
+        for recipe in (*RECIPES, *MORE[name], AS_MANY_BYTES):
+            runs = store.seeds(name, recipe)
+            if runs:
+                lines.append(_row(recipe, runs, none, kind.higher_is_better))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def final(run: dict[str, Any]) -> float:
+    """Return the quality at the end: the mean of the last fifth of the evaluations."""
+    return float(np.mean(run["qualities"][-(len(run["qualities"]) // 5) :]))
+
+
+def _row(recipe: str, runs: list[dict], none: list[dict], in_percent: bool) -> str:
+    found, baseline = np.array([final(run) for run in runs]), np.array([final(run) for run in none])
+    change = found.mean() - baseline[: len(found)].mean()
+    if in_percent:
+        quality, difference = f"{100 * found.mean():.2f} %", f"{100 * change:+.2f} points"
+        spread = f"{100 * found.std():.2f}"
+    else:
+        quality = f"{found.mean():.4f}"
+        difference, spread = f"{100 * change / baseline.mean():+.1f} %", f"{found.std():.4f}"
+    ratio = np.mean([run["ratio"] for run in runs])
+    norm, error = (
+        np.mean([run[key] for run in runs], axis=0) for key in ("residual_norms", "total_error")
+    )
+    return (
+        f"| `{recipe}` | {quality} ± {spread} | {difference} | {ratio:.1f} | {norm[-1]:.3g} | "
+        f"{error:.3g} |"
+    )
+
+
+def plot(store: Store, path: Path) -> None:
+    """Plot quality against bytes, and the residual's norm over the steps, for each task."""
+    figure = Figure(figsize=(15, 9), layout="constrained")
+    grid = figure.subplots(2, len(KINDS))
+    for column, name in enumerate(KINDS):
+        above, below = grid[0][column], grid[1][column]
+        for number, recipe in enumerate((*RECIPES, *MORE[name], AS_MANY_BYTES)):
+            runs = store.seeds(name, recipe)
+            if not runs:
+                continue
+            look = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+            quality = np.mean([run["qualities"] for run in runs], axis=0)
+            sent = np.mean([run["sent_nbytes"] for run in runs]) * np.array(runs[0]["steps"]) / 1e6
+            above.plot(sent, quality, label=recipe, marker=".", **look)
+            norms = np.mean([run["residual_norms"] for run in runs], axis=0)
+            below.plot(runs[0]["steps"], np.maximum(norms, 1e-3), **look)
+            above.set(title=name, xscale="log", xlabel="sent by each learner (MB)",
+                      ylabel=runs[0]["measure"])  # fmt: skip
+            if not KINDS[name].higher_is_better:
+                above.set_yscale("log")
+        below.set(yscale="log", xlabel="step", ylabel="norm of the residual")
+        for axes in (above, below):
+            axes.grid(alpha=0.3)
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=110)
+
+
+def plot_recovery(store: Store, path: Path) -> None:
+    """Plot how a run at theta 0.99 without error feedback recovers."""
+    axes = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
+    rows = [("none", "-", "none"), *((THETA_99, how, f"theta 0.99, {how}") for how in RECOVERIES)]
+    for recipe, how, label in rows:
+        runs = store.seeds("resnet", recipe, how)
+        if runs:
+            qualities = np.mean([run["qualities"] for run in runs], axis=0)
+            axes.plot(runs[0]["steps"], 100 * qualities, marker=".", label=label)
+    axes.set(xlabel="step", ylabel="test accuracy (%)")
+    axes.legend(title="fft without error feedback")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Train what is left to train, then write tables and plots."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--form", choices=FORMS, default="table", help="seeds and steps (default: %(default)s)")
+    add("--workers", type=int, default=os.cpu_count(), help="trainings at a time (default: cores)")
+    add("--out", type=Path, default=RESULTS, help="folder of the results (default: results)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = "convergence" if args.form == "table" else f"convergence-{args.form}"
+    store = Store(args.out / f"{name}.json", args.form)
+    run_all(jobs_of(args.form), store, args.workers)
+    page = make_page(store)
+    (args.out / f"{name}.md").write_text(f"# Convergence\n\n{page}", encoding="utf-8")
+    plot(store, args.out / f"{name}.png")
+    plot_recovery(store, args.out / f"{name}-recovery.png")
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
