@@ -50,6 +50,8 @@ ALLOWED = {
     "handshake.py": {"numpy", "backends", "errors", "wire"},
     "recipes.py": {"codec", "quantizers", "schemes", "sparsifiers", "transforms"},
     "world.py": {"numpy", "backends", "buckets", "engine", "errors", "policy", "schemes"},
+    "mpi.py": {"numpy", "mpi4py", "backends", "buckets", "engine", "handshake", "policy", "schemes",
+               "wire"},
     "threads.py": set(),
     "gradients.py": {"numpy", "backends"},
     "machine.py": {"__init__", "threads"},
