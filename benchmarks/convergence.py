@@ -55,6 +55,7 @@ RECIPES = (
     "random_block(density=0.01)",
     "hard_threshold(density=0.001)",
     "demo",
+    "auto(ratio=100)",
 )
 # Beyond the table: what shows why, or what recovers.
 WARM = " after a dense warm-up"  # of a tenth of the steps

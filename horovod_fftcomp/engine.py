@@ -20,6 +20,7 @@ from horovod_fftcomp.alarm import DEFAULT_THRESHOLD, ResidualAlarm
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.schemes import (
+    GRADIENT_UNITS,
     MEASURE_EVERY,
     Context,
     Exchange,
@@ -29,6 +30,7 @@ from horovod_fftcomp.schemes import (
     State,
     Tensor,
 )
+from horovod_fftcomp.schemes.auto import Auto
 
 
 @dataclass
@@ -220,8 +222,8 @@ class Engine:
         if scale != self.loss_scale:
             factor = np.float32(scale / self.loss_scale)
             for state in self._state:
-                for arrays in state.values():
-                    for array in arrays.values():
+                for kind in GRADIENT_UNITS:
+                    for array in state.get(kind, {}).values():
                         array *= factor
             self.loss_scale = scale
 
@@ -232,6 +234,15 @@ class Engine:
                 if tensor.name == name:
                     return number, tensor
         raise ValueError(f"no bucket holds a tensor named {name!r}; it travels dense")
+
+    def choices(self) -> dict[str, str]:
+        """Return what is chosen for each tensor whose recipe chooses, in words."""
+        return {
+            tensor.name: scheme.choice_of(state, tensor)
+            for number, (bucket, state) in enumerate(zip(self.buckets, self._state, strict=True))
+            if isinstance(scheme := self.scheme(number), Auto)
+            for tensor in bucket.tensors
+        }
 
     def residual(self, name: str) -> Array:
         """Return what is not sent yet of a tensor, float32 in its shape, as last committed."""
@@ -288,7 +299,7 @@ class Engine:
         for bucket, state in zip(self.buckets, states, strict=True):
             scheme = bucket.policy.at(part["step"])
             for tensor in bucket.tensors:
-                _check_arrays(tensor, state, scheme.state_arrays(tensor))
+                _check_arrays(tensor, state, scheme.state_arrays(tensor, state))
         self.abandon()
         self.step = part["step"]
         self.loss_scale = part["loss_scale"]

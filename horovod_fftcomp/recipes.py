@@ -10,6 +10,7 @@ from typing import Any
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat, is_whole
 from horovod_fftcomp.schemes import Scheme
+from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.joined import Joined
@@ -149,6 +150,15 @@ def _demo(
     return Gather(codec, decay=decay, sign=_one_of("sign", sign, {True: True, False: False}))
 
 
+def _auto(
+    ratio: float = 50.0,
+    every: int = 1000,
+    gbit_per_s: float | None = None,
+    error_feedback: bool = True,
+) -> Scheme:
+    return Auto(ratio, every, gbit_per_s, error_feedback)
+
+
 RECIPES: dict[str, Recipe] = {
     "none": Recipe(_none, "all values in float32", "Horovod's own"),
     "fp16": Recipe(_fp16, "all values in float16, saturating", "Horovod's own"),
@@ -158,6 +168,9 @@ RECIPES: dict[str, Recipe] = {
         _fft, "the largest bins of a block FFT, as range floats", "Wang et al., HPDC 2020"
     ),
     "dct": Recipe(_dct, "the largest coefficients of a block DCT, as range floats", "as fft"),
+    "auto": Recipe(
+        _auto, "the best of domains and bits for each tensor, tried now and then", "this package"
+    ),
     "demo": Recipe(
         _demo, "the largest DCT coefficients of a momentum, which they leave", "Peng et al. 2024"
     ),

@@ -40,6 +40,7 @@ FEEDBACK |= {key: case for key, case in VARIANTS.items() if "scalecom" not in ke
 SCHEMES = {name: (name, {}) for name in [*GATHER_RECIPES, *SHARED_RECIPES]} | VARIANTS
 SCHEMES |= {
     "threshold": ("hard_threshold", {"threshold": 1.0}),
+    "auto": ("auto", {"ratio": 10, "every": 2}),
     "threshold-calibrated": ("hard_threshold", {"density": 0.1, "calibrate_steps": 3}),
 }
 TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]
@@ -348,6 +349,7 @@ def test_relative_error_is_that_of_the_measured_step():
 @pytest.mark.parametrize("recipe", list_compressors())
 def test_bytes_sent_are_the_bytes_predicted(recipe):
     engine = _engines(get_scheme(recipe), ranks=1)[0]
+    engine.step = 5  # a usual one
     _run([engine], _grads(np.random.default_rng(7), ranks=1))
     tensors = [tensor for bucket in TENSORS for tensor in bucket]
     scheme = get_scheme(recipe)

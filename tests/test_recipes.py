@@ -20,6 +20,7 @@ from horovod_fftcomp.buckets import is_compressed, make_buckets
 from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor, leader
+from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.shared import Shared
@@ -44,7 +45,7 @@ def test_every_recipe_is_complete(name):
 def test_repr_rebuilds_the_scheme(name):
     names = {cls.__name__: cls for module in STAGES
              for cls in vars(module).values() if dataclasses.is_dataclass(cls)}  # fmt: skip
-    names |= {cls.__name__: cls for cls in (Codec, Dense, Gather, HardThreshold, Shared)}
+    names |= {cls.__name__: cls for cls in (Auto, Codec, Dense, Gather, HardThreshold, Shared)}
     scheme = get_scheme(name)
     assert eval(repr(scheme), names) == scheme
 

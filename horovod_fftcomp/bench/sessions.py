@@ -9,14 +9,15 @@ import numpy as np
 
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.checkpoint import common
-from horovod_fftcomp.recipes import RECIPES, get_scheme
+from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, State, Tensor
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.wire import Plan
 
 # Step 0 and every 53rd measure energies on top; a usual step does not. Where ranks take turns in
-# leading, it is the turn of rank 0, whose work is measured.
-_USUAL_STEP = 2
+# leading, it is the turn of rank 0, whose work is measured; and no recipe tries anything any more.
+_USUAL_STEP = 6
 
 
 class Session(Protocol):
@@ -78,22 +79,24 @@ class RecipeSession:
         self,
         label: str,
         recipe: str,
-        options: Mapping[str, object],
+        options: Mapping[str, Any],
         tensor: Tensor,
         other_grad: Array,
     ) -> None:
         self.label = label
         if "calibrate_steps" in RECIPES[recipe].options:
             options = {**options, "calibrate_steps": 1}  # what follows after is measured
-        self.scheme = get_scheme(recipe, **options)
+        policy = make_policy(recipe, **options)
+        self.scheme = policy.at(_USUAL_STEP)
         self.has_feedback = "error_feedback" in RECIPES[recipe].options and bool(
             options.get("error_feedback", True)
         )
         off = {"error_feedback": False} if self.has_feedback else {}
-        self._plain = get_scheme(recipe, **{**options, **off})
+        plain = make_policy(recipe, **{**options, **off})
+        self._plain = plain.at(_USUAL_STEP)
         self._tensor = tensor
         self._known: State = {}
-        self._known = common(self._outcome_alone(other_grad).state)
+        self._known = common(self._outcome_alone(other_grad, plain.at(0), 0).state)
         self._state: State = self._known
         self._others = self._sent_by_the_other(other_grad)
         self.sent_nbytes = sum(data.nbytes for data in self._others)
@@ -129,11 +132,12 @@ class RecipeSession:
 
     def alone(self, grad: Array) -> Array:
         """Return what arrives of ``grad`` without feedback, flat float32."""
-        return self._outcome_alone(grad).sums[0]
+        return self._outcome_alone(grad, self._plain, _USUAL_STEP).sums[0]
 
-    def _outcome_alone(self, grad: Array) -> Outcome:
-        nobody = [None] * len(self.scheme.rounds)
-        exchange = self._exchange(self._plain, grad, self._known, world_size=1)
+    def _outcome_alone(self, grad: Array, scheme: Scheme, step: int) -> Outcome:
+        nobody = [None] * len(scheme.rounds)
+        context = Context(step, 0, 1)
+        exchange = scheme.exchange([self._tensor], [grad], self._known, context)
         started = _start(exchange, nobody)
         return _finish(_Received(exchange, _completed(started.last, None)))
 
@@ -145,8 +149,8 @@ class RecipeSession:
         """Return what is not sent yet, flat float32."""
         return self.scheme.residual(self._state, self._tensor).reshape(-1)
 
-    def _exchange(self, scheme: Scheme, grad: Array, state: State, world_size: int = 2) -> Exchange:
-        context = Context(_USUAL_STEP, 0, world_size)
+    def _exchange(self, scheme: Scheme, grad: Array, state: State) -> Exchange:
+        context = Context(_USUAL_STEP, 0, 2)
         return scheme.exchange([self._tensor], [grad], state, context)
 
 

@@ -18,6 +18,9 @@ from horovod_fftcomp.backends import Array
 # take turns in something each is measured in every role.
 MEASURE_EVERY = 53
 
+# The kinds of state that are in the units of a gradient, so that a loss scale multiplies them.
+GRADIENT_UNITS = ("residual", "levels")
+
 # kind of state ("residual") -> tensor name -> array
 State = dict[str, dict[str, Array]]
 
@@ -112,8 +115,10 @@ class Scheme(Protocol):
         """Return shape and domain of the state of ``tensor`` in words; equal if states fit."""
         ...
 
-    def state_arrays(self, tensor: Tensor) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of each 1-D array that the state of ``tensor`` may hold."""
+    def state_arrays(
+        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
+    ) -> Mapping[str, tuple[np.dtype, int]]:
+        """Return (dtype, elements) of each 1-D array that ``state`` may hold of ``tensor``."""
         ...
 
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:

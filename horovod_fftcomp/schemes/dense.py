@@ -58,9 +58,11 @@ class Dense:
         del tensor
         return "none"
 
-    def state_arrays(self, tensor: Tensor) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(
+        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
+    ) -> Mapping[str, tuple[np.dtype, int]]:
         """Return nothing: there is no state."""
-        del tensor
+        del tensor, state
         return {}
 
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:

@@ -218,8 +218,11 @@ class Gather:
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return f"residual of {list(tensor.shape)} by {self.codec.transform!r}"
 
-    def state_arrays(self, tensor: Tensor) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(
+        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
+    ) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual's coefficients; see ``Scheme``."""
+        del state
         if not self.error_feedback:
             return {}
         return {"residual": self.codec.coeffs_format(tensor.shape)}

@@ -71,9 +71,11 @@ class Joined:
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return self.scheme.state_format(tensor)
 
-    def state_arrays(self, tensor: Tensor) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(
+        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
+    ) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of each array of the state; see ``Scheme``."""
-        return self.scheme.state_arrays(tensor)
+        return self.scheme.state_arrays(tensor, state)
 
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
         """Return what is not sent yet of ``tensor``, float32 in its shape."""

@@ -199,8 +199,11 @@ class Shared:
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return f"residual of {list(tensor.shape)} by element"
 
-    def state_arrays(self, tensor: Tensor) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(
+        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
+    ) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual; see ``Scheme``."""
+        del state
         if not self.error_feedback:
             return {}
         return {"residual": (np.dtype(np.float32), math.prod(tensor.shape))}

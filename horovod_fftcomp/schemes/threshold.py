@@ -104,9 +104,11 @@ class HardThreshold:
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return self._gather.state_format(tensor)
 
-    def state_arrays(self, tensor: Tensor) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(
+        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
+    ) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual and the levels; see ``Scheme``."""
-        arrays = dict(self._gather.state_arrays(tensor))
+        arrays = dict(self._gather.state_arrays(tensor, state))
         if self.threshold is None:
             arrays["levels"] = (np.dtype(np.float32), self.calibrate_steps)
         return arrays

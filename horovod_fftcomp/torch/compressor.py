@@ -95,7 +95,7 @@ class Compressor:
 
     # For the user.
 
-    def stats(self) -> dict[str, float | None]:
+    def stats(self) -> dict[str, Any]:
         """Return what this rank has sent and spent so far.
 
         ``dense_nbytes``: the gradients in float32; ``sent_nbytes``: what was handed to
@@ -110,7 +110,8 @@ class Compressor:
         ``similarity``: of the positions that another rank chose for all in the
         last measured step, the share that this one would have chosen; None if there were none.
         ``skipped_steps``: steps with NaN or Inf somewhere, which left no trace in
-        the residuals. ``density``: the present one.
+        the residuals. ``density``: the present one. ``choices``: of ``auto``, what it has chosen
+        for each tensor, in words.
         """
         self._steps.close_if_complete()
         costs, exchanges = self._engine.costs, self._steps.exchanges
@@ -133,6 +134,7 @@ class Compressor:
             "skipped_steps": costs.skipped_steps,
             "collectives": costs.collectives,
             "density": self._policy.density(self._engine.step),
+            "choices": self._engine.choices(),
         }
 
     def residual(self, name: str) -> torch.Tensor:

@@ -1,0 +1,278 @@
+"""For each tensor the domain and bits that lose least at the bytes allowed, tried now and then."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, RangeFloat
+from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, State, Tensor
+from horovod_fftcomp.schemes.dense import Dense
+from horovod_fftcomp.schemes.gather import gather
+from horovod_fftcomp.sparsifiers import TopK
+from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity, Transform
+
+TRANSFORMS: tuple[Transform, ...] = (
+    Identity(), BlockFFT(64), BlockFFT(256), BlockDCT(64), BlockDCT(256),
+)  # fmt: skip
+BITS = (3, 4, 5, 6, 8)
+# A choice is a number: DENSE, or 1 + place in this list. 2 is Identity with 4 bits.
+CANDIDATES = tuple((transform, bits) for transform in TRANSFORMS for bits in BITS)
+DENSE, FIRST_CHOICE = 0, 2
+_SAMPLE = 1 << 16  # elements of a tensor that candidates are tried on
+_PIECE = 1 << 12  # consecutive ones of them, so that blocks stay blocks
+_WORTH_CHANGING = 0.99  # of the present choice's error
+# What one gradient chooses may be a quarter worse for the next ones than the best domain alone, so
+# all ranks' gradients of so many steps are counted: benchmarks/auto_choice.py.
+TRIAL_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Send each tensor in a ``ratio``-th of its bytes, by the candidate that leaves the least.
+
+    In ``TRIAL_STEPS`` steps of every ``every`` all ranks try all candidates on their gradients, on
+    a part of each tensor, and add up the shares that are lost; the least sum is the choice of all,
+    and residuals follow into the new domain. With ``gbit_per_s``, the speed of a rank's network
+    link, a bucket is also sent dense where that takes less time than encoding, sending and
+    decoding, by the trials' own clock.
+    """
+
+    ratio: float = 50.0
+    every: int = 1000
+    gbit_per_s: float | None = None
+    error_feedback: bool = True
+    tries: bool = False
+    begins: bool = False
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.ratio) or not 1 <= self.ratio <= 10_000:
+            raise ValueError(f"ratio must lie in [1, 10000], got {self.ratio!r}")
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"every must be a whole number of steps from 1, got {self.every!r}")
+        if self.gbit_per_s is not None and not (
+            _is_number(self.gbit_per_s) and self.gbit_per_s > 0
+        ):
+            raise ValueError(f"gbit_per_s must be above 0 or None, got {self.gbit_per_s!r}")
+        object.__setattr__(self, "ratio", float(self.ratio))
+
+    @property
+    def rounds(self) -> tuple[str, ...]:
+        """The collectives of an exchange; a bucket that travels dense has another last one."""
+        return ("allreduce", "allgather") if self.tries else ("allgather",)
+
+    def at(self, step: int) -> Auto:
+        """Return what runs at a step, counted from the first compressed one."""
+        place = step % self.every
+        return replace(self, tries=place < TRIAL_STEPS, begins=place == 0)
+
+    def exchange(
+        self,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Array | None],
+        state: Mapping[str, Mapping[str, Array]],
+        context: Context,
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        chosen = [_chosen(state, tensor) for tensor in tensors]
+        carried = dict(state.get("residual", {}))
+        trials = dict(state.get("trials", {}))
+        if self.tries:
+            own = [self._tried(t, grad) for t, grad in zip(tensors, grads, strict=True)]
+            summed = yield Round("allreduce", np.concatenate(own))
+            for tensor, new in zip(tensors, np.split(summed, len(tensors)), strict=True):
+                before = None if self.begins else trials.get(tensor.name)
+                trials[tensor.name] = new if before is None else before + new
+            decided = self._decided(tensors, chosen, trials, context.world_size)
+            carried = {
+                tensor.name: self._moved(carried[tensor.name], tensor, old, new)
+                for tensor, old, new in zip(tensors, chosen, decided, strict=True)
+                if tensor.name in carried
+            }
+            chosen = decided
+        choices = {t.name: np.array([c], np.uint8) for t, c in zip(tensors, chosen, strict=True)}
+        if chosen and chosen[0] == DENSE:
+            outcome = yield from self._dense(tensors, grads, carried, context)
+        else:
+            codecs = [self.codec(t.shape, c) for t, c in zip(tensors, chosen, strict=True)]
+            outcome, _ = yield from gather(
+                codecs, tensors, grads, carried, context, self.error_feedback
+            )
+        return outcome._replace(state={**outcome.state, "choice": choices, "trials": trials})
+
+    def codec(self, shape: tuple[int, ...], choice: int) -> Codec:
+        """Return the codec of a choice for tensors of ``shape``: as much as the bytes allow."""
+        transform, bits = CANDIDATES[(choice or FIRST_CHOICE) - 1]
+        return _codec(transform, bits, shape, self.ratio)
+
+    def _dense(
+        self,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Array | None],
+        carried: Mapping[str, Array],
+        context: Context,
+    ) -> Generator[Round, Array, Outcome]:
+        """Send everything, and what is left from steps that did not."""
+        whole: list[Array | None] = []
+        kept: dict[str, Array] = {}
+        for tensor, grad in zip(tensors, grads, strict=True):
+            residual = carried.get(tensor.name)
+            if residual is not None and grad is not None:
+                left = self.codec(tensor.shape, DENSE).transform.inverse(
+                    residual, grad.size, load_backend("cpu")
+                )
+                grad = load_backend("cpu").add(grad, left, 0).array
+            elif residual is not None:
+                kept[tensor.name] = residual
+            whole.append(grad)
+        outcome = yield from Dense().exchange(tensors, whole, {}, context)
+        return outcome._replace(state={"residual": kept} if self.error_feedback else {})
+
+    def _moved(self, residual: Array, tensor: Tensor, old: int, new: int) -> Array:
+        """Return a residual in the domain of another choice."""
+        before, after = (self.codec(tensor.shape, choice).transform for choice in (old, new))
+        if before == after:
+            return residual
+        kernels, numel = load_backend("cpu"), math.prod(tensor.shape)
+        elements = before.inverse(residual, numel, kernels)
+        return after.forward(elements, None, 0, kernels).array
+
+    def _tried(self, tensor: Tensor, grad: Array | None) -> Array:
+        """Return the share of the gradient that each candidate loses, the seconds of each, and 1.
+
+        Float32; zeros for a frozen tensor, whose choice then stays.
+        """
+        lost, seconds = np.zeros((2, len(CANDIDATES)), np.float32)
+        if grad is not None and grad.size:
+            part = _part_of(grad)
+            energy = float(np.dot(part, part)) or 1.0
+            for number in range(len(CANDIDATES)):
+                codec = self.codec(tensor.shape, number + 1)
+                begin = time.perf_counter()
+                coeffs = codec.coeffs_of(part, part.shape, load_backend("cpu"))
+                encoded = codec.encode_coeffs(coeffs, part.shape, kernels=load_backend("cpu"))
+                seconds[number] = (time.perf_counter() - begin) * grad.size / part.size
+                if coeffs.peak > LARGEST_FINITE_BITS:
+                    lost[number] = np.nan
+                elif encoded.residual is not None:
+                    lost[number] = codec.energy(encoded.residual, part.shape) / energy
+        return np.concatenate([lost, seconds, np.ones(1, np.float32)])
+
+    def _decided(
+        self,
+        tensors: Sequence[Tensor],
+        chosen: Sequence[int],
+        trials: Mapping[str, Array],
+        world_size: int,
+    ) -> list[int]:
+        """Return the choices that follow from all trials; the same on all ranks."""
+        decided, encode_s = [], 0.0
+        for tensor, present in zip(tensors, chosen, strict=True):
+            lost, seconds = np.split(trials[tensor.name][:-1], 2)
+            present = present or FIRST_CHOICE
+            best = 1 + int(np.argmin(lost))
+            if not lost[best - 1] < _WORTH_CHANGING * lost[present - 1]:  # or they are not finite
+                best = present
+            decided.append(best)
+            encode_s += float(seconds[best - 1] / trials[tensor.name][-1])
+        if self._is_dense_faster(tensors, decided, encode_s, world_size):
+            return [DENSE] * len(decided)
+        return decided
+
+    def _is_dense_faster(
+        self, tensors: Sequence[Tensor], decided: Sequence[int], encode_s: float, size: int
+    ) -> bool:
+        """Compare a ring's 2 (p - 1) / p of all bytes with a gather of payloads and its codec."""
+        if self.gbit_per_s is None or size == 1:
+            return False
+        bytes_per_s = self.gbit_per_s * 1e9 / 8
+        dense = sum(4 * math.prod(tensor.shape) for tensor in tensors)
+        gathered = (size - 1) * sum(
+            self.codec(tensor.shape, choice).payload_nbytes(tensor.shape)
+            for tensor, choice in zip(tensors, decided, strict=True)
+        )
+        codec_s = 2 * encode_s  # decoding takes about as long
+        return 2 * (size - 1) / size * dense / bytes_per_s < gathered / bytes_per_s + codec_s
+
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that a rank gathers of ``tensor`` in each step, of the first choice."""
+        return wire.align(self.codec(tensor.shape, FIRST_CHOICE).payload_nbytes(tensor.shape))
+
+    def state_format(self, tensor: Tensor) -> str:
+        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        return f"residual of {list(tensor.shape)} by a choice of auto"
+
+    def state_arrays(
+        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
+    ) -> Mapping[str, tuple[np.dtype, int]]:
+        """Return (dtype, elements) of the residual in its domain, and of the choice."""
+        arrays: dict[str, tuple[np.dtype, int]] = {
+            "choice": (np.dtype(np.uint8), 1),
+            "trials": (np.dtype(np.float32), 2 * len(CANDIDATES) + 1),
+        }
+        if self.error_feedback:
+            codec = self.codec(tensor.shape, _chosen(state, tensor))
+            arrays["residual"] = codec.coeffs_format(tensor.shape)
+        return arrays
+
+    def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
+        """Return what is not sent yet of ``tensor``, float32 in its shape."""
+        carried = state.get("residual", {}).get(tensor.name)
+        if carried is None:
+            return np.zeros(tensor.shape, np.float32)
+        transform = self.codec(tensor.shape, _chosen(state, tensor)).transform
+        elements = transform.inverse(carried, math.prod(tensor.shape), load_backend("cpu"))
+        return elements.reshape(tensor.shape).copy()
+
+    def choice_of(self, state: State, tensor: Tensor) -> str:
+        """Return the present choice of a tensor in words."""
+        choice = _chosen(state, tensor)
+        if choice == DENSE:
+            return "dense"
+        transform, bits = CANDIDATES[choice - 1]
+        return f"{transform!r}, {bits} bits"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _chosen(state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> int:
+    choice = state.get("choice", {}).get(tensor.name)
+    if choice is None:
+        return FIRST_CHOICE
+    if choice[0] > len(CANDIDATES):
+        raise ValueError(f"the choice of {tensor.name!r} is {choice[0]}, which auto does not have")
+    return int(choice[0])
+
+
+def _part_of(flat: Array) -> Array:
+    """Return ``_SAMPLE`` elements in pieces spread over all, or all of a small tensor."""
+    if flat.size <= 2 * _SAMPLE:
+        return flat
+    n_pieces = _SAMPLE // _PIECE
+    begins = np.arange(n_pieces) * (flat.size // n_pieces) // _PIECE * _PIECE
+    return np.concatenate([flat[begin : begin + _PIECE] for begin in begins])
+
+
+@functools.lru_cache(1 << 14)
+def _codec(transform: Transform, bits: int, shape: tuple[int, ...], ratio: float) -> Codec:
+    """Return the codec with the most coefficients whose payload is 1 / ratio of the tensor."""
+    n, allowed = transform.n_bins(math.prod(shape)), 4 * math.prod(shape) / ratio
+    width = transform.reals_per_bin * bits
+    low, high = 1, max(1, n)
+    while low < high:
+        k = (low + high + 1) // 2
+        if wire.make_plan(shape, n, k, width).payload_nbytes <= allowed:
+            low = k
+        else:
+            high = k - 1
+    return Codec(transform, TopK(low / max(1, n)), RangeFloat(bits))
