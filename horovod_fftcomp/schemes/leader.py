@@ -17,7 +17,7 @@ from horovod_fftcomp.backends import Array, load_backend
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Positions
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
-from horovod_fftcomp.schemes import Context, Round, Similarity, Tensor
+from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Round, Similarity, Tensor
 from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.wire import align
 
@@ -123,12 +123,12 @@ def follow_the_leader(
     grads: Sequence[Array | None],
     residuals: Mapping[str, Array],
     context: Context,
-    measure: bool,
 ) -> Generator[Round, Array, Choice]:
     """Broadcast what the leader of this step chooses; the leader is rank step mod world size.
 
-    With ``measure`` every other rank chooses as well, to tell how similar its choice is.
+    When it is time to measure, every other rank chooses as well, to tell how similar its choice is.
     """
+    measure = context.step % MEASURE_EVERY == 0
     leader = context.step % context.world_size
     numels = [math.prod(tensor.shape) for tensor in tensors]
     slots = np.cumsum([0] + [align(selector.nbytes(n)) for n in numels])

@@ -28,6 +28,14 @@ class _Part(NamedTuple):
     left: Array | None
 
 
+class _Own(NamedTuple):
+    """What a rank contributes, and what that leaves."""
+
+    message: Array
+    residuals: dict[str, Array]
+    energies: dict[str, Energy]
+
+
 @dataclass(frozen=True)
 class Shared:
     """Send the values at ``selection``'s positions; with ``error_feedback`` carry on the others.
@@ -78,8 +86,29 @@ class Shared:
         carried = state.get("residual", {})
         for tensor in tensors:
             self._check(carried.get(tensor.name), tensor)
+        chosen, similarity = yield from self._agree(tensors, grads, carried, context)
+        own = self._encode(tensors, grads, chosen, carried, context)
+        received = yield Round(self.collective, own.message)
+        if self.bits == 16:
+            received = load_backend("cpu").from_float16(received)
+        sources = [chosen]
+        if self.collective == "allgather":
+            sources = [self._drawn(tensors, context, rank) for rank in range(context.world_size)]
+        numels = [math.prod(tensor.shape) for tensor in tensors]
+        sums, finite = _scattered(received, sources, numels)
+        new_state = {"residual": own.residuals} if self.error_feedback else {}
+        return Outcome(sums, new_state, finite, own.energies, similarity)
+
+    def _encode(
+        self,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Array | None],
+        chosen: Sequence[Array],
+        carried: Mapping[str, Array],
+        context: Context,
+    ) -> _Own:
+        """Return what this rank contributes, and what that leaves."""
         measure = context.step % MEASURE_EVERY == 0
-        chosen, similarity = yield from self._agree(tensors, grads, carried, context, measure)
         ends = np.cumsum([positions.size for positions in chosen])
         kernels = load_backend("cpu")
         message = kernels.empty(int(ends[-1]))
@@ -100,16 +129,7 @@ class Shared:
                 residuals[tensor.name] = left
             if measure and part.grad is not None and not np.isnan(arrives).any():
                 energies[tensor.name] = self._energy(part, arrives)
-        received = yield Round(self.collective, message)
-        if self.bits == 16:
-            received = kernels.from_float16(received)
-        sources = [chosen]
-        if self.collective == "allgather":
-            sources = [self._drawn(tensors, context, rank) for rank in range(context.world_size)]
-        numels = [math.prod(tensor.shape) for tensor in tensors]
-        sums, finite = _scattered(received, sources, numels)
-        new_state = {"residual": residuals} if self.error_feedback else {}
-        return Outcome(sums, new_state, finite, energies, similarity)
+        return _Own(message, residuals, energies)
 
     def _check(self, residual: Array | None, tensor: Tensor) -> None:
         """Raise ValueError for a residual of another size, beyond whose end kernels would read."""
@@ -124,15 +144,10 @@ class Shared:
         grads: Sequence[Array | None],
         carried: Mapping[str, Array],
         context: Context,
-        measure: bool,
     ) -> Generator[Round, Array, Choice]:
         """Return each tensor's positions, after a round if a leader chooses them."""
         if isinstance(self.selection, Selector):
-            return (
-                yield from follow_the_leader(
-                    self.selection, tensors, grads, carried, context, measure
-                )
-            )
+            return (yield from follow_the_leader(self.selection, tensors, grads, carried, context))
         return Choice(self._drawn(tensors, context, context.rank), None)
 
     def _drawn(self, tensors: Sequence[Tensor], context: Context, rank: int) -> list[Array]:
