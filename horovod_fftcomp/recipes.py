@@ -152,7 +152,7 @@ def _demo(
 
 def _auto(
     ratio: float = 50.0,
-    every: int = 1000,
+    every: int = 2000,
     gbit_per_s: float | None = None,
     error_feedback: bool = True,
 ) -> Scheme:

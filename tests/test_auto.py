@@ -178,6 +178,20 @@ def test_what_was_held_back_is_sent_when_a_bucket_becomes_dense():
     np.testing.assert_allclose(sent, owed, atol=1e-5 * np.abs(owed).max())
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e25])
+def test_gradients_whose_squares_no_float32_holds_choose_as_others(scale):
+    """Where an error overflows nothing can be compared, and the choice stays."""
+    [engine], [other] = engines_of(1), engines_of(1)
+    for number in range(4):
+        x = spiky(number)
+        x /= np.abs(x).max()
+        step([engine], x)
+        with np.errstate(over="ignore"):
+            step([other], x * np.float32(scale))
+    assert other.choices() in (engine.choices(), {"w": "Identity(), 4 bits"})
+    assert other.costs.skipped_steps == 0
+
+
 def test_a_choice_that_cannot_be_is_refused():
     [engine] = engines_of(1)
     step([engine], smooth())

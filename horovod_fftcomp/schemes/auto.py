@@ -47,7 +47,7 @@ class Auto:
     """
 
     ratio: float = 50.0
-    every: int = 1000
+    every: int = 2000
     gbit_per_s: float | None = None
     error_feedback: bool = True
     tries: bool = False
@@ -153,7 +153,7 @@ class Auto:
         lost, seconds = np.zeros((2, len(CANDIDATES)), np.float32)
         if grad is not None and grad.size:
             part = _part_of(grad)
-            energy = float(np.dot(part, part)) or 1.0
+            energy = float(np.square(part, dtype=np.float64).sum()) or 1.0
             for number in range(len(CANDIDATES)):
                 codec = self.codec(tensor.shape, number + 1)
                 begin = time.perf_counter()
