@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.exchanges import Exchanges, Place
 from horovod_fftcomp.record import Recorder
 from horovod_fftcomp.schemes import Round
@@ -19,6 +20,11 @@ from horovod_fftcomp.torch.parameters import Parameters
 from horovod_fftcomp.torch.replicas import ReplicaCheck
 from horovod_fftcomp.torch.rounds import PendingRound
 from horovod_fftcomp.torch.settings import Settings
+
+# A rank that ends shuts Horovod down on all of them. One that begins an operation at that moment
+# may hang for ever: it holds the interpreter and waits for a lock whose holder waits for that. So
+# an error waits until the others have begun theirs; a rank that only waits is told of the end.
+_GRACE_S = 2.0
 
 
 class GradientContext(NamedTuple):
@@ -155,6 +161,8 @@ class Steps:
             self._finished = True
         except BaseException as error:
             self._broken_by = repr(error)
+            if not isinstance(error, (FFTCompError, KeyboardInterrupt)):  # of this rank alone
+                time.sleep(_GRACE_S)
             raise
         self._replicas.finish(self._settings.timeout_s)
 
