@@ -24,7 +24,7 @@ DRAWN_RECIPES = [name for name in SHARED_RECIPES if "seed" in RECIPES[name].opti
 
 # Codecs beyond the recipes' defaults: every layout of positions and the ends of every option.
 CODECS = {
-    **{name: (name, {}) for name in GATHER_RECIPES},
+    **{name: (name, {}) for name in GATHER_RECIPES if name != "demo"},  # whose codec is dct's
     "topk-bitmap": ("topk", {"density": 0.4, "bits": 5}),
     "topk-all": ("topk", {"density": 1.0, "bits": 8}),
     "topk-sparse": ("topk", {"density": 0.0005, "bits": 32}),

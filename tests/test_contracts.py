@@ -78,9 +78,9 @@ def test_payloads_may_lie_anywhere_in_memory(key):
 
 
 @pytest.mark.parametrize("key", contracts.CODECS)
-@pytest.mark.parametrize("n", [*range(0, 70), 255, 256, 1000, 1023, 1024, 4097, 50_000])
-def test_nothing_grows_beyond_float32_and_a_header(key, n):
+def test_nothing_grows_beyond_float32_and_a_header(key):
     codec = contracts.make_codec(key)
-    for shape in ((n,), (n, 1)):
-        for k in (None,) if codec.has_fixed_size else {0, min(n, 1), n // 50, n // 2, n}:
-            assert codec.plan(shape, k).payload_nbytes <= 4 * n + 64
+    for n in [*range(0, 70), 255, 256, 1000, 1023, 1024, 4097, 50_000]:
+        for shape in ((n,), (n, 1)):
+            for k in (None,) if codec.has_fixed_size else {0, min(n, 1), n // 50, n // 2, n}:
+                assert codec.plan(shape, k).payload_nbytes <= 4 * n + 64, (shape, k)
