@@ -108,9 +108,9 @@ def train_simulated(
         task.optimizer.step()
         schedule.step()
         report(step + 1, losses[0])
-        with learners.turn_of(0):  # a job's first rank evaluates too, with its own buffers
-            record.add(float(np.mean(losses)), lambda: float(np.mean(learners.residual_norms())))
-        if step + 1 in record.steps:
+        if record.add(float(np.mean(losses))):
+            with learners.turn_of(0):  # a job's first rank evaluates too, with its own buffers
+                record.evaluate(float(np.mean(learners.residual_norms())))
             density = steer(step + 1, record.qualities[-1])
             if density is not None:
                 learners.set_density(density)
@@ -144,21 +144,16 @@ def train_distributed(
         optimizer.step()
         schedule.step()
         report(step + 1, loss.item())
-        record.add(loss.item(), lambda: _mean(_residual_norm(compression)))
+        if record.add(loss.item()):
+            record.evaluate(_mean(compression.residual_norm()))
     stats = compression.stats()
-    probes = stats["sent_nbytes"] if choice.name != "none" else stats["dense_nbytes"]
     record.losses = hvd.allreduce(torch.tensor(record.losses), name="losses").tolist()
-    return record.run(choice.label, hvd.size(), probes, _mean(stats["total_error"]))
+    error = _mean(stats["total_error"])
+    return record.run(choice.label, hvd.size(), stats["sent_nbytes"], error)
 
 
 def _mean(value: float) -> float:
     return hvd.allreduce(torch.tensor(value, dtype=torch.float64), name="mean").item()
-
-
-def _residual_norm(compression) -> float:
-    names = [tensor.name for bucket in compression._buckets for tensor in bucket.tensors]
-    squares = [compression.residual(name).double().square().sum().item() for name in names]
-    return float(np.sum(squares)) ** 0.5
 
 
 class _Record:
@@ -172,13 +167,16 @@ class _Record:
         self.norms: list[float] = []
         self.losses: list[float] = []
 
-    def add(self, loss: float, residual_norm: Callable[[], float]) -> None:
-        """Enter a step, and evaluate the model if it is time."""
+    def add(self, loss: float) -> bool:
+        """Enter a step; tell whether it is time to evaluate."""
         self.losses.append(loss)
-        if len(self.losses) in self._at:
-            self.steps.append(len(self.losses))
-            self.qualities.append(self._task.quality())
-            self.norms.append(residual_norm())
+        return len(self.losses) in self._at
+
+    def evaluate(self, residual_norm: float) -> None:
+        """Enter the quality of the model as it is."""
+        self.steps.append(len(self.losses))
+        self.qualities.append(self._task.quality())
+        self.norms.append(residual_norm)
 
     def run(self, label: str, learners: int, sent_nbytes: float, total_error: float) -> Run:
         """Return all of it, ``sent_nbytes`` and ``total_error`` being those of the whole run."""

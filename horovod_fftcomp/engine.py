@@ -249,6 +249,12 @@ class Engine:
         bucket, tensor = self.tensor(name)
         return self.scheme(bucket).residual(self._state[bucket], tensor)
 
+    def residual_norm(self) -> float:
+        """Return the norm of what is not sent yet, of all tensors together."""
+        names = [tensor.name for bucket in self.buckets for tensor in bucket.tensors]
+        squares = [np.square(self.residual(name), dtype=np.float64).sum() for name in names]
+        return float(np.sum(squares)) ** 0.5
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, settled; see ``checkpoint`` for that of all ranks."""
         self.settle()

@@ -142,6 +142,11 @@ class Compressor:
         self._steps.settle()
         return torch.from_numpy(self._engine.residual(name))
 
+    def residual_norm(self) -> float:
+        """Return the norm of what this rank has not sent yet, of all parameters together."""
+        self._steps.settle()
+        return self._engine.residual_norm()
+
     def residual_ratios(self) -> dict[str, float]:
         """Return norm of residual over norm of gradient, as last measured, for each tensor."""
         return self._engine.alarm.ratios()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ class SimulatedLearners:
         buckets = make_buckets(specs, policy, rules, min_numel, bucket_nbytes)
         self._engines = [Engine(buckets, rank, n_learners) for rank in range(n_learners)]
         self._buckets = [[tensor.name for tensor in bucket.tensors] for bucket in buckets]
+        self._numels = {t.name: math.prod(t.shape) for t in specs}
         self._dense = {t.name for t in specs}.difference(*self._buckets)
         self._grads: list[dict[str, np.ndarray]] = [{} for _ in range(n_learners)]
         self._buffers = [self._copied_buffers() for _ in range(n_learners)]
@@ -83,11 +85,9 @@ class SimulatedLearners:
 
     def reduce(self) -> None:
         """Exchange what the learners' turns have left; the parameters' gradients are the means."""
-        numels = {t.name: p.numel() for t, p in zip(
-            self._parameters.specs(), self._parameters.tensors, strict=True)}  # fmt: skip
         wanted = [
             [
-                [grads.get(name, np.zeros(numels[name], np.float32)) for name in bucket]
+                [grads.get(name, np.zeros(self._numels[name], np.float32)) for name in bucket]
                 for bucket in self._buckets
             ]
             for grads in self._grads
@@ -116,15 +116,7 @@ class SimulatedLearners:
 
     def residual_norms(self) -> list[float]:
         """Return the norm of what each rank has not sent yet, all tensors together."""
-        return [
-            sum(
-                float(np.square(engine.residual(name)).sum(dtype=np.float64))
-                for bucket in self._buckets
-                for name in bucket
-            )
-            ** 0.5
-            for engine in self._engines
-        ]
+        return [engine.residual_norm() for engine in self._engines]
 
     def set_density(self, density: float) -> None:
         """Compress with ``density`` from the next step on, but for tensors that a rule names."""
