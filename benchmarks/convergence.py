@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +33,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import horovod_fftcomp
 from horovod_fftcomp import Recover, get_scheme
-from horovod_fftcomp.buckets import is_compressed
+from horovod_fftcomp.buckets import is_compressed, make_buckets
 from horovod_fftcomp.cli.arguments import recipe_choices
+from horovod_fftcomp.policy import Scheduled, make_policy
 from horovod_fftcomp.recovery import Recovery
 from horovod_fftcomp.schemes import Tensor
 
@@ -50,8 +53,8 @@ RECIPES = (
     "dct(density=0.15)",
     "topk(density=0.01)",
     "topk(density=0.001)",
-    "scalecom(density=0.01)",
-    "scalecom(density=0.0025)",
+    "scalecom(density=0.008)",
+    "scalecom(density=0.0017)",
     "random_block(density=0.01)",
     "hard_threshold(density=0.001)",
     "demo",
@@ -59,13 +62,24 @@ RECIPES = (
 )
 # Beyond the table: what shows why, or what recovers.
 WARM = " after a dense warm-up"  # of a tenth of the steps
-MORE = (
-    "topk(density=0.01)" + WARM,
-    "scalecom(density=0.01)" + WARM,
-    "scalecom(density=0.01, beta=1.0)",
-    "random_block(density=0.1)",
-)
-AS_MANY_BYTES = "topk(bits=32) with the bytes of hard_threshold"
+LONGER = " in twice the steps"
+MORE = {
+    "resnet": (
+        "topk(density=0.01)" + WARM,
+        "scalecom(density=0.008)" + WARM,
+        "scalecom(density=0.0017)" + WARM,
+        "scalecom(density=0.008, beta=1.0)",
+        "random_block(density=0.01)" + WARM,
+    ),
+    "charlm": (
+        "topk(density=0.01)" + LONGER,
+        "topk(density=0.1)",
+        "scalecom(density=0.008)" + LONGER,
+        "scalecom(density=0.008, beta=1.0)",
+    ),
+    "logistic": ("scalecom(density=0.008, beta=1.0)",),
+}
+AS_MANY_BYTES = "topk(bits=32) with the bytes of hard_threshold"  # of resnet and logistic
 THETA_99 = "fft(density=0.01, error_feedback=False)"
 RECOVERIES = ("never", "by hand", "recover")
 FORMS = {"short": (1, 0.25), "table": (3, 1.0), "long": (5, 5.0)}  # seeds, share of the steps
@@ -107,7 +121,7 @@ def logistic(args: argparse.Namespace) -> comparison.Task:
 
 KINDS = {
     "resnet": Kind(torch_resnet_digits.make_task, 400, 0.1, True),
-    "charlm": Kind(torch_charlm.make_task, 800, 3e-3, False),
+    "charlm": Kind(partial(torch_charlm.make_task, width=32, layers=1), 1200, 1e-2, False),
     "logistic": Kind(logistic, 600, 0.3, False),
 }
 
@@ -131,20 +145,24 @@ class Job(NamedTuple):
 def train(job: Job) -> dict[str, Any]:
     """Run a job in this process; return what is stored of it."""
     torch.set_num_threads(1)
+    horovod_fftcomp.set_num_threads(1)
     kind = KINDS[job.kind]
     flags = argparse.Namespace(seed=job.seed, lr=kind.lr, batch_size=8, skew=0.0)
     task = kind.make_task(flags)
     recipe = job.recipe
     if recipe == AS_MANY_BYTES:
         recipe = f"topk(bits=32,density={density_of(job.sent_nbytes, task.model)})"
-    [choice] = recipe_choices(recipe.removesuffix(WARM))
+    [choice] = recipe_choices(recipe.removesuffix(WARM).removesuffix(LONGER))
     warm = {"warmup_steps": job.steps // 10} if recipe.endswith(WARM) else {}
+    n_steps = 2 * job.steps if recipe.endswith(LONGER) else job.steps
     run = comparison.train_simulated(
-        task, choice, LEARNERS, job.steps, 20, steer=steering(job, kind), **warm
+        task, choice, LEARNERS, n_steps, 20, steer=steering(job, kind), **warm
     )
+    dense, compressed = nbytes_of(task.model, make_policy(choice.name, **choice.options))
     losses = np.array_split(np.array(run.losses), min(50, len(run.losses)))
     return run._asdict() | {
         "recipe": choice.label,
+        "ratio_of_compressed": compressed / (run.sent_nbytes - dense) if compressed else 1.0,
         "losses": [round(float(part.mean()), 5) for part in losses],
         "measure": task.measure,
     }
@@ -169,14 +187,26 @@ def steering(job: Job, kind: Kind) -> Callable[[int, float], float | None]:
     return steer
 
 
+def specs_of(model: torch.nn.Module) -> list[Tensor]:
+    """Return names and shapes of the parameters."""
+    return [Tensor(name, tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+def nbytes_of(model: torch.nn.Module, policy: Scheduled) -> tuple[int, int]:
+    """Return the float32 bytes of the parameters that travel dense, and of the compressed ones."""
+    buckets = make_buckets(specs_of(model), policy)
+    compressed = sum(4 * math.prod(t.shape) for bucket in buckets for t in bucket.tensors)
+    return sum(4 * p.numel() for p in model.parameters()) - compressed, compressed
+
+
 def density_of(sent_nbytes: float, model: torch.nn.Module) -> float:
     """Return the density at which Top-k in float32 sends so much of a model in a step."""
-    specs = [Tensor(name, tuple(p.shape)) for name, p in model.named_parameters()]
-    dense = sum(4 * int(np.prod(t.shape)) for t in specs if not is_compressed(t))
+    specs = [tensor for tensor in specs_of(model) if is_compressed(tensor)]
+    dense, _ = nbytes_of(model, make_policy("topk"))
 
     def sent(density: float) -> int:
         scheme = get_scheme("topk", bits=32, density=density)
-        return dense + sum(scheme.sent_nbytes(t) for t in specs if is_compressed(t))
+        return dense + sum(scheme.sent_nbytes(tensor) for tensor in specs)
 
     densities = np.geomspace(1e-5, 1, 2000)
     return float(densities[max(0, bisect.bisect(densities, sent_nbytes, key=sent) - 1)])
@@ -220,6 +250,11 @@ class Store:
         return [run for key, run in self.runs.items() if key.startswith(begin)]
 
 
+def recipes_of(kind: str) -> tuple[str, ...]:
+    """Return the rows of a task's table."""
+    return (*RECIPES, *MORE[kind], *(() if kind == "charlm" else (AS_MANY_BYTES,)))
+
+
 def jobs_of(form: str) -> list[Job]:
     """Return all trainings, seed after seed, so that a cut run has whole tables of some seeds."""
     seeds, share = FORMS[form]
@@ -227,7 +262,7 @@ def jobs_of(form: str) -> list[Job]:
     for seed in range(seeds):
         for name, kind in KINDS.items():
             steps = int(kind.steps * share)
-            jobs += [Job(name, r, seed, steps) for r in (*RECIPES, *MORE, AS_MANY_BYTES)]
+            jobs += [Job(name, recipe, seed, steps) for recipe in recipes_of(name)]
         steps = int(KINDS["resnet"].steps * share)
         jobs += [Job("resnet", THETA_99, seed, steps, how) for how in RECOVERIES]
     return jobs
@@ -269,10 +304,11 @@ def make_page(store: Store) -> str:
             f"## {name}",
             f"\n{none[0]['measure']} at the end (mean of the last fifth of the evaluations): mean "
             f"and standard deviation of {len(none)} seeds.\n",
-            "| recipe | quality | difference to none | ratio | residual norm | total error |",
-            "|---|---:|---:|---:|---:|---:|",
+            "| recipe | quality | difference to none | ratio | of what is compressed | "
+            "residual norm | total error |",
+            "|---|---:|---:|---:|---:|---:|---:|",
         ]
-        for recipe in (*RECIPES, *MORE, AS_MANY_BYTES):
+        for recipe in recipes_of(name):
             runs = store.seeds(name, recipe)
             if runs:
                 lines.append(_row(recipe, runs, none, kind.higher_is_better))
@@ -295,11 +331,12 @@ def _row(recipe: str, runs: list[dict], none: list[dict], in_percent: bool) -> s
         quality = f"{found.mean():.4f}"
         difference, spread = f"{100 * change / baseline.mean():+.1f} %", f"{found.std():.4f}"
     ratio = np.mean([run["ratio"] for run in runs])
+    alone = np.mean([run["ratio_of_compressed"] for run in runs])
     norm = np.mean([run["residual_norms"][-1] for run in runs])
     error = np.mean([run["total_error"] for run in runs])
     return (
-        f"| `{recipe}` | {quality} ± {spread} | {difference} | {ratio:.1f} | {norm:.3g} | "
-        f"{error:.3g} |"
+        f"| `{recipe}` | {quality} ± {spread} | {difference} | {ratio:.1f} | {alone:.0f} | "
+        f"{norm:.3g} | {error:.3g} |"
     )
 
 
@@ -307,16 +344,20 @@ def plot(store: Store, path: Path) -> None:
     """Plot quality against bytes, and the residual's norm over the steps, for each task."""
     figure = Figure(figsize=(15, 9), layout="constrained")
     grid = figure.subplots(2, len(KINDS))
+    names = dict.fromkeys(recipe for name in KINDS for recipe in recipes_of(name))
+    numbers = {recipe: number for number, recipe in enumerate(names)}
+    shown = {}
     for column, name in enumerate(KINDS):
         above, below = grid[0][column], grid[1][column]
-        for number, recipe in enumerate((*RECIPES, *MORE, AS_MANY_BYTES)):
+        for recipe in recipes_of(name):
             runs = store.seeds(name, recipe)
             if not runs:
                 continue
-            look = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+            number = numbers[recipe]
+            look = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10]}
             quality = np.mean([run["qualities"] for run in runs], axis=0)
             sent = np.mean([run["sent_nbytes"] for run in runs]) * np.array(runs[0]["steps"]) / 1e6
-            above.plot(sent, quality, label=recipe, marker=".", **look)
+            [shown[recipe]] = above.plot(sent, quality, marker=".", **look)
             norms = np.mean([run["residual_norms"] for run in runs], axis=0)
             below.plot(runs[0]["steps"], np.maximum(norms, 1e-3), **look)
             above.set(title=name, xscale="log", xlabel="sent by each learner (MB)",
@@ -326,7 +367,7 @@ def plot(store: Store, path: Path) -> None:
         below.set(yscale="log", xlabel="step", ylabel="norm of the residual")
         for axes in (above, below):
             axes.grid(alpha=0.3)
-    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
 
 

@@ -13,8 +13,7 @@ import json
 import os
 import platform
 import sys
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -26,59 +25,23 @@ from torch import nn
 
 import horovod_fftcomp
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import torch_charlm
+import torch_resnet_digits
+from comparison import Batches
+
 RESULTS = Path(__file__).resolve().parent / "results"
 STEPS = 400
 # Steps in a row, as error feedback sees them; a file for each, since what an early step leaves is
 # larger than whole gradients of the end and would hide them.
 WINDOW = 8
 WINDOWS = {"early": 10, "middle": 150, "late": STEPS - WINDOW}  # the first step of each
-MODULES = ("argparse", "ast", "datetime", "decimal", "doctest", "inspect", "tarfile", "typing")
-WIDTH, CONTEXT, LAYERS, BATCH = 128, 64, 4, 32
-
-Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
-
-
-class Residual(nn.Module):
-    """Two 3 by 3 convolutions with batch norm, and a way around them."""
-
-    def __init__(self, n_in: int, n_out: int, stride: int) -> None:
-        super().__init__()
-        first = nn.Conv2d(n_in, n_out, 3, stride, padding=1, bias=False), nn.BatchNorm2d(n_out)
-        second = nn.Conv2d(n_out, n_out, 3, padding=1, bias=False), nn.BatchNorm2d(n_out)
-        self.body = nn.Sequential(*first, nn.ReLU(), *second)
-        self.around = nn.Conv2d(n_in, n_out, 1, stride, bias=False)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return as many images with other channels."""
-        return torch.relu(self.body(images) + self.around(images))
-
-
-class CharacterModel(nn.Module):
-    """A transformer that tells the next character of a text, of 128 possible ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.characters = nn.Embedding(128, WIDTH)
-        self.places = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
-        layer = nn.TransformerEncoderLayer(
-            WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
-        )
-        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128))
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
-
-    def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return scores (text, character, place), as ``cross_entropy`` takes them."""
-        found = self.layers(self.characters(text) + self.places, self.mask, is_causal=True)
-        return self.head(found).transpose(1, 2)
+BATCH = 32
 
 
 def convnet() -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
     """Return a small ResNet, its optimizer and batches of handwritten digits for ever."""
-    stem = nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()
-    stages = Residual(32, 32, 1), Residual(32, 64, 2), Residual(64, 128, 2)
-    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)
-    model = nn.Sequential(*stem, *stages, *head)
+    model = torch_resnet_digits.make_model((32, 64, 128))
     digits = load_digits()
     images = torch.from_numpy((digits.images[:, None] / 16).astype(np.float32))
     labels = torch.from_numpy(digits.target).long()
@@ -93,16 +56,13 @@ def convnet() -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
 
 def charlm() -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
     """Return a character model, its optimizer and batches of the standard library's source."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    source = b"".join((folder / f"{name}.py").read_bytes() for name in MODULES)
-    text = torch.tensor([character for character in source if character < 128])
-    model = CharacterModel()
+    text = torch.cat(torch_charlm.read_modules())
+    model = torch_charlm.CharacterModel(width=128, layers=4)
 
     def batches() -> Batches:
         while True:
-            begin = torch.randint(len(text) - CONTEXT, (BATCH, 1))
-            chosen = text[begin + torch.arange(CONTEXT + 1)]
-            yield chosen[:, :-1], chosen[:, 1:]
+            begin = torch.randint(len(text) - torch_charlm.CONTEXT, (BATCH, 1))
+            yield torch_charlm.windows(text, begin[:, 0])
 
     return model, torch.optim.AdamW(model.parameters(), 2e-3), batches()
 

@@ -42,13 +42,17 @@ class CharacterModel(nn.Module):
         return self.head(found).transpose(1, 2)
 
 
+def read_modules() -> list[torch.Tensor]:
+    """Return the source of each of ``MODULES``, a number for each character."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    sources = [(folder / f"{module}.py").read_bytes() for module in MODULES]
+    return [torch.tensor([c for c in source if c < CHARACTERS]) for source in sources]
+
+
 def load_text() -> tuple[list[torch.Tensor], torch.Tensor]:
     """Return the modules to train on, and the held-out text."""
-    folder = Path(sysconfig.get_path("stdlib"))
     train, held_out = [], []
-    for module in MODULES:
-        source = (folder / f"{module}.py").read_bytes()
-        text = torch.tensor([character for character in source if character < CHARACTERS])
+    for text in read_modules():
         cut = int(len(text) * (1 - HELD_OUT))
         train.append(text[:cut])
         held_out.append(text[cut:])
@@ -61,11 +65,11 @@ def windows(text: torch.Tensor, begin: torch.Tensor) -> tuple[torch.Tensor, torc
     return chosen[:, :-1], chosen[:, 1:]
 
 
-def make_task(args: argparse.Namespace) -> Task:
+def make_task(args: argparse.Namespace, width: int = 64, layers: int = 2) -> Task:
     """Return the model, its optimizer and text; with skew each learner reads modules of its own."""
     torch.manual_seed(args.seed)
     modules, held_out = load_text()
-    everything, model = torch.cat(modules), CharacterModel()
+    everything, model = torch.cat(modules), CharacterModel(width, layers)
     generator = torch.Generator().manual_seed(0)
     test = windows(
         held_out,

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -51,7 +52,7 @@ class Reducer:
 
     @property
     def costs(self) -> Costs:
-        """What this rank has sent and spent so far; without small arrays' bytes."""
+        """What this rank has sent and spent so far."""
         return self._engine.costs
 
     def sum(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
@@ -107,8 +108,8 @@ class Reducer:
         self._comm.Allgather(mine, everyone)
         handshake.compare(everyone)
         tensors = [Tensor(name, shape) for name, shape in shapes.items()]
-        large = tuple(t for t in tensors if np.prod(t.shape, dtype=int) >= self._min_numel)
-        small = tuple(t for t in tensors if t not in large)
+        large = tuple(t for t in tensors if math.prod(t.shape) >= self._min_numel)
+        small = tuple(t for t in tensors if math.prod(t.shape) < self._min_numel)
         buckets = [Bucket(large, self._policy), Bucket(small, Always(Dense()))]
         used = [bucket for bucket in buckets if bucket.tensors]
         engine = Engine(used, self._engine.rank, self._engine.world_size)
@@ -138,7 +139,8 @@ def _flat(name: str, array: Array) -> Array:
 
 
 def _gathered(comm: MPI.Comm, round_: Round) -> Array:
-    sizes = np.array(comm.allgather(round_.data.size))
+    sizes = np.empty(comm.Get_size(), np.int64)
+    comm.Allgather(np.array([round_.data.size]), sizes)
     output = np.empty(sizes.sum(), round_.data.dtype)
     kind = MPI.BYTE if round_.data.dtype == np.uint8 else MPI.FLOAT
     comm.Allgatherv(round_.data, [output, sizes, np.cumsum(sizes) - sizes, kind])
