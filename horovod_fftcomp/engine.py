@@ -30,7 +30,6 @@ from horovod_fftcomp.schemes import (
     State,
     Tensor,
 )
-from horovod_fftcomp.schemes.auto import Auto
 
 
 @dataclass
@@ -238,10 +237,10 @@ class Engine:
     def choices(self) -> dict[str, str]:
         """Return what is chosen for each tensor whose recipe chooses, in words."""
         return {
-            tensor.name: scheme.choice_of(state, tensor)
+            tensor.name: choice
             for number, (bucket, state) in enumerate(zip(self.buckets, self._state, strict=True))
-            if isinstance(scheme := self.scheme(number), Auto)
             for tensor in bucket.tensors
+            if (choice := self.scheme(number).choice_of(state, tensor)) is not None
         }
 
     def residual(self, name: str) -> Array:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schedules import Schedule, as_schedule
 from horovod_fftcomp.schemes import Scheme, Tensor
-from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dense import Dense
 
 # Which tensors (a shell pattern of names, or a function of name and shape), and what they get:
@@ -44,7 +43,7 @@ class Always:
 
     def at(self, step: int) -> Scheme:
         """Return the scheme."""
-        return _at(self.scheme, step)
+        return self.scheme.at(step)
 
     def density(self, step: int) -> float | None:
         """Return None: the scheme alone knows."""
@@ -70,7 +69,7 @@ class Scheduled:
         if step < self.warmup_steps:
             return Dense("float32")
         if self.schedule is None:
-            return _at(_scheme(self.recipe, self.options), step - self.warmup_steps)
+            return _scheme(self.recipe, self.options).at(step - self.warmup_steps)
         options = {**dict(self.options), "density": self.density(step)}
         return _scheme(self.recipe, tuple(options.items()))
 
@@ -102,10 +101,6 @@ class Scheduled:
         changed = replace(self, schedule=as_schedule(density))
         changed.at(self.warmup_steps)
         return changed
-
-
-def _at(scheme: Scheme, step: int) -> Scheme:
-    return scheme.at(step) if isinstance(scheme, Auto) else scheme
 
 
 @functools.lru_cache(1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from horovod_fftcomp.codec import Codec
@@ -98,37 +99,18 @@ def _hard_threshold(
     return HardThreshold(_values(bits), density, threshold, calibrate_steps, error_feedback)
 
 
-def _random_block(
-    density: float = 0.01,
-    error_feedback: bool = True,
-    unbiased: bool = False,
-    exchange: str = "reduce",
-    scope: str = "tensor",
-    seed: int = 0,
-) -> Scheme:
-    return _drawn(RandomBlock(density, seed), error_feedback, unbiased, exchange, scope)
-
-
-def _random_k(
-    density: float = 0.01,
-    error_feedback: bool = True,
-    unbiased: bool = False,
-    exchange: str = "reduce",
-    scope: str = "tensor",
-    seed: int = 0,
-) -> Scheme:
-    return _drawn(RandomK(density, seed), error_feedback, unbiased, exchange, scope)
-
-
 def _drawn(
-    selection: RandomBlock | RandomK,
-    error_feedback: bool,
-    unbiased: bool,
-    exchange: str,
-    scope: str,
+    selection: type[RandomBlock] | type[RandomK],
+    density: float = 0.01,
+    error_feedback: bool = True,
+    unbiased: bool = False,
+    exchange: str = "reduce",
+    scope: str = "tensor",
+    seed: int = 0,
 ) -> Scheme:
     collective = _one_of("exchange", exchange, {"reduce": "allreduce", "gather": "allgather"})
-    return _within(scope, Shared(selection, error_feedback, unbiased, collective=collective))
+    drawn = selection(density, seed)
+    return _within(scope, Shared(drawn, error_feedback, unbiased, collective=collective))
 
 
 def _scalecom(
@@ -178,7 +160,9 @@ RECIPES: dict[str, Recipe] = {
         _hard_threshold, "values above a threshold that stays", "Sahu et al., NeurIPS 2021"
     ),
     "random_block": Recipe(
-        _random_block, "consecutive values from a random place on, float32", "Vogels et al. 2019"
+        partial(_drawn, RandomBlock),
+        "consecutive values from a random place on, float32",
+        "Vogels et al. 2019",
     ),
     "scalecom": Recipe(
         _scalecom,
@@ -186,7 +170,7 @@ RECIPES: dict[str, Recipe] = {
         "Chen et al., NeurIPS 2020",
         spares_first=True,
     ),
-    "random_k": Recipe(_random_k, "random values, float32", "Stich et al. 2018"),
+    "random_k": Recipe(partial(_drawn, RandomK), "random values, float32", "Stich et al. 2018"),
 }
 
 

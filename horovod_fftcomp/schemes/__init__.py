@@ -87,7 +87,10 @@ Exchange = Generator[Round, Array, Outcome]
 
 
 class Scheme(Protocol):
-    """A frozen dataclass of options with a list of rounds that no value can change."""
+    """A frozen dataclass of options with a list of rounds that no value can change.
+
+    Schemes inherit from it what most of them have in common.
+    """
 
     @property
     def rounds(self) -> tuple[str, ...]:
@@ -121,6 +124,26 @@ class Scheme(Protocol):
         """Return (dtype, elements) of each 1-D array that ``state`` may hold of ``tensor``."""
         ...
 
+    def at(self, step: int) -> Scheme:
+        """Return what runs at a step, counted from the first compressed one."""
+        del step
+        return self
+
+    def choice_of(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> str | None:
+        """Return in words what is chosen for a tensor; None of a scheme that does not choose."""
+        del state, tensor
+        return None
+
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
         """Return what is not sent yet of ``tensor``, float32 in its shape."""
-        ...
+        carried = state.get("residual", {}).get(tensor.name)
+        if carried is None:
+            return np.zeros(tensor.shape, np.float32)
+        return self.elements(carried, state, tensor).reshape(tensor.shape).copy()
+
+    def elements(
+        self, residual: Array, state: Mapping[str, Mapping[str, Array]], tensor: Tensor
+    ) -> Array:
+        """Return the elements of a tensor's residual, which may lie in another domain."""
+        del state, tensor
+        return residual

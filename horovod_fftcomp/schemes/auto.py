@@ -14,7 +14,7 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array, load_backend
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, RangeFloat
-from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, State, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, Tensor
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import gather
 from horovod_fftcomp.sparsifiers import TopK
@@ -36,7 +36,7 @@ TRIAL_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(Scheme):
     """Send each tensor in a ``ratio``-th of its bytes, by the candidate that leaves the least.
 
     In ``TRIAL_STEPS`` steps of every ``every`` all ranks try all candidates on their gradients, on
@@ -224,16 +224,14 @@ class Auto:
             arrays["residual"] = codec.coeffs_format(tensor.shape)
         return arrays
 
-    def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
-        """Return what is not sent yet of ``tensor``, float32 in its shape."""
-        carried = state.get("residual", {}).get(tensor.name)
-        if carried is None:
-            return np.zeros(tensor.shape, np.float32)
+    def elements(
+        self, residual: Array, state: Mapping[str, Mapping[str, Array]], tensor: Tensor
+    ) -> Array:
+        """Return the elements of a tensor's residual; see ``Scheme``."""
         transform = self.codec(tensor.shape, _chosen(state, tensor)).transform
-        elements = transform.inverse(carried, math.prod(tensor.shape), load_backend("cpu"))
-        return elements.reshape(tensor.shape).copy()
+        return transform.inverse(residual, math.prod(tensor.shape), load_backend("cpu"))
 
-    def choice_of(self, state: State, tensor: Tensor) -> str:
+    def choice_of(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> str:
         """Return the present choice of a tensor in words."""
         choice = _chosen(state, tensor)
         if choice == DENSE:

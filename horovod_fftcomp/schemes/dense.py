@@ -10,11 +10,11 @@ import numpy as np
 
 from horovod_fftcomp.backends import Array, load_backend
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, Tensor
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Scheme):
     """Sum all values as ``dtype`` ("float32" or "float16").
 
     In float16 each rank's values saturate at 65504 / world size, so that the sum cannot
@@ -64,11 +64,6 @@ class Dense:
         """Return nothing: there is no state."""
         del tensor, state
         return {}
-
-    def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
-        """Return zeros: everything is sent."""
-        del state
-        return np.zeros(tensor.shape, np.float32)
 
 
 def saturated_half(values: Array, context: Context) -> Array:

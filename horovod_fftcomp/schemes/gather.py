@@ -13,7 +13,16 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array, backend_for, load_backend
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Exchange, Outcome, Round, Tensor
+from horovod_fftcomp.schemes import (
+    MEASURE_EVERY,
+    Context,
+    Energy,
+    Exchange,
+    Outcome,
+    Round,
+    Scheme,
+    Tensor,
+)
 from horovod_fftcomp.wire import Header
 
 Payload = tuple[Header, Array]
@@ -163,7 +172,7 @@ def _scaled(array: Array, factor: float) -> Array:
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(Scheme):
     """Send each tensor's payload to all ranks; with ``error_feedback`` carry on what it leaves.
 
     For every tensor: sent + residual == gradient + previous residual, to one float32 rounding.
@@ -227,11 +236,10 @@ class Gather:
             return {}
         return {"residual": self.codec.coeffs_format(tensor.shape)}
 
-    def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
-        """Return what is not sent yet of ``tensor``, float32 in its shape."""
-        carried = state.get("residual", {}).get(tensor.name)
-        if carried is None:
-            return np.zeros(tensor.shape, np.float32)
+    def elements(
+        self, residual: Array, state: Mapping[str, Mapping[str, Array]], tensor: Tensor
+    ) -> Array:
+        """Return the elements of a tensor's residual; see ``Scheme``."""
+        del state
         numel = math.prod(tensor.shape)
-        elements = self.codec.transform.inverse(carried, numel, backend_for(carried))
-        return elements.reshape(tensor.shape).copy()  # without a transform it is the state itself
+        return self.codec.transform.inverse(residual, numel, backend_for(residual))

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_fftcomp.backends import Array, load_backend
-from horovod_fftcomp.schemes import Context, Exchange, State, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Scheme, State, Tensor
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.shared import Shared
 
 
 @dataclass(frozen=True)
-class Joined:
+class Joined(Scheme):
     """Exchange a bucket's tensors by ``scheme`` as one tensor of all their elements.
 
     The positions of a step may all lie in a few layers; the others then get zeros. ``scope``:

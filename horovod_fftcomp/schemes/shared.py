@@ -11,7 +11,16 @@ import numpy as np
 
 from horovod_fftcomp.backends import Array, load_backend
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Exchange, Outcome, Round, Tensor
+from horovod_fftcomp.schemes import (
+    MEASURE_EVERY,
+    Context,
+    Energy,
+    Exchange,
+    Outcome,
+    Round,
+    Scheme,
+    Tensor,
+)
 from horovod_fftcomp.schemes.dense import saturated_half
 from horovod_fftcomp.schemes.leader import Choice, Selector, follow_the_leader
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK
@@ -37,7 +46,7 @@ class _Own(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shared:
+class Shared(Scheme):
     """Send the values at ``selection``'s positions; with ``error_feedback`` carry on the others.
 
     The bytes that a rank sends and receives do not grow with the number of ranks. ``beta`` below 1
@@ -222,13 +231,6 @@ class Shared:
         if not self.error_feedback:
             return {}
         return {"residual": (np.dtype(np.float32), math.prod(tensor.shape))}
-
-    def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
-        """Return what is not sent yet of ``tensor``, float32 in its shape."""
-        carried = state.get("residual", {}).get(tensor.name)
-        if carried is None:
-            return np.zeros(tensor.shape, np.float32)
-        return carried.reshape(tensor.shape).copy()
 
 
 def _scattered(

@@ -13,14 +13,14 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.quantizers import Float32, Quantizer
-from horovod_fftcomp.schemes import Context, Exchange, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Scheme, Tensor
 from horovod_fftcomp.schemes.gather import Gather, gather
 from horovod_fftcomp.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.transforms import Identity
 
 
 @dataclass(frozen=True)
-class HardThreshold:
+class HardThreshold(Scheme):
     """Send what is at least ``threshold`` in magnitude; with ``error_feedback`` carry on the rest.
 
     With ``threshold`` None each tensor begins with ``calibrate_steps`` steps of Top-k at
