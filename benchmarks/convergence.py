@@ -81,7 +81,7 @@ MORE = {
 }
 AS_MANY_BYTES = "topk(bits=32) with the bytes of hard_threshold"  # of resnet and logistic
 THETA_99 = "fft(density=0.01, error_feedback=False)"
-RECOVERIES = ("never", "by hand", "recover")
+RECOVERIES = ("never lowered", "lowered by hand", "lowered by recover")  # theta, in mid-run
 FORMS = {"short": (1, 0.25), "table": (3, 1.0), "long": (5, 5.0)}  # seeds, share of the steps
 
 
@@ -170,9 +170,9 @@ def train(job: Job) -> dict[str, Any]:
 
 def steering(job: Job, kind: Kind) -> Callable[[int, float], float | None]:
     """Return what changes the density of a job at its evaluations."""
-    if job.recovery == "by hand":
+    if job.recovery == "lowered by hand":
         return lambda step, quality: 0.3 if step == job.steps // 2 else None
-    if job.recovery != "recover":
+    if job.recovery != "lowered by recover":
         return lambda step, quality: None
     better = "higher" if kind.higher_is_better else "lower"
     recovery, density = Recovery(Recover(factor=3.0, better=better)), 0.01
@@ -263,8 +263,7 @@ def jobs_of(form: str) -> list[Job]:
         for name, kind in KINDS.items():
             steps = int(kind.steps * share)
             jobs += [Job(name, recipe, seed, steps) for recipe in recipes_of(name)]
-        steps = int(KINDS["resnet"].steps * share)
-        jobs += [Job("resnet", THETA_99, seed, steps, how) for how in RECOVERIES]
+            jobs += [Job(name, THETA_99, seed, steps, how) for how in RECOVERIES]
     return jobs
 
 
@@ -312,6 +311,10 @@ def make_page(store: Store) -> str:
             runs = store.seeds(name, recipe)
             if runs:
                 lines.append(_row(recipe, runs, none, kind.higher_is_better))
+        for how in RECOVERIES:
+            runs = store.seeds(name, THETA_99, how)
+            if runs:
+                lines.append(_row(f"{THETA_99}, {how}", runs, none, kind.higher_is_better))
         lines.append("")
     return "\n".join(lines)
 
@@ -372,18 +375,20 @@ def plot(store: Store, path: Path) -> None:
 
 
 def plot_recovery(store: Store, path: Path) -> None:
-    """Plot how a run at theta 0.99 without error feedback recovers."""
-    axes = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
+    """Plot how runs at theta 0.99 without error feedback recover when theta is lowered."""
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
     rows = [("none", "-", "none"), *((THETA_99, how, f"theta 0.99, {how}") for how in RECOVERIES)]
-    for recipe, how, label in rows:
-        runs = store.seeds("resnet", recipe, how)
-        if runs:
-            qualities = np.mean([run["qualities"] for run in runs], axis=0)
-            axes.plot(runs[0]["steps"], 100 * qualities, marker=".", label=label)
-    axes.set(xlabel="step", ylabel="test accuracy (%)")
-    axes.legend(title="fft without error feedback")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+    for axes, (name, kind) in zip(figure.subplots(1, len(KINDS)), KINDS.items(), strict=True):
+        for recipe, how, label in rows:
+            runs = store.seeds(name, recipe, how)
+            if runs:
+                qualities = np.mean([run["qualities"] for run in runs], axis=0)
+                axes.plot(runs[0]["steps"], qualities, marker=".", label=label)
+                axes.set_ylabel(runs[0]["measure"])
+        axes.set(title=name, xlabel="step", yscale="linear" if kind.higher_is_better else "log")
+        axes.legend(title="fft without error feedback")
+        axes.grid(alpha=0.3, which="both")
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
