@@ -1,7 +1,7 @@
 """Train three tasks with every recipe by simulated learners: quality against bytes.
 
-    python benchmarks/convergence.py              # the committed table: about an hour on 2 cores
-    python benchmarks/convergence.py --form short # minutes
+    python benchmarks/convergence.py              # the committed table: 90 minutes on 2 cores
+    python benchmarks/convergence.py --form short # about five minutes
     python benchmarks/convergence.py --form long  # a night
 
 Writes results/convergence.json after every training, and goes on where a cut run has ended. Then
@@ -76,8 +76,13 @@ MORE = {
         "topk(density=0.1)",
         "scalecom(density=0.008)" + LONGER,
         "scalecom(density=0.008, beta=1.0)",
+        "scalecom(density=0.1, beta=0.5)",
+        "random_block(density=0.1)",
     ),
-    "logistic": ("scalecom(density=0.008, beta=1.0)",),
+    "logistic": (
+        "scalecom(density=0.008, beta=1.0)",
+        "random_block(density=0.1)",
+    ),
 }
 AS_MANY_BYTES = "topk(bits=32) with the bytes of hard_threshold"  # of resnet and logistic
 THETA_99 = "fft(density=0.01, error_feedback=False)"
