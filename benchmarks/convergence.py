@@ -91,12 +91,17 @@ FORMS = {"short": (1, 0.25), "table": (3, 1.0), "long": (5, 5.0)}  # seeds, shar
 
 
 class Kind(NamedTuple):
-    """A task, how it is trained, and whether more of its quality is better."""
+    """A task, how it is trained, and when ``recover`` finds that it stands still."""
 
     make_task: Callable[[argparse.Namespace], comparison.Task]
     steps: int
     lr: float
-    higher_is_better: bool
+    recover: Recover
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Tell whether more of its quality is better."""
+        return self.recover.better == "higher"
 
 
 def logistic(args: argparse.Namespace) -> comparison.Task:
@@ -125,9 +130,14 @@ def logistic(args: argparse.Namespace) -> comparison.Task:
 
 
 KINDS = {
-    "resnet": Kind(torch_resnet_digits.make_task, 400, 0.1, True),
-    "charlm": Kind(partial(torch_charlm.make_task, width=32, layers=1), 1200, 1e-2, False),
-    "logistic": Kind(logistic, 600, 0.3, False),
+    "resnet": Kind(torch_resnet_digits.make_task, 400, 0.1, Recover(factor=3.0, better="higher")),
+    "charlm": Kind(
+        partial(torch_charlm.make_task, width=32, layers=1),
+        1200,
+        1e-2,
+        Recover(factor=3.0, tolerance=-0.03),
+    ),
+    "logistic": Kind(logistic, 600, 0.3, Recover(factor=3.0, tolerance=-0.01)),
 }
 
 
@@ -179,8 +189,7 @@ def steering(job: Job, kind: Kind) -> Callable[[int, float], float | None]:
         return lambda step, quality: 0.3 if step == job.steps // 2 else None
     if job.recovery != "lowered by recover":
         return lambda step, quality: None
-    better = "higher" if kind.higher_is_better else "lower"
-    recovery, density = Recovery(Recover(factor=3.0, better=better)), 0.01
+    recovery, density = Recovery(kind.recover), 0.01
 
     def steer(step: int, quality: float) -> float | None:
         nonlocal density

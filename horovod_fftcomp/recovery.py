@@ -25,7 +25,8 @@ class Recover:
     patience
         So many reports in a row must be worse before the density grows, at least 1.
     tolerance
-        A report is worse if it misses the best by more than this, in the metric's own unit.
+        A report is worse if it misses the best by more than this, in the metric's own unit. Below
+        0 it is worse unless it beats the best by so much: a run that stands still recovers too.
     max_density
         The density never grows beyond this, in (0, 1].
     better
@@ -49,10 +50,10 @@ class Recover:
                 f"Recover.patience must be a whole number from 1 up, got {self.patience!r}; "
                 "1 acts on the first worse report"
             )
-        if not _is_finite(self.tolerance) or self.tolerance < 0:
+        if not _is_finite(self.tolerance):
             raise ValueError(
-                f"Recover.tolerance must be a number from 0 up, got {self.tolerance!r}; it is "
-                "the loss or accuracy that may be missing, 0.0 allows none"
+                f"Recover.tolerance must be a finite number, got {self.tolerance!r}; it is the "
+                "loss or accuracy that may be missing, below 0 what a report has to gain"
             )
         if not _is_finite(self.max_density) or not 0 < self.max_density <= 1:
             raise ValueError(

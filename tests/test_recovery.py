@@ -33,6 +33,8 @@ def decisions(options, reports):
         pytest.param(Recover(), [1000.0], [], id="the-first-report-is-the-best"),
         pytest.param(Recover(tolerance=0.5), [1, 1.5, 1.25, 1.75], [3], id="tolerates"),
         pytest.param(Recover(tolerance=0.5), [1, 1.25, 1.5, 1.75], [3], id="best-does-not-creep"),
+        pytest.param(Recover(tolerance=-0.5), [3, 2, 1.5, 1.25], [3], id="stands-still"),
+        pytest.param(Recover(tolerance=-0.5), [3, 2.75, 2.5], [1, 2], id="gains-too-little"),
         pytest.param(Recover(patience=3), [1, 2, 2, 2, 2, 2, 2, 2], [3, 6], id="counts-anew"),
         pytest.param(Recover(patience=2), [1, 2, 1, 2, 1, 2, 2], [6], id="in-a-row-only"),
         pytest.param(Recover(better="higher"), [0.5, 0.75, 0.5, 0.75], [2], id="accuracy"),
@@ -162,8 +164,8 @@ def test_repr_rebuilds_the_options(options):
             for wrong in (0, -1, 1.0, NAN, "1", None, True)
         ),
         *(
-            ("tolerance", wrong, "must be a number from 0 up, got {!r}; it is the loss or")
-            for wrong in (-0.1, NAN, INF, "0", None, False)
+            ("tolerance", wrong, "must be a finite number, got {!r}; it is the loss or")
+            for wrong in (NAN, INF, "0", None, False)
         ),
         *(
             ("max_density", wrong, "must lie in (0, 1], got {!r}; 1.0 lets recovery go")
