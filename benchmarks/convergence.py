@@ -77,6 +77,7 @@ MORE = {
         "scalecom(density=0.008)" + LONGER,
         "scalecom(density=0.008, beta=1.0)",
         "scalecom(density=0.1, beta=0.5)",
+        "scalecom(density=0.1, beta=0.5)" + LONGER,
         "random_block(density=0.1)",
     ),
     "logistic": (
