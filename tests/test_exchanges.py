@@ -19,7 +19,7 @@ from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.exchanges import Exchanges, Place
 from horovod_fftcomp.policy import Always
-from horovod_fftcomp.schemes import Outcome, Round, Tensor
+from horovod_fftcomp.schemes import Outcome, Round, Scheme, Tensor
 from horovod_fftcomp.world import InProcessWorld, exchange_once
 
 TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]
@@ -31,7 +31,7 @@ PLACES = [
 ]
 
 
-class Shifted:
+class Shifted(Scheme):
     """Two rounds: the sum of the means, then of what is left after it; residual by name."""
 
     rounds = ("allreduce", "allgather")
@@ -54,7 +54,7 @@ class Shifted:
         return str(tensor.shape)
 
 
-class Gated:
+class Gated(Scheme):
     """One round; the encoding of a bucket waits for its gate, and may then raise."""
 
     rounds = ("allreduce",)
