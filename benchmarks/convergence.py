@@ -1,7 +1,7 @@
 """Train three tasks with every recipe by simulated learners: quality against bytes.
 
     python benchmarks/convergence.py              # the committed table: 90 minutes on 2 cores
-    python benchmarks/convergence.py --form short # about five minutes
+    python benchmarks/convergence.py --form short # minutes
     python benchmarks/convergence.py --form long  # a night
 
 Writes results/convergence.json after every training, and goes on where a cut run has ended. Then
@@ -63,6 +63,7 @@ RECIPES = (
 # Beyond the table: what shows why, or what recovers.
 WARM = " after a dense warm-up"  # of a tenth of the steps
 LONGER = " in twice the steps"
+AS_MANY_BYTES = "topk(bits=32) with the bytes of hard_threshold"
 MORE = {
     "resnet": (
         "topk(density=0.01)" + WARM,
@@ -70,6 +71,7 @@ MORE = {
         "scalecom(density=0.0017)" + WARM,
         "scalecom(density=0.008, beta=1.0)",
         "random_block(density=0.01)" + WARM,
+        AS_MANY_BYTES,
     ),
     "charlm": (
         "topk(density=0.01)" + LONGER,
@@ -83,9 +85,9 @@ MORE = {
     "logistic": (
         "scalecom(density=0.008, beta=1.0)",
         "random_block(density=0.1)",
+        AS_MANY_BYTES,
     ),
 }
-AS_MANY_BYTES = "topk(bits=32) with the bytes of hard_threshold"  # of resnet and logistic
 THETA_99 = "fft(density=0.01, error_feedback=False)"
 RECOVERIES = ("never lowered", "lowered by hand", "lowered by recover")  # theta, in mid-run
 FORMS = {"short": (1, 0.25), "table": (3, 1.0), "long": (5, 5.0)}  # seeds, share of the steps
@@ -267,7 +269,7 @@ class Store:
 
 def recipes_of(kind: str) -> tuple[str, ...]:
     """Return the rows of a task's table."""
-    return (*RECIPES, *MORE[kind], *(() if kind == "charlm" else (AS_MANY_BYTES,)))
+    return (*RECIPES, *MORE[kind])
 
 
 def jobs_of(form: str) -> list[Job]:
