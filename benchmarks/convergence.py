@@ -67,6 +67,8 @@ AS_MANY_BYTES = "topk(bits=32) with the bytes of hard_threshold"
 MORE = {
     "resnet": (
         "topk(density=0.01)" + WARM,
+        "topk(density=0.001)" + WARM,
+        "topk(density=0.003)",
         "scalecom(density=0.008)" + WARM,
         "scalecom(density=0.0017)" + WARM,
         "scalecom(density=0.008, beta=1.0)",
@@ -74,6 +76,7 @@ MORE = {
         AS_MANY_BYTES,
     ),
     "charlm": (
+        "none" + LONGER,
         "topk(density=0.01)" + LONGER,
         "topk(density=0.1)",
         "scalecom(density=0.008)" + LONGER,
@@ -81,14 +84,25 @@ MORE = {
         "scalecom(density=0.1, beta=0.5)",
         "scalecom(density=0.1, beta=0.5)" + LONGER,
         "random_block(density=0.1)",
+        "random_block(density=0.5)" + LONGER,
+        "hard_threshold(density=0.01)" + LONGER,
+        "auto(ratio=100)" + LONGER,
+        "demo" + LONGER,
     ),
     "logistic": (
+        "none" + LONGER,
         "scalecom(density=0.008, beta=1.0)",
         "random_block(density=0.1)",
         AS_MANY_BYTES,
     ),
 }
 THETA_99 = "fft(density=0.01, error_feedback=False)"
+# Where a run fails at it, it needs steps in which to recover.
+FAILING = {
+    "resnet": THETA_99,
+    "charlm": THETA_99 + LONGER,
+    "logistic": THETA_99 + LONGER,
+}
 RECOVERIES = ("never lowered", "lowered by hand", "lowered by recover")  # theta, in mid-run
 FORMS = {"short": (1, 0.25), "table": (3, 1.0), "long": (5, 5.0)}  # seeds, share of the steps
 
@@ -138,9 +152,9 @@ KINDS = {
         partial(torch_charlm.make_task, width=32, layers=1),
         1200,
         1e-2,
-        Recover(factor=3.0, tolerance=-0.03),
+        Recover(factor=10.0, tolerance=-0.1, max_density=0.7),
     ),
-    "logistic": Kind(logistic, 600, 0.3, Recover(factor=3.0, tolerance=-0.01)),
+    "logistic": Kind(logistic, 600, 0.3, Recover(factor=10.0, tolerance=-0.02, max_density=0.7)),
 }
 
 
@@ -174,7 +188,7 @@ def train(job: Job) -> dict[str, Any]:
     warm = {"warmup_steps": job.steps // 10} if recipe.endswith(WARM) else {}
     n_steps = 2 * job.steps if recipe.endswith(LONGER) else job.steps
     run = comparison.train_simulated(
-        task, choice, LEARNERS, n_steps, 20, steer=steering(job, kind), **warm
+        task, choice, LEARNERS, n_steps, 20, steer=steering(job, kind, n_steps), **warm
     )
     dense, compressed = nbytes_of(task.model, make_policy(choice.name, **choice.options))
     losses = np.array_split(np.array(run.losses), min(50, len(run.losses)))
@@ -186,10 +200,10 @@ def train(job: Job) -> dict[str, Any]:
     }
 
 
-def steering(job: Job, kind: Kind) -> Callable[[int, float], float | None]:
-    """Return what changes the density of a job at its evaluations."""
+def steering(job: Job, kind: Kind, n_steps: int) -> Callable[[int, float], float | None]:
+    """Return what changes the density of a job at its evaluations: by hand at a quarter."""
     if job.recovery == "lowered by hand":
-        return lambda step, quality: 0.3 if step == job.steps // 2 else None
+        return lambda step, quality: 0.7 if step == n_steps // 4 else None
     if job.recovery != "lowered by recover":
         return lambda step, quality: None
     recovery, density = Recovery(kind.recover), 0.01
@@ -280,7 +294,7 @@ def jobs_of(form: str) -> list[Job]:
         for name, kind in KINDS.items():
             steps = int(kind.steps * share)
             jobs += [Job(name, recipe, seed, steps) for recipe in recipes_of(name)]
-            jobs += [Job(name, THETA_99, seed, steps, how) for how in RECOVERIES]
+            jobs += [Job(name, FAILING[name], seed, steps, how) for how in RECOVERIES]
     return jobs
 
 
@@ -329,9 +343,9 @@ def make_page(store: Store) -> str:
             if runs:
                 lines.append(_row(recipe, runs, none, kind.higher_is_better))
         for how in RECOVERIES:
-            runs = store.seeds(name, THETA_99, how)
+            runs = store.seeds(name, FAILING[name], how)
             if runs:
-                lines.append(_row(f"{THETA_99}, {how}", runs, none, kind.higher_is_better))
+                lines.append(_row(f"{FAILING[name]}, {how}", runs, none, kind.higher_is_better))
         lines.append("")
     return "\n".join(lines)
 
@@ -394,8 +408,9 @@ def plot(store: Store, path: Path) -> None:
 def plot_recovery(store: Store, path: Path) -> None:
     """Plot how runs at theta 0.99 without error feedback recover when theta is lowered."""
     figure = Figure(figsize=(15, 4.5), layout="constrained")
-    rows = [("none", "-", "none"), *((THETA_99, how, f"theta 0.99, {how}") for how in RECOVERIES)]
     for axes, (name, kind) in zip(figure.subplots(1, len(KINDS)), KINDS.items(), strict=True):
+        rows = [(recipe, "-", recipe) for recipe in ("none", "none" + LONGER)]
+        rows += [(FAILING[name], how, f"theta 0.99, {how}") for how in RECOVERIES]
         for recipe, how, label in rows:
             runs = store.seeds(name, recipe, how)
             if runs:
