@@ -1,6 +1,6 @@
 """Train three tasks with every recipe by simulated learners: quality against bytes.
 
-    python benchmarks/convergence.py              # the committed table: 90 minutes on 2 cores
+    python benchmarks/convergence.py              # the committed table: under 2 hours on 2 cores
     python benchmarks/convergence.py --form short # minutes
     python benchmarks/convergence.py --form long  # a night
 
@@ -365,17 +365,19 @@ def _row(recipe: str, runs: list[dict], none: list[dict], in_percent: bool) -> s
     change = found.mean() - baseline[: len(found)].mean()
     if in_percent:
         quality, difference = f"{100 * found.mean():.2f} %", f"{100 * change:+.2f} points"
-        spread = f"{100 * found.std():.2f}"
+        spread = f" ± {100 * found.std():.2f}"
     else:
         quality = f"{found.mean():.4f}"
-        difference, spread = f"{100 * change / baseline.mean():+.1f} %", f"{found.std():.4f}"
+        difference, spread = f"{100 * change / baseline.mean():+.1f} %", f" ± {found.std():.4f}"
     ratio = np.mean([run["ratio"] for run in runs])
     alone = np.mean([run["ratio_of_compressed"] for run in runs])
-    fewer = "" if len(runs) == len(none) else f" ({len(runs)} of the seeds)"
+    fewer = ""
+    if len(runs) < len(none):
+        fewer, spread = f" ({len(runs)} of the seeds)", spread if len(runs) > 1 else ""
     norm = np.mean([run["residual_norms"][-1] for run in runs])
     error = np.mean([run["total_error"] for run in runs])
     return (
-        f"| `{recipe}`{fewer} | {quality} ± {spread} | {difference} | {ratio:.1f} | {alone:.0f} | "
+        f"| `{recipe}`{fewer} | {quality}{spread} | {difference} | {ratio:.1f} | {alone:.0f} | "
         f"{norm:.3g} | {error:.3g} |"
     )
 
@@ -413,19 +415,22 @@ def plot(store: Store, path: Path) -> None:
 
 def plot_recovery(store: Store, path: Path) -> None:
     """Plot how runs at theta 0.99 without error feedback recover when theta is lowered."""
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    shown = {}
     for axes, (name, kind) in zip(figure.subplots(1, len(KINDS)), KINDS.items(), strict=True):
         rows = [(recipe, "-", recipe) for recipe in ("none", "none" + LONGER)]
         rows += [(FAILING[name], how, f"theta 0.99, {how}") for how in RECOVERIES]
-        for recipe, how, label in rows:
+        for number, (recipe, how, label) in enumerate(rows):
             runs = store.seeds(name, recipe, how)
             if runs:
                 qualities = np.mean([run["qualities"] for run in runs], axis=0)
-                axes.plot(runs[0]["steps"], qualities, marker=".", label=label)
+                look = {"marker": ".", "color": f"C{number}"}
+                [shown[label]] = axes.plot(runs[0]["steps"], qualities, **look)
                 axes.set_ylabel(runs[0]["measure"])
         axes.set(title=name, xlabel="step", yscale="linear" if kind.higher_is_better else "log")
-        axes.legend(title="fft without error feedback")
         axes.grid(alpha=0.3, which="both")
+    title = "theta: of fft without error feedback"
+    figure.legend(shown.values(), shown.keys(), title=title, loc="outside lower center", ncols=5)
     figure.savefig(path, dpi=110)
 
 
