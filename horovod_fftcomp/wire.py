@@ -24,6 +24,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 # magic, version, dtype, flags, ndim, layout | fingerprint, numel, k, payload bytes | scale, CRC-32
 _FIXED = struct.Struct("<3sBBBBBQQQQfI")
 _CRC_OFFSET = _FIXED.size - 4
+SCALE_OFFSET, FLAGS_OFFSET = _FIXED.size - 8, 5
 _NOT_FINITE = 1
 _MAX_DIMS = 64
 

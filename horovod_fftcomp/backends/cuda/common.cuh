@@ -1,0 +1,108 @@
+// What all kernels share: the tables that describe a bucket's tensors, sums over a block.
+//
+// A launch serves all tensors of a bucket. They are cut into tiles; block b works on tile b, and
+// `tile_tensor` tells whose it is. Files include nothing: the loader joins them, and an emulator
+// on a CPU puts its own declarations before them. Arithmetic that decides bytes is written with
+// the intrinsics that round once and never contract, so all machines write the same bytes.
+#ifdef __CUDACC__
+#define SHARED_MEMORY(name) extern __shared__ __align__(16) unsigned char name[]
+#else
+#define SHARED_MEMORY(name) unsigned char* name = emulator::shared_memory()
+#endif
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr u32 TILE = 4096;     // floats of a tile: as many reals, or half as many complex bins
+constexpr u32 THREADS = 256;   // of a block that reads all of a tile
+constexpr u32 RADIX_BITS = 11, RADIX = 1u << RADIX_BITS;  // of the first digit of a key
+constexpr u32 LARGEST_FINITE_BITS = 0x7f7fffffu, MIN_NORMAL_BITS = 0x00800000u;
+constexpr u32 ABS = 0x7fffffffu, SIGN = 0x80000000u;
+
+enum Kind : u32 { RANGE, FLOAT32, BFLOAT16 };
+enum Layout : u32 { RAW, ALL, BITMAP, OFFSETS, ENTROPY };
+
+// One tensor as the host describes it. Eight-byte fields come first; `gpu.py` has the same.
+struct Tensor {
+    const float* grad;      // flat
+    const float* residual;  // coefficients as floats; null if there is none
+    float* coeffs;          // gradient plus residual as coefficients; then what is left unsent
+    u8* payload;            // zeros; 16-byte aligned
+    u64 numel;              // of grad
+    u64 n;                  // coefficients: reals or complex bins; below 2^32
+    u64 k;                  // of them to send
+    u64 positions_offset;   // of the parts of the payload, in bytes
+    u64 values_offset;
+    u32 first_tile, n_tiles;
+    u32 layout, low_bits;  // of the positions
+    u32 kind, bits, shift;  // of the values
+    u32 bins_per_block;     // of a complex transform, whose bin 0 counts half; else 1
+    u32 keep;               // subtract what is sent from coeffs
+    u32 unused;
+};
+static_assert(sizeof(Tensor) == 112, "gpu.py describes tensors with the same layout");
+
+// What the kernels find out of one tensor. Zeros before the first launch; they clear it themselves.
+struct Found {
+    u32 peak;      // bits of the largest |component|
+    u32 ticket;    // tiles that are done with the present launch
+    u32 exponent;  // by which complex keys are scaled down, as float bits of 2^-exponent; 0: by none
+    u32 prefix;    // the upper digits of the k-th largest key, as far as they are known
+    u32 need;      // of the coefficients with this prefix so many are among the k largest
+    u32 unused[3];
+    u32 counts[RADIX];
+};
+
+// What a tile passes on from one launch to the next: coefficients by bit masks of its own words.
+struct TileCounts {
+    u32 above, equal;  // coefficients whose key is larger than the k-th largest, or equal to it
+    u32 first_rank;    // how many are chosen in the tensor's tiles before
+    u32 ties;          // of those equal to it that are still to be chosen
+};
+
+__device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & ABS; }
+
+__device__ __forceinline__ u32 warp_inclusive_sum(u32 value) {
+    u32 lane = threadIdx.x % 32;
+#pragma unroll
+    for (u32 by = 1; by < 32; by *= 2) {
+        u32 below = __shfl_up_sync(ALL_LANES, value, by);
+        if (lane >= by) value += below;
+    }
+    return value;
+}
+
+// Returns the sum of the values of all threads before this one; `total` becomes that of all.
+// `sums`: 33 words of shared memory that no thread uses until all have returned and synchronised.
+__device__ __forceinline__ u32 block_exclusive_sum(u32 value, u32* sums, u32& total) {
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
+    u32 inclusive = warp_inclusive_sum(value);
+    if (lane == 31) sums[warp] = inclusive;
+    __syncthreads();
+    if (warp == 0) {
+        u32 of_warp = lane < n_warps ? sums[lane] : 0;
+        u32 up_to = warp_inclusive_sum(of_warp);
+        __syncwarp();
+        if (lane < n_warps) sums[lane] = up_to - of_warp;
+        if (lane == 31) sums[32] = up_to;
+    }
+    __syncthreads();
+    total = sums[32];
+    return sums[warp] + inclusive - value;
+}
+
+// Tells all threads of a block whether it is the last of its tensor's to come here. Then all that
+// the others have written is visible to it. `flag`: a word of shared memory.
+__device__ __forceinline__ bool is_last_tile(Found* found, u32 n_tiles, u32* flag) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        *flag = atomicAdd(&found->ticket, 1u) == n_tiles - 1;
+        if (*flag) found->ticket = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return *flag != 0;
+}

@@ -1,0 +1,39 @@
+// The headers of payloads. The host knows all of one but for the scale and whether the gradient is
+// finite; the checksum is linear, so what these 33 bits change of it is a sum (xor) of 33 words.
+
+constexpr u32 FLAGS_OFFSET = 5, SCALE_OFFSET = 40, CRC_OFFSET = 44;  // see wire.py
+constexpr u32 NOT_FINITE = 1, NAN_BITS = 0x7fc00000u;
+
+struct Header {
+    u8* payload;
+    const u8* start;          // as wire.py writes it for scale 0 and a finite gradient
+    const u32* crc_of_scale;  // how each bit of the scale changes the checksum; then the flag
+    u64 nbytes;
+};
+static_assert(sizeof(Header) == 32, "gpu.py describes headers with the same layout");
+
+// One warp for each tensor. `not_finite`: one word for each; and the peak begins anew.
+extern "C" __global__ void __launch_bounds__(32)
+    write_header(const Header* __restrict__ headers, Found* __restrict__ all_found,
+                 u32* __restrict__ not_finite) {
+    const Header header = headers[blockIdx.x];
+    Found* found = all_found + blockIdx.x;
+    u32 lane = threadIdx.x;
+    for (u64 i = lane; i < header.nbytes; i += 32) header.payload[i] = header.start[i];
+    u32 peak = found->peak;
+    bool finite = peak <= LARGEST_FINITE_BITS;
+    u32 scale = finite ? peak : NAN_BITS;
+    u32 change = scale >> lane & 1 ? header.crc_of_scale[lane] : 0;
+    if (lane == 0 && !finite) change ^= header.crc_of_scale[32];
+#pragma unroll
+    for (u32 by = 16; by; by /= 2) change ^= __shfl_xor_sync(ALL_LANES, change, by);
+    __syncwarp();
+    if (lane == 0) {
+        u32* words = reinterpret_cast<u32*>(header.payload);
+        words[SCALE_OFFSET / 4] = scale;
+        words[CRC_OFFSET / 4] ^= change;
+        if (!finite) header.payload[FLAGS_OFFSET] |= NOT_FINITE;
+        not_finite[blockIdx.x] = !finite;
+        found->peak = 0;
+    }
+}

@@ -1,0 +1,251 @@
+// The k largest coefficients of each tensor, exactly, ties by position: a radix select from the
+// top digit, 11 + 10 + 10 bits of a 31-bit key. Only the first digit is counted over everything;
+// from then on bit masks tell which coefficients are above it and which share it.
+
+constexpr u32 SECOND_BITS = 10, SECOND = 1u << SECOND_BITS;
+constexpr u32 WORDS_OF_REALS = TILE / 32;
+
+// Returns what a coefficient is ranked by. C floats: a real by magnitude, a complex bin by the
+// energy that it stands for, after an exact scaling that keeps squares in range.
+template <u32 C>
+__device__ __forceinline__ u32 key_of(const float* coeff, u64 place, u32 bins_per_block,
+                                      u32 scaling) {
+    if (C == 1) return magnitude(coeff[0]);
+    float re = coeff[0], im = coeff[C - 1];
+    if (scaling) {
+        re = __fmul_rn(re, __uint_as_float(scaling));
+        im = __fmul_rn(im, __uint_as_float(scaling));
+    }
+    float energy = __fadd_rn(__fmul_rn(re, re), __fmul_rn(im, im));
+    if (place % bins_per_block == 0) energy = __fmul_rn(energy, 0.5f);
+    return __float_as_uint(energy);
+}
+
+// Returns the bits of 2^-exponent for components of this peak; 0 where squares need no scaling.
+__device__ __forceinline__ u32 scaling_for(u32 peak) {
+    int exponent = int(peak >> 23) - 127;
+    if (exponent >= -40 && exponent < 60) return 0;
+    exponent = min(max(exponent, -126), 126);
+    return u32(127 - exponent) << 23;
+}
+
+// Finds the digit of the `found->need`-th largest among `n_digits` counts and makes it part of the
+// prefix; clears the counts. All threads of a block; `sums`: 33 words of shared memory.
+__device__ __forceinline__ void choose_digit(Found* found, u32 n_digits, u32* sums) {
+    volatile u32* counts = found->counts;
+    u32 need = found->need, own = n_digits / blockDim.x, mine = 0, total;
+    u32 top = n_digits - 1 - threadIdx.x * own;  // digits fall from thread to thread
+    for (u32 i = 0; i < own; i++) mine += counts[top - i];
+    u32 before = block_exclusive_sum(mine, sums, total);
+    __syncthreads();  // all have read `need`
+    for (u32 i = 0; i < own; i++) {
+        u32 count = counts[top - i];
+        counts[top - i] = 0;
+        if (before < need && need <= before + count) {
+            found->prefix = found->prefix * n_digits + (top - i);
+            found->need = need - before;
+        }
+        before += count;
+    }
+    __syncthreads();
+}
+
+// Ends the first launch: from the peak and the counts of first digits follows where the k-th
+// largest key lies. `digits`: RADIX words of shared memory, `sums`: 33.
+template <u32 C>
+__device__ void choose_first_digit(const Tensor& tensor, Found* found, u32* digits, u32* sums) {
+    u32 scaling = C == 2 ? scaling_for(found->peak) : 0;
+    if (scaling && found->peak <= LARGEST_FINITE_BITS) {
+        // So seldom that one block may count again: gradients below 2^-40 or above 2^60.
+        for (u32 i = threadIdx.x; i < RADIX; i += blockDim.x) digits[i] = 0;
+        __syncthreads();
+        for (u64 i = threadIdx.x; i < tensor.n; i += blockDim.x) {
+            u32 key = key_of<C>(tensor.coeffs + C * i, i, tensor.bins_per_block, scaling);
+            atomicAdd(&digits[key >> (31 - RADIX_BITS)], 1u);
+        }
+        __syncthreads();
+        for (u32 i = threadIdx.x; i < RADIX; i += blockDim.x) found->counts[i] = digits[i];
+    }
+    if (threadIdx.x == 0) {
+        found->exponent = scaling;
+        found->prefix = 0;
+        found->need = u32(tensor.k);
+    }
+    __syncthreads();
+    choose_digit(found, RADIX, sums);
+}
+
+// Adds one tile's keys to the counts of its tensor; C floats each, at `coeffs` in shared memory or
+// registers of this thread. `digits`: RADIX words of shared memory, zeros.
+__device__ __forceinline__ void flush_counts(Found* found, const u32* digits, u32 n_digits) {
+    for (u32 i = threadIdx.x; i < n_digits; i += blockDim.x)
+        if (digits[i]) atomicAdd(&found->counts[i], digits[i]);
+}
+
+// The first launch where no transform is made: gradient plus residual, their peak and first digits.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    add_residual(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
+                 Found* __restrict__ all_found) {
+    SHARED_MEMORY(memory);
+    u32* digits = reinterpret_cast<u32*>(memory);  // RADIX
+    u32* sums = digits + RADIX;                    // 33, and the peak
+    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
+    Found* found = all_found + tile_tensor[blockIdx.x];
+    for (u32 i = threadIdx.x; i < RADIX; i += THREADS) digits[i] = 0;
+    if (threadIdx.x == 0) sums[33] = 0;
+    __syncthreads();
+    u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
+    u32 peak = 0;
+#pragma unroll 4
+    for (u32 i = threadIdx.x; i < TILE; i += THREADS) {
+        u64 place = begin + i;
+        if (place >= tensor.n) break;
+        float sum = tensor.grad[place];
+        if (tensor.residual) sum = __fadd_rn(sum, tensor.residual[place]);
+        tensor.coeffs[place] = sum;
+        u32 key = magnitude(sum);
+        peak = max(peak, key);
+        atomicAdd(&digits[key >> (31 - RADIX_BITS)], 1u);
+    }
+    atomicMax(&sums[33], peak);
+    __syncthreads();
+    flush_counts(found, digits, RADIX);
+    if (threadIdx.x == 0) atomicMax(&found->peak, sums[33]);
+    if (is_last_tile(found, tensor.n_tiles, &sums[32]))
+        choose_first_digit<1>(tensor, found, digits, sums);
+}
+
+// The second launch: which coefficients are above the prefix, which share it, and the next digits
+// of those. `above`, `shared`: a bit for each coefficient, 128 words a tile (64 of complex bins).
+template <u32 C>
+__global__ void __launch_bounds__(THREADS)
+    mark(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
+         Found* __restrict__ all_found, u32* __restrict__ above, u32* __restrict__ shared) {
+    SHARED_MEMORY(memory);
+    u32* digits = reinterpret_cast<u32*>(memory);  // SECOND
+    u32* sums = digits + SECOND;                   // 33
+    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
+    Found* found = all_found + tile_tensor[blockIdx.x];
+    if (found->peak > LARGEST_FINITE_BITS) return;
+    for (u32 i = threadIdx.x; i < SECOND; i += THREADS) digits[i] = 0;
+    __syncthreads();
+    u32 prefix = found->prefix, scaling = found->exponent;
+    u64 begin = u64(blockIdx.x - tensor.first_tile) * (TILE / C);
+    for (u32 i = threadIdx.x; i < TILE / C; i += THREADS) {
+        u64 place = begin + i;
+        u32 key = 0;
+        bool inside = place < tensor.n;
+        if (inside) key = key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
+        u32 first = key >> (31 - RADIX_BITS);
+        u32 above_word = __ballot_sync(ALL_LANES, inside && first > prefix);
+        u32 shared_word = __ballot_sync(ALL_LANES, inside && first == prefix);
+        if (inside && first == prefix) atomicAdd(&digits[key >> SECOND_BITS & (SECOND - 1)], 1u);
+        if (threadIdx.x % 32 == 0) {
+            u64 word = u64(blockIdx.x) * (WORDS_OF_REALS / C) + i / 32;
+            above[word] = above_word;
+            shared[word] = shared_word;
+        }
+    }
+    __syncthreads();
+    flush_counts(found, digits, SECOND);
+    if (is_last_tile(found, tensor.n_tiles, &sums[32])) choose_digit(found, SECOND, sums);
+}
+
+// The third launch: as the second, of those alone that share the first two digits.
+template <u32 C>
+__global__ void __launch_bounds__(WORDS_OF_REALS / C)
+    narrow(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
+           Found* __restrict__ all_found, u32* __restrict__ above, u32* __restrict__ shared) {
+    SHARED_MEMORY(memory);
+    u32* digits = reinterpret_cast<u32*>(memory);  // SECOND
+    u32* sums = digits + SECOND;                   // 33
+    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
+    Found* found = all_found + tile_tensor[blockIdx.x];
+    if (found->peak > LARGEST_FINITE_BITS) return;
+    for (u32 i = threadIdx.x; i < SECOND; i += blockDim.x) digits[i] = 0;
+    __syncthreads();
+    u32 second = found->prefix % SECOND, scaling = found->exponent;
+    u64 word = u64(blockIdx.x) * blockDim.x + threadIdx.x;
+    u64 begin = u64(blockIdx.x - tensor.first_tile) * (TILE / C) + 32 * threadIdx.x;
+    u32 more_above = 0, still_shared = 0;
+    for (u32 left = shared[word]; left; left &= left - 1) {
+        u32 bit = left & (0u - left);
+        u64 place = begin + __popc(bit - 1);
+        u32 key = key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
+        u32 digit = key >> SECOND_BITS & (SECOND - 1);
+        if (digit > second) more_above |= bit;
+        if (digit == second) {
+            still_shared |= bit;
+            atomicAdd(&digits[key & (SECOND - 1)], 1u);
+        }
+    }
+    if (more_above) above[word] |= more_above;
+    shared[word] = still_shared;
+    __syncthreads();
+    flush_counts(found, digits, SECOND);
+    if (is_last_tile(found, tensor.n_tiles, &sums[32])) choose_digit(found, SECOND, sums);
+}
+
+// From each tile's counts to where its chosen coefficients stand among all of the tensor's.
+__device__ void rank_tiles(const Tensor& tensor, const Found* found, TileCounts* tiles, u32* sums) {
+    u32 equal_before = 0, chosen_before = 0;
+    for (u32 begin = 0; begin < tensor.n_tiles; begin += blockDim.x) {
+        u32 tile = begin + threadIdx.x;
+        volatile TileCounts* own = tiles + tensor.first_tile + tile;
+        u32 above = 0, equal = 0, total;
+        if (tile < tensor.n_tiles) {
+            above = own->above;
+            equal = own->equal;
+        }
+        u32 before = equal_before + block_exclusive_sum(equal, sums, total);
+        equal_before += total;
+        __syncthreads();
+        u32 ties = found->need > before ? found->need - before : 0;
+        u32 chosen = above + min(ties, equal);
+        u32 rank = chosen_before + block_exclusive_sum(chosen, sums, total);
+        chosen_before += total;
+        __syncthreads();
+        if (tile < tensor.n_tiles) {
+            own->ties = ties;
+            own->first_rank = rank;
+        }
+    }
+}
+
+// The fourth launch: the last digit decides. `shared` becomes those equal to the k-th largest key.
+template <u32 C>
+__global__ void __launch_bounds__(WORDS_OF_REALS / C)
+    settle(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
+           Found* __restrict__ all_found, u32* __restrict__ above, u32* __restrict__ shared,
+           TileCounts* __restrict__ tiles) {
+    SHARED_MEMORY(memory);
+    u32* sums = reinterpret_cast<u32*>(memory);  // 33
+    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
+    Found* found = all_found + tile_tensor[blockIdx.x];
+    if (found->peak > LARGEST_FINITE_BITS) return;
+    u32 third = found->prefix % SECOND, scaling = found->exponent;
+    u64 word = u64(blockIdx.x) * blockDim.x + threadIdx.x;
+    u64 begin = u64(blockIdx.x - tensor.first_tile) * (TILE / C) + 32 * threadIdx.x;
+    u32 more_above = 0, equal = 0;
+    for (u32 left = shared[word]; left; left &= left - 1) {
+        u32 bit = left & (0u - left);
+        u64 place = begin + __popc(bit - 1);
+        u32 key = key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
+        u32 digit = key & (SECOND - 1);
+        if (digit > third) more_above |= bit;
+        if (digit == third) equal |= bit;
+    }
+    u32 all_above = above[word] | more_above;
+    above[word] = all_above;
+    shared[word] = equal;
+    u32 n_above, n_equal;
+    block_exclusive_sum(__popc(all_above), sums, n_above);
+    __syncthreads();
+    block_exclusive_sum(__popc(equal), sums, n_equal);
+    if (threadIdx.x == 0) {
+        tiles[blockIdx.x].above = n_above;
+        tiles[blockIdx.x].equal = n_equal;
+    }
+    __syncthreads();
+    if (is_last_tile(found, tensor.n_tiles, &sums[32])) rank_tiles(tensor, found, tiles, sums);
+}

@@ -1,0 +1,111 @@
+"""Kernels on the CPU: builds CUDA sources with g++ for ``cuda_emulator.h`` and launches them."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+FORWARD, BACKWARD, SHUFFLED = range(3)
+# No contraction into fused multiply-adds, which would round otherwise than a device does.
+FLAGS = ("-std=c++17", "-O2", "-g", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing")
+_C_TYPES = {np.dtype(np.uint32): ctypes.c_uint32, np.dtype(np.uint64): ctypes.c_uint64}
+
+
+class Emulator:
+    """A device whose arrays are NumPy's; the same face as ``horovod_fftcomp.backends.gpu.Device``.
+
+    ``schedule``: in which order the threads run between two synchronisations.
+    """
+
+    def __init__(self, schedule: int = FORWARD, seed: int = 1, *flags: str) -> None:
+        self.schedule, self.seed, self.flags = schedule, seed, flags
+
+    def empty(self, n: int, dtype: type = np.float32) -> np.ndarray:
+        """Return ``n`` elements with any contents, at an address as a device's."""
+        room = np.empty(n * np.dtype(dtype).itemsize + 256, np.uint8)
+        room[:] = 0xAB
+        begin = -room.ctypes.data % 256
+        return room[begin : begin + n * np.dtype(dtype).itemsize].view(dtype)
+
+    def zeros(self, n: int, dtype: type = np.float32) -> np.ndarray:
+        """Return ``n`` zeros."""
+        array = self.empty(n, dtype)
+        array.fill(0)
+        return array
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        """Return a copy on the device."""
+        copied = self.empty(array.size, array.dtype)
+        copied[:] = array.reshape(-1)
+        return copied
+
+    def address(self, array: np.ndarray) -> int:
+        """Return where an array lies."""
+        return array.ctypes.data
+
+    def functions(self, source: str, names: Sequence[str]) -> dict[str, Callable[..., None]]:
+        """Return the kernels called ``names`` of ``source``, by name expression."""
+        library = ctypes.CDLL(str(_built(source, tuple(names), self.flags)))
+        library.emulator_error.restype = ctypes.c_char_p
+        return {
+            name: _Function(library, number, name, self) for number, name in enumerate(names)
+        }
+
+
+class _Function:
+    def __init__(self, library: ctypes.CDLL, number: int, name: str, emulator: Emulator) -> None:
+        self._library, self._name, self._emulator = library, name, emulator
+        self._launch = getattr(library, f"launch_{number}")
+        sizes = (ctypes.c_int * 32)()
+        count = getattr(library, f"sizes_{number}")(sizes)
+        self._sizes = list(sizes[:count])
+
+    def __call__(self, grid: int, threads: int, arguments: Sequence, shared_nbytes: int) -> None:
+        values = [_c_value(argument) for argument in arguments]
+        sizes = [ctypes.sizeof(value) for value in values]
+        assert sizes == self._sizes, f"{self._name} takes arguments of {self._sizes} bytes: {sizes}"
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        self._library.emulator_schedule(self._emulator.schedule, self._emulator.seed)
+        if self._launch(pointers, grid, threads, shared_nbytes):
+            raise RuntimeError(f"{self._name}: {self._library.emulator_error().decode()}")
+
+
+def _c_value(argument: np.ndarray | np.generic) -> ctypes._SimpleCData:
+    if isinstance(argument, np.ndarray):
+        return ctypes.c_uint64(argument.ctypes.data)
+    return _C_TYPES[argument.dtype](int(argument))
+
+
+def _built(source: str, names: tuple[str, ...], flags: tuple[str, ...]) -> Path:
+    """Return the library of a source, built unless one of the same text is there."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is missing: no emulated kernels")
+    parts = [source, *names, *flags, (HERE / "cuda_emulator.cpp").read_text()]
+    parts.append((HERE / "cuda_emulator.h").read_text())
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"fftcomp-emulator-{digest}"
+    library = folder / "kernels.so"
+    if not library.exists():
+        folder.mkdir(exist_ok=True)
+        (folder / "kernels.cu").write_text(source)
+        exports = [f"EXPORT({number}, {name})\n" for number, name in enumerate(names)]
+        (folder / "exports.inc").write_text("".join(exports))
+        part = folder / "part.so"
+        command = [
+            "g++", *FLAGS, *flags, "-shared", "-I", str(HERE),
+            f'-DKERNELS="{folder}/kernels.cu"', f'-DEXPORTS="{folder}/exports.inc"',
+            str(HERE / "cuda_emulator.cpp"), "-o", str(part),
+        ]  # fmt: skip
+        built = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert built.returncode == 0, built.stderr[-5000:]
+        part.replace(library)
+    return library
