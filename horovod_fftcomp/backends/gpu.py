@@ -19,9 +19,10 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
+from horovod_fftcomp.transforms import BlockDCT, Identity, Transform
 from horovod_fftcomp.wire import Plan
 
-SOURCES = ("common.cuh", "select.cuh", "emit.cuh", "header.cuh")
+SOURCES = ("common.cuh", "select.cuh", "transform.cuh", "emit.cuh", "header.cuh")
 _FOLDER = Path(__file__).parent / "cuda"
 
 # As in cuda/common.cuh.
@@ -41,6 +42,7 @@ _FOUND_NBYTES = 32 + 4 * _RADIX
 _TILE_COUNTS_NBYTES = 16
 _HEADER = np.dtype([("payload", "u8"), ("start", "u8"), ("crc_of_scale", "u8"), ("nbytes", "u8")])
 _SUMS_NBYTES = 4 * 36
+_POINTS_NBYTES = 8 * (TILE // 2 + TILE // 32)
 
 Launch = Callable[[int, int, Sequence[Any], int], None]  # grid, threads, arguments, shared bytes
 
@@ -91,13 +93,18 @@ def source() -> str:
 
 
 class Encoder:
-    """Encodes a list of tensors, whose shapes and codecs stay, on one device."""
+    """Encodes tensors by codecs that share ``transform``, on one device."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        names = ["add_residual", "write_header"]
-        steps = ("mark", "narrow", "settle", "emit")
-        names += [f"{step}<{reals}>" for step in steps for reals in (1, 2)]
+    def __init__(self, device: Device, transform: Transform) -> None:
+        self._device, self._transform = device, transform
+        self._forward, self._tables = "add_residual", []
+        if not isinstance(transform, Identity):
+            is_cosine = isinstance(transform, BlockDCT)
+            self._forward = f"forward<{transform.block}, {str(is_cosine).lower()}>"
+            self._tables = [device.upload(roots(transform.block)) , device.upload(cosines(transform.block))]
+        reals = transform.reals_per_bin
+        self._steps = {step: f"{step}<{reals}>" for step in ("mark", "narrow", "settle", "emit")}
+        names = [self._forward, *self._steps.values(), "write_header"]
         self._kernels = device.functions(source(), names)
 
     def encode(self, jobs: Sequence[Job]) -> Any:
@@ -112,16 +119,19 @@ class Encoder:
         not_finite = device.zeros(len(jobs), np.uint32)
         tensors, tiles = device.upload(table.view(np.uint8)), device.upload(tile_tensor)
         common = [tensors, tiles, found]
-        words = [device.empty(n_tiles * _WORDS, np.uint32) for _ in range(3)]
+        n_words = _WORDS // self._transform.reals_per_bin  # of a tile
+        words = [device.empty(n_tiles * n_words, np.uint32) for _ in range(3)]
         above, equal, chosen = words
         counts = device.empty(n_tiles * _TILE_COUNTS_NBYTES, np.uint8)
         first, second = 4 * _RADIX + _SUMS_NBYTES, 4 * _SECOND + _SUMS_NBYTES
-        self._run("add_residual", n_tiles, THREADS, common, first)
-        self._run("mark<1>", n_tiles, THREADS, [*common, above, equal], second)
-        self._run("narrow<1>", n_tiles, _WORDS, [*common, above, equal], second)
-        self._run("settle<1>", n_tiles, _WORDS, [*common, above, equal, counts], _SUMS_NBYTES)
-        written = [*common, above, equal, counts, chosen]
-        self._run("emit<1>", n_tiles, _WORDS, written, _SUMS_NBYTES)
+        if self._tables:
+            first += _POINTS_NBYTES
+        self._run(self._forward, n_tiles, THREADS, [*common, *self._tables], first)
+        masks = [*common, above, equal]
+        self._run(self._steps["mark"], n_tiles, THREADS, masks, second)
+        self._run(self._steps["narrow"], n_tiles, n_words, masks, second)
+        self._run(self._steps["settle"], n_tiles, n_words, [*masks, counts], _SUMS_NBYTES)
+        self._run(self._steps["emit"], n_tiles, n_words, [*masks, counts, chosen], _SUMS_NBYTES)
         headers = self._headers(jobs)
         self._run("write_header", len(jobs), 32, [headers, found, not_finite], 0)
         return not_finite
@@ -167,6 +177,17 @@ class Encoder:
         """Return a header of scale 0, and what each bit of the scale does to its checksum."""
         start, changes = header_and_changes(codec.plan(shape), codec.fingerprint)
         return self._device.upload(start), self._device.upload(changes)
+
+
+def roots(block: int) -> np.ndarray:
+    """Return exp(-2 pi i j / block) for j below ``block``, complex64, rounded once."""
+    return np.exp(-2j * np.pi * np.arange(block) / block).astype(np.complex64)
+
+
+def cosines(block: int) -> np.ndarray:
+    """Return sqrt(2) exp(i pi k / (2 block)) for k below block / 2, complex64, rounded once."""
+    angles = np.pi * np.arange(block // 2) / (2 * block)
+    return (np.sqrt(2) * np.exp(1j * angles)).astype(np.complex64)
 
 
 def _coding_fields(codec: Codec) -> tuple[int, int, int]:

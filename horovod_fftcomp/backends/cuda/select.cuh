@@ -75,44 +75,66 @@ __device__ void choose_first_digit(const Tensor& tensor, Found* found, u32* digi
     choose_digit(found, RADIX, sums);
 }
 
-// Adds one tile's keys to the counts of its tensor; C floats each, at `coeffs` in shared memory or
-// registers of this thread. `digits`: RADIX words of shared memory, zeros.
 __device__ __forceinline__ void flush_counts(Found* found, const u32* digits, u32 n_digits) {
     for (u32 i = threadIdx.x; i < n_digits; i += blockDim.x)
         if (digits[i]) atomicAdd(&found->counts[i], digits[i]);
 }
 
-// The first launch where no transform is made: gradient plus residual, their peak and first digits.
+// What the first launch counts of a tile: it makes coefficients, of gradient plus residual.
+struct Tally {
+    u32* digits;  // RADIX words of shared memory
+    u32* sums;    // 33, a flag, and the peak
+    u32 peak;     // of this thread
+};
+constexpr u32 TALLY_NBYTES = 4 * (RADIX + 36);
+
+__device__ __forceinline__ Tally begin_tally(unsigned char* memory) {
+    Tally tally = {reinterpret_cast<u32*>(memory), reinterpret_cast<u32*>(memory) + RADIX, 0};
+    for (u32 i = threadIdx.x; i < RADIX; i += blockDim.x) tally.digits[i] = 0;
+    if (threadIdx.x == 0) tally.sums[34] = 0;
+    return tally;  // the caller synchronises before it tallies
+}
+
+// Adds the residual to a coefficient, C floats, and stores and counts it.
+template <u32 C>
+__device__ __forceinline__ void tally_coeff(const Tensor& tensor, u64 place, const float* coeff,
+                                            Tally& tally) {
+    float sum[C];
+#pragma unroll
+    for (u32 c = 0; c < C; c++) {
+        sum[c] = coeff[c];
+        if (tensor.residual) sum[c] = __fadd_rn(sum[c], tensor.residual[C * place + c]);
+        tensor.coeffs[C * place + c] = sum[c];
+        tally.peak = max(tally.peak, magnitude(sum[c]));
+    }
+    u32 key = key_of<C>(sum, place, tensor.bins_per_block, 0);
+    atomicAdd(&tally.digits[key >> (31 - RADIX_BITS)], 1u);
+}
+
+template <u32 C>
+__device__ __forceinline__ void end_tally(const Tensor& tensor, Found* found, Tally& tally) {
+    atomicMax(&tally.sums[34], tally.peak);
+    __syncthreads();
+    flush_counts(found, tally.digits, RADIX);
+    if (threadIdx.x == 0) atomicMax(&found->peak, tally.sums[34]);
+    if (is_last_tile(found, tensor.n_tiles, &tally.sums[33]))
+        choose_first_digit<C>(tensor, found, tally.digits, tally.sums);
+}
+
+// The first launch where no transform is made.
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_residual(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
                  Found* __restrict__ all_found) {
     SHARED_MEMORY(memory);
-    u32* digits = reinterpret_cast<u32*>(memory);  // RADIX
-    u32* sums = digits + RADIX;                    // 33, and the peak
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
-    Found* found = all_found + tile_tensor[blockIdx.x];
-    for (u32 i = threadIdx.x; i < RADIX; i += THREADS) digits[i] = 0;
-    if (threadIdx.x == 0) sums[33] = 0;
+    Tally tally = begin_tally(memory);
     __syncthreads();
     u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
-    u32 peak = 0;
+    u32 n = u32(min(u64(TILE), tensor.n - begin));
 #pragma unroll 4
-    for (u32 i = threadIdx.x; i < TILE; i += THREADS) {
-        u64 place = begin + i;
-        if (place >= tensor.n) break;
-        float sum = tensor.grad[place];
-        if (tensor.residual) sum = __fadd_rn(sum, tensor.residual[place]);
-        tensor.coeffs[place] = sum;
-        u32 key = magnitude(sum);
-        peak = max(peak, key);
-        atomicAdd(&digits[key >> (31 - RADIX_BITS)], 1u);
-    }
-    atomicMax(&sums[33], peak);
-    __syncthreads();
-    flush_counts(found, digits, RADIX);
-    if (threadIdx.x == 0) atomicMax(&found->peak, sums[33]);
-    if (is_last_tile(found, tensor.n_tiles, &sums[32]))
-        choose_first_digit<1>(tensor, found, digits, sums);
+    for (u32 i = threadIdx.x; i < n; i += THREADS)
+        tally_coeff<1>(tensor, begin + i, tensor.grad + begin + i, tally);
+    end_tally<1>(tensor, all_found + tile_tensor[blockIdx.x], tally);
 }
 
 // The second launch: which coefficients are above the prefix, which share it, and the next digits
@@ -148,7 +170,7 @@ __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
     flush_counts(found, digits, SECOND);
-    if (is_last_tile(found, tensor.n_tiles, &sums[32])) choose_digit(found, SECOND, sums);
+    if (is_last_tile(found, tensor.n_tiles, &sums[33])) choose_digit(found, SECOND, sums);
 }
 
 // The third launch: as the second, of those alone that share the first two digits.
@@ -183,7 +205,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C)
     shared[word] = still_shared;
     __syncthreads();
     flush_counts(found, digits, SECOND);
-    if (is_last_tile(found, tensor.n_tiles, &sums[32])) choose_digit(found, SECOND, sums);
+    if (is_last_tile(found, tensor.n_tiles, &sums[33])) choose_digit(found, SECOND, sums);
 }
 
 // From each tile's counts to where its chosen coefficients stand among all of the tensor's.
@@ -247,5 +269,5 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C)
         tiles[blockIdx.x].equal = n_equal;
     }
     __syncthreads();
-    if (is_last_tile(found, tensor.n_tiles, &sums[32])) rank_tiles(tensor, found, tiles, sums);
+    if (is_last_tile(found, tensor.n_tiles, &sums[33])) rank_tiles(tensor, found, tiles, sums);
 }
