@@ -46,14 +46,18 @@ def cheapest(n: int, k: int) -> Positions:
         return Positions(Layout.ALL, n, k, 0, 0)
     choices = [((n + 7) // 8, Layout.BITMAP, 0)]
     for low_bits in range(1, 17):
-        unary = k + ((n + (1 << low_bits) - 1) >> low_bits)
-        nbytes = (unary + 7) // 8 + (k * low_bits + 7) // 8
+        nbytes = (unary_bits(n, k, low_bits) + 7) // 8 + (k * low_bits + 7) // 8
         choices.append((nbytes, Layout.OFFSETS, low_bits))
     nbytes, layout, low_bits = min(choices)
     coded = entropy.coded_nbytes(n, k) if entropy.can_code(n, k) else nbytes
     if 100 * coded < _WORTH_CODING_PERCENT * nbytes:
         return Positions(Layout.ENTROPY, n, k, 0, coded)
     return Positions(layout, n, k, low_bits, nbytes)
+
+
+def unary_bits(n: int, k: int, low_bits: int) -> int:
+    """Return the length in bits of the unary part of ``pack_offsets``."""
+    return k + ((n + (1 << low_bits) - 1) >> low_bits)
 
 
 def pack(bitmap: Array, how: Positions, kernels: ModuleType) -> Array:

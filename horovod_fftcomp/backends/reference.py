@@ -13,6 +13,7 @@ import numpy as np
 
 from horovod_fftcomp import entropy
 from horovod_fftcomp.backends import Array, Coefficients, Part
+from horovod_fftcomp.positions import unary_bits
 from horovod_fftcomp.quantizers import (
     BFLOAT16,
     FLOAT32,
@@ -290,11 +291,6 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
     if k and (positions[-1] >= n or (np.diff(positions) <= 0).any()):
         raise ValueError("the positions do not ascend below n")
     return bitmap_of(positions, n)
-
-
-def unary_bits(n: int, k: int, low_bits: int) -> int:
-    """Return the length in bits of the unary part of ``pack_offsets``."""
-    return k + ((n + (1 << low_bits) - 1) >> low_bits)
 
 
 def pack_entropy(bitmap: Array, n: int, k: int) -> Array:

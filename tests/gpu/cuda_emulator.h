@@ -158,6 +158,9 @@ static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 static inline unsigned __float_as_uint(float x) { return unsigned(emulator::bits_of(x)); }
 static inline float __uint_as_float(unsigned x) { return emulator::value_of<float>(x); }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned long long)((unsigned __int128)a * b >> 64);
+}
 static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }

@@ -56,9 +56,7 @@ class Emulator:
         """Return the kernels called ``names`` of ``source``, by name expression."""
         library = ctypes.CDLL(str(_built(source, tuple(names), self.flags)))
         library.emulator_error.restype = ctypes.c_char_p
-        return {
-            name: _Function(library, number, name, self) for number, name in enumerate(names)
-        }
+        return {name: _Function(library, number, name, self) for number, name in enumerate(names)}
 
 
 class _Function:

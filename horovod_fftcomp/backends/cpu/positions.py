@@ -11,7 +11,7 @@ from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.codelets import count_ones, high_product, trailing_zeros
 from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.memory import empty, zeros
-from horovod_fftcomp.backends.reference import unary_bits
+from horovod_fftcomp.positions import unary_bits
 
 _LEAST_CHUNKS = 4  # for a thread of its own
 _LOWEST = np.uint64(entropy.LOWEST_STATE)
@@ -125,7 +125,7 @@ def _unpack_offsets(unary, offsets, low_bits, n, bitmap):
 def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
     """See ``reference.pack_entropy``."""
     symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
-    table = _encoder(entropy.frequencies(n, k))
+    table = encoder_table(entropy.frequencies(n, k))
 
     def work(begin: int, end: int) -> tuple[Array, Array]:
         part = symbols[begin * _CHUNK : end * _CHUNK]
@@ -147,7 +147,7 @@ def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
 
 
 @functools.lru_cache(64)
-def _encoder(frequencies: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
+def encoder_table(frequencies: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
     """Return each byte's frequency, reciprocal, shift and bias, by which a state takes it in.
 
     A state below 2^63 over f is the upper half of state * reciprocal, shifted (Alverson 1991). Over
@@ -228,7 +228,7 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
     words = packed[offset : offset + (packed.size - offset) // 4 * 4].view(np.uint32)
     if n_chunks and ends[-1] > words.size:
         raise ValueError("the chunks of positions are longer than their room")
-    table = _decoder(entropy.frequencies(n, k))
+    table = decoder_table(entropy.frequencies(n, k))
     bitmap = zeros((n + 63) // 64, np.uint64)
     symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
 
@@ -246,7 +246,7 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
 
 
 @functools.lru_cache(64)
-def _decoder(frequencies: tuple[int, ...]) -> Array:
+def decoder_table(frequencies: tuple[int, ...]) -> Array:
     """Return for each of the 4096 slots its symbol, frequency and place: 8, 12 and 12 bits."""
     freqs = _frequencies(frequencies)
     starts = np.cumsum(freqs) - freqs

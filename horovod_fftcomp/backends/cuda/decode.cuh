@@ -1,0 +1,374 @@
+// From the payloads of all ranks to the sum of the gradients. Nothing that arrives is trusted: what
+// does not fit makes its tensor's sum NaN and is noted for the host.
+
+enum Status : u32 { SOUND, NOT_FINITE_THERE, CORRUPT };
+
+// One tensor as it arrives: the same of all ranks, whose messages lie one after another.
+struct Arriving {
+    float* sum;           // numel
+    const u8* start;      // the header for scale 0 and a finite gradient
+    const u32* crc_of_scale;
+    const u64* slots;     // of the entropy code
+    u32* bitmaps;         // scratch: whole tiles of words for each rank; zeros where offsets come
+    u32* ranks;           // scratch: for each rank and tile the values before the tile
+    u32* unary;           // scratch: for each rank and 32 words of unary counts the ones before
+    u32* chunks;          // scratch: for each rank and chunk where it begins
+    u64 payload_offset;   // in a message
+    u64 numel, n, k;
+    u64 positions_offset, values_offset;
+    u64 positions_nbytes;
+    u32 header_nbytes;
+    u32 first_tile, n_tiles;
+    u32 first_unary, n_unary;  // blocks of words of unary counts
+    u32 first_warp, n_warps, n_chunks;
+    u32 layout, low_bits;
+    u32 kind, bits, shift;
+    u32 unused;
+};
+static_assert(sizeof(Arriving) == 176, "gpu.py describes arriving tensors with the same layout");
+
+// What is found out of a payload. Zeros before the first launch.
+struct Payload {
+    u32 scale, status, ticket, count;
+};
+
+struct Messages {
+    const u8* bytes;
+    u64 nbytes;  // of one rank's
+    u32 n_ranks, n_tensors;
+};
+
+__device__ __forceinline__ const u8* payload_of(const Messages& messages, const Arriving& tensor,
+                                                u32 rank) {
+    return messages.bytes + rank * messages.nbytes + tensor.payload_offset;
+}
+
+// Returns `bits` bits from a bit of a stream on that begins at a whole word.
+__device__ __forceinline__ u32 get_bits(const u32* stream, u64 at, u32 bits) {
+    u32 shift = u32(at % 32);
+    u32 found = stream[at / 32] >> shift;
+    if (shift + bits > 32) found |= stream[at / 32 + 1] << (32 - shift);
+    return bits == 32 ? found : found & ((1u << bits) - 1);
+}
+
+__device__ __forceinline__ void note_corrupt(Payload* payload) {
+    atomicMax(&payload->status, u32(CORRUPT));
+}
+
+// Compares every header with what it has to be. A warp for each tensor of each rank.
+extern "C" __global__ void __launch_bounds__(32)
+    read_headers(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
+                 Payload* __restrict__ payloads) {
+    const Messages messages = *messages_at;
+    u32 number = blockIdx.x % messages.n_tensors, lane = threadIdx.x;
+    const Arriving tensor = tensors[number];
+    const u8* header = payload_of(messages, tensor, blockIdx.x / messages.n_tensors);
+    bool differs = false;
+    for (u32 i = lane; i < tensor.header_nbytes; i += 32) {
+        bool free = i >= SCALE_OFFSET && i < CRC_OFFSET + 4;
+        u32 change = header[i] ^ tensor.start[i];
+        differs = differs || (!free && change > (i == FLAGS_OFFSET ? NOT_FINITE : 0));
+    }
+    const u32* words = reinterpret_cast<const u32*>(header);
+    u32 scale = words[SCALE_OFFSET / 4];
+    bool finite = header[FLAGS_OFFSET] == 0;
+    u32 change = scale >> lane & 1 ? tensor.crc_of_scale[lane] : 0;
+    if (lane == 0) {
+        if (!finite) change ^= tensor.crc_of_scale[32];
+        change ^= words[CRC_OFFSET / 4];
+        change ^= reinterpret_cast<const u32*>(tensor.start)[CRC_OFFSET / 4];
+    }
+#pragma unroll
+    for (u32 by = 16; by; by /= 2) change ^= __shfl_xor_sync(ALL_LANES, change, by);
+    u32 wrong = __ballot_sync(ALL_LANES, differs);
+    if (lane == 0) {
+        bool sound = change == 0 && wrong == 0 && !(finite && scale > LARGEST_FINITE_BITS);
+        payloads[blockIdx.x].scale = scale;
+        payloads[blockIdx.x].status = !sound ? CORRUPT : finite ? SOUND : NOT_FINITE_THERE;
+    }
+}
+
+// Tells all threads of a block whether it is the last of `n_blocks` of a payload; `flag`: shared.
+__device__ __forceinline__ bool is_last_block(Payload* payload, u32 n_blocks, u32* flag) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        *flag = atomicAdd(&payload->ticket, 1u) == n_blocks - 1;
+        if (*flag) payload->ticket = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return *flag != 0;
+}
+
+// Turns counts into the sums of those before; notes a payload with another sum than k. All threads.
+__device__ __forceinline__ void sum_counts(u32* counts, u32 n, u64 k, Payload* payload, u32* sums) {
+    volatile u32* all = counts;
+    u32 before = 0, total;
+    for (u32 begin = 0; begin < n; begin += blockDim.x) {
+        u32 i = begin + threadIdx.x, count = i < n ? all[i] : 0;
+        u32 exclusive = before + block_exclusive_sum(count, sums, total);
+        before += total;
+        __syncthreads();
+        if (i < n) all[i] = exclusive;
+    }
+    if (threadIdx.x == 0 && before != k) note_corrupt(payload);
+}
+
+// How many ones there are in each 128 words of the unary counts, then how many before them.
+// `block_tensor`: whose the blocks are, `n_blocks` for each rank; so in the next launches.
+extern "C" __global__ void __launch_bounds__(WORDS_OF_REALS)
+    count_unary(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
+                Payload* __restrict__ payloads, const u32* __restrict__ block_tensor,
+                u32 n_blocks) {
+    const Messages messages = *messages_at;
+    SHARED_MEMORY(memory);
+    u32* sums = reinterpret_cast<u32*>(memory);
+    u32 rank = blockIdx.x / n_blocks, block = blockIdx.x % n_blocks, number = block_tensor[block];
+    const Arriving tensor = tensors[number];
+    Payload* payload = payloads + rank * messages.n_tensors + number;
+    if (payload->status != SOUND) return;
+    const u32* stream = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
+                                                     tensor.positions_offset);
+    u64 n_bits = tensor.k + ((tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits);
+    u64 at = 32 * (u64(block - tensor.first_unary) * WORDS_OF_REALS + threadIdx.x);
+    u32 count = 0, total;
+    if (at < n_bits) count = __popc(get_bits(stream, at, u32(min(u64(32), n_bits - at))));
+    block_exclusive_sum(count, sums, total);
+    u32* counts = tensor.unary + u64(rank) * tensor.n_unary;
+    if (threadIdx.x == 0) counts[block - tensor.first_unary] = total;
+    if (is_last_block(payload, tensor.n_unary, &sums[33]))
+        sum_counts(counts, tensor.n_unary, tensor.k, payload, sums);
+}
+
+// Sets the bits of positions that travel as offsets.
+template <u32 C>
+__global__ void __launch_bounds__(WORDS_OF_REALS)
+    place_offsets(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
+                  Payload* __restrict__ payloads, const u32* __restrict__ block_tensor,
+                  u32 n_blocks) {
+    const Messages messages = *messages_at;
+    SHARED_MEMORY(memory);
+    u32* sums = reinterpret_cast<u32*>(memory);
+    u32 rank = blockIdx.x / n_blocks, block = blockIdx.x % n_blocks, number = block_tensor[block];
+    const Arriving tensor = tensors[number];
+    Payload* payload = payloads + rank * messages.n_tensors + number;
+    if (payload->status != SOUND) return;
+    const u32* stream = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
+                                                     tensor.positions_offset);
+    u64 n_bits = tensor.k + ((tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits);
+    u64 offsets = (n_bits + 7) / 8 * 8;
+    u32 own = block - tensor.first_unary, ones = 0, total;
+    u64 at = 32 * (u64(own) * WORDS_OF_REALS + threadIdx.x);
+    if (at < n_bits) ones = get_bits(stream, at, u32(min(u64(32), n_bits - at)));
+    u64 i = tensor.unary[u64(rank) * tensor.n_unary + own] +
+            block_exclusive_sum(__popc(ones), sums, total);
+    u32* bitmap = tensor.bitmaps + u64(rank) * tensor.n_tiles * (WORDS_OF_REALS / C);
+    for (; ones; ones &= ones - 1, i++) {
+        u64 bit = at + __popc((ones & (0u - ones)) - 1);
+        u64 place = (bit - i) << tensor.low_bits |
+                    get_bits(stream, offsets + i * tensor.low_bits, tensor.low_bits);
+        if (place < tensor.n)
+            atomicOr(&bitmap[place / 32], 1u << place % 32);
+        else
+            note_corrupt(payload);
+    }
+}
+
+// Where each chunk of the entropy code begins; a warp for each tensor of each rank.
+extern "C" __global__ void __launch_bounds__(32)
+    find_chunks(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
+                Payload* __restrict__ payloads) {
+    const Messages messages = *messages_at;
+    u32 number = blockIdx.x % messages.n_tensors, rank = blockIdx.x / messages.n_tensors;
+    const Arriving tensor = tensors[number];
+    if (tensor.layout != ENTROPY || payloads[blockIdx.x].status != SOUND) return;
+    const u16* lengths = reinterpret_cast<const u16*>(payload_of(messages, tensor, rank) +
+                                                      tensor.positions_offset);
+    u64 room = (tensor.positions_nbytes - (2ull * tensor.n_chunks + 3) / 4 * 4) / 4, before = 0;
+    for (u32 begin = 0; begin < tensor.n_chunks; begin += 32) {
+        u32 chunk = begin + threadIdx.x;
+        u32 taken = chunk < tensor.n_chunks ? lengths[chunk] + 2 * LANES : 0;
+        u32 up_to = warp_inclusive_sum(taken);
+        if (chunk < tensor.n_chunks)
+            tensor.chunks[u64(rank) * tensor.n_chunks + chunk] = u32(before) + up_to - taken;
+        before += __shfl_sync(ALL_LANES, up_to, 31);
+    }
+    __syncwarp();
+    if (threadIdx.x == 0 && before > room) note_corrupt(payloads + blockIdx.x);
+}
+
+template <u32 C>
+__global__ void __launch_bounds__(32)
+    decode_chunks(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
+                  Payload* __restrict__ payloads, const u32* __restrict__ warp_tensor,
+                  u32 n_warps) {
+    const Messages messages = *messages_at;
+    u32 rank = blockIdx.x / n_warps, warp = blockIdx.x % n_warps, number = warp_tensor[warp];
+    const Arriving tensor = tensors[number];
+    Payload* payload = payloads + rank * messages.n_tensors + number;
+    if (payload->status != SOUND) return;
+    u64 first_word = u64(rank) * tensor.n_tiles * (WORDS_OF_REALS / C);
+    u8* coded = const_cast<u8*>(payload_of(messages, tensor, rank)) + tensor.positions_offset;
+    Coded code = {reinterpret_cast<u8*>(tensor.bitmaps + first_word), coded, tensor.slots};
+    code.lengths = tensor.chunks + u64(rank) * tensor.n_chunks;
+    code.n_symbols = (tensor.n + 7) / 8;
+    code.n_chunks = tensor.n_chunks;
+    u32 group = threadIdx.x / LANES;
+    u32 chunk = (warp - tensor.first_warp) * CHUNKS_OF_WARP + group;
+    if (!decode_group(code, chunk, group, threadIdx.x % LANES)) note_corrupt(payload);
+}
+
+// Counts the values of each tile, then those before it; bitmaps that travel as such are copied.
+template <u32 C>
+__global__ void __launch_bounds__(WORDS_OF_REALS / C)
+    count_values(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
+                 Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
+                 u32 n_tiles) {
+    const Messages messages = *messages_at;
+    SHARED_MEMORY(memory);
+    u32* sums = reinterpret_cast<u32*>(memory);
+    u32 rank = blockIdx.x / n_tiles, tile = blockIdx.x % n_tiles, number = tile_tensor[tile];
+    const Arriving tensor = tensors[number];
+    Payload* payload = payloads + rank * messages.n_tensors + number;
+    if (payload->status != SOUND) return;
+    u32 own = tile - tensor.first_tile;
+    u64 word = u64(own) * blockDim.x + threadIdx.x, begin = 32 * word;
+    u32* bitmap = tensor.bitmaps + u64(rank) * tensor.n_tiles * blockDim.x;
+    u32 inside = begin >= tensor.n ? 0 : u32(min(u64(32), tensor.n - begin)), ones = 0;
+    u32 most = inside == 32 ? ALL_LANES : (1u << inside) - 1;
+    if (tensor.layout == ALL) {
+        ones = tensor.k ? most : 0;
+    } else if (tensor.layout == BITMAP) {
+        const u8* packed = payload_of(messages, tensor, rank) + tensor.positions_offset;
+        if (inside) ones = reinterpret_cast<const u32*>(packed)[word];
+    } else {
+        ones = bitmap[word];
+    }
+    if (ones & ~most) note_corrupt(payload);
+    ones &= most;
+    bitmap[word] = ones;
+    u32 total;
+    block_exclusive_sum(__popc(ones), sums, total);
+    u32* ranks = tensor.ranks + u64(rank) * tensor.n_tiles;
+    if (threadIdx.x == 0) ranks[own] = total;
+    if (is_last_block(payload, tensor.n_tiles, &sums[33]))
+        sum_counts(ranks, tensor.n_tiles, tensor.k, payload, sums);
+}
+
+// Where float i of a tile lies in shared memory.
+__device__ __forceinline__ u32 float_slot(u32 i) { return 2 * slot(i / 2) + i % 2; }
+
+// Adds a tile's values of all ranks, in their order, to zeros in shared memory; false where one
+// of the payloads is not sound. Threads up to WORDS_OF_REALS / C have a word each.
+template <u32 C>
+__device__ __forceinline__ bool add_values(const Messages& messages, const Arriving& tensor,
+                                           Payload* payloads, u32 number, u32 own, float* sum,
+                                           u32* sums) {
+    constexpr u32 WORDS = WORDS_OF_REALS / C;
+    bool sound = true;
+    for (u32 i = threadIdx.x; i < TILE; i += THREADS) sum[float_slot(i)] = 0.0f;
+    __syncthreads();
+    for (u32 rank = 0; rank < messages.n_ranks; rank++) {
+        Payload* payload = payloads + rank * messages.n_tensors + number;
+        if (payload->status != SOUND) {
+            sound = false;
+            continue;  // all threads alike
+        }
+        u32 ones = 0, total;
+        u64 tile = u64(rank) * tensor.n_tiles + own;
+        if (threadIdx.x < WORDS) ones = tensor.bitmaps[tile * WORDS + threadIdx.x];
+        u64 place = tensor.ranks[tile] + block_exclusive_sum(__popc(ones), sums, total);
+        __syncthreads();
+        Tensor fields = {};
+        fields.kind = tensor.kind;
+        fields.bits = tensor.bits;
+        fields.shift = tensor.shift;
+        Coding coding = coding_of(fields, payload->scale);
+        u32 largest = coding.kind == RANGE     ? 2 * coding.levels
+                      : coding.kind == FLOAT32 ? payload->scale
+                                               : min((payload->scale + 0x8000u) & 0x7fff0000u,
+                                                     0x7f7f0000u);
+        const u32* values = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
+                                                         tensor.values_offset);
+        for (; ones; ones &= ones - 1, place++) {
+            u32 bit = __popc((ones & (0u - ones)) - 1);
+#pragma unroll
+            for (u32 c = 0; c < C; c++) {
+                u32 code = get_bits(values, (C * place + c) * coding.bits, coding.bits);
+                float value = decode_value(coding, code);
+                if ((coding.kind == RANGE ? code : magnitude(value)) > largest)
+                    note_corrupt(payload);
+                float* at = &sum[float_slot(C * (32 * threadIdx.x + bit) + c)];
+                *at = __fadd_rn(*at, value);
+            }
+        }
+    }
+    __syncthreads();
+    return sound;
+}
+
+enum Domain : u32 { ELEMENTS, SPECTRA, COSINES };
+
+// The sum of a tile's values and its inverse transform. `not_finite`: a word for each tensor,
+// zeros before; becomes 1 where a payload is not sound or the sum is not finite.
+template <u32 L, u32 DOMAIN>
+__global__ void __launch_bounds__(THREADS)
+    sum_payloads(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
+                 Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
+                 u32* __restrict__ not_finite, const float2* __restrict__ roots,
+                 const float2* __restrict__ cosines) {
+    const Messages messages = *messages_at;
+    constexpr u32 C = DOMAIN == SPECTRA ? 2 : 1, M = L / 2, OWN = POINTS / THREADS;
+    SHARED_MEMORY(memory);
+    float2* points = reinterpret_cast<float2*>(memory);
+    float* floats = reinterpret_cast<float*>(memory);
+    u32* sums = reinterpret_cast<u32*>(memory + POINTS_NBYTES);
+    u32 number = tile_tensor[blockIdx.x];
+    const Arriving tensor = tensors[number];
+    u32 own_tile = blockIdx.x - tensor.first_tile;
+    bool sound =
+        add_values<C>(messages, tensor, payloads, number, own_tile, floats, sums);
+    if constexpr (DOMAIN != ELEMENTS) {
+        float2 z[OWN];
+#pragma unroll
+        for (u32 own = 0; own < OWN; own++) {
+            u32 bin = threadIdx.x + own * THREADS, k = bin % M, first = bin - k;
+            float2 x, mirror;
+            if (DOMAIN == SPECTRA) {
+                x = points[slot(bin)];
+                mirror = conjugate(points[slot(first + (M - k) % M)]);
+            } else {
+                // Bins k and M - k of the real transform, from two coefficients each.
+                u32 of = first / M * L, m = M - k;
+                float a = floats[float_slot(of + k)], b = floats[float_slot(of + (L - k) % L)];
+                float2 w = cosines[k];
+                x = make_float2(__fmul_rn(0.5f, __fmaf_rn(a, w.x, __fmul_rn(b, w.y))),
+                                __fmul_rn(0.5f, __fmaf_rn(a, w.y, -__fmul_rn(b, w.x))));
+                float c = floats[float_slot(of + m)], d = floats[float_slot(of + L - m)];
+                float2 v = cosines[m % M];
+                mirror = make_float2(__fmul_rn(0.5f, __fmaf_rn(c, v.x, __fmul_rn(d, v.y))),
+                                     -__fmul_rn(0.5f, __fmaf_rn(c, v.y, -__fmul_rn(d, v.x))));
+                if (k == 0) x = make_float2(a, c);
+            }
+            float2 odd = turned<true>(times(minus(x, mirror), conjugate(roots[k])));
+            z[own] = plus(plus(x, mirror), odd);
+            if (k == 0) z[own] = make_float2(__fadd_rn(x.x, x.y), __fsub_rn(x.x, x.y));
+        }
+        __syncthreads();
+#pragma unroll
+        for (u32 own = 0; own < OWN; own++) points[slot(threadIdx.x + own * THREADS)] = z[own];
+        __syncthreads();
+        all_passes<M, 1, true>(points, roots);
+    }
+    bool finite = sound;
+    u64 begin = u64(own_tile) * TILE;
+    for (u32 i = threadIdx.x; i < TILE; i += THREADS) {
+        u32 place = DOMAIN == COSINES ? i / L * L + dct_place<L>(i % L) : i;
+        float element = sound ? floats[float_slot(place)] : __uint_as_float(NAN_BITS);
+        if (begin + i >= tensor.numel) break;
+        finite = finite && magnitude(element) <= LARGEST_FINITE_BITS;
+        tensor.sum[begin + i] = element;
+    }
+    if (!finite) atomicOr(&not_finite[number], 1u);
+}

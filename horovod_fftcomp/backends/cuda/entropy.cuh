@@ -1,0 +1,134 @@
+// Bitmaps in the entropy code of entropy.py: chunks of 4096 bytes, each in four interleaved streams
+// of rANS. Four neighbouring lanes of a warp hold a chunk's four states; chunks are independent.
+
+constexpr u32 CHUNK = 4096, LANES = 4, CHUNKS_OF_WARP = 32 / LANES;
+constexpr u32 PRECISION = 12, SLOTS = 1u << PRECISION;
+constexpr u64 LOWEST_STATE = 1ull << 31;
+constexpr u32 MOST_WORDS = CHUNK * PRECISION / 32 + LANES;  // of a chunk
+
+// The positions of one tensor, in the code and as a bitmap.
+struct Coded {
+    u8* bitmap;         // whole words; encoding reads it, decoding writes it
+    u8* coded;          // lengths of the chunks, uint16, from the next whole word on the chunks
+    const u64* slots;   // decoding: of each of 4096 slots symbol, frequency and place, uint32
+    const u64* pushes;  // encoding: of each byte reciprocal; then bias, frequency and shift
+    u32* words;         // scratch, MOST_WORDS for each chunk
+    u64* states;        // scratch, LANES for each chunk
+    u32* lengths;       // scratch, words of each chunk; then where its states begin
+    u64 n_symbols;
+    u64 nbytes;      // of `coded`
+    u32 first_warp;  // of the launch
+    u32 n_warps, n_chunks;
+    u32 tensor;  // whose code this is
+};
+static_assert(sizeof(Coded) == 88, "gpu.py describes codes with the same layout");
+
+__device__ __forceinline__ u32* words_of(const Coded& code) {
+    return reinterpret_cast<u32*>(code.coded + (2ull * code.n_chunks + 3) / 4 * 4);
+}
+
+// From the chunks' lengths to where they begin, and the table of lengths in front. One warp.
+__device__ __forceinline__ void place_chunks(const Coded& code) {
+    volatile u32* lengths = code.lengths;
+    u16* table = reinterpret_cast<u16*>(code.coded);
+    u32 before = 0;
+    for (u32 begin = 0; begin < code.n_chunks; begin += 32) {
+        u32 chunk = begin + threadIdx.x, length = 0;
+        if (chunk < code.n_chunks) length = lengths[chunk];
+        u32 taken = chunk < code.n_chunks ? length + 2 * LANES : 0;
+        u32 up_to = warp_inclusive_sum(taken);
+        if (chunk < code.n_chunks) {
+            table[chunk] = u16(length);
+            lengths[chunk] = before + up_to - taken;
+        }
+        before += __shfl_sync(ALL_LANES, up_to, 31);
+    }
+}
+
+// Encodes eight chunks by each warp, from the last byte to the first, into scratch.
+extern "C" __global__ void __launch_bounds__(32)
+    encode_chunks(const Coded* __restrict__ codes, const u32* __restrict__ warp_code,
+                  Found* __restrict__ all_found) {
+    SHARED_MEMORY(memory);
+    u32* flag = reinterpret_cast<u32*>(memory);
+    const Coded code = codes[warp_code[blockIdx.x]];
+    Found* found = all_found + code.tensor;
+    if (found->peak > LARGEST_FINITE_BITS) return;
+    u32 group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    u32 chunk = (blockIdx.x - code.first_warp) * CHUNKS_OF_WARP + group;
+    bool exists = chunk < code.n_chunks;
+    u64 begin = u64(chunk) * CHUNK;
+    u32 length = exists ? u32(min(u64(CHUNK), code.n_symbols - begin)) : 0;
+    u32* words = code.words + u64(exists ? chunk : 0) * MOST_WORDS;
+    u32 free = MOST_WORDS;
+    u64 state = LOWEST_STATE;
+    for (u32 step = CHUNK / LANES; step-- > 0;) {
+        u32 i = step * LANES + lane;
+        bool taken = i < length;
+        u32 symbol = taken ? code.bitmap[begin + i] : 0;
+        u64 reciprocal = code.pushes[2 * symbol], rest = code.pushes[2 * symbol + 1];
+        u32 bias = u32(rest) & 0xffffu, frequency = u32(rest >> 16) & 0xffffu;
+        bool full = taken && state >= u64(frequency) << (63 - PRECISION);
+        u32 whose = __ballot_sync(ALL_LANES, full) >> (group * LANES) & 0xfu;
+        if (full) {
+            words[free - 1 - __popc(whose >> (lane + 1))] = u32(state);
+            state >>= 32;
+        }
+        free -= __popc(whose);
+        u64 quotient = __umul64hi(state, reciprocal) >> (rest >> 32);
+        if (taken) state = state + bias + quotient * (SLOTS - frequency);
+    }
+    if (exists) {
+        code.states[u64(chunk) * LANES + lane] = state;
+        if (lane == 0) code.lengths[chunk] = MOST_WORDS - free;
+    }
+    if (is_last_tile(found, code.n_warps, flag)) place_chunks(code);
+}
+
+// Copies a chunk's states and words to their place; a block for each chunk.
+extern "C" __global__ void __launch_bounds__(128)
+    copy_chunks(const Coded* __restrict__ codes, const u32* __restrict__ chunk_code,
+                const u32* __restrict__ chunk_number, const Found* __restrict__ all_found) {
+    const Coded code = codes[chunk_code[blockIdx.x]];
+    if (all_found[code.tensor].peak > LARGEST_FINITE_BITS) return;
+    u32 chunk = chunk_number[blockIdx.x];
+    u32 length = reinterpret_cast<const u16*>(code.coded)[chunk];
+    u32* out = words_of(code) + code.lengths[chunk];
+    const u32* states = reinterpret_cast<const u32*>(code.states + u64(chunk) * LANES);
+    const u32* words = code.words + u64(chunk) * MOST_WORDS + (MOST_WORDS - length);
+    if (threadIdx.x < 2 * LANES) out[threadIdx.x] = states[threadIdx.x];
+    for (u32 i = threadIdx.x; i < length; i += blockDim.x) out[2 * LANES + i] = words[i];
+}
+
+// Decodes eight chunks by each warp of one message. `status`: one word for the tensor; becomes
+// CORRUPT where a chunk does not end as it began. Lengths and places are those of `find_chunks`.
+__device__ __forceinline__ bool decode_group(const Coded& code, u32 chunk, u32 group, u32 lane) {
+    bool exists = chunk < code.n_chunks;
+    u64 begin = u64(chunk) * CHUNK;
+    u32 length = exists ? u32(min(u64(CHUNK), code.n_symbols - begin)) : 0;
+    const u32* words = words_of(code) + (exists ? code.lengths[chunk] : 0);
+    u32 n_words = exists ? reinterpret_cast<const u16*>(code.coded)[chunk] : 0, at = 0;
+    u64 state = LOWEST_STATE;
+    if (exists) state = words[2 * lane] | u64(words[2 * lane + 1]) << 32;
+    words += 2 * LANES;
+    const u32* slots = reinterpret_cast<const u32*>(code.slots);
+    bool enough = true;
+    for (u32 step = 0; step < CHUNK / LANES; step++) {
+        u32 i = step * LANES + lane;
+        bool taken = i < length;
+        u32 entry = slots[u32(state) & (SLOTS - 1)];
+        if (taken) {
+            code.bitmap[begin + i] = u8(entry & 0xffu);
+            state = u64(entry >> 8 & 0xfffu) * (state >> PRECISION) + (entry >> 20);
+        }
+        bool low = taken && state < LOWEST_STATE;
+        u32 whose = __ballot_sync(ALL_LANES, low) >> (group * LANES) & 0xfu;
+        u32 own = at + __popc(whose & ((1u << lane) - 1));
+        if (low) {
+            enough = enough && own < n_words;
+            state = state << 32 | (own < n_words ? words[own] : 0);
+        }
+        at += __popc(whose);
+    }
+    return !exists || (enough && at == n_words && state == LOWEST_STATE);
+}
