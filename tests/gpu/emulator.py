@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from horovod_fftcomp.backends import gpu
+
 HERE = Path(__file__).parent
 FORWARD, BACKWARD, SHUFFLED = range(3)
 # No contraction into fused multiply-adds, which would round otherwise than a device does.

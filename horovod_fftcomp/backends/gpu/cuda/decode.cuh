@@ -51,12 +51,22 @@ __device__ __forceinline__ u32 get_bits(const u32* stream, u64 at, u32 bits) {
     return bits == 32 ? found : found & ((1u << bits) - 1);
 }
 
+// Tells all threads of a block alike whether a payload is sound so far: another block may be about
+// to note that it is not. `flag`: a word of shared memory.
+__device__ __forceinline__ bool is_sound(Payload* payload, u32* flag) {
+    if (threadIdx.x == 0) *flag = atomicOr(&payload->status, 0u);
+    __syncthreads();
+    bool sound = *flag == SOUND;
+    __syncthreads();
+    return sound;
+}
+
 __device__ __forceinline__ void note_corrupt(Payload* payload) {
     atomicMax(&payload->status, u32(CORRUPT));
 }
 
 // Compares every header with what it has to be. A warp for each tensor of each rank.
-extern "C" __global__ void __launch_bounds__(32)
+__global__ void __launch_bounds__(32)
     read_headers(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
                  Payload* __restrict__ payloads) {
     const Messages messages = *messages_at;
@@ -117,7 +127,7 @@ __device__ __forceinline__ void sum_counts(u32* counts, u32 n, u64 k, Payload* p
 
 // How many ones there are in each 128 words of the unary counts, then how many before them.
 // `block_tensor`: whose the blocks are, `n_blocks` for each rank; so in the next launches.
-extern "C" __global__ void __launch_bounds__(WORDS_OF_REALS)
+__global__ void __launch_bounds__(WORDS_OF_REALS)
     count_unary(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
                 Payload* __restrict__ payloads, const u32* __restrict__ block_tensor,
                 u32 n_blocks) {
@@ -127,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(WORDS_OF_REALS)
     u32 rank = blockIdx.x / n_blocks, block = blockIdx.x % n_blocks, number = block_tensor[block];
     const Arriving tensor = tensors[number];
     Payload* payload = payloads + rank * messages.n_tensors + number;
-    if (payload->status != SOUND) return;
+    if (!is_sound(payload, &sums[33])) return;
     const u32* stream = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
                                                      tensor.positions_offset);
     u64 n_bits = tensor.k + ((tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits);
@@ -153,7 +163,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS)
     u32 rank = blockIdx.x / n_blocks, block = blockIdx.x % n_blocks, number = block_tensor[block];
     const Arriving tensor = tensors[number];
     Payload* payload = payloads + rank * messages.n_tensors + number;
-    if (payload->status != SOUND) return;
+    if (!is_sound(payload, &sums[33])) return;
     const u32* stream = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
                                                      tensor.positions_offset);
     u64 n_bits = tensor.k + ((tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits);
@@ -166,9 +176,12 @@ __global__ void __launch_bounds__(WORDS_OF_REALS)
     u32* bitmap = tensor.bitmaps + u64(rank) * tensor.n_tiles * (WORDS_OF_REALS / C);
     for (; ones; ones &= ones - 1, i++) {
         u64 bit = at + __popc((ones & (0u - ones)) - 1);
-        u64 place = (bit - i) << tensor.low_bits |
-                    get_bits(stream, offsets + i * tensor.low_bits, tensor.low_bits);
-        if (place < tensor.n)
+        u64 offset_at = offsets + i * tensor.low_bits;
+        u32 offset = get_bits(stream, offset_at, tensor.low_bits);
+        u64 place = (bit - i) << tensor.low_bits | offset;
+        bool ascends = bit == 0 || get_bits(stream, bit - 1, 1) == 0 ||
+                       get_bits(stream, offset_at - tensor.low_bits, tensor.low_bits) < offset;
+        if (place < tensor.n && ascends)
             atomicOr(&bitmap[place / 32], 1u << place % 32);
         else
             note_corrupt(payload);
@@ -176,13 +189,15 @@ __global__ void __launch_bounds__(WORDS_OF_REALS)
 }
 
 // Where each chunk of the entropy code begins; a warp for each tensor of each rank.
-extern "C" __global__ void __launch_bounds__(32)
+__global__ void __launch_bounds__(32)
     find_chunks(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
                 Payload* __restrict__ payloads) {
     const Messages messages = *messages_at;
+    SHARED_MEMORY(memory);
+    u32* flag = reinterpret_cast<u32*>(memory);
     u32 number = blockIdx.x % messages.n_tensors, rank = blockIdx.x / messages.n_tensors;
     const Arriving tensor = tensors[number];
-    if (tensor.layout != ENTROPY || payloads[blockIdx.x].status != SOUND) return;
+    if (tensor.layout != ENTROPY || !is_sound(payloads + blockIdx.x, flag)) return;
     const u16* lengths = reinterpret_cast<const u16*>(payload_of(messages, tensor, rank) +
                                                       tensor.positions_offset);
     u64 room = (tensor.positions_nbytes - (2ull * tensor.n_chunks + 3) / 4 * 4) / 4, before = 0;
@@ -204,10 +219,12 @@ __global__ void __launch_bounds__(32)
                   Payload* __restrict__ payloads, const u32* __restrict__ warp_tensor,
                   u32 n_warps) {
     const Messages messages = *messages_at;
+    SHARED_MEMORY(memory);
+    u32* flag = reinterpret_cast<u32*>(memory);
     u32 rank = blockIdx.x / n_warps, warp = blockIdx.x % n_warps, number = warp_tensor[warp];
     const Arriving tensor = tensors[number];
     Payload* payload = payloads + rank * messages.n_tensors + number;
-    if (payload->status != SOUND) return;
+    if (!is_sound(payload, flag)) return;
     u64 first_word = u64(rank) * tensor.n_tiles * (WORDS_OF_REALS / C);
     u8* coded = const_cast<u8*>(payload_of(messages, tensor, rank)) + tensor.positions_offset;
     Coded code = {reinterpret_cast<u8*>(tensor.bitmaps + first_word), coded, tensor.slots};
@@ -231,7 +248,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C)
     u32 rank = blockIdx.x / n_tiles, tile = blockIdx.x % n_tiles, number = tile_tensor[tile];
     const Arriving tensor = tensors[number];
     Payload* payload = payloads + rank * messages.n_tensors + number;
-    if (payload->status != SOUND) return;
+    if (!is_sound(payload, &sums[33])) return;
     u32 own = tile - tensor.first_tile;
     u64 word = u64(own) * blockDim.x + threadIdx.x, begin = 32 * word;
     u32* bitmap = tensor.bitmaps + u64(rank) * tensor.n_tiles * blockDim.x;
@@ -241,7 +258,9 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C)
         ones = tensor.k ? most : 0;
     } else if (tensor.layout == BITMAP) {
         const u8* packed = payload_of(messages, tensor, rank) + tensor.positions_offset;
-        if (inside) ones = reinterpret_cast<const u32*>(packed)[word];
+        // Whole bytes travel; what pads them to words is nobody's.
+        u32 held = inside == 0 ? 0 : u32(min(u64(32), (tensor.n + 7) / 8 * 8 - begin));
+        if (held) ones = get_bits(reinterpret_cast<const u32*>(packed), begin, held);
     } else {
         ones = bitmap[word];
     }
@@ -268,12 +287,13 @@ __device__ __forceinline__ bool add_values(const Messages& messages, const Arriv
     constexpr u32 WORDS = WORDS_OF_REALS / C;
     bool sound = true;
     for (u32 i = threadIdx.x; i < TILE; i += THREADS) sum[float_slot(i)] = 0.0f;
+    if (threadIdx.x == 0) sums[34] = 0;
     __syncthreads();
     for (u32 rank = 0; rank < messages.n_ranks; rank++) {
         Payload* payload = payloads + rank * messages.n_tensors + number;
-        if (payload->status != SOUND) {
+        if (!is_sound(payload, &sums[33])) {
             sound = false;
-            continue;  // all threads alike
+            continue;
         }
         u32 ones = 0, total;
         u64 tile = u64(rank) * tensor.n_tiles + own;
@@ -297,15 +317,17 @@ __device__ __forceinline__ bool add_values(const Messages& messages, const Arriv
             for (u32 c = 0; c < C; c++) {
                 u32 code = get_bits(values, (C * place + c) * coding.bits, coding.bits);
                 float value = decode_value(coding, code);
-                if ((coding.kind == RANGE ? code : magnitude(value)) > largest)
+                if ((coding.kind == RANGE ? code : magnitude(value)) > largest) {
                     note_corrupt(payload);
+                    atomicOr(&sums[34], 1u);
+                }
                 float* at = &sum[float_slot(C * (32 * threadIdx.x + bit) + c)];
                 *at = __fadd_rn(*at, value);
             }
         }
     }
     __syncthreads();
-    return sound;
+    return sound && sums[34] == 0;
 }
 
 enum Domain : u32 { ELEMENTS, SPECTRA, COSINES };
@@ -369,6 +391,36 @@ __global__ void __launch_bounds__(THREADS)
         if (begin + i >= tensor.numel) break;
         finite = finite && magnitude(element) <= LARGEST_FINITE_BITS;
         tensor.sum[begin + i] = element;
+    }
+    if (!finite) atomicOr(&not_finite[number], 1u);
+}
+
+// The sum of tensors that travel as they are.
+__global__ void __launch_bounds__(THREADS)
+    sum_raw(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
+            Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
+            u32* __restrict__ not_finite) {
+    const Messages messages = *messages_at;
+    u32 number = tile_tensor[blockIdx.x];
+    const Arriving tensor = tensors[number];
+    u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
+    u32 n = u32(min(u64(TILE), tensor.numel - begin));
+    bool finite = true;
+    for (u32 i = threadIdx.x; i < n; i += THREADS) {
+        float sum = 0.0f;
+        for (u32 rank = 0; rank < messages.n_ranks; rank++) {
+            Payload* payload = payloads + rank * messages.n_tensors + number;
+            const float* values = reinterpret_cast<const float*>(
+                payload_of(messages, tensor, rank) + tensor.values_offset);
+            bool sound = atomicOr(&payload->status, 0u) == SOUND;
+            if (sound && magnitude(values[begin + i]) > payload->scale) {
+                note_corrupt(payload);
+                sound = false;
+            }
+            sum = __fadd_rn(sum, sound ? values[begin + i] : __uint_as_float(NAN_BITS));
+        }
+        finite = finite && magnitude(sum) <= LARGEST_FINITE_BITS;
+        tensor.sum[begin + i] = sum;
     }
     if (!finite) atomicOr(&not_finite[number], 1u);
 }

@@ -46,7 +46,7 @@ __device__ __forceinline__ void place_chunks(const Coded& code) {
 }
 
 // Encodes eight chunks by each warp, from the last byte to the first, into scratch.
-extern "C" __global__ void __launch_bounds__(32)
+__global__ void __launch_bounds__(32)
     encode_chunks(const Coded* __restrict__ codes, const u32* __restrict__ warp_code,
                   Found* __restrict__ all_found) {
     SHARED_MEMORY(memory);
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 // Copies a chunk's states and words to their place; a block for each chunk.
-extern "C" __global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128)
     copy_chunks(const Coded* __restrict__ codes, const u32* __restrict__ chunk_code,
                 const u32* __restrict__ chunk_number, const Found* __restrict__ all_found) {
     const Coded code = codes[chunk_code[blockIdx.x]];

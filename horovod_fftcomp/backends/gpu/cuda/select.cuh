@@ -18,7 +18,7 @@ __device__ __forceinline__ u32 key_of(const float* coeff, u64 place, u32 bins_pe
     }
     float energy = __fadd_rn(__fmul_rn(re, re), __fmul_rn(im, im));
     if (place % bins_per_block == 0) energy = __fmul_rn(energy, 0.5f);
-    return __float_as_uint(energy);
+    return magnitude(energy);  // a NaN may have a sign
 }
 
 // Returns the bits of 2^-exponent for components of this peak; 0 where squares need no scaling.
@@ -86,7 +86,6 @@ struct Tally {
     u32* sums;    // 33, a flag, and the peak
     u32 peak;     // of this thread
 };
-constexpr u32 TALLY_NBYTES = 4 * (RADIX + 36);
 
 __device__ __forceinline__ Tally begin_tally(unsigned char* memory) {
     Tally tally = {reinterpret_cast<u32*>(memory), reinterpret_cast<u32*>(memory) + RADIX, 0};
@@ -122,7 +121,7 @@ __device__ __forceinline__ void end_tally(const Tensor& tensor, Found* found, Ta
 }
 
 // The first launch where no transform is made.
-extern "C" __global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS)
     add_residual(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
                  Found* __restrict__ all_found) {
     SHARED_MEMORY(memory);

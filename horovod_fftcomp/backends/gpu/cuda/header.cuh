@@ -13,7 +13,7 @@ struct Header {
 static_assert(sizeof(Header) == 32, "gpu.py describes headers with the same layout");
 
 // One warp for each tensor. `not_finite`: one word for each; and the peak begins anew.
-extern "C" __global__ void __launch_bounds__(32)
+__global__ void __launch_bounds__(32)
     write_header(const Header* __restrict__ headers, Found* __restrict__ all_found,
                  u32* __restrict__ not_finite) {
     const Header header = headers[blockIdx.x];

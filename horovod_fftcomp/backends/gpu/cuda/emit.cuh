@@ -92,3 +92,21 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C)
         }
     }
 }
+
+// Writes tensors that travel as they are: elements in float32, and their peak.
+__global__ void __launch_bounds__(THREADS)
+    copy_raw(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
+             Found* __restrict__ all_found) {
+    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
+    u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
+    u32 n = u32(min(u64(TILE), tensor.numel - begin)), peak = 0;
+    float* out = reinterpret_cast<float*>(tensor.payload + tensor.values_offset) + begin;
+    for (u32 i = threadIdx.x; i < n; i += THREADS) {
+        float element = tensor.grad[begin + i];
+        out[i] = element;
+        peak = max(peak, magnitude(element));
+    }
+#pragma unroll
+    for (u32 by = 16; by; by /= 2) peak = max(peak, __shfl_xor_sync(ALL_LANES, peak, by));
+    if (threadIdx.x % 32 == 0) atomicMax(&all_found[tile_tensor[blockIdx.x]].peak, peak);
+}

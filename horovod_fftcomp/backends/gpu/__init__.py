@@ -1,0 +1,63 @@
+"""Payloads on a GPU: CUDA kernels in ``cuda``, tables that describe a bucket, launches in order.
+
+Nothing here waits for the device. A device is whoever owns arrays and compiles kernels: CuPy in a
+training, an emulator in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_fftcomp.transforms import BLOCK_LENGTHS
+
+_FOLDER = Path(__file__).parent / "cuda"
+# In the order in which they are joined: each uses what those before it declare.
+_SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode")
+
+_OF_COEFFICIENTS = (
+    "mark", "narrow", "settle", "emit", "place_offsets", "decode_chunks", "count_values",
+)  # fmt: skip
+# All kernels, by name expression; a training compiles those that it uses.
+NAMES = (
+    *("add_residual", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
+    *("read_headers", "count_unary", "find_chunks", "sum_raw"),
+    *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),
+    *(f"forward<{block}, {cosine}>" for block in BLOCK_LENGTHS for cosine in ("false", "true")),
+    "sum_payloads<64, 0>",
+    *(f"sum_payloads<{block}, {domain}>" for block in BLOCK_LENGTHS for domain in (1, 2)),
+)
+
+Launch = Callable[[int, int, Sequence[Any], int], None]  # grid, threads, arguments, shared bytes
+
+
+class Device(Protocol):
+    """Arrays of one device, 1-D, and kernels, all on its current stream."""
+
+    def empty(self, n: int, dtype: type = np.float32) -> Any:
+        """Return ``n`` elements with any contents, at a multiple of 256 bytes."""
+        ...
+
+    def zeros(self, n: int, dtype: type = np.float32) -> Any:
+        """Return ``n`` zeros, at a multiple of 256 bytes."""
+        ...
+
+    def upload(self, array: np.ndarray) -> Any:
+        """Return a copy of a host's array, which may be overwritten then."""
+        ...
+
+    def address(self, array: Any) -> int:
+        """Return the device address of an array's first element."""
+        ...
+
+    def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
+        """Return the kernels of ``source`` with these name expressions, compiled."""
+        ...
+
+
+def source() -> str:
+    """Return the text of all kernels."""
+    return "".join((_FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in _SOURCES)

@@ -1,0 +1,138 @@
+"""What kernels know of tensors before the data, as arrays of the structs in ``cuda``."""
+
+from __future__ import annotations
+
+import functools
+import struct
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.backends import Array
+from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.positions import Layout
+from horovod_fftcomp.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
+from horovod_fftcomp.transforms import BlockDCT, Identity, Transform
+from horovod_fftcomp.wire import Plan
+
+# As in cuda/common.cuh and entropy.cuh.
+TILE, THREADS = 4096, 256
+WORDS = TILE // 32  # of a tile's bit mask, of reals
+CHUNKS_OF_WARP, MOST_WORDS = 8, 1540
+FOUND_NBYTES, TILE_COUNTS_NBYTES = 32 + 4 * 2048, 16
+# Shared memory, in bytes.
+SUMS_NBYTES = 4 * 36
+POINTS_NBYTES = 8 * (TILE // 2 + TILE // 32)
+TALLY_NBYTES, DIGITS_NBYTES = 4 * 2048 + SUMS_NBYTES, 4 * 1024 + SUMS_NBYTES
+
+
+def _struct(pointers_and_sizes: str, words: str) -> np.dtype:
+    """Return the dtype of a struct: 8-byte fields first, then 4-byte ones."""
+    return np.dtype(
+        [(name, "u8") for name in pointers_and_sizes.split()]
+        + [(name, "u4") for name in words.split()]
+    )
+
+
+TENSOR = _struct(
+    "grad residual coeffs payload numel n k positions_offset values_offset",
+    "first_tile n_tiles layout low_bits kind bits shift bins_per_block keep unused",
+)
+CODED = _struct(
+    "bitmap coded slots pushes words states lengths n_symbols nbytes",
+    "first_warp n_warps n_chunks tensor",
+)
+HEADER = _struct("payload start crc_of_scale nbytes", "")
+ARRIVING = _struct(
+    "sum start crc_of_scale slots bitmaps ranks unary chunks payload_offset numel n k "
+    "positions_offset values_offset positions_nbytes",
+    "header_nbytes first_tile n_tiles first_unary n_unary first_warp n_warps n_chunks layout "
+    "low_bits kind bits shift unused",
+)
+MESSAGES = _struct("bytes nbytes", "n_ranks n_tensors")
+
+
+class Group(NamedTuple):
+    """The tensors of a bucket that are launched together, since they share a transform.
+
+    ``transform``: None of those that travel as they are. ``owners``: the tensor of each tile.
+    """
+
+    transform: Transform | None
+    members: list[int]
+    owners: Array
+
+
+def grouped(plans: list[Plan], codecs: list[Codec], rows: Array) -> list[Group]:
+    """Return the groups of a bucket; enters in ``rows`` which tiles of its group a tensor has."""
+    by_transform: dict[Transform | None, list[int]] = {}
+    for number, (plan, codec) in enumerate(zip(plans, codecs, strict=True)):
+        if plan.numel:
+            key = None if plan.layout is Layout.RAW else codec.transform
+            by_transform.setdefault(key, []).append(number)
+    groups = []
+    for transform, members in by_transform.items():
+        owners: list[int] = []
+        for number in members:
+            plan = plans[number]
+            floats = plan.numel if transform is None else plan.n_bins * transform.reals_per_bin
+            rows[number]["first_tile"], rows[number]["n_tiles"] = len(owners), -(-floats // TILE)
+            owners += [number] * int(rows[number]["n_tiles"])
+        groups.append(Group(transform, members, np.array(owners, np.uint32)))
+    return groups
+
+
+def enter_plan(row: np.void, plan: Plan, codec: Codec) -> None:
+    """Enter in a row what senders and receivers both know of a tensor."""
+    if plan.n_bins >= 1 << 32:
+        raise ValueError(f"a tensor of {plan.n_bins} coefficients; a GPU takes fewer than 2^32")
+    row["numel"], row["n"], row["k"] = plan.numel, plan.n_bins, plan.k
+    row["positions_offset"], row["values_offset"] = plan.header_nbytes, plan.values_offset
+    row["layout"], row["low_bits"] = plan.layout, plan.positions.low_bits
+    quantizer = codec.quantizer
+    row["kind"] = BFLOAT16 if isinstance(quantizer, BFloat16) else FLOAT32
+    row["bits"] = quantizer.bits
+    if isinstance(quantizer, RangeFloat):
+        row["kind"], row["shift"] = RANGE, quantizer.grid(-1.0, 1.0).shift
+
+
+def header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
+    """Return a header of scale 0, uint8, and what its checksum changes by, uint32 ``[33]``.
+
+    CRC-32 is linear: setting a bit of the scale, or (the last) the flag of non-finite values, XORs
+    into the checksum the same word whatever else the header holds.
+    """
+    start = np.zeros(plan.header_nbytes, np.uint8)
+    wire.write_header(start, plan, fingerprint, "float32", 0.0, True)
+    blank = zlib.crc32(bytes(start.size))
+    changes = []
+    for bit in range(33):
+        alone = bytearray(start.size)
+        if bit < 32:
+            struct.pack_into("<I", alone, wire.SCALE_OFFSET, 1 << bit)
+        else:
+            alone[wire.FLAGS_OFFSET] = 1
+        changes.append(zlib.crc32(alone) ^ blank)
+    return start, np.array(changes, np.uint32)
+
+
+@functools.cache
+def roots(block: int) -> Array:
+    """Return exp(-2 pi i j / block) for j below ``block``, complex64, rounded once."""
+    return np.exp(-2j * np.pi * np.arange(block) / block).astype(np.complex64)
+
+
+@functools.cache
+def cosines(block: int) -> Array:
+    """Return sqrt(2) exp(i pi k / (2 block)) for k below block / 2, complex64, rounded once."""
+    angles = np.pi * np.arange(block // 2) / (2 * block)
+    return (np.sqrt(2) * np.exp(1j * angles)).astype(np.complex64)
+
+
+def block_and_domain(transform: Transform) -> tuple[int, int]:
+    """Return what a kernel is made for: the block's length, and 0, 1 or 2: elements, FFT, DCT."""
+    if isinstance(transform, Identity):
+        return 64, 0
+    return transform.block, 2 if isinstance(transform, BlockDCT) else 1

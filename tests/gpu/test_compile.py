@@ -1,0 +1,50 @@
+"""Every kernel compiles for every architecture, within a device's means."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from horovod_fftcomp.backends import gpu
+from tests.gpu import nvrtc
+
+ARCHS = [("12", "sm_70"), *[("12", f"sm_{a}") for a in (75, 80, 90, 100, 120)],
+         *[("13", f"sm_{a}") for a in (75, 80, 90, 100, 120)]]  # fmt: skip
+REGISTERS_OF_A_PROCESSOR, MOST_THREADS = 65536, 256
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What NVRTC made, by version and architecture: each is compiled once."""
+    found = {}
+
+    def get(version, arch):
+        library = nvrtc.library(version)
+        if library is None:
+            pytest.skip(f"NVRTC {version} is not installed")
+        if (version, arch) not in found:
+            found[version, arch] = nvrtc.compile_for(library, gpu.source(), gpu.NAMES, arch)
+        return found[version, arch]
+
+    return get
+
+
+@pytest.mark.parametrize(("version", "arch"), ARCHS)
+def test_kernels_compile_without_warnings_and_spills(compiled, version, arch):
+    made = compiled(version, arch)
+    assert made.warnings == []
+    assert len(made.resources) == len(gpu.NAMES)
+    for kernel in made.resources:
+        assert kernel.spilled_nbytes == 0, kernel
+        # Four blocks of 256 threads on a processor keep enough loads under way.
+        assert kernel.registers <= REGISTERS_OF_A_PROCESSOR / (4 * MOST_THREADS), kernel
+
+
+def test_arithmetic_is_what_is_written(compiled):
+    ptx = compiled("12", "sm_90").ptx
+    assert not re.findall(r"(?:sin|cos|ex2|lg2|rsqrt|sqrt|rcp|div)\.approx", ptx)
+    assert ".ftz" not in ptx
+    assert "fma.rn.f32" in ptx  # in complex products, where it is written
+    assert not re.findall(r"fma\.rn\.f32.*\n(?=.*contract)", ptx)
+    assert ".local" not in ptx
