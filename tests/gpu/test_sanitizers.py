@@ -1,0 +1,65 @@
+"""The kernels under sanitizers: no races between threads, no undefined behaviour."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp import get_codec
+from horovod_fftcomp.backends import gpu
+from horovod_fftcomp.backends.gpu.decoder import Decoder
+from horovod_fftcomp.backends.gpu.encoder import Encoder
+from tests.gpu.emulator import FORWARD, Emulator
+from tests.gpu.race_cases import BARRIER, CASES
+
+
+def races(barrier: int) -> tuple[int, str]:
+    """Return (exit status, report) of the cases without a barrier."""
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is missing: no emulated kernels")
+    found = subprocess.run(
+        ["g++", "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True
+    )
+    environment = os.environ | {
+        "LD_PRELOAD": found.stdout.strip(),
+        "TSAN_OPTIONS": "exitcode=66 report_signal_unsafe=0",
+        "NUMBA_DISABLE_JIT": "1",  # what it compiles is not the sanitizer's
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    # Without randomized addresses, which the sanitizer's own map may collide with.
+    ran = subprocess.run(
+        ["setarch", "-R", sys.executable, "-m", "tests.gpu.race_cases", str(barrier)],
+        env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    return ran.returncode, ran.stderr
+
+
+def test_there_are_no_races():
+    status, report = races(-1)
+    assert status == 0, report[-5000:]
+
+
+def test_a_barrier_that_is_left_out_is_reported():
+    in_tally = gpu.source()[: gpu.source().index("flush_counts(found, tally.digits")]
+    status, report = races(len(re.findall(re.escape(BARRIER), in_tally)) - 1)
+    assert status == 66, report[-5000:]
+    assert "data race" in report
+
+
+@pytest.mark.parametrize(("recipe", "options"), CASES)
+def test_nothing_is_undefined(recipe, options):
+    device = Emulator(FORWARD, 1, "-fsanitize=undefined", "-fno-sanitize-recover=all")
+    codec, shapes = get_codec(recipe, **options), [(9000,), (700,)]
+    grads = [np.random.default_rng(2).standard_t(3, s).astype(np.float32) for s in shapes]
+    encoder = Encoder(device, [codec] * 2, shapes)
+    message, _ = encoder.encode([device.upload(g) for g in grads], [None, None], [None, None])
+    decoder = Decoder(device, [codec] * 2, shapes, encoder, 1)
+    sums = [device.empty(shape[0]) for shape in shapes]
+    not_finite, _ = decoder.decode(device.upload(message), sums)
+    assert not not_finite.any()
