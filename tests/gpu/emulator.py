@@ -18,7 +18,7 @@ from horovod_fftcomp.backends import gpu
 HERE = Path(__file__).parent
 FORWARD, BACKWARD, SHUFFLED = range(3)
 # No contraction into fused multiply-adds, which would round otherwise than a device does.
-FLAGS = ("-std=c++17", "-O2", "-g", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing")
+FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing")
 _C_TYPES = {np.dtype(np.uint32): ctypes.c_uint32, np.dtype(np.uint64): ctypes.c_uint64}
 
 
