@@ -55,10 +55,15 @@ class Emulator:
         return array.ctypes.data
 
     def functions(self, source: str, names: Sequence[str]) -> dict[str, Callable[..., None]]:
-        """Return the kernels called ``names`` of ``source``, by name expression."""
-        library = ctypes.CDLL(str(_built(source, tuple(names), self.flags)))
+        """Return the kernels called ``names`` of ``source``, by name expression.
+
+        Those of the package are built all at once, since one build serves all tests.
+        """
+        of_package = not self.flags and set(names) <= set(gpu.NAMES)
+        built = gpu.NAMES if of_package else tuple(names)
+        library = ctypes.CDLL(str(_built(source, built, self.flags)))
         library.emulator_error.restype = ctypes.c_char_p
-        return {name: _Function(library, number, name, self) for number, name in enumerate(names)}
+        return {name: _Function(library, built.index(name), name, self) for name in names}
 
 
 class _Function:
