@@ -263,6 +263,7 @@ EMULATOR_ITSELF int launch(void (*entry)(void*), void* arguments, unsigned grid,
         b.index = {order == BACKWARD ? grid - 1 - i : i, 0, 0};
         run_block(b, shuffler);
     }
+    acquire(&b.ended);
     munmap(memory, room + page);
     munmap(stacks, stacks_nbytes);
     return b.error != nullptr;

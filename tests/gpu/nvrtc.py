@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 # The last that knows sm_70, and the present one: their wheels lie side by side.
 LIBRARIES = {"12": "cuda_nvrtc/lib/libnvrtc.so.12", "13": "cu13/lib/libnvrtc.so.13"}
+_OLD = "Architectures prior to"  # with which CUDA 12 announces that CUDA 13 drops sm_70
 FLAGS = ("--std=c++17", "-fmad=false", "--ptxas-options=-v")
 
 
@@ -56,7 +57,8 @@ def compile_for(nvrtc: ctypes.CDLL, source: str, names: Sequence[str], arch: str
     assert not failed, log[:5000]
     ptx = _text(nvrtc, program, "PTX")
     _check(nvrtc.nvrtcDestroyProgram(ctypes.byref(program)))
-    return Compiled(ptx, _resources(log), re.findall(r".*\bwarning\b.*", log))
+    warnings = [line for line in log.splitlines() if "warning" in line and _OLD not in line]
+    return Compiled(ptx, _resources(log), warnings)
 
 
 def _resources(log: str) -> list[Resources]:

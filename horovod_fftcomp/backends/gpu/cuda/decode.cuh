@@ -127,7 +127,7 @@ __device__ __forceinline__ void sum_counts(u32* counts, u32 n, u64 k, Payload* p
 
 // How many ones there are in each 128 words of the unary counts, then how many before them.
 // `block_tensor`: whose the blocks are, `n_blocks` for each rank; so in the next launches.
-__global__ void __launch_bounds__(WORDS_OF_REALS)
+__global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
     count_unary(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
                 Payload* __restrict__ payloads, const u32* __restrict__ block_tensor,
                 u32 n_blocks) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS)
 
 // Sets the bits of positions that travel as offsets.
 template <u32 C>
-__global__ void __launch_bounds__(WORDS_OF_REALS)
+__global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
     place_offsets(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
                   Payload* __restrict__ payloads, const u32* __restrict__ block_tensor,
                   u32 n_blocks) {
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(32)
 
 // Counts the values of each tile, then those before it; bitmaps that travel as such are copied.
 template <u32 C>
-__global__ void __launch_bounds__(WORDS_OF_REALS / C)
+__global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     count_values(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
                  Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
                  u32 n_tiles) {
@@ -335,7 +335,7 @@ enum Domain : u32 { ELEMENTS, SPECTRA, COSINES };
 // The sum of a tile's values and its inverse transform. `not_finite`: a word for each tensor,
 // zeros before; becomes 1 where a payload is not sound or the sum is not finite.
 template <u32 L, u32 DOMAIN>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, DOMAIN == COSINES ? 3 : RESIDENT)
     sum_payloads(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
                  Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
                  u32* __restrict__ not_finite, const float2* __restrict__ roots,
@@ -396,7 +396,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 // The sum of tensors that travel as they are.
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, RESIDENT)
     sum_raw(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
             Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
             u32* __restrict__ not_finite) {

@@ -48,7 +48,7 @@ __device__ __forceinline__ void put_bits(u32* stream, u64 at, u32 code, u32 bits
 
 // The fifth launch: a thread for each word of the masks. `chosen` becomes the bitmap.
 template <u32 C>
-__global__ void __launch_bounds__(WORDS_OF_REALS / C)
+__global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     emit(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
          Found* __restrict__ all_found, const u32* __restrict__ above,
          const u32* __restrict__ equal, const TileCounts* __restrict__ tiles,
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C)
 }
 
 // Writes tensors that travel as they are: elements in float32, and their peak.
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, RESIDENT)
     copy_raw(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
              Found* __restrict__ all_found) {
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];

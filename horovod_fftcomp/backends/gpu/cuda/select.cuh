@@ -121,7 +121,7 @@ __device__ __forceinline__ void end_tally(const Tensor& tensor, Found* found, Ta
 }
 
 // The first launch where no transform is made.
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, RESIDENT)
     add_residual(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
                  Found* __restrict__ all_found) {
     SHARED_MEMORY(memory);
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(THREADS)
 // The second launch: which coefficients are above the prefix, which share it, and the next digits
 // of those. `above`, `shared`: a bit for each coefficient, 128 words a tile (64 of complex bins).
 template <u32 C>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, RESIDENT)
     mark(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
          Found* __restrict__ all_found, u32* __restrict__ above, u32* __restrict__ shared) {
     SHARED_MEMORY(memory);
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // The third launch: as the second, of those alone that share the first two digits.
 template <u32 C>
-__global__ void __launch_bounds__(WORDS_OF_REALS / C)
+__global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     narrow(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
            Found* __restrict__ all_found, u32* __restrict__ above, u32* __restrict__ shared) {
     SHARED_MEMORY(memory);
@@ -235,7 +235,7 @@ __device__ void rank_tiles(const Tensor& tensor, const Found* found, TileCounts*
 
 // The fourth launch: the last digit decides. `shared` becomes those equal to the k-th largest key.
 template <u32 C>
-__global__ void __launch_bounds__(WORDS_OF_REALS / C)
+__global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     settle(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
            Found* __restrict__ all_found, u32* __restrict__ above, u32* __restrict__ shared,
            TileCounts* __restrict__ tiles) {

@@ -131,7 +131,7 @@ __device__ __forceinline__ u32 dct_place(u32 i) {
 // The first launch: coefficients of gradient plus residual. `cosines`: sqrt(2) (cos, sin) of
 // pi k / (2 L) for k below M; a DCT's alone.
 template <u32 L, bool COSINE>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, COSINE ? 3 : RESIDENT)
     forward(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
             Found* __restrict__ all_found, const float2* __restrict__ roots,
             const float2* __restrict__ cosines) {
