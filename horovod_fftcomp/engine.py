@@ -6,6 +6,7 @@ pure, so everything that lasts longer than a step lies here.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 from horovod_fftcomp import checkpoint
 from horovod_fftcomp.alarm import DEFAULT_THRESHOLD, ResidualAlarm
 from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends.gpu import Device
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.schemes import (
     GRADIENT_UNITS,
@@ -30,6 +32,7 @@ from horovod_fftcomp.schemes import (
     State,
     Tensor,
 )
+from horovod_fftcomp.verdicts import Verdicts
 
 
 @dataclass
@@ -83,12 +86,25 @@ class Engine:
     finite on every rank, and dropped otherwise, so a step that an AMP scaler skips leaves no
     trace. All ranks see the same facts and decide alike without another message.
 
+    With a ``device`` gradients may be its arrays. What it cannot compute is computed on the host;
+    what it can is launched, and never waited for.
+
     One thread owns an engine. Whoever wants to compute in another takes apart what ``start`` and
     ``advance`` do: ``begin`` or ``proceed``, the ``Work`` that they return, and ``accept``. Until
     all work of a step is accepted, call no method that changes step, state or buckets.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        rank: int,
+        world_size: int,
+        device: Device | None = None,
+    ) -> None:
+        self.device = device
+        self._verdicts = None if device is None else Verdicts(device)
+        self._skipped_there = 0  # steps that the device is known to have skipped
+        self._unread: list[tuple[dict[int, Outcome], float]] = []  # measured there, loss scale
         self.buckets = list(buckets)
         self.costs = Costs()
         self.alarm = ResidualAlarm()
@@ -124,9 +140,13 @@ class Engine:
         """
         if bucket in self._running or bucket in self._outcomes:
             raise ValueError(f"bucket {bucket} has been started in this step already")
-        context = Context(self.step, self.rank, self.world_size, self.loss_scale)
-        tensors = self.buckets[bucket].tensors
-        exchange = self.scheme(bucket).exchange(tensors, grads, self._state[bucket], context)
+        tensors, scheme, device = self.buckets[bucket].tensors, self.scheme(bucket), self.device
+        if device is not None and not scheme.runs_on_device(tensors, self._state[bucket]):
+            grads = [None if grad is None else self._on_host(grad) for grad in grads]
+            self._state[bucket] = self._state_on_host(bucket)
+            device = None
+        context = Context(self.step, self.rank, self.world_size, self.loss_scale, device)
+        exchange = scheme.exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket] = exchange
         return partial(_run, bucket, exchange, None)
 
@@ -160,6 +180,12 @@ class Engine:
         self._finite = self._finite and finite
         self._observed = True
 
+    def observe_on_device(self, not_finite: Any) -> None:
+        """Report the same by a word of the device, not 0 if the tensor is not finite."""
+        assert self._verdicts is not None
+        self._verdicts.observe(not_finite)
+        self._observed = True
+
     def settle(self) -> None:
         """End the step: commit its new state if all of it was finite, else drop it."""
         if self._running:
@@ -167,15 +193,62 @@ class Engine:
         outcomes, finite = self._outcomes, self._finite
         if not outcomes and not self._observed:
             return
+        finite = finite and all(outcome.finite for outcome in outcomes.values())
+        if self._verdicts is not None:
+            finite = self._close_on_device(self._verdicts, outcomes, finite)
         self.abandon()
         self.step += 1
-        if not (finite and all(outcome.finite for outcome in outcomes.values())):
+        if not finite:
             self.costs.skipped_steps += 1
             return
         for bucket, outcome in outcomes.items():
             self._state[bucket] = outcome.state
-        self.costs.total_error += self._missed(outcomes) / self.loss_scale**2
+        if any(o.on_device and o.on_device.energies for o in outcomes.values()):
+            self._read_energies()  # measured so many steps ago that nobody waits
+            light = {b: o._replace(sums=[], state={}) for b, o in outcomes.items()}
+            self._unread.append((light, self.loss_scale))
+        else:
+            self._take_down(outcomes, self.loss_scale)
+
+    def read_device(self) -> None:
+        """Wait for the device, and take down what it has measured and skipped."""
+        if self._verdicts is not None:
+            skipped = self._verdicts.skipped()
+            self.costs.skipped_steps += skipped - self._skipped_there
+            self._skipped_there = skipped
+            self._read_energies()
+
+    def _read_energies(self) -> None:
+        unread, self._unread = self._unread, []
+        for outcomes, loss_scale in unread:
+            for bucket, outcome in outcomes.items():
+                if outcome.on_device is not None and outcome.on_device.energies is not None:
+                    outcomes[bucket] = outcome._replace(energies=outcome.on_device.energies())
+            self._take_down(outcomes, loss_scale)
+
+    def _take_down(self, outcomes: dict[int, Outcome], loss_scale: float) -> None:
+        missed = self._missed(outcomes)
+        if not math.isfinite(missed):  # a step that the device has skipped
+            return
+        self.costs.total_error += missed / loss_scale**2
         self._measure(outcomes)  # last: its warnings may be errors to this rank's user
+
+    def _close_on_device(
+        self, verdicts: Verdicts, outcomes: dict[int, Outcome], finite: bool
+    ) -> bool:
+        """Close the device's part of a step; return whether the step counts, for all one knows.
+
+        Where the host alone knows that it does not, nothing is left for the device to decide; and
+        where the host keeps state as well, both have to know.
+        """
+        there = {b: o.on_device for b, o in outcomes.items() if o.on_device is not None}
+        keeps_state = any(o.state for b, o in outcomes.items() if b not in there)
+        if finite and keeps_state:
+            finite = verdicts.is_finite(list(there.values()))
+        if not finite:
+            return False
+        verdicts.close(list(there.values()))
+        return True
 
     def _missed(self, outcomes: dict[int, Outcome]) -> float:
         """Return the sum of squares of what is left unsent.
@@ -212,6 +285,8 @@ class Engine:
         """Forget a step that was broken off; its new state vanishes."""
         self._running, self._outcomes = {}, {}
         self._finite, self._observed = True, False
+        if self._verdicts is not None:
+            self._verdicts.forget()
 
     def follow_loss_scale(self, scale: float) -> None:
         """Bring the state to gradients that are multiplied by ``scale`` from now on.
@@ -246,7 +321,7 @@ class Engine:
     def residual(self, name: str) -> Array:
         """Return what is not sent yet of a tensor, float32 in its shape, as last committed."""
         bucket, tensor = self.tensor(name)
-        return self.scheme(bucket).residual(self._state[bucket], tensor)
+        return self.scheme(bucket).residual(self._state_on_host(bucket), tensor)
 
     def residual_norm(self) -> float:
         """Return the norm of what is not sent yet, of all tensors together."""
@@ -258,8 +333,8 @@ class Engine:
         """Return this rank's state, settled; see ``checkpoint`` for that of all ranks."""
         self.settle()
         merged: dict[str, dict[str, Array]] = {}
-        for state in self._state:
-            for kind, arrays in state.items():
+        for bucket in range(len(self._state)):
+            for kind, arrays in self._state_on_host(bucket).items():
                 copies = {name: array.copy() for name, array in arrays.items()}
                 merged.setdefault(kind, {}).update(copies)
         return {
@@ -270,6 +345,19 @@ class Engine:
             "loss_scale": self.loss_scale,
             "formats": self._formats(self.step),
             "state": merged,
+        }
+
+    def _on_host(self, array: Any) -> Array:
+        """Return an array of the device as NumPy's; waits until it is computed."""
+        if self.device is None or isinstance(array, np.ndarray):
+            return array
+        return self.device.fetch(array)()
+
+    def _state_on_host(self, bucket: int) -> State:
+        """Return a bucket's state as NumPy arrays; itself, not a copy, where it is that."""
+        return {
+            kind: {name: self._on_host(array) for name, array in arrays.items()}
+            for kind, arrays in self._state[bucket].items()
         }
 
     def _formats(self, step: int) -> dict[str, str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple, Protocol
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,6 +41,18 @@ class Place(NamedTuple):
     position: int  # among the bucket's tensors
 
 
+class _Inline(Executor):
+    """Runs work at once: what a GPU computes is only launched, on the stream of the caller."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
 class Exchanges:
     """The buckets of ``engine``, each exchanged once a step.
 
@@ -62,9 +74,11 @@ class Exchanges:
         self._send = send
         self._timeout_s = timeout_s
         self.wait_s = self.encode_wait_s = self.encode_hidden_s = 0.0
-        # Its thread begins with the first bucket, keeps no reference to us and ends with us. An
-        # interpreter that exits waits for it; since it never waits for other ranks, not for long.
-        self._worker = ThreadPoolExecutor(1, "fftcomp-encode")
+        self._worker: Executor = _Inline()
+        if engine.device is None:
+            # Its thread begins with the first bucket, keeps no reference to us and ends with us.
+            # An interpreter that exits waits for it; as it never waits for other ranks, not long.
+            self._worker = ThreadPoolExecutor(1, "fftcomp-encode")
         self._arrived: list[dict[int, Array | None]] = [{} for _ in engine.buckets]
         self._number = [0 for _ in engine.buckets]  # of each bucket's present round
         self._encoding: dict[int, Future[Result]] = {}  # by bucket, in the worker's order

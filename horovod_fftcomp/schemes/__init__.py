@@ -6,13 +6,14 @@ scheme reads in the order in which it happens and anybody who owns a network can
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends.gpu import Device
 
 # Measurements take a pass or more; so seldom they cost nothing. A prime, so that of ranks that
 # take turns in something each is measured in every role.
@@ -44,12 +45,13 @@ class Round(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Where in the job an exchange takes place."""
+    """Where in the job an exchange takes place; ``device``: the GPU that computes it, if any."""
 
     step: int
     rank: int
     world_size: int
     loss_scale: float = 1.0
+    device: Device | None = None
 
 
 class Energy(NamedTuple):
@@ -67,12 +69,27 @@ class Similarity(NamedTuple):
     chosen: int
 
 
+class OnDevice(NamedTuple):
+    """What only a GPU knows of an exchange so far; nothing of it waits unless it is called.
+
+    ``not_finite``: for each tensor, not 0 if its sum is not finite. ``arrived``: what was found of
+    the payloads, see ``Decoder.decode``. ``restore`` takes the verdict on the step and brings the
+    new state back to the old one where it is not 0. ``energies``: if measured, what returns them.
+    """
+
+    not_finite: Any
+    arrived: Any
+    restore: Callable[[Any], None]
+    energies: Callable[[], Mapping[str, Energy]] | None
+
+
 class Outcome(NamedTuple):
     """What an exchange ends in: sums over ranks, flat float32, in the order of the tensors.
 
     ``state`` replaces the old one if the whole step was finite, on every rank. ``energies`` are
     those of the tensors that this exchange measured, by name. ``missed``: sum of squares of what
-    this rank leaves unsent, of a scheme that measures it in every step.
+    this rank leaves unsent, of a scheme that measures it in every step. ``on_device``: if a GPU
+    computes the exchange; ``finite`` is then what the host knows.
     """
 
     sums: list[Array]
@@ -81,6 +98,7 @@ class Outcome(NamedTuple):
     energies: Mapping[str, Energy] = MappingProxyType({})
     similarity: Similarity | None = None
     missed: float | None = None
+    on_device: OnDevice | None = None
 
 
 Exchange = Generator[Round, Array, Outcome]
@@ -109,6 +127,13 @@ class Scheme(Protocol):
         None stands for a frozen tensor: it sends zeros and keeps its state.
         """
         ...
+
+    def runs_on_device(
+        self, tensors: Sequence[Tensor], state: Mapping[str, Mapping[str, Array]]
+    ) -> bool:
+        """Tell whether ``exchange`` takes a GPU's arrays, and ``context.device``, in this step."""
+        del tensors, state
+        return False
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""

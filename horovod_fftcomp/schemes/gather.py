@@ -23,6 +23,7 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
 )
+from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
 from horovod_fftcomp.wire import Header
 
 Payload = tuple[Header, Array]
@@ -205,6 +206,12 @@ class Gather(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         codecs, carried = [self.codec] * len(tensors), state.get("residual", {})
+        if context.device is not None:
+            return (
+                yield from gather_on_device(
+                    self.codec, tensors, grads, carried, context, self.error_feedback
+                )
+            )
         frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
         if self.decay < 1:
             carried = {
@@ -218,6 +225,13 @@ class Gather(Scheme):
                 np.sign(total, out=total)
                 total *= np.float32(context.world_size)
         return outcome
+
+    def runs_on_device(
+        self, tensors: Sequence[Tensor], state: Mapping[str, Mapping[str, Array]]
+    ) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        plain = self.decay == 1.0 and not self.sign
+        return plain and serves(self.codec, tensors, state.get("residual", {}))
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""

@@ -18,13 +18,26 @@ def flat_float32(grad: torch.Tensor) -> np.ndarray:
     return grad.detach().to("cpu", torch.float32).reshape(-1).numpy()
 
 
-def gradient_like(values: np.ndarray, factor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def flat_in_place(grad: torch.Tensor) -> torch.Tensor:
+    """Return ``grad`` in C order as float32 1-D where it is; no copy if it is that already."""
+    return grad.detach().to(torch.float32).reshape(-1)
+
+
+def gradient_like(
+    values: np.ndarray | torch.Tensor, factor: torch.Tensor, grad: torch.Tensor
+) -> torch.Tensor:
     """Return ``values * factor`` in shape, dtype, strides and device of ``grad``.
 
     ``values``: flat float32, overwritten. ``factor``: float32, one element.
     """
-    scaled = torch.from_numpy(values).mul_(factor.to("cpu"))
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    scaled = tensor.mul_(factor.to(tensor.device))
     return restored(scaled.view(grad.shape), grad)
+
+
+def not_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Return one int32 word, where ``tensor`` is: 1 if something in it is not finite."""
+    return (~torch.isfinite(tensor).all()).to(torch.int32).reshape(1)
 
 
 def sendable(grad: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from horovod_fftcomp.recovery import Recovery
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.connection import Connection
+from horovod_fftcomp.torch.device import device_of
 from horovod_fftcomp.torch.parameters import Parameters
 from horovod_fftcomp.torch.replicas import ReplicaCheck
 from horovod_fftcomp.torch.settings import Settings
@@ -54,7 +55,9 @@ class Compressor:
         self._recovery = Recovery(settings.recover) if settings.recover else None
         self._changed_density: float | None = None
         member = self._set.included()  # Horovod never calls the compressor of the others
-        self._engine = Engine(buckets, self._set.rank() if member else 0, self._set.size())
+        device = device_of(self._parameters.tensors) if buckets and member else None
+        rank = self._set.rank() if member else 0
+        self._engine = Engine(buckets, rank, self._set.size(), device)
         recorder = None
         if settings.record is not None and member and self._set.rank() == 0:
             recorder = Recorder(settings.record, settings.every)
@@ -114,6 +117,7 @@ class Compressor:
         for each tensor, in words.
         """
         self._steps.close_if_complete()
+        self._engine.read_device()
         costs, exchanges = self._engine.costs, self._steps.exchanges
         sent = costs.sent_nbytes + self._steps.other_nbytes
         return {

@@ -21,7 +21,13 @@ class PendingRound:
     def __init__(self, round_: Round, name: str, process_set: hvd.ProcessSet) -> None:
         self.name = name
         self.collective = round_.collective
-        data = torch.from_numpy(round_.data)
+        data: torch.Tensor = round_.data
+        self._is_numpy = isinstance(round_.data, np.ndarray)
+        if self._is_numpy:
+            data = torch.from_numpy(round_.data)
+        self._device = data.device
+        if data.is_cuda and not hvd.cuda_built():  # then Horovod knows the host's memory alone
+            data = data.cpu()
         if round_.collective == "allgather":
             self._handle = hvd.allgather_async(data, name=name, process_set=process_set)
         elif round_.collective == "allreduce":
@@ -36,8 +42,8 @@ class PendingRound:
         """Tell whether the output is there."""
         return hvd.poll(self._handle)
 
-    def wait(self, timeout_s: float) -> np.ndarray:
-        """Return the output; ConfigMismatchError if it has not come after ``timeout_s`` seconds."""
+    def wait(self, timeout_s: float) -> np.ndarray | torch.Tensor:
+        """Return the output, an array as the input was one; ConfigMismatchError if it has not come after ``timeout_s`` seconds."""
         limit = time.monotonic() + timeout_s
         while not self.is_done():
             if time.monotonic() > limit:
@@ -48,4 +54,5 @@ class PendingRound:
                     "ranks' output; if one is only slow, raise timeout_s"
                 )
             time.sleep(_POLL_S)
-        return hvd.synchronize(self._handle).numpy()
+        output = hvd.synchronize(self._handle)
+        return output.numpy() if self._is_numpy else output.to(self._device)

@@ -103,10 +103,13 @@ class Steps:
         self.other_nbytes += sent.numel() * sent.element_size()
         if place is not None:
             frozen = not self._parameters.tensors[number].requires_grad
-            values = None if frozen else arrays.flat_float32(grad)
+            stays = self._engine.device is not None
+            flat = arrays.flat_in_place if stays else arrays.flat_float32
+            values = None if frozen else flat(grad)
             self.exchanges.add(place, values)
             if self._recorded is not None and values is not None:
-                self._recorded[self._parameters.names[number]] = values.reshape(grad.shape)
+                recorded = arrays.flat_float32(values) if stays else values
+                self._recorded[self._parameters.names[number]] = recorded.reshape(grad.shape)
         if self._opened or self._connection.may_open():
             self._open()
             self.exchanges.advance()
@@ -116,20 +119,29 @@ class Steps:
         """Return the reduced gradient; ``reduced`` is what Horovod made of ``take``'s."""
         if context is None:  # a sparse gradient that Horovod gathered itself
             values = reduced.coalesce().values() if reduced.is_sparse else reduced
-            self._engine.observe(bool(torch.isfinite(values).all()))
+            self._observe(values)
             return reduced
         if not self._finished:
             self._finish()
         self._out -= 1
         if context.place is None:
-            none_compressed = not self._engine.buckets
-            self._engine.observe(none_compressed or bool(torch.isfinite(reduced).all()))
+            if self._engine.buckets:
+                self._observe(reduced)
+            else:
+                self._engine.observe(True)  # nothing depends on it
             return arrays.restored(reduced, context.grad)
         total = self._engine.sums(context.place.bucket)[context.place.position]
         grad = arrays.gradient_like(total, reduced / self._engine.world_size, context.grad)
         if grad.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
-            self._engine.observe(bool(torch.isfinite(grad).all()))
+            self._observe(grad)
         return grad
+
+    def _observe(self, tensor: torch.Tensor) -> None:
+        """Report whether ``tensor`` is finite; on a GPU that computes steps, without a wait."""
+        if self._engine.device is None:
+            self._engine.observe(bool(torch.isfinite(tensor).all()))
+        else:
+            self._engine.observe_on_device(arrays.not_finite(tensor))
 
     def _begin(self) -> None:
         """Do what comes before a step's first gradient."""

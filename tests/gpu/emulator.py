@@ -50,6 +50,15 @@ class Emulator:
         copied[:] = array.reshape(-1)
         return copied
 
+    def fetch(self, array: np.ndarray) -> Callable[[], np.ndarray]:
+        """Return what returns a copy of an array as it is now."""
+        copied = array.copy()
+        return lambda: copied
+
+    def clear(self, array: np.ndarray) -> None:
+        """Fill an array with zeros."""
+        array.fill(0)
+
     def address(self, array: np.ndarray) -> int:
         """Return where an array lies."""
         return array.ctypes.data

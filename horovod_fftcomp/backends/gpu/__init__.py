@@ -16,15 +16,17 @@ from horovod_fftcomp.transforms import BLOCK_LENGTHS
 
 _FOLDER = Path(__file__).parent / "cuda"
 # In the order in which they are joined: each uses what those before it declare.
-_SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode")
+_SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode", "step")
 
 _OF_COEFFICIENTS = (
     "mark", "narrow", "settle", "emit", "place_offsets", "decode_chunks", "count_values",
+    "restore", "square",
 )  # fmt: skip
 # All kernels, by name expression; a training compiles those that it uses.
 NAMES = (
     *("add_residual", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
     *("read_headers", "count_unary", "find_chunks", "sum_raw"),
+    *("judge", "count_corrupt", "count_step"),
     *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),
     *(f"forward<{block}, {cosine}>" for block in BLOCK_LENGTHS for cosine in ("false", "true")),
     "sum_payloads<64, 0>",
@@ -47,6 +49,14 @@ class Device(Protocol):
 
     def upload(self, array: np.ndarray) -> Any:
         """Return a copy of a host's array, which may be overwritten then."""
+        ...
+
+    def fetch(self, array: Any) -> Callable[[], np.ndarray]:
+        """Begin to copy an array to the host; the function that is returned waits for that."""
+        ...
+
+    def clear(self, array: Any) -> None:
+        """Fill an array with zeros."""
         ...
 
     def address(self, array: Any) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import cupy
+import cupyx
 import numpy as np
 
 from horovod_fftcomp.backends.gpu import Launch
@@ -29,21 +32,45 @@ class CupyDevice:
         """Return a copy on the GPU; goes through pinned memory, so the host does not wait."""
         return cupy.array(array.reshape(-1), blocking=False)
 
-    def address(self, array: Any) -> int:
-        """Return where an array, CuPy's or PyTorch's, lies on the GPU."""
-        return array.data.ptr if isinstance(array, cupy.ndarray) else array.data_ptr()
+    def fetch(self, array: cupy.ndarray) -> Callable[[], np.ndarray]:
+        """Begin to copy an array to the host; the function that is returned waits for that."""
+        host = cupyx.empty_like_pinned(array)
+        array.get(out=host, blocking=False)
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record()
+
+        def fetched() -> np.ndarray:
+            event.synchronize()
+            return host
+
+        return fetched
+
+    def clear(self, array: cupy.ndarray) -> None:
+        """Fill an array with zeros."""
+        array.fill(0)
+
+    def address(self, array: cupy.ndarray) -> int:
+        """Return where an array lies on the GPU."""
+        return array.data.ptr
 
     def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
-        """Return kernels; CuPy keeps what is compiled in its cache on disk."""
-        module = cupy.RawModule(code=source, options=_OPTIONS, name_expressions=list(names))
-        return {name: _Function(module.get_function(name)) for name in names}
+        """Return the kernels of ``source`` with these name expressions."""
+        return compiled(source, names)
 
 
-class _Function:
-    def __init__(self, kernel: cupy.RawKernel) -> None:
-        self._kernel = kernel
+def compiled(source: str, names: Sequence[str]) -> dict[str, Launch]:
+    """Return kernels for CuPy's current device; CuPy keeps what is compiled in its cache."""
+    module = cupy.RawModule(code=source, options=_OPTIONS, name_expressions=list(names))
+    return {name: functools.partial(_launch, module.get_function(name)) for name in names}
 
-    def __call__(
-        self, grid: int, threads: int, arguments: Sequence[Any], shared_nbytes: int
-    ) -> None:
-        self._kernel((grid,), (threads,), tuple(arguments), shared_mem=shared_nbytes)
+
+@functools.lru_cache(64)
+def on_stream(handle: int) -> AbstractContextManager:
+    """Return a context in which CuPy launches on a stream that is somebody else's."""
+    return cupy.cuda.ExternalStream(handle)
+
+
+def _launch(
+    kernel: cupy.RawKernel, grid: int, threads: int, arguments: Sequence[Any], shared_nbytes: int
+) -> None:
+    kernel((grid,), (threads,), tuple(arguments), shared_mem=shared_nbytes)

@@ -139,7 +139,7 @@ class _GroupOnDevice:
     def clear(self) -> None:
         """Clear the bitmaps, of which positions as they come set parts."""
         if not self._is_raw and (self._n_unary or self._n_warps):
-            self._bitmaps.fill(0)
+            self._device.clear(self._bitmaps)
 
     def decode(self, kernels: Any, common: list[Any], not_finite: Any) -> None:
         """Launch everything from headers that are read to sums."""

@@ -24,6 +24,7 @@ CHUNKS_OF_WARP, MOST_WORDS = 8, 1540
 FOUND_NBYTES, TILE_COUNTS_NBYTES = 32 + 4 * 2048, 16
 # Shared memory, in bytes.
 SUMS_NBYTES = 4 * 36
+SQUARES_NBYTES = 8 * THREADS
 POINTS_NBYTES = 8 * (TILE // 2 + TILE // 32)
 TALLY_NBYTES, DIGITS_NBYTES = 4 * 2048 + SUMS_NBYTES, 4 * 1024 + SUMS_NBYTES
 
@@ -51,6 +52,7 @@ ARRIVING = _struct(
     "header_nbytes first_tile n_tiles first_unary n_unary first_warp n_warps n_chunks layout "
     "low_bits kind bits shift unused",
 )
+LEDGER = _struct("", "skipped corrupt")
 MESSAGES = _struct("bytes nbytes", "n_ranks n_tensors")
 
 
@@ -136,3 +138,8 @@ def block_and_domain(transform: Transform) -> tuple[int, int]:
     if isinstance(transform, Identity):
         return 64, 0
     return transform.block, 2 if isinstance(transform, BlockDCT) else 1
+
+
+def gain_of_squares(transform: Transform) -> int:
+    """Return by what the squares of coefficients are smaller than those of elements."""
+    return 1 if isinstance(transform, Identity) else transform.block

@@ -1,0 +1,69 @@
+// What ends a step: whether it counts, and what it leaves if it does not. The host reads none of it
+// before the next step, so it never waits.
+
+// What lasts from step to step.
+struct Ledger {
+    u32 skipped;  // steps that did not count
+    u32 corrupt;  // payloads that were not what a peer can have written
+};
+static_assert(sizeof(Ledger) == 8, "tables.py describes the ledger with the same layout");
+
+// Notes whether a step counts. `flags`: not 0 where something is not finite; one thread for each.
+__global__ void __launch_bounds__(THREADS)
+    judge(const u32* __restrict__ flags, u32 n, u32* __restrict__ verdict) {
+    u32 i = blockIdx.x * THREADS + threadIdx.x;
+    if (i < n && flags[i]) atomicOr(verdict, 1u);
+}
+
+// Counts corrupt payloads; one thread for each.
+__global__ void __launch_bounds__(THREADS)
+    count_corrupt(const Payload* __restrict__ payloads, u32 n, Ledger* __restrict__ ledger) {
+    u32 i = blockIdx.x * THREADS + threadIdx.x;
+    if (i < n && payloads[i].status == CORRUPT) atomicAdd(&ledger->corrupt, 1u);
+}
+
+// Closes a step; one thread.
+__global__ void count_step(const u32* __restrict__ verdict, Ledger* __restrict__ ledger) {
+    if (*verdict) ledger->skipped++;
+}
+
+// Where the step does not count, what is left unsent becomes what was left before it.
+template <u32 C>
+__global__ void __launch_bounds__(THREADS)
+    restore(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
+            const u32* __restrict__ verdict) {
+    if (!*verdict) return;
+    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
+    if (!tensor.keep) return;
+    u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
+    u32 n = u32(min(u64(TILE), C * tensor.n - begin));
+    for (u32 i = threadIdx.x; i < n; i += THREADS)
+        tensor.coeffs[begin + i] = tensor.residual ? tensor.residual[begin + i] : 0.0f;
+}
+
+// The sum of squares of each tile, of gradients or of coefficients; in a fixed order. A complex
+// bin counts twice, since it stands for its mirror image too, but for the first of a block.
+template <u32 C>
+__global__ void __launch_bounds__(THREADS)
+    square(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
+           u32 of_gradient, double* __restrict__ sums) {
+    SHARED_MEMORY(memory);
+    double* parts = reinterpret_cast<double*>(memory);
+    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
+    u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
+    u64 end = min(begin + TILE, of_gradient ? tensor.numel : C * tensor.n);
+    const float* values = of_gradient ? tensor.grad : tensor.coeffs;
+    double sum = 0;
+    for (u64 i = begin + threadIdx.x; i < end; i += THREADS) {
+        double value = values[i];
+        bool twice = C == 2 && !of_gradient && i / 2 % tensor.bins_per_block != 0;
+        sum += (twice ? 2 : 1) * (value * value);
+    }
+    parts[threadIdx.x] = sum;
+    __syncthreads();
+    for (u32 half = THREADS / 2; half; half /= 2) {
+        if (threadIdx.x < half) parts[threadIdx.x] += parts[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) sums[blockIdx.x] = parts[0];
+}

@@ -1,0 +1,38 @@
+"""PyTorch's device with the emulator's kernels: its arrays lie in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from horovod_fftcomp.backends.gpu import Launch
+from horovod_fftcomp.torch.device import TorchDevice, values_of
+from tests.gpu.emulator import Emulator
+
+
+class TorchEmulator(TorchDevice):
+    """All of ``TorchDevice`` but for what only a GPU has: compiled kernels, pinned memory, events."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._emulator = Emulator()
+
+    def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
+        kernels = self._emulator.functions(source, names)
+
+        def launcher(kernel: Launch) -> Launch:
+            def launch(grid: int, threads: int, arguments: Sequence, shared: int) -> None:
+                kernel(grid, threads, values_of(arguments), shared)
+
+            return launch
+
+        return {name: launcher(kernel) for name, kernel in kernels.items()}
+
+    def _pinned(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def _mark(self) -> Callable[[], None]:
+        return lambda: None
+
+

@@ -1,0 +1,77 @@
+"""Training whose steps a GPU computes, here an emulated one; started by test_parallel.py."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+import pytest
+import torch
+
+from horovod_fftcomp.torch import compressor
+from tests.gpu.torch_emulator import TorchEmulator
+from tests.parallel.models import distributed, make_model, small_buckets, train
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Make compressors that are made from now on use the emulated GPU."""
+
+    def use():
+        monkeypatch.setattr(compressor, "device_of", lambda parameters: TorchEmulator())
+
+    return use
+
+
+def trained(recipe, steps, **options):
+    model = make_model()
+    compression = small_buckets(model, recipe, **options)
+    optimizer = distributed(model, compression)
+    train(model, optimizer, steps)
+    return model, optimizer, compression
+
+
+@pytest.mark.parametrize("recipe", ["topk", "scalecom"])
+def test_a_training_is_the_cpus(recipe, on_gpu, same_everywhere):
+    expected, _, theirs = trained(recipe, 8)
+    on_gpu()
+    model, _, ours = trained(recipe, 8)
+    same_everywhere(*model.parameters())
+    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    assert ours.stats()["sent_nbytes"] == theirs.stats()["sent_nbytes"]
+    assert ours.residual_norm() == theirs.residual_norm()
+
+
+@pytest.mark.parametrize("recipe", ["fft", "dct"])
+def test_ranks_stay_equal(recipe, on_gpu, same_everywhere):
+    on_gpu()
+    model, _, compression = trained(recipe, 8)
+    same_everywhere(*model.parameters())
+    assert compression.stats()["steps"] == 8
+    assert 0 < compression.stats()["relative_error"] < 1
+
+
+def test_a_step_with_nan_leaves_no_trace(on_gpu, same_everywhere):
+    on_gpu()
+    model, optimizer, compression = trained("topk", 3)
+    before = compression.residual_norm()
+    optimizer.zero_grad()
+    loss = sum(p.square().sum() for p in model.parameters())
+    (loss * (float("nan") if hvd.rank() == 0 else 1.0)).backward()
+    optimizer.synchronize()
+    assert all(p.grad.isnan().any() for p in model.parameters())
+    same_everywhere(*[p.grad.nan_to_num() for p in model.parameters()])
+    assert compression.residual_norm() == before
+    assert compression.stats()["skipped_steps"] == 1
+
+
+def test_a_state_saved_on_the_gpu_goes_on_on_the_cpu(on_gpu, monkeypatch):
+    expected, _, _ = trained("topk", 6)
+    with monkeypatch.context() as patched:
+        patched.setattr(compressor, "device_of", lambda parameters: TorchEmulator())
+        model, optimizer, compression = trained("topk", 6)
+    state = compression.state_dict()
+    other = small_buckets(make_model(), "topk")
+    other.load_state_dict(state)
+    assert other.residual_norm() == compression.residual_norm()
+    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found, wanted)
