@@ -24,7 +24,7 @@ class Verdicts:
         self._flags: list[Any] = []
 
     def observe(self, flag: Any) -> None:
-        """Take a word of the device, not 0 if a tensor that was exchanged elsewhere is not finite."""
+        """Take a word of the device: not 0 if what was exchanged elsewhere is not finite."""
         self._flags.append(flag)
 
     def close(self, exchanges: Sequence[OnDevice]) -> None:

@@ -58,9 +58,7 @@ class Compressor:
         device = device_of(self._parameters.tensors) if buckets and member else None
         rank = self._set.rank() if member else 0
         self._engine = Engine(buckets, rank, self._set.size(), device)
-        recorder = None
-        if settings.record is not None and member and self._set.rank() == 0:
-            recorder = Recorder(settings.record, settings.every)
+        recorder = _recorder_of(settings) if member else None
         name = f"fftcomp.{next(_numbers)}"
         self._connection = Connection(name, self._set, settings.timeout_s)
         self._replicas = ReplicaCheck(
@@ -289,6 +287,12 @@ class Compressor:
             bucket if bucket.ruled else bucket._replace(policy=changed) for bucket in self._buckets
         ]
         self._policy, self._changed_density = changed, density
+
+
+def _recorder_of(settings: Settings) -> Recorder | None:
+    if settings.record is None or settings.process_set.rank() != 0:
+        return None
+    return Recorder(settings.record, settings.every)
 
 
 def _buckets_of(tensors: list[Tensor], policy: Scheduled, settings: Settings) -> list[Bucket]:

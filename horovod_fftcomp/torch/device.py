@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 
 from horovod_fftcomp.backends.gpu import Device, Launch
 from horovod_fftcomp.backends.gpu.probe import probe
@@ -29,11 +30,11 @@ class TorchDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def empty(self, n: int, dtype: type = np.float32) -> torch.Tensor:
+    def empty(self, n: int, dtype: DTypeLike = np.float32) -> torch.Tensor:
         """Return ``n`` elements with any contents."""
         return torch.empty(n, dtype=_TYPES[np.dtype(dtype)], device=self._device)
 
-    def zeros(self, n: int, dtype: type = np.float32) -> torch.Tensor:
+    def zeros(self, n: int, dtype: DTypeLike = np.float32) -> torch.Tensor:
         """Return ``n`` zeros."""
         return torch.zeros(n, dtype=_TYPES[np.dtype(dtype)], device=self._device)
 

@@ -43,7 +43,10 @@ class PendingRound:
         return hvd.poll(self._handle)
 
     def wait(self, timeout_s: float) -> np.ndarray | torch.Tensor:
-        """Return the output, an array as the input was one; ConfigMismatchError if it has not come after ``timeout_s`` seconds."""
+        """Return the output, NumPy's or where the input was.
+
+        Raises ConfigMismatchError if it has not come after ``timeout_s`` seconds.
+        """
         limit = time.monotonic() + timeout_s
         while not self.is_done():
             if time.monotonic() > limit:

@@ -10,7 +10,9 @@ from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator
 HEAD = """
 #define SHARED_MEMORY(name) unsigned char* name = emulator::shared_memory()
 """
-REVERSE = HEAD + """
+REVERSE = (
+    HEAD
+    + """
 __global__ void reverse(unsigned* values, unsigned n) {
     SHARED_MEMORY(memory);
     unsigned* kept = reinterpret_cast<unsigned*>(memory);
@@ -19,11 +21,15 @@ __global__ void reverse(unsigned* values, unsigned n) {
     values[threadIdx.x] = kept[n - 1 - threadIdx.x];
 }
 """
-WARP = HEAD + """
+)
+WARP = (
+    HEAD
+    + """
 __global__ void warp(unsigned* values, unsigned n) {
     %s
 }
 """
+)
 
 
 def launch(source: str, name: str, schedule: int = FORWARD, threads: int = 64, shared: int = 256):

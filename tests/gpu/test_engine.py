@@ -185,5 +185,5 @@ def test_the_probe_finds_a_device_that_computes_wrong():
             copied[copied.size // 2] += 1
             return lambda: copied
 
-    with pytest.raises(UnsupportedError, match="1 of .* bytes of a payload are wrong"):
+    with pytest.raises(UnsupportedError, match=r"1 of .* bytes of a payload are wrong"):
         probe(Wrong())

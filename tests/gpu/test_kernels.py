@@ -225,7 +225,9 @@ def test_tables_of_twiddles_are_the_same_everywhere():
 
     from horovod_fftcomp.backends.gpu import tables
 
-    whole = b"".join(t(b).tobytes() for b in (64, 256, 4096) for t in (tables.roots, tables.cosines))
+    whole = b"".join(
+        t(b).tobytes() for b in (64, 256, 4096) for t in (tables.roots, tables.cosines)
+    )
     assert f"{zlib.crc32(whole):08x}" == "caf4feb4"
 
 

@@ -12,7 +12,7 @@ from tests.gpu.emulator import Emulator
 
 
 class TorchEmulator(TorchDevice):
-    """All of ``TorchDevice`` but for what only a GPU has: compiled kernels, pinned memory, events."""
+    """``TorchDevice`` but for what only a GPU has: compiled kernels, pinned memory, events."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -34,5 +34,3 @@ class TorchEmulator(TorchDevice):
 
     def _mark(self) -> Callable[[], None]:
         return lambda: None
-
-

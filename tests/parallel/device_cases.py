@@ -68,7 +68,7 @@ def test_a_state_saved_on_the_gpu_goes_on_on_the_cpu(on_gpu, monkeypatch):
     expected, _, _ = trained("topk", 6)
     with monkeypatch.context() as patched:
         patched.setattr(compressor, "device_of", lambda parameters: TorchEmulator())
-        model, optimizer, compression = trained("topk", 6)
+        model, _, compression = trained("topk", 6)
     state = compression.state_dict()
     other = small_buckets(make_model(), "topk")
     other.load_state_dict(state)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from horovod_fftcomp import entropy, threads
@@ -11,6 +9,7 @@ from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.codelets import count_ones, high_product, trailing_zeros
 from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.memory import empty, zeros
+from horovod_fftcomp.backends.entropy_tables import decoder_table, encoder_table
 from horovod_fftcomp.positions import unary_bits
 
 _LEAST_CHUNKS = 4  # for a thread of its own
@@ -146,32 +145,6 @@ def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
     return packed
 
 
-@functools.lru_cache(64)
-def encoder_table(frequencies: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
-    """Return each byte's frequency, reciprocal, shift and bias, by which a state takes it in.
-
-    A state below 2^63 over f is the upper half of state * reciprocal, shifted (Alverson 1991). Over
-    1 that is not exact but one less, which the bias makes good.
-    """
-    freqs = _frequencies(frequencies)
-    biases = np.cumsum(freqs) - freqs + np.where(freqs == 1, _SLOTS - 1, 0)
-    shifts = [max(1, (f - 1).bit_length()) for f in freqs.tolist()]
-    reciprocals = [
-        -(-(1 << (shift + 63)) // f) if f > 1 else (1 << 64) - 1
-        for f, shift in zip(freqs.tolist(), shifts, strict=True)
-    ]
-    return (
-        freqs.astype(np.uint64),
-        np.array(reciprocals, np.uint64),
-        np.array(shifts, np.uint64) - np.uint64(1),
-        biases.astype(np.uint64),
-    )
-
-
-def _frequencies(frequencies: tuple[int, ...]) -> Array:
-    return np.array([frequencies[byte.bit_count()] for byte in range(256)], np.int64)
-
-
 @inlined
 def _push(state, symbol, words, free, freqs, reciprocals, shifts, biases):
     """Return (the state with a symbol more, the last free word)."""
@@ -243,16 +216,6 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
     if beyond or count_bits(bitmap) != k:
         raise ValueError("the positions are not k below n")
     return bitmap
-
-
-@functools.lru_cache(64)
-def decoder_table(frequencies: tuple[int, ...]) -> Array:
-    """Return for each of the 4096 slots its symbol, frequency and place: 8, 12 and 12 bits."""
-    freqs = _frequencies(frequencies)
-    starts = np.cumsum(freqs) - freqs
-    symbols = np.repeat(np.arange(256), freqs)
-    places = np.arange(_SLOTS) - starts[symbols]
-    return (symbols | freqs[symbols] << 8 | places << 20).astype(np.uint32)
 
 
 @inlined

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from horovod_fftcomp.transforms import BLOCK_LENGTHS
 
@@ -39,11 +40,15 @@ Launch = Callable[[int, int, Sequence[Any], int], None]  # grid, threads, argume
 class Device(Protocol):
     """Arrays of one device, 1-D, and kernels, all on its current stream."""
 
-    def empty(self, n: int, dtype: type = np.float32) -> Any:
+    def __hash__(self) -> int:
+        """Tell devices apart: what is made for one is kept by device."""
+        ...
+
+    def empty(self, n: int, dtype: DTypeLike = np.float32) -> Any:
         """Return ``n`` elements with any contents, at a multiple of 256 bytes."""
         ...
 
-    def zeros(self, n: int, dtype: type = np.float32) -> Any:
+    def zeros(self, n: int, dtype: DTypeLike = np.float32) -> Any:
         """Return ``n`` zeros, at a multiple of 256 bytes."""
         ...
 

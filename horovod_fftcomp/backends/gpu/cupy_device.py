@@ -10,6 +10,7 @@ from typing import Any
 import cupy
 import cupyx
 import numpy as np
+from numpy.typing import DTypeLike
 
 from horovod_fftcomp.backends.gpu import Launch
 
@@ -20,11 +21,11 @@ _OPTIONS = ("-std=c++17", "-fmad=false")
 class CupyDevice:
     """Arrays and launches on CuPy's current stream; see ``gpu.Device``."""
 
-    def empty(self, n: int, dtype: type = np.float32) -> cupy.ndarray:
+    def empty(self, n: int, dtype: DTypeLike = np.float32) -> cupy.ndarray:
         """Return ``n`` elements with any contents."""
         return cupy.empty(n, dtype)
 
-    def zeros(self, n: int, dtype: type = np.float32) -> cupy.ndarray:
+    def zeros(self, n: int, dtype: DTypeLike = np.float32) -> cupy.ndarray:
         """Return ``n`` zeros."""
         return cupy.zeros(n, dtype)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp import entropy
-from horovod_fftcomp.backends.cpu.positions import decoder_table
+from horovod_fftcomp.backends.entropy_tables import decoder_table
 from horovod_fftcomp.backends.gpu import Device, source, tables
 from horovod_fftcomp.backends.gpu.encoder import Encoder
 from horovod_fftcomp.backends.gpu.tables import THREADS, WORDS, Group
@@ -104,6 +104,16 @@ class _GroupOnDevice:
         self.names = ["count_unary", "find_chunks", self._sum, self._count]
         self.names += [self._place, self._decode]
         self._kept: list[Any] = []
+        unary, warps = self._enter_positions(group, plans, rows)
+        self._n_unary, self._n_warps, self._n_tensors = len(unary), len(warps), len(rows)
+        self._unary = device.upload(np.array(unary or [0], np.uint32))
+        self._warps = device.upload(np.array(warps or [0], np.uint32))
+        self._make_scratch(group, rows)
+
+    def _enter_positions(
+        self, group: Group, plans: Sequence[Plan], rows: Any
+    ) -> tuple[list[int], list[int]]:
+        """Enter what positions need; return the tensor of each tile of bits, of each warp."""
         unary: list[int] = []
         warps: list[int] = []
         for number in group.members:
@@ -113,26 +123,29 @@ class _GroupOnDevice:
                 row["first_unary"], row["n_unary"] = len(unary), -(-n_bits // (32 * WORDS))
                 unary += [number] * int(row["n_unary"])
             if how.layout is Layout.ENTROPY:
-                slots = device.upload(decoder_table(entropy.frequencies(how.n, how.k)))
+                slots = self._device.upload(decoder_table(entropy.frequencies(how.n, how.k)))
                 self._kept.append(slots)
-                row["slots"] = device.address(slots)
+                row["slots"] = self._device.address(slots)
                 row["n_chunks"], row["first_warp"] = entropy.n_chunks(how.n), len(warps)
                 row["n_warps"] = -(-int(row["n_chunks"]) // tables.CHUNKS_OF_WARP)
                 warps += [number] * int(row["n_warps"])
-        self._n_unary, self._n_warps, self._n_tensors = len(unary), len(warps), len(rows)
-        self._unary = device.upload(np.array(unary or [0], np.uint32))
-        self._warps = device.upload(np.array(warps or [0], np.uint32))
+        return unary, warps
+
+    def _make_scratch(self, group: Group, rows: Any) -> None:
+        """Enter where each tensor's bitmaps and counts of all ranks lie."""
         for field, each, counts in (
             ("bitmaps", self._n_words, "n_tiles"),
             ("ranks", 1, "n_tiles"),
             ("unary", 1, "n_unary"),
             ("chunks", 1, "n_chunks"),
         ):
-            sizes = np.uint64(n_ranks * each) * rows[counts][group.members].astype(np.uint64)
-            scratch = device.empty(max(1, int(sizes.sum())), np.uint32)
+            sizes = np.uint64(self._n_ranks * each) * rows[counts][group.members].astype(np.uint64)
+            scratch = self._device.empty(max(1, int(sizes.sum())), np.uint32)
             self._kept.append(scratch)
             begins = np.cumsum(sizes) - sizes
-            rows[field][group.members] = np.uint64(device.address(scratch)) + np.uint64(4) * begins
+            rows[field][group.members] = (
+                np.uint64(self._device.address(scratch)) + np.uint64(4) * begins
+            )
             if field == "bitmaps":
                 self._bitmaps = scratch
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from horovod_fftcomp import entropy, wire
 from horovod_fftcomp.backends import Array
-from horovod_fftcomp.backends.cpu.positions import encoder_table
+from horovod_fftcomp.backends.entropy_tables import encoder_table
 from horovod_fftcomp.backends.gpu import Device, source, tables
 from horovod_fftcomp.backends.gpu.tables import THREADS, WORDS, Group
 from horovod_fftcomp.codec import Codec
@@ -103,8 +103,9 @@ class Encoder:
             residual, kept = residuals[number], coeffs[number]
             row["residual"] = 0 if residual is None else device.address(residual)
             row["keep"] = kept is not None
-            if kept is None and self.coeffs_formats[number] is not None:
-                dtype, n = self.coeffs_formats[number]
+            form = self.coeffs_formats[number]
+            if kept is None and form is not None:
+                dtype, n = form
                 kept = device.empty(max(1, n), dtype)
                 scratch.append(kept)
             row["coeffs"] = 0 if kept is None else device.address(kept)
@@ -119,7 +120,9 @@ class Encoder:
             arguments = [headers, self._found, not_finite]
             self._kernels["write_header"](len(self._rows), 32, arguments, 0)
         squares = partial(self._squares, sums, self._rows["keep"] != 0) if measure else None
-        return Encoded(message, not_finite, partial(self._restore, rows, (residuals, coeffs)), squares)
+        return Encoded(
+            message, not_finite, partial(self._restore, rows, (residuals, coeffs)), squares
+        )
 
     def _restore(self, rows: Any, pointed_at: Any, verdict: Any) -> None:
         """Launch what undoes an encoding where the verdict is not 0; see ``Encoded``."""
