@@ -12,7 +12,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help install demo test test-core test-parallel lint format golden size clean
+.PHONY: help install demo test test-core test-parallel test-gpu lint format golden size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -32,6 +32,9 @@ test-core: install ## run the tests that need neither a framework nor MPI
 
 test-parallel: install ## run the tests that start several processes
 	pytest -m parallel $(ARGS)
+
+test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON: one that has CuPy and PyTorch
+	$(PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
 
 lint: install ## check style, format and types
 	ruff check && ruff format --check && mypy

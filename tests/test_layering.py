@@ -33,6 +33,7 @@ ALLOWED = {
     "backends/gpu/": {"numpy", "backends", "codec", "entropy", "errors", "positions", "quantizers",
                       "sparsifiers", "transforms", "wire"},
     "backends/gpu/cupy_device.py": {"numpy", "cupy", "cupyx", "backends"},
+    "backends/gpu/torch_device.py": {"numpy", "torch", "backends"},
     "backends/cpu/": {"numpy", "numba", "llvmlite", "backends", "entropy", "positions",
                       "quantizers", "threads"},
     "schemes/__init__.py": {"numpy", "backends"},

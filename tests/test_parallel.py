@@ -60,6 +60,7 @@ def run_ranks(n: int, controller: str, *command: str, timeout_s: int = 300) -> t
         (2, "refusal_cases"),
         (2, "overlap_cases"),
         (2, "learner_cases"),
+        (2, "device_cases"),
         (3, "process_set_cases"),
         (3, "scheme_cases"),
     ],

@@ -150,6 +150,32 @@ def test_a_corrupt_payload_ends_the_run_a_step_later():
         engine.settle()
 
 
+def test_without_memory_a_step_ends_and_leaves_the_state_whole():
+    class Small(Emulator):
+        """Has no memory left at times."""
+
+        full = False
+
+        def empty(self, n, dtype=np.float32):
+            if self.full:
+                raise MemoryError
+            return super().empty(n, dtype)
+
+    device, rng = Small(), np.random.default_rng(6)
+    cpu, gpu = (make_engines(on, "topk", density=0.05) for on in (None, device))
+    first, broken_off, last = (random_grads(rng) for _ in range(3))
+    run_step(cpu, first)
+    run_step(gpu, first)
+    device.full = True
+    with pytest.raises(MemoryError):
+        run_step(gpu, broken_off)
+    device.full = False
+    for engine in gpu:
+        engine.abandon()
+    for ours, theirs in zip(run_step(gpu, last), run_step(cpu, last), strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+
+
 def test_only_what_is_asked_for_is_waited_for():
     class Patient(Emulator):
         """Counts the waits for what was copied in the same step."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from horovod_fftcomp.backends.gpu import Launch
-from horovod_fftcomp.torch.device import TorchDevice, values_of
+from horovod_fftcomp.backends.gpu.torch_device import TorchDevice, values_of
 from tests.gpu.emulator import Emulator
 
 

@@ -1,0 +1,95 @@
+"""PyTorch's view of a GPU: kernels run on its arrays, on its current stream, without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike
+
+from horovod_fftcomp.backends.gpu import Launch
+
+# Torch computes little with unsigned words; to kernels they are the same.
+_TYPES = {
+    np.dtype(kind): held
+    for kind, held in (
+        (np.uint8, torch.uint8), (np.uint32, torch.int32), (np.uint64, torch.int64),
+        (np.float32, torch.float32), (np.float64, torch.float64),
+        (np.complex64, torch.complex64),
+    )
+}  # fmt: skip
+
+
+class TorchDevice:
+    """Arrays of one GPU from PyTorch's own memory; see ``gpu.Device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty(self, n: int, dtype: DTypeLike = np.float32) -> torch.Tensor:
+        """Return ``n`` elements with any contents."""
+        return torch.empty(n, dtype=_TYPES[np.dtype(dtype)], device=self._device)
+
+    def zeros(self, n: int, dtype: DTypeLike = np.float32) -> torch.Tensor:
+        """Return ``n`` zeros."""
+        return torch.zeros(n, dtype=_TYPES[np.dtype(dtype)], device=self._device)
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """Return a copy on the GPU; goes through pinned memory, so the host does not wait."""
+        kind = np.dtype(f"i{array.itemsize}") if array.dtype.kind == "u" else array.dtype
+        kind = np.dtype(np.uint8) if array.dtype == np.uint8 else kind
+        host = torch.from_numpy(array.reshape(-1).view(kind).copy())
+        return self._pinned(host).to(self._device, non_blocking=True)
+
+    def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
+        """Begin to copy an array to the host; the function that is returned waits for that."""
+        host = self._pinned(torch.empty_like(array, device="cpu"))
+        host.copy_(array, non_blocking=True)
+        wait = self._mark()
+
+        def fetched() -> np.ndarray:
+            wait()
+            return host.numpy()
+
+        return fetched
+
+    def clear(self, array: torch.Tensor) -> None:
+        """Fill an array with zeros."""
+        array.zero_()
+
+    def address(self, array: torch.Tensor) -> int:
+        """Return where an array lies on the GPU."""
+        return array.data_ptr()
+
+    def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
+        """Return kernels compiled by CuPy, which keeps them in its cache on disk."""
+        from horovod_fftcomp.backends.gpu.cupy_device import compiled
+
+        with torch.cuda.device(self._device):
+            kernels = compiled(source, names)
+        return {name: self._launcher(kernel) for name, kernel in kernels.items()}
+
+    def _launcher(self, kernel: Launch) -> Launch:
+        from horovod_fftcomp.backends.gpu.cupy_device import on_stream
+
+        def launch(grid: int, threads: int, arguments: Sequence[Any], shared_nbytes: int) -> None:
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            with torch.cuda.device(self._device), on_stream(stream):
+                kernel(grid, threads, values_of(arguments), shared_nbytes)
+
+        return launch
+
+    def _pinned(self, host: torch.Tensor) -> torch.Tensor:
+        return host.pin_memory()
+
+    def _mark(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event.synchronize
+
+
+def values_of(arguments: Sequence[Any]) -> list[Any]:
+    """Return kernels' arguments with addresses in the place of tensors."""
+    return [np.uint64(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
