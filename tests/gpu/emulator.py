@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -106,20 +108,28 @@ def _built(source: str, names: tuple[str, ...], flags: tuple[str, ...]) -> Path:
     parts = [source, *names, *flags, (HERE / "cuda_emulator.cpp").read_text()]
     parts.append((HERE / "cuda_emulator.h").read_text())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"fftcomp-emulator-{digest}"
+    folder = Path(tempfile.gettempdir()) / f"fftcomp-emulator-{os.getuid()}-{digest}"
+    folder.mkdir(exist_ok=True)
     library = folder / "kernels.so"
-    if not library.exists():
-        folder.mkdir(exist_ok=True)
-        (folder / "kernels.cu").write_text(source)
-        exports = [f"EXPORT({number}, {name})\n" for number, name in enumerate(names)]
-        (folder / "exports.inc").write_text("".join(exports))
-        part = folder / "part.so"
-        command = [
-            "g++", *FLAGS, *flags, "-shared", "-I", str(HERE),
-            f'-DKERNELS="{folder}/kernels.cu"', f'-DEXPORTS="{folder}/exports.inc"',
-            str(HERE / "cuda_emulator.cpp"), "-o", str(part),
-        ]  # fmt: skip
-        built = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert built.returncode == 0, built.stderr[-5000:]
-        part.replace(library)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be building it
+        if not library.exists():
+            _build(source, names, flags, folder, library)
     return library
+
+
+def _build(
+    source: str, names: tuple[str, ...], flags: tuple[str, ...], folder: Path, library: Path
+) -> None:
+    (folder / "kernels.cu").write_text(source)
+    exports = [f"EXPORT({number}, {name})\n" for number, name in enumerate(names)]
+    (folder / "exports.inc").write_text("".join(exports))
+    part = folder / "part.so"
+    command = [
+        "g++", *FLAGS, *flags, "-shared", "-I", str(HERE),
+        f'-DKERNELS="{folder}/kernels.cu"', f'-DEXPORTS="{folder}/exports.inc"',
+        str(HERE / "cuda_emulator.cpp"), "-o", str(part),
+    ]  # fmt: skip
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr[-5000:]
+    part.replace(library)
