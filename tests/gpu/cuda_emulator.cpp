@@ -264,6 +264,10 @@ EMULATOR_ITSELF int launch(void (*entry)(void*), void* arguments, unsigned grid,
         run_block(b, shuffler);
     }
     acquire(&b.ended);
+#ifdef __SANITIZE_THREAD__
+    for (Fiber& f : b.fibers)
+        if (f.race_detector) __tsan_destroy_fiber(f.race_detector);
+#endif
     munmap(memory, room + page);
     munmap(stacks, stacks_nbytes);
     return b.error != nullptr;

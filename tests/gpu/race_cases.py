@@ -42,11 +42,12 @@ def main(number: int) -> None:
     device = Emulator(SHUFFLED, 3, "-fsanitize=thread")
     rng = np.random.default_rng(1)
     for recipe, options in CASES:
-        codec, shapes = get_codec(recipe, **options), [(40_000,), (700,)]
+        codec, shapes = get_codec(recipe, **options), [(13_000,), (700,)]
         grads = [rng.standard_t(3, shape).astype(np.float32) for shape in shapes]
         encoder = encoder_module.Encoder(device, [codec] * 2, shapes)
         coeffs = [device.empty(form[1], form[0]) for form in encoder.coeffs_formats]
-        message, _ = encoder.encode([device.upload(g) for g in grads], [None, None], coeffs)
+        on_device = [device.upload(grad) for grad in grads]
+        message = encoder.encode(on_device, [None, None], coeffs, measure=True).message
         decoder = decoder_module.Decoder(device, [codec] * 2, shapes, encoder, 2)
         sums = [device.empty(shape[0]) for shape in shapes]
         decoder.decode(device.upload(np.concatenate([message, message])), sums)

@@ -59,8 +59,9 @@ class Encoded:
         ]
         old = [None if r is None else device.upload(r) for r in residuals or [None] * len(grads)]
         on_device = [device.upload(grad) for grad in grads]
-        message, self.not_finite = self.encoder.encode(on_device, old, self.coeffs)
-        self.message = message[: self.encoder.message_nbytes]
+        made = self.encoder.encode(on_device, old, self.coeffs)
+        self.not_finite = made.not_finite
+        self.message = made.message[: self.encoder.message_nbytes]
         self.payloads = [
             self.message[begin : begin + codec.plan(shape).payload_nbytes]
             for begin, shape in zip(self.encoder.offsets, shapes, strict=True)

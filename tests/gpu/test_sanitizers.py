@@ -66,8 +66,9 @@ def test_nothing_is_undefined(recipe, options):
     codec, shapes = get_codec(recipe, **options), [(9000,), (700,)]
     grads = [np.random.default_rng(2).standard_t(3, s).astype(np.float32) for s in shapes]
     encoder = Encoder(device, [codec] * 2, shapes)
-    message, _ = encoder.encode([device.upload(g) for g in grads], [None, None], [None, None])
+    on_device = [device.upload(grad) for grad in grads]
+    encoded = encoder.encode(on_device, [None, None], [None, None])
     decoder = Decoder(device, [codec] * 2, shapes, encoder, 1)
     sums = [device.empty(shape[0]) for shape in shapes]
-    not_finite, _ = decoder.decode(device.upload(message), sums)
+    not_finite, _ = decoder.decode(device.upload(encoded.message), sums)
     assert not not_finite.any()
