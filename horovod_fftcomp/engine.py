@@ -6,7 +6,6 @@ pure, so everything that lasts longer than a step lies here.
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -103,8 +102,11 @@ class Engine:
     ) -> None:
         self.device = device
         self._verdicts = None if device is None else Verdicts(device)
+        self._there: frozenset[int] = frozenset()  # the buckets that it computes
         self._skipped_there = 0  # steps that the device is known to have skipped
-        self._unread: list[tuple[dict[int, Outcome], float]] = []  # measured there, loss scale
+        # Of steps that were measured there: what waits for the verdict, outcomes, loss scale.
+        self._unread: list[tuple[Callable[[], Array], dict[int, Outcome], float]] = []
+        self._verdict: Callable[[], Array] | None = None  # of the step that is being settled
         self.buckets = list(buckets)
         self.costs = Costs()
         self.alarm = ResidualAlarm()
@@ -141,14 +143,19 @@ class Engine:
         if bucket in self._running or bucket in self._outcomes:
             raise ValueError(f"bucket {bucket} has been started in this step already")
         tensors, scheme, device = self.buckets[bucket].tensors, self.scheme(bucket), self.device
-        if device is not None and not scheme.runs_on_device(tensors, self._state[bucket]):
+        if device is not None and not scheme.runs_on_device(tensors):
             grads = [None if grad is None else self._on_host(grad) for grad in grads]
             self._state[bucket] = self._state_on_host(bucket)
             device = None
         context = Context(self.step, self.rank, self.world_size, self.loss_scale, device)
         exchange = scheme.exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket] = exchange
+        self._there = self._there - {bucket} if device is None else self._there | {bucket}
         return partial(_run, bucket, exchange, None)
+
+    def computes_on_device(self, bucket: int) -> bool:
+        """Tell whether a bucket's exchange, once begun, is computed by the device."""
+        return bucket in self._there
 
     def proceed(self, bucket: int, output: Array) -> Work:
         """Return the work that goes on with a round's output."""
@@ -205,8 +212,9 @@ class Engine:
             self._state[bucket] = outcome.state
         if any(o.on_device and o.on_device.energies for o in outcomes.values()):
             self._read_energies()  # measured so many steps ago that nobody waits
-            light = {b: o._replace(sums=[], state={}) for b, o in outcomes.items()}
-            self._unread.append((light, self.loss_scale))
+            assert self._verdict is not None
+            light = {bucket: outcome.measured_alone() for bucket, outcome in outcomes.items()}
+            self._unread.append((self._verdict, light, self.loss_scale))
         else:
             self._take_down(outcomes, self.loss_scale)
 
@@ -220,17 +228,16 @@ class Engine:
 
     def _read_energies(self) -> None:
         unread, self._unread = self._unread, []
-        for outcomes, loss_scale in unread:
+        for verdict, outcomes, loss_scale in unread:
+            if verdict()[0]:
+                continue  # the step did not count
             for bucket, outcome in outcomes.items():
                 if outcome.on_device is not None and outcome.on_device.energies is not None:
                     outcomes[bucket] = outcome._replace(energies=outcome.on_device.energies())
             self._take_down(outcomes, loss_scale)
 
     def _take_down(self, outcomes: dict[int, Outcome], loss_scale: float) -> None:
-        missed = self._missed(outcomes)
-        if not math.isfinite(missed):  # a step that the device has skipped
-            return
-        self.costs.total_error += missed / loss_scale**2
+        self.costs.total_error += self._missed(outcomes) / loss_scale**2
         self._measure(outcomes)  # last: its warnings may be errors to this rank's user
 
     def _close_on_device(
@@ -242,12 +249,13 @@ class Engine:
         where the host keeps state as well, both have to know.
         """
         there = {b: o.on_device for b, o in outcomes.items() if o.on_device is not None}
+        verdicts.inspect(list(there.values()))
         keeps_state = any(o.state for b, o in outcomes.items() if b not in there)
         if finite and keeps_state:
             finite = verdicts.is_finite(list(there.values()))
         if not finite:
             return False
-        verdicts.close(list(there.values()))
+        self._verdict = verdicts.close(list(there.values()))
         return True
 
     def _missed(self, outcomes: dict[int, Outcome]) -> float:
@@ -394,6 +402,9 @@ class Engine:
             for tensor in bucket.tensors:
                 _check_arrays(tensor, state, scheme.state_arrays(tensor, state))
         self.abandon()
+        if self._verdicts is not None:
+            self._verdicts.reset()
+        self._unread, self._skipped_there = [], 0
         self.step = part["step"]
         self.loss_scale = part["loss_scale"]
         self._state = states

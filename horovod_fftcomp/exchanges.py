@@ -74,11 +74,9 @@ class Exchanges:
         self._send = send
         self._timeout_s = timeout_s
         self.wait_s = self.encode_wait_s = self.encode_hidden_s = 0.0
-        self._worker: Executor = _Inline()
-        if engine.device is None:
-            # Its thread begins with the first bucket, keeps no reference to us and ends with us.
-            # An interpreter that exits waits for it; as it never waits for other ranks, not long.
-            self._worker = ThreadPoolExecutor(1, "fftcomp-encode")
+        # Its thread begins with the first bucket, keeps no reference to us and ends with us. An
+        # interpreter that exits waits for it; since it never waits for other ranks, not for long.
+        self._worker = ThreadPoolExecutor(1, "fftcomp-encode")
         self._arrived: list[dict[int, Array | None]] = [{} for _ in engine.buckets]
         self._number = [0 for _ in engine.buckets]  # of each bucket's present round
         self._encoding: dict[int, Future[Result]] = {}  # by bucket, in the worker's order
@@ -163,7 +161,8 @@ class Exchanges:
         self._encode(bucket, self._engine.begin(bucket, grads))
 
     def _encode(self, bucket: int, work: Work) -> None:
-        self._encoding[bucket] = self._worker.submit(work)
+        there = self._engine.computes_on_device(bucket)
+        self._encoding[bucket] = (_Inline() if there else self._worker).submit(work)
 
     def _submit(self, bucket: int, result: Result) -> None:
         round_ = self._engine.accept(result)

@@ -27,22 +27,35 @@ class Verdicts:
         """Take a word of the device: not 0 if what was exchanged elsewhere is not finite."""
         self._flags.append(flag)
 
-    def close(self, exchanges: Sequence[OnDevice]) -> None:
+    def close(self, exchanges: Sequence[OnDevice]) -> Callable[[], np.ndarray]:
         """End a step: what ``exchanges`` have left counts if all of it was finite.
 
-        Raises PayloadError if a payload of the step before was corrupt.
+        Returns what waits for the verdict, which is 0 if the step counts.
         """
         verdict = self._device.zeros(1, np.uint32)
         for flags in [*self._flags, *(exchange.not_finite for exchange in exchanges)]:
             self._launch("judge", flags, verdict)
         self._flags = []
         for exchange in exchanges:
-            self._launch("count_corrupt", exchange.arrived, self._ledger, words=4)
             exchange.restore(verdict)
         self._kernels["count_step"](1, 1, [verdict, self._ledger], 0)
+        return self._device.fetch(verdict)
+
+    def inspect(self, exchanges: Sequence[OnDevice]) -> None:
+        """Count the corrupt payloads of a step, whether it counts or not.
+
+        Raises PayloadError if there were any in the step before.
+        """
+        for exchange in exchanges:
+            self._launch("count_corrupt", exchange.arrived, self._ledger, words=4)
         before, self._fetched = self._fetched, self._device.fetch(self._ledger)
         if before is not None:
             self._check(before())
+
+    def reset(self) -> None:
+        """Forget everything, as of a state that is loaded."""
+        self._device.clear(self._ledger)
+        self._fetched, self._flags = None, []
 
     def is_finite(self, exchanges: Sequence[OnDevice]) -> bool:
         """Wait for the device and tell whether all is finite that it has seen of this step."""

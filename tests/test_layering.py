@@ -38,7 +38,7 @@ ALLOWED = {
                       "quantizers", "threads"},
     "schemes/__init__.py": {"numpy", "backends"},
     "schemes/": {"numpy", "backends", "codec", "errors", "quantizers", "schemes", "wire"},
-    "schemes/gather_on_device.py": {"numpy", "backends", "codec", "positions", "schemes"},
+    "schemes/gather_on_device.py": {"backends", "codec", "errors", "positions", "schemes"},
     "schemes/shared.py": {"numpy", "backends", "quantizers", "schemes", "sparsifiers", "wire"},
     "schemes/auto.py": {"numpy", "backends", "codec", "errors", "quantizers", "schemes",
                         "sparsifiers", "transforms", "wire"},

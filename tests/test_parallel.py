@@ -29,7 +29,7 @@ def run_ranks(n: int, controller: str, *command: str, timeout_s: int = 300) -> t
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-    launcher = ["horovodrun", "-np", str(n), f"--{controller}"]
+    launcher = [sys.executable, "-m", "tests.launch", "-np", str(n), f"--{controller}"]
     if controller == "mpi":
         launcher += ["--mpi-args=--oversubscribe"]
     process = subprocess.Popen(

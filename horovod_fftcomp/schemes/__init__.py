@@ -100,6 +100,13 @@ class Outcome(NamedTuple):
     missed: float | None = None
     on_device: OnDevice | None = None
 
+    def measured_alone(self) -> Outcome:
+        """Return nothing but what was measured, so that no array is kept for it."""
+        later = self.on_device
+        if later is not None:
+            later = OnDevice(None, None, lambda verdict: None, later.energies)
+        return self._replace(sums=[], state={}, on_device=later)
+
 
 Exchange = Generator[Round, Array, Outcome]
 
@@ -128,11 +135,12 @@ class Scheme(Protocol):
         """
         ...
 
-    def runs_on_device(
-        self, tensors: Sequence[Tensor], state: Mapping[str, Mapping[str, Array]]
-    ) -> bool:
-        """Tell whether ``exchange`` takes a GPU's arrays, and ``context.device``, in this step."""
-        del tensors, state
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether ``exchange`` takes a GPU's arrays, and ``context.device``, in this step.
+
+        By what all ranks know alike: the host's sums may differ from a GPU's in the last bits.
+        """
+        del tensors
         return False
 
     def sent_nbytes(self, tensor: Tensor) -> int:

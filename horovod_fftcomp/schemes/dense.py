@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backends.gpu import Device, Launch, on_device, source
+from horovod_fftcomp.backends.gpu.tables import THREADS
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, OnDevice, Outcome, Round, Scheme, Tensor
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Dense(Scheme):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         del state
         sizes = [math.prod(tensor.shape) for tensor in tensors]
+        if context.device is not None:
+            return (yield from _sum_on_device(grads, sizes, context.device))
         parts = [
             np.zeros(size, np.float32) if grad is None else grad
             for grad, size in zip(grads, sizes, strict=True)
@@ -48,6 +53,11 @@ class Dense(Scheme):
             reduced = kernels.from_float16(reduced)
         finite = kernels.peak_bits(reduced) <= LARGEST_FINITE_BITS
         return Outcome(np.split(reduced, np.cumsum(sizes)[:-1]), {}, finite)
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange: in float32; see ``Scheme``."""
+        del tensors
+        return self.dtype == "float32"
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
@@ -64,6 +74,30 @@ class Dense(Scheme):
         """Return nothing: there is no state."""
         del tensor, state
         return {}
+
+
+def _check_on(device: Device) -> Launch:
+    name = "find_not_finite"
+    if name not in device.cache:
+        device.cache.update(device.functions(source(), [name]))
+    return device.cache[name]
+
+
+def _sum_on_device(
+    grads: Sequence[Any], sizes: Sequence[int], device: Device
+) -> Generator[Round, Any, Outcome]:
+    """Sum float32 values that stay on a GPU, without a wait for it."""
+    parts = [
+        device.zeros(size) if grad is None else on_device(grad, device)
+        for grad, size in zip(grads, sizes, strict=True)
+    ]
+    reduced = yield Round("allreduce", device.joined(parts))
+    not_finite, n = device.zeros(1, np.uint32), sum(sizes)
+    _check_on(device)(-(-n // THREADS), THREADS, [reduced, np.uint64(n), not_finite], 0)
+    ends = np.cumsum(sizes).tolist()
+    sums = [reduced[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    later = OnDevice(not_finite, device.zeros(0, np.uint32), lambda verdict: None, None)
+    return Outcome(sums, {}, True, on_device=later)
 
 
 def saturated_half(values: Array, context: Context) -> Array:

@@ -226,12 +226,9 @@ class Gather(Scheme):
                 total *= np.float32(context.world_size)
         return outcome
 
-    def runs_on_device(
-        self, tensors: Sequence[Tensor], state: Mapping[str, Mapping[str, Array]]
-    ) -> bool:
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
-        plain = self.decay == 1.0 and not self.sign
-        return plain and serves(self.codec, tensors, state.get("residual", {}))
+        return self.decay == 1.0 and not self.sign and serves(self.codec, tensors)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""

@@ -7,42 +7,44 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from horovod_fftcomp.backends.gpu import Device
+from horovod_fftcomp.backends.gpu import Device, on_device
 from horovod_fftcomp.backends.gpu.decoder import Decoder
 from horovod_fftcomp.backends.gpu.encoder import Encoder
 from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
 
-# Buckets, times the densities that a schedule goes through at a time.
-_CODERS_CACHED = 256
 
-
-def serves(codec: Codec, tensors: Sequence[Tensor], carried: Mapping[str, Any]) -> bool:
-    """Tell whether a GPU can make and sum these tensors' payloads.
+def serves(codec: Codec, tensors: Sequence[Tensor]) -> bool:
+    """Tell whether a GPU can make and sum these tensors' payloads; the same on all ranks.
 
     It takes payloads of a size that is known before the data, and tensors of fewer than 2^32
-    coefficients. Where a tensor travels as it is from now on, its residual does too, for once: that
-    is left to the host.
+    coefficients. A tensor that travels as it is may have a residual of another density's times,
+    which travels along: that is left to the host.
     """
     if not codec.has_fixed_size:
         return False
     plans = [codec.plan(tensor.shape) for tensor in tensors]
     return all(
-        plan.n_bins < 1 << 32 and not (plan.layout is Layout.RAW and tensor.name in carried)
-        for plan, tensor in zip(plans, tensors, strict=True)
+        plan.n_bins < 1 << 32 and (plan.layout is not Layout.RAW or not plan.numel)
+        for plan in plans
     )
 
 
-@functools.lru_cache(_CODERS_CACHED)
 def _coders(
-    device: Device, codec: Codec, shapes: tuple[tuple[int, ...], ...], n_ranks: int
+    device: Device, codec: Codec, tensors: Sequence[Tensor], n_ranks: int
 ) -> tuple[Encoder, Decoder]:
-    codecs = [codec] * len(shapes)
-    encoder = Encoder(device, codecs, shapes)
-    return encoder, Decoder(device, codecs, shapes, encoder, n_ranks)
+    """Return a bucket's coders; those of another density or number of ranks are dropped."""
+    key, made_for = ("coders", tuple(tensors)), (codec, n_ranks)
+    if key not in device.cache or device.cache[key][0] != made_for:
+        codecs, shapes = [codec] * len(tensors), [tensor.shape for tensor in tensors]
+        device.cache.pop(key, None)  # frees its memory first
+        encoder = Encoder(device, codecs, shapes)
+        decoder = Decoder(device, codecs, shapes, encoder, n_ranks)
+        device.cache[key] = (made_for, encoder, decoder)
+    _, encoder, decoder = device.cache[key]
+    return encoder, decoder
 
 
 class _Residuals(NamedTuple):
@@ -62,9 +64,8 @@ def gather_on_device(
     device = context.device
     assert device is not None
     measure = context.step % MEASURE_EVERY == 0
-    shapes = tuple(tensor.shape for tensor in tensors)
-    encoder, decoder = _coders(device, codec, shapes, context.world_size)
-    numels = [math.prod(shape) for shape in shapes]
+    encoder, decoder = _coders(device, codec, tensors, context.world_size)
+    numels = [math.prod(tensor.shape) for tensor in tensors]
     placed = [
         device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
         for grad, numel in zip(grads, numels, strict=True)
@@ -72,6 +73,9 @@ def gather_on_device(
     residuals = _residuals(encoder, tensors, grads, carried, device, error_feedback or measure)
     encoded = encoder.encode(placed, *residuals, measure)
     gathered = yield Round("allgather", encoded.message)
+    expected = context.world_size * len(encoded.message)
+    if len(gathered) != expected:
+        raise PayloadError(f"{len(gathered)} bytes arrived, {expected} were expected")
     sums = [device.empty(max(1, numel))[:numel] for numel in numels]
     not_finite, arrived = decoder.decode(gathered, sums)
     state = {}
@@ -85,11 +89,6 @@ def gather_on_device(
         energies = functools.partial(_energies, encoded.squares, tensors)
     later = OnDevice(not_finite, arrived, encoded.restore, energies)
     return Outcome(sums, state, True, on_device=later)
-
-
-def on_device(array: Any, device: Device) -> Any:
-    """Return ``array``, brought to the device if it is NumPy's."""
-    return device.upload(array) if isinstance(array, np.ndarray) else array
 
 
 def _residuals(

@@ -55,7 +55,7 @@ class Compressor:
         self._recovery = Recovery(settings.recover) if settings.recover else None
         self._changed_density: float | None = None
         member = self._set.included()  # Horovod never calls the compressor of the others
-        device = device_of(self._parameters.tensors) if buckets and member else None
+        device = device_of(self._parameters.tensors, buckets) if member else None
         rank = self._set.rank() if member else 0
         self._engine = Engine(buckets, rank, self._set.size(), device)
         recorder = _recorder_of(settings) if member else None
@@ -151,6 +151,7 @@ class Compressor:
 
     def residual_ratios(self) -> dict[str, float]:
         """Return norm of residual over norm of gradient, as last measured, for each tensor."""
+        self._engine.read_device()
         return self._engine.alarm.ratios()
 
     def set_density(self, density: float) -> None:
@@ -272,6 +273,8 @@ class Compressor:
             "compressed tensors": sum(place is not None for place in self._places),
             "buckets": len(self._buckets),
             "names, shapes, dtypes and order of the tensors (hash)": f"{wire.fnv1a(str(layout)):x}",
+            # Their sums may differ in the last bits, which ranks must not.
+            "steps computed on": "the host" if self._engine.device is None else "the GPU",
             "replica_check": self._settings.replica_check,
             "grad_scaler": self._settings.grad_scaler is not None,
             "loss scale": self._steps.loss_scale(),

@@ -7,26 +7,33 @@ from collections.abc import Sequence
 
 import torch
 
-from horovod_fftcomp.backends.gpu import Device
 from horovod_fftcomp.backends.gpu.probe import probe
 from horovod_fftcomp.backends.gpu.torch_device import TorchDevice
+from horovod_fftcomp.buckets import Bucket
+from horovod_fftcomp.schemes.gather import Gather
 
 
-def device_of(parameters: Sequence[torch.Tensor]) -> Device | None:
-    """Return the GPU that holds all parameters, if its kernels run; None with a warning if not.
+def device_of(parameters: Sequence[torch.Tensor], buckets: Sequence[Bucket]) -> TorchDevice | None:
+    """Return the GPU that holds all parameters, if it can compute a bucket and its kernels run.
 
-    Without it gradients on a GPU are compressed on the host: the same sums, but slower.
+    Otherwise gradients on a GPU are compressed on the host: by the same rules, but slower. A
+    warning tells if that is because of the kernels.
     """
+    codecs = []
+    for bucket in buckets:
+        scheme = bucket.policy.at(bucket.policy.warmup_steps)
+        if isinstance(scheme, Gather) and scheme.runs_on_device(bucket.tensors):
+            codecs.append(scheme.codec)
     places = {parameter.device for parameter in parameters}
-    if len(places) != 1 or (place := places.pop()).type != "cuda" or torch.version.hip:
+    if not codecs or len(places) != 1 or (place := places.pop()).type != "cuda":
         return None
     device = TorchDevice(place)
     try:
-        probe(device)
+        probe(device, dict.fromkeys(codecs))
     except Exception as error:  # whatever an import, a compiler or a driver may raise
         warnings.warn(
             f"gradients on {place} are compressed on the host, since the GPU's own kernels do not "
-            f"run: {error}. They need CuPy for its CUDA: pip install 'horovod_fftcomp[gpu]'",
+            f"run: {error!r}. They need CuPy for its CUDA: pip install 'horovod_fftcomp[gpu]'",
             RuntimeWarning,
             stacklevel=5,
         )

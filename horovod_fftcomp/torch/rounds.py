@@ -25,9 +25,6 @@ class PendingRound:
         self._is_numpy = isinstance(round_.data, np.ndarray)
         if self._is_numpy:
             data = torch.from_numpy(round_.data)
-        self._device = data.device
-        if data.is_cuda and not hvd.cuda_built():  # then Horovod knows the host's memory alone
-            data = data.cpu()
         if round_.collective == "allgather":
             self._handle = hvd.allgather_async(data, name=name, process_set=process_set)
         elif round_.collective == "allreduce":
@@ -58,4 +55,4 @@ class PendingRound:
                 )
             time.sleep(_POLL_S)
         output = hvd.synchronize(self._handle)
-        return output.numpy() if self._is_numpy else output.to(self._device)
+        return output.numpy() if self._is_numpy else output

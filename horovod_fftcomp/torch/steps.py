@@ -103,12 +103,10 @@ class Steps:
         self.other_nbytes += sent.numel() * sent.element_size()
         if place is not None:
             frozen = not self._parameters.tensors[number].requires_grad
-            stays = self._engine.device is not None
-            flat = arrays.flat_in_place if stays else arrays.flat_float32
-            values = None if frozen else flat(grad)
+            values = None if frozen else self._flat(grad)
             self.exchanges.add(place, values)
             if self._recorded is not None and values is not None:
-                recorded = arrays.flat_float32(values) if stays else values
+                recorded = arrays.flat_float32(grad)
                 self._recorded[self._parameters.names[number]] = recorded.reshape(grad.shape)
         if self._opened or self._connection.may_open():
             self._open()
@@ -135,6 +133,18 @@ class Steps:
         if grad.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
             self._observe(grad)
         return grad
+
+    def _flat(self, grad: torch.Tensor) -> np.ndarray | torch.Tensor:
+        """Return a gradient flat and float32: where it is, if a GPU computes steps."""
+        device = self._engine.device
+        if device is None:
+            return arrays.flat_float32(grad)
+        if grad.device != device.place:
+            raise UnsupportedError(
+                f"a gradient is on {grad.device}, but the compressor was made of a model on "
+                f"{device.place}; make it after the model has been moved"
+            )
+        return arrays.flat_in_place(grad)
 
     def _observe(self, tensor: torch.Tensor) -> None:
         """Report whether ``tensor`` is finite; on a GPU that computes steps, without a wait."""

@@ -32,6 +32,7 @@ class Emulator:
 
     def __init__(self, schedule: int = FORWARD, seed: int = 1, *flags: str) -> None:
         self.schedule, self.seed, self.flags = schedule, seed, flags
+        self.cache: dict = {}
 
     def empty(self, n: int, dtype: type = np.float32) -> np.ndarray:
         """Return ``n`` elements with any contents, at an address as a device's."""
@@ -56,6 +57,10 @@ class Emulator:
         """Return what returns a copy of an array as it is now."""
         copied = array.copy()
         return lambda: copied
+
+    def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Return arrays of one dtype one after the other, in a new one."""
+        return self.upload(np.concatenate(arrays))
 
     def clear(self, array: np.ndarray) -> None:
         """Fill an array with zeros."""

@@ -44,6 +44,7 @@ def test_kernels_compile_without_warnings_and_spills(compiled, version, arch):
 def test_arithmetic_is_what_is_written(compiled):
     ptx = compiled("12", "sm_90").ptx
     assert not re.findall(r"(?:sin|cos|ex2|lg2|rsqrt|sqrt|rcp|div)\.approx", ptx)
-    assert ".ftz" not in ptx
+    flushing = {line.split()[0] for line in ptx.splitlines() if ".ftz" in line}
+    assert flushing == {"cvt.ftz.f64.f32"}  # of sums of squares, for statistics
     assert "fma.rn.f32" in ptx  # in complex products, where it is written
     assert ".local" not in ptx

@@ -1,8 +1,11 @@
-"""On a GPU: the CPU's bytes, without a wait. Run by ``make test-gpu``."""
+"""On a GPU: the CPU's bytes, without a wait. Run by ``make test-gpu``.
+
+What PyTorch's own features are not needed for runs in the emulator too, so that these tests are
+tested themselves.
+"""
 
 from __future__ import annotations
 
-import random
 import shutil
 import subprocess
 import sys
@@ -10,41 +13,52 @@ import sys
 import numpy as np
 import pytest
 
+from horovod_fftcomp import get_codec
 from horovod_fftcomp.backends import load_backend
 from horovod_fftcomp.backends.gpu.encoder import Encoder
 from horovod_fftcomp.backends.gpu.probe import probe
-from horovod_fftcomp.world import exchange_once
 from tests.contracts import make_codec
 from tests.gpu import test_engine as steps
 from tests.gpu.emulator import Emulator
 from tests.gpu.test_kernels import FIXED, GRADS, PLAIN, a_residual
 
-pytestmark = pytest.mark.gpu
 CPU = load_backend("cpu")
 
 
-@pytest.fixture(scope="module", params=["torch", "cupy"])
+@pytest.fixture(
+    scope="module",
+    params=[*(pytest.param(name, marks=pytest.mark.gpu) for name in ("torch", "cupy")), "emulated"],
+)
 def device(request):
     """A GPU as PyTorch or CuPy own its memory; the test is skipped where there is none."""
+    if request.param == "emulated":
+        pytest.importorskip("torch")
+        from tests.gpu.torch_emulator import TorchEmulator
+
+        return TorchEmulator()
     if not pytest.importorskip("cupy").cuda.is_available():
         pytest.skip("no GPU is available")
     if request.param == "cupy":
         from horovod_fftcomp.backends.gpu.cupy_device import CupyDevice
 
         return CupyDevice()
+    return torch_device()
+
+
+def torch_device():
     torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU is available")
     from horovod_fftcomp.backends.gpu.torch_device import TorchDevice
 
     return TorchDevice(torch.device("cuda", 0))
 
 
 @pytest.fixture
-def on_torch(device):
-    """PyTorch, for tests of its streams, errors and trainings."""
-    torch = pytest.importorskip("torch")
-    if type(device).__name__ != "TorchDevice":
-        pytest.skip("of PyTorch")
-    return torch
+def on_torch():
+    """A GPU of PyTorch, and PyTorch, for tests of its streams, errors and trainings."""
+    pytest.importorskip("cupy")
+    return torch_device(), pytest.importorskip("torch")
 
 
 def encoded(device, codec, grads, residuals):
@@ -86,7 +100,7 @@ def test_all_bytes_are_the_emulators(device, key):
 
 
 def test_a_device_passes_its_probe(device):
-    probe(device)
+    probe(device, [get_codec(recipe) for recipe in ("topk", "fft", "dct", "bf16")])
 
 
 @pytest.mark.parametrize(("recipe", "tolerance"), [("topk", 0), ("fft", 2e-6), ("dct", 2e-6)])
@@ -97,24 +111,34 @@ def test_steps_are_the_cpus(device, recipe, tolerance):
         grads = steps.random_grads(rng)
         if step == 2:
             grads[1][0][1][5] = np.nan
-        expected = run_step(cpu, grads)
-        for ours, theirs in zip(run_step(gpu, grads), expected, strict=True):
+        expected = steps.run_step(cpu, grads)
+        for ours, theirs in zip(run_step(device, gpu, grads), expected, strict=True):
             atol = tolerance * np.nan_to_num(np.abs(theirs)).max()
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
     gpu[0].read_device()
     assert gpu[0].costs.skipped_steps == 1
+    assert gpu[0].costs.total_error == pytest.approx(cpu[0].costs.total_error, rel=1e-4)
 
 
-def run_step(engines, grads):
+def run_step(device, engines, grads):
     """Return the sums of a step as NumPy arrays, the same on all ranks."""
-    exchange_once(engines, grads, random.Random(0))
-    sums = [[engine._on_host(t) for b in (0, 1) for t in engine.sums(b)] for engine in engines]
+    for bucket in (0, 1):
+        exchange(device, engines, [of_rank[bucket] for of_rank in grads], bucket)
+    sums = [[device.fetch(t)() for b in (0, 1) for t in engine.sums(b)] for engine in engines]
     for others in sums[1:]:
         for ours, theirs in zip(sums[0], others, strict=True):
             assert ours.tobytes() == theirs.tobytes()
     for engine in engines:
         engine.settle()
     return sums[0]
+
+
+def exchange(device, engines, grads, bucket):
+    """Gather what the ranks send for a bucket, through the host."""
+    rounds = [engine.start(bucket, own) for engine, own in zip(engines, grads, strict=True)]
+    messages = [device.fetch(round_.data)() for round_ in rounds]
+    for engine in engines:
+        engine.advance(bucket, device.upload(np.concatenate(messages)))
 
 
 def on_gpu(torch, grads):
@@ -125,38 +149,43 @@ def on_gpu(torch, grads):
     ]
 
 
-def test_fixed_sizes_never_wait(device, on_torch):
+@pytest.mark.gpu
+def test_fixed_sizes_never_wait(on_torch):
+    device, torch = on_torch
     engines = steps.make_engines(device, "fft")
-    grads = on_gpu(on_torch, steps.random_grads(np.random.default_rng(1)))
+    grads = on_gpu(torch, steps.random_grads(np.random.default_rng(1)))
     pairs = list(zip(engines, grads, strict=True))
-    run_step(engines, grads)  # compiles
-    on_torch.cuda.synchronize()
-    on_torch.cuda.set_sync_debug_mode("error")
+    run_step(device, engines, grads)  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(5):
             for bucket in (0, 1):
                 messages = [e.start(bucket, g[bucket]).data for e, g in pairs]
-                gathered = on_torch.cat(messages)
+                gathered = torch.cat(messages)
                 for engine in engines:
                     engine.advance(bucket, gathered)
             for engine in engines:
                 engine.settle()
     finally:
-        on_torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_sync_debug_mode("default")
 
 
-def test_another_stream_computes_the_same(device, on_torch):
-    grads = on_gpu(on_torch, steps.random_grads(np.random.default_rng(2)))
-    expected = run_step(steps.make_engines(device, "topk"), grads)
-    on_torch.cuda.synchronize()
-    with on_torch.cuda.stream(on_torch.cuda.Stream()):
-        found = run_step(steps.make_engines(device, "topk"), grads)
+@pytest.mark.gpu
+def test_another_stream_computes_the_same(on_torch):
+    device, torch = on_torch
+    grads = on_gpu(torch, steps.random_grads(np.random.default_rng(2)))
+    expected = run_step(device, steps.make_engines(device, "topk"), grads)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = run_step(device, steps.make_engines(device, "topk"), grads)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.tobytes() == theirs.tobytes()
 
 
-def test_a_model_on_the_gpu_learns(device, on_torch):
-    torch = on_torch
+@pytest.mark.gpu
+def test_a_model_on_the_gpu_learns(on_torch):
+    device, torch = on_torch
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(90, 100), torch.nn.Tanh(), torch.nn.Linear(100, 1))
     model.cuda()
@@ -172,24 +201,24 @@ def test_a_model_on_the_gpu_learns(device, on_torch):
             loss.backward()
             halves.append(model[0].weight.grad.reshape(-1).clone())
         empty = [torch.zeros(n, device="cuda") for n in (3000, 3500)]
-        exchange_once(engines, [[[g, empty[0]], [empty[1]]] for g in halves], random.Random(0))
-        model[0].weight.grad.copy_(engines[0].sums(0)[0].view(100, 90) / 2)
-        for engine in engines:
-            engine.settle()
+        [mean, *_] = run_step(device, engines, [[[g, empty[0]], [empty[1]]] for g in halves])
+        model[0].weight.grad.copy_(torch.from_numpy(mean).view(100, 90) / 2)
         optimizer.step()
         losses.append(loss.item())
     assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
 
 
-def test_more_than_2_to_the_31_elements(device, on_torch):
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements(on_torch):
+    device, torch = on_torch
     n = (1 << 31) + 4321
-    free, _ = on_torch.cuda.mem_get_info()
+    free, _ = torch.cuda.mem_get_info()
     if free < 6 * 4 * n:
         pytest.skip(f"{free / 1e9:.0f} GB of device memory are free, {24 * n / 1e9:.0f} are needed")
-    codec = make_codec("topk")
-    grad = on_torch.zeros(n, device="cuda")
+    codec = get_codec("topk", density=0.001, bits=32)
+    grad = torch.zeros(n, device="cuda")
     where = [0, 77, (1 << 31) - 1, 1 << 31, n - 1]
-    grad[where] = on_torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0], device="cuda")
+    grad[where] = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0], device="cuda")
     encoder = Encoder(device, [codec], [(n,)])
     message = encoder.encode([grad], [None], [None]).message
     payload = device.fetch(message)()[: codec.payload_nbytes((n,))]
@@ -198,14 +227,16 @@ def test_more_than_2_to_the_31_elements(device, on_torch):
     assert np.count_nonzero(left) == 5
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_nvidias_sanitizer_finds_nothing(device, on_torch, tool):
+def test_nvidias_sanitizer_finds_nothing(on_torch, tool):
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer is not installed")
     script = (
         "import torch; from horovod_fftcomp.backends.gpu.torch_device import TorchDevice;"
         "from horovod_fftcomp.backends.gpu.probe import probe;"
-        "probe(TorchDevice(torch.device('cuda', 0)))"
+        "from horovod_fftcomp import get_codec;"
+        "probe(TorchDevice(torch.device('cuda', 0)), map(get_codec, ('topk', 'fft', 'dct')))"
     )
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c"]
     ran = subprocess.run([*command, script], capture_output=True, text=True, check=False)

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from horovod_fftcomp import PayloadError
+from horovod_fftcomp import PayloadError, get_codec
 from horovod_fftcomp.backends.gpu.probe import probe
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.engine import Engine
@@ -53,8 +53,10 @@ def run_step(engines, grads):
         ("topk", {"density": 0.05}, 0),
         ("topk", {"density": 0.05, "error_feedback": False}, 0),
         ("topk", {"density": 0.05, "warmup_steps": 2}, 0),
-        ("scalecom", {"density": 0.05}, 0),  # of the host
-        ("hard_threshold", {"threshold": 1.5}, 0),  # of the host too
+        ("none", {}, 0),
+        ("fp16", {}, 0),  # of the host
+        ("scalecom", {"density": 0.05}, 0),  # of the host too
+        ("hard_threshold", {"threshold": 1.5}, 0),
         ("fft", {}, 2e-6),
         ("dct", {}, 2e-6),
     ],
@@ -203,7 +205,8 @@ def test_only_what_is_asked_for_is_waited_for():
 
 
 def test_the_probe_finds_a_device_that_computes_wrong():
-    probe(Emulator())
+    codecs = [get_codec(recipe) for recipe in ("topk", "fft", "dct", "bf16")]
+    probe(Emulator(), codecs)
 
     class Wrong(Emulator):
         def fetch(self, array):
@@ -212,4 +215,85 @@ def test_the_probe_finds_a_device_that_computes_wrong():
             return lambda: copied
 
     with pytest.raises(UnsupportedError, match=r"1 of .* bytes of a payload are wrong"):
-        probe(Wrong())
+        probe(Wrong(), codecs)
+
+
+def mixed_engines(device):
+    """Engines with a bucket that a GPU computes, and one that it does not."""
+    buckets = [
+        Bucket(TENSORS[:2], make_policy("topk", density=0.05)),
+        Bucket(TENSORS[2:], make_policy("scalecom", density=0.05)),
+    ]
+    return [Engine(buckets, rank, 2, device) for rank in range(2)]
+
+
+def test_buckets_of_host_and_device_commit_together():
+    rng = np.random.default_rng(7)
+    cpu, gpu = mixed_engines(None), mixed_engines(Emulator())
+    for step in range(4):
+        grads = random_grads(rng)
+        if step == 1:
+            grads[0][0][0][3] = np.inf  # the device's
+        if step == 2:
+            grads[1][1][0][3] = np.nan  # the host's
+        for ours, theirs in zip(run_step(gpu, grads), run_step(cpu, grads), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        for ours, theirs in zip(gpu, cpu, strict=True):
+            for tensor in TENSORS:
+                wanted = theirs.residual(tensor.name)
+                np.testing.assert_array_equal(ours.residual(tensor.name), wanted)
+    for ours, theirs in zip(gpu, cpu, strict=True):
+        ours.read_device()
+        assert ours.costs.skipped_steps == theirs.costs.skipped_steps == 2
+
+
+def test_a_measured_step_that_is_dropped_counts_nowhere():
+    rng = np.random.default_rng(8)
+    cpu, gpu = (make_engines(on, "topk", density=0.05) for on in (None, Emulator()))
+    first = random_grads(rng)
+    first[1][0][0][0] = np.nan  # of step 0, which is measured; rank 0 is finite itself
+    for grads in (first, random_grads(rng)):
+        run_step(cpu, grads)
+        run_step(gpu, grads)
+    for ours, theirs in zip(gpu, cpu, strict=True):
+        ours.read_device()
+        assert ours.costs.total_error == theirs.costs.total_error == 0
+        assert ours.costs.relative_error == 0
+
+
+def test_residuals_follow_the_loss_scale():
+    rng = np.random.default_rng(9)
+    cpu, gpu = (make_engines(on, "topk", density=0.05) for on in (None, Emulator()))
+    for scale in (1.0, 4.0, 0.5):
+        grads = random_grads(rng)
+        for engine in cpu + gpu:
+            engine.follow_loss_scale(scale)
+        for ours, theirs in zip(run_step(gpu, grads), run_step(cpu, grads), strict=True):
+            assert ours.tobytes() == theirs.tobytes()
+
+
+def test_after_a_corrupt_payload_a_checkpoint_goes_on():
+    rng = np.random.default_rng(10)
+    [gpu], [cpu] = (make_engines(on, "topk", 1, density=0.05) for on in (Emulator(), None))
+    grads = [random_grads(rng, 1) for _ in range(2)]
+    for engine in (cpu, gpu):
+        run_step([engine], grads[0])
+    saved = gpu.state_dict()
+    for bucket in (0, 1):
+        message = gpu.start(bucket, grads[1][0][bucket]).data
+        message[3] ^= 8
+        gpu.advance(bucket, message)
+    gpu.settle()
+    with pytest.raises(PayloadError, match="2 payloads were corrupt"):
+        gpu.read_device()
+    gpu.load_state_dict(saved)
+    for ours, theirs in zip(run_step([gpu], grads[1]), run_step([cpu], grads[1]), strict=True):
+        assert ours.tobytes() == theirs.tobytes()
+    gpu.read_device()
+
+
+def test_messages_of_another_length_are_refused():
+    [engine] = make_engines(Emulator(), "topk", 1, density=0.05)
+    message = engine.start(0, random_grads(np.random.default_rng(11), 1)[0][0]).data
+    with pytest.raises(PayloadError, match="bytes arrived"):
+        engine.advance(0, message[:-16])

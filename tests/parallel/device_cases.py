@@ -6,6 +6,7 @@ import horovod.torch as hvd
 import pytest
 import torch
 
+from horovod_fftcomp import ConfigMismatchError
 from horovod_fftcomp.torch import compressor
 from tests.gpu.torch_emulator import TorchEmulator
 from tests.parallel.models import distributed, make_model, small_buckets, train
@@ -16,7 +17,7 @@ def on_gpu(monkeypatch):
     """Make compressors that are made from now on use the emulated GPU."""
 
     def use():
-        monkeypatch.setattr(compressor, "device_of", lambda parameters: TorchEmulator())
+        monkeypatch.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
 
     return use
 
@@ -64,14 +65,26 @@ def test_a_step_with_nan_leaves_no_trace(on_gpu, same_everywhere):
     assert compression.stats()["skipped_steps"] == 1
 
 
-def test_a_state_saved_on_the_gpu_goes_on_on_the_cpu(on_gpu, monkeypatch):
+def test_a_state_saved_on_the_gpu_goes_on_on_the_cpu(on_gpu, monkeypatch, same_everywhere):
     expected, _, _ = trained("topk", 6)
     with monkeypatch.context() as patched:
-        patched.setattr(compressor, "device_of", lambda parameters: TorchEmulator())
-        model, _, compression = trained("topk", 6)
-    state = compression.state_dict()
-    other = small_buckets(make_model(), "topk")
-    other.load_state_dict(state)
-    assert other.residual_norm() == compression.residual_norm()
-    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        patched.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
+        model, optimizer, compression = trained("topk", 3)
+    assert compression.residual_ratios()
+    other_model = make_model()
+    other = small_buckets(other_model, "topk")
+    other_optimizer = distributed(other_model, other)
+    other_model.load_state_dict(model.state_dict())
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(compression.state_dict())
+    train(other_model, other_optimizer, 6, skip=3)
+    same_everywhere(*other_model.parameters())
+    for found, wanted in zip(other_model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(found, wanted)
+
+
+def test_a_rank_whose_gpu_computes_nothing_is_told_by_all(on_gpu):
+    if hvd.rank() == 0:
+        on_gpu()
+    with pytest.raises(ConfigMismatchError, match="steps computed on"):
+        trained("topk", 1)

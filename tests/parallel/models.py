@@ -54,9 +54,11 @@ def batches(steps: int, seed: int = 0):
         yield x, (x @ teacher).argmax(1)
 
 
-def train(model, optimizer, steps, seed=0, order=order_of):
+def train(model, optimizer, steps, seed=0, order=order_of, skip=0):
     losses = []
     for step, (x, y) in enumerate(batches(steps, seed)):
+        if step < skip:
+            continue
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x, order(step)), y)
         loss.backward()

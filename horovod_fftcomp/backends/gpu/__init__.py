@@ -27,22 +27,26 @@ _OF_COEFFICIENTS = (
 NAMES = (
     *("add_residual", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
     *("read_headers", "count_unary", "find_chunks", "sum_raw"),
-    *("judge", "count_corrupt", "count_step"),
+    *("judge", "find_not_finite", "count_corrupt", "count_step"),
     *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),
     *(f"forward<{block}, {cosine}>" for block in BLOCK_LENGTHS for cosine in ("false", "true")),
     "sum_payloads<64, 0>",
     *(f"sum_payloads<{block}, {domain}>" for block in BLOCK_LENGTHS for domain in (1, 2)),
 )
 
-Launch = Callable[[int, int, Sequence[Any], int], None]  # grid, threads, arguments, shared bytes
+# What every loader compiles with. Contraction would round otherwise than the CPU or another GPU.
+OPTIONS = ("-std=c++17", "-fmad=false")
+
+Launch = Callable[..., None]  # grid, threads, arguments, shared bytes
 
 
 class Device(Protocol):
-    """Arrays of one device, 1-D, and kernels, all on its current stream."""
+    """Arrays of one device, 1-D, and kernels, all on its current stream.
 
-    def __hash__(self) -> int:
-        """Tell devices apart: what is made for one is kept by device."""
-        ...
+    ``cache``: what is laid out for its memory, kept as long as the device.
+    """
+
+    cache: dict[Any, Any]
 
     def empty(self, n: int, dtype: DTypeLike = np.float32) -> Any:
         """Return ``n`` elements with any contents, at a multiple of 256 bytes."""
@@ -58,6 +62,10 @@ class Device(Protocol):
 
     def fetch(self, array: Any) -> Callable[[], np.ndarray]:
         """Begin to copy an array to the host; the function that is returned waits for that."""
+        ...
+
+    def joined(self, arrays: Sequence[Any]) -> Any:
+        """Return arrays of one dtype one after the other, in a new one."""
         ...
 
     def clear(self, array: Any) -> None:
@@ -76,3 +84,8 @@ class Device(Protocol):
 def source() -> str:
     """Return the text of all kernels."""
     return "".join((_FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in _SOURCES)
+
+
+def on_device(array: Any, device: Device) -> Any:
+    """Return ``array``, brought to the device if it is NumPy's."""
+    return device.upload(array) if isinstance(array, np.ndarray) else array

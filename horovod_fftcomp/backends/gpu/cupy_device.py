@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import cupyx
 import numpy as np
 from numpy.typing import DTypeLike
 
-from horovod_fftcomp.backends.gpu import Launch
+from horovod_fftcomp.backends.gpu import OPTIONS, Launch
 
-# Contraction into fused multiply-adds would round otherwise than the CPU, or another GPU.
-_OPTIONS = ("-std=c++17", "-fmad=false")
+_known: dict[tuple[int, str], dict[str, Launch]] = {}
 
 
 class CupyDevice:
     """Arrays and launches on CuPy's current stream; see ``gpu.Device``."""
+
+    def __init__(self) -> None:
+        self.cache: dict[Any, Any] = {}
 
     def empty(self, n: int, dtype: DTypeLike = np.float32) -> cupy.ndarray:
         """Return ``n`` elements with any contents."""
@@ -46,6 +47,10 @@ class CupyDevice:
 
         return fetched
 
+    def joined(self, arrays: Sequence[cupy.ndarray]) -> cupy.ndarray:
+        """Return arrays of one dtype one after the other, in a new one."""
+        return cupy.concatenate(arrays)
+
     def clear(self, array: cupy.ndarray) -> None:
         """Fill an array with zeros."""
         array.fill(0)
@@ -60,18 +65,29 @@ class CupyDevice:
 
 
 def compiled(source: str, names: Sequence[str]) -> dict[str, Launch]:
-    """Return kernels for CuPy's current device; CuPy keeps what is compiled in its cache."""
-    module = cupy.RawModule(code=source, options=_OPTIONS, name_expressions=list(names))
-    return {name: functools.partial(_launch, module.get_function(name)) for name in names}
+    """Return kernels for CuPy's current device; what a process has compiled it keeps."""
+    key = (cupy.cuda.Device().id, source)
+    known = _known.setdefault(key, {})
+    missing = [name for name in names if name not in known]
+    if missing:
+        module = cupy.RawModule(code=source, options=OPTIONS, name_expressions=missing)
+        for name in missing:
+            known[name] = functools.partial(_launch, module.get_function(name))
+    return {name: known[name] for name in names}
 
 
-@functools.lru_cache(64)
-def on_stream(handle: int) -> AbstractContextManager:
-    """Return a context in which CuPy launches on a stream that is somebody else's."""
-    return cupy.cuda.ExternalStream(handle)
+class Stream(NamedTuple):
+    """A stream that is somebody else's, as CuPy's launches take it."""
+
+    ptr: int
 
 
 def _launch(
-    kernel: cupy.RawKernel, grid: int, threads: int, arguments: Sequence[Any], shared_nbytes: int
+    kernel: cupy.RawKernel,
+    grid: int,
+    threads: int,
+    arguments: Sequence[Any],
+    shared_nbytes: int,
+    stream: Stream | None = None,
 ) -> None:
-    kernel((grid,), (threads,), tuple(arguments), shared_mem=shared_nbytes)
+    kernel((grid,), (threads,), tuple(arguments), shared_mem=shared_nbytes, stream=stream)

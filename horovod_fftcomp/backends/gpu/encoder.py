@@ -94,6 +94,15 @@ class Encoder:
         from them. Neither they nor the body of a payload mean anything if it is not finite.
         ``measure``: sum the squares of the tensors whose coefficients are kept.
         """
+        try:
+            return self._encode(grads, residuals, coeffs, measure)
+        except BaseException:  # out of memory, midway: the next encoding finds its scratch as new
+            self._device.clear(self._found)
+            raise
+
+    def _encode(
+        self, grads: Sequence[Any], residuals: Sequence[Any], coeffs: Sequence[Any], measure: bool
+    ) -> Encoded:
         device = self._device
         message = device.zeros(max(1, self.message_nbytes), np.uint8)
         scratch = []  # lives until all is launched; the stream keeps the order

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from horovod_fftcomp.backends import load_backend
@@ -10,24 +12,22 @@ from horovod_fftcomp.backends.gpu.decoder import Decoder
 from horovod_fftcomp.backends.gpu.encoder import Encoder
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.quantizers import RangeFloat
-from horovod_fftcomp.sparsifiers import TopK
-from horovod_fftcomp.transforms import BlockFFT, Identity
+from horovod_fftcomp.positions import Layout
+from horovod_fftcomp.transforms import Identity
 
 _NUMEL = 20_000  # a few tiles
 
 
-def probe(device: Device) -> None:
-    """Raise UnsupportedError unless the device makes the CPU's bytes and sums.
+def probe(device: Device, codecs: Iterable[Codec]) -> None:
+    """Raise UnsupportedError unless the device makes the CPU's bytes and sums by all ``codecs``.
 
-    It also compiles what most trainings need.
+    It also compiles what they need.
     """
     steps = np.arange(_NUMEL, dtype=np.float64)
     grad = (np.sin(0.37 * steps) * np.exp2(steps % 13)).astype(np.float32)
-    for codec in (
-        Codec(Identity(), TopK(0.01), RangeFloat(8)),
-        Codec(BlockFFT(), TopK(0.15), RangeFloat(4)),
-    ):
+    for codec in codecs:
+        if codec.plan(grad.shape).layout is Layout.RAW:
+            continue
         payload, total = _exchanged(device, codec, grad)
         if isinstance(codec.transform, Identity):
             expected = codec.encode(grad)

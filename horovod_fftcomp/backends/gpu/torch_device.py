@@ -25,23 +25,24 @@ _TYPES = {
 class TorchDevice:
     """Arrays of one GPU from PyTorch's own memory; see ``gpu.Device``."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, place: torch.device) -> None:
+        self.place = place
+        self.cache: dict[Any, Any] = {}
 
     def empty(self, n: int, dtype: DTypeLike = np.float32) -> torch.Tensor:
         """Return ``n`` elements with any contents."""
-        return torch.empty(n, dtype=_TYPES[np.dtype(dtype)], device=self._device)
+        return torch.empty(n, dtype=_TYPES[np.dtype(dtype)], device=self.place)
 
     def zeros(self, n: int, dtype: DTypeLike = np.float32) -> torch.Tensor:
         """Return ``n`` zeros."""
-        return torch.zeros(n, dtype=_TYPES[np.dtype(dtype)], device=self._device)
+        return torch.zeros(n, dtype=_TYPES[np.dtype(dtype)], device=self.place)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """Return a copy on the GPU; goes through pinned memory, so the host does not wait."""
         kind = np.dtype(f"i{array.itemsize}") if array.dtype.kind == "u" else array.dtype
         kind = np.dtype(np.uint8) if array.dtype == np.uint8 else kind
         host = torch.from_numpy(array.reshape(-1).view(kind).copy())
-        return self._pinned(host).to(self._device, non_blocking=True)
+        return self._pinned(host).to(self.place, non_blocking=True)
 
     def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
         """Begin to copy an array to the host; the function that is returned waits for that."""
@@ -55,6 +56,10 @@ class TorchDevice:
 
         return fetched
 
+    def joined(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return arrays of one dtype one after the other, in a new one."""
+        return torch.cat(list(arrays))
+
     def clear(self, array: torch.Tensor) -> None:
         """Fill an array with zeros."""
         array.zero_()
@@ -64,20 +69,20 @@ class TorchDevice:
         return array.data_ptr()
 
     def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
-        """Return kernels compiled by CuPy, which keeps them in its cache on disk."""
+        """Return kernels compiled by CuPy."""
         from horovod_fftcomp.backends.gpu.cupy_device import compiled
 
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.place):
             kernels = compiled(source, names)
         return {name: self._launcher(kernel) for name, kernel in kernels.items()}
 
     def _launcher(self, kernel: Launch) -> Launch:
-        from horovod_fftcomp.backends.gpu.cupy_device import on_stream
+        from horovod_fftcomp.backends.gpu.cupy_device import Stream
 
         def launch(grid: int, threads: int, arguments: Sequence[Any], shared_nbytes: int) -> None:
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            with torch.cuda.device(self._device), on_stream(stream):
-                kernel(grid, threads, values_of(arguments), shared_nbytes)
+            stream = Stream(torch.cuda.current_stream(self.place).cuda_stream)
+            with torch.cuda.device(self.place):
+                kernel(grid, threads, values_of(arguments), shared_nbytes, stream)
 
         return launch
 
@@ -86,7 +91,7 @@ class TorchDevice:
 
     def _mark(self) -> Callable[[], None]:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.place))
         return event.synchronize
 
 

@@ -3,7 +3,7 @@
 // A launch serves all tensors of a bucket. They are cut into tiles; block b works on tile b, and
 // `tile_tensor` tells whose it is. Files include nothing: the loader joins them, and an emulator
 // on a CPU puts its own declarations before them. Arithmetic that decides bytes is written with
-// the intrinsics that round once and never contract, so all machines write the same bytes.
+// functions that round once and never contract, so all machines write the same bytes.
 #ifdef __CUDACC__
 #define SHARED_MEMORY(name) extern __shared__ __align__(16) unsigned char name[]
 #else
@@ -26,7 +26,7 @@ constexpr u32 ABS = 0x7fffffffu, SIGN = 0x80000000u;
 enum Kind : u32 { RANGE, FLOAT32, BFLOAT16 };
 enum Layout : u32 { RAW, ALL, BITMAP, OFFSETS, ENTROPY };
 
-// One tensor as the host describes it. Eight-byte fields come first; `gpu.py` has the same.
+// One tensor as the host describes it. Eight-byte fields come first; `tables.py` has the same.
 struct Tensor {
     const float* grad;      // flat
     const float* residual;  // coefficients as floats; null if there is none
@@ -44,7 +44,7 @@ struct Tensor {
     u32 keep;               // subtract what is sent from coeffs
     u32 unused;
 };
-static_assert(sizeof(Tensor) == 112, "gpu.py describes tensors with the same layout");
+static_assert(sizeof(Tensor) == 112, "tables.py describes tensors with the same layout");
 
 // What the kernels find out of one tensor. Zeros before the first launch; they clear it themselves.
 struct Found {
@@ -64,6 +64,33 @@ struct TileCounts {
     u32 ties;          // of those equal to it that are still to be chosen
 };
 
+// Arithmetic that rounds once, in every compilation: some loaders flush denormal numbers to zero by
+// a flag that the compiler's own functions obey.
+#ifdef __CUDACC__
+#define ROUNDED_ONCE(name, instruction)                                              \
+    __device__ __forceinline__ float name(float a, float b) {                        \
+        float result;                                                                \
+        asm(instruction " %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));             \
+        return result;                                                               \
+    }
+ROUNDED_ONCE(add_rn, "add.rn.f32")
+ROUNDED_ONCE(sub_rn, "sub.rn.f32")
+ROUNDED_ONCE(mul_rn, "mul.rn.f32")
+__device__ __forceinline__ float fma_rn(float a, float b, float c) {
+    float result;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
+    return result;
+}
+#else
+inline float add_rn(float a, float b) { return __fadd_rn(a, b); }
+inline float sub_rn(float a, float b) { return __fsub_rn(a, b); }
+inline float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+inline float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+#endif
+
+__device__ __forceinline__ float negated(float x) {
+    return __uint_as_float(__float_as_uint(x) ^ SIGN);
+}
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & ABS; }
 
 __device__ __forceinline__ u32 warp_inclusive_sum(u32 value) {

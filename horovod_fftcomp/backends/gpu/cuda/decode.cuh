@@ -25,7 +25,7 @@ struct Arriving {
     u32 kind, bits, shift;
     u32 unused;
 };
-static_assert(sizeof(Arriving) == 176, "gpu.py describes arriving tensors with the same layout");
+static_assert(sizeof(Arriving) == 176, "tables.py describes arriving tensors with the same layout");
 
 // What is found out of a payload. Zeros before the first launch.
 struct Payload {
@@ -322,7 +322,7 @@ __device__ __forceinline__ bool add_values(const Messages& messages, const Arriv
                     atomicOr(&sums[34], 1u);
                 }
                 float* at = &sum[float_slot(C * (32 * threadIdx.x + bit) + c)];
-                *at = __fadd_rn(*at, value);
+                *at = add_rn(*at, value);
             }
         }
     }
@@ -365,17 +365,17 @@ __global__ void __launch_bounds__(THREADS, DOMAIN == COSINES ? 3 : RESIDENT)
                 u32 of = first / M * L, m = M - k;
                 float a = floats[float_slot(of + k)], b = floats[float_slot(of + (L - k) % L)];
                 float2 w = cosines[k];
-                x = make_float2(__fmul_rn(0.5f, __fmaf_rn(a, w.x, __fmul_rn(b, w.y))),
-                                __fmul_rn(0.5f, __fmaf_rn(a, w.y, -__fmul_rn(b, w.x))));
+                x = make_float2(mul_rn(0.5f, fma_rn(a, w.x, mul_rn(b, w.y))),
+                                mul_rn(0.5f, fma_rn(a, w.y, negated(mul_rn(b, w.x)))));
                 float c = floats[float_slot(of + m)], d = floats[float_slot(of + L - m)];
                 float2 v = cosines[m % M];
-                mirror = make_float2(__fmul_rn(0.5f, __fmaf_rn(c, v.x, __fmul_rn(d, v.y))),
-                                     -__fmul_rn(0.5f, __fmaf_rn(c, v.y, -__fmul_rn(d, v.x))));
+                mirror = make_float2(mul_rn(0.5f, fma_rn(c, v.x, mul_rn(d, v.y))),
+                                     negated(mul_rn(0.5f, fma_rn(c, v.y, negated(mul_rn(d, v.x))))));
                 if (k == 0) x = make_float2(a, c);
             }
             float2 odd = turned<true>(times(minus(x, mirror), conjugate(roots[k])));
             z[own] = plus(plus(x, mirror), odd);
-            if (k == 0) z[own] = make_float2(__fadd_rn(x.x, x.y), __fsub_rn(x.x, x.y));
+            if (k == 0) z[own] = make_float2(add_rn(x.x, x.y), sub_rn(x.x, x.y));
         }
         __syncthreads();
 #pragma unroll
@@ -417,7 +417,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
                 note_corrupt(payload);
                 sound = false;
             }
-            sum = __fadd_rn(sum, sound ? values[begin + i] : __uint_as_float(NAN_BITS));
+            sum = add_rn(sum, sound ? values[begin + i] : __uint_as_float(NAN_BITS));
         }
         finite = finite && magnitude(sum) <= LARGEST_FINITE_BITS;
         tensor.sum[begin + i] = sum;

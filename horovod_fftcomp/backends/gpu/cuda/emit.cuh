@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
         for (u32 c = 0; c < C; c++) {
             u32 code = encode_value(coding, coeff[c]);
             put_bits(values, (C * rank + c) * coding.bits, code, coding.bits);
-            if (tensor.keep) coeff[c] = __fsub_rn(coeff[c], decode_value(coding, code));
+            if (tensor.keep) coeff[c] = sub_rn(coeff[c], decode_value(coding, code));
         }
     }
 }

@@ -21,7 +21,7 @@ struct Coded {
     u32 n_warps, n_chunks;
     u32 tensor;  // whose code this is
 };
-static_assert(sizeof(Coded) == 88, "gpu.py describes codes with the same layout");
+static_assert(sizeof(Coded) == 88, "tables.py describes codes with the same layout");
 
 __device__ __forceinline__ u32* words_of(const Coded& code) {
     return reinterpret_cast<u32*>(code.coded + (2ull * code.n_chunks + 3) / 4 * 4);
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(128)
     for (u32 i = threadIdx.x; i < length; i += blockDim.x) out[2 * LANES + i] = words[i];
 }
 
-// Decodes eight chunks by each warp of one message. `status`: one word for the tensor; becomes
-// CORRUPT where a chunk does not end as it began. Lengths and places are those of `find_chunks`.
+// Decodes eight chunks by each warp of one message; false where a chunk does not end as it began.
+// Lengths and places are those of `find_chunks`.
 __device__ __forceinline__ bool decode_group(const Coded& code, u32 chunk, u32 group, u32 lane) {
     bool exists = chunk < code.n_chunks;
     u64 begin = u64(chunk) * CHUNK;

@@ -10,7 +10,7 @@ struct Header {
     const u32* crc_of_scale;  // how each bit of the scale changes the checksum; then the flag
     u64 nbytes;
 };
-static_assert(sizeof(Header) == 32, "gpu.py describes headers with the same layout");
+static_assert(sizeof(Header) == 32, "tables.py describes headers with the same layout");
 
 // One warp for each tensor. `not_finite`: one word for each; and the peak begins anew.
 __global__ void __launch_bounds__(32)

@@ -13,11 +13,11 @@ __device__ __forceinline__ u32 key_of(const float* coeff, u64 place, u32 bins_pe
     if (C == 1) return magnitude(coeff[0]);
     float re = coeff[0], im = coeff[C - 1];
     if (scaling) {
-        re = __fmul_rn(re, __uint_as_float(scaling));
-        im = __fmul_rn(im, __uint_as_float(scaling));
+        re = mul_rn(re, __uint_as_float(scaling));
+        im = mul_rn(im, __uint_as_float(scaling));
     }
-    float energy = __fadd_rn(__fmul_rn(re, re), __fmul_rn(im, im));
-    if (place % bins_per_block == 0) energy = __fmul_rn(energy, 0.5f);
+    float energy = add_rn(mul_rn(re, re), mul_rn(im, im));
+    if (place % bins_per_block == 0) energy = mul_rn(energy, 0.5f);
     return magnitude(energy);  // a NaN may have a sign
 }
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ void tally_coeff(const Tensor& tensor, u64 place, con
 #pragma unroll
     for (u32 c = 0; c < C; c++) {
         sum[c] = coeff[c];
-        if (tensor.residual) sum[c] = __fadd_rn(sum[c], tensor.residual[C * place + c]);
+        if (tensor.residual) sum[c] = add_rn(sum[c], tensor.residual[C * place + c]);
         tensor.coeffs[C * place + c] = sum[c];
         tally.peak = max(tally.peak, magnitude(sum[c]));
     }

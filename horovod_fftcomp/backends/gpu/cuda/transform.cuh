@@ -9,20 +9,20 @@ __device__ __forceinline__ u32 slot(u32 point) { return point + point / 16; }
 constexpr u32 POINTS_NBYTES = 8 * (POINTS + POINTS / 16);
 
 __device__ __forceinline__ float2 plus(float2 a, float2 b) {
-    return make_float2(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y));
+    return make_float2(add_rn(a.x, b.x), add_rn(a.y, b.y));
 }
 __device__ __forceinline__ float2 minus(float2 a, float2 b) {
-    return make_float2(__fsub_rn(a.x, b.x), __fsub_rn(a.y, b.y));
+    return make_float2(sub_rn(a.x, b.x), sub_rn(a.y, b.y));
 }
 __device__ __forceinline__ float2 times(float2 a, float2 b) {
-    return make_float2(__fmaf_rn(a.x, b.x, -__fmul_rn(a.y, b.y)),
-                       __fmaf_rn(a.x, b.y, __fmul_rn(a.y, b.x)));
+    return make_float2(fma_rn(a.x, b.x, negated(mul_rn(a.y, b.y))),
+                       fma_rn(a.x, b.y, mul_rn(a.y, b.x)));
 }
-__device__ __forceinline__ float2 conjugate(float2 a) { return make_float2(a.x, -a.y); }
+__device__ __forceinline__ float2 conjugate(float2 a) { return make_float2(a.x, negated(a.y)); }
 // By -i, or by i for the inverse.
 template <bool INVERSE>
 __device__ __forceinline__ float2 turned(float2 a) {
-    return INVERSE ? make_float2(-a.y, a.x) : make_float2(a.y, -a.x);
+    return INVERSE ? make_float2(negated(a.y), a.x) : make_float2(a.y, negated(a.x));
 }
 
 template <bool INVERSE>
@@ -49,12 +49,12 @@ __device__ __forceinline__ void butterfly8(float2* v) {
     for (u32 i = 0; i < 4; i++) butterfly2<INVERSE>(v[i], v[i + 4]);
     // The odd half turns by an eighth for each step.
     float2 t = turned<INVERSE>(v[5]);
-    v[5] = make_float2(__fmul_rn(HALF_ROOT, __fadd_rn(v[5].x, t.x)),
-                       __fmul_rn(HALF_ROOT, __fadd_rn(v[5].y, t.y)));
+    v[5] = make_float2(mul_rn(HALF_ROOT, add_rn(v[5].x, t.x)),
+                       mul_rn(HALF_ROOT, add_rn(v[5].y, t.y)));
     v[6] = turned<INVERSE>(v[6]);
     t = turned<INVERSE>(v[7]);
-    v[7] = make_float2(__fmul_rn(HALF_ROOT, __fsub_rn(t.x, v[7].x)),
-                       __fmul_rn(HALF_ROOT, __fsub_rn(t.y, v[7].y)));
+    v[7] = make_float2(mul_rn(HALF_ROOT, sub_rn(t.x, v[7].x)),
+                       mul_rn(HALF_ROOT, sub_rn(t.y, v[7].y)));
     butterfly4<INVERSE>(v[0], v[1], v[2], v[3]);
     butterfly4<INVERSE>(v[4], v[5], v[6], v[7]);
     float2 odd[4] = {v[4], v[5], v[6], v[7]};
@@ -116,10 +116,10 @@ __device__ __forceinline__ float2 real_bin(const float2* points, u32 bin,
                                            const float2* __restrict__ roots) {
     u32 k = bin % M, begin = bin - k;
     float2 z = points[slot(bin)], mirror = conjugate(points[slot(begin + (M - k) % M)]);
-    if (k == 0) return make_float2(__fadd_rn(z.x, z.y), __fsub_rn(z.x, z.y));
+    if (k == 0) return make_float2(add_rn(z.x, z.y), sub_rn(z.x, z.y));
     float2 even = plus(z, mirror), odd = turned<false>(minus(z, mirror));
     float2 sum = plus(even, times(odd, roots[k]));
-    return make_float2(__fmul_rn(0.5f, sum.x), __fmul_rn(0.5f, sum.y));
+    return make_float2(mul_rn(0.5f, sum.x), mul_rn(0.5f, sum.y));
 }
 
 // Where element i of a block of L goes before a DCT: even ones ascending, odd ones descending.
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(THREADS, COSINE ? 3 : RESIDENT)
         float element = begin + i < tensor.numel ? tensor.grad[begin + i] : 0.0f;
         u32 place = COSINE ? i / L * L + dct_place<L>(i % L) : i;
         reinterpret_cast<float*>(points + slot(place / 2))[place % 2] =
-            __fmul_rn(element, 1.0f / L);
+            mul_rn(element, 1.0f / L);
     }
     __syncthreads();
     all_passes<M, 1, false>(points, roots);
@@ -175,8 +175,8 @@ __global__ void __launch_bounds__(THREADS, COSINE ? 3 : RESIDENT)
                 coeffs[first] = z.x;
                 coeffs[first + M] = z.y;
             } else {
-                coeffs[first + k] = __fmaf_rn(z.x, w.x, __fmul_rn(z.y, w.y));
-                coeffs[first + L - k] = __fmaf_rn(z.x, w.y, -__fmul_rn(z.y, w.x));
+                coeffs[first + k] = fma_rn(z.x, w.x, mul_rn(z.y, w.y));
+                coeffs[first + L - k] = fma_rn(z.x, w.y, negated(mul_rn(z.y, w.x)));
             }
         }
         __syncthreads();
