@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,9 @@ from horovod_fftcomp.schemes import (
     State,
     Tensor,
 )
-from horovod_fftcomp.verdicts import Verdicts
+
+if TYPE_CHECKING:
+    from horovod_fftcomp.verdicts import Verdicts
 
 
 @dataclass
@@ -77,6 +79,12 @@ def _run(bucket: int, exchange: Exchange, output: Array | None) -> Result:
     return Result(bucket, made, began, time.perf_counter())
 
 
+def _verdicts_of(device: Device) -> Verdicts:
+    from horovod_fftcomp.verdicts import Verdicts  # not for whoever has no GPU
+
+    return Verdicts(device)
+
+
 class Engine:
     """All buckets of one compressor on one rank.
 
@@ -101,7 +109,7 @@ class Engine:
         device: Device | None = None,
     ) -> None:
         self.device = device
-        self._verdicts = None if device is None else Verdicts(device)
+        self._verdicts = None if device is None else _verdicts_of(device)
         self._there: frozenset[int] = frozenset()  # the buckets that it computes
         self._skipped_there = 0  # steps that the device is known to have skipped
         # Of steps that were measured there: what waits for the verdict, outcomes, loss scale.

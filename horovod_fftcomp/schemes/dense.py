@@ -11,7 +11,6 @@ import numpy as np
 
 from horovod_fftcomp.backends import Array, load_backend
 from horovod_fftcomp.backends.gpu import Device, Launch, on_device, source
-from horovod_fftcomp.backends.gpu.tables import THREADS
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import Context, Exchange, OnDevice, Outcome, Round, Scheme, Tensor
 
@@ -87,6 +86,8 @@ def _sum_on_device(
     grads: Sequence[Any], sizes: Sequence[int], device: Device
 ) -> Generator[Round, Any, Outcome]:
     """Sum float32 values that stay on a GPU, without a wait for it."""
+    from horovod_fftcomp.backends.gpu.tables import THREADS  # not for whoever has no GPU
+
     parts = [
         device.zeros(size) if grad is None else on_device(grad, device)
         for grad, size in zip(grads, sizes, strict=True)

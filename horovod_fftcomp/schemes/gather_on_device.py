@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from horovod_fftcomp.backends.gpu import Device, on_device
-from horovod_fftcomp.backends.gpu.decoder import Decoder
-from horovod_fftcomp.backends.gpu.encoder import Encoder
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
+
+if TYPE_CHECKING:
+    from horovod_fftcomp.backends.gpu.decoder import Decoder
+    from horovod_fftcomp.backends.gpu.encoder import Encoder
 
 
 def serves(codec: Codec, tensors: Sequence[Tensor]) -> bool:
@@ -36,6 +38,9 @@ def _coders(
     device: Device, codec: Codec, tensors: Sequence[Tensor], n_ranks: int
 ) -> tuple[Encoder, Decoder]:
     """Return a bucket's coders; those of another density or number of ranks are dropped."""
+    from horovod_fftcomp.backends.gpu.decoder import Decoder  # not for whoever has no GPU
+    from horovod_fftcomp.backends.gpu.encoder import Encoder
+
     key, made_for = ("coders", tuple(tensors)), (codec, n_ranks)
     if key not in device.cache or device.cache[key][0] != made_for:
         codecs, shapes = [codec] * len(tensors), [tensor.shape for tensor in tensors]

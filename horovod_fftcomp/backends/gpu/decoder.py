@@ -36,7 +36,6 @@ class Decoder:
         self._device, self._n_ranks = device, n_ranks
         self._nbytes = encoder.message_nbytes
         plans = [codec.plan(shape) for codec, shape in zip(codecs, shapes, strict=True)]
-        self._numels = [plan.numel for plan in plans]
         self._rows = np.zeros(len(plans), tables.ARRIVING)
         self._kept: list[Any] = []
         for row, plan, codec, offset in zip(

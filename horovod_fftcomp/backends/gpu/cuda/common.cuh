@@ -122,14 +122,14 @@ __device__ __forceinline__ u32 block_exclusive_sum(u32 value, u32* sums, u32& to
     return sums[warp] + inclusive - value;
 }
 
-// Tells all threads of a block whether it is the last of its tensor's to come here. Then all that
-// the others have written is visible to it. `flag`: a word of shared memory.
-__device__ __forceinline__ bool is_last_tile(Found* found, u32 n_tiles, u32* flag) {
+// Tells all threads of a block whether it is the last of `n` that take a ticket, which then begin
+// anew. Then all that the others have written is visible to it. `flag`: a word of shared memory.
+__device__ __forceinline__ bool is_last(u32* ticket, u32 n, u32* flag) {
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        *flag = atomicAdd(&found->ticket, 1u) == n_tiles - 1;
-        if (*flag) found->ticket = 0;
+        *flag = atomicAdd(ticket, 1u) == n - 1;
+        if (*flag) *ticket = 0;
     }
     __syncthreads();
     __threadfence();

@@ -98,19 +98,6 @@ __global__ void __launch_bounds__(32)
     }
 }
 
-// Tells all threads of a block whether it is the last of `n_blocks` of a payload; `flag`: shared.
-__device__ __forceinline__ bool is_last_block(Payload* payload, u32 n_blocks, u32* flag) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        *flag = atomicAdd(&payload->ticket, 1u) == n_blocks - 1;
-        if (*flag) payload->ticket = 0;
-    }
-    __syncthreads();
-    __threadfence();
-    return *flag != 0;
-}
-
 // Turns counts into the sums of those before; notes a payload with another sum than k. All threads.
 __device__ __forceinline__ void sum_counts(u32* counts, u32 n, u64 k, Payload* payload, u32* sums) {
     volatile u32* all = counts;
@@ -147,7 +134,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
     block_exclusive_sum(count, sums, total);
     u32* counts = tensor.unary + u64(rank) * tensor.n_unary;
     if (threadIdx.x == 0) counts[block - tensor.first_unary] = total;
-    if (is_last_block(payload, tensor.n_unary, &sums[33]))
+    if (is_last(&payload->ticket, tensor.n_unary, &sums[33]))
         sum_counts(counts, tensor.n_unary, tensor.k, payload, sums);
 }
 
@@ -271,7 +258,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     block_exclusive_sum(__popc(ones), sums, total);
     u32* ranks = tensor.ranks + u64(rank) * tensor.n_tiles;
     if (threadIdx.x == 0) ranks[own] = total;
-    if (is_last_block(payload, tensor.n_tiles, &sums[33]))
+    if (is_last(&payload->ticket, tensor.n_tiles, &sums[33]))
         sum_counts(ranks, tensor.n_tiles, tensor.k, payload, sums);
 }
 

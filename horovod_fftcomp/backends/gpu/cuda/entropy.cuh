@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(32)
         code.states[u64(chunk) * LANES + lane] = state;
         if (lane == 0) code.lengths[chunk] = MOST_WORDS - free;
     }
-    if (is_last_tile(found, code.n_warps, flag)) place_chunks(code);
+    if (is_last(&found->ticket, code.n_warps, flag)) place_chunks(code);
 }
 
 // Copies a chunk's states and words to their place; a block for each chunk.

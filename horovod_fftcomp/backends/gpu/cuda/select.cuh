@@ -116,7 +116,7 @@ __device__ __forceinline__ void end_tally(const Tensor& tensor, Found* found, Ta
     __syncthreads();
     flush_counts(found, tally.digits, RADIX);
     if (threadIdx.x == 0) atomicMax(&found->peak, tally.sums[34]);
-    if (is_last_tile(found, tensor.n_tiles, &tally.sums[33]))
+    if (is_last(&found->ticket, tensor.n_tiles, &tally.sums[33]))
         choose_first_digit<C>(tensor, found, tally.digits, tally.sums);
 }
 
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
     __syncthreads();
     flush_counts(found, digits, SECOND);
-    if (is_last_tile(found, tensor.n_tiles, &sums[33])) choose_digit(found, SECOND, sums);
+    if (is_last(&found->ticket, tensor.n_tiles, &sums[33])) choose_digit(found, SECOND, sums);
 }
 
 // The third launch: as the second, of those alone that share the first two digits.
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     shared[word] = still_shared;
     __syncthreads();
     flush_counts(found, digits, SECOND);
-    if (is_last_tile(found, tensor.n_tiles, &sums[33])) choose_digit(found, SECOND, sums);
+    if (is_last(&found->ticket, tensor.n_tiles, &sums[33])) choose_digit(found, SECOND, sums);
 }
 
 // From each tile's counts to where its chosen coefficients stand among all of the tensor's.
@@ -268,5 +268,5 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
         tiles[blockIdx.x].equal = n_equal;
     }
     __syncthreads();
-    if (is_last_tile(found, tensor.n_tiles, &sums[33])) rank_tiles(tensor, found, tiles, sums);
+    if (is_last(&found->ticket, tensor.n_tiles, &sums[33])) rank_tiles(tensor, found, tiles, sums);
 }
