@@ -18,9 +18,9 @@ from typing import NamedTuple
 import horovod.torch as hvd
 import numpy as np
 import torch
+from digits import STYLES, Monitor
 from matplotlib.figure import Figure
 from rich.table import Column, Table
-from torch_digits import STYLES, Monitor
 
 from horovod_fftcomp import RECIPES
 from horovod_fftcomp.cli.arguments import RecipeChoice, recipe_choices

@@ -1,0 +1,17 @@
+"""``Compression``: what a user of ``horovod.tensorflow`` passes as ``compression=``."""
+
+from __future__ import annotations
+
+from horovod_fftcomp.factories import Factories
+from horovod_fftcomp.tensorflow.compressor import TensorFlowCompressor
+
+
+class Compression(metaclass=Factories):
+    """One factory for each recipe: ``Compression.fft(model, density=0.15)`` and so on.
+
+    Each takes the model (or variables, or (name, variable) pairs; without, what is exchanged
+    first), the recipe's options (``horovod-fftcomp recipes`` lists them), ``warmup_steps`` and
+    ``density_schedule`` (see ``make_policy``), and the fields of ``Settings``.
+    """
+
+    _make = TensorFlowCompressor

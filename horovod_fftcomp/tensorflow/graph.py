@@ -1,0 +1,296 @@
+"""The exchange of one trace: operations that Horovod's own compression hook cannot hold.
+
+Horovod calls the hook while it traces a ``tf.cond`` of its own for each gradient, where the others
+are out of reach. So the exchange of all gradients is put into the graph around those, at the first
+call, and each hook refers to its part of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from horovod_fftcomp.buckets import Bucket
+from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.exchanges import Place
+from horovod_fftcomp.schemes.nodes import Layout, Ranks
+from horovod_fftcomp.tensorflow import rounds
+from horovod_fftcomp.tensorflow.steps import Load, Steps
+
+# With warm-up, or a recipe that tries and chooses, the collectives of a bucket depend on the step;
+# one of each kind is among the first ones, before and after the warm-up.
+_SAMPLE = 64
+
+
+class Call(NamedTuple):
+    """What Horovod's function is about to reduce whose compression hook is calling."""
+
+    grads: Sequence[Any]
+    variables: Sequence[Any] | None
+    process_set: Any
+    op: Any
+
+
+def find_call() -> Call:
+    """Return the call of Horovod's ``allreduce_grads`` that is being traced.
+
+    Horovod tells the hook nothing but one tensor. Raises UnsupportedError elsewhere.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    process_set = op = None
+    while frame is not None:
+        name, known = frame.f_code.co_name, frame.f_locals
+        if process_set is None and "process_set" in known and "compression" in known:
+            process_set, op = known["process_set"], known.get("op")  # of its (grouped_)allreduce
+        if name.endswith("allreduce_grads") and "grads" in known and "vars" in known:
+            return Call(known["grads"], known["vars"], process_set, op)
+        frame = frame.f_back
+    raise UnsupportedError(
+        "compression= of a compressor works in hvd.DistributedOptimizer and "
+        "hvd.DistributedGradientTape, which know the variables; to reduce single tensors, use "
+        "horovod_fftcomp.mpi"
+    )
+
+
+def graph_around() -> tf.Graph:
+    """Return the graph that holds the ``tf.cond`` in whose branch Horovod calls the hook."""
+    graph = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)
+    if graph is None or not hasattr(graph, "outer_graph"):
+        raise UnsupportedError(
+            "compression needs eager execution or tf.function; graphs and sessions of TensorFlow "
+            "1 are not supported"
+        )
+    around: Any = graph
+    while around is not None:
+        if getattr(around, "_xla_compile", False) or _is_compiled(around):
+            raise UnsupportedError(
+                "compression calls Python, which XLA cannot: use jit_compile=False in "
+                "model.compile() and tf.function()"
+            )
+        around = getattr(around, "outer_graph", None)
+    return graph
+
+
+def after(ticket: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """Return ``tensor``, but not before ``ticket``, a 0 of int32, is there.
+
+    By data: of control dependencies into the branches of a ``tf.cond`` some get lost.
+    """
+    later = tf.reshape(tensor, tf.shape(tensor) + ticket)
+    later.set_shape(tensor.shape)
+    return later
+
+
+def is_called_eagerly() -> bool:
+    """Tell whether the default graph is Horovod's own function, called from outside of graphs."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    return graph.name == "allreduce_grads" and not hasattr(graph.outer_graph, "outer_graph")
+
+
+def _is_compiled(graph: Any) -> bool:
+    context = graph._get_control_flow_context() if hasattr(graph, "as_graph_def") else None
+    return context is not None and context.IsXLAContext()
+
+
+class Exchange:
+    """The exchange of a trace's gradients, in the graph that is the default one.
+
+    ``grads``: tensors, None, or IndexedSlices, which Horovod exchanges itself; ``places``: of each
+    the place in ``buckets``, None if it travels dense. ``scale``: a scalar tensor, the loss scale.
+    ``shown``: values of variables, by number, that are to be known again by their memory.
+    ``groups``: the process sets of nodes and of their leaders, by their ranks.
+    ``sums``: of each gradient the sum over ranks in float32, None if Horovod exchanges it.
+    ``ticket``: 0, int32, when the step has begun on all ranks.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        buckets: Sequence[Bucket],
+        grads: Sequence[Any],
+        places: Sequence[Place | None],
+        *,
+        shown: Mapping[int, tf.Tensor],
+        name: str,
+        process_set: Any,
+        groups: Mapping[Ranks, Any],
+        counter: tf.Variable,
+        scale: tf.Tensor,
+        averages: bool,
+        calls_roll: bool,
+        mends: bool,
+    ) -> None:
+        self.grads = list(grads)
+        self.sums: list[tf.Tensor | None] = [None] * len(self.grads)
+        self._untaken = [n for n, g in enumerate(self.grads) if isinstance(g, tf.Tensor)]
+        self._steps, self._name, self._set, self._groups = steps, name, process_set, groups
+        self._averages = averages
+        members = self._members(places)
+        with tf.name_scope(name), tf.device("/CPU:0"):
+            load = self._load(members, tuple(shown))
+            inputs = [counter.read_value(), scale, self._early(), *shown.values()]
+            self.ticket = self._begin(inputs, load, calls_roll)
+            poison = self._poison({n for numbers in members.values() for n in numbers.values()})
+            decoded = []
+            for bucket in sorted(members):
+                decoded.append(self._exchange(bucket, buckets[bucket], members[bucket], poison))
+                poison = tf.constant(0.0)
+            # By data: where only a control dependency is left, TensorFlow drops stateless calls.
+            told = rounds.gather_if_any(self._hashes, f"{name}.replicas", process_set)
+            ended = _python(steps.end, [told, *self._parted(decoded)], tf.int64, [])
+            counter.assign_add(ended)
+            if mends:  # the update may not begin before differing parameters are replaced
+                mended = tf.cast(ended, tf.int32) - 1
+                self.sums = [t if t is None else after(mended, t) for t in self.sums]
+                self.ticket = mended
+
+    def _parted(self, decoded: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Return what is there when all ranks have decoded, if need be; see ``Connection.part``."""
+        self._steps.ends_together = bool(self._groups and decoded)
+        if not self._steps.ends_together:
+            return decoded
+        done = tf.cast(tf.reshape(tf.add_n(decoded), [1]), tf.float32)
+        return [rounds.reduce(done, f"{self._name}.parted", self._set)]
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether every gradient was asked for."""
+        return not self._untaken
+
+    def take(self, grad: tf.Tensor) -> int | None:
+        """Return the number of a gradient, the first that is this tensor and was not taken yet."""
+        for number in self._untaken:
+            if self.grads[number] is grad:
+                self._untaken.remove(number)
+                return number
+        return None
+
+    def _members(self, places: Sequence[Place | None]) -> dict[int, dict[int, int]]:
+        """Return bucket -> position -> number of the gradient."""
+        members: dict[int, dict[int, int]] = {}
+        for number, place in enumerate(places):
+            if place is not None and isinstance(self.grads[number], tf.Tensor):
+                members.setdefault(place.bucket, {})[place.position] = number
+        return members
+
+    def _load(self, members: dict[int, dict[int, int]], identified: tuple[int, ...]) -> Load:
+        compressed = {number for numbers in members.values() for number in numbers.values()}
+        dense = other = 0
+        for number, grad in enumerate(self.grads):
+            if grad is None:
+                continue
+            values = grad if isinstance(grad, tf.Tensor) else grad.values
+            numel = math.prod(d or 0 for d in values.shape.as_list())
+            dense += 4 * numel
+            other += 4 if number in compressed else values.dtype.size * numel
+        return Load(frozenset(members), dense, other, identified)
+
+    def _begin(self, inputs: Sequence[tf.Tensor], load: Load, calls_roll: bool) -> tf.Tensor:
+        step, scale, early, *memory = inputs
+        meeting = self._steps.meeting
+        inputs = [step, early, scale]
+        present, greeting = tf.numpy_function(
+            self._steps.arrive, inputs, [tf.float32, tf.uint8], stateful=False
+        )
+        present.set_shape([2])
+        greeting.set_shape([None])
+        greetings = rounds.gather_if_any(greeting, f"{self._name}.handshake", meeting)
+        if calls_roll:
+            present = rounds.reduce(present, f"{self._name}.present", meeting)
+        begin = functools.partial(self._steps.begin, load, calls_roll)
+        ticket, self._hashes = _message(begin, [step, present, greetings, scale, *memory])
+        return ticket
+
+    def _early(self) -> tf.Tensor:
+        """Return a value of the gradient that is likely to come first.
+
+        A step must not begin in a call that ends before it has gradients, as where data run out.
+        """
+        last = next(grad for grad in reversed(self.grads) if grad is not None)
+        values = last if isinstance(last, tf.Tensor) else last.values
+        return tf.reshape(values, [-1])[:1]
+
+    def _poison(self, compressed: set[int]) -> tf.Tensor:
+        """Return 0, or NaN if a gradient that Horovod exchanges itself is not finite."""
+        finite = tf.constant(True)
+        for number, grad in enumerate(self.grads):
+            if grad is not None and number not in compressed:
+                values = grad if isinstance(grad, tf.Tensor) else grad.values
+                finite = tf.logical_and(finite, tf.reduce_all(tf.math.is_finite(values)))
+        return tf.where(finite, 0.0, math.nan)
+
+    def _limit(self, dtype: tf.DType) -> float:
+        """Return the largest sum that ``dtype`` holds, once Horovod's op has been applied to it."""
+        return float(dtype.max) * (self._set.size() if self._averages else 1)
+
+    def _exchange(
+        self, number: int, bucket: Bucket, members: dict[int, int], poison: tf.Tensor
+    ) -> tf.Tensor:
+        """Add a bucket's operations; return what is there when its sums are."""
+        positions = tuple(sorted(members))
+        grads = [tf.cast(self.grads[members[p]], tf.float32) for p in positions]
+        encode = functools.partial(self._steps.encode, number, positions)
+        code, message = _message(encode, [self.ticket, poison, *grads])
+        kinds, sets = _kinds(bucket), self._sets_of(bucket)
+        for round_, codes in enumerate(kinds):
+            name = f"{self._name}.{number}.{round_}"
+            output = rounds.exchange(code, message, name, sets, codes)
+            if round_ < len(kinds) - 1:
+                advance = functools.partial(self._steps.advance, number)
+                code, message = _message(advance, [output])
+        limits = tuple(self._limit(self.grads[members[p]].dtype) for p in positions)
+        decode = functools.partial(self._steps.decode, number, positions, limits)
+        dtypes = [tf.int64, *[tf.float32] * len(positions)]
+        decoded, *sums = tf.numpy_function(decode, [output], dtypes, stateful=False)
+        for position, total in zip(positions, sums, strict=True):
+            total.set_shape(bucket.tensors[position].shape)
+            self.sums[members[position]] = total
+        return decoded
+
+    def _sets_of(self, bucket: Bucket) -> rounds.Sets:
+        ranks_per_node = getattr(bucket.policy, "ranks_per_node", 1)
+        if ranks_per_node == 1:
+            return rounds.Sets(self._set)
+        rank, layout = self._set.rank(), Layout(ranks_per_node, self._set.size())
+        leaders = layout.leaders(bucket.tensors)
+        between = self._groups.get(leaders) if rank in leaders else None
+        return rounds.Sets(between, self._groups.get(layout.node_of(rank)))
+
+
+def _kinds(bucket: Bucket) -> list[set[int]]:
+    """Return for each round of a bucket what may have to be done in it."""
+    policy = bucket.policy
+    start = getattr(policy, "warmup_steps", 0)
+    sampled = {policy.at(step).rounds for step in (0, *range(start, start + _SAMPLE))}
+    is_fixed = len(sampled) == 1 and getattr(policy, "recipe", "") != "auto"  # it may go dense
+    if getattr(policy, "ranks_per_node", 1) > 1:
+        return [set(range(rounds.REDUCE_INSIDE + 1))] * max(map(len, sampled))
+    everything = {rounds.NOTHING, rounds.GATHER, rounds.REDUCE_FLOAT32, rounds.REDUCE_FLOAT16}
+    kinds = []
+    for number in range(max(map(len, sampled))):
+        collectives = {each[number] if number < len(each) else None for each in sampled}
+        gathers = collectives <= {"allgather", "broadcast"} and is_fixed
+        kinds.append({rounds.GATHER} if gathers else everything)
+    return kinds
+
+
+def _message(call: Any, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+    code, message = tf.numpy_function(call, inputs, [tf.int32, tf.uint8], stateful=False)
+    code.set_shape([])
+    message.set_shape([None])
+    return code, message
+
+
+def _python(
+    call: Any, inputs: Sequence[tf.Tensor], dtype: tf.DType, shape: Sequence[int]
+) -> tf.Tensor:
+    """Return the operation that calls Python; stateless, or TensorFlow would chain all of them."""
+    output = tf.numpy_function(call, inputs, dtype, stateful=False)
+    output.set_shape(shape)
+    return output

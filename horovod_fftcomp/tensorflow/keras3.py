@@ -1,0 +1,91 @@
+"""Keras 3 with Horovod: an optimizer that reduces gradients, and a callback that broadcasts.
+
+Horovod 0.28.1 wraps an optimizer of Keras 3 without ever being called, so ranks would train apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+
+from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.tensorflow.compressor import TensorFlowCompressor
+
+
+def DistributedOptimizer(optimizer: Any, compression: TensorFlowCompressor) -> Any:  # noqa: N802
+    """Return a copy of a Keras 3 ``optimizer`` that applies the means of all ranks' gradients.
+
+    Its class has the name and configuration of the optimizer's, so that a saved model loads
+    without us. With a mixed precision policy of float16 give it a ``LossScaleOptimizer``, and to
+    the compressor ``grad_scaler=lambda: optimizer.dynamic_scale.value``. Gradients are reduced in
+    every call of ``apply``, before they are accumulated.
+    """
+    kind = type(optimizer)
+
+    class Distributed(kind):  # type: ignore[misc,valid-type]
+        def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
+            variables = trainable_variables
+            variables = self._trainable_variables if variables is None else list(variables)
+            _check_caller(self)
+            if not self.built:
+                self.build(variables)  # makes the loss scale, which the exchange asks for
+            return super().apply(compression.reduced(grads, variables), variables)
+
+    Distributed.__name__, Distributed.__qualname__ = kind.__name__, kind.__qualname__
+    Distributed.__module__ = kind.__module__
+    return Distributed.from_config(optimizer.get_config())
+
+
+def _check_caller(optimizer: Any) -> None:
+    """Raise UnsupportedError where ranks would part: behind a scaler, or compiled by XLA."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, keras.optimizers.LossScaleOptimizer) and owner is not optimizer:
+            raise UnsupportedError(
+                "a LossScaleOptimizer around the distributed optimizer would skip steps on some "
+                "ranks alone; put it inside: DistributedOptimizer(LossScaleOptimizer(optimizer))"
+            )
+        if isinstance(owner, keras.Model) and owner.jit_compile is True:
+            raise UnsupportedError(
+                "compression calls Python, which XLA cannot: model.compile(..., jit_compile=False)"
+            )
+        frame = frame.f_back
+
+
+class BroadcastCallback(keras.callbacks.Callback):
+    """Gives all ranks of ``process_set`` the first rank's model and optimizer, once.
+
+    Before the first step; of a model that is built by its first batch, after that.
+    """
+
+    def __init__(self, process_set: Any = None) -> None:
+        super().__init__()
+        self._set = process_set or hvd.global_process_set
+        self._is_done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast, if there is something."""
+        if self.model.built:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast what the first batch has made."""
+        self._broadcast()
+
+    def _broadcast(self) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        variables = [v.value for v in (*self.model.variables, *optimizer.variables)]
+        if self._set.size() > 1:
+            root = self._set.ranks[0]
+            hvd.broadcast_variables(variables, root_rank=root, process_set=self._set)

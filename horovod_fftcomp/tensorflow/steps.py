@@ -1,0 +1,330 @@
+"""The Python part of a step's graph: what its operations call, in whatever order they become ready.
+
+The graph orders the calls by data alone: ``arrive``, ``begin``, for each bucket ``encode``,
+``advance`` for each round but the last and ``decode``, and when all are decoded ``end``. None of
+them waits for another, but all take one lock, since an engine has one owner at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.connection import JOINED, Connection
+from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.errors import FFTCompError, UnsupportedError
+from horovod_fftcomp.record import Recorder
+from horovod_fftcomp.replica_check import ReplicaCheck
+from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.settings import Settings
+from horovod_fftcomp.tensorflow import rounds
+from horovod_fftcomp.tensorflow.variables import Variables
+from horovod_fftcomp.tensorflow.watch import Watch
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+SCALES = (
+    "the ranks' loss scales differ, so their gradients cannot be added. A LossScaleOptimizer "
+    "around backward_passes_per_step > 1 decides by gradients that are not reduced yet: use a "
+    "fixed scale (dynamic=False), or one pass for each step"
+)
+
+
+class Load(NamedTuple):
+    """What a trace of the graph exchanges: its buckets, and bytes of each step."""
+
+    buckets: frozenset[int]
+    dense_nbytes: int  # all gradients in float32
+    other_nbytes: int  # what Horovod itself is given
+    identified: tuple[int, ...]  # the variables whose memory is shown to ``begin``
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a method alone; an error in it breaks the step off for good."""
+
+    @functools.wraps(method)
+    def run(self: Steps, *arguments: Any) -> Any:
+        with self.lock:
+            self.check_unbroken()
+            try:
+                return method(self, *arguments)
+            except BaseException as error:
+                self.broken_by = repr(error)
+                self._watch.rest()
+                if isinstance(error, FFTCompError) and rounds.is_elastic():
+                    # Horovod's elastic loop takes TensorFlow's UnknownError for the end of the job.
+                    raise NotImplementedError(repr(error)) from error
+                raise
+
+    return run
+
+
+class Steps:
+    """One step after the other, of one optimizer or tape.
+
+    ``closed`` is called when a step has been closed; ``hashes`` is by what ``replicas`` sends;
+    ``greet`` begins to compare the ranks' settings by what it is given; ``rejoin`` is called where
+    the number of ranks has changed. ``meeting``: the process set of the optimizer or tape, in which
+    the ranks meet; it should be ``process_set``. Other attributes count since the start, as in
+    ``Compressor.stats``.
+    """
+
+    def __init__(
+        self,
+        variables: Variables,
+        engine: Engine,
+        connection: Connection,
+        replicas: ReplicaCheck,
+        recorder: Recorder | None,
+        closed: Callable[[], None] | None,
+        settings: Settings,
+        process_set: Any,
+        hashes: rounds.GraphRound,
+        greet: Callable[[rounds.GraphRound], None],
+        rejoin: Callable[[], Any],
+    ) -> None:
+        self.lock = threading.RLock()
+        self._variables = variables
+        self._engine = engine
+        self._connection = connection
+        self._replicas = replicas
+        self._recorder = recorder
+        self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
+        self._closed = closed
+        self._timeout_s = settings.timeout_s
+        self._set = self.meeting = process_set
+        self._greet, self._rejoin = greet, rejoin
+        self._greeting, self.hashes = rounds.GraphRound(), hashes
+        self._watch = Watch(self, settings.timeout_s)
+        self._scale = 1.0
+        self._alone = False  # elastic, and no other rank is left
+        self._sent: dict[int, Round | None] = {}  # each bucket's round that is under way
+        self._left: set[int] = set()  # buckets of this step that are not decoded
+        self._n_buckets = 0
+        self._begun = False
+        self.ends_together = False  # whether a step's last operation waits for all ranks
+        self.broken_by = ""  # the error that ended a step too early, in words
+        self.count = self.dense_nbytes = self.other_nbytes = 0
+        self._wait_s = self._hidden_s = 0.0
+        self._spans: list[tuple[float, float]] = []  # when this step's encodings began and ended
+        self._idle_since = 0.0
+
+    # The graph calls these.
+
+    @_guarded
+    def arrive(
+        self, step: np.ndarray, early: np.ndarray, scale: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return what this rank hands in to a roll call, and its greeting if one is due."""
+        del step, early  # order the calls
+        self._watch.rest()  # what a step that was broken off has left is dead
+        self._watch.sent("the roll call of a step")
+        if not self._connection.is_up and self._set.size() > 1:
+            self._greet(self._greeting)
+        return np.array([1, scale], np.float32), self._greeting.take()
+
+    @_guarded
+    def begin(
+        self,
+        load: Load,
+        calls_roll: bool,
+        step: np.ndarray,
+        present: np.ndarray,
+        greetings: np.ndarray,
+        scale: np.ndarray,
+        *memory: np.ndarray,
+    ) -> Any:
+        """Close the last step and begin one, when all ranks have arrived; return 0 and hashes."""
+        del step  # orders the steps
+        for number, values in zip(load.identified, memory, strict=True):
+            self._variables.check(number, values)
+        self._watch.answered()
+        if self._begun and self._left:
+            raise UnsupportedError(
+                "a step begins before all gradients of the last one were exchanged: this "
+                "compressor serves two models or tapes, or the last step was broken off; make "
+                "another compressor for the second, or load a state_dict()"
+            )
+        self._close()
+        if greetings.size:
+            self._greeting.output = greetings
+            self._connection.open()
+        if calls_roll:
+            self._check_presence(present, scale)
+        self._alone = self._set.size() == 1
+        if self._set.size() != self._engine.world_size:
+            self._rejoin()  # an elastic reset
+        self._scale = float(scale)
+        self._engine.follow_loss_scale(self._scale)
+        self._begun, self._left, self._n_buckets = True, set(load.buckets), len(load.buckets)
+        self.dense_nbytes += load.dense_nbytes
+        self.other_nbytes += load.other_nbytes
+        if not self._alone and self._engine.step:  # Keras broadcasts after the first batch
+            self._replicas.begin(self._engine.step)
+        if self._recorder is not None:
+            self._recorder.check()
+            self._recorded = {} if self._recorder.wants(self._engine.step) else None
+        return np.int32(0), self.hashes.take()
+
+    def _check_presence(self, present: np.ndarray, scale: np.ndarray) -> None:
+        """Raise UnsupportedError, on all ranks, if one has left or has another loss scale."""
+        if present[0] != self.meeting.size():
+            raise UnsupportedError(JOINED)
+        if abs(present[1] - present[0] * scale) > 1e-5 * present[1]:
+            raise UnsupportedError(SCALES)
+
+    @_guarded
+    def encode(
+        self, bucket: int, positions: Sequence[int], ticket: Any, poison: Any, *grads: np.ndarray
+    ) -> tuple[np.int32, np.ndarray]:
+        """Return code and message of a bucket's first round.
+
+        ``poison`` is not finite if a gradient that is exchanged elsewhere is not; that makes the
+        step one that does not count, on all ranks.
+        """
+        del ticket  # orders this after ``begin``
+        began = time.perf_counter()
+        if self._alone:
+            return self._message(bucket, None)
+        tensors = self._engine.buckets[bucket].tensors
+        arrived: list[np.ndarray | None] = [None] * len(tensors)
+        for position, grad in zip(positions, grads, strict=True):
+            arrived[position] = grad.reshape(-1)
+            if self._recorded is not None:
+                self._recorded[tensors[position].name] = grad
+        if not math.isfinite(poison):
+            first = tensors[positions[0]]
+            arrived[positions[0]] = np.full(math.prod(first.shape), np.nan, np.float32)
+        message = self._message(bucket, self._engine.start(bucket, arrived))
+        self._idle_since = time.perf_counter()
+        self._spans.append((began, self._idle_since))
+        return message
+
+    @_guarded
+    def advance(self, bucket: int, output: np.ndarray) -> tuple[np.int32, np.ndarray]:
+        """Take a round's output; return code and message of the next one, if there is one."""
+        return self._message(bucket, self._received(bucket, output))
+
+    @_guarded
+    def decode(
+        self, bucket: int, positions: Sequence[int], limits: Sequence[float], output: np.ndarray
+    ) -> list[Any]:
+        """Take the last round's output; return 0 and the sums of the tensors at ``positions``.
+
+        A sum beyond its limit will not be finite in the dtype of its gradient.
+        """
+        if self._received(bucket, output) is not None:
+            raise AssertionError(f"bucket {bucket} has more rounds than its graph")
+        tensors = self._engine.buckets[bucket].tensors
+        if self._alone:
+            sums = [np.zeros(math.prod(tensor.shape), np.float32) for tensor in tensors]
+        else:
+            sums = self._engine.sums(bucket)
+        self._left.discard(bucket)
+        if self.ends_together and not self._left:
+            self._watch.sent("the end of a step")
+        for position, limit in zip(positions, limits, strict=True):
+            if limit < _FLOAT32_MAX and np.abs(sums[position]).max(initial=0.0) > limit:
+                self._engine.observe(False)
+        return [np.int64(0), *(sums[p].reshape(tensors[p].shape) for p in positions)]
+
+    @_guarded
+    def end(self, hashes: np.ndarray, *decoded: np.ndarray) -> np.ndarray:
+        """Do what comes after a step's last decoding; return the number of steps: 1."""
+        del decoded  # orders this after all of them
+        if self.ends_together:
+            self._watch.answered()
+        self.hashes.output = hashes
+        self._replicas.finish(self._timeout_s)
+        return np.int64(1)
+
+    def _message(self, bucket: int, round_: Round | None) -> tuple[np.int32, np.ndarray]:
+        self._sent[bucket] = round_
+        code = rounds.code_of(round_)
+        if code != rounds.NOTHING:
+            self._watch.sent(f"bucket {bucket}")
+        return np.int32(code), rounds.message_of(round_, self._engine.rank)
+
+    def _received(self, bucket: int, output: np.ndarray) -> Round | None:
+        """Hand a round's output over; return the next round."""
+        sent = self._sent.pop(bucket)
+        if sent is None:
+            return None
+        if rounds.code_of(sent) != rounds.NOTHING:
+            self._watch.answered()
+        now = time.perf_counter()
+        if len(self._spans) == self._n_buckets:  # before, gradients are still being computed
+            self._wait_s += now - self._idle_since
+        following = self._engine.advance(bucket, output.view(sent.data.dtype))
+        self._idle_since = time.perf_counter()
+        return following
+
+    # The compressor calls these.
+
+    def times(self) -> dict[str, float]:
+        """Return the seconds of ``stats`` that the engine does not know."""
+        return {
+            "encode_hidden_s": self._hidden_s,
+            "encode_wait_s": 0.0,  # no thread of ours waits for an encoding: operations do
+            "wait_s": self._wait_s,
+            "check_s": self._replicas.seconds,
+        }
+
+    def loss_scale(self) -> float:
+        """Return what gradients are multiplied by in the present step."""
+        return self._scale
+
+    def settle(self) -> None:
+        """Close the last step for whoever looks between two; ValueError if one is under way."""
+        with self.lock:
+            self.check_unbroken()
+            if self._begun and self._left:
+                raise ValueError("a step is under way: call this between two steps")
+            self._close()
+
+    def close_if_complete(self) -> None:
+        """Close the last step if nothing of it is under way."""
+        with self.lock:
+            if not self._left and not self.broken_by:
+                self._close()
+
+    def abandon(self) -> None:
+        """Forget a step that was broken off."""
+        with self.lock:
+            self._engine.abandon()
+            self._replicas.abandon()
+            self._watch.rest()
+            self._sent, self._left, self._spans = {}, set(), []
+            self._begun, self._recorded, self.broken_by = False, None, ""
+
+    def check_unbroken(self) -> None:
+        """Raise UnsupportedError if a step was broken off."""
+        if self.broken_by:
+            raise UnsupportedError(
+                f"a step was broken off by {self.broken_by}; to go on, drop it: load a "
+                "state_dict() into the compressor and the last good checkpoint into the model"
+            )
+
+    def _close(self) -> None:
+        if not self._begun:
+            return
+        if not self._alone:
+            self._engine.observe(True)  # what Horovod exchanges itself is in ``poison``
+            self._engine.settle()
+        self._begun = False
+        self.count += 1
+        if self._spans:
+            last_came = max(began for began, _ in self._spans)
+            self._hidden_s += sum(max(0.0, min(e, last_came) - b) for b, e in self._spans)
+            self._spans = []
+        if self._recorder is not None and self._recorded:
+            self._recorder.append(self._engine.step - 1, self._recorded)
+        self._recorded = None
+        if self._closed is not None:
+            self._closed()
