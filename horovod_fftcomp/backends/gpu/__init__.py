@@ -17,7 +17,8 @@ from horovod_fftcomp.transforms import BLOCK_LENGTHS
 
 _FOLDER = Path(__file__).parent / "cuda"
 # In the order in which they are joined: each uses what those before it declare.
-_SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode", "step")
+_SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode", "step",
+            "shared", "hash", "elements")  # fmt: skip
 
 _OF_COEFFICIENTS = (
     "mark", "narrow", "settle", "emit", "place_offsets", "decode_chunks", "count_values",
@@ -25,9 +26,13 @@ _OF_COEFFICIENTS = (
 )  # fmt: skip
 # All kernels, by name expression; a training compiles those that it uses.
 NAMES = (
-    *("add_residual", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
+    *("add_residual", "choose_above", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
     *("read_headers", "count_unary", "find_chunks", "sum_raw"),
-    *("judge", "find_not_finite", "count_corrupt", "count_step"),
+    *("choose_winners", "count_common", "filter_low", "take_shares", "check_shares"),
+    *("clear_sums", "add_shares"),
+    *("add_elements", "sum_parts<false>", "sum_parts<true>", "settle_rows"),
+    *("write_signs", "sum_signs", "write_levels", "sum_levels"),
+    *("judge", "find_not_finite", "count_corrupt", "count_step", "hash_bytes"),
     *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),
     *(f"forward<{block}, {cosine}>" for block in BLOCK_LENGTHS for cosine in ("false", "true")),
     "sum_payloads<64, 0>",
@@ -89,3 +94,10 @@ def source() -> str:
 def on_device(array: Any, device: Device) -> Any:
     """Return ``array``, brought to the device if it is NumPy's."""
     return device.upload(array) if isinstance(array, np.ndarray) else array
+
+
+def on_host(array: Any, device: Device | None) -> Any:
+    """Return ``array`` as NumPy's; waits until the device has computed it, if it is there."""
+    if device is None or isinstance(array, np.ndarray):
+        return array
+    return device.fetch(array)()

@@ -3,26 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp import entropy
+from horovod_fftcomp import entropy, wire
 from horovod_fftcomp.backends.entropy_tables import decoder_table
 from horovod_fftcomp.backends.gpu import Device, source, tables
+from horovod_fftcomp.backends.gpu.elements import ElementSums
 from horovod_fftcomp.backends.gpu.encoder import Encoder
-from horovod_fftcomp.backends.gpu.tables import THREADS, WORDS, Group
+from horovod_fftcomp.backends.gpu.tables import THREADS, WORDS, DeviceCodec, Group
 from horovod_fftcomp.codec import Codec
-from horovod_fftcomp.positions import Layout, unary_bits
+from horovod_fftcomp.element_codec import ElementCodec
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.positions import Layout, Positions, unary_bits
+from horovod_fftcomp.quantizers import Float32
 from horovod_fftcomp.wire import Plan
 
 SOUND, NOT_FINITE, CORRUPT = range(3)
 
 
 class Decoder:
-    """Sums what ``n_ranks`` encoders of the same codecs and shapes have sent.
+    """Sums what ``n_ranks`` encoders of the same codecs and shapes as ``encoder`` have sent."""
 
-    ``offsets``: where payloads begin in a message of ``message_nbytes``; see ``Encoder``.
+    def __init__(
+        self,
+        device: Device,
+        codecs: Sequence[DeviceCodec],
+        shapes: Sequence[tuple[int, ...]],
+        encoder: Encoder,
+        n_ranks: int,
+    ) -> None:
+        self._nbytes = n_ranks * encoder.message_nbytes
+        plans = [codec.plan(shape) for codec, shape in zip(codecs, shapes, strict=True)]
+        self._bodies = _Bodies(device, plans, codecs, encoder.offsets, n_ranks, len(plans))
+        self._bodies.expect_headers(plans, codecs, encoder.message_nbytes)
+
+    def decode(self, gathered: Any, sums: Sequence[Any]) -> tuple[Any, Any]:
+        """Write the sums of the messages in ``gathered``, uint8, one of each rank, in rank order.
+
+        Returns, on the device: for each tensor 1 if its sum is not finite, uint32; for each rank
+        and tensor four words, of which the first is the scale's bits and the second SOUND,
+        NOT_FINITE or CORRUPT. Of a payload that is not sound, or finite, the sum is NaN. Raises
+        PayloadError for a message of another length.
+        """
+        if len(gathered) != self._nbytes and len(sums):
+            raise PayloadError(f"{len(gathered)} bytes arrived, {self._nbytes} were expected")
+        return self._bodies.sum(gathered, sums)
+
+
+class ThresholdDecoder:
+    """As ``Decoder``, of payloads whose sizes their headers tell: each ``decode`` waits for them.
+
+    PayloadError for a bad header comes at once then.
     """
 
     def __init__(
@@ -30,64 +64,126 @@ class Decoder:
         device: Device,
         codecs: Sequence[Codec],
         shapes: Sequence[tuple[int, ...]],
-        encoder: Encoder,
         n_ranks: int,
     ) -> None:
-        self._device, self._n_ranks = device, n_ranks
-        self._nbytes = encoder.message_nbytes
-        plans = [codec.plan(shape) for codec, shape in zip(codecs, shapes, strict=True)]
+        self._device, self._codecs, self._shapes = device, codecs, shapes
+        self._n_ranks = n_ranks
+
+    def decode(self, gathered: Any, sums: Sequence[Any]) -> tuple[Any, Any]:
+        """See ``Decoder.decode``."""
+        arrived = list(wire.split_payloads(self._device.fetch(gathered)()))
+        n_ranks, count = self._n_ranks, len(self._shapes)
+        if len(arrived) != n_ranks * count:
+            raise PayloadError(f"{len(arrived)} payloads arrived, {n_ranks * count} were expected")
+        plans, codecs = [], list(self._codecs) * n_ranks
+        found = np.zeros((len(arrived), 4), np.uint32)
+        for number, (header, payload) in enumerate(arrived):
+            plan = codecs[number].checked_plan(payload, header)
+            if header.shape != self._shapes[number % count]:
+                who = f"tensor {number % count} of rank {number // count}"
+                raise PayloadError(f"{who}: header field 'shape' is {header.shape}")
+            if plan.layout is Layout.RAW:  # as if all were above the threshold
+                everything = Positions(Layout.ALL, plan.numel, plan.numel, 0, 0)
+                plan = replace(plan, positions=everything)
+                codecs[number] = replace(codecs[number], quantizer=Float32())
+            plans.append(plan)
+            found[number, 0] = np.float32(header.scale).view(np.uint32)
+            found[number, 1] = SOUND if header.finite else NOT_FINITE
+        nbytes = [wire.align(len(payload)) for _, payload in arrived]
+        offsets = np.cumsum([0, *nbytes])[:-1].tolist()
+        bodies = _Bodies(self._device, plans, codecs, offsets, n_ranks, count)
+        return bodies.sum(gathered, sums, found)
+
+
+class _Bodies:
+    """Payloads that begin at ``offsets``: of ``n_tensors``, the same of all ranks or each its own.
+
+    In the second case plans, codecs and offsets are those of rank 0, then those of rank 1, ...
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        plans: Sequence[Plan],
+        codecs: Sequence[DeviceCodec],
+        offsets: Sequence[int],
+        n_ranks: int,
+        n_tensors: int,
+    ) -> None:
+        self._device, self._n_ranks, self._n_tensors = device, n_ranks, n_tensors
+        apart = n_ranks if len(plans) > n_tensors else 1  # ranks that have rows of their own
+        self._uploads = tables.Uploads(device)
+        self._messages = np.zeros(1, tables.MESSAGES)
+        self._messages["n_ranks"], self._messages["n_tensors"] = n_ranks, n_tensors
+        self._messages["rows_apart"] = n_tensors if apart > 1 else 0
         self._rows = np.zeros(len(plans), tables.ARRIVING)
         self._kept: list[Any] = []
-        for row, plan, codec, offset in zip(
-            self._rows, plans, codecs, encoder.offsets, strict=True
-        ):
+        for row, plan, codec, offset in zip(self._rows, plans, codecs, offsets, strict=True):
             tables.enter_plan(row, plan, codec)
-            start, changes = tables.header_and_changes(plan, codec.fingerprint)
-            row["start"], row["crc_of_scale"] = self._keep(start), self._keep(changes)
             row["payload_offset"], row["header_nbytes"] = offset, plan.header_nbytes
             row["positions_nbytes"] = plan.positions.nbytes
-        groups = tables.grouped(plans, list(codecs), self._rows)
-        self._groups = [_GroupOnDevice(device, g, plans, self._rows, n_ranks) for g in groups]
+        groups = tables.grouped(plans, codecs, self._rows)
+        of_elements = [codec for codec in codecs if isinstance(codec, ElementCodec)]  # all or none
+        self._groups = [
+            ElementSums(device, g, plans, of_elements)
+            if of_elements and g.transform is not None
+            else _GroupOnDevice(device, g, plans, self._rows, n_ranks // apart, apart)
+            for g in groups
+        ]
         names = {name for group in self._groups for name in group.names} | {"read_headers"}
         self._kernels = device.functions(source(), sorted(names))
+
+    def expect_headers(
+        self, plans: Sequence[Plan], codecs: Sequence[DeviceCodec], message_nbytes: int
+    ) -> None:
+        """Let the device compare headers with those of ``plans``, in messages of this size."""
+        self._messages["nbytes"] = message_nbytes
+        for row, plan, codec in zip(self._rows, plans, codecs, strict=True):
+            start, changes = tables.header_and_changes(plan, codec.fingerprint)
+            row["start"], row["crc_of_scale"] = self._keep(start), self._keep(changes)
 
     def _keep(self, array: np.ndarray) -> int:
         self._kept.append(self._device.upload(array))
         return self._device.address(self._kept[-1])
 
-    def decode(self, gathered: Any, sums: Sequence[Any]) -> tuple[Any, Any]:
-        """Write the sums of the messages in ``gathered``, uint8, one of each rank, in rank order.
-
-        Returns, on the device: for each tensor 1 if its sum is not finite, uint32; for each rank
-        and tensor four words, of which the first is the scale's bits and the second SOUND,
-        NOT_FINITE or CORRUPT. Of a payload that is not sound, or finite, the sum is NaN.
-        """
-        device, count = self._device, len(self._rows)
+    def sum(
+        self, gathered: Any, sums: Sequence[Any], found: np.ndarray | None = None
+    ) -> tuple[Any, Any]:
+        """See ``Decoder.decode``. ``found``: what headers tell, where they have been read."""
+        device, count = self._device, self._n_tensors
         not_finite = device.zeros(max(1, count), np.uint32)
-        found = device.zeros(max(1, 4 * self._n_ranks * count), np.uint32)
+        if found is None:
+            payloads = device.zeros(max(1, 4 * self._n_ranks * count), np.uint32)
+        else:
+            payloads = device.upload(found)
         if not count:
-            return not_finite, found
-        for row, total in zip(self._rows, sums, strict=True):
+            return not_finite, payloads
+        for row, total in zip(self._rows, sums, strict=False):
             row["sum"] = device.address(total)
-        messages = np.zeros(1, tables.MESSAGES)
-        messages["bytes"], messages["nbytes"] = device.address(gathered), self._nbytes
-        messages["n_ranks"], messages["n_tensors"] = self._n_ranks, count
-        tables_ = [device.upload(table.view(np.uint8)) for table in (messages, self._rows)]
-        common = [*tables_, found]
-        self._kernels["read_headers"](self._n_ranks * count, 32, common, 0)
+        self._messages["bytes"] = device.address(gathered)
+        messages = self._uploads.of("messages", self._messages)
+        common = [messages, self._uploads.of("tensors", self._rows), payloads]
+        if found is None:
+            self._kernels["read_headers"](self._n_ranks * count, 32, common, 0)
         for group in self._groups:
             group.clear()
             group.decode(self._kernels, common, not_finite)
-        return not_finite, found
+        return not_finite, payloads
 
 
 class _GroupOnDevice:
     """A group's kernels and scratch memory."""
 
     def __init__(
-        self, device: Device, group: Group, plans: Sequence[Plan], rows: Any, n_ranks: int
+        self,
+        device: Device,
+        group: Group,
+        plans: Sequence[Plan],
+        rows: Any,
+        n_ranks: int,
+        apart: int,
     ) -> None:
-        self._device, self._n_ranks = device, n_ranks
+        self._device, self._n_ranks, self._apart = device, n_ranks, apart
         self._n_tiles = group.owners.size
         self._owners = device.upload(group.owners)
         self._is_raw = group.transform is None
@@ -170,4 +266,5 @@ class _GroupOnDevice:
         arguments = [*common, self._owners, np.uint32(self._n_tiles)]
         kernels[self._count](per_rank * self._n_tiles, self._n_words, arguments, shared)
         arguments = [*common, self._owners, not_finite, *self._tables]
-        kernels[self._sum](self._n_tiles, THREADS, arguments, tables.POINTS_NBYTES + shared)
+        shared += tables.POINTS_NBYTES
+        kernels[self._sum](self._n_tiles // self._apart, THREADS, arguments, shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,9 +13,14 @@ from horovod_fftcomp import entropy, wire
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.entropy_tables import encoder_table
 from horovod_fftcomp.backends.gpu import Device, source, tables
-from horovod_fftcomp.backends.gpu.tables import THREADS, WORDS, Group
+from horovod_fftcomp.backends.gpu.elements import ElementGroup
+from horovod_fftcomp.backends.gpu.groups import TileGroup
+from horovod_fftcomp.backends.gpu.tables import THREADS, WORDS, DeviceCodec, Group
 from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.positions import Layout
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.sparsifiers import Threshold
 
 
 class Encoded(NamedTuple):
@@ -24,13 +30,14 @@ class Encoded(NamedTuple):
     takes the verdict on the step, uint32 ``[1]``, and brings the new coefficients back to the old
     ones if it is not 0. ``squares``: if they were asked for, a function that waits for the device
     and returns for each tensor, by its number, the sums of squares of gradient, of gradient plus
-    residual, and of what is left.
+    residual, and of what is left. ``left``: of a threshold, what returns the last for all tensors.
     """
 
     message: Any
     not_finite: Any
     restore: Callable[[Any], None]
     squares: Callable[[], dict[int, tuple[float, float, float]]] | None
+    left: Callable[[], float] | None
 
 
 _STEPS = ("mark", "narrow", "settle", "emit")
@@ -39,19 +46,21 @@ _STEPS = ("mark", "narrow", "settle", "emit")
 class Encoder:
     """Encodes tensors of given shapes, each by its codec, in their order.
 
+    Codecs are all sparse, or all ``ElementCodec`` with methods of one kind.
+
     ``message_nbytes``: of all payloads, each at a multiple of 16; ``offsets``: where they begin.
     ``coeffs_formats``: (dtype, elements) of each tensor's coefficients; None for one that travels
-    as it is and leaves nothing unsent.
+    as it is and leaves nothing unsent. Codecs with a threshold stand alone: sizes are then those
+    of the last message, and each ``encode`` waits for the device to count what it sends.
     """
 
     def __init__(
-        self, device: Device, codecs: Sequence[Codec], shapes: Sequence[tuple[int, ...]]
+        self, device: Device, codecs: Sequence[DeviceCodec], shapes: Sequence[tuple[int, ...]]
     ) -> None:
-        self._device = device
-        plans = [codec.plan(shape) for codec, shape in zip(codecs, shapes, strict=True)]
-        nbytes = [wire.align(plan.payload_nbytes) for plan in plans]
-        self.offsets = [sum(nbytes[:number]) for number in range(len(nbytes))]
-        self.message_nbytes = sum(nbytes)
+        self._device, self._codecs, self._shapes = device, codecs, shapes
+        self._counts = not all(codec.has_fixed_size for codec in codecs)
+        self._of_elements = all(isinstance(codec, ElementCodec) for codec in codecs)
+        plans = [codec.plan(shape, 0) for codec, shape in zip(codecs, shapes, strict=True)]
         self.coeffs_formats = [
             None if plan.layout is Layout.RAW else codec.coeffs_format(shape)
             for plan, codec, shape in zip(plans, codecs, shapes, strict=True)
@@ -60,25 +69,45 @@ class Encoder:
         for row, plan, codec in zip(self._rows, plans, codecs, strict=True):
             tables.enter_plan(row, plan, codec)
             row["bins_per_block"] = codec.transform.bins_per_block
+            if isinstance(codec, Codec) and isinstance(codec.sparsifier, Threshold):
+                row["threshold"] = np.float32(codec.sparsifier.value).view(np.uint32)
         self._gains = [tables.gain_of_squares(codec.transform) for codec in codecs]
-        self._groups = [
-            _GroupOnDevice(device, group)
-            for group in tables.grouped(plans, list(codecs), self._rows)
-        ]
+        groups = tables.grouped(plans, codecs, self._rows)
+        self._groups = [self._group(group, plans) for group in groups]
         names = {name for group in self._groups for name in group.names}
         names |= {"write_header", "encode_chunks", "copy_chunks"}
         self._kernels = device.functions(source(), sorted(names))
         self._found = device.zeros(max(1, len(plans) * tables.FOUND_NBYTES), np.uint8)
         self._headers = np.zeros(len(plans), tables.HEADER)
-        self._kept = [self._header_tables(*pair) for pair in zip(plans, codecs, strict=True)]
-        for row, (start, crc_of_scale) in zip(self._headers, self._kept, strict=True):
-            row["start"], row["crc_of_scale"] = device.address(start), device.address(crc_of_scale)
-            row["nbytes"] = len(start)
-        self._codes = _Codes(device, self._rows, self._groups)
+        self._uploads = tables.Uploads(device)
+        self._lay_out(plans)
+        if not self._counts:
+            self._kept = [self._header_tables(*pair) for pair in zip(plans, codecs, strict=True)]
+            for row, pair in zip(self._headers, self._kept, strict=True):
+                row["start"], row["crc_of_scale"] = map(device.address, pair)
 
-    def _header_tables(self, plan: wire.Plan, codec: Codec) -> tuple[Any, Any]:
+    def _group(self, group: Group, plans: Sequence[wire.Plan]) -> TileGroup:
+        if group.transform is None:
+            return TileGroup(self._device, group)
+        if self._of_elements:
+            codecs = [codec for codec in self._codecs if isinstance(codec, ElementCodec)]
+            return ElementGroup(self._device, group, plans, codecs)
+        return _SparseGroup(self._device, group, self._counts)
+
+    def _header_tables(self, plan: wire.Plan, codec: DeviceCodec) -> tuple[Any, Any]:
         start, changes = tables.header_and_changes(plan, codec.fingerprint)
         return self._device.upload(start), self._device.upload(changes)
+
+    def _lay_out(self, plans: Sequence[wire.Plan]) -> None:
+        """Enter the sizes of payloads, and where they begin in a message."""
+        nbytes = [wire.align(plan.payload_nbytes) for plan in plans]
+        self.offsets = (np.cumsum([0, *nbytes])[:-1]).tolist()
+        self.message_nbytes = sum(nbytes)
+        for row, plan, codec in zip(self._rows, plans, self._codecs, strict=True):
+            tables.enter_plan(row, plan, codec)
+        self._headers["nbytes"] = [plan.header_nbytes for plan in plans]
+        sparse = [group for group in self._groups if isinstance(group, _SparseGroup)]
+        self._codes = _Codes(self._device, self._rows, sparse)
 
     def encode(
         self,
@@ -86,14 +115,18 @@ class Encoder:
         residuals: Sequence[Any],
         coeffs: Sequence[Any],
         measure: bool = False,
+        keys: Sequence[int] | None = None,
     ) -> Encoded:
         """Launch everything from gradients to a message.
 
         ``grads``: float32. ``residuals``: coefficients to add, or None. ``coeffs``: where those of
         gradient plus residual go, or None to throw them away; what is sent is then subtracted
         from them. Neither they nor the body of a payload mean anything if it is not finite.
-        ``measure``: sum the squares of the tensors whose coefficients are kept.
+        ``measure``: sum the squares of the tensors whose coefficients are kept. ``keys``: what is
+        drawn for each tensor follows from; see ``ElementCodec.key_at``.
         """
+        if keys is not None:
+            self._rows["key"] = keys
         try:
             return self._encode(grads, residuals, coeffs, measure)
         except BaseException:  # out of memory, midway: the next encoding finds its scratch as new
@@ -103,35 +136,79 @@ class Encoder:
     def _encode(
         self, grads: Sequence[Any], residuals: Sequence[Any], coeffs: Sequence[Any], measure: bool
     ) -> Encoded:
-        device = self._device
-        message = device.zeros(max(1, self.message_nbytes), np.uint8)
-        scratch = []  # lives until all is launched; the stream keeps the order
-        base = device.address(message)
-        for number, row in enumerate(self._rows):
+        device, kernels, found = self._device, self._kernels, self._found
+        scratch = self._point_at(grads, residuals, coeffs)
+        totals = device.zeros(max(1, 2 * len(self._rows)), np.uint32) if self._counts else None
+        message = None if self._counts else self._new_message()
+        rows = self._uploads.of("tensors", self._rows)
+        before = [group.choose(kernels, rows, found, measure, totals) for group in self._groups]
+        starts = None  # as all scratch it lives until all is launched; the stream keeps the order
+        if message is None:
+            starts = self._count(device.fetch(totals)().view(np.uint32))
+            message = self._new_message()
+            rows = self._uploads.of("tensors", self._rows)
+        sums = [
+            group.write(kernels, rows, found, squares)
+            for group, squares in zip(self._groups, before, strict=True)
+        ]
+        self._codes.encode(kernels, self._rows, found)
+        not_finite = device.zeros(max(1, len(self._rows)), np.uint32)
+        if len(self._rows):
+            headers = self._uploads.of("headers", self._headers)
+            kernels["write_header"](len(self._rows), 32, [headers, found, not_finite], 0)
+        del scratch, starts
+        measured = (self._rows["keep"] != 0) & (self._rows["layout"] != Layout.RAW)
+        squares = partial(self._squares, sums, measured) if measure else None
+        left = None
+        if self._counts:
+            left = lambda: float(sum(of_tiles()[-1].sum() for of_tiles in sums))  # noqa: E731
+        restore = partial(self._restore, rows, (residuals, coeffs))
+        return Encoded(message, not_finite, restore, squares, left)
+
+    def _point_at(
+        self, grads: Sequence[Any], residuals: Sequence[Any], coeffs: Sequence[Any]
+    ) -> list[Any]:
+        """Enter where arrays lie; return those that are thrown away."""
+        device, scratch = self._device, []
+        for number, (row, form) in enumerate(zip(self._rows, self.coeffs_formats, strict=True)):
             row["grad"] = device.address(grads[number])
             residual, kept = residuals[number], coeffs[number]
             row["residual"] = 0 if residual is None else device.address(residual)
             row["keep"] = kept is not None
-            form = self.coeffs_formats[number]
-            if kept is None and form is not None:
+            if kept is None and form is not None and not self._of_elements:
                 dtype, n = form
                 kept = device.empty(max(1, n), dtype)
                 scratch.append(kept)
             row["coeffs"] = 0 if kept is None else device.address(kept)
-            row["payload"] = base + self.offsets[number]
+        return scratch
+
+    def _new_message(self) -> Any:
+        message = self._device.zeros(max(1, self.message_nbytes), np.uint8)
+        self._rows["payload"] = self._device.address(message) + np.array(self.offsets, np.uint64)
         self._headers["payload"] = self._rows["payload"]
-        rows = device.upload(self._rows.view(np.uint8))
-        sums = [group.encode(self._kernels, rows, self._found, measure) for group in self._groups]
-        self._codes.encode(self._kernels, self._rows, self._found)
-        not_finite = device.zeros(max(1, len(self._rows)), np.uint32)
-        if len(self._rows):
-            headers = device.upload(self._headers.view(np.uint8))
-            arguments = [headers, self._found, not_finite]
-            self._kernels["write_header"](len(self._rows), 32, arguments, 0)
-        squares = partial(self._squares, sums, self._rows["keep"] != 0) if measure else None
-        return Encoded(
-            message, not_finite, partial(self._restore, rows, (residuals, coeffs)), squares
-        )
+        return message
+
+    def _count(self, totals: Array) -> Any:
+        """Lay out a message of ``totals``: how many are sent, and the peak's bits, of each tensor.
+
+        Returns the headers, on the device.
+        """
+        headers, plans = [], []
+        for number, (codec, shape) in enumerate(zip(self._codecs, self._shapes, strict=True)):
+            k, peak = totals[2 * number : 2 * number + 2]
+            finite = bool(peak <= LARGEST_FINITE_BITS)
+            plans.append(codec.plan(shape, int(k) if finite else 0))
+            header = np.zeros(plans[-1].header_nbytes, np.uint8)
+            scale = float(peak.view(np.float32)) if finite else math.nan
+            wire.write_header(header, plans[-1], codec.fingerprint, "float32", scale, finite)
+            headers.append(header)
+        self._lay_out(plans)
+        # What follows from a scale is in the header already: no bit changes the checksum any more.
+        starts = self._device.upload(np.concatenate([np.zeros(4 * 33, np.uint8), *headers]))
+        ends = np.cumsum([4 * 33, *(header.size for header in headers)], dtype=np.uint64)
+        self._headers["crc_of_scale"] = self._device.address(starts)
+        self._headers["start"] = self._device.address(starts) + ends[:-1]
+        return starts
 
     def _restore(self, rows: Any, pointed_at: Any, verdict: Any) -> None:
         """Launch what undoes an encoding where the verdict is not 0; see ``Encoded``."""
@@ -152,85 +229,67 @@ class Encoder:
         return found
 
 
-class _GroupOnDevice:
-    """A group's kernels and scratch memory."""
+class _SparseGroup(TileGroup):
+    """Encodes tensors some of whose coefficients are sent."""
 
-    def __init__(self, device: Device, group: Group) -> None:
-        self._device = device
-        self.members, self._owners_on_host = group.members, group.owners
-        self._n_tiles = group.owners.size
-        self._owners = device.upload(group.owners)
-        self._is_raw = group.transform is None
-        self._tables: list[Any] = []
-        if group.transform is None:
-            self.names = ["copy_raw"]
-            return
+    def __init__(self, device: Device, group: Group, counts: bool) -> None:
+        assert group.transform is not None
         reals = group.transform.reals_per_bin
+        super().__init__(device, group, reals)
+        self._tables: list[Any] = []
         block, domain = tables.block_and_domain(group.transform)
         first = "add_residual"
         if domain:
             first = f"forward<{block}, {str(domain == 2).lower()}>"
             self._tables = [device.upload(t) for t in (tables.roots(block), tables.cosines(block))]
         self._names = [first, *(f"{step}<{reals}>" for step in _STEPS)]
-        self._restore, self._square = f"restore<{reals}>", f"square<{reals}>"
-        self.names = [*self._names, self._restore, self._square]
+        if counts:
+            self._names = ["choose_above", "emit<1>"]
+        self.names += self._names
         self.n_words = WORDS // reals
-        masks = [device.empty(self._n_tiles * self.n_words, np.uint32) for _ in range(3)]
-        self._above, self._equal, self.chosen = masks
-        self._counts = device.empty(self._n_tiles * tables.TILE_COUNTS_NBYTES, np.uint8)
+        masks = [device.zeros(self.n_tiles * self.n_words, np.uint32) for _ in range(3)]
+        self._above, self._equal, self.chosen = masks  # a threshold knows no ties: zeros stay
+        self._counts = device.empty(self.n_tiles * tables.TILE_COUNTS_NBYTES, np.uint8)
 
-    def encode(
-        self, kernels: Any, rows: Any, found: Any, measure: bool
-    ) -> Callable[[], np.ndarray]:
-        """Launch everything from gradients to values and to positions but for entropy codes.
-
-        Returns what waits for the sums of squares, float64 ``[3, tiles]`` if they are measured.
-        """
-        common = [rows, self._owners, found]
-        if self._is_raw:
-            kernels["copy_raw"](self._n_tiles, THREADS, common, 0)
-            return lambda: np.zeros((3, self._n_tiles))
-        first, mark, narrow, settle, emit = (kernels[name] for name in self._names)
+    def choose(
+        self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
+    ) -> list[Callable[[], np.ndarray]]:
+        """See ``TileGroup``."""
+        common = [rows, self.owners, found]
         masks = [*common, self._above, self._equal]
-        shared = tables.TALLY_NBYTES + (tables.POINTS_NBYTES if self._tables else 0)
-        first(self._n_tiles, THREADS, [*common, *self._tables], shared)
-        if measure:
-            before = [self._squared(kernels, rows, of_gradient) for of_gradient in (1, 0)]
-        mark(self._n_tiles, THREADS, masks, tables.DIGITS_NBYTES)
-        narrow(self._n_tiles, self.n_words, masks, tables.DIGITS_NBYTES)
-        settle(self._n_tiles, self.n_words, [*masks, self._counts], tables.SUMS_NBYTES)
-        written = [*masks, self._counts, self.chosen]
-        emit(self._n_tiles, self.n_words, written, tables.SUMS_NBYTES)
-        if not measure:
+        first, *others = (kernels[name] for name in self._names[:-1])
+        if totals is not None:
+            arguments = [*common, self._above, self._counts, totals]
+            first(self.n_tiles, THREADS, arguments, tables.SUMS_NBYTES)
+        else:
+            shared = tables.TALLY_NBYTES + (tables.POINTS_NBYTES if self._tables else 0)
+            first(self.n_tiles, THREADS, [*common, *self._tables], shared)
+        squares = [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
+        if others:
+            mark, narrow, settle = others
+            mark(self.n_tiles, THREADS, masks, tables.DIGITS_NBYTES)
+            narrow(self.n_tiles, self.n_words, masks, tables.DIGITS_NBYTES)
+            settle(self.n_tiles, self.n_words, [*masks, self._counts], tables.SUMS_NBYTES)
+        return squares
+
+    def write(
+        self, kernels: Any, rows: Any, found: Any, before: list[Callable[[], np.ndarray]]
+    ) -> Callable[[], np.ndarray]:
+        """Launch what writes values, and positions but for entropy codes; see ``TileGroup``."""
+        common = [rows, self.owners, found]
+        written = [*common, self._above, self._equal, self._counts, self.chosen]
+        kernels[self._names[-1]](self.n_tiles, self.n_words, written, tables.SUMS_NBYTES)
+        if not before and self._names[0] != "choose_above":
             return lambda: np.zeros((3, 0))
-        sums = [*before, self._squared(kernels, rows, 0)]
+        sums = [*before, self.squared(kernels, rows, 0)]
         return lambda: np.stack([fetch() for fetch in sums])
-
-    def _squared(self, kernels: Any, rows: Any, of_gradient: int) -> Callable[[], np.ndarray]:
-        sums = self._device.empty(self._n_tiles, np.float64)
-        arguments = [rows, self._owners, np.uint32(of_gradient), sums]
-        kernels[self._square](self._n_tiles, THREADS, arguments, tables.SQUARES_NBYTES)
-        return self._device.fetch(sums)
-
-    def restore(self, kernels: Any, rows: Any, verdict: Any) -> None:
-        """Launch what brings old coefficients back if the verdict is not 0."""
-        if not self._is_raw:
-            kernels[self._restore](self._n_tiles, THREADS, [rows, self._owners, verdict], 0)
-
-    def by_tensor(self, of_tiles: np.ndarray) -> dict[int, tuple[float, float, float]]:
-        """Return three sums for each tensor, of ``[3, tiles]``."""
-        if self._is_raw:
-            return {}
-        n = max(self.members) + 1
-        sums = [np.bincount(self._owners_on_host, part, n) for part in of_tiles]
-        return {m: (float(sums[0][m]), float(sums[1][m]), float(sums[2][m])) for m in self.members}
 
 
 class _Codes:
     """The tensors whose positions travel in the entropy code."""
 
-    def __init__(self, device: Device, rows: Array, groups: Sequence[_GroupOnDevice]) -> None:
-        self._device = device
+    def __init__(self, device: Device, rows: Array, groups: Sequence[_SparseGroup]) -> None:
+        self._device, self._uploads = device, tables.Uploads(device)
         coded = [
             (number, group)
             for group in groups
@@ -276,7 +335,7 @@ class _Codes:
             return
         tensors = rows[self._rows["tensor"]]
         self._rows["coded"] = tensors["payload"] + tensors["positions_offset"]
-        codes = self._device.upload(self._rows.view(np.uint8))
+        codes = self._uploads.of("codes", self._rows)
         arguments = [codes, self._warps, found]
         kernels["encode_chunks"](self._n_warps, 32, arguments, tables.SUMS_NBYTES)
         kernels["copy_chunks"](self._n_chunks, 128, [codes, *self._chunks, found], 0)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import functools
 import struct
 import zlib
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends.gpu import Device
 from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
 from horovod_fftcomp.transforms import BlockDCT, Identity, Transform
 from horovod_fftcomp.wire import Plan
+
+DeviceCodec = Codec | ElementCodec  # that a GPU has kernels for
 
 # As in cuda/common.cuh and entropy.cuh.
 TILE, THREADS = 4096, 256
@@ -26,6 +31,8 @@ FOUND_NBYTES, TILE_COUNTS_NBYTES = 32 + 4 * 2048, 16
 SUMS_NBYTES = 4 * 36
 SQUARES_NBYTES = 8 * THREADS
 POINTS_NBYTES = 8 * (TILE // 2 + TILE // 32)
+_TURNS = 4  # arrays of the steps before last are free again
+LEVELS_NBYTES, PART_NBYTES = 4 * (TILE + 65), 24
 TALLY_NBYTES, DIGITS_NBYTES = 4 * 2048 + SUMS_NBYTES, 4 * 1024 + SUMS_NBYTES
 
 
@@ -38,8 +45,8 @@ def _struct(pointers_and_sizes: str, words: str) -> np.dtype:
 
 
 TENSOR = _struct(
-    "grad residual coeffs payload numel n k positions_offset values_offset",
-    "first_tile n_tiles layout low_bits kind bits shift bins_per_block keep unused",
+    "grad residual coeffs payload numel n k positions_offset values_offset key",
+    "first_tile n_tiles layout low_bits kind bits shift bins_per_block keep threshold",
 )
 CODED = _struct(
     "bitmap coded slots pushes words states lengths n_symbols nbytes",
@@ -52,8 +59,37 @@ ARRIVING = _struct(
     "header_nbytes first_tile n_tiles first_unary n_unary first_warp n_warps n_chunks layout "
     "low_bits kind bits shift unused",
 )
+SHARED = _struct(
+    "grad residual left wanted share sum own chosen n k factor first",
+    "first_tile n_tiles first_group n_groups chunk bits beta rest gain unused",
+)
+ELEMENTS = _struct(
+    "clip length first_part",
+    "first_row n_rows method top radix digits bucket_bits unused",
+)
+HASHED = _struct("bytes nbytes", "")
 LEDGER = _struct("", "skipped corrupt")
-MESSAGES = _struct("bytes nbytes", "n_ranks n_tensors")
+MESSAGES = _struct("bytes nbytes", "n_ranks n_tensors rows_apart unused")
+
+
+class Uploads:
+    """Tables on a device, by name; one is copied there again only when a row of it has changed.
+
+    Of each the last few are kept: arrays that take turns, as residuals do, come back in a while.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._held: dict[object, dict[bytes, Any]] = {}
+
+    def of(self, name: object, rows: Array) -> Any:
+        """Return the copy of a table, uint8; nobody may write to it."""
+        held, wanted = self._held.setdefault(name, {}), rows.tobytes()
+        if wanted not in held:
+            if len(held) == _TURNS:
+                del held[next(iter(held))]
+            held[wanted] = self._device.upload(rows.view(np.uint8))
+        return held[wanted]
 
 
 class Group(NamedTuple):
@@ -67,7 +103,7 @@ class Group(NamedTuple):
     owners: Array
 
 
-def grouped(plans: list[Plan], codecs: list[Codec], rows: Array) -> list[Group]:
+def grouped(plans: Sequence[Plan], codecs: Sequence[DeviceCodec], rows: Array) -> list[Group]:
     """Return the groups of a bucket; enters in ``rows`` which tiles of its group a tensor has."""
     by_transform: dict[Transform | None, list[int]] = {}
     for number, (plan, codec) in enumerate(zip(plans, codecs, strict=True)):
@@ -86,17 +122,21 @@ def grouped(plans: list[Plan], codecs: list[Codec], rows: Array) -> list[Group]:
     return groups
 
 
-def enter_plan(row: np.void, plan: Plan, codec: Codec) -> None:
+def enter_plan(row: np.void, plan: Plan, codec: DeviceCodec) -> None:
     """Enter in a row what senders and receivers both know of a tensor."""
     if plan.n_bins >= 1 << 32:
         raise ValueError(f"a tensor of {plan.n_bins} coefficients; a GPU takes fewer than 2^32")
     row["numel"], row["n"], row["k"] = plan.numel, plan.n_bins, plan.k
     row["positions_offset"], row["values_offset"] = plan.header_nbytes, plan.values_offset
     row["layout"], row["low_bits"] = plan.layout, plan.positions.low_bits
+    if isinstance(codec, ElementCodec):
+        return
     quantizer = codec.quantizer
     row["kind"] = BFLOAT16 if isinstance(quantizer, BFloat16) else FLOAT32
     row["bits"] = quantizer.bits
-    if isinstance(quantizer, RangeFloat):
+    if plan.layout is Layout.RAW:
+        row["bits"] = 32
+    elif isinstance(quantizer, RangeFloat):
         row["kind"], row["shift"] = RANGE, quantizer.grid(-1.0, 1.0).shift
 
 

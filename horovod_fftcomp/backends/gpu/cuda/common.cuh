@@ -37,14 +37,15 @@ struct Tensor {
     u64 k;                  // of them to send
     u64 positions_offset;   // of the parts of the payload, in bytes
     u64 values_offset;
+    u64 key;                // of what is drawn in this step
     u32 first_tile, n_tiles;
     u32 layout, low_bits;  // of the positions
     u32 kind, bits, shift;  // of the values
     u32 bins_per_block;     // of a complex transform, whose bin 0 counts half; else 1
     u32 keep;               // subtract what is sent from coeffs
-    u32 unused;
+    u32 threshold;          // bits of the least magnitude to send, where k depends on that
 };
-static_assert(sizeof(Tensor) == 112, "tables.py describes tensors with the same layout");
+static_assert(sizeof(Tensor) == 120, "tables.py describes tensors with the same layout");
 
 // What the kernels find out of one tensor. Zeros before the first launch; they clear it themselves.
 struct Found {

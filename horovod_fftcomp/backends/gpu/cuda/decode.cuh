@@ -3,7 +3,8 @@
 
 enum Status : u32 { SOUND, NOT_FINITE_THERE, CORRUPT };
 
-// One tensor as it arrives: the same of all ranks, whose messages lie one after another.
+// One tensor as it arrives: the same of all ranks, whose messages lie one after another; or of one
+// rank, where what it sends depends on its values.
 struct Arriving {
     float* sum;           // numel
     const u8* start;      // the header for scale 0 and a finite gradient
@@ -36,11 +37,19 @@ struct Messages {
     const u8* bytes;
     u64 nbytes;  // of one rank's
     u32 n_ranks, n_tensors;
+    u32 rows_apart;  // 0: one row for a tensor of all ranks; else n_tensors, and offsets are whole
+    u32 unused;
 };
+static_assert(sizeof(Messages) == 32, "tables.py describes messages with the same layout");
+
+// Where a rank's part lies in what belongs to a row: rows of single ranks have one part.
+__device__ __forceinline__ u32 part_of(const Messages& messages, u32 rank) {
+    return messages.rows_apart ? 0 : rank;
+}
 
 __device__ __forceinline__ const u8* payload_of(const Messages& messages, const Arriving& tensor,
                                                 u32 rank) {
-    return messages.bytes + rank * messages.nbytes + tensor.payload_offset;
+    return messages.bytes + part_of(messages, rank) * messages.nbytes + tensor.payload_offset;
 }
 
 // Returns `bits` bits from a bit of a stream on that begins at a whole word.
@@ -183,7 +192,7 @@ __global__ void __launch_bounds__(32)
     SHARED_MEMORY(memory);
     u32* flag = reinterpret_cast<u32*>(memory);
     u32 number = blockIdx.x % messages.n_tensors, rank = blockIdx.x / messages.n_tensors;
-    const Arriving tensor = tensors[number];
+    const Arriving tensor = tensors[number + rank * messages.rows_apart];
     if (tensor.layout != ENTROPY || !is_sound(payloads + blockIdx.x, flag)) return;
     const u16* lengths = reinterpret_cast<const u16*>(payload_of(messages, tensor, rank) +
                                                       tensor.positions_offset);
@@ -193,7 +202,8 @@ __global__ void __launch_bounds__(32)
         u32 taken = chunk < tensor.n_chunks ? lengths[chunk] + 2 * LANES : 0;
         u32 up_to = warp_inclusive_sum(taken);
         if (chunk < tensor.n_chunks)
-            tensor.chunks[u64(rank) * tensor.n_chunks + chunk] = u32(before) + up_to - taken;
+            tensor.chunks[u64(part_of(messages, rank)) * tensor.n_chunks + chunk] =
+                u32(before) + up_to - taken;
         before += __shfl_sync(ALL_LANES, up_to, 31);
     }
     __syncwarp();
@@ -266,9 +276,10 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
 __device__ __forceinline__ u32 float_slot(u32 i) { return 2 * slot(i / 2) + i % 2; }
 
 // Adds a tile's values of all ranks, in their order, to zeros in shared memory; false where one
-// of the payloads is not sound. Threads up to WORDS_OF_REALS / C have a word each.
+// of the payloads is not sound. Threads up to WORDS_OF_REALS / C have a word each. `rows`: the
+// tensor's first.
 template <u32 C>
-__device__ __forceinline__ bool add_values(const Messages& messages, const Arriving& tensor,
+__device__ __forceinline__ bool add_values(const Messages& messages, const Arriving* rows,
                                            Payload* payloads, u32 number, u32 own, float* sum,
                                            u32* sums) {
     constexpr u32 WORDS = WORDS_OF_REALS / C;
@@ -282,8 +293,9 @@ __device__ __forceinline__ bool add_values(const Messages& messages, const Arriv
             sound = false;
             continue;
         }
+        const Arriving& tensor = rows[rank * messages.rows_apart];
         u32 ones = 0, total;
-        u64 tile = u64(rank) * tensor.n_tiles + own;
+        u64 tile = u64(part_of(messages, rank)) * tensor.n_tiles + own;
         if (threadIdx.x < WORDS) ones = tensor.bitmaps[tile * WORDS + threadIdx.x];
         u64 place = tensor.ranks[tile] + block_exclusive_sum(__popc(ones), sums, total);
         __syncthreads();
@@ -327,7 +339,8 @@ __global__ void __launch_bounds__(THREADS, DOMAIN == COSINES ? 3 : RESIDENT)
                  Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
                  u32* __restrict__ not_finite, const float2* __restrict__ roots,
                  const float2* __restrict__ cosines) {
-    const Messages messages = *messages_at;
+    Messages messages = *messages_at;
+    if (DOMAIN != ELEMENTS) messages.rows_apart = 0;  // known while compiling: fewer registers
     constexpr u32 C = DOMAIN == SPECTRA ? 2 : 1, M = L / 2, OWN = POINTS / THREADS;
     SHARED_MEMORY(memory);
     float2* points = reinterpret_cast<float2*>(memory);
@@ -336,8 +349,8 @@ __global__ void __launch_bounds__(THREADS, DOMAIN == COSINES ? 3 : RESIDENT)
     u32 number = tile_tensor[blockIdx.x];
     const Arriving tensor = tensors[number];
     u32 own_tile = blockIdx.x - tensor.first_tile;
-    bool sound =
-        add_values<C>(messages, tensor, payloads, number, own_tile, floats, sums);
+    const Arriving* rows = DOMAIN == ELEMENTS ? tensors + number : &tensor;
+    bool sound = add_values<C>(messages, rows, payloads, number, own_tile, floats, sums);
     if constexpr (DOMAIN != ELEMENTS) {
         float2 z[OWN];
 #pragma unroll

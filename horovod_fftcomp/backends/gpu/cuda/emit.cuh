@@ -70,6 +70,10 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     u64 rank = tiles[blockIdx.x].first_rank + block_exclusive_sum(__popc(own), sums, total);
     u64 tile_begin = u64(blockIdx.x - tensor.first_tile) * (TILE / C);
     u64 begin = tile_begin + 32 * threadIdx.x;
+    if (tensor.layout == RAW) {  // of a threshold that so many are above: send all
+        rank = begin;
+        own = begin >= tensor.n ? 0 : ALL_LANES >> (32 - u32(min(u64(32), tensor.n - begin)));
+    }
     u32* positions = reinterpret_cast<u32*>(tensor.payload + tensor.positions_offset);
     if (tensor.layout == BITMAP && begin < tensor.n) positions[begin / 32] = own;
     u64 n_blocks = (tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits;

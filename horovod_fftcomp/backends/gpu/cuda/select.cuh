@@ -207,8 +207,9 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     if (is_last(&found->ticket, tensor.n_tiles, &sums[33])) choose_digit(found, SECOND, sums);
 }
 
-// From each tile's counts to where its chosen coefficients stand among all of the tensor's.
-__device__ void rank_tiles(const Tensor& tensor, const Found* found, TileCounts* tiles, u32* sums) {
+// From each tile's counts to where its chosen coefficients stand among all of the tensor's. Returns
+// how many they are.
+__device__ u32 rank_tiles(const Tensor& tensor, const Found* found, TileCounts* tiles, u32* sums) {
     u32 equal_before = 0, chosen_before = 0;
     for (u32 begin = 0; begin < tensor.n_tiles; begin += blockDim.x) {
         u32 tile = begin + threadIdx.x;
@@ -231,6 +232,7 @@ __device__ void rank_tiles(const Tensor& tensor, const Found* found, TileCounts*
             own->first_rank = rank;
         }
     }
+    return chosen_before;
 }
 
 // The fourth launch: the last digit decides. `shared` becomes those equal to the k-th largest key.
@@ -269,4 +271,52 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     }
     __syncthreads();
     if (is_last(&found->ticket, tensor.n_tiles, &sums[33])) rank_tiles(tensor, found, tiles, sums);
+}
+
+// In the place of all these launches where a threshold is given, to reals. `totals`: for each tensor
+// how many are chosen, and the bits of the peak.
+__global__ void __launch_bounds__(THREADS, RESIDENT)
+    choose_above(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
+                 Found* __restrict__ all_found, u32* __restrict__ above,
+                 TileCounts* __restrict__ tiles, u32* __restrict__ totals) {
+    SHARED_MEMORY(memory);
+    u32* sums = reinterpret_cast<u32*>(memory);  // 33, a flag, and the peak
+    u32 number = tile_tensor[blockIdx.x];
+    const Tensor tensor = tensors[number];
+    Found* found = all_found + number;
+    if (threadIdx.x == 0) sums[34] = 0;
+    u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
+    u32 peak = 0, count = 0, total;
+    for (u32 i = threadIdx.x; i < TILE; i += THREADS) {
+        u64 place = begin + i;
+        bool chosen = false;
+        if (place < tensor.n) {
+            float sum = tensor.grad[place];
+            if (tensor.residual) sum = add_rn(sum, tensor.residual[place]);
+            tensor.coeffs[place] = sum;
+            peak = max(peak, magnitude(sum));
+            chosen = magnitude(sum) >= tensor.threshold;
+        }
+        u32 word = __ballot_sync(ALL_LANES, chosen);
+        if (threadIdx.x % 32 == 0) {
+            above[u64(blockIdx.x) * WORDS_OF_REALS + i / 32] = word;
+            count += __popc(word);
+        }
+    }
+    block_exclusive_sum(count, sums, total);
+    atomicMax(&sums[34], peak);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        tiles[blockIdx.x].above = total;
+        tiles[blockIdx.x].equal = 0;
+        atomicMax(&found->peak, sums[34]);
+    }
+    if (!is_last(&found->ticket, tensor.n_tiles, &sums[33])) return;
+    if (threadIdx.x == 0) found->need = 0;  // no ties
+    __syncthreads();
+    u32 k = rank_tiles(tensor, found, tiles, sums);
+    if (threadIdx.x == 0) {
+        totals[2 * number] = k;
+        totals[2 * number + 1] = atomicMax(&found->peak, 0u);
+    }
 }

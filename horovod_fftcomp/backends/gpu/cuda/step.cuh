@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(THREADS)
     u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
     u64 end = min(begin + TILE, of_gradient ? tensor.numel : C * tensor.n);
     const float* values = of_gradient ? tensor.grad : tensor.coeffs;
+    if (!values) end = 0;  // nothing is kept
     double sum = 0;
     for (u64 i = begin + threadIdx.x; i < end; i += THREADS) {
         double value = values[i];
