@@ -23,7 +23,16 @@ from horovod_fftcomp.gradients import History
 from horovod_fftcomp.threads import get_num_threads
 from horovod_fftcomp.wire import Plan
 
-__all__ = ["Measurement", "RecipeSession", "Session", "added", "measure", "memcpy", "n_ticks"]
+__all__ = [
+    "Measurement",
+    "RecipeSession",
+    "Session",
+    "added",
+    "measure",
+    "memcpy",
+    "n_ticks",
+    "settle_malloc",
+]
 
 # 2**18 elements, 1 MiB: a smaller share of a memcpy is over before a second thread has begun.
 _LEAST_COPIED = 1 << 18
@@ -46,7 +55,7 @@ def measure(
     """
     grads = [grad.reshape(-1) for grad in history.steps]
     measured = grads[1:] or grads
-    _settle_malloc()
+    settle_malloc()
     for session in sessions:
         session.advance(grads[0])
         tick()
@@ -85,7 +94,7 @@ def n_ticks(history: History, n_sessions: int, repeat: int) -> int:
     return n_sessions * (1 + n_measured * schedule(history, repeat)[0])
 
 
-def _settle_malloc() -> None:
+def settle_malloc() -> None:
     """Bring malloc into the state of a process that trains, which has used large blocks before.
 
     Else it returns every block of some megabytes to the system at once, and the page faults of

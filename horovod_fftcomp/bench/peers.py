@@ -7,11 +7,16 @@ value one. Their messages are tensors; ours are bytes ready for the wire.
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from horovod_fftcomp.backends import Array
+from horovod_fftcomp.bench.reduced_peers import TorchDGC, TorchPowerSGD, TorchRandomK
+from horovod_fftcomp.bench.sessions import Session
 
 if TYPE_CHECKING:
     import torch
@@ -141,6 +146,147 @@ class TorchQSGD(_WithoutFeedback):
         return self.decode([self.encode(grad, feedback=False)]).numpy()
 
 
+class TorchBucketedQSGD(TorchQSGD):
+    """The same with 7 levels of the largest magnitude of each 1024 elements; int8."""
+
+    label = "torch QSGD 7 levels"
+    _levels, _bucket = 7, 1024
+
+    def __init__(self, numel: int, other_grad: Array, seed: int) -> None:
+        super().__init__(numel, other_grad, seed)
+        self.sent_nbytes = numel + 4 * -(-numel // self._bucket)
+
+    def encode(self, grad: Array, feedback: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (levels as int8 ``[buckets, 1024]``, norms ``[buckets, 1]``)."""
+        import torch
+
+        del feedback
+        x = torch.from_numpy(grad)
+        rest = -x.numel() % self._bucket
+        rows = (torch.nn.functional.pad(x, (0, rest)) if rest else x).view(-1, self._bucket)
+        norm = rows.abs().amax(1, keepdim=True)
+        scaled = rows.abs() / norm.clamp_min(torch.finfo(torch.float32).tiny) * self._levels
+        floor = scaled.floor()
+        up = torch.rand(rows.shape, generator=self._generator) < scaled - floor
+        self._numel = x.numel()
+        return ((floor + up) * rows.sign()).to(torch.int8), norm
+
+    def decode(self, received: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Return the sum over both ranks."""
+        parts = [levels.float() * (norm / self._levels) for levels, norm in received]
+        return sum(parts[1:], parts[0]).view(-1)[: self._numel]
+
+
+class TorchTernGrad(_WithoutFeedback):
+    """Ternary digits of the largest clipped magnitude; int8. Wen et al. 2017."""
+
+    label = "torch TernGrad int8"
+
+    def __init__(self, numel: int, other_grad: Array, seed: int) -> None:
+        import torch
+
+        self._generator = torch.Generator().manual_seed(seed)
+        self.sent_nbytes = numel + 4
+        self._other = self.encode(other_grad, feedback=False)
+
+    def encode(self, grad: Array, feedback: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (digits as int8, the scale)."""
+        import torch
+
+        del feedback
+        x = torch.from_numpy(grad)
+        limit = 2.5 * x.std(correction=0)
+        x = x.clamp(-limit, limit)
+        scale = x.abs().max()
+        chosen = torch.rand(x.shape, generator=self._generator) < x.abs() / scale
+        return (x.sign() * chosen).to(torch.int8), scale
+
+    def collect(
+        self, message: tuple[torch.Tensor, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return digits and scales of both ranks."""
+        return [message, self._other]
+
+    def decode(self, received: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Return the sum over both ranks."""
+        parts = [digits.float() * scale for digits, scale in received]
+        return sum(parts[1:], parts[0])
+
+    def alone(self, grad: Array) -> Array:
+        """Return what arrives of ``grad``, flat float32."""
+        return self.decode([self.encode(grad, feedback=False)]).numpy()
+
+
+class TorchOneBit:
+    """A byte for the sign and the mean of either side. Seide et al. 2014."""
+
+    has_feedback = True
+    label = "torch 1-bit uint8"
+
+    def __init__(self, numel: int, other_grad: Array) -> None:
+        import torch
+
+        self._residual = torch.zeros(numel)
+        self.sent_nbytes = numel + 8
+        self._other = self._signs(torch.from_numpy(other_grad))
+
+    def _signs(self, acc: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        below = acc < 0
+        low, high = acc[below].mean(), acc[~below].mean()
+        return below.to(torch.uint8), low.nan_to_num(0), high.nan_to_num(0)
+
+    def encode(self, grad: Array, feedback: bool) -> tuple[torch.Tensor, ...]:
+        """Return signs, both values and, with ``feedback``, the new residual."""
+        import torch
+
+        acc = torch.from_numpy(grad)
+        if not feedback:
+            return self._signs(acc)
+        acc = acc + self._residual
+        message = self._signs(acc)
+        return *message, acc - self._meant(message)
+
+    def _meant(self, message: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        import torch
+
+        return torch.where(message[0].bool(), message[1], message[2])
+
+    def collect(self, message: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
+        """Return what both ranks have sent."""
+        return [message[:3], self._other]
+
+    def decode(self, received: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+        """Return the sum over both ranks."""
+        parts = [self._meant(message) for message in received]
+        return sum(parts[1:], parts[0])
+
+    def alone(self, grad: Array) -> Array:
+        """Return what arrives of ``grad`` without feedback, flat float32."""
+        return self.decode([self.encode(grad, feedback=False)]).numpy()
+
+    def advance(self, grad: Array) -> None:
+        """Exchange ``grad`` with feedback and keep the new residual."""
+        *_, self._residual = self.encode(grad, feedback=True)
+
+    def residual(self) -> Array:
+        """Return what is not sent yet, flat float32."""
+        return self._residual.numpy()
+
+
+class TorchScaledSign(TorchOneBit):
+    """A byte for the sign and the mean magnitude. Karimireddy et al. 2019."""
+
+    label = "torch EF-Sign uint8"
+
+    def _signs(self, acc: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        scale = acc.abs().mean()
+        return (acc < 0).to(torch.uint8), -scale, scale
+
+
 class TorchHalf(_WithoutFeedback):
     """A cast to float16, summed by allreduce in float16: Horovod's own fp16."""
 
@@ -170,12 +316,49 @@ class TorchHalf(_WithoutFeedback):
         return self.encode(grad, feedback=False).float().numpy()
 
 
+# With this begins the label of the peer that computes what a recipe computes; Top-k, QSGD in int8
+# and float16 are always there.
+PEERS = {
+    "qsgd": TorchBucketedQSGD.label,
+    "terngrad": TorchTernGrad.label,
+    "onebit": TorchOneBit.label,
+    "efsignsgd": TorchScaledSign.label,
+    "dgc": TorchDGC.kind,
+    "random_k": TorchRandomK.kind,
+    "powersgd": TorchPowerSGD.kind,
+}
+
+
 def make_sessions(
-    density: float, numel: int, other_grad: Array, seed: int
-) -> list[TorchTopK | TorchQSGD | TorchHalf]:
-    """Return all peers for tensors of ``numel`` elements; Top-k keeps the ``density`` share."""
-    return [
+    density: float,
+    shape: tuple[int, ...],
+    other_grad: Array,
+    seed: int,
+    recipes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> list[Session]:
+    """Return the peers for tensors of ``shape``; Top-k keeps the ``density`` share.
+
+    ``recipes``: all options of those that are measured beside them, by name; each brings the peer
+    that it has.
+    """
+    numel = math.prod(shape)
+    sessions: list[Session] = [
         TorchTopK(density, numel, other_grad),
         TorchQSGD(numel, other_grad, seed),
         TorchHalf(numel, other_grad),
     ]
+    if "qsgd" in recipes:
+        sessions.append(TorchBucketedQSGD(numel, other_grad, seed))
+    if "terngrad" in recipes:
+        sessions.append(TorchTernGrad(numel, other_grad, seed))
+    if "onebit" in recipes:
+        sessions.append(TorchOneBit(numel, other_grad))
+    if "efsignsgd" in recipes:
+        sessions.append(TorchScaledSign(numel, other_grad))
+    if "dgc" in recipes:
+        sessions.append(TorchDGC(recipes["dgc"]["density"], numel, other_grad))
+    if "random_k" in recipes:
+        sessions.append(TorchRandomK(recipes["random_k"]["density"], numel, other_grad, seed))
+    if "powersgd" in recipes and len(shape) > 1:
+        sessions.append(TorchPowerSGD(recipes["powersgd"]["rank"], shape, other_grad, seed))
+    return sessions

@@ -88,8 +88,8 @@ class RecipeSession:
             options = {**options, "calibrate_steps": 1}  # what follows after is measured
         policy = make_policy(recipe, **options)
         self.scheme = policy.at(_USUAL_STEP)
-        self.has_feedback = "error_feedback" in RECIPES[recipe].options and bool(
-            options.get("error_feedback", True)
+        self.has_feedback = bool(
+            {**RECIPES[recipe].options, **options}.get("error_feedback", False)
         )
         off = {"error_feedback": False} if self.has_feedback else {}
         plain = make_policy(recipe, **{**options, **off})
@@ -103,9 +103,11 @@ class RecipeSession:
 
     @property
     def plan(self) -> Plan | None:
-        """Sizes of the payload; None where the recipe has no payloads."""
+        """Sizes of the payload; None where there is none, or the values decide."""
         codec = self.scheme.codec if isinstance(self.scheme, Gather) else None
-        return None if codec is None else codec.plan(self._tensor.shape)
+        if codec is None or not codec.has_fixed_size:
+            return None
+        return codec.plan(self._tensor.shape)
 
     def _sent_by_the_other(self, grad: Array) -> list[Array]:
         """Return what the second rank hands to each round, as if the first sent the same."""

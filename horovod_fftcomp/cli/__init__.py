@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 import horovod_fftcomp
-from horovod_fftcomp.cli import bench, check, recipes
+from horovod_fftcomp.cli import advise, bench, check, recipes, run
 
-COMMANDS = (recipes, bench, check)
+COMMANDS = (recipes, bench, advise, run, check)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 import os
 from collections.abc import Mapping
 from decimal import Decimal
@@ -42,6 +43,25 @@ def _whole(text: str, least: int) -> int:
     if number < least:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text}")
     return number
+
+
+def positive(text: str) -> float:
+    """Return a number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return number
+
+
+def node_range(text: str) -> range:
+    """Return numbers of ranks: ``2..1024``."""
+    first, dots, last = text.partition("..")
+    if dots and first.isdecimal() and last.isdecimal() and 2 <= int(first) <= int(last) <= 1 << 20:
+        return range(int(first), int(last) + 1)
+    raise argparse.ArgumentTypeError(f"{text!r} is no range of ranks; write it as 2..1024")
 
 
 def numels(text: str) -> list[int]:
@@ -93,6 +113,42 @@ def _recipe_choice(node: ast.expr) -> RecipeChoice:
         raise argparse.ArgumentTypeError(str(error)) from error
     written = ", ".join(f"{option}={value}" for option, value in options.items())
     return RecipeChoice(f"{name.id}({written})" if written else name.id, name.id, options)
+
+
+def setting(text: str) -> RecipeChoice:
+    """Return one recipe: ``fft``, ``fft:density=0.15,bits=8`` or ``fft(density=0.15,bits=8)``."""
+    choices = settings(text)
+    if len(choices) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is {len(choices)} recipes, one is wanted")
+    return choices[0]
+
+
+def settings(text: str) -> list[RecipeChoice]:
+    """Return recipes: ``none,fft:density=0.15,bits=8,auto``, or options in brackets.
+
+    What contains "=" but no ":" is another option of the recipe before it.
+    """
+    if "(" in text or ":" not in text:
+        return recipe_choices(text)
+    written: list[str] = []
+    for part in text.split(","):
+        name, colon, option = part.partition(":")
+        if colon and not (name and option):
+            raise _not_a_recipe(text)
+        if colon:
+            written.append(f"{name}({option}")
+        elif "=" in part and written:
+            written[-1] += f",{part}"
+        else:
+            written.append(part)
+    closed = [one + ")" * one.count("(") for one in written]
+    return recipe_choices(",".join(closed))
+
+
+def as_setting(choice: RecipeChoice) -> str:
+    """Return a recipe as ``setting`` reads it, without brackets that a shell would want quoted."""
+    options = ",".join(f"{option}={value}" for option, value in choice.options.items())
+    return f"{choice.name}:{options}" if options else choice.name
 
 
 def _not_a_recipe(text: str) -> argparse.ArgumentTypeError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from horovod_fftcomp.cli.arguments import (
 from horovod_fftcomp.cli.bench_report import Result
 from horovod_fftcomp.cli.console import make_console
 from horovod_fftcomp.gradients import History
+from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
 
 _RECIPES = "fp16,bf16,topk(density=0.01,bits=32),topk,fft,dct"
@@ -52,6 +54,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="RECIPE[,RECIPE]",
         help=f"names, with options in brackets (default: {_RECIPES})",
     )
+    add("--all", action="store_true", help="every recipe, and which of them are reducible")
     _add_data(parser)
     add("--threads", type=count, metavar="N", help="for recipes, peers and memcpy alike")
     add("--repeat", type=count, default=5, help="times of each median (default: %(default)s)")
@@ -93,7 +96,9 @@ def run(parsed: argparse.Namespace) -> None:
     """Measure, print the tables and write the files."""
     if parsed.plot and not plot.matplotlib_is_installed():
         parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
-    choices = parsed.recipes or recipe_choices(_RECIPES)
+    if parsed.all and parsed.recipes:
+        parsed.fail("--all measures every recipe: leave --recipes out, or --all")
+    choices = parsed.recipes or recipe_choices(",".join(RECIPES) if parsed.all else _RECIPES)
     histories, n_histories, data = _histories(parsed)
     if parsed.threads:
         threads.set_num_threads(parsed.threads)
@@ -165,7 +170,8 @@ def _measure_all(
         for number, history in enumerate(histories, 1):
             first = history.steps[0].reshape(-1)
             other = first[::-1].copy()
-            tensor = Tensor(history.name, history.steps[0].shape)
+            shape = history.steps[0].shape if parsed.gradients else _matrix(first.size)
+            tensor = Tensor(history.name, shape)
             ours: list[Session] = [
                 RecipeSession(choice.label, choice.name, choice.options, tensor, other)
                 for choice in choices
@@ -173,7 +179,11 @@ def _measure_all(
             theirs: list[Session] = []
             if has_peers:
                 theirs += peers.make_sessions(
-                    bench_report.peer_density(choices), first.size, other, parsed.seed
+                    bench_report.peer_density(choices),
+                    shape,
+                    other,
+                    parsed.seed,
+                    {c.name: {**RECIPES[c.name].options, **c.options} for c in choices},
                 )
             progress.reset(
                 task,
@@ -185,6 +195,12 @@ def _measure_all(
             )
             results.append(Result(history.name, found[: len(ours)], found[len(ours) :]))
     return results
+
+
+def _matrix(numel: int) -> tuple[int, ...]:
+    """Return the shape nearest to a square: to made-up elements it makes no other difference."""
+    rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
+    return (rows, numel // rows) if rows > 1 else (numel,)
 
 
 def _total(results: Sequence[Result], title: str) -> Result:
@@ -208,6 +224,8 @@ def _print(
         for line in bench_report.speed_ups(result, choices):
             console.print(Text(line))
         console.print()
+    if parsed.all:
+        console.print(Text(bench_report.collectives(choices)))
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     console.print(
         Text(

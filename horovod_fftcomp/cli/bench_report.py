@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from horovod_fftcomp.bench import Measurement
+from horovod_fftcomp.bench.peers import PEERS
 from horovod_fftcomp.cli.arguments import RecipeChoice
-from horovod_fftcomp.recipes import RECIPES
+from horovod_fftcomp.cli.console import make_table
+from horovod_fftcomp.recipes import RECIPES, get_scheme
 
 
 class Result(NamedTuple):
@@ -34,27 +34,12 @@ def table(result: Result) -> Table:
     """Return the table of one tensor or file, which fits into 120 columns."""
     first = result.ours[0]
     speed = 4 * first.numel / first.memcpy_s / 1e9
-    table = Table(
-        title=Text(
-            f"{result.title}: 1 memcpy = {_short(1e3 * first.memcpy_s)} ms = {_short(speed)} GB/s"
-        ),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    table.add_column("compressor", min_width=10, overflow="fold")  # options may be long
-    for column in (
-        "encode\nms (x)",
-        "with EF\nms (x)",
-        "decode 2\nms (x)",
-        "GB/s",
-        "ratio",
-        "bits/pos.\n(entropy)",
-        "rel. error\n(with EF)",
-        "kept\nenergy",
-    ):
-        table.add_column(column, justify="right", overflow="fold")
+    columns = (
+        "encode\nms (x)", "with EF\nms (x)", "decode 2\nms (x)", "GB/s", "ratio",
+        "bits/pos.\n(entropy)", "rel. error\n(with EF)", "kept\nenergy",
+    )  # fmt: skip
+    title = f"{result.title}: 1 memcpy = {_short(1e3 * first.memcpy_s)} ms = {_short(speed)} GB/s"
+    table = make_table("compressor", columns, title)
     for rows in (result.ours, result.peers):
         for one in rows:
             table.add_row(*_cells(one), end_section=one is rows[-1])
@@ -93,23 +78,38 @@ def _short(number: float) -> str:
 
 
 def speed_ups(result: Result, choices: Sequence[RecipeChoice]) -> Iterator[str]:
-    """Yield how much faster our Top-k is than torch's, for the recipes of the same density."""
-    peer = next((one for one in result.peers if one.label.startswith("torch.topk")), None)
+    """Yield how much faster recipes are than their peers; Top-k of the same density alone."""
     for choice, one in zip(choices, result.ours, strict=True):
-        if peer is None or choice.name != "topk":
+        label = "torch.topk" if choice.name == "topk" else PEERS.get(choice.name)
+        found = (p for p in result.peers if label is not None and p.label.startswith(label))
+        peer = next(found, None)
+        if peer is None:
             continue
-        if peer_density([choice]) != peer_density(choices):
+        if choice.name == "topk" and peer_density([choice]) != peer_density(choices):
             continue
-        encode = (
-            (peer.feedback_s or 0) / one.feedback_s
-            if one.feedback_s
-            else (peer.encode_s / one.encode_s)
-        )
+        encode = peer.encode_s / one.encode_s
+        if peer.feedback_s and one.feedback_s:
+            encode = peer.feedback_s / one.feedback_s
         yield (
             f"{choice.label} over {peer.label}: encodes {encode:.1f}x as fast, decodes "
             f"{peer.decode_s / one.decode_s:.1f}x as fast, "
             f"ratio {one.ratio / peer.ratio:.1f}x as high"
         )
+
+
+def collectives(choices: Sequence[RecipeChoice]) -> str:
+    """Return in words which recipes are summed on the way, and which are gathered."""
+    gathered: list[str] = []
+    reducible: list[str] = []
+    for choice in choices:
+        rounds = get_scheme(choice.name, **choice.options).rounds
+        (gathered if "allgather" in rounds else reducible).append(choice.label)
+    lines = [f"Gathered: {', '.join(gathered)}."] if gathered else []
+    if reducible:
+        lines.append(
+            f"Reducible, so that a rank receives no more from more ranks: {', '.join(reducible)}."
+        )
+    return "\n".join(lines)
 
 
 def as_json(result: Result, choices: Sequence[RecipeChoice]) -> dict[str, object]:

@@ -17,8 +17,8 @@ from horovod_fftcomp import health
 from horovod_fftcomp.cli.arguments import count
 from horovod_fftcomp.cli.console import make_console
 from horovod_fftcomp.health import Finding, Level
+from horovod_fftcomp.jobs import launched_rank
 
-_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _STYLES = {Level.OK: "green", Level.ABSENT: "dim", Level.WARNING: "yellow", Level.FAIL: "bold red"}
 _TRY_JOB = "horovodrun -np 2 horovod-fftcomp check"
 _BUSY = "see what keeps this machine or its file system busy, or raise --timeout"
@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Check, print the report and exit with status 1 if something failed."""
-    report = Report(_launched_rank())
+    report = Report(launched_rank())
     watchdog = Watchdog(parsed.timeout, report)
     watchdog.expect("the first check", _BUSY)
     for finding in health.findings():
@@ -58,11 +58,6 @@ def run(parsed: argparse.Namespace) -> None:
     watchdog.stop()
     if report.failed:
         raise SystemExit(1)
-
-
-def _launched_rank() -> int | None:
-    """Return the rank that a launcher gave this process; None without a launcher."""
-    return next((int(os.environ[name]) for name in _RANK if name in os.environ), None)
 
 
 def _check_job(

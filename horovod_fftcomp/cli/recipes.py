@@ -27,7 +27,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Print the table."""
-    table = Table(caption=f"Ratio: float32 bytes / bytes as sent, {parsed.numel:,} elements.")
+    table = Table(
+        caption=f"Ratio: float32 bytes / bytes as sent, {parsed.numel:,} elements; forecasts for "
+        "hard_threshold, strom, adacomp and wangni, where the values decide."
+    )
     for column in ("recipe", "what is sent", "options = default", "collectives", "source"):
         table.add_column(column)
     table.add_column("ratio", justify="right")

@@ -1,0 +1,265 @@
+"""``horovod-fftcomp advise``: what a step would take with each recipe, and which one to use."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.status import Status
+
+from horovod_fftcomp import advice, gradients, jobs, machine, threads
+from horovod_fftcomp.advice import Option
+from horovod_fftcomp.backends import Array
+from horovod_fftcomp.bench import plot
+from horovod_fftcomp.cli import advise_plot, advise_report
+from horovod_fftcomp.cli import run as run_command
+from horovod_fftcomp.cli.advise_report import Findings
+from horovod_fftcomp.cli.arguments import (
+    RecipeChoice,
+    count,
+    node_range,
+    output_path,
+    picture_path,
+    positive,
+    settings,
+)
+from horovod_fftcomp.cost_model import Compute, Message, Network, fitted_network, given_network
+from horovod_fftcomp.schemes import Tensor
+
+_RECIPES = "fp16,topk,fft,dct,auto,scalecom"
+# Sends and computes next to nothing, so that its step is computation: what is measured.
+_NEXT_TO_NOTHING = RecipeChoice(
+    "random_block", "random_block", {"density": 1e-5, "error_feedback": False}
+)
+_MOST_PROBED_NBYTES = 64_000_000
+_EXAMPLES = """\
+examples:
+  horovod-fftcomp advise -np 2 train.py --epochs 1
+  horovod-fftcomp advise --launcher "horovodrun -H a:1,b:1" train.py
+  horovod-fftcomp advise --gradients g.npz --compute-ms 120 --gbit-per-s 1 --latency-us 50 --ranks 4
+  horovod-fftcomp advise --gradients g.npz --compute-ms 120 -np 2 --nodes 2..1024 --plot steps.png
+
+The first two start the script several times, for --steps steps each. docs/advise.md tells what is
+measured, and what the forecast leaves out.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command and its arguments."""
+    parser = commands.add_parser(
+        "advise",
+        help="tell beforehand what compression would gain",
+        description="Measure a model, the network and the codecs, or take them as given; forecast "
+        "a step's time with each recipe, and recommend one, or none.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    _add_measured(parser)
+    add(
+        "--recipes",
+        type=settings,
+        metavar="RECIPE,RECIPE",
+        help=f"to forecast (default: {_RECIPES})",
+    )
+    add("--steps", type=count, default=20, metavar="N", help="of the script (default: %(default)s)")
+    add("--threads", type=count, metavar="N", help="of a rank's kernels (default: its cores, to 8)")
+    add(
+        "--cores-per-rank",
+        type=count,
+        metavar="N",
+        help="cores a rank has; with 1, encoding does not hide behind the backward pass",
+    )
+    add(
+        "--repeat",
+        type=count,
+        default=5,
+        metavar="N",
+        help="times of a median (default: %(default)s)",
+    )
+    add("--nodes", type=node_range, metavar="A..B", help="forecast for so many ranks, too")
+    add("--json", type=output_path, metavar="FILE", help="write all numbers there")
+    add("--plot", type=picture_path, metavar="FILE.png", help="draw the forecast there")
+    add("script", nargs="?", help="a Horovod script, unedited")
+    add("script_arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    parser.set_defaults(
+        run=run, fail=parser.error, warmup_steps=None, ranks_per_node=None, record=None
+    )
+
+
+def _add_measured(parser: argparse.ArgumentParser) -> None:
+    """Add what says where gradients, computation and network come from."""
+    add = parser.add_argument
+    add("--gradients", type=Path, metavar="FILE", help="recorded gradients in place of a script")
+    add("--compute-ms", type=positive, metavar="MS", help="a step without exchange takes so long")
+    add(
+        "--gbit-per-s", type=positive, metavar="X", help="speed of a rank's link; not measured then"
+    )
+    add("--latency-us", type=positive, metavar="US", help="latency of a message (default: 50)")
+    add("--ranks", type=count, metavar="P", help="ranks, where the network is given")
+    add("-np", type=count, default=2, metavar="N", help="ranks to launch (default: %(default)s)")
+    add("--launcher", type=shlex.split, metavar="COMMAND", help="by what (default: horovodrun)")
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Measure, forecast, print and write."""
+    _check(parsed)
+    with Status("measuring ...", console=Console(stderr=True)) as status:
+        found = _findings(parsed, lambda what: status.update(f"measuring {what} ..."))
+    advise_report.print_report(found, parsed.nodes)
+    if parsed.json:
+        command = shlex.join(["horovod-fftcomp", *parsed.arguments])
+        content = {"command": command, "machine": machine.describe()}
+        content |= advise_report.as_json(found, parsed.nodes)
+        parsed.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if parsed.plot:
+        advise_plot.write(parsed.plot, found, parsed.nodes or range(2, 65))
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """End with a message if arguments are missing or do not belong together."""
+    if bool(parsed.gradients) == bool(parsed.script):
+        parsed.fail("give either a script or --gradients FILE")
+    if parsed.script and not Path(parsed.script).is_file():
+        parsed.fail(f"there is no script {parsed.script!r}")
+    if parsed.gradients and parsed.compute_ms is None:
+        parsed.fail("--gradients needs --compute-ms: what a step takes without any exchange")
+    if parsed.gbit_per_s is None and (parsed.latency_us or parsed.ranks):
+        parsed.fail("--latency-us and --ranks describe a network that is given: add --gbit-per-s X")
+    if parsed.gbit_per_s is not None and (parsed.ranks or 0) < 2:
+        parsed.fail("--gbit-per-s needs --ranks P, at least 2")
+    if parsed.np < 2:
+        parsed.fail("-np must be at least 2: one rank exchanges nothing")
+    if jobs.launched_rank() is not None:
+        parsed.fail("advise starts its jobs itself: leave horovodrun out, and give -np N")
+    if parsed.plot and not plot.matplotlib_is_installed():
+        parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+
+
+class _Model(NamedTuple):
+    """Tensors, gradients by name (flat), and of jobs, if there were, steps by recipe.
+
+    ``local_ranks``: how many of their ranks were on one machine.
+    """
+
+    tensors: list[Tensor]
+    grads: Mapping[str, Array]
+    step_s: Mapping[str, float]
+    local_ranks: int | None = None
+
+
+def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
+    ranks = parsed.ranks or parsed.np
+    tell("the model")
+    model = _from_script(parsed) if parsed.script else _from_file(parsed)
+    neighbours = model.local_ranks or (1 if parsed.ranks else ranks)
+    cores = parsed.cores_per_rank or max(1, machine.n_cores() // neighbours)
+    threads.set_num_threads(parsed.threads or min(8, cores))
+    options = [advice.dense(model.tensors)]
+    for choice in parsed.recipes or settings(_RECIPES):
+        tell(choice.label)
+        options.append(_option(choice, model, parsed))
+    nothing = _option(_NEXT_TO_NOTHING, model, parsed)
+    tell("the network")
+    network, times = _network(parsed, options)
+    if parsed.compute_ms is not None:
+        compute = Compute(parsed.compute_ms / 1e3, cores > 1)
+    else:
+        where = network if parsed.gbit_per_s is None else _probed(parsed, options)[0]
+        step_s = model.step_s["random_block"]
+        compute = advice.compute_of(step_s, nothing, where, parsed.np, cores > 1)
+    found = advice.forecasts(options, compute, network, ranks)
+    return Findings(
+        compute, network, ranks, found, advice.advise(found), times, model.step_s, parsed.script
+    )
+
+
+def _option(choice: RecipeChoice, model: _Model, parsed: argparse.Namespace) -> Option:
+    return advice.compressed(
+        choice.label, choice.name, choice.options, model.tensors, model.grads, parsed.repeat
+    )
+
+
+def _from_file(parsed: argparse.Namespace) -> _Model:
+    try:
+        histories = gradients.read(parsed.gradients)
+    except (OSError, ValueError) as error:
+        parsed.fail(str(error))
+    tensors = [Tensor(history.name, history.steps[0].shape) for history in histories]
+    return _Model(tensors, {h.name: h.steps[-1].reshape(-1) for h in histories}, {})
+
+
+def _from_script(parsed: argparse.Namespace) -> _Model:
+    """Run a few steps of the script: dense, and with next to no exchange while it is recorded."""
+    with tempfile.TemporaryDirectory() as folder:
+        parsed.record_every = max(1, parsed.steps // 2)
+        dense = _job(parsed, RecipeChoice("none", "none", {}))
+        parsed.record = Path(folder) / "gradients.npz"
+        bare = _job(parsed, _NEXT_TO_NOTHING)
+        # The first rank of a job on other hosts writes there: then the gradients are made up.
+        recorded = gradients.read(parsed.record) if parsed.record.exists() else []
+    tensors = [Tensor(name, tuple(shape)) for name, shape in dense["tensors"]]
+    step_s = {"none": dense["step_s"], "random_block": bare["step_s"]}
+    grads = {h.name: h.steps[-1].reshape(-1) for h in recorded}
+    return _Model(tensors, grads, step_s, dense["local_ranks"])
+
+
+def _job(parsed: argparse.Namespace, choice: RecipeChoice) -> dict[str, Any]:
+    """Return the first rank's report of a job of the script; end with its output if it failed."""
+    lines: list[str] = []
+    ended = run_command.launch(parsed, choice, parsed.np, lines.append)
+    trouble = run_command.trouble(ended, parsed.np)
+    if trouble or ended.reports[0]["step_s"] is None:
+        sys.stderr.write("".join(lines[-50:]))
+        parsed.fail(
+            f"{parsed.script} with recipe {choice.name}: {trouble or 'one step is too few'}"
+        )
+    return ended.reports[0]
+
+
+def _network(
+    parsed: argparse.Namespace, options: list[Option]
+) -> tuple[Network, list[tuple[Message, float]]]:
+    """Return the network, given or probed, and the times of the probe."""
+    if parsed.gbit_per_s is None:
+        return _probed(parsed, options)
+    return given_network(parsed.gbit_per_s, (parsed.latency_us or 50) / 1e6), []
+
+
+def _probed(
+    parsed: argparse.Namespace, options: list[Option]
+) -> tuple[Network, list[tuple[Message, float]]]:
+    """Time small and large collectives, and fake payloads of the planned sizes."""
+    planned = {Message("allreduce", 4), Message("allgather", 4)}
+    for collective in ("allreduce", "allgather"):
+        planned |= {Message(collective, nbytes) for nbytes in (1 << 16, 1 << 20)}
+    for option in options:
+        for collective in ("allreduce", "allgather"):
+            parts = [m.nbytes for p in option.parts for m in p.messages if m[0] == collective]
+            nbytes = min(sum(parts), _MOST_PROBED_NBYTES)
+            planned |= {Message(collective, nbytes)} if nbytes else set()
+    messages = sorted(planned)
+    command = [sys.executable, "-m", "horovod_fftcomp.torch.network", json.dumps(messages)]
+    lines: list[str] = []
+    launcher = parsed.launcher or jobs.default_launcher()
+    try:
+        ended = jobs.launch(launcher, parsed.np, command, lines.append)
+    except FileNotFoundError as error:
+        parsed.fail(f"{error.filename!r} was not found; install Horovod, or give --gbit-per-s X")
+    if len(ended.reports) < parsed.np:
+        sys.stderr.write("".join(lines[-50:]))
+        parsed.fail(
+            "the network could not be measured, which takes horovod.torch; give it: "
+            "--gbit-per-s X --latency-us US --ranks P"
+        )
+    # The slowest rank's times are those of a step.
+    times = [max(found) for found in zip(*(r["times"] for r in ended.reports), strict=True)]
+    measured = list(zip(messages, times, strict=True))
+    return fitted_network(measured, parsed.np), measured

@@ -1,0 +1,53 @@
+"""The figure of ``advise``: what a step takes now, and on more ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from horovod_fftcomp import advice
+from horovod_fftcomp.cli.advise_report import Findings, growth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def write(path: Path, found: Findings, nodes: range) -> None:
+    """Write the figure to ``path`` (.png, .svg, .pdf)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 1.8 + 0.5 * max(len(found.forecasts), 6)), layout="constrained")
+    figure.suptitle(f"Forecast: {found.advice.why}", wrap=True)
+    bars, lines = figure.subplots(1, 2)
+    _draw_parts(bars, found)
+    _draw_growth(lines, found, list(advice.powers_of_two(nodes.start, nodes.stop - 1)))
+    figure.savefig(path, dpi=130)
+
+
+def _draw_parts(axes: Axes, found: Findings) -> None:
+    labels = [forecast.option.label for forecast in found.forecasts]
+    left = [0.0] * len(labels)
+    for what, key in (
+        ("compute", "compute_s"),
+        ("encode", "encode_s"),
+        ("exchange that nothing hides", "exposed_s"),
+        ("decode", "decode_s"),
+    ):
+        widths = [1e3 * getattr(forecast.time, key) for forecast in found.forecasts]
+        axes.barh(labels, widths, left=left, label=what)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel(f"ms of a step on {found.ranks} ranks")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=4, frameon=False)
+
+
+def _draw_growth(axes: Axes, found: Findings, ranks: list[int]) -> None:
+    for option, steps in growth(found, ranks):
+        style = "--" if option.kind == "allgather" else "-"
+        axes.plot(ranks, [1e3 * step_s for step_s in steps], style, marker=".", label=option.label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend(title="dashed: by allgather")
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("ms of a step")

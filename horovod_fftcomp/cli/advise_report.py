@@ -1,0 +1,187 @@
+"""What ``advise`` found, as tables, as text and as JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from horovod_fftcomp import advice
+from horovod_fftcomp.advice import Advice, Forecast, Option
+from horovod_fftcomp.cli.arguments import RecipeChoice, as_setting
+from horovod_fftcomp.cli.console import in_ms, make_console, make_table
+from horovod_fftcomp.cost_model import Compute, Message, Network, crossover
+
+# A computation below this share of the measured steps is none that was told from the exchange.
+_TOO_LITTLE = 0.01
+
+
+class Findings(NamedTuple):
+    """All that was measured and forecast.
+
+    ``times``: of the network's probe; ``step_s``: measured steps by recipe. Both may be empty.
+    """
+
+    compute: Compute
+    network: Network
+    ranks: int
+    forecasts: list[Forecast]
+    advice: Advice
+    times: Sequence[tuple[Message, float]]
+    step_s: Mapping[str, float]
+    script: str | None
+
+
+def print_report(found: Findings, nodes: range | None) -> None:
+    """Print what was found, the forecast and the advice."""
+    console = make_console()
+    console.print(_table(found))
+    for line in _facts(found):
+        console.print(Text(line))
+    if nodes:
+        console.print()
+        console.print(_growth(found, nodes))
+        for line in _crossovers(found):
+            console.print(Text(line))
+    console.print()
+    console.print(Text(f"{found.advice.why}.", "bold"))
+    for line in _to_paste(found):
+        console.print(Text(line))
+
+
+def _table(found: Findings) -> Table:
+    title = (
+        f"Forecast of a step on {found.ranks} ranks; computing takes "
+        f"{in_ms(found.compute.total_s)} ms of it"
+    )
+    columns = (
+        "step\nms", "speed-up", "encode\nms", "exchange\nms", "exposed\nms", "decode\nms",
+        "free codec\nms", "MB\nsent", "ratio", "rel.\nerror",
+    )  # fmt: skip
+    table = make_table("recipe", columns, title)
+    none = found.forecasts[0]
+    for option, time, ceiling_s in found.forecasts:
+        table.add_row(
+            option.label,
+            in_ms(time.total_s),
+            f"{none.time.total_s / time.total_s:.2f}",
+            in_ms(time.encode_s),
+            in_ms(time.exchange_s),
+            in_ms(time.exposed_s),
+            in_ms(time.decode_s),
+            in_ms(ceiling_s),
+            f"{option.sent_nbytes / 1e6:.3f}",
+            f"{none.option.sent_nbytes / option.sent_nbytes:.1f}",
+            f"{option.relative_error:.2g}",
+        )
+    return table
+
+
+def _facts(found: Findings) -> Iterator[str]:
+    network = found.network
+    how = "measured" if found.times else "given"
+    lines = [(network.gather, "gathering")]
+    if network.reduce != network.gather:
+        lines.insert(0, (network.reduce, "summing"))
+    for line, what in lines:
+        speed = "endless" if not line.beta_s else f"{8e-9 / line.beta_s:.3g} Gbit/s"
+        yield f"Network, {how}, {what}: {speed}, latency {1e6 * line.alpha_s:.0f} us a message."
+    if "none" in found.step_s:
+        yield f"The script's step without compression took {in_ms(found.step_s['none'])} ms here."
+    if found.step_s and found.compute.total_s < _TOO_LITTLE * min(found.step_s.values()):
+        yield (
+            "The network alone was slower than in the script's steps, so that nothing is left for "
+            "computing: other work disturbed it. Measure again on machines at rest."
+        )
+    if not found.compute.spare_core:
+        yield "A rank has one core: encoding does not hide behind the backward pass."
+
+
+def _growth(found: Findings, nodes: range) -> Table:
+    ranks = list(advice.powers_of_two(nodes.start, nodes.stop - 1))
+    table = make_table("recipe", map(str, ranks), "Step in ms by number of ranks")
+    for option, steps in growth(found, ranks):
+        table.add_row(option.label, *(f"{1e3 * step_s:.0f}" for step_s in steps))
+    return table
+
+
+def growth(found: Findings, ranks: Sequence[int]) -> list[tuple[Option, list[float]]]:
+    """Return a step's seconds on each number of ranks, for each option."""
+    options = [forecast.option for forecast in found.forecasts]
+    columns = [
+        [f.time.total_s for f in advice.forecasts(options, found.compute, found.network, p)]
+        for p in ranks
+    ]
+    rows = zip(*columns, strict=True)
+    return [(option, list(row)) for option, row in zip(options, rows, strict=True)]
+
+
+def crossovers(found: Findings) -> dict[str, int | None]:
+    """Return, for recipes that gather, from how many ranks on a dense allreduce is faster."""
+    dense = Message("allreduce", found.forecasts[0].option.sent_nbytes)
+    return {
+        option.label: crossover(found.network, Message("allgather", option.sent_nbytes), dense)
+        for option, _, _ in found.forecasts
+        if option.kind == "allgather"
+    }
+
+
+def _crossovers(found: Findings) -> Iterator[str]:
+    for label, ranks in crossovers(found).items():
+        if ranks is None:
+            yield f"{label}: its allgather is faster than a dense allreduce on any number of ranks."
+        else:
+            yield f"{label}: from {ranks} ranks on its allgather is slower than a dense allreduce."
+
+
+def _to_paste(found: Findings) -> Iterator[str]:
+    best = found.advice.best
+    if best is None:
+        return
+    option = best.option
+    arguments = "".join(f", {name}={value!r}" for name, value in option.options.items())
+    yield f"    compression=Compression.{option.recipe}(model{arguments})"
+    setting = as_setting(RecipeChoice(option.label, option.recipe, option.options))
+    script = found.script or "train.py"
+    yield "or, without an edit:"
+    yield (f"    horovodrun -np {found.ranks} horovod-fftcomp run --compression {setting} {script}")
+    yield "Compare the loss with that of none first: rel. error is what a single step loses."
+
+
+def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:
+    """Return every number as JSON values."""
+    content: dict[str, Any] = {
+        "ranks": found.ranks,
+        "compute_s": found.compute.total_s,
+        "spare_core": found.compute.spare_core,
+        "network": {
+            name: {"alpha_s": line.alpha_s, "beta_s": line.beta_s}
+            for name, line in (("reduce", found.network.reduce), ("gather", found.network.gather))
+        },
+        "overhead_s": found.network.overhead_s,
+        "probe": [[*message, seconds] for message, seconds in found.times],
+        "measured_step_s": dict(found.step_s),
+        "recipes": [
+            {
+                "recipe": option.recipe,
+                "options": dict(option.options),
+                "sent_nbytes": option.sent_nbytes,
+                "relative_error": option.relative_error,
+                "ceiling_s": ceiling_s,
+                **time._asdict(),
+            }
+            for option, time, ceiling_s in found.forecasts
+        ],
+        "advice": {
+            "recipe": found.advice.best.option.label if found.advice.best else None,
+            "why": found.advice.why,
+        },
+        "crossover_ranks": crossovers(found),
+    }
+    if nodes:
+        ranks = list(advice.powers_of_two(nodes.start, nodes.stop - 1))
+        steps = {option.label: row for option, row in growth(found, ranks)}
+        content["nodes"] = {"ranks": ranks, "step_s": steps}
+    return content

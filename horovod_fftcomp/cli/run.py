@@ -1,0 +1,275 @@
+"""``horovod-fftcomp run``: compression in a training script that does not mention it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import runpy
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from horovod_fftcomp import jobs, threads
+from horovod_fftcomp.cli.arguments import (
+    RecipeChoice,
+    as_setting,
+    count,
+    output_path,
+    setting,
+    settings,
+)
+from horovod_fftcomp.cli.console import in_ms, make_console, make_table
+from horovod_fftcomp.step_report import StepReport
+from horovod_fftcomp.wrapping import Wrapping
+
+_EXAMPLES = """\
+examples:
+  horovodrun -np 2 horovod-fftcomp run --compression fft:density=0.15 train.py --epochs 3
+  horovod-fftcomp run --compare none,fft,auto --steps 100 -np 2 train.py
+  horovod-fftcomp run --compare none,topk:bits=8 --launcher "horovodrun -H a:1,b:1" train.py
+
+docs/run.md tells what a script may contain.
+"""
+_NOTHING = (
+    "nothing was exchanged through horovod_fftcomp: the script took no step with "
+    "hvd.DistributedOptimizer or hvd.DistributedGradientTape on several ranks (start it as "
+    "horovodrun -np 2 horovod-fftcomp run ...)"
+)
+_TIMES = ("encode", "wait", "decode")
+_END_S = 5.0  # that the end of Horovod may take
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command and its arguments."""
+    parser = commands.add_parser(
+        "run",
+        help="train with compression in a script that does not mention it",
+        description="Run a Horovod script of PyTorch, TensorFlow or Keras, unedited, with "
+        "compression, and tell time and bytes of a step at the end.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--compression",
+        type=setting,
+        metavar="RECIPE[:OPTION=VALUE,...]",
+        help="what the script's optimizers and tapes are given",
+    )
+    which.add_argument(
+        "--compare",
+        type=settings,
+        metavar="RECIPE,RECIPE",
+        help="start a job for each of these, one after another, and print a table",
+    )
+    add("--steps", type=count, metavar="N", help="end the script after N steps")
+    add("--warmup-steps", type=count, metavar="N", help="begin with N dense steps")
+    add("--ranks-per-node", type=count, metavar="N", help="compress between nodes of N ranks alone")
+    add("--record", type=Path, metavar="FILE.npz", help="write gradients there, see bench")
+    add(
+        "--record-every",
+        type=count,
+        default=50,
+        metavar="N",
+        help="steps apart (default: %(default)s)",
+    )
+    add("--live-view", type=Path, metavar="FILE", help="append a line of JSON at every 50th step")
+    _add_jobs(parser)
+    add("script", help="the training script")
+    add("script_arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    parser.set_defaults(run=run, fail=parser.error)
+
+
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    """Add what belongs to jobs."""
+    add = parser.add_argument
+    add("-np", type=count, metavar="N", help="ranks of each job of --compare (default: 2)")
+    add(
+        "--launcher",
+        type=shlex.split,
+        metavar="COMMAND",
+        help="what starts the jobs of --compare; -np N is put behind (default: horovodrun)",
+    )
+    add("--json", type=output_path, metavar="FILE", help="write what --compare finds there")
+    add("--report-json", action="store_true", help="report as JSON, on every rank")
+
+
+def run(parsed: argparse.Namespace) -> None:
+    """Run the script, here or in jobs."""
+    if not Path(parsed.script).is_file():
+        parsed.fail(f"there is no script {parsed.script!r}")
+    if not parsed.compare:
+        for option in ("np", "launcher", "json"):
+            if getattr(parsed, option) is not None:
+                parsed.fail(
+                    f"-np, --launcher and --json belong to --compare; to run one recipe: "
+                    f"horovodrun -np 2 horovod-fftcomp run --compression ... {parsed.script}"
+                )
+        _run_script(parsed)
+    elif jobs.launched_rank() is not None:
+        parsed.fail("--compare starts the jobs itself: leave horovodrun out, and give -np N")
+    elif parsed.report_json:
+        parsed.fail("--report-json belongs to --compression: with --compare give --json FILE")
+    elif parsed.record or parsed.live_view:
+        parsed.fail("--record and --live-view belong to --compression: all jobs have one file")
+    else:
+        _compare(parsed)
+
+
+def _run_script(parsed: argparse.Namespace) -> None:
+    """Run the script as Python would, and report at its end, be it an error."""
+    choice: RecipeChoice = parsed.compression
+    given = {
+        "warmup_steps": parsed.warmup_steps,
+        "ranks_per_node": parsed.ranks_per_node,
+        "record": parsed.record,
+        "record_every": parsed.record_every if parsed.record else None,
+        "live_view": parsed.live_view,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    if parsed.ranks_per_node:
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # read when the script calls hvd.init
+    steps = StepReport(parsed.steps, lambda: _end_after_steps(parsed, steps))
+    Wrapping(choice.name, {**choice.options, **options}, steps.watch).install()
+    sys.argv = [parsed.script, *parsed.script_arguments]
+    sys.path[0] = str(Path(parsed.script).resolve().parent)
+    try:
+        runpy.run_path(parsed.script, run_name="__main__")
+    finally:
+        steps.disarm()
+        _report(parsed, steps)
+
+
+def _end_after_steps(parsed: argparse.Namespace, steps: StepReport) -> None:
+    """Report and end this process in the midst of the script; all ranks do after as many steps."""
+    _report(parsed, steps)
+    timer = threading.Timer(_END_S, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    for framework in ("torch", "tensorflow"):
+        if (name := f"horovod.{framework}") in sys.modules:
+            importlib.import_module(name).shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(0)  # the script would take the end of Horovod for an error
+
+
+def _report(parsed: argparse.Namespace, steps: StepReport) -> None:
+    """Print what the steps took: JSON on every rank, or text on the first one."""
+    try:
+        found = steps.values()
+    except Exception as error:  # the script was broken off in the midst of a step, say
+        found = {"steps": 0, "error": str(error) or repr(error)}
+    rank = jobs.launched_rank() or 0
+    if rank != 0:
+        found.pop("tensors", None)  # the same on all ranks, and long
+    if parsed.report_json:
+        launched = {"rank": rank, "local_ranks": threads.get_local_size()}
+        jobs.report({**launched, "recipe": as_setting(parsed.compression), **found})
+    elif rank == 0:
+        sys.stdout.flush()
+        print(_told(parsed.compression.label, found), file=sys.stderr, flush=True)
+
+
+def _told(label: str, found: dict[str, Any]) -> str:
+    if "error" in found:
+        return f"horovod-fftcomp run: {label}: no report: {found['error']}"
+    if not found["steps"]:
+        return f"horovod-fftcomp run: {label}: {_NOTHING}"
+    sent, took = found["sent_nbytes"], {what: in_ms(found[f"{what}_s"]) for what in _TIMES}
+    return (
+        f"horovod-fftcomp run: {label}: {found['steps']} steps on {found['world_size']} ranks, "
+        f"{in_ms(found['step_s'])} ms a step (median); {sent / 1e6:.3f} MB sent by a rank in a "
+        f"step, {found['dense_nbytes'] / sent:.1f} times less than float32; "
+        f"{', '.join(f'{what} {ms}' for what, ms in took.items())} ms"
+    )
+
+
+def _compare(parsed: argparse.Namespace) -> None:
+    """Run a job for each recipe; exit with status 1 if one failed or its ranks differ."""
+    names = (
+        "ms a step", "speed-up", "MB sent", "ratio", "encode ms", "wait ms", "decode ms", "ranks"
+    )  # fmt: skip
+    table = make_table("recipe", names)
+    first_s, bad = None, False
+    rows = []
+    for choice in parsed.compare:
+        print(f"horovod-fftcomp run: {choice.label}", file=sys.stderr, flush=True)
+        ended = launch(parsed, choice, parsed.np or 2, _pass_on)
+        wrong = trouble(ended, parsed.np or 2)
+        rows.append({"recipe": choice.label, "trouble": wrong, "ranks": ended.reports})
+        bad = bad or bool(wrong)
+        if not ended.reports or not ended.reports[0].get("steps"):
+            table.add_row(choice.label, *["-"] * 7, wrong)
+            continue
+        found = ended.reports[0]
+        step_s, sent = found["step_s"], found["sent_nbytes"]
+        first_s = first_s or step_s
+        table.add_row(
+            choice.label,
+            in_ms(step_s),
+            f"{first_s / step_s:.2f}" if first_s and step_s else "-",
+            f"{sent / 1e6:.3f}",
+            f"{found['dense_nbytes'] / sent:.1f}",
+            *(in_ms(found[f"{what}_s"]) for what in _TIMES),
+            wrong or "equal bits",
+        )
+    console = make_console()
+    console.print(table)
+    if parsed.json:
+        parsed.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    console.print(Text("Medians; bytes and times of a step, of the first rank."))
+    if bad:
+        raise SystemExit(1)
+
+
+def _pass_on(line: str) -> None:
+    print(line, end="", flush=True)
+
+
+def launch(
+    parsed: argparse.Namespace, choice: RecipeChoice, n_ranks: int, line: Callable[[str], None]
+) -> jobs.Ended:
+    """Run the script with one recipe in a job of its own; ``line`` gets what it prints."""
+    own: Sequence[str] = [sys.executable, "-m", "horovod_fftcomp", "run", "--report-json"]
+    given = {
+        "--steps": parsed.steps,
+        "--warmup-steps": parsed.warmup_steps,
+        "--ranks-per-node": parsed.ranks_per_node,
+        "--record": parsed.record,
+        "--record-every": parsed.record_every,
+    }
+    options = [part for key, value in given.items() if value for part in (key, str(value))]
+    command = [*own, *options, "--compression", as_setting(choice), parsed.script]
+    try:
+        return jobs.launch(
+            parsed.launcher or jobs.default_launcher(),
+            n_ranks,
+            [*command, *parsed.script_arguments],
+            line,
+        )
+    except FileNotFoundError as error:
+        parsed.fail(f"{error.filename!r} was not found; install Horovod, or give --launcher")
+        raise
+
+
+def trouble(ended: jobs.Ended, n_ranks: int) -> str:
+    """Return what is wrong with a job in words; nothing if all is well."""
+    if len(ended.reports) < n_ranks:
+        return f"{n_ranks - len(ended.reports)} of {n_ranks} ranks gave no report"
+    if not all(found["steps"] for found in ended.reports):
+        errors = {found.get("error", _NOTHING) for found in ended.reports}
+        return "; ".join(sorted(errors))
+    if len({found["digest"] for found in ended.reports}) > 1:
+        return "PARAMETERS DIFFER"
+    return f"failed, status {ended.code}" if ended.code else ""

@@ -1,0 +1,255 @@
+"""What a training step takes: collectives by alpha and beta, and what hides behind the backward.
+
+Times in seconds, sizes in bytes. alpha: latency of a message between two ranks; beta: seconds a
+byte. The formulas are those of ring and tree collectives (Thakur, Rabenseifner and Gropp 2005).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+# Horovod looks for work once in a cycle, of 1 ms unless HOROVOD_CYCLE_TIME says otherwise.
+CYCLE_S = 1e-3
+_MOST_RANKS = 1 << 20  # searched for a crossover
+
+
+class Message(NamedTuple):
+    """One collective and the bytes that each rank hands in."""
+
+    collective: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """``alpha_s``: latency of a message; ``beta_s``: seconds a byte, of one rank's link."""
+
+    alpha_s: float
+    beta_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("alpha_s", self.alpha_s), ("beta_s", self.beta_s)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number of seconds from 0 up, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Network:
+    """What collectives take: ``reduce`` those that sum, ``gather`` the others.
+
+    A measurement has one line for each, since summing costs more than copying. ``overhead_s`` is
+    what every collective takes on top, however many ranks there are. ``times_s``: what was measured
+    on ``measured_ranks`` ranks; on as many it counts, and the lines do for all others. Large
+    messages can take longer than any line would have it.
+    """
+
+    reduce: Line
+    gather: Line
+    overhead_s: float = CYCLE_S
+    times_s: tuple[tuple[Message, float], ...] = ()
+    measured_ranks: int = 0
+
+    def seconds(self, message: Message, ranks: int) -> float:
+        """Return what a collective of ``ranks`` ranks takes, 0 on one rank.
+
+        Ring allreduce: 2 (p-1) alpha + 2 (p-1)/p n beta. Ring allgather: (p-1) (alpha + n beta), n
+        of each rank. Broadcast by a tree: log2(p) alpha + n beta. Where times were measured, a
+        straight line between the two nearest sizes.
+        """
+        p, (collective, n) = ranks, message
+        if p < 2:
+            return 0.0
+        known = sorted((m.nbytes, t) for m, t in self.times_s if m.collective == collective)
+        if known and p == self.measured_ranks:
+            return _between(known, n)
+        if collective == "allreduce":
+            time_s = 2 * (p - 1) * (self.reduce.alpha_s + n / p * self.reduce.beta_s)
+        elif collective == "allgather":
+            time_s = (p - 1) * (self.gather.alpha_s + n * self.gather.beta_s)
+        elif collective == "broadcast":
+            time_s = math.ceil(math.log2(p)) * self.gather.alpha_s + n * self.gather.beta_s
+        else:
+            raise ValueError(f"unknown collective {collective!r}")
+        return self.overhead_s + time_s
+
+
+def given_network(gbit_per_s: float, latency_s: float) -> Network:
+    """Return a network of links of this speed, used in both directions at once."""
+    if not gbit_per_s > 0:
+        raise ValueError(f"gbit_per_s must be above 0, got {gbit_per_s!r}")
+    line = Line(latency_s, 8e-9 / gbit_per_s)
+    return Network(line, line)
+
+
+def fitted_network(times_s: Sequence[tuple[Message, float]], ranks: int) -> Network:
+    """Return what fits measured times best, by least squares of the relative errors.
+
+    Of the time that does not depend on the bytes, one cycle of Horovod's is taken for
+    overhead, the rest for latency. ValueError if allreduces or allgathers of two sizes are missing.
+    """
+
+    def line(collective: str, steps: float, bytes_per_byte: float) -> Line:
+        found = [(m.nbytes, t) for m, t in times_s if m.collective == collective]
+        if len({nbytes for nbytes, _ in found}) < 2:
+            raise ValueError(f"times of {collective}s of at least two sizes are needed")
+        fixed_s, slope = _fitted(found)
+        return Line(max(0.0, fixed_s - CYCLE_S) / steps, slope / bytes_per_byte)
+
+    p = ranks
+    if p < 2:
+        raise ValueError("a network has at least two ranks")
+    reduce = line("allreduce", 2 * (p - 1), 2 * (p - 1) / p)
+    return Network(reduce, line("allgather", p - 1, p - 1), CYCLE_S, tuple(times_s), p)
+
+
+def _between(points: Sequence[tuple[int, float]], nbytes: int) -> float:
+    """Return the time at ``nbytes``; beyond the largest size the time of a byte stays the same."""
+    for (n, t), (larger, longer) in itertools.pairwise(points):
+        if nbytes <= larger:
+            return t + (longer - t) * max(0, nbytes - n) / (larger - n)
+    n, t = points[-1]
+    return t * max(1.0, nbytes / n)
+
+
+def _fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return a, b of a + b n = t with the least sum of squares of 1 - (a + b n) / t, both >= 0."""
+    rows = [(1 / t, n / t) for n, t in points]
+    uu, uv, vv = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    u, v = (sum(row[i] for row in rows) for i in (0, 1))
+    determinant = uu * vv - uv * uv
+    a, b = (u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant
+    if b < 0:
+        return u / uu, 0.0
+    return (a, b) if a >= 0 else (0.0, v / vv)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A step without exchange: ``total_s``, of which the last ``backward`` share makes gradients.
+
+    ``spare_core``: whether a rank has a core on which encoding costs the others nothing. Without,
+    only the network hides behind the backward pass.
+    """
+
+    total_s: float
+    spare_core: bool = True
+    backward: float = 2 / 3  # a backward pass costs two forward ones
+
+
+@dataclass(frozen=True)
+class Part:
+    """What travels together: a bucket, or a tensor that Horovod exchanges itself.
+
+    ``ready``: the share of the backward pass after which its gradients are there. ``encode_s``
+    comes before the first message, ``decode_s`` and, for each rank, ``decode_each_s`` after the
+    last.
+    """
+
+    ready: float
+    messages: tuple[Message, ...]
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    decode_each_s: float = 0.0
+
+
+class StepTime(NamedTuple):
+    """What a step takes, and of what: ``exposed_s`` is exchange that nothing hides.
+
+    ``encode_s`` counts what delays the step; ``exchange_s`` is all of the network's time.
+    """
+
+    total_s: float
+    compute_s: float
+    encode_s: float
+    exposed_s: float
+    decode_s: float
+    exchange_s: float
+
+
+def step_time(compute: Compute, parts: Sequence[Part], network: Network, ranks: int) -> StepTime:
+    """Return what a step takes by going through it.
+
+    Gradients come evenly over the backward pass, in the order of ``ready``. A part is encoded when
+    it is ready, one after the other. The network carries one collective at a time; messages of one
+    kind that wait for it go as one, as Horovod fuses them. What has arrived is decoded when the
+    backward pass is over, one after the other.
+    """
+    order = sorted(parts, key=lambda part: part.ready)
+    encoded, computed = _encoded(compute, order)
+    network_free, exchange_s, received = 0.0, 0.0, [0.0] * len(order)
+    waiting = [(at, number, 0) for number, at in enumerate(encoded)]  # (since, part, its round)
+    while waiting:
+        waiting.sort()
+        begin = max(network_free, waiting[0][0])
+        kind = _message(order, waiting[0]).collective
+        fused = [w for w in waiting if w[0] <= begin and _message(order, w).collective == kind]
+        waiting = [w for w in waiting if w not in fused]
+        nbytes = sum(_message(order, w).nbytes for w in fused)
+        taken = network.seconds(Message(kind, nbytes), ranks)
+        network_free = begin + taken
+        exchange_s += taken
+        for _, number, round_ in fused:
+            if round_ + 1 < len(order[number].messages):
+                waiting.append((network_free, number, round_ + 1))
+            else:
+                received[number] = network_free
+    now, decode_s = computed, 0.0
+    for part, at in sorted(zip(order, received, strict=True), key=lambda pair: pair[1]):
+        taken = part.decode_s + ranks * part.decode_each_s
+        now = max(now, at) + taken
+        decode_s += taken
+    late_s = max(0.0, computed - compute.total_s)
+    exposed_s = now - computed - decode_s
+    return StepTime(now, compute.total_s, late_s, exposed_s, decode_s, exchange_s)
+
+
+def _message(order: Sequence[Part], waiting: tuple[float, int, int]) -> Message:
+    return order[waiting[1]].messages[waiting[2]]
+
+
+def _encoded(compute: Compute, order: Sequence[Part]) -> tuple[list[float], float]:
+    """Return when each part is encoded, and when the backward pass is over."""
+    backward_s = compute.backward * compute.total_s
+    forward_s = compute.total_s - backward_s
+    ends, now, delay_s = [], 0.0, 0.0
+    for part in order:
+        ready = forward_s + part.ready * backward_s
+        if compute.spare_core:
+            now = max(now, ready) + part.encode_s
+        else:
+            delay_s += part.encode_s
+            now = ready + delay_s
+        ends.append(now)
+    return ends, compute.total_s + delay_s
+
+
+def free_codecs(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts as if encoding and decoding took no time: the ceiling."""
+    return [replace(part, encode_s=0.0, decode_s=0.0, decode_each_s=0.0) for part in parts]
+
+
+def crossover(network: Network, gathered: Message, reduced: Message) -> int | None:
+    """Return the least number of ranks at which gathering takes longer than reducing.
+
+    None if it never does. In bandwidth alone it is the first p > 2 x reduced / gathered bytes.
+    """
+
+    def loses(p: int) -> bool:
+        return network.seconds(gathered, p) > network.seconds(reduced, p)
+
+    # Once lost, more ranks lose more if a gathered byte costs at all; small jobs may lose by
+    # latency alone, so these are looked at one by one.
+    for p in range(2, 1 << 10):
+        if loses(p):
+            return p
+    low, high = 1 << 10, _MOST_RANKS
+    if not loses(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if loses(middle) else (middle + 1, high)
+    return low

@@ -1,0 +1,171 @@
+"""Compression in a script that does not mention it: Horovod's wrappers are given a compressor.
+
+No framework here. ``Wrapping`` waits until the script imports a module of Horovod and replaces what
+wraps optimizers and tapes there; the adapter is loaded when the script calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from horovod_fftcomp.errors import UnsupportedError
+
+# Module of Horovod -> our adapter, and what it offers that reduces gradients.
+_KERAS = (
+    "tensorflow",
+    ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"),
+)
+_WRAPPERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "horovod.torch": ("torch", ("DistributedOptimizer",)),
+    "horovod.tensorflow": (
+        "tensorflow",
+        ("DistributedOptimizer", "DistributedGradientTape", "PartialDistributedGradientTape"),
+    ),
+    "horovod.tensorflow.keras": _KERAS,
+    "horovod.keras": _KERAS,
+}
+_BY_HAND = "give compression= in the script itself and run it without `horovod-fftcomp run`"
+
+
+class Wrapping:
+    """Gives every optimizer and tape that a script makes a compressor of one recipe.
+
+    ``options``: those of the recipe, and what else ``Compression`` takes. ``made`` is called with
+    each new compressor. The tapes of one process share a compressor, since a loop makes a tape for
+    each step. What cannot be wrapped raises UnsupportedError where the script makes it.
+    """
+
+    def __init__(
+        self, recipe: str, options: Mapping[str, Any], made: Callable[[Any], None]
+    ) -> None:
+        self._recipe = recipe
+        self._options = dict(options)
+        self._made = made
+        self._of_tapes: Any = None
+        self._ours: list[Any] = []  # the compressors made so far
+
+    def install(self) -> None:
+        """Replace the wrappers of modules when they are imported, or now if they have been."""
+        sys.meta_path.insert(0, _Finder(self._replace))
+        for name in _WRAPPERS:
+            if name in sys.modules:
+                self._replace(sys.modules[name])
+
+    def _replace(self, module: ModuleType) -> None:
+        adapter, names = _WRAPPERS[module.__name__]
+        for name in names:
+            if hasattr(module, name):
+                setattr(module, name, self._wrapped(module, name, adapter))
+
+    def _wrapped(self, module: ModuleType, name: str, adapter: str) -> Callable[..., Any]:
+        plain = getattr(module, name)
+        signature = inspect.signature(plain)
+
+        @functools.wraps(plain)
+        def with_compression(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            given = bound.arguments.get("compression")
+            if any(given is one for one in self._ours):
+                return plain(*args, **kwargs)  # a wrapper of Horovod's that calls another one
+            _check(f"hvd.{name}", bound.arguments, module)
+            if adapter == "torch":
+                made = self._for_torch(bound.arguments)
+            else:
+                made = self._for_tensorflow(name, bound.arguments)
+            bound.arguments["compression"] = made
+            return plain(*bound.args, **bound.kwargs)
+
+        return with_compression
+
+    def _for_torch(self, arguments: dict[str, Any]) -> Any:
+        named = arguments.get("named_parameters")
+        if named is None:  # the names that Horovod gives
+            named = [
+                (f"allreduce.noname.{i}.{j}", parameter)
+                for i, group in enumerate(arguments["optimizer"].param_groups)
+                for j, parameter in enumerate(group["params"])
+            ]
+        else:
+            named = list(named)  # may be an iterator, and Horovod needs it too
+        arguments["named_parameters"] = named
+        return self._compressor("torch", named, arguments)
+
+    def _for_tensorflow(self, name: str, arguments: dict[str, Any]) -> Any:
+        # Without a model it binds to the variables that are exchanged first.
+        if name != "DistributedGradientTape":
+            return self._compressor("tensorflow", None, arguments)
+        if self._of_tapes is None:
+            self._of_tapes = self._compressor("tensorflow", None, arguments)
+        return self._of_tapes
+
+    def _compressor(self, adapter: str, model: Any, arguments: Mapping[str, Any]) -> Any:
+        factories = importlib.import_module(f"horovod_fftcomp.{adapter}").Compression
+        options = dict(self._options)
+        if arguments.get("process_set") is not None:
+            options["process_set"] = arguments["process_set"]
+        compressor = getattr(factories, self._recipe)(model, **options)
+        self._ours.append(compressor)
+        self._made(compressor)
+        return compressor
+
+
+def _check(name: str, arguments: Mapping[str, Any], module: ModuleType) -> None:
+    """Raise UnsupportedError for what must not get a compressor without a word of the user's."""
+    given = arguments.get("compression")
+    if given is not None and given is not module.Compression.none:
+        raise UnsupportedError(
+            f"the script gives {name} a compression= of its own ({_described(given)}): take that "
+            "out of the script, or run the script without `horovod-fftcomp run`"
+        )
+    if arguments.get("op") is not None and arguments["op"] is getattr(module, "Adasum", None):
+        raise UnsupportedError(
+            f"{name}(op=hvd.Adasum) cannot be compressed; use op=hvd.Average or op=hvd.Sum"
+        )
+    if "Partial" in name:
+        raise UnsupportedError(
+            f"{name} keeps some layers local, which a compressor has to be told of: {_BY_HAND}"
+        )
+    if os.environ.get("HOROVOD_ELASTIC") == "1":
+        raise UnsupportedError(
+            f"an elastic job has to keep the residuals in its state (compression=...): {_BY_HAND}"
+        )
+
+
+def _described(compression: Any) -> str:
+    kind = compression if isinstance(compression, type) else type(compression)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets others find Horovod's modules, and has ``loaded`` called with each that is loaded."""
+
+    def __init__(self, loaded: Callable[[ModuleType], None]) -> None:
+        self._loaded = loaded
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how one of Horovod's modules is loaded; None for all others."""
+        if fullname not in _WRAPPERS:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_tell(module: ModuleType) -> None:
+                execute(module)
+                self._loaded(module)
+
+            spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        return spec
