@@ -7,7 +7,7 @@ from typing import Any
 
 FORMAT = 1
 # The kinds of state that belong to a rank; all others are the same on all of them.
-PER_RANK = ("residual",)
+PER_RANK = ("residual", "velocity")
 
 
 def gathered(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -36,11 +36,16 @@ def part_of(saved: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]
             )
         return saved
     parts = saved["ranks"][rank::world_size]
-    merged: dict[str, dict[str, Any]] = common(saved["ranks"][0]["state"])
+    merged: dict[str, dict[str, Any]] = {}
+    for each in saved["ranks"]:  # where nodes have leaders, no rank has all of it
+        for kind, arrays in common(each["state"]).items():
+            merged[kind] = {**arrays, **merged.get(kind, {})}
     for part in parts:
         for kind in PER_RANK:
+            if kind not in part["state"]:
+                continue
             into = merged.setdefault(kind, {})
-            for name, array in part["state"].get(kind, {}).items():
+            for name, array in part["state"][kind].items():
                 into[name] = into[name] + array if name in into else array
     here = {"rank": rank, "world_size": world_size, "state": merged}
     return {**saved["ranks"][0], **here}

@@ -18,7 +18,7 @@ import numpy as np
 from horovod_fftcomp import checkpoint
 from horovod_fftcomp.alarm import DEFAULT_THRESHOLD, ResidualAlarm
 from horovod_fftcomp.backends import Array
-from horovod_fftcomp.backends.gpu import Device
+from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.schemes import (
     GRADIENT_UNITS,
@@ -42,6 +42,7 @@ class Costs:
 
     sent_nbytes: int = 0
     received_nbytes: int = 0
+    inside_nbytes: int = 0  # handed to rounds within a node, which the others do not count
     collectives: int = 0
     encode_s: float = 0.0
     decode_s: float = 0.0
@@ -124,6 +125,7 @@ class Engine:
         self.loss_scale = 1.0
         self._state: list[State] = [{} for _ in self.buckets]
         self._running: dict[int, Exchange] = {}
+        self._inside: set[int] = set()  # buckets whose present round stays within a node
         self._outcomes: dict[int, Outcome] = {}
         self._finite = True
         self._observed = False
@@ -152,7 +154,7 @@ class Engine:
             raise ValueError(f"bucket {bucket} has been started in this step already")
         tensors, scheme, device = self.buckets[bucket].tensors, self.scheme(bucket), self.device
         if device is not None and not scheme.runs_on_device(tensors):
-            grads = [None if grad is None else self._on_host(grad) for grad in grads]
+            grads = [None if grad is None else on_host(grad, device) for grad in grads]
             self._state[bucket] = self._state_on_host(bucket)
             device = None
         context = Context(self.step, self.rank, self.world_size, self.loss_scale, device)
@@ -167,7 +169,8 @@ class Engine:
 
     def proceed(self, bucket: int, output: Array) -> Work:
         """Return the work that goes on with a round's output."""
-        self.costs.received_nbytes += output.nbytes
+        if bucket not in self._inside:
+            self.costs.received_nbytes += output.nbytes
         return partial(_run, bucket, self._running[bucket], output)
 
     def accept(self, result: Result) -> Round | None:
@@ -182,9 +185,15 @@ class Engine:
             del self._running[result.bucket]
             return None
         self.costs.encode_s += seconds
-        self.costs.sent_nbytes += result.made.data.nbytes
-        self.costs.collectives += 1
-        return result.made
+        round_ = result.made
+        self.costs.collectives += round_.among != ()
+        if round_.inside:
+            self._inside.add(result.bucket)
+            self.costs.inside_nbytes += round_.data.nbytes
+        else:
+            self._inside.discard(result.bucket)
+            self.costs.sent_nbytes += round_.data.nbytes
+        return round_
 
     def sums(self, bucket: int) -> list[Array]:
         """Return the sums over ranks of a bucket whose rounds are done."""
@@ -218,8 +227,8 @@ class Engine:
             return
         for bucket, outcome in outcomes.items():
             self._state[bucket] = outcome.state
-        if any(o.on_device and o.on_device.energies for o in outcomes.values()):
-            self._read_energies()  # measured so many steps ago that nobody waits
+        if any(o.on_device and o.on_device.measured for o in outcomes.values()):
+            self._read_measured()  # measured so many steps ago that nobody waits
             assert self._verdict is not None
             light = {bucket: outcome.measured_alone() for bucket, outcome in outcomes.items()}
             self._unread.append((self._verdict, light, self.loss_scale))
@@ -232,16 +241,16 @@ class Engine:
             skipped = self._verdicts.skipped()
             self.costs.skipped_steps += skipped - self._skipped_there
             self._skipped_there = skipped
-            self._read_energies()
+            self._read_measured()
 
-    def _read_energies(self) -> None:
+    def _read_measured(self) -> None:
         unread, self._unread = self._unread, []
         for verdict, outcomes, loss_scale in unread:
             if verdict()[0]:
                 continue  # the step did not count
             for bucket, outcome in outcomes.items():
-                if outcome.on_device is not None and outcome.on_device.energies is not None:
-                    outcomes[bucket] = outcome._replace(energies=outcome.on_device.energies())
+                if outcome.on_device is not None and outcome.on_device.measured is not None:
+                    outcomes[bucket] = outcome._replace(**outcome.on_device.measured())
             self._take_down(outcomes, loss_scale)
 
     def _take_down(self, outcomes: dict[int, Outcome], loss_scale: float) -> None:
@@ -286,8 +295,9 @@ class Engine:
             common, chosen = (sum(column) for column in zip(*similar, strict=True))
             self.costs.similarity = common / chosen
         for bucket, outcome in sorted(outcomes.items(), key=lambda item: item[0]):
-            density = self.buckets[bucket].policy.density(self.step) or 1.0
-            self.alarm.threshold = max(DEFAULT_THRESHOLD, 1 / density)
+            policy = self.buckets[bucket].policy
+            density, growth = policy.density(self.step) or 1.0, policy.at(self.step).accumulation()
+            self.alarm.threshold = max(DEFAULT_THRESHOLD, growth / density)
             for name, energy in outcome.energies.items():
                 wanted += energy.wanted
                 left += energy.left
@@ -363,16 +373,10 @@ class Engine:
             "state": merged,
         }
 
-    def _on_host(self, array: Any) -> Array:
-        """Return an array of the device as NumPy's; waits until it is computed."""
-        if self.device is None or isinstance(array, np.ndarray):
-            return array
-        return self.device.fetch(array)()
-
     def _state_on_host(self, bucket: int) -> State:
         """Return a bucket's state as NumPy arrays; itself, not a copy, where it is that."""
         return {
-            kind: {name: self._on_host(array) for name, array in arrays.items()}
+            kind: {name: on_host(array, self.device) for name, array in arrays.items()}
             for kind, arrays in self._state[bucket].items()
         }
 

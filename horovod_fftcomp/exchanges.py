@@ -34,6 +34,19 @@ class Pending(Protocol):
         ...
 
 
+# Starts a round that is known by a name, between the ranks of a process set, and does not wait.
+Send = Callable[[Round, str, Any], Pending]
+
+
+def no_answer(what: str, timeout_s: float) -> str:
+    """Return the message on an exchange in which some rank does not take part."""
+    return (
+        f"{what} got no answer from all ranks in {timeout_s:.0f} s: a rank has died, runs without "
+        "this compressor, skips this exchange, or made its compressors in another order. Look at "
+        "the other ranks' output; if one is only slow, raise timeout_s"
+    )
+
+
 class Place(NamedTuple):
     """Where a compressed tensor's gradient goes."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ class Reducer:
 
     ``recipe`` and ``options`` as for ``get_scheme`` and ``make_policy``; equal on all ranks, or
     the first sum raises ConfigMismatchError on all of them. Arrays of fewer than ``min_numel``
-    elements are sent as they are.
+    elements are sent as they are. While ``sum`` runs, no receive of any source and any tag may be
+    pending on ``comm``.
 
     Start the job by ``mpirun -np 4 python -m mpi4py script.py``: then an error on one rank ends
     all of them, where MPI by itself would let the others wait for ever.
@@ -38,7 +39,7 @@ class Reducer:
     def __init__(
         self,
         recipe: str,
-        comm: MPI.Comm = MPI.COMM_WORLD,
+        comm: MPI.Intracomm = MPI.COMM_WORLD,
         min_numel: int = MIN_NUMEL,
         **options: Any,
     ) -> None:
@@ -48,7 +49,8 @@ class Reducer:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._engine = Engine([], comm.Get_rank(), comm.Get_size())
         self._saved: dict[str, Any] | None = None
-        self.wait_s = 0.0  # in collectives, since the start
+        self._groups: dict[tuple[int, ...], MPI.Intracomm] = {}
+        self.wait_s = 0.0  # in collectives, sums of ``sparcml`` included, since the start
 
     @property
     def costs(self) -> Costs:
@@ -85,6 +87,11 @@ class Reducer:
         size = np.float32(self._engine.world_size)
         return {name: np.divide(total, size, out=total) for name, total in self.sum(arrays).items()}
 
+    def check_differences(self) -> None:
+        """Raise UnsupportedError unless differences of weights may be sent, as of local steps."""
+        policy = self._policy
+        policy.at(policy.warmup_steps).check_differences(f"recipe {policy.recipe!r}")
+
     def residual(self, name: str) -> Array:
         """Return what is not sent yet of an array, float32 in its shape."""
         return self._engine.residual(name)
@@ -118,10 +125,108 @@ class Reducer:
         self._engine, self._shapes, self._saved = engine, shapes, None
 
     def _completed(self, round_: Round) -> Array:
+        if round_.among == ():
+            return round_.data[:0]
         begin = time.perf_counter()
-        output = _COLLECTIVES[round_.collective](self._comm, round_)
+        comm = self._comm_of(round_.among)
+        if round_.merge is None:
+            output = _COLLECTIVES[round_.collective](comm, round_)
+        else:
+            pairs = _Pairs(comm, round_.merge)
+            output = pairs.merged(round_.data)
+            # The engine counts what went into the round and what comes out.
+            self.costs.sent_nbytes += pairs.sent_nbytes - round_.data.nbytes
+            self.costs.received_nbytes += pairs.received_nbytes - output.nbytes
         self.wait_s += time.perf_counter() - begin
         return output
+
+    def _comm_of(self, ranks: tuple[int, ...] | None) -> MPI.Intracomm:
+        """Return the communicator of ``ranks``; they make it when they first need it."""
+        if ranks is None:
+            return self._comm
+        if ranks not in self._groups:
+            group = self._comm.Get_group().Incl(ranks)
+            self._groups[ranks] = self._comm.Create_group(group)
+        return self._groups[ranks]
+
+
+_TAG = 0x4643  # "FC"; see ``Reducer``
+
+
+class _Pairs:
+    """Recursive doubling: after log2(p) exchanges with one rank each, all have the same bytes.
+
+    Ranks from the largest power of two on hand their data over first and receive the result at the
+    end. The order of merges is that of ``sparcml.merge_all``. Source: Renggli et al., SC 2019;
+    Thakur, Rabenseifner and Gropp 2005.
+    """
+
+    def __init__(self, comm: MPI.Comm, merge: Callable[[Array, Array], Array]) -> None:
+        self._comm, self._merge = comm, merge
+        self.sent_nbytes = self.received_nbytes = 0
+
+    def merged(self, data: Array) -> Array:
+        """Return what ``merge`` makes of all ranks' ``data``, uint8, of any lengths."""
+        rank, size = self._comm.Get_rank(), self._comm.Get_size()
+        pairs = 1 << (size.bit_length() - 1)
+        if rank >= pairs:
+            self._send(data, rank - pairs).Wait()
+            return self._receive(rank - pairs)
+        if rank + pairs < size:
+            data = self._merge(data, self._receive(rank + pairs))
+        for bit in range(pairs.bit_length() - 1):
+            partner = rank ^ (1 << bit)
+            sending = self._send(data, partner)
+            theirs = self._receive(partner)
+            sending.Wait()
+            data = self._merge(*((data, theirs) if rank < partner else (theirs, data)))
+        if rank + pairs < size:
+            self._send(data, rank + pairs).Wait()
+        return data
+
+    def _send(self, data: Array, to: int) -> MPI.Request:
+        self.sent_nbytes += data.nbytes
+        return self._comm.Isend([data, MPI.BYTE], to, _TAG)
+
+    def _receive(self, source: int) -> Array:
+        status = MPI.Status()
+        self._comm.Probe(source, _TAG, status)
+        data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        self._comm.Recv([data, MPI.BYTE], source, _TAG)
+        self.received_nbytes += data.nbytes
+        return data
+
+
+class LocalSteps:
+    """Bring ranks that change ``arrays`` alone together after every ``period`` steps.
+
+    ``arrays``: float32, equal on all ranks now; not changed. The mean over ranks of what has
+    changed since the last meeting is sent by ``reducer``; what it leaves goes into the next
+    meeting. Source: Stich, ICLR 2019 (local SGD); Basu et al., NeurIPS 2019.
+    """
+
+    def __init__(self, reducer: Reducer, arrays: Mapping[str, Array], period: int) -> None:
+        if type(period) is not int or period < 1:
+            raise ValueError(f"period must be a whole number of steps from 1, got {period!r}")
+        reducer.check_differences()
+        self._reducer, self._period = reducer, period
+        self._last = {name: np.array(array, np.float32) for name, array in arrays.items()}
+        self.steps = 0  # since the last meeting
+
+    def after_step(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Return what to go on with: ``arrays``, or at the end of a period what ranks agree on.
+
+        Where a rank's have NaN or Inf all ranks go back to those of the last meeting.
+        """
+        self.steps += 1
+        if self.steps < self._period:
+            return dict(arrays)
+        changes = {name: array - self._last[name] for name, array in arrays.items()}
+        means = self._reducer.mean(changes)
+        if all(np.isfinite(mean).all() for mean in means.values()):
+            self._last = {name: self._last[name] + mean for name, mean in means.items()}
+        self.steps = 0
+        return {name: array.copy() for name, array in self._last.items()}
 
 
 _DTYPES = ("float16", "float32", "float64")

@@ -12,6 +12,7 @@ from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schedules import Schedule, as_schedule
 from horovod_fftcomp.schemes import Scheme, Tensor
 from horovod_fftcomp.schemes.dense import Dense
+from horovod_fftcomp.schemes.nodes import PerNode
 
 # Which tensors (a shell pattern of names, or a function of name and shape), and what they get:
 # "dense", another density, or {"recipe": name, option: value, ...}.
@@ -57,17 +58,25 @@ class Always:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A recipe whose density may follow a schedule, after ``warmup_steps`` dense steps."""
+    """A recipe whose density may follow a schedule, after ``warmup_steps`` dense steps.
+
+    ``ranks_per_node`` above 1: it runs between nodes of so many ranks; see ``PerNode``.
+    """
 
     recipe: str
     options: tuple[tuple[str, Any], ...] = ()
     schedule: Schedule | None = None
     warmup_steps: int = 0
+    ranks_per_node: int = 1
 
     def at(self, step: int) -> Scheme:
         """Return the scheme of the exchange number ``step``."""
+        scheme = self._between_nodes(step)
+        return scheme if self.ranks_per_node == 1 else PerNode(scheme, self.ranks_per_node)
+
+    def _between_nodes(self, step: int) -> Scheme:
         if step < self.warmup_steps:
-            return Dense("float32")
+            return _scheme(self.recipe, self.options).in_warmup() or Dense("float32")
         if self.schedule is None:
             return _scheme(self.recipe, self.options).at(step - self.warmup_steps)
         options = {**dict(self.options), "density": self.density(step)}
@@ -117,12 +126,17 @@ def _require_density(recipe: str, argument: str) -> None:
 
 
 def make_policy(
-    recipe: str, warmup_steps: int = 0, density_schedule: object = None, **options: Any
+    recipe: str,
+    warmup_steps: int = 0,
+    density_schedule: object = None,
+    ranks_per_node: int = 1,
+    **options: Any,
 ) -> Scheduled:
     """Return the policy of a recipe; ValueError or TypeError names the argument that is wrong.
 
     ``warmup_steps``: steps sent dense before compression begins. ``density_schedule``: one of
     ``schedules``, or a mapping {step: density}; its step 0 is the first compressed one.
+    ``ranks_per_node``: sum dense within nodes of so many ranks in a row, compress between them.
     """
     if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
         raise ValueError(f"warmup_steps must be a whole number from 0 up, got {warmup_steps!r}")
@@ -133,7 +147,9 @@ def make_policy(
         if "density" in options:
             raise ValueError("give either density or density_schedule, not both")
         schedule = as_schedule(density_schedule)
-    return Scheduled(recipe, tuple(sorted(options.items())), schedule, warmup_steps)
+    if ranks_per_node is True or ranks_per_node != 1:
+        PerNode(get_scheme(recipe, **options), ranks_per_node)  # refuses what it cannot do
+    return Scheduled(recipe, tuple(sorted(options.items())), schedule, warmup_steps, ranks_per_node)
 
 
 def action_for(tensor: Tensor, rules: Sequence[Rule]) -> Action | None:
@@ -170,8 +186,10 @@ def policy_of(action: Action, policy: Scheduled) -> Scheduled | None:
     if action == "dense":
         return None
     if isinstance(action, Mapping):
-        options = {"recipe": policy.recipe, "warmup_steps": policy.warmup_steps, **action}
-        return make_policy(**options)
+        if "ranks_per_node" in action:
+            raise ValueError("ranks_per_node holds for all tensors: give it without a rule")
+        inherited = {"warmup_steps": policy.warmup_steps, "ranks_per_node": policy.ranks_per_node}
+        return make_policy(**{"recipe": policy.recipe, **inherited, **action})
     if isinstance(action, str) or isinstance(action, bool):
         raise ValueError(
             f"a rule's action is 'dense', a density or a dict with a recipe; got {action!r}"

@@ -21,14 +21,15 @@ def is_whole(value: object) -> bool:
     return type(value) is int
 
 
-RANGE, FLOAT32, BFLOAT16 = range(3)
+RANGE, FLOAT32, BFLOAT16, STEPS = range(4)
 
 
 class Coding(NamedTuple):
     """How the values of one payload are written: what kernels need to know of a quantizer.
 
-    ``kind``: RANGE, FLOAT32 or BFLOAT16; then ``bits`` of a code; then, of RANGE alone, the fields
-    of its ``RangeGrid``. ``largest``: no code, or of the others no magnitude's bit pattern, is
+    ``kind``: RANGE, FLOAT32, BFLOAT16 or STEPS; then ``bits`` of a code; then, of RANGE alone, the
+    fields of its ``RangeGrid``; of STEPS the step's bit pattern as ``base`` and the most steps of
+    either sign. ``largest``: no code, or of FLOAT32 and BFLOAT16 no magnitude's bit pattern, is
     larger in a payload that is not corrupt.
     """
 
@@ -139,6 +140,16 @@ class BFloat16:
         """Return the coding of values of at most ``scale``."""
         rounded = (_pattern(scale) + 0x8000) & 0x7FFF0000
         return Coding(BFLOAT16, self.bits, 0, 0, 0, 0, min(rounded, LARGEST_BFLOAT16_BITS))
+
+
+def steps_coding(step: float, most: int, largest: int) -> Coding:
+    """Return the coding of values as 1 to ``most`` steps of either sign, ``step`` above 0.
+
+    Code 2 (l - 1) + s stands for l steps, minus if s is 1; l = floor(abs(value) / step), 1 at least
+    and ``most`` at most. No payload has more than ``largest`` steps.
+    """
+    bits = 1 + (most - 1).bit_length()
+    return Coding(STEPS, bits, 0, _pattern(step), most, most, 2 * largest - 1)
 
 
 def _pattern(scale: float) -> int:

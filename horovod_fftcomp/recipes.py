@@ -8,15 +8,35 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from horovod_fftcomp.choices import AdaComp, Chooser, Strom, Wangni
+from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.element_codec import ElementCodec
+from horovod_fftcomp.elementwise import (
+    QSGD,
+    DoReFa,
+    EliasQSGD,
+    Method,
+    Natural,
+    OneBit,
+    ScaledSign,
+    Sign,
+    TernGrad,
+)
 from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat, is_whole
 from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dense import Dense
-from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.schemes.dgc import Dgc
+from horovod_fftcomp.schemes.gather import AnyCodec, Gather
+from horovod_fftcomp.schemes.gtopk import GTopK
 from horovod_fftcomp.schemes.joined import Joined
 from horovod_fftcomp.schemes.leader import ChunkWinners, Largest
+from horovod_fftcomp.schemes.momentum import MomentumCorrection
+from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.shared import Shared
+from horovod_fftcomp.schemes.sketchsgd import SketchSgd
+from horovod_fftcomp.schemes.sparcml import SparCml
 from horovod_fftcomp.schemes.threshold import HardThreshold
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK, TopK
 from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity
@@ -132,6 +152,68 @@ def _demo(
     return Gather(codec, decay=decay, sign=_one_of("sign", sign, {True: True, False: False}))
 
 
+def _elementwise(method: Method, seed: int = 0, **options: Any) -> Scheme:
+    return Gather(ElementCodec(method, seed), **options)
+
+
+def _qsgd(
+    levels: int = 7,
+    bucket: int = 1024,
+    norm: str = "max",
+    packing: str = "fixed",
+    error_feedback: bool = False,
+    seed: int = 0,
+) -> Scheme:
+    method = _one_of("packing", packing, {"fixed": QSGD, "elias": EliasQSGD})
+    return _elementwise(method(levels, bucket, norm), seed, error_feedback=error_feedback)
+
+
+# Without feedback, which would grow: what is sent differs from a value by more than the value.
+def _terngrad(clip: float = 2.5, packing: str = "base3", seed: int = 0) -> Scheme:
+    return _elementwise(TernGrad(clip, packing), seed, error_feedback=False)
+
+
+def _dorefa(bits: int = 4, error_feedback: bool = False, seed: int = 0) -> Scheme:
+    return _elementwise(DoReFa(bits), seed, error_feedback=error_feedback)
+
+
+def _natural(error_feedback: bool = False, seed: int = 0) -> Scheme:
+    return _elementwise(Natural(), seed, error_feedback=error_feedback)
+
+
+def _onebit(group: str = "tensor", error_feedback: bool = True) -> Scheme:
+    return _elementwise(OneBit(group), error_feedback=error_feedback)
+
+
+def _efsignsgd(error_feedback: bool = True) -> Scheme:
+    return _elementwise(ScaledSign(), error_feedback=error_feedback)
+
+
+def _signsgd() -> Scheme:
+    return _elementwise(Sign(), error_feedback=False, sign="vote")
+
+
+def _signum(decay: float = 0.9) -> Scheme:
+    return _elementwise(Sign(), decay=decay, sign="vote", momentum=True)
+
+
+def _chosen(method: Chooser, seed: int = 0, error_feedback: bool = True) -> Scheme:
+    return Gather(ChosenCodec(method, seed), error_feedback)
+
+
+# No threshold suits every model: this one only serves to try it out.
+def _strom(threshold: float = 0.001, quanta: int = 1) -> Scheme:
+    return _chosen(Strom(threshold, quanta))
+
+
+def _adacomp(bin: int | None = None) -> Scheme:
+    return _chosen(AdaComp(bin))
+
+
+def _wangni(density: float = 0.01, seed: int = 0) -> Scheme:
+    return _chosen(Wangni(density), seed, error_feedback=False)
+
+
 def _auto(
     ratio: float = 50.0,
     every: int = 2000,
@@ -139,6 +221,47 @@ def _auto(
     error_feedback: bool = True,
 ) -> Scheme:
     return Auto(ratio, every, gbit_per_s, error_feedback)
+
+
+def _dgc(
+    density: float = 0.001,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    masking: bool = True,
+    max_norm: float | None = None,
+    bits: int = 32,
+) -> Scheme:
+    correction = MomentumCorrection(momentum, nesterov, masking, max_norm)
+    return Dgc(Codec(Identity(), TopK(density), _values(bits)), correction=correction)
+
+
+def _powersgd(rank: int = 4, error_feedback: bool = True, seed: int = 0) -> Scheme:
+    return PowerSgd(rank, _one_of("error_feedback", error_feedback, _YES_NO), seed)
+
+
+def _gtopk(density: float = 0.01, error_feedback: bool = True) -> Scheme:
+    return GTopK(density, _one_of("error_feedback", error_feedback, _YES_NO))
+
+
+def _sparcml(density: float = 0.01, error_feedback: bool = True) -> Scheme:
+    return SparCml(density, _one_of("error_feedback", error_feedback, _YES_NO))
+
+
+def _sketchsgd(
+    density: float = 0.001,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    masking: bool = True,
+    rows: int = 5,
+    columns: int = 10,
+    candidates: int = 4,
+    seed: int = 0,
+) -> Scheme:
+    correction = MomentumCorrection(momentum, nesterov, masking)
+    return SketchSgd(density, rows, columns, candidates, seed, correction=correction)
+
+
+_YES_NO = {True: True, False: False}
 
 
 RECIPES: dict[str, Recipe] = {
@@ -171,6 +294,44 @@ RECIPES: dict[str, Recipe] = {
         spares_first=True,
     ),
     "random_k": Recipe(partial(_drawn, RandomK), "random values, float32", "Stich et al. 2018"),
+    "dgc": Recipe(
+        _dgc, "the largest of accumulated velocities; no other momentum", "Lin et al., ICLR 2018"
+    ),
+    "powersgd": Recipe(
+        _powersgd, "two factors of a low rank, float32", "Vogels et al., NeurIPS 2019"
+    ),
+    "gtopk": Recipe(_gtopk, "the largest of all ranks' largest, float32", "Shi et al., ICDCS 2019"),
+    "sparcml": Recipe(
+        _sparcml, "the largest values, float32, summed in pairs", "Renggli et al., SC 2019"
+    ),
+    "sketchsgd": Recipe(
+        _sketchsgd,
+        "values at the heavy hitters of a count sketch; no other momentum",
+        "Ivkin et al., NeurIPS 2019",
+    ),
+    # As many elements as the values decide.
+    "strom": Recipe(
+        _strom, "one threshold or its negative, where values reach it", "Strom, Interspeech 2015"
+    ),
+    "adacomp": Recipe(
+        _adacomp, "one magnitude and signs, where bins have their largest", "Chen et al., AAAI 2018"
+    ),
+    "wangni": Recipe(
+        _wangni, "values drawn by their magnitudes, float32", "Wangni et al., NeurIPS 2018"
+    ),
+    # Every element, in few bits.
+    "qsgd": Recipe(_qsgd, "all values, rounded at random to a few levels", "Alistarh et al. 2017"),
+    "terngrad": Recipe(
+        _terngrad, "all values, as one magnitude or none, at random", "Wen et al. 2017"
+    ),
+    "onebit": Recipe(_onebit, "all signs, and the mean of either side", "Seide et al. 2014"),
+    "efsignsgd": Recipe(_efsignsgd, "all signs, and the mean magnitude", "Karimireddy et al. 2019"),
+    "signsgd": Recipe(_signsgd, "all signs; the majority decides", "Bernstein et al. 2019"),
+    "signum": Recipe(
+        _signum, "all signs of a momentum; the majority decides", "Bernstein et al. 2018"
+    ),
+    "natural": Recipe(_natural, "all values, as powers of two at random", "Horvath et al. 2019"),
+    "dorefa": Recipe(_dorefa, "all values, rounded at random to an even grid", "Zhou et al. 2016"),
 }
 
 
@@ -199,7 +360,7 @@ def get_scheme(name: str, **options: object) -> Scheme:
     return recipe.make(**options)
 
 
-def get_codec(name: str, **options: object) -> Codec:
+def get_codec(name: str, **options: object) -> AnyCodec:
     """Return the codec of a recipe whose payloads are gathered.
 
     Raises ValueError for a recipe that sums values by allreduce and so has no payload, and as

@@ -12,6 +12,7 @@ from horovod_fftcomp import draws
 from horovod_fftcomp.backends import Array
 
 LEAST_THRESHOLD = 2.0**-126  # below it float32 has fewer digits
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,17 @@ class Threshold:
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.value, numbers.Real) and not isinstance(self.value, bool)
-        if not is_number or not LEAST_THRESHOLD <= self.value < math.inf:
+        if not is_number or not LEAST_THRESHOLD <= self.value <= _LARGEST:
             raise ValueError(
-                f"threshold must be a number from {LEAST_THRESHOLD:.3g} up, got {self.value!r}; it "
-                "has the units of a gradient"
+                f"threshold must be a number from {LEAST_THRESHOLD:.3g} to {_LARGEST:.3g}, got "
+                f"{self.value!r}; it has the units of a gradient"
             )
         # As float32, in which values are compared: all ranks compare with the same number.
         object.__setattr__(self, "value", float(np.float32(self.value)))
+
+    def scaled(self, scale: float) -> Threshold:
+        """Return the threshold of gradients that ``scale`` has multiplied, if float32 has it."""
+        return Threshold(min(max(self.value * scale, LEAST_THRESHOLD), _LARGEST))
 
 
 def formula_threshold(numel: int, density: float = 0.001) -> float:
@@ -84,8 +89,7 @@ class _Drawn(_Share):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.seed) is not int or not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed must be a whole number in [0, 2**64), got {self.seed!r}")
+        draws.check_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,13 @@ class RandomBlock(_Drawn):
     NeurIPS 2019, as "random block".
     """
 
+    def progression(self, n: int, step: int, name: str) -> tuple[int, int]:
+        """Return (a, c): the positions are (a j + c) mod n for j < k."""
+        return 1, draws.below(draws.draw(self.seed, step, name, 0), n)
+
     def positions(self, n: int, step: int, name: str) -> Array:
         """Return the positions, int64 ``[k]``, of a tensor called ``name`` of ``n`` elements."""
-        first = draws.below(draws.draw(self.seed, step, name, 0), n)
+        _, first = self.progression(n, step, name)
         found = np.arange(first, first + self.count(n), dtype=np.int64)
         found[n - first :] -= n
         return found
@@ -111,17 +119,21 @@ class RandomK(_Drawn):
     None is drawn twice, which would send less than k. Source: Stich et al., NeurIPS 2018.
     """
 
-    def positions(self, n: int, step: int, name: str) -> Array:
-        """Return the positions, int64 ``[k]``, of a tensor called ``name`` of ``n`` elements."""
+    def progression(self, n: int, step: int, name: str) -> tuple[int, int]:
+        """Return (a, c): the positions are (a j + c) mod n for j < k."""
         if n <= 1:
-            return np.arange(n, dtype=np.int64)
+            return 1, 0
         factor = 1 + draws.below(draws.draw(self.seed, step, name, 1), n - 1)
         while math.gcd(factor, n) != 1:
             factor = factor % n + 1
-        first = draws.below(draws.draw(self.seed, step, name, 0), n)
+        return factor, draws.below(draws.draw(self.seed, step, name, 0), n)
+
+    def positions(self, n: int, step: int, name: str) -> Array:
+        """Return the positions, int64 ``[k]``, of a tensor called ``name`` of ``n`` elements."""
+        factor, first = self.progression(n, step, name)
         # In unsigned 64 bits a product is exact below 2**64: n up to 2**32, density up to 1.
         found = np.arange(self.count(n), dtype=np.uint64)
         found *= np.uint64(factor)
         found += np.uint64(first)
-        found %= np.uint64(n)
+        found %= np.uint64(max(1, n))
         return found.view(np.int64)

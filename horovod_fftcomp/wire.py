@@ -93,9 +93,29 @@ def make_plan(shape: tuple[int, ...], n_bins: int, k: int, bits_per_bin: int) ->
     values_offset = header + align(chosen.nbytes, 8)
     payload = values_offset + (k * bits_per_bin + 7) // 8
     if payload - header >= 4 * numel:
-        chosen = Positions(Layout.RAW, numel, numel, 0, 0)
-        values_offset, payload = header, header + 4 * numel
+        return raw_plan(shape)
     return Plan(shape, numel, chosen, header, values_offset, payload)
+
+
+def raw_plan(shape: tuple[int, ...]) -> Plan:
+    """Return the plan to send a tensor of ``shape`` as it is."""
+    numel = math.prod(shape)
+    header = align(_FIXED.size + len(_encode_dims(shape)))
+    chosen = Positions(Layout.RAW, numel, numel, 0, 0)
+    return Plan(shape, numel, chosen, header, header, header + 4 * numel)
+
+
+def dense_plan(shape: tuple[int, ...], body_nbytes: int) -> Plan:
+    """Return the plan of a tensor all of whose elements are in a body of ``body_nbytes``.
+
+    Where the body would be longer than the tensor in float32, the plan is to send that.
+    """
+    raw = raw_plan(shape)
+    if body_nbytes > 4 * raw.numel or not raw.numel:
+        return raw
+    everything = Positions(Layout.ALL, raw.numel, raw.numel, 0, 0)
+    header = raw.header_nbytes
+    return Plan(shape, raw.numel, everything, header, header, header + body_nbytes)
 
 
 def write_header(

@@ -48,32 +48,47 @@ class InProcessWorld:
             raise ConfigMismatchError(f"rank {rank} submitted {name!r} twice")
         parts[rank] = round_
 
-    def complete(self, name: str) -> Array:
-        """Return the output of a collective; all ranks receive the same."""
+    def complete(self, name: str) -> list[Array]:
+        """Return the output of a collective for every rank, in rank order."""
         parts = self._submitted.pop(name, {})
-        missing = sorted(set(range(self.size)) - set(parts))
+        everybody = tuple(range(self.size))
+        missing = sorted(set(everybody) - set(parts))
         if missing:
             raise ConfigMismatchError(f"ranks {missing} did not submit {name!r}: a job would hang")
-        rounds = [parts[rank] for rank in range(self.size)]
-        for what, values in (
-            ("collective", {part.collective for part in rounds}),
-            ("dtype", {part.data.dtype.name for part in rounds}),
-            ("root", {part.root for part in rounds}),
-        ):
-            if len(values) > 1:
-                listed = sorted(map(str, values))
-                raise ConfigMismatchError(f"{name!r}: the ranks' {what}s differ: {listed}")
-        if rounds[0].collective == "allgather":
-            return np.concatenate([part.data for part in rounds])
-        shapes = {part.data.shape for part in rounds}
-        if len(shapes) > 1:
-            raise ConfigMismatchError(f"{name!r}: the ranks' shapes differ: {sorted(shapes)}")
-        if rounds[0].collective == "broadcast":
-            return rounds[rounds[0].root].data.copy()
-        total = rounds[0].data.copy()
+        among = [parts[rank].among for rank in everybody]
+        groups = [everybody if ranks is None else ranks for ranks in among]
+        outputs = [parts[rank].data[:0] for rank in everybody]
+        for group in set(groups) - {()}:
+            if any(groups[rank] != group for rank in group):
+                raise ConfigMismatchError(f"{name!r}: the ranks' groups differ: {set(groups)}")
+            output = _output(name, [parts[rank] for rank in group])
+            for rank in group:
+                outputs[rank] = output
+        return outputs
+
+
+def _output(name: str, rounds: Sequence[Round]) -> Array:
+    """Return what comes out of a collective for all that take part."""
+    for what, values in (
+        ("collective", {part.collective for part in rounds}),
+        ("dtype", {part.data.dtype.name for part in rounds}),
+        ("root", {part.root for part in rounds}),
+    ):
+        if len(values) > 1:
+            listed = sorted(map(str, values))
+            raise ConfigMismatchError(f"{name!r}: the ranks' {what}s differ: {listed}")
+    if rounds[0].collective == "allgather":
+        return np.concatenate([part.data for part in rounds])
+    shapes = {part.data.shape for part in rounds}
+    if len(shapes) > 1:
+        raise ConfigMismatchError(f"{name!r}: the ranks' shapes differ: {sorted(shapes)}")
+    if rounds[0].collective == "broadcast":
+        return rounds[rounds[0].root].data.copy()
+    total = rounds[0].data.copy()
+    with np.errstate(over="ignore"):  # as in a network, nobody is told
         for part in rounds[1:]:
             total += part.data
-        return total
+    return total
 
 
 def exchange_once(
@@ -93,8 +108,8 @@ def exchange_once(
             world.submit(rank, f"{bucket}.0", engine.start(bucket, grads[rank][bucket]))
     for number in range(1, max(last, default=0) + 1):
         for bucket in (bucket for bucket in range(n_buckets) if number <= last[bucket]):
-            output = world.complete(f"{bucket}.{number - 1}")
-            for rank, engine in enumerate(engines):
+            outputs = world.complete(f"{bucket}.{number - 1}")
+            for rank, (engine, output) in enumerate(zip(engines, outputs, strict=True)):
                 following = engine.advance(bucket, output)
                 if following is not None:
                     world.submit(rank, f"{bucket}.{number}", following)
@@ -105,9 +120,10 @@ def simulate(
 ) -> Iterator[SimulatedStep]:
     """Yield, for each step, what ranks that exchange ``gradients`` would compute.
 
-    ``recipe``: a name with its ``options`` (those of the recipe, and ``warmup_steps`` and
-    ``density_schedule``), or a scheme. ``gradients``: array ``[steps, ranks,
-    n]`` or an iterable of arrays ``[ranks, n]``; not changed. Raises ValueError for other shapes.
+    ``recipe``: a name with its ``options`` (those of the recipe, and ``warmup_steps``,
+    ``density_schedule`` and ``ranks_per_node``, whose bytes within a node do not count), or a
+    scheme. ``gradients``: array ``[steps, ranks, n]`` or an iterable of arrays ``[ranks, n]``; not
+    changed. Raises ValueError for other shapes.
 
     >>> import numpy as np, horovod_fftcomp as hfc
     >>> steps = hfc.simulate("topk", np.ones((3, 2, 8), np.float32), density=0.25, bits=32)

@@ -17,18 +17,29 @@ from horovod_fftcomp.quantizers import Coding
 Array = np.ndarray
 
 
+class Signs(NamedTuple):
+    """What ``encode_signs`` finds: the words, and what the means of both sides follow from."""
+
+    words: Array
+    sums: Array
+    counts: Array
+
+
 class Coefficients(NamedTuple):
     """A tensor's coefficients: of gradient plus residual, in an array of their own.
 
     ``array``: float32 or complex64, 1-D. ``peak``: bits of the largest |component|. ``key`` and
     ``ties``: what is to be sent are the coefficients whose keys are above ``key`` and the first
-    ``ties`` of those equal to it.
+    ``ties`` of those equal to it. ``grad``: the gradient alone, of a codec that asks for it.
+    ``signs``: if they were found in the same pass.
     """
 
     array: Array
     peak: int
     key: int
     ties: int
+    grad: Array | None = None
+    signs: Signs | None = None
 
 
 class Part(NamedTuple):
@@ -54,6 +65,7 @@ KERNELS = (
     "rank",
     "take",
     "sum_values",
+    "merge",
     "to_float16",
     "from_float16",
     "pack_bitmap",
@@ -63,11 +75,33 @@ KERNELS = (
     "pack_entropy",
     "unpack_entropy",
     "count_above",
+    "bin_winners",
+    "sums_below",
+    "draw_chosen",
+    "take_chosen",
     "low_pass",
     "chunk_winners",
     "pack_bits",
     "unpack_bits",
     "positions_of",
+    "accumulate",
+    "clear",
+    "orthonormal",
+    "low_rank",
+    "sketch",
+    "estimate",
+    "pack_words",
+    "unpack_words",
+    "pack_gamma",
+    "unpack_gamma",
+    "moments",
+    "encode_levels",
+    "add_levels",
+    "encode_signs",
+    "subtract_signs",
+    "add_signs",
+    "encode_octaves",
+    "add_octaves",
 )
 
 

@@ -13,6 +13,22 @@ import numpy as np
 
 from horovod_fftcomp import entropy
 from horovod_fftcomp.backends import Array, Coefficients, Part
+from horovod_fftcomp.backends.reference_levels import (  # noqa: F401 (kernels as the others)
+    add_levels,
+    add_octaves,
+    add_signs,
+    encode_levels,
+    encode_octaves,
+    encode_signs,
+    lane_sums,
+    moments,
+    pack_gamma,
+    pack_words,
+    random_words,
+    subtract_signs,
+    unpack_gamma,
+    unpack_words,
+)
 from horovod_fftcomp.positions import unary_bits
 from horovod_fftcomp.quantizers import (
     BFLOAT16,
@@ -20,8 +36,10 @@ from horovod_fftcomp.quantizers import (
     LARGEST_BFLOAT16_BITS,
     LARGEST_FINITE_BITS,
     RANGE,
+    STEPS,
     Coding,
 )
+from horovod_fftcomp.words import GROUP
 
 # NaN and Inf in a gradient are told by its coefficients; NumPy need not warn of them as well.
 _UNSCALED_EXPONENTS = range(-40, 60)
@@ -156,7 +174,7 @@ def take(
     The bitmap is uint64 ``[ceil(n / 64)]``, coefficient i at bit i mod 64 of word i // 64. With
     ``keep`` what the codes decode to is subtracted from the array, in place.
     """
-    array, peak, key, ties = coeffs
+    array, peak, key, ties = coeffs[:4]
     keys = selection_keys(array, bins_per_block, key_exponent(peak))
     chosen = keys > key
     chosen[np.flatnonzero(keys == key)[:ties]] = True
@@ -165,6 +183,53 @@ def take(
     if keep:
         array[chosen] = (values - decode_values(codes, coding)).view(array.dtype)
     return bitmap_of(np.flatnonzero(chosen), array.size), pack_bits(codes, coding.bits)
+
+
+@_quiet
+def bin_winners(total: Array, grad: Array, length: int) -> tuple[Array, Array]:
+    """Return (bitmap of where |total + grad| reaches its bin's maximum; the maxima, float32).
+
+    The maximum is that of |total| in a bin of ``length`` elements, the last one maybe shorter; of a
+    bin of zeros nothing is chosen. (Chen et al. 2018.)
+    """
+    maxima = np.abs(_rows(total, length)).max(1)
+    limits = np.repeat(maxima, length)[: total.size]
+    chosen = (np.abs(total + grad) >= limits) & (limits > 0)
+    return bitmap_of(np.flatnonzero(chosen), total.size), maxima
+
+
+def sums_below(values: Array, limit: float) -> tuple[int, Array]:
+    """Return (how many magnitudes are at least ``limit``; sums of the others by group, float64)."""
+    sizes = np.abs(values)
+    above = sizes >= np.float32(limit)
+    return int(above.sum()), lane_sums(np.where(above, 0, sizes.astype(np.float64)), GROUP)
+
+
+def draw_chosen(values: Array, limit: float, key: int) -> Array:
+    """Return the bitmap of what is drawn: each value with probability min(|value| / limit, 1).
+
+    ``limit``: float32, at least 2^-126. ``key``: 64 bits that the draws follow from.
+    """
+    sizes = np.abs(values).astype(np.float64) * (2.0**32 / float(limit))
+    return bitmap_of(np.flatnonzero(random_words(key, values.size) < sizes), values.size)
+
+
+def take_chosen(
+    array: Array, bitmap: Array, least: float, coding: Coding, keep: bool
+) -> tuple[int, Array]:
+    """Return (how many ones the bitmap has; the packed codes of the float32 values there).
+
+    Values below ``least`` in magnitude are sent as that, with their sign. With ``keep`` what the
+    codes decode to is subtracted from ``array``, in place.
+    """
+    places = positions_of(bitmap)
+    values = array[places]
+    codes = encode_values(
+        np.copysign(np.maximum(np.abs(values), np.float32(least)), values), coding
+    )
+    if keep:
+        array[places] = values - decode_values(codes, coding)
+    return places.size, pack_bits(codes, coding.bits)
 
 
 def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:
@@ -177,11 +242,17 @@ def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:
         positions = positions_of(bitmap)
         codes = unpack_bits(packed, len(positions) * (2 if is_complex else 1), coding.bits)
         values = decode_values(codes, coding)
-        largest = codes if coding.kind == RANGE else magnitude_bits(values)
+        largest = codes if coding.kind in (RANGE, STEPS) else magnitude_bits(values)
         if largest.max(initial=0) > coding.largest:
             raise ValueError(f"payload {number}: a value lies beyond what the scale allows")
         total[positions] += values.view(total.dtype)
     return total
+
+
+def merge(a: Part, b: Part) -> Array:
+    """Return the float32 values of the sum of two parts of such, wherever one of them has any."""
+    total = sum_values([a, b], 64 * a.bitmap.size, False)
+    return total[positions_of(a.bitmap | b.bitmap)]
 
 
 def irfft_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
@@ -203,6 +274,10 @@ def encode_values(values: Array, coding: Coding) -> Array:
     if coding.kind == BFLOAT16:
         rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) & np.uint32(0x7FFF0000)
         return (sign | np.minimum(rounded, np.uint32(LARGEST_BFLOAT16_BITS))) >> 16
+    if coding.kind == STEPS:
+        ratio = np.abs(values.astype(np.float64)) / _step(coding)  # exact enough to floor
+        levels = np.clip(np.floor(ratio), 1, coding.positives).astype(np.uint32)
+        return 2 * (levels - 1) + (values < 0)
     half = 1 << (coding.shift - 1)
     cells = (magnitude.astype(np.int64) + half) >> coding.shift
     negative = sign > 0
@@ -217,11 +292,18 @@ def decode_values(codes: Array, coding: Coding) -> Array:
         return codes.view(np.float32)
     if coding.kind == BFLOAT16:
         return (codes << 16).astype(np.uint32).view(np.float32)
+    if coding.kind == STEPS:
+        sizes = ((codes >> 1) + 1).astype(np.float32) * _step(coding)
+        return np.where(codes & 1, -sizes, sizes)
     codes = codes.astype(np.int64)
     negative = codes > coding.positives
     levels = np.where(negative, codes - coding.positives, codes)
     patterns = (coding.base + levels - 1) << coding.shift | negative.astype(np.int64) << 31
     return np.where(codes == 0, 0, patterns).astype(np.uint32).view(np.float32)
+
+
+def _step(coding: Coding) -> np.float32:
+    return np.uint32(coding.base).view(np.float32)
 
 
 def pack_bits(codes: Array, bits: int) -> Array:
@@ -384,3 +466,101 @@ def to_float16(values: Array, limit: float) -> Array:
 def from_float16(values: Array) -> Array:
     """Return float16 ``values`` as float32."""
     return values.astype(np.float32)
+
+
+@_quiet
+def accumulate(
+    flat: Array,
+    velocity: Array | None,
+    residual: Array | None,
+    momentum: float,
+    nesterov: bool,
+    factor: float,
+    k: int,
+) -> tuple[Coefficients, Array]:
+    """Return (the new residual, with the key of its ``k`` largest; the new velocity).
+
+    Of g = ``factor`` * ``flat``: velocity <- momentum * velocity + g, residual <- residual +
+    velocity; with ``nesterov`` velocity <- momentum * (velocity + g), residual <- residual +
+    (velocity + g). None stands for zeros.
+    """
+    nothing = np.zeros(flat.size, np.float32)
+    old = nothing if velocity is None else velocity
+    scaled, mu = np.float32(factor) * flat, np.float32(momentum)
+    new = mu * (old + scaled) if nesterov else mu * old + scaled
+    total = (nothing if residual is None else residual) + (new + scaled if nesterov else new)
+    return rank(total, k, 1), new
+
+
+def clear(values: Array, bitmap: Array) -> None:
+    """Make ``values`` 0 where the bitmap has ones."""
+    values[positions_of(bitmap)] = 0
+
+
+def orthonormal(matrix: Array) -> Array:
+    """Return ``matrix``, finite float32 ``[rows, columns]``, with orthonormal columns.
+
+    Modified Gram-Schmidt in float64, twice, so that what rounding leaves of a dependent column is
+    orthogonal to the others; a column of which nothing is left becomes zeros. Sums are taken in
+    the order of the rows: all ranks have to compute the same bits.
+    """
+    columns = matrix.T.astype(np.float64)
+    for k, column in enumerate(columns):
+        before = np.sqrt(_sequential_dot(column, column))
+        for _ in range(2):
+            for other in columns[:k]:
+                column -= _sequential_dot(column, other) * other
+        norm = np.sqrt(_sequential_dot(column, column))
+        column[:] = column / norm if norm > 1e-10 * before else 0
+    return np.ascontiguousarray(columns.T, np.float32)
+
+
+def _sequential_dot(a: Array, b: Array) -> float:
+    return float(np.cumsum(a * b)[-1])
+
+
+@_quiet
+def low_rank(left: Array, right: Array, minuend: Array | None) -> Array:
+    """Return ``left`` ``[rows, r]`` times the transpose of ``right`` ``[columns, r]``, float32.
+
+    Or what is left of ``minuend`` without that, in place. Products are added from the first
+    column of ``left`` on, unfused: all ranks have to compute the same bits.
+    """
+    total = np.zeros((len(left), len(right)), np.float32)
+    for a, b in zip(left.T, right.T, strict=True):
+        total += a[:, None] * b
+    if minuend is None:
+        return total
+    minuend -= total
+    return minuend
+
+
+def _places_in_rows(n: int, hashes: Array, columns: int) -> tuple[Array, Array]:
+    """Return (column, sign) of each element in each row, ``[rows, n]``.
+
+    By the upper half h of factor * i + addend, mod 2^64: bit 0 is the sign, the others make the
+    column, floor(columns * (h >> 1) / 2^31). (Dietzfelbinger 1996.)
+    """
+    words = (hashes[:, :1] * np.arange(n, dtype=np.uint64) + hashes[:, 1:]) >> np.uint64(32)
+    signs = np.where(words & np.uint64(1), np.float32(-1), np.float32(1))
+    at = ((words >> np.uint64(1)) * np.uint64(columns)) >> np.uint64(31)
+    return at.astype(np.int64), signs
+
+
+def sketch(values: Array, hashes: Array, columns: int) -> Array:
+    """Return the count sketch of ``values``, float32 ``[rows, columns]``.
+
+    In each row each element, times its sign, is added to its column, in order. ``hashes``: uint64
+    ``[rows, 2]``, factor and addend. (Charikar et al. 2002.)
+    """
+    table = np.zeros((len(hashes), columns), np.float32)
+    for row, at, signs in zip(table, *_places_in_rows(values.size, hashes, columns), strict=True):
+        np.add.at(row, at, signs * values)
+    return table
+
+
+def estimate(table: Array, hashes: Array, n: int) -> Array:
+    """Return the median over rows of what a finite sketch has of each of ``n`` elements."""
+    at, signs = _places_in_rows(n, hashes, table.shape[1])
+    found = signs * np.take_along_axis(table, at, 1)
+    return np.sort(found, 0)[len(table) // 2]

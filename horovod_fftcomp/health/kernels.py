@@ -13,11 +13,10 @@ import numpy as np
 
 from horovod_fftcomp import machine
 from horovod_fftcomp.backends import load_backend
-from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.gradients import synthetic
 from horovod_fftcomp.health.finding import Finding, Level, told
 from horovod_fftcomp.recipes import RECIPES, get_scheme
-from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.schemes.gather import AnyCodec, Gather
 from horovod_fftcomp.threads import get_local_size, get_num_threads
 
 _NUMEL = 5000  # whole blocks and a broken one
@@ -71,7 +70,7 @@ def _bad_kernels() -> Iterator[Finding]:
                 yield Finding(f"kernels: {name}", Level.FAIL, difference, remedy)
 
 
-def _difference(codec: Codec) -> str:
+def _difference(codec: AnyCodec) -> str:
     """Return in what the kernels differ from the reference, or nothing."""
     grad = synthetic(_NUMEL).steps[0]
     reference = load_backend("reference")

@@ -14,16 +14,26 @@ import numpy as np
 
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device
+from horovod_fftcomp.errors import UnsupportedError
 
 # Measurements take a pass or more; so seldom they cost nothing. A prime, so that of ranks that
 # take turns in something each is measured in every role.
 MEASURE_EVERY = 53
 
 # The kinds of state that are in the units of a gradient, so that a loss scale multiplies them.
-GRADIENT_UNITS = ("residual", "levels")
+GRADIENT_UNITS = ("residual", "levels", "velocity")
 
 # kind of state ("residual") -> tensor name -> array
 State = dict[str, dict[str, Array]]
+
+
+def energy_of(values: Array | None) -> float:
+    """Return the sum of squares, Inf where it overflows; of None 0."""
+    if values is None:
+        return 0.0
+    flat = values.reshape(-1)
+    with np.errstate(over="ignore"):
+        return float(np.dot(flat, flat))
 
 
 class Tensor(NamedTuple):
@@ -36,12 +46,21 @@ class Tensor(NamedTuple):
 class Round(NamedTuple):
     """One collective: ``allreduce`` sums, ``allgather`` joins along axis 0 in rank order.
 
-    ``broadcast`` gives everybody the data of rank ``root``; all hand in as much.
+    ``broadcast`` gives everybody the data of rank ``root``; all hand in as much. Instead of all
+    that an allgather joins, a network may bring what ``merge``, if there is one, makes of it: of
+    two ranks' data, then of two results, and so on, in the tree of ``sparcml.merge_all``.
+
+    ``among``: the ranks that take part, this one being one of them, if not all do; ``root`` counts
+    among these. Where it is empty this rank has no part in the round, and gets no data. ``inside``:
+    all of it stays within a node.
     """
 
     collective: str
     data: Array
     root: int = 0
+    merge: Callable[[Array, Array], Array] | None = None
+    among: tuple[int, ...] | None = None
+    inside: bool = False
 
 
 class Context(NamedTuple):
@@ -74,13 +93,14 @@ class OnDevice(NamedTuple):
 
     ``not_finite``: for each tensor, not 0 if its sum is not finite. ``arrived``: what was found of
     the payloads, see ``Decoder.decode``. ``restore`` takes the verdict on the step and brings the
-    new state back to the old one where it is not 0. ``energies``: if measured, what returns them.
+    new state back to the old one where it is not 0. ``measured``: if anything was, what returns
+    the fields of ``Outcome`` that follow.
     """
 
     not_finite: Any
     arrived: Any
     restore: Callable[[Any], None]
-    energies: Callable[[], Mapping[str, Energy]] | None
+    measured: Callable[[], Mapping[str, Any]] | None
 
 
 class Outcome(NamedTuple):
@@ -104,7 +124,7 @@ class Outcome(NamedTuple):
         """Return nothing but what was measured, so that no array is kept for it."""
         later = self.on_device
         if later is not None:
-            later = OnDevice(None, None, lambda verdict: None, later.energies)
+            later = OnDevice(None, None, lambda verdict: None, later.measured)
         return self._replace(sums=[], state={}, on_device=later)
 
 
@@ -144,7 +164,10 @@ class Scheme(Protocol):
         return False
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        """Return the bytes of ``tensor`` that a rank hands to collectives in each step.
+
+        Those to expect, where the values decide.
+        """
         ...
 
     def state_format(self, tensor: Tensor) -> str:
@@ -162,13 +185,33 @@ class Scheme(Protocol):
         del step
         return self
 
+    def in_warmup(self) -> Scheme | None:
+        """Return what runs in dense steps before compression begins; None: a plain sum."""
+        return None
+
+    def accumulation(self) -> float:
+        """Return by how much what is to be sent outgrows steady gradients before any selection."""
+        return 1.0
+
+    def fits_differences(self) -> bool:
+        """Tell whether differences of weights may be sent: no momentum of its own, no signs."""
+        return True
+
+    def check_differences(self, who: str) -> None:
+        """Raise UnsupportedError, about ``who``, unless differences of weights may be sent."""
+        if not self.fits_differences():
+            raise UnsupportedError(
+                f"{who} holds for gradients alone: it has a momentum of its own or sends signs. "
+                "Take another recipe, or sketchsgd or dgc with momentum=0.0"
+            )
+
     def choice_of(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> str | None:
         """Return in words what is chosen for a tensor; None of a scheme that does not choose."""
         del state, tensor
         return None
 
     def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
-        """Return what is not sent yet of ``tensor``, float32 in its shape."""
+        """Return what is not sent yet of ``tensor``, float32 in its shape, in a new array."""
         carried = state.get("residual", {}).get(tensor.name)
         if carried is None:
             return np.zeros(tensor.shape, np.float32)

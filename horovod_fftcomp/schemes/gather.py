@@ -11,7 +11,10 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array, backend_for, load_backend
+from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.draws import Place
+from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
@@ -27,6 +30,7 @@ from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
 from horovod_fftcomp.wire import Header
 
 Payload = tuple[Header, Array]
+AnyCodec = Codec | ElementCodec | ChosenCodec
 
 
 class Gathered(NamedTuple):
@@ -37,22 +41,32 @@ class Gathered(NamedTuple):
 
 
 def gather(
-    codecs: Sequence[Codec],
+    codecs: Sequence[AnyCodec],
     tensors: Sequence[Tensor],
     grads: Sequence[Array | None],
     carried: Mapping[str, Array],
     context: Context,
     error_feedback: bool,
+    momentum: bool = False,
 ) -> Generator[Round, Array, Gathered]:
     """Exchange payloads, those of each tensor by a codec of its own, the same on all ranks.
 
-    ``carried``: the residuals; with ``error_feedback`` the outcome's state has the new ones.
+    ``carried``: the residuals; with ``error_feedback`` the outcome's state has the new ones. With
+    ``momentum`` as well these are what the payloads were made of, and nothing is measured.
     """
-    measure = context.step % MEASURE_EVERY == 0
-    own = _encode(codecs, tensors, grads, carried, error_feedback, measure)
+    own = encode(codecs, tensors, grads, carried, context, error_feedback, momentum)
     gathered = yield Round("allgather", own.message)
+    sums, finite, payloads = summed(codecs, tensors, gathered, context.world_size)
+    state = {"residual": own.residuals} if error_feedback else {}
+    return Gathered(Outcome(sums, state, finite, own.energies), payloads)
+
+
+def summed(
+    codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], gathered: Array, world_size: int
+) -> tuple[list[Array], bool, list[Payload]]:
+    """Return (the sums over ranks; whether all is finite; the payloads) of all ranks' messages."""
     payloads = list(wire.split_payloads(gathered))
-    expected = context.world_size * len(tensors)
+    expected = world_size * len(tensors)
     if len(payloads) != expected:
         raise PayloadError(f"{len(payloads)} payloads arrived, {expected} were expected")
     finite = all(header.finite for header, _ in payloads)
@@ -62,11 +76,10 @@ def gather(
             headers = [header for header, _ in payloads[number :: len(codecs)]]
             if codec.may_overflow(headers) and not np.isfinite(sums[number]).all():
                 finite = False
-    state = {"residual": own.residuals} if error_feedback else {}
-    return Gathered(Outcome(sums, state, finite, own.energies), payloads)
+    return sums, finite, payloads
 
 
-class _Own(NamedTuple):
+class Own(NamedTuple):
     """What a rank contributes, and what that leaves."""
 
     message: Array
@@ -74,39 +87,45 @@ class _Own(NamedTuple):
     energies: dict[str, Energy]
 
 
-def _encode(
-    codecs: Sequence[Codec],
+def encode(
+    codecs: Sequence[AnyCodec],
     tensors: Sequence[Tensor],
     grads: Sequence[Array | None],
     carried: Mapping[str, Array],
+    context: Context,
     error_feedback: bool,
-    measure: bool,
-) -> _Own:
+    momentum: bool,
+) -> Own:
     """Return the bucket's message, the new residuals, and the energies if they are measured."""
+    measure = context.step % MEASURE_EVERY == 0
     residuals: dict[str, Array] = {}
     energies: dict[str, Energy] = {}
-    message, rooms = _rooms(codecs, tensors)
+    message, rooms = rooms_for(codecs, tensors)
     payloads = []
     for codec, tensor, grad, room in zip(codecs, tensors, grads, rooms, strict=True):
         residual = carried.get(tensor.name)
+        place = Place(context.step, tensor.name, context.rank)
+        energy: Energy | None = None
         if grad is None:
             zeros = np.zeros(math.prod(tensor.shape), np.float32)
-            payload, _, _ = _encode_one(codec, tensor, zeros, None, room, False, False)
-            left, energy = residual, None
+            payload, _, _ = _encode_one(codec, tensor, zeros, None, room, place, False, False)
+            left = residual
+        elif momentum:
+            payload, left = _encode_momentum(codec, tensor, grad, residual, room, place)
         else:
             payload, left, energy = _encode_one(
-                codec, tensor, grad, residual, room, error_feedback, measure
+                codec, tensor, grad, residual, room, place, error_feedback, measure
             )
         payloads.append(payload)
         if left is not None:
             residuals[tensor.name] = left
         if energy is not None:
             energies[tensor.name] = energy
-    return _Own(_joined(payloads) if message is None else message, residuals, energies)
+    return Own(joined(payloads) if message is None else message, residuals, energies)
 
 
-def _rooms(
-    codecs: Sequence[Codec], tensors: Sequence[Tensor]
+def rooms_for(
+    codecs: Sequence[AnyCodec], tensors: Sequence[Tensor]
 ) -> tuple[Array | None, Sequence[Array | None]]:
     """Return (a message of zeros, each payload's room in it); None where values decide sizes."""
     if not all(codec.has_fixed_size for codec in codecs):
@@ -120,7 +139,7 @@ def _rooms(
     return message, np.split(message, np.cumsum(sizes)[:-1])
 
 
-def _joined(payloads: Sequence[Array]) -> Array:
+def joined(payloads: Sequence[Array]) -> Array:
     """Return one payload after the other, each from an aligned place on."""
     ends = np.cumsum([wire.align(payload.size) for payload in payloads])
     message = load_backend("cpu").empty(int(ends[-1]), np.uint8)
@@ -131,12 +150,30 @@ def _joined(payloads: Sequence[Array]) -> Array:
     return message
 
 
+def _encode_momentum(
+    codec: AnyCodec,
+    tensor: Tensor,
+    grad: Array,
+    velocity: Array | None,
+    out: Array | None,
+    place: Place,
+) -> tuple[Array, Array]:
+    """Return (the payload of gradient plus velocity, that sum)."""
+    kernels = backend_for(grad)
+    coeffs = codec.coeffs_of(grad, tensor.shape, kernels, velocity)
+    payload, _ = codec.encode_coeffs(
+        coeffs, tensor.shape, kernels=kernels, keep_residual=False, out=out, place=place
+    )
+    return payload, coeffs.array
+
+
 def _encode_one(
-    codec: Codec,
+    codec: AnyCodec,
     tensor: Tensor,
     grad: Array,
     residual: Array | None,
     out: Array | None,
+    place: Place,
     error_feedback: bool,
     measure: bool,
 ) -> tuple[Array, Array | None, Energy | None]:
@@ -146,7 +183,7 @@ def _encode_one(
     coeffs = codec.coeffs_of(grad, tensor.shape, kernels, residual, own=keep)
     wanted = codec.energy(coeffs.array, tensor.shape) if measure else 0.0
     encoded = codec.encode_coeffs(
-        coeffs, tensor.shape, kernels=kernels, keep_residual=keep, out=out
+        coeffs, tensor.shape, kernels=kernels, keep_residual=keep, out=out, place=place
     )
     if not measure or encoded.residual is None:
         return encoded.payload, encoded.residual, None
@@ -156,7 +193,7 @@ def _encode_one(
 
 
 def _decode(
-    codecs: Sequence[Codec], tensors: Sequence[Tensor], payloads: Sequence[Payload]
+    codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], payloads: Sequence[Payload]
 ) -> Iterator[Array]:
     for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True)):
         headers, bodies = zip(*payloads[number :: len(tensors)], strict=True)
@@ -182,13 +219,18 @@ class Gather(Scheme):
 
     ``decay`` below 1 makes a momentum of the residual: sent + residual == gradient + decay *
     previous residual. With ``sign`` all that arrives is the sign of each sum, times the number of
-    ranks, so that the mean is the sign. Source: Peng et al. 2024 (DeMo).
+    ranks, so that the mean is the sign. Source: Peng et al. 2024 (DeMo). "vote" makes the sign of a
+    sum of 0 a 1 (Bernstein et al. 2019) unless all ranks sent zeros alone.
+
+    With ``momentum`` what is sent stays in the residual: residual == gradient + decay * previous
+    residual (Signum).
     """
 
-    codec: Codec
+    codec: AnyCodec
     error_feedback: bool = True
     decay: float = 1.0
-    sign: bool = False
+    sign: bool | str = False
+    momentum: bool = False
     rounds = ("allgather",)
 
     def __post_init__(self) -> None:
@@ -205,11 +247,12 @@ class Gather(Scheme):
         context: Context,
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        codecs, carried = [self.codec] * len(tensors), state.get("residual", {})
+        codec, carried = self.codec.at_loss_scale(context.loss_scale), state.get("residual", {})
         if context.device is not None:
+            assert not isinstance(codec, ChosenCodec)  # see ``runs_on_device``
             return (
                 yield from gather_on_device(
-                    self.codec, tensors, grads, carried, context, self.error_feedback
+                    [codec] * len(tensors), tensors, grads, carried, context, self.error_feedback
                 )
             )
         frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
@@ -218,21 +261,42 @@ class Gather(Scheme):
                 name: array if name in frozen else _scaled(array, self.decay)
                 for name, array in carried.items()
             }
-        gathered = yield from gather(codecs, tensors, grads, carried, context, self.error_feedback)
-        outcome = gathered.outcome
-        if self.sign:
-            for total in outcome.sums:
-                np.sign(total, out=total)
-                total *= np.float32(context.world_size)
-        return outcome
+        gathered = yield from gather(
+            [codec] * len(tensors),
+            tensors,
+            grads,
+            carried,
+            context,
+            self.error_feedback,
+            self.momentum,
+        )
+        if not self.sign:
+            return gathered.outcome
+        self._keep_signs(gathered, context.world_size)
+        # Nothing is owed of what votes do not tell.
+        return gathered.outcome if self.sign is True else gathered.outcome._replace(energies={})
+
+    def _keep_signs(self, gathered: Gathered, world_size: int) -> None:
+        """Leave of each sum its sign, times the number of ranks."""
+        sums = gathered.outcome.sums
+        for number, total in enumerate(sums):
+            np.sign(total, out=total)
+            votes = gathered.payloads[number :: len(sums)]
+            if self.sign == "vote" and any(header.scale for header, _ in votes):
+                total[total == 0] = 1
+            total *= np.float32(world_size)
+
+    def fits_differences(self) -> bool:
+        """Tell whether differences of weights may be sent; see ``Scheme``."""
+        return not self.sign and self.decay == 1.0
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
         return self.decay == 1.0 and not self.sign and serves(self.codec, tensors)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
-        return wire.align(self.codec.payload_nbytes(tensor.shape))
+        """Return the bytes of ``tensor`` in each step, or to expect where values decide."""
+        return wire.align(self.codec.expected_nbytes(tensor.shape))
 
     def state_format(self, tensor: Tensor) -> str:
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""

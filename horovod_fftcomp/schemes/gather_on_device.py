@@ -1,4 +1,7 @@
-"""A gather whose payloads are made and summed by a GPU, without a wait for it."""
+"""A gather whose payloads are made and summed by a GPU.
+
+Nothing waits for it, unless a threshold leaves sizes to the values.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,38 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from horovod_fftcomp.backends.gpu import Device, on_device
+import numpy as np
+
+from horovod_fftcomp.backends.gpu import Device, on_device, on_host
 from horovod_fftcomp.codec import Codec
-from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.draws import Place
+from horovod_fftcomp.element_codec import ElementCodec
+from horovod_fftcomp.elementwise import QSGD, OneBit, ScaledSign, TernGrad
+from horovod_fftcomp.payloads import PayloadCodec
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
 
 if TYPE_CHECKING:
-    from horovod_fftcomp.backends.gpu.decoder import Decoder
+    from horovod_fftcomp.backends.gpu.decoder import Decoder, ThresholdDecoder
     from horovod_fftcomp.backends.gpu.encoder import Encoder
+    from horovod_fftcomp.backends.gpu.tables import DeviceCodec
 
 
-def serves(codec: Codec, tensors: Sequence[Tensor]) -> bool:
+_METHODS = (OneBit, ScaledSign, QSGD, TernGrad)
+
+
+def serves(codec: PayloadCodec, tensors: Sequence[Tensor]) -> bool:
     """Tell whether a GPU can make and sum these tensors' payloads; the same on all ranks.
 
-    It takes payloads of a size that is known before the data, and tensors of fewer than 2^32
-    coefficients. A tensor that travels as it is may have a residual of another density's times,
-    which travels along: that is left to the host.
+    It takes tensors of fewer than 2^32 coefficients. A tensor that travels as it is may have a
+    residual of another density's times, which travels along: that is left to the host.
     """
-    if not codec.has_fixed_size:
+    if not isinstance(codec, Codec) and not (
+        isinstance(codec, ElementCodec) and type(codec.method) in _METHODS
+    ):
         return False
+    if not codec.has_fixed_size:
+        return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
     plans = [codec.plan(tensor.shape) for tensor in tensors]
     return all(
         plan.n_bins < 1 << 32 and (plan.layout is not Layout.RAW or not plan.numel)
@@ -35,18 +50,24 @@ def serves(codec: Codec, tensors: Sequence[Tensor]) -> bool:
 
 
 def _coders(
-    device: Device, codec: Codec, tensors: Sequence[Tensor], n_ranks: int
-) -> tuple[Encoder, Decoder]:
-    """Return a bucket's coders; those of another density or number of ranks are dropped."""
-    from horovod_fftcomp.backends.gpu.decoder import Decoder  # not for whoever has no GPU
+    device: Device, codecs: Sequence[DeviceCodec], tensors: Sequence[Tensor], n_ranks: int
+) -> tuple[Encoder, Decoder | ThresholdDecoder]:
+    """Return a bucket's coders; those of other codecs or another number of ranks are dropped."""
+    # Not for whoever has no GPU.
+    from horovod_fftcomp.backends.gpu.decoder import Decoder, ThresholdDecoder
     from horovod_fftcomp.backends.gpu.encoder import Encoder
 
-    key, made_for = ("coders", tuple(tensors)), (codec, n_ranks)
+    key, made_for = ("coders", tuple(tensors)), (tuple(codecs), n_ranks)
     if key not in device.cache or device.cache[key][0] != made_for:
-        codecs, shapes = [codec] * len(tensors), [tensor.shape for tensor in tensors]
+        shapes = [tensor.shape for tensor in tensors]
         device.cache.pop(key, None)  # frees its memory first
         encoder = Encoder(device, codecs, shapes)
-        decoder = Decoder(device, codecs, shapes, encoder, n_ranks)
+        decoder: Decoder | ThresholdDecoder
+        if all(codec.has_fixed_size for codec in codecs):
+            decoder = Decoder(device, codecs, shapes, encoder, n_ranks)
+        else:
+            of_threshold = [codec for codec in codecs if isinstance(codec, Codec)]
+            decoder = ThresholdDecoder(device, of_threshold, shapes, n_ranks)
         device.cache[key] = (made_for, encoder, decoder)
     _, encoder, decoder = device.cache[key]
     return encoder, decoder
@@ -58,42 +79,54 @@ class _Residuals(NamedTuple):
 
 
 def gather_on_device(
-    codec: Codec,
+    codecs: Sequence[DeviceCodec],
     tensors: Sequence[Tensor],
     grads: Sequence[Any],
     carried: Mapping[str, Any],
     context: Context,
     error_feedback: bool,
 ) -> Generator[Round, Any, Outcome]:
-    """Exchange payloads; see ``gather``. Arrays are the device's, or NumPy's and brought there."""
+    """Exchange payloads; see ``gather``. Arrays are the device's, or NumPy's and brought there.
+
+    Either all codecs have a threshold or none.
+    """
     device = context.device
     assert device is not None
     measure = context.step % MEASURE_EVERY == 0
-    encoder, decoder = _coders(device, codec, tensors, context.world_size)
+    encoder, decoder = _coders(device, codecs, tensors, context.world_size)
     numels = [math.prod(tensor.shape) for tensor in tensors]
     placed = [
         device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
         for grad, numel in zip(grads, numels, strict=True)
     ]
     residuals = _residuals(encoder, tensors, grads, carried, device, error_feedback or measure)
-    encoded = encoder.encode(placed, *residuals, measure)
+    encoded = encoder.encode(placed, *residuals, measure, _keys(codecs, tensors, context))
     gathered = yield Round("allgather", encoded.message)
-    expected = context.world_size * len(encoded.message)
-    if len(gathered) != expected:
-        raise PayloadError(f"{len(gathered)} bytes arrived, {expected} were expected")
     sums = [device.empty(max(1, numel))[:numel] for numel in numels]
     not_finite, arrived = decoder.decode(gathered, sums)
+    frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
+    kept = {name: array for name, array in carried.items() if name in frozen and error_feedback}
     state = {}
     if error_feedback:
         new = zip(tensors, residuals.new, strict=True)
-        frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
-        kept = {name: array for name, array in carried.items() if name in frozen}
         state["residual"] = kept | {t.name: array for t, array in new if array is not None}
-    energies = None
-    if encoded.squares is not None:
-        energies = functools.partial(_energies, encoded.squares, tensors)
-    later = OnDevice(not_finite, arrived, encoded.restore, energies)
+    measured, left = None, encoded.left if error_feedback else None
+    if measure or left is not None:
+        measured = functools.partial(_measured, encoded.squares, left, tensors, kept, device)
+    later = OnDevice(not_finite, arrived, encoded.restore, measured)
     return Outcome(sums, state, True, on_device=later)
+
+
+def _keys(
+    codecs: Sequence[DeviceCodec], tensors: Sequence[Tensor], context: Context
+) -> list[int] | None:
+    """Return what each tensor's draws follow from; None where nothing is drawn."""
+    keys = [
+        codec.key_at(Place(context.step, tensor.name, context.rank))
+        for codec, tensor in zip(codecs, tensors, strict=True)
+        if isinstance(codec, ElementCodec) and isinstance(codec.method, (QSGD, TernGrad))
+    ]
+    return keys or None
 
 
 def _residuals(
@@ -116,7 +149,19 @@ def _residuals(
     return _Residuals(old, new)
 
 
-def _energies(
-    squares: Callable[[], dict[int, tuple[float, float, float]]], tensors: Sequence[Tensor]
-) -> dict[str, Energy]:
-    return {tensors[number].name: Energy(*sums) for number, sums in squares().items()}
+def _measured(
+    squares: Callable[[], dict[int, tuple[float, float, float]]] | None,
+    left: Callable[[], float] | None,
+    tensors: Sequence[Tensor],
+    kept: Mapping[str, Any],
+    device: Device,
+) -> dict[str, Any]:
+    """Wait for what was measured; return it as fields of ``Outcome``. ``kept``: of the frozen."""
+    by_number = {} if squares is None else squares()
+    fields: dict[str, Any] = {
+        "energies": {tensors[number].name: Energy(*sums) for number, sums in by_number.items()}
+    }
+    if left is not None:
+        on_hold = [on_host(residual, device) for residual in kept.values()]
+        fields["missed"] = left() + sum(float(np.dot(array, array)) for array in on_hold)
+    return fields

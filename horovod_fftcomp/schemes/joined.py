@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_fftcomp.backends import Array, load_backend
-from horovod_fftcomp.schemes import Context, Exchange, Scheme, State, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, State, Tensor
+from horovod_fftcomp.schemes.around import Around
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.shared import Shared
 
 
 @dataclass(frozen=True)
-class Joined(Scheme):
+class Joined(Around):
     """Exchange a bucket's tensors by ``scheme`` as one tensor of all their elements.
 
     The positions of a step may all lie in a few layers; the others then get zeros. ``scope``:
@@ -25,11 +26,6 @@ class Joined(Scheme):
 
     scheme: Gather | Shared
     scope: str = "bucket"
-
-    @property
-    def rounds(self) -> tuple[str, ...]:
-        """The collectives of every exchange, in order."""
-        return self.scheme.rounds
 
     def exchange(
         self,
@@ -62,24 +58,6 @@ class Joined(Scheme):
             new = zip(tensors, parts, strict=False)
             after[kind] = kept | {t.name: part for t, part in new if t.name in takes_part}
         return outcome._replace(sums=np.split(outcome.sums[0], ends), state=after)
-
-    def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank would send for ``tensor`` alone in each step."""
-        return self.scheme.sent_nbytes(tensor)
-
-    def state_format(self, tensor: Tensor) -> str:
-        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
-        return self.scheme.state_format(tensor)
-
-    def state_arrays(
-        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
-    ) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of each array of the state; see ``Scheme``."""
-        return self.scheme.state_arrays(tensor, state)
-
-    def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
-        """Return what is not sent yet of ``tensor``, float32 in its shape."""
-        return self.scheme.residual(state, tensor)
 
 
 def _joined(parts: Sequence[Array | None], numels: Sequence[int]) -> Array:

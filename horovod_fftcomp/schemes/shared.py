@@ -22,7 +22,8 @@ from horovod_fftcomp.schemes import (
     Tensor,
 )
 from horovod_fftcomp.schemes.dense import saturated_half
-from horovod_fftcomp.schemes.leader import Choice, Selector, follow_the_leader
+from horovod_fftcomp.schemes.leader import Choice, Largest, Selector, follow_the_leader
+from horovod_fftcomp.schemes.shared_on_device import shared_on_device
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.wire import align
 
@@ -93,6 +94,8 @@ class Shared(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         carried = state.get("residual", {})
+        if context.device is not None:
+            return (yield from shared_on_device(self, tensors, grads, carried, context))
         for tensor in tensors:
             self._check(carried.get(tensor.name), tensor)
         chosen, similarity = yield from self._agree(tensors, grads, carried, context)
@@ -107,6 +110,11 @@ class Shared(Scheme):
         sums, finite = _scattered(received, sources, numels)
         new_state = {"residual": own.residuals} if self.error_feedback else {}
         return Outcome(sums, new_state, finite, own.energies, similarity)
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        small = all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
+        return small and self.bits == 32 and not isinstance(self.selection, Largest)
 
     def _encode(
         self,

@@ -11,10 +11,12 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends.gpu import on_host
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.quantizers import Float32, Quantizer
 from horovod_fftcomp.schemes import Context, Exchange, Scheme, Tensor
 from horovod_fftcomp.schemes.gather import Gather, gather
+from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
 from horovod_fftcomp.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.transforms import Identity
 
@@ -57,7 +59,16 @@ class HardThreshold(Scheme):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         levels = dict(state.get("levels", {}))
         codecs = [self._codec(levels.get(tensor.name), context) for tensor in tensors]
-        carried = state.get("residual", {})
+        carried, device = state.get("residual", {}), context.device
+        if device is not None and not any(codec.has_fixed_size for codec in codecs):
+            outcome = yield from gather_on_device(
+                codecs, tensors, grads, carried, context, self.error_feedback
+            )
+            if self.threshold is None:
+                outcome.state["levels"] = levels
+            return outcome
+        grads = [None if grad is None else on_host(grad, device) for grad in grads]
+        carried = {name: on_host(array, device) for name, array in carried.items()}
         outcome, payloads = yield from gather(
             codecs, tensors, grads, carried, context, self.error_feedback
         )
@@ -70,6 +81,13 @@ class HardThreshold(Scheme):
         missed = sum(float(np.dot(r, r)) for r in outcome.state.get("residual", {}).values())
         return outcome._replace(missed=missed if self.error_feedback else None)
 
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``.
+
+        While thresholds are looked for, it is this scheme that takes arrays to the host.
+        """
+        return serves(_codec(LEAST_THRESHOLD, self.quantizer), tensors)
+
     @property
     def codec(self) -> Codec:
         """The codec of a given threshold; ValueError without one."""
@@ -80,7 +98,7 @@ class HardThreshold(Scheme):
     def _codec(self, levels: Array | None, context: Context) -> Codec:
         """Return Top-k in float32 for a tensor that calibrates, else the codec of its threshold."""
         if self.threshold is not None:
-            return _codec(self.threshold * context.loss_scale, self.quantizer)
+            return _codec(self.threshold, self.quantizer).at_loss_scale(context.loss_scale)
         if levels is None or np.isnan(levels[-1]):
             return Codec(Identity(), TopK(self.density), Float32())
         last = levels[self.calibrate_steps // 2 :]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from horovod.torch.elastic import state as elastic
 
-from horovod_fftcomp.torch.compressor import Compressor
+from horovod_fftcomp.torch.compressor import TorchCompressor
 
 
 class CompressorStateHandler(elastic.StateHandler):
     """Saves and restores each rank's own residuals; tells which were lost with their hosts."""
 
-    def __init__(self, value: Compressor) -> None:
+    def __init__(self, value: TorchCompressor) -> None:
         super().__init__(value)
         self.save()
 
@@ -35,5 +35,5 @@ class CompressorStateHandler(elastic.StateHandler):
 def register() -> None:
     """Tell Horovod's elastic state how to treat a compressor; once is enough, more do no harm."""
     registry = elastic.get_handler_registry()
-    if (Compressor, CompressorStateHandler) not in registry:
-        elastic.set_handler_registry([*registry, (Compressor, CompressorStateHandler)])
+    if (TorchCompressor, CompressorStateHandler) not in registry:
+        elastic.set_handler_registry([*registry, (TorchCompressor, CompressorStateHandler)])

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from horovod_fftcomp.errors import UnsupportedError
@@ -19,7 +20,12 @@ class Parameters:
     ``model``: a module, named parameters or a list. Raises ValueError if there are none.
     """
 
-    def __init__(self, model: torch.nn.Module | Iterable[Any]) -> None:
+    def __init__(self, model: torch.nn.Module | Iterable[Any] | None) -> None:
+        if model is None:
+            raise TypeError(
+                "model is missing: Compression.<recipe>(model) takes the model whose gradients the "
+                "optimizer exchanges, its named_parameters() or a list of parameters"
+            )
         items = list(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
         pairs = [
             item if isinstance(item, tuple) else (f"{i}", item) for i, item in enumerate(items)
@@ -46,6 +52,26 @@ class Parameters:
             Tensor(name, tuple(parameter.shape))
             for name, parameter in zip(self.names, self.tensors, strict=True)
         ]
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each parameter."""
+        return [parameter.numel() * parameter.element_size() for parameter in self.tensors]
+
+    def read(self, number: int) -> np.ndarray:
+        """Return a parameter's present values as bytes, uint8 1-D."""
+        flat = self.tensors[number].detach().to("cpu").contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy()
+
+    def read_in_place(self, number: int) -> torch.Tensor:
+        """Return the same where it is, at a multiple of 8 bytes; its own memory or a copy."""
+        flat = self.tensors[number].detach().contiguous().reshape(-1).view(torch.uint8)
+        return flat if flat.data_ptr() % 8 == 0 else flat.clone()
+
+    def write(self, number: int, values: np.ndarray) -> None:
+        """Overwrite a parameter by bytes."""
+        parameter = self.tensors[number]
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(values).view(parameter.dtype).view(parameter.shape))
 
     def begin_step(self) -> None:
         """Forget which gradients have come, but not their order."""

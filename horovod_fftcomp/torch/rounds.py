@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.exchanges import no_answer
 from horovod_fftcomp.schemes import Round
 
 # Horovod's own synchronize spins on a core; a poll this often costs nothing and delays no step.
@@ -47,12 +48,7 @@ class PendingRound:
         limit = time.monotonic() + timeout_s
         while not self.is_done():
             if time.monotonic() > limit:
-                raise ConfigMismatchError(
-                    f"{self.collective} {self.name!r} got no answer from all ranks in "
-                    f"{timeout_s:.0f} s: a rank has died, runs without this compressor, skips "
-                    "this exchange, or made its compressors in another order. Look at the other "
-                    "ranks' output; if one is only slow, raise timeout_s"
-                )
+                raise ConfigMismatchError(no_answer(f"{self.collective} {self.name!r}", timeout_s))
             time.sleep(_POLL_S)
         output = hvd.synchronize(self._handle)
         return output.numpy() if self._is_numpy else output

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import horovod.torch as hvd
 import numpy as np
 import torch
 
+from horovod_fftcomp.connection import Connection
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
-from horovod_fftcomp.exchanges import Exchanges, Place
+from horovod_fftcomp.exchanges import Exchanges, Pending, Place
 from horovod_fftcomp.record import Recorder
+from horovod_fftcomp.replica_check import ReplicaCheck
 from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.settings import Settings
 from horovod_fftcomp.torch import arrays
-from horovod_fftcomp.torch.connection import Connection
 from horovod_fftcomp.torch.parameters import Parameters
-from horovod_fftcomp.torch.replicas import ReplicaCheck
-from horovod_fftcomp.torch.rounds import PendingRound
-from horovod_fftcomp.torch.settings import Settings
 
 # A rank that ends shuts Horovod down on all of them. One that begins an operation at that moment
 # may hang for ever: it holds the interpreter and waits for a lock whose holder waits for that. So
@@ -38,9 +38,10 @@ class Steps:
     """One step after the other, of one optimizer.
 
     ``places``: for each parameter its place in the buckets of ``engine``; None if it travels
-    dense. ``recorder`` keeps the compressed tensors' gradients of some steps. Attributes count
-    since the start: ``count`` the steps that are closed, ``dense_nbytes`` all gradients in
-    float32, ``other_nbytes`` what Horovod itself was given.
+    dense. ``recorder`` keeps the compressed tensors' gradients of some steps. ``closed`` is called
+    when a step has been closed. Attributes count since the start: ``count`` the steps that are
+    closed, ``dense_nbytes`` all gradients in float32, ``other_nbytes`` what Horovod itself was
+    given.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Steps:
         connection: Connection,
         replicas: ReplicaCheck,
         recorder: Recorder | None,
+        closed: Callable[[], None] | None,
         settings: Settings,
         name: str,
+        process_set: hvd.ProcessSet,
     ) -> None:
         self._parameters = parameters
         self._places = places
@@ -61,11 +64,11 @@ class Steps:
         self._replicas = replicas
         self._recorder = recorder
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
+        self._closed = closed
         self._settings = settings
-        process_set = settings.process_set
 
-        def send(round_: Round, bucket: int, number: int) -> PendingRound:
-            return PendingRound(round_, f"{name}.{bucket}.{number}", process_set)
+        def send(round_: Round, bucket: int, number: int) -> Pending:
+            return connection.send(round_, f"{name}.{bucket}.{number}", process_set)
 
         self.exchanges = Exchanges(engine, send, settings.timeout_s)
         # An exchange of allreduces alone goes through a join as it does in Horovod.
@@ -82,6 +85,15 @@ class Steps:
     def under_way(self) -> bool:
         """Whether a gradient of a step that is not closed has come."""
         return bool(self._parameters.seen)
+
+    def times(self) -> dict[str, float]:
+        """Return the seconds of ``stats`` that the engine does not know."""
+        return {
+            "encode_hidden_s": self.exchanges.encode_hidden_s,
+            "encode_wait_s": self.exchanges.encode_wait_s,
+            "wait_s": self.exchanges.wait_s,
+            "check_s": self._replicas.seconds,
+        }
 
     def loss_scale(self) -> float:
         """Return what gradients are multiplied by at present."""
@@ -167,7 +179,8 @@ class Steps:
         if not self._opened:
             self._connection.open()
             self._opened = True
-            self._replicas.begin(self._engine.step)
+            in_place = self._parameters.read_in_place
+            self._replicas.begin(self._engine.step, self._engine.device, in_place)
 
     def _finish(self) -> None:
         """Complete every bucket: Horovod has submitted all gradients of this step by now."""
@@ -176,6 +189,7 @@ class Steps:
             self.exchanges.complete()
             self._open()
             self.exchanges.finish()
+            self._connection.part()
             if self._recorder is not None and self._recorded:
                 # Nobody changes these any more: Horovod gives parameters other memory for sums.
                 self._recorder.append(self._engine.step, self._recorded)
@@ -228,6 +242,8 @@ class Steps:
         self.count += 1
         self._parameters.begin_step()
         self._opened = self._finished = False
+        if self._closed is not None:
+            self._closed()
 
     def abandon(self) -> None:
         """Forget a step that was broken off."""

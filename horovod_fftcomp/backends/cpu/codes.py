@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_fftcomp.backends.cpu import codelets
 from horovod_fftcomp.backends.cpu.jit import inlined
-from horovod_fftcomp.quantizers import BFLOAT16, RANGE
+from horovod_fftcomp.quantizers import BFLOAT16, RANGE, STEPS
 
 STEP = 64  # values that a codelet takes
 ROOM = STEP // 2 + 2  # words that a stream has to have beyond its end, for the rest of a step
@@ -20,6 +20,9 @@ def encode(values, n, coding, codes):
     """Write the codes of ``n`` float32 values, int32; subtract from these what the codes mean."""
     at, to = np.int64(values.ctypes.data), np.int64(codes.ctypes.data)
     options = np.int64(coding.ctypes.data)
+    if coding[0] == STEPS:
+        _encode_steps(values, n, coding, codes)
+        return
     for i in range(0, 4 * n, 4 * STEP):
         if coding[0] == RANGE:
             codelets.encode_range(at + i, to + i, options)
@@ -35,6 +38,8 @@ def decode(codes, n, coding, values):
     at, to = np.int64(codes.ctypes.data), np.int64(values.ctypes.data)
     options = np.int64(coding.ctypes.data)
     codes[n : (n + STEP - 1) // STEP * STEP] = 0
+    if coding[0] == STEPS:
+        return _decode_steps(codes, n, coding, values)
     largest = np.int64(0)
     for i in range(0, 4 * n, 4 * STEP):
         if coding[0] == RANGE:
@@ -45,6 +50,38 @@ def decode(codes, n, coding, values):
             top = codelets.decode_float32(at + i, to + i)
         largest = max(largest, top)
     return largest
+
+
+@inlined
+def _step(coding):
+    pattern = np.empty(1, np.int32)
+    pattern[0] = np.int32(coding[3])
+    return pattern.view(np.float32)[0]
+
+
+@inlined
+def _encode_steps(values, n, coding, codes):
+    """See ``quantizers.steps_coding``."""
+    step, most = _step(coding), np.float64(coding[4])
+    for i in range(n):
+        x = values[i]
+        ratio = np.float64(abs(x)) / np.float64(step)
+        level = np.int32(max(min(ratio, most), 1.0))
+        size = np.float32(np.float32(level) * step)
+        negative = x < np.float32(0)
+        codes[i] = np.int32(2 * (level - 1) + negative)
+        values[i] = x + size if negative else x - size
+
+
+@inlined
+def _decode_steps(codes, n, coding, values):
+    step, largest = _step(coding), np.int32(0)
+    for i in range(n):
+        code = codes[i]
+        size = np.float32(np.float32((code >> 1) + 1) * step)
+        values[i] = -size if code & 1 else size
+        largest = max(largest, code)
+    return np.int64(largest)
 
 
 @inlined

@@ -15,7 +15,7 @@ from numba import njit
 _HERE = Path(__file__).parent
 _SOURCES = (
     *sorted(_HERE.glob("*.py")),
-    *(_HERE.parents[1] / f"{m}.py" for m in ("quantizers", "entropy")),
+    *(_HERE.parents[1] / f"{m}.py" for m in ("quantizers", "entropy", "words")),
 )
 
 

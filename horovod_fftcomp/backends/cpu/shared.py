@@ -1,11 +1,11 @@
-"""What schemes with positions that are the same on all ranks compute on a CPU."""
+"""What schemes with positions that ranks share or join compute on a CPU."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends import Array, Part
 from horovod_fftcomp.backends.cpu.codelets import trailing_zeros
 from horovod_fftcomp.backends.cpu.codes import ROOM, read_bits, write_bits
 from horovod_fftcomp.backends.cpu.jit import kernel
@@ -14,6 +14,7 @@ from horovod_fftcomp.backends.cpu.positions import as_words, count_bits
 
 _GROUP = 4096  # values at a time, into the L1 cache
 _LEAST_VALUES = 1 << 15  # for a thread of its own
+_LEAST_WORDS = 1 << 13
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NOTHING = np.empty(0, np.float32)
 
@@ -143,4 +144,37 @@ def _positions_of(bitmap, positions):
         while word != 0:
             positions[at] = 64 * i + trailing_zeros(word)
             word &= word - 1
+            at += 1
+
+
+def merge(a: Part, b: Part) -> Array:
+    """See ``reference.merge``."""
+    bitmaps, values = (a.bitmap, b.bitmap), empty(count_bits(a.bitmap | b.bitmap))
+    # One value more: the kernel reads the next of both before it knows whose turn it is.
+    x, y = (np.append(part.packed.view(np.float32), np.float32(0)) for part in (a, b))
+
+    def work(begin: int, end: int) -> None:
+        i, j = (count_bits(words[:begin]) for words in bitmaps)
+        at = count_bits(a.bitmap[:begin] | b.bitmap[:begin])
+        _merge(a.bitmap[begin:end], x[i:], b.bitmap[begin:end], y[j:], values[at:])
+
+    threads.each(work, threads.ranges(a.bitmap.size, _LEAST_WORDS))
+    return values
+
+
+@kernel
+def _merge(a, x, b, y, values):
+    i = j = at = np.int64(0)
+    for word in range(a.size):
+        in_a, in_b = np.int64(a[word]), np.int64(b[word])
+        left = in_a | in_b
+        while left != 0:
+            bit = trailing_zeros(left)
+            left &= left - 1
+            # No branch: which of the two has a place cannot be foretold.
+            has_a, has_b = (in_a >> bit) & 1, (in_b >> bit) & 1
+            total = np.float32(0) + np.float32(has_a) * x[i]
+            values[at] = total + np.float32(has_b) * y[j]
+            i += has_a
+            j += has_b
             at += 1

@@ -118,10 +118,20 @@ def ranked(
 
 
 def _limits_of_sum(flat: Array, addend: Array, k: int) -> Limits | None:
-    n = flat.size
+    places = sampled_places(flat.size)
+    sample = flat[places] + addend[places] if addend.size else flat[places]
+    return limits_of(sample, k, flat.size)
+
+
+def sampled_places(n: int) -> Array:
+    """Return ``SAMPLES`` places spread over all ``n``, one at random in each stretch."""
     places = np.arange(SAMPLES) * (n // SAMPLES)
     places += np.random.default_rng(n).integers(n // SAMPLES, size=SAMPLES)
-    sample = flat[places] + addend[places] if addend.size else flat[places]
+    return places
+
+
+def limits_of(sample: Array, k: int, n: int) -> Limits | None:
+    """Return limits for the k-th of ``n`` magnitudes from a sample of the values."""
     limits = suggest(sample.view(np.int32) & np.int32(_MAGNITUDE), k, n, 1)
     return None if limits.low == limits.high else limits  # many ties: they need a pass of their own
 
@@ -161,7 +171,7 @@ def take(
     coeffs: Coefficients, bins_per_block: int, coding: Coding, keep: bool
 ) -> tuple[Array, Array]:
     """See ``reference.take``."""
-    array, peak, key, ties = coeffs
+    array, peak, key, ties = coeffs[:4]
     reals = array.view(np.float32)
     is_complex = array.dtype == np.complex64
     width = 2 if is_complex else 1
@@ -188,7 +198,7 @@ def take(
     parts = threads.each(
         work, ((*pair, left) for pair, left in zip(ranges, ties_left, strict=True))
     )
-    return bitmap[: (array.size + 63) // 64], _joined(parts)
+    return bitmap[: (array.size + 63) // 64], joined(parts)
 
 
 @kernel
@@ -215,11 +225,11 @@ def _take(reals, is_complex, bins_per_block, scale, key, ties, coding, keep, bit
         words = bitmap[group * (GROUP // 64) : (group + 1) * (GROUP // 64)]
         fill_keys(part, is_complex, bins_per_block, scale, keys)
         ties = _mark(keys, key, ties, words)
-        n = _collect(part, width, words, values)
+        n = collect(part, width, words, values)
         encode(values, n, coding, codes)
         bit = write_bits(codes, n, coding[1], packed, bit)
         if keep:
-            _put_back(part, width, words, values)
+            put_back(part, width, words, values)
     return bit
 
 
@@ -240,7 +250,7 @@ def _mark(keys, key, ties, words):
 
 
 @inlined
-def _collect(reals, width, words, values):
+def collect(reals, width, words, values):
     """Write the chosen reals side by side; return how many."""
     n = 0
     at, to = np.int64(reals.ctypes.data), np.int64(values.ctypes.data)
@@ -262,7 +272,7 @@ def _collect(reals, width, words, values):
 
 
 @inlined
-def _put_back(reals, width, words, values):
+def put_back(reals, width, words, values):
     """Write values side by side where they were chosen."""
     n = 0
     for word in range(words.size):
@@ -276,29 +286,29 @@ def _put_back(reals, width, words, values):
             n += width
 
 
-def _joined(parts: list[tuple[int, Array]]) -> Array:
+def joined(parts: list[tuple[int, Array]]) -> Array:
     """Return streams of bits as one, uint8."""
     total = sum(n_bits for n_bits, _ in parts)
-    _, joined = parts[0]
+    _, whole = parts[0]
     if len(parts) > 1:
-        joined = np.zeros(total // 64 + 2, np.uint64)
+        whole = np.zeros(total // 64 + 2, np.uint64)
         at = 0
         for n_bits, words in parts:
-            _append(joined, at, words, n_bits)
+            _append(whole, at, words, n_bits)
             at += n_bits
-    return joined.view(np.uint8)[: (total + 7) // 8]
+    return whole.view(np.uint8)[: (total + 7) // 8]
 
 
 @kernel
-def _append(joined, at, words, n_bits):
+def _append(whole, at, words, n_bits):
     shift, to = np.uint64(at & 63), at >> 6
     for i in range((n_bits + 63) // 64):
         word = words[i]
         if 64 * i + 64 > n_bits:  # what follows the end means nothing
             word &= (np.uint64(1) << np.uint64(n_bits & 63)) - np.uint64(1)
-        joined[to + i] |= word << shift
+        whole[to + i] |= word << shift
         if shift:
-            joined[to + i + 1] |= word >> (np.uint64(64) - shift)
+            whole[to + i + 1] |= word >> (np.uint64(64) - shift)
 
 
 def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import pickle
-import sys
 import time
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 
 import horovod_fftcomp
 from horovod_fftcomp import handshake, wire
 from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.exchanges import Send
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.torch.rounds import PendingRound
-
-
-def process_set_of_optimizer(compression: object) -> hvd.ProcessSet | None:
-    """Return the process set of the optimizer whose hook is calling, if one is.
-
-    Horovod does not tell it. A compressor on another set would wait for ranks that never come,
-    so the handshake runs on the optimizer's own set and compares.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if getattr(owner, "_compression", None) is compression:
-            return getattr(owner, "process_set", None)
-        frame = frame.f_back
-    return None
 
 
 class Handshake:
@@ -39,11 +22,7 @@ class Handshake:
     """
 
     def __init__(
-        self,
-        facts: dict[str, Any],
-        name: str,
-        own: hvd.ProcessSet,
-        optimizers: hvd.ProcessSet | None,
+        self, send: Send, facts: dict[str, Any], name: str, own: Any, optimizers: Any | None
     ) -> None:
         versions = {
             "horovod_fftcomp": horovod_fftcomp.__version__,
@@ -52,7 +31,7 @@ class Handshake:
         }
         self._own, self._meeting = own, own if optimizers is None else optimizers
         message = Round("allgather", handshake.pack({**versions, **facts}))
-        self._pending = PendingRound(message, name, self._meeting)
+        self._pending = send(message, name, self._meeting)
 
     def is_done(self, patience_s: float = 0.0) -> bool:
         """Tell whether all ranks' facts are there, or come within ``patience_s`` seconds."""
@@ -73,12 +52,12 @@ class Handshake:
 
 
 def gather_objects(
-    thing: object, name: str, process_set: hvd.ProcessSet, timeout_s: float
+    send: Send, thing: object, name: str, process_set: Any, timeout_s: float
 ) -> list[Any]:
     """Return the ``thing`` of every rank, in rank order (Horovod's own knows no process sets)."""
     data = np.frombuffer(pickle.dumps(thing), np.uint8)
     message = np.concatenate([np.array([data.size], np.int64).view(np.uint8), data])
-    gathered = PendingRound(Round("allgather", message), name, process_set).wait(timeout_s)
+    gathered = send(Round("allgather", message), name, process_set).wait(timeout_s)
     things: list[Any] = []
     offset = 0
     while offset < gathered.size:
@@ -88,7 +67,7 @@ def gather_objects(
     return things
 
 
-def describe(process_set: hvd.ProcessSet) -> str:
+def describe(process_set: Any) -> str:
     """Return the ranks of a process set in a text of bounded length."""
     ranks = process_set.ranks
     if process_set.process_set_id == 0 or ranks is None:

@@ -1,0 +1,83 @@
+"""What low-rank schemes compute on a CPU and all ranks have to compute alike, to the last bit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from horovod_fftcomp import threads
+from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends.cpu.jit import inlined, kernel
+from horovod_fftcomp.backends.cpu.memory import empty
+
+_COLUMNS = 2048  # of a row at a time, which stay in the L1 cache while all factors are added
+_LEAST_VALUES = 1 << 15  # for a thread of its own
+
+
+def orthonormal(matrix: Array) -> Array:
+    """See ``reference.orthonormal``."""
+    columns = matrix.T.astype(np.float64)
+    _orthonormalize(columns)
+    return np.ascontiguousarray(columns.T, np.float32)
+
+
+@kernel
+def _orthonormalize(columns):
+    for k in range(columns.shape[0]):
+        column = columns[k]
+        before = np.sqrt(_dot(column, column))
+        for _ in range(2):
+            for j in range(k):
+                share = _dot(column, columns[j])
+                for i in range(column.size):
+                    column[i] -= share * columns[j, i]
+        norm = np.sqrt(_dot(column, column))
+        if norm > 1e-10 * before:
+            for i in range(column.size):
+                column[i] /= norm
+        else:
+            column[:] = 0.0
+
+
+@inlined
+def _dot(a, b):
+    total = 0.0
+    for i in range(a.size):
+        total += a[i] * b[i]
+    return total
+
+
+def low_rank(left: Array, right: Array, minuend: Array | None) -> Array:
+    """See ``reference.low_rank``."""
+    subtracts = minuend is not None
+    out = minuend
+    if out is None:
+        out = empty(left.shape[0] * right.shape[0]).reshape(left.shape[0], right.shape[0])
+    rows = np.ascontiguousarray(right.T)
+    target = out
+
+    def work(begin: int, end: int) -> None:
+        _low_rank(left[begin:end], rows, subtracts, target[begin:end])
+
+    least = max(1, _LEAST_VALUES // max(1, right.shape[0]))
+    threads.each(work, threads.ranges(left.shape[0], least))
+    return out
+
+
+@kernel
+def _low_rank(left, right, subtracts, out):
+    buffer = np.empty(_COLUMNS, np.float32)
+    for begin in range(0, right.shape[1], _COLUMNS):
+        end = min(begin + _COLUMNS, right.shape[1])
+        sums = buffer[: end - begin]
+        for i in range(left.shape[0]):
+            target = out[i, begin:end]
+            sums[:] = np.float32(0)
+            for k in range(left.shape[1]):
+                factor, row = left[i, k], right[k, begin:end]
+                for j in range(sums.size):
+                    sums[j] += factor * row[j]
+            if subtracts:
+                for j in range(sums.size):
+                    target[j] -= sums[j]
+            else:
+                target[:] = sums

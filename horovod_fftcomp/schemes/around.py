@@ -1,0 +1,51 @@
+"""What a scheme that carries out another one, in its own way, leaves to that one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from horovod_fftcomp.backends import Array
+from horovod_fftcomp.schemes import Scheme, Tensor
+
+States = Mapping[str, Mapping[str, Array]]
+
+
+class Around(Scheme):
+    """A scheme around ``scheme``, whose state it keeps; it computes nothing on a GPU."""
+
+    scheme: Scheme
+
+    @property
+    def rounds(self) -> tuple[str, ...]:
+        """The collectives of every exchange, in order."""
+        return self.scheme.rounds
+
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that a rank would send for ``tensor`` alone in each step."""
+        return self.scheme.sent_nbytes(tensor)
+
+    def state_format(self, tensor: Tensor) -> str:
+        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        return self.scheme.state_format(tensor)
+
+    def state_arrays(self, tensor: Tensor, state: States) -> Mapping[str, tuple[np.dtype, int]]:
+        """Return (dtype, elements) of each array of the state; see ``Scheme``."""
+        return self.scheme.state_arrays(tensor, state)
+
+    def accumulation(self) -> float:
+        """Return by how much what is to be sent outgrows steady gradients; see ``Scheme``."""
+        return self.scheme.accumulation()
+
+    def fits_differences(self) -> bool:
+        """Tell whether differences of weights may be sent; see ``Scheme``."""
+        return self.scheme.fits_differences()
+
+    def choice_of(self, state: States, tensor: Tensor) -> str | None:
+        """Return in words what is chosen for a tensor; see ``Scheme``."""
+        return self.scheme.choice_of(state, tensor)
+
+    def residual(self, state: States, tensor: Tensor) -> Array:
+        """Return what is not sent yet of ``tensor``, float32 in its shape, in a new array."""
+        return self.scheme.residual(state, tensor)

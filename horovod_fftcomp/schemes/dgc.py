@@ -1,0 +1,115 @@
+"""The largest of accumulated velocities (Lin et al., ICLR 2018): momentum before compression."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp import positions, wire
+from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.positions import Layout
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.schemes import (
+    MEASURE_EVERY,
+    Context,
+    Energy,
+    Exchange,
+    Outcome,
+    Round,
+    Tensor,
+    energy_of,
+)
+from horovod_fftcomp.schemes.gather import rooms_for, summed
+from horovod_fftcomp.schemes.momentum import MomentumScheme
+
+
+class _Own(NamedTuple):
+    """What a tensor leaves: None where it keeps nothing."""
+
+    velocity: Array | None
+    residual: Array | None
+    energy: Energy | None
+
+
+@dataclass(frozen=True)
+class Dgc(MomentumScheme):
+    """Send the largest of each tensor's accumulated velocities; the optimizer has no momentum.
+
+    ``correction`` says how gradients accumulate. A tensor all of which is sent keeps its velocity
+    in spite of masking, so that density 1 is SGD with momentum.
+
+    Differs from Lin et al.: exactly k elements are sent, the k largest. A sample of the magnitudes
+    gives limits for the threshold, as theirs does, and one pass makes it exact.
+    """
+
+    codec: Codec
+    rounds = ("allgather",)
+
+    def exchange(
+        self,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Array | None],
+        state: Mapping[str, Mapping[str, Array]],
+        context: Context,
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        codecs = [self.codec] * len(tensors)
+        message, rooms = rooms_for(codecs, tensors)
+        assert message is not None  # payloads of a Top-k have fixed sizes
+        left = [
+            self._encode(tensor, grad, state, context, room)
+            for tensor, grad, room in zip(tensors, grads, rooms, strict=True)
+            if room is not None
+        ]
+        gathered = yield Round("allgather", message)
+        sums, finite, _ = summed(codecs, tensors, gathered, context.world_size)
+        named = [(tensor.name, own) for tensor, own in zip(tensors, left, strict=True)]
+        new_state = {
+            "velocity": {name: own.velocity for name, own in named if own.velocity is not None},
+            "residual": {name: own.residual for name, own in named if own.residual is not None},
+        }
+        energies = {name: own.energy for name, own in named if own.energy is not None}
+        return Outcome(sums, new_state, finite, energies)
+
+    def _encode(
+        self,
+        tensor: Tensor,
+        grad: Array | None,
+        state: Mapping[str, Mapping[str, Array]],
+        context: Context,
+        room: Array,
+    ) -> _Own:
+        """Write a tensor's payload into ``room``, and return what it leaves."""
+        kernels, plan = load_backend("cpu"), self.codec.plan(tensor.shape)
+        whole = plan.layout in (Layout.RAW, Layout.ALL)
+        k = 0 if whole else plan.k
+        if grad is None:
+            nothing = kernels.rank(np.zeros(plan.numel, np.float32), k, 1)
+            self.codec.encode_coeffs(
+                nothing, tensor.shape, kernels=kernels, keep_residual=False, out=room
+            )
+            velocity, residual = (
+                state.get(kind, {}).get(tensor.name) for kind in ("velocity", "residual")
+            )
+            return _Own(velocity, residual, None)
+        coeffs, velocity = self.correction.accumulate(grad, state, tensor, k, context)
+        measures = context.step % MEASURE_EVERY == 0 and coeffs.peak <= LARGEST_FINITE_BITS
+        wanted = energy_of(coeffs.array) if measures else 0.0
+        payload, residual = self.codec.encode_coeffs(
+            coeffs, tensor.shape, kernels=kernels, out=room
+        )
+        if self.correction.masking and not whole and residual is not None:
+            packed = payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes]
+            kernels.clear(velocity, positions.unpack(packed, plan.positions, kernels))
+        if not measures:
+            return _Own(velocity, residual, None)
+        energy = Energy(energy_of(grad), wanted, energy_of(residual))
+        return _Own(velocity, residual, energy)
+
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        return wire.align(self.codec.payload_nbytes(tensor.shape))

@@ -1,0 +1,162 @@
+"""Momentum before compression, for schemes whose optimizer must not have one of its own."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_fftcomp.backends import Array, Coefficients, load_backend
+from horovod_fftcomp.payloads import check_state
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.schemes import (
+    Context,
+    Exchange,
+    Outcome,
+    Round,
+    Scheme,
+    Tensor,
+)
+
+
+@dataclass(frozen=True)
+class MomentumCorrection:
+    """Accumulate velocities, not gradients, in what is not sent yet.
+
+    velocity <- momentum * velocity + gradient; residual <- residual + velocity. With ``nesterov``
+    velocity <- momentum * (velocity + gradient); residual <- residual + velocity + gradient. With
+    ``masking`` a velocity is forgotten where it is sent. ``max_norm``: a tensor's gradient is
+    first scaled to a norm of at most max_norm / sqrt(world size), in units of a gradient before
+    any loss scale. Source: Lin et al., ICLR 2018 (DGC).
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    masking: bool = True
+    max_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.momentum) or not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum must lie in [0, 1), got {self.momentum!r}; 0 for none")
+        for name in ("nesterov", "masking"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.max_norm is not None:
+            if not _is_number(self.max_norm) or not 0.0 < self.max_norm < math.inf:
+                raise ValueError(f"max_norm must be above 0 or None, got {self.max_norm!r}")
+            object.__setattr__(self, "max_norm", float(self.max_norm))
+        object.__setattr__(self, "momentum", float(self.momentum))
+
+    @property
+    def growth(self) -> float:
+        """By how much velocities outgrow gradients that all agree."""
+        return 1 / (1 - self.momentum)
+
+    def accumulate(
+        self,
+        grad: Array,
+        state: Mapping[str, Mapping[str, Array]],
+        tensor: Tensor,
+        k: int,
+        context: Context,
+    ) -> tuple[Coefficients, Array]:
+        """Return (all that is to be sent, with the key of its ``k`` largest; the new velocity).
+
+        Both in new arrays. ValueError for a state of another size or dtype.
+        """
+        velocity, residual = (
+            state.get(kind, {}).get(tensor.name) for kind in ("velocity", "residual")
+        )
+        for kind, array in (("velocity", velocity), ("residual", residual)):
+            check_state(kind, array, (np.dtype(np.float32), grad.size))
+        return load_backend("cpu").accumulate(
+            grad, velocity, residual, self.momentum, self.nesterov, self._factor(grad, context), k
+        )
+
+    def _factor(self, grad: Array, context: Context) -> float:
+        """Return what the gradient is multiplied by to clip it; NaN for one with NaN inside."""
+        if self.max_norm is None:
+            return 1.0
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = float(np.dot(grad, grad))
+            if math.isinf(square):  # finite in float64, unless the gradient is not
+                square = float(np.square(grad, dtype=np.float64).sum())
+        largest = self.max_norm * context.loss_scale / math.sqrt(context.world_size)
+        return largest / math.sqrt(square) if not square <= largest**2 else 1.0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumScheme(Scheme):
+    """What schemes have in common that need an optimizer without momentum of its own."""
+
+    correction: MomentumCorrection
+
+    def in_warmup(self) -> Scheme:
+        """Return SGD with the same momentum, by allreduce."""
+        return MomentumSum(correction=self.correction)
+
+    def accumulation(self) -> float:
+        """Return by how much velocities outgrow steady gradients; see ``Scheme``."""
+        return self.correction.growth
+
+    def fits_differences(self) -> bool:
+        """Tell whether differences of weights may be sent; see ``Scheme``."""
+        return self.correction.momentum == 0
+
+    def state_format(self, tensor: Tensor) -> str:
+        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        return f"velocity and residual of {list(tensor.shape)} by element"
+
+    def state_arrays(
+        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
+    ) -> Mapping[str, tuple[np.dtype, int]]:
+        """Return (dtype, elements) of velocity and residual; see ``Scheme``."""
+        del state
+        whole = (np.dtype(np.float32), math.prod(tensor.shape))
+        return {"velocity": whole, "residual": whole}
+
+
+@dataclass(frozen=True)
+class MomentumSum(MomentumScheme):
+    """Sum whole velocities, and what residuals there are: dense steps of schemes with momentum."""
+
+    rounds = ("allreduce",)
+
+    def exchange(
+        self,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Array | None],
+        state: Mapping[str, Mapping[str, Array]],
+        context: Context,
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        kernels = load_backend("cpu")
+        sizes = [math.prod(tensor.shape) for tensor in tensors]
+        values = kernels.empty(sum(sizes))
+        kept: dict[str, dict[str, Array]] = {"velocity": {}, "residual": {}}
+        ends = np.cumsum(sizes)[:-1]
+        for tensor, grad, share in zip(tensors, grads, np.split(values, ends), strict=True):
+            if grad is None:
+                share.fill(0)
+                for kind, arrays in kept.items():
+                    if tensor.name in state.get(kind, {}):
+                        arrays[tensor.name] = state[kind][tensor.name]
+                continue
+            coeffs, kept["velocity"][tensor.name] = self.correction.accumulate(
+                grad, state, tensor, 0, context
+            )
+            share[:] = coeffs.array
+        reduced = yield Round("allreduce", values)
+        finite = kernels.peak_bits(reduced) <= LARGEST_FINITE_BITS
+        return Outcome(np.split(reduced, ends), kept, finite)
+
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        return 4 * math.prod(tensor.shape)

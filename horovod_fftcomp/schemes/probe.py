@@ -1,0 +1,53 @@
+"""A GPU's answer to a small question, before a training trusts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends.gpu import Device, on_host
+from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.schemes import Context, Round, Scheme, Tensor
+from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.schemes.threshold import HardThreshold
+from horovod_fftcomp.transforms import Identity
+
+_TENSOR = Tensor("probe", (20_000,))  # a few tiles
+
+
+def probe(device: Device, schemes: Iterable[Scheme]) -> None:
+    """Raise UnsupportedError unless the device makes the CPU's sums by all ``schemes``.
+
+    Those without a transform to the last bit. It also compiles what they need.
+    """
+    steps = np.arange(_TENSOR.shape[0], dtype=np.float64)
+    grad = (np.sin(0.37 * steps) * np.exp2(steps % 13)).astype(np.float32)
+    for scheme in schemes:
+        asked = replace(scheme, threshold=1.0) if isinstance(scheme, HardThreshold) else scheme
+        expected, total = (_exchanged(asked, grad, place) for place in (None, device))
+        error, peak = float(np.abs(total - expected).max()), float(np.abs(expected).max())
+        rounds = isinstance(asked, Gather) and not isinstance(asked.codec.transform, Identity)
+        if not error <= (1e-5 * peak if rounds else 0):
+            raise UnsupportedError(
+                f"a sum with values up to {peak:.3g} is wrong by {error:.3g}: {scheme!r}"
+            )
+
+
+def _exchanged(scheme: Scheme, grad: Array, device: Device | None) -> Array:
+    """Return the sum of two ranks that both have the same gradient, exchanged by ``device``."""
+    context = Context(0, 0, 2, device=device)
+    exchange = scheme.exchange([_TENSOR], [grad], {}, context)
+    try:
+        round_: Round = next(exchange)
+        while True:
+            data = on_host(round_.data, device)
+            if round_.collective == "allgather":
+                data = np.concatenate([data, data])
+            elif round_.collective == "allreduce":
+                data = data + data
+            round_ = exchange.send(data if device is None else device.upload(data))
+    except StopIteration as stop:
+        return on_host(stop.value.sums[0], device)

@@ -1,0 +1,218 @@
+"""Heavy hitters of a count sketch that all ranks sum (Ivkin et al., NeurIPS 2019)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp import draws
+from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.schemes import (
+    MEASURE_EVERY,
+    Context,
+    Energy,
+    Exchange,
+    Outcome,
+    Round,
+    Tensor,
+    energy_of,
+)
+from horovod_fftcomp.schemes.gtopk import largest
+from horovod_fftcomp.schemes.momentum import MomentumScheme
+from horovod_fftcomp.sparsifiers import TopK
+
+
+class _Plan(NamedTuple):
+    """How a tensor of ``numel`` elements travels; as it is if ``columns`` is 0."""
+
+    numel: int
+    k: int
+    columns: int  # of a table
+    candidates: int  # whose values are summed exactly
+
+    def first_numel(self, rows: int) -> int:
+        """Elements of the first round."""
+        return rows * self.columns or self.numel
+
+    @property
+    def second_numel(self) -> int:
+        """Elements of the second round, which is never empty."""
+        return max(1, self.candidates)
+
+
+@dataclass
+class _Part:
+    """One tensor on its way through an exchange."""
+
+    tensor: Tensor
+    plan: _Plan
+    grad: Array | None
+    whole: Array | None  # all that is to be sent; in the end what is left
+    velocity: Array | None
+    finite: bool
+    places: Array | None = None  # of the candidates, ascending
+    energy: Energy | None = None
+
+
+@dataclass(frozen=True)
+class SketchSgd(MomentumScheme):
+    """Sum count sketches, take ``candidates`` k heavy hitters, sum these exactly, and keep k.
+
+    A sketch of ``rows`` x ``columns`` k has in each row the sum of all elements that its hash
+    sends to a column, each with a sign; the median over rows estimates an element. Sketches add
+    up, so that all ranks find the same elements, the largest of the sum. Hashes are drawn anew in
+    each step by ``seed``. ``correction``: as DGC's; the optimizer has no momentum. A tensor that
+    sketch and values would not make smaller travels as it is.
+    """
+
+    density: float
+    rows: int = 5
+    columns: int = 10
+    candidates: int = 4
+    seed: int = 0
+    rounds = ("allreduce", "allreduce")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "density", TopK(self.density).density)
+        if type(self.rows) is not int or self.rows not in (1, 3, 5, 7, 9):
+            raise ValueError(
+                f"rows must be 1, 3, 5, 7 or 9, of which a median is one; got {self.rows!r}"
+            )
+        for name in ("columns", "candidates"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= 64:
+                raise ValueError(f"{name} must be a whole number from 1 to 64, got {value!r}")
+        draws.check_seed(self.seed)
+
+    def exchange(
+        self,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Array | None],
+        state: Mapping[str, Mapping[str, Array]],
+        context: Context,
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        kernels = load_backend("cpu")
+        plans = [self._plan(tensor) for tensor in tensors]
+        ends = np.cumsum([plan.first_numel(self.rows) for plan in plans])
+        message = kernels.empty(int(ends[-1]))
+        parts = [
+            self._begin(tensor, grad, plan, state, context, share)
+            for tensor, grad, plan, share in zip(
+                tensors, grads, plans, np.split(message, ends[:-1]), strict=True
+            )
+        ]
+        first = np.split((yield Round("allreduce", message)), ends[:-1])
+        ends = np.cumsum([plan.second_numel for plan in plans])
+        message = kernels.empty(int(ends[-1]))
+        for part, reduced, share in zip(parts, first, np.split(message, ends[:-1]), strict=True):
+            self._look_up(part, reduced, context, share)
+        second = np.split((yield Round("allreduce", message)), ends[:-1])
+        sums, finite = [], True
+        for part, table, values in zip(parts, first, second, strict=True):
+            reduced = values if part.plan.columns else table
+            good = all(kernels.peak_bits(x) <= LARGEST_FINITE_BITS for x in (table, values))
+            sums.append(self._settle(part, reduced, good, context))
+            finite = finite and good
+        energies = {part.tensor.name: part.energy for part in parts if part.energy is not None}
+        return Outcome(sums, self._new_state(parts, state), finite, energies)
+
+    def _plan(self, tensor: Tensor) -> _Plan:
+        n = math.prod(tensor.shape)
+        k = TopK(self.density).count(n)
+        columns, candidates = self.columns * k, min(n, self.candidates * k)
+        if self.rows * columns + candidates >= n:
+            return _Plan(n, n, 0, 0)
+        return _Plan(n, k, columns, candidates)
+
+    def _hashes(self, tensor: Tensor, context: Context) -> Array:
+        """Return what the hash of each row multiplies by and adds, uint64 ``[rows, 2]``."""
+        drawn = [
+            draws.draw(self.seed, context.step, tensor.name, place)
+            for place in range(2 * self.rows)
+        ]
+        return np.array(drawn, np.uint64).reshape(self.rows, 2)
+
+    def _begin(
+        self,
+        tensor: Tensor,
+        grad: Array | None,
+        plan: _Plan,
+        state: Mapping[str, Mapping[str, Array]],
+        context: Context,
+        share: Array,
+    ) -> _Part:
+        """Write a tensor's part of the first round."""
+        if grad is None:
+            share.fill(0)
+            return _Part(tensor, plan, None, None, None, True)
+        coeffs, velocity = self.correction.accumulate(grad, state, tensor, 0, context)
+        finite = coeffs.peak <= LARGEST_FINITE_BITS
+        if not finite:
+            share.fill(np.nan)
+        elif plan.columns:
+            hashes = self._hashes(tensor, context)
+            share[:] = load_backend("cpu").sketch(coeffs.array, hashes, plan.columns).reshape(-1)
+        else:
+            share[:] = coeffs.array
+        return _Part(tensor, plan, grad, coeffs.array, velocity, finite)
+
+    def _look_up(self, part: _Part, table: Array, context: Context, share: Array) -> None:
+        """Find the candidates, and write a tensor's part of the second round."""
+        kernels, plan = load_backend("cpu"), part.plan
+        share.fill(0)
+        if not plan.columns:
+            return
+        if not part.finite or kernels.peak_bits(table) > LARGEST_FINITE_BITS:
+            share.fill(np.nan)
+            return
+        estimates = kernels.estimate(
+            table.reshape(self.rows, plan.columns), self._hashes(part.tensor, context), plan.numel
+        )
+        part.places = largest(estimates, plan.candidates)
+        if part.whole is not None:
+            np.take(part.whole, part.places, out=share)
+
+    def _settle(self, part: _Part, reduced: Array, finite: bool, context: Context) -> Array:
+        """Return a tensor's sum; what a rank has sent of it is no longer left."""
+        plan = part.plan
+        if not finite:
+            return np.full(plan.numel, np.nan, np.float32)
+        measures = context.step % MEASURE_EVERY == 0 and part.whole is not None
+        gradient, wanted = (energy_of(part.grad), energy_of(part.whole)) if measures else (0.0, 0.0)
+        if part.places is None:
+            total, part.whole = reduced, None
+        else:
+            best = largest(reduced, plan.k)
+            total = load_backend("cpu").empty(plan.numel)
+            total.fill(0)
+            total[part.places[best]] = reduced[best]
+            for kept in (part.whole, part.velocity if self.correction.masking else None):
+                if kept is not None:
+                    kept[part.places[best]] = 0
+        if measures:
+            part.energy = Energy(gradient, wanted, energy_of(part.whole))
+        return total
+
+    def _new_state(
+        self, parts: Sequence[_Part], state: Mapping[str, Mapping[str, Array]]
+    ) -> dict[str, dict[str, Array]]:
+        new: dict[str, dict[str, Array]] = {"velocity": {}, "residual": {}}
+        for part in parts:
+            left = {"velocity": part.velocity, "residual": part.whole}
+            for kind, arrays in new.items():
+                name = part.tensor.name
+                kept = state.get(kind, {}).get(name) if part.grad is None else left[kind]
+                if kept is not None:
+                    arrays[name] = kept
+        return new
+
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        plan = self._plan(tensor)
+        return 4 * (plan.first_numel(self.rows) + plan.second_numel)

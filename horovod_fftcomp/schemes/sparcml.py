@@ -1,0 +1,175 @@
+"""Sums of sparse payloads that stay sparse on their way: merged in pairs (Renggli et al. 2019)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from horovod_fftcomp import positions, wire
+from horovod_fftcomp.backends import Array, Part, load_backend
+from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.payloads import aligned
+from horovod_fftcomp.positions import Layout
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
+from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, Tensor
+from horovod_fftcomp.schemes.gather import Gather, encode, joined, summed
+from horovod_fftcomp.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
+from horovod_fftcomp.transforms import Identity
+from horovod_fftcomp.wire import Header
+
+# Whose payloads sums of payloads are: of any number of values, or of a whole tensor where that
+# takes fewer bytes.
+SUMS = Codec(Identity(), Threshold(LEAST_THRESHOLD), Float32())
+
+
+def merge_all(messages: Sequence[Array], merge: Callable[[Array, Array], Array]) -> Array:
+    """Return what is left of all ranks' messages, merged as recursive doubling does it.
+
+    Those from the largest power of two on go into the first ones; then neighbours are merged, then
+    their results, and so on.
+    """
+    pairs = 1 << (len(messages).bit_length() - 1)
+    late = messages[pairs:]
+    left = [merge(a, b) for a, b in zip(messages, late, strict=False)]
+    left += messages[len(late) : pairs]
+    while len(left) > 1:
+        left = [merge(a, b) for a, b in zip(left[::2], left[1::2], strict=True)]
+    return left[0]
+
+
+def merge(codec: Codec, tensors: Sequence[Tensor], a: Array, b: Array) -> Array:
+    """Return the message of the sum of two messages, in the other order the same bytes.
+
+    A message has a payload for each of ``tensors``, each by ``codec`` or a sum of such. Raises
+    PayloadError for bytes that are none.
+    """
+    mine, theirs = list(wire.split_payloads(a)), list(wire.split_payloads(b))
+    for message in (mine, theirs):
+        if len(message) != len(tensors):
+            raise PayloadError(f"{len(message)} payloads arrived, {len(tensors)} were expected")
+    return joined(
+        [
+            _sum(tensor.shape, _part(codec, tensor, *x), _part(codec, tensor, *y))
+            for tensor, x, y in zip(tensors, mine, theirs, strict=True)
+        ]
+    )
+
+
+def _codec_of(codec: Codec, header: Header) -> Codec:
+    return SUMS if header.fingerprint == SUMS.fingerprint else codec
+
+
+def _part(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Part | None:
+    """Return a payload's values and their places; None if it is not finite."""
+    writer, kernels = _codec_of(codec, header), load_backend("cpu")
+    try:
+        if header.shape != tensor.shape:
+            raise PayloadError(f"header field 'shape' is {header.shape}, expected {tensor.shape}")
+        plan = writer.checked_plan(payload, header)
+        if not header.finite:
+            return None
+        part = writer.part(aligned(payload), plan, header, kernels)
+        if kernels.peak_bits(part.packed.view(np.float32)) > part.coding.largest:
+            raise PayloadError("body: a value lies beyond the scale")
+    except (PayloadError, ValueError) as error:
+        raise PayloadError(f"tensor {tensor.name!r}: {error}") from error
+    return part
+
+
+def _sum(shape: tuple[int, ...], a: Part | None, b: Part | None) -> Array:
+    """Return the payload of the sum of two; it is not finite if one of them is not."""
+    kernels, n = load_backend("cpu"), math.prod(shape)
+    if a is None or b is None:
+        return _payload(shape, positions.first_ones(n, 0), np.full(1, np.nan, np.float32))
+    bitmap = a.bitmap | b.bitmap
+    if SUMS.plan(shape, int(np.bitwise_count(bitmap).sum())).layout is Layout.RAW:
+        return _payload(shape, positions.first_ones(n, n), kernels.sum_values([a, b], n, False))
+    return _payload(shape, bitmap, kernels.merge(a, b))
+
+
+def _payload(shape: tuple[int, ...], bitmap: Array, values: Array) -> Array:
+    """Return the payload of float32 ``values`` at the places of ``bitmap``."""
+    kernels = load_backend("cpu")
+    peak = kernels.peak_bits(values)
+    finite = peak <= LARGEST_FINITE_BITS
+    plan = SUMS.plan(shape, values.size if finite else 0)
+    payload = np.zeros(plan.payload_nbytes, np.uint8)
+    if finite:
+        packed = positions.pack(bitmap, plan.positions, kernels)
+        payload[plan.header_nbytes : plan.header_nbytes + packed.size] = packed
+        payload[plan.values_offset :] = values.view(np.uint8)
+    scale = float(np.uint32(peak).view(np.float32)) if finite else math.nan
+    wire.write_header(payload, plan, SUMS.fingerprint, "float32", scale, finite)
+    return payload
+
+
+@dataclass(frozen=True)
+class SparCml(Scheme):
+    """Sum all ranks' Top-k payloads in pairs, to the last bit as if by recursive doubling.
+
+    What is selected, sent first and carried on is that of Top-k with float32 values. Where a
+    network can exchange in pairs, what comes next are sums, of the places of either, or of all
+    where that takes fewer bytes. Elsewhere payloads are gathered, and merged by every rank.
+
+    Differs from Renggli et al.: positions are packed as in any payload, 32 bits each there, so that
+    a sum becomes dense later; ranks need not be a power of two.
+    """
+
+    density: float
+    error_feedback: bool = True
+    rounds = ("allgather",)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "density", TopK(self.density).density)
+
+    @functools.cached_property
+    def codec(self) -> Codec:
+        """That of what a rank sends first."""
+        return Codec(Identity(), TopK(self.density), Float32())
+
+    @property
+    def _topk(self) -> Gather:
+        return Gather(self.codec, self.error_feedback)
+
+    def exchange(
+        self,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Array | None],
+        state: Mapping[str, Mapping[str, Array]],
+        context: Context,
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        codec, carried = self.codec, state.get("residual", {})
+        codecs = [codec] * len(tensors)
+        own = encode(codecs, tensors, grads, carried, context, self.error_feedback, False)
+        fold = partial(merge, codec, tensors)
+        arrived = yield Round("allgather", own.message, merge=fold)
+        if wire.read_header(arrived).fingerprint != SUMS.fingerprint:
+            expected = context.world_size * own.message.size
+            if arrived.size != expected:
+                raise PayloadError(f"{arrived.size} bytes of payloads arrived, not {expected}")
+            arrived = merge_all(np.split(arrived, context.world_size), fold)
+        writers = [_codec_of(codec, header) for header, _ in wire.split_payloads(arrived)]
+        sums, finite, _ = summed(writers, tensors, arrived, 1)
+        kept = {"residual": own.residuals} if self.error_feedback else {}
+        return Outcome(sums, kept, finite, own.energies)
+
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        return self._topk.sent_nbytes(tensor)
+
+    def state_format(self, tensor: Tensor) -> str:
+        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        return self._topk.state_format(tensor)
+
+    def state_arrays(
+        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
+    ) -> Mapping[str, tuple[np.dtype, int]]:
+        """Return (dtype, elements) of the residual; see ``Scheme``."""
+        return self._topk.state_arrays(tensor, state)

@@ -1,0 +1,60 @@
+"""Times of collectives between the ranks of a job; ``advise`` starts it as a module.
+
+Its argument is JSON: a list of [collective, bytes that each rank hands in]. Every rank reports for
+``jobs.launch``; ``times`` are medians in seconds, in the order of the list.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import horovod.torch as hvd
+import torch
+
+from horovod_fftcomp import jobs
+
+_AT_LEAST, _AT_MOST = 3, 20  # times of each
+_BUDGET_S = 1.0
+
+
+def main() -> None:
+    """Time the collectives that the command line names."""
+    messages = [(kind, int(nbytes)) for kind, nbytes in json.loads(sys.argv[1])]
+    hvd.init()
+    torch.set_num_threads(1)
+    times = [_median_s(_collective(kind, nbytes)) for kind, nbytes in messages]
+    found = {"world_size": hvd.size(), "local_size": hvd.local_size(), "times": times}
+    jobs.report({"rank": hvd.rank(), **found})
+    hvd.shutdown()
+
+
+def _collective(kind: str, nbytes: int) -> Callable[[], object]:
+    name = f"fftcomp.network.{kind}.{nbytes}"
+    if kind == "allreduce":
+        values = torch.zeros(max(1, nbytes // 4))
+        return lambda: hvd.allreduce(values, name=name, op=hvd.Sum)
+    data = torch.zeros(max(1, nbytes), dtype=torch.uint8)
+    return lambda: hvd.allgather(data, name=name)
+
+
+def _median_s(collective: Callable[[], object]) -> float:
+    """Return a median; all ranks take as many times, by what the slowest needs for one."""
+    collective()  # makes connections and buffers
+    begin = time.perf_counter()
+    collective()
+    once_s = torch.tensor([time.perf_counter() - begin])
+    slowest_s = float(hvd.allgather(once_s, name="fftcomp.network.once").max())
+    times = []
+    for _ in range(min(_AT_MOST, max(_AT_LEAST, int(_BUDGET_S / slowest_s)))):
+        begin = time.perf_counter()
+        collective()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()
