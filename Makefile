@@ -2,6 +2,8 @@
 PYTHON := $(or $(PYTHON),$(shell command -v python3 2>/dev/null),python3)
 NP ?= 2
 ARGS ?=
+# Two jobs at a time: their ranks often wait.
+JOBS := -n auto --maxprocesses 2 --dist worksteal
 CORE := not (torch or tf or parallel or mpi or gpu or slow)
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
@@ -12,7 +14,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help install demo test test-core test-parallel test-gpu lint format golden size clean
+.PHONY: help install demo demo-tf cluster cluster-netns test test-core test-parallel test-gpu lint format golden size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -23,9 +25,18 @@ install: ## make .venv with Horovod, PyTorch, TensorFlow (first time: minutes; t
 demo: install ## train on the digits with NP=2 processes; ARGS="..." goes to the example
 	horovodrun -np $(NP) python examples/torch_digits.py $(ARGS)
 
+demo-tf: install ## the same with Keras; ARGS="..." goes to the example
+	horovodrun -np $(NP) python examples/keras_digits.py $(ARGS)
+
+cluster: ## train on four containers with RATE=1gbit links (Docker); ARGS="..." goes to the example
+	docker/run python examples/torch_digits.py --out /tmp/out $(ARGS)
+
+cluster-netns: install ## the same in network namespaces, without Docker; as root
+	docker/netns -r $(or $(RATE),1gbit) python examples/torch_digits.py $(ARGS)
+
 test: install ## run all tests that this machine can run; ARGS="..." goes to pytest
 	@# pytest exits with 5 if ARGS select none of its tests: of one part that is well, not of both.
-	pytest -m parallel $(ARGS); first=$$?; [ $$first -eq 0 ] || [ $$first -eq 5 ] || exit $$first; \
+	pytest -m parallel $(JOBS) $(ARGS); first=$$?; [ $$first -eq 0 ] || [ $$first -eq 5 ] || exit $$first; \
 	pytest -m "not parallel" -n auto --maxprocesses 4 $(ARGS); second=$$?; \
 	[ $$second -eq 0 ] || { [ $$second -eq 5 ] && [ $$first -eq 0 ]; } || exit $$second
 
@@ -33,7 +44,7 @@ test-core: install ## run the tests that need neither a framework nor MPI
 	pytest -m "$(CORE)" -n auto --maxprocesses 4 $(ARGS)
 
 test-parallel: install ## run the tests that start several processes
-	pytest -m parallel $(ARGS)
+	pytest -m parallel $(JOBS) $(ARGS)
 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON: one that has CuPy and PyTorch
 	$(PYTHON) -m pytest -m gpu tests/gpu $(ARGS)

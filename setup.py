@@ -26,6 +26,7 @@ EXTRAS = {
         "mypy>=1.11,<2",
         "pytest>=8,<10",
         "pytest-xdist>=3.6,<4",
+        "pyyaml>=6,<7",
         "ruff==0.17.5",
         "scikit-learn>=1.4,<2",
         "scipy>=1.13,<2",
