@@ -10,6 +10,10 @@ import pytest
 
 from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, list_compressors, wire
 from horovod_fftcomp.backends import BACKENDS, Coefficients, Part, load_backend
+from horovod_fftcomp.choices import AdaComp, Strom
+from horovod_fftcomp.chosen_codec import ChosenCodec
+from horovod_fftcomp.element_codec import ElementCodec
+from horovod_fftcomp.elementwise import QSGD, DoReFa, Natural, Sign
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import Coding, Float32
 from horovod_fftcomp.recipes import RECIPES
@@ -18,13 +22,20 @@ from horovod_fftcomp.schemes.shared import Shared
 from horovod_fftcomp.sparsifiers import Threshold
 from horovod_fftcomp.wire import Plan
 
+ELEMENT_RECIPES = [
+    name
+    for name in list_compressors()
+    if isinstance(scheme := get_scheme(name), Gather) and isinstance(scheme.codec, ElementCodec)
+]
 GATHER_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), Gather)]
 SHARED_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), Shared)]
 DRAWN_RECIPES = [name for name in SHARED_RECIPES if "seed" in RECIPES[name].options]
 
 # Codecs beyond the recipes' defaults: every layout of positions and the ends of every option.
 CODECS = {
-    **{name: (name, {}) for name in GATHER_RECIPES if name != "demo"},  # whose codec is dct's
+    **{
+        name: (name, {}) for name in GATHER_RECIPES if name not in ("demo", "signum")
+    },  # others' codecs
     "topk-bitmap": ("topk", {"density": 0.4, "bits": 5}),
     "topk-all": ("topk", {"density": 1.0, "bits": 8}),
     "topk-sparse": ("topk", {"density": 0.0005, "bits": 32}),
@@ -35,6 +46,18 @@ CODECS = {
     "dct-16-bits": ("dct", {"density": 0.25, "bits": 16, "block": 128}),
     "threshold": ("hard_threshold", {"threshold": 1.0}),
     "threshold-6-bits": ("hard_threshold", {"threshold": 0.3, "bits": 6}),
+    "strom-1": ("strom", {"threshold": 1.0}),
+    "strom-quanta": ("strom", {"threshold": 0.3, "quanta": 5}),
+    "adacomp-7": ("adacomp", {"bin": 7}),
+    "wangni-many": ("wangni", {"density": 0.9}),
+    "qsgd-l2": ("qsgd", {"levels": 3, "bucket": 64, "norm": "l2"}),
+    "qsgd-127": ("qsgd", {"levels": 127, "bucket": 4096}),
+    "qsgd-many": ("qsgd", {"levels": 1000, "bucket": 128}),
+    "qsgd-elias": ("qsgd", {"packing": "elias"}),
+    "qsgd-elias-many": ("qsgd", {"packing": "elias", "levels": 2047, "norm": "l2", "bucket": 64}),
+    "terngrad-bits": ("terngrad", {"clip": 0, "packing": "bits"}),
+    "onebit-column": ("onebit", {"group": "column"}),
+    "dorefa-1": ("dorefa", {"bits": 1}),
 }
 
 
@@ -108,6 +131,8 @@ def copied(coeffs: Coefficients) -> Coefficients:
 
 def ranked(kernels: ModuleType, codec: Codec, array: np.ndarray) -> Coefficients:
     """Return a copy of coefficients with what ``kernels`` say of them."""
+    if isinstance(codec, (ElementCodec, ChosenCodec)):
+        return kernels.add(array, None, 0)
     if isinstance(codec.sparsifier, Threshold):
         key = int(np.float32(codec.sparsifier.value).view(np.uint32)) - 1
         return kernels.rank(array.copy(), 0, 1)._replace(key=key, ties=0)
@@ -170,7 +195,11 @@ def check_round_trip(codec: Codec, x: np.ndarray, backend: str) -> None:
     assert decoded.shape == x.shape
     assert decoded.dtype == x.dtype
     assert np.isfinite(decoded.astype(np.float64)).all()
-    if isinstance(codec.sparsifier, Threshold):
+    if isinstance(codec, ElementCodec):
+        check_element_error(codec, plan, x, decoded)
+    elif isinstance(codec, ChosenCodec):
+        check_choice(codec, x, decoded)
+    elif isinstance(codec.sparsifier, Threshold):
         check_threshold(codec, x, decoded)
     else:
         check_error(codec, plan, x, decoded)
@@ -187,6 +216,64 @@ def check_threshold(codec: Codec, x: np.ndarray, decoded: np.ndarray) -> None:
         error <= np.maximum(relative * np.abs(wanted), max(codec.sparsifier.value, flushed))
     ).all()
     assert (arrived[np.abs(wanted) < codec.sparsifier.value] == 0).all() or x.size * 4 <= 64
+
+
+def check_choice(codec: ChosenCodec, x: np.ndarray, decoded: np.ndarray) -> None:
+    """What arrives is what the formulas say; of a draw, one of the two values that it can be."""
+    with np.errstate(over="ignore"):
+        wanted = x.astype(np.float32).astype(np.float64).ravel()
+    arrived, method = decoded.astype(np.float64).ravel(), codec.method
+    rounding = 1e-2 if x.dtype.name in ("float16", "bfloat16") else 1e-6
+    if isinstance(method, Strom):
+        levels = np.minimum(np.abs(wanted) // method.threshold, method.quanta)
+        expected = np.sign(wanted) * levels * method.threshold
+    elif isinstance(method, AdaComp):
+        length = method.length(x.shape)
+        rows = np.zeros(-(-x.size // length) * length)
+        rows[: x.size] = np.abs(wanted)
+        maxima = rows.reshape(-1, length).max(1)
+        reached = np.repeat(maxima, length)[: x.size]
+        sent = (2 * np.abs(wanted) >= reached) & (reached > 0)
+        scale = maxima.mean() if maxima.size else 0.0
+        expected = sent * np.where(wanted < 0, -scale, scale)
+    else:
+        largest = np.finfo(decoded.dtype).max if x.dtype.name == "float16" else np.inf
+        kernels = load_backend("reference")
+        limit = method.limit(np.float32(wanted), kernels) if wanted.any() else 0.0
+        expected = np.sign(wanted) * np.minimum(np.maximum(np.abs(wanted), limit), largest)
+        expected[(arrived == 0) & (np.abs(wanted) < limit)] = 0
+    np.testing.assert_allclose(arrived, expected, rtol=rounding, atol=1e-44)
+
+
+def check_element_error(
+    codec: ElementCodec, plan: Plan, x: np.ndarray, decoded: np.ndarray
+) -> None:
+    """No error is larger than the method allows for a single element."""
+    wanted, arrived = x.astype(np.float64).ravel(), decoded.astype(np.float64).ravel()
+    peak, error = np.abs(wanted).max(initial=0), np.abs(wanted - arrived)
+    rounding = (1e-2 if x.dtype.name in ("float16", "bfloat16") else 1e-5) * peak + 1e-37
+    if plan.layout is Layout.RAW:
+        assert (error <= rounding).all()
+        return
+    method = codec.method
+    if isinstance(method, QSGD):
+        rows = np.zeros(-(-x.size // method.bucket) * method.bucket)
+        rows[: x.size] = wanted
+        rows = rows.reshape(-1, method.bucket)
+        norm = np.linalg.norm(rows, np.inf if method.norm == "max" else 2, axis=1)
+        allowed = np.repeat(norm, method.bucket)[: x.size] / method.levels
+    elif isinstance(method, DoReFa):
+        allowed = 2 * peak / (2**method.bits - 1)
+    elif isinstance(method, Natural):
+        allowed = np.abs(wanted)
+    elif isinstance(method, Sign):
+        sign = np.where(np.float32(wanted) < 0, -1, 1)
+        assert (arrived == (sign if wanted.any() else 0)).all()
+        return
+    else:  # one magnitude, of at most the peak
+        allowed = 2 * peak
+        assert np.abs(arrived).max(initial=0) <= peak + rounding
+    assert (error <= allowed + rounding).all()
 
 
 def check_error(codec: Codec, plan: Plan, x: np.ndarray, decoded: np.ndarray) -> None:
@@ -234,7 +321,8 @@ def check_same_bytes(codec: Codec, x: np.ndarray) -> None:
         kernels = load_backend(name)
         actual = codec.encode_coeffs(ranked(kernels, codec, coeffs.array), shape, kernels=kernels)
         assert actual.payload.tobytes() == expected.payload.tobytes(), name
-        if plan_of(codec, expected.payload).layout is Layout.RAW:
+        is_raw = plan_of(codec, expected.payload).layout is Layout.RAW
+        if is_raw and (codec.has_fixed_size or isinstance(codec, Codec)):
             assert actual.residual is None
         else:
             assert actual.residual.tobytes() == expected.residual.tobytes(), name

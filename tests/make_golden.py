@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from horovod_fftcomp.backends import load_backend
+from horovod_fftcomp.chosen_codec import ChosenCodec
+from horovod_fftcomp.draws import Place
+from horovod_fftcomp.element_codec import ElementCodec
 from tests.contracts import CODECS, make_codec, ranked
 
 FOLDER = Path(__file__).parent / "golden"
@@ -19,6 +22,11 @@ SHAPE = (9, 5, 13, 4)
 def make(key: str) -> dict[str, np.ndarray]:
     """Return the golden arrays of one codec, by the reference backend."""
     codec, kernels = make_codec(key), load_backend("reference")
+    if isinstance(codec, (ElementCodec, ChosenCodec)):
+        coeffs = (np.arange(int(np.prod(SHAPE))) * 7919 % 613 - 306).astype(np.float32) / 8
+        whole = ranked(kernels, codec, coeffs)
+        encoded = codec.encode_coeffs(whole, SHAPE, kernels=kernels, place=Place(5, "w", 3))
+        return {"coeffs": coeffs, "payload": encoded.payload, "residual": encoded.residual}
     n_reals = codec.transform.n_bins(int(np.prod(SHAPE))) * codec.transform.reals_per_bin
     # Halves of small integers: exact in float32 whatever made them; many ties and both signs.
     coeffs = (np.arange(n_reals) * 7919 % 613 - 306).astype(np.float32) / 8

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from horovod_fftcomp import ConfigMismatchError, get_scheme, list_compressors, simulate
-from horovod_fftcomp.mpi import Reducer
+from horovod_fftcomp import (
+    ConfigMismatchError,
+    UnsupportedError,
+    get_scheme,
+    list_compressors,
+    simulate,
+)
+from horovod_fftcomp.mpi import LocalSteps, Reducer
 from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.schemes import Tensor
+from tests import payloads
 
 COMM = MPI.COMM_WORLD
 
@@ -29,7 +37,7 @@ def same_everywhere(*arrays):
 @pytest.mark.parametrize("recipe", list_compressors())
 def test_sums_are_those_of_a_simulation(recipe):
     everyone, reducer = gradients(6), Reducer(recipe)
-    gathers = "allgather" in get_scheme(recipe).rounds
+    gathers = get_scheme(recipe).rounds[-1] == "allgather"
     for grads, expected in zip(everyone, simulate(recipe, everyone), strict=True):
         mean = reducer.mean({"gradient": grads[COMM.rank]})["gradient"]
         same_everywhere(mean)
@@ -45,6 +53,54 @@ def test_sums_are_those_of_a_simulation(recipe):
         )
     policy = make_policy(recipe)
     assert reducer.costs.collectives == sum(len(policy.at(step).rounds) for step in range(6))
+
+
+@pytest.mark.parametrize("recipe", ["none", "topk", "scalecom", "gtopk", "sparcml"])
+def test_nodes_of_two_are_those_of_a_simulation(recipe):
+    everyone = np.rint(64 * gradients(4)) / np.float32(64)  # so that sums within a node are exact
+    reducer = Reducer(recipe, ranks_per_node=2)
+    steps = list(simulate(recipe, everyone, ranks_per_node=2))
+    for grads, expected in zip(everyone, steps, strict=True):
+        mean = reducer.mean({"gradient": grads[COMM.rank]})["gradient"]
+        same_everywhere(mean)
+        np.testing.assert_allclose(mean, expected.average, rtol=2e-7)
+    residual = reducer.residual("gradient")
+    assert residual.tobytes() == steps[-1].residual[COMM.rank].tobytes()
+    leads = bool(sum(step.sent_bytes[COMM.rank] for step in steps))
+    assert bool(reducer.costs.sent_nbytes) == leads
+
+
+@pytest.mark.parametrize("density", [0.01, 0.4])
+def test_sparcml_counts_what_doubling_sends(density):
+    """On 3 ranks, say: 0 sends two messages and gets two, 1 and 2 one each; the last is a sum."""
+    everyone, reducer = gradients(5), Reducer("sparcml", density=density)
+    steps = list(simulate("sparcml", everyone, density=density))
+    for grads, expected in zip(everyone, steps, strict=True):
+        mean = reducer.mean({"gradient": grads[COMM.rank]})["gradient"]
+        assert mean.tobytes() == expected.average.tobytes()
+    pairs = 1 << (COMM.size.bit_length() - 1)
+    late, doublings = COMM.size - pairs, pairs.bit_length() - 1
+    messages = 1 if COMM.rank >= pairs else doublings + (COMM.rank < late)
+    one, costs = (
+        get_scheme("sparcml", density=density).sent_nbytes(Tensor("w", (5000,))),
+        reducer.costs,
+    )
+    if COMM.rank >= pairs or COMM.size == 2:
+        assert costs.sent_nbytes == 5 * one
+    most = 4 * 5000 + 64
+    assert 5 * one * messages <= costs.sent_nbytes <= 5 * most * messages
+    assert 5 * one * messages <= costs.received_nbytes <= 5 * most * messages
+    sent, received = (COMM.allreduce(n) for n in (costs.sent_nbytes, costs.received_nbytes))
+    assert sent == received  # every message that somebody has sent, somebody has got
+    assert COMM.allreduce(messages) == 2 * late + pairs * doublings
+
+
+def test_messages_of_the_user_are_left_alone():
+    everyone, partner = gradients(1), (COMM.rank + 1) % COMM.size
+    sending = COMM.isend(f"from {COMM.rank}", partner)
+    Reducer("sparcml").sum({"gradient": everyone[0, COMM.rank]})
+    assert COMM.recv(source=(COMM.rank - 1) % COMM.size) == f"from {(COMM.rank - 1) % COMM.size}"
+    sending.wait()
 
 
 def test_small_arrays_and_other_dtypes_keep_their_shapes():
@@ -68,7 +124,7 @@ def test_small_arrays_and_other_dtypes_keep_their_shapes():
 
 
 @pytest.mark.parametrize("bad_rank", [0, COMM.size - 1])
-@pytest.mark.parametrize("recipe", ["topk", "scalecom", "hard_threshold"])
+@pytest.mark.parametrize("recipe", ["topk", "scalecom", "hard_threshold", "sparcml"])
 def test_a_bad_value_on_one_rank_is_told_to_all(recipe, bad_rank):
     everyone, reducer = gradients(3), Reducer(recipe)
     reducer.sum({"w": everyone[0, COMM.rank]})
@@ -125,3 +181,51 @@ def test_a_part_of_the_ranks_sums_among_itself():
 
 def test_no_framework_is_loaded():
     assert not {"torch", "tensorflow", "horovod"} & set(sys.modules)
+
+
+@pytest.mark.parametrize("recipe", payloads.RECIPES)
+def test_payloads_and_residuals_are_those_of_every_framework(recipe, monkeypatch):
+    if COMM.size > 2 and recipe == "auto":
+        pytest.skip("decides by sums over ranks, whose rounding depends on MPI's order")
+    spy, reducer = payloads.Spy(monkeypatch, COMM.rank), Reducer(recipe)
+    for grads in payloads.gradients(COMM.size):
+        reducer.sum({"gradient": grads[COMM.rank]})
+    payloads.check(recipe, spy, COMM.size, COMM.rank, reducer.residual("gradient"))
+
+
+def test_local_steps_meet_at_the_mean():
+    """Without loss: the weights are the mean of the ranks' own; a bad rank undoes a period."""
+    start = np.linspace(-1, 1, 5000, dtype=np.float32)
+    local = LocalSteps(Reducer("topk", density=1.0, bits=32), {"w": start}, period=3)
+    moves = gradients(9)
+    expected = start + moves[:3].astype(np.float64).sum(0).mean(0)
+    weights = {"w": start.copy()}
+    for step in range(9):
+        weights["w"] = weights["w"] + moves[step, COMM.rank]
+        if step == 4 and COMM.rank == COMM.size - 1:
+            weights["w"][17] = np.nan
+        weights = local.after_step(weights)
+        if step in (2, 5):
+            same_everywhere(weights["w"])
+            np.testing.assert_allclose(weights["w"], expected, atol=1e-5)
+    same_everywhere(weights["w"])
+    expected += moves[6:].astype(np.float64).sum(0).mean(0)
+    np.testing.assert_allclose(weights["w"], expected, atol=1e-5)
+
+
+def test_what_local_steps_do_not_send_they_carry_on():
+    start, moves = np.zeros(5000, np.float32), gradients(20)
+    reducer = Reducer("topk", density=0.1, bits=32)
+    local, weights = LocalSteps(reducer, {"w": start}, period=2), {"w": start}
+    for move in moves:
+        weights = local.after_step({"w": weights["w"] + move[COMM.rank]})
+        if local.steps == 0:
+            same_everywhere(weights["w"])
+    left = np.mean(COMM.allgather(reducer.residual("w")), 0)
+    owed = moves.astype(np.float64).sum(0).mean(0)
+    np.testing.assert_allclose(weights["w"] + left, owed, atol=1e-4)
+    with pytest.raises(ValueError, match="period must be a whole number"):
+        LocalSteps(reducer, weights, 0)
+    for recipe in ("dgc", "demo", "signsgd"):
+        with pytest.raises(UnsupportedError, match="holds for gradients alone"):
+            LocalSteps(Reducer(recipe), weights, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_fftcomp import gradients, simulate, threads
+from horovod_fftcomp import gradients, recipes, simulate, threads
 from horovod_fftcomp.bench import RecipeSession, added, measure, memcpy, n_ticks, peers
 from horovod_fftcomp.bench.measurement import entropy_bits
 from horovod_fftcomp.cli import bench_report, main
@@ -188,14 +188,26 @@ def test_peers_sum_two_ranks():
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     grad, other = rng.standard_normal((2, 3000)).astype(np.float32)
-    for session in peers.make_sessions(0.05, 3000, other, seed=1):
+    options = {name: recipes.RECIPES[name].options for name in peers.PEERS}
+    sessions = peers.make_sessions(0.05, (50, 60), other, 1, options)
+    assert len(sessions) == 3 + len(peers.PEERS)
+    *sessions, low_rank = sessions
+    found = low_rank.decode(low_rank.collect(low_rank.encode(grad, feedback=False))).numpy()
+    left = np.linalg.svd(found)[0][:, :4]  # the sum is the projection of both to four columns
+    np.testing.assert_allclose(found, left @ left.T @ (grad + other).reshape(50, 60), atol=1e-4)
+    for session in sessions:
         before = grad.tobytes()
         total = session.decode(session.collect(session.encode(grad, feedback=False))).numpy()
         assert grad.tobytes() == before
         assert total.dtype == np.float32
-        # QSGD draws anew, by up to one level of each rank.
-        level = (np.linalg.norm(grad) + np.linalg.norm(other)) / 127
-        slack = 1.01 * level if "QSGD" in session.label else 2e-3
+        # Some draw anew, by up to one level of each rank.
+        largest = np.abs(grad).max() + np.abs(other).max()
+        levels = {
+            "torch QSGD int8": (np.linalg.norm(grad) + np.linalg.norm(other)) / 127,
+            "torch QSGD 7 levels": largest / 7,
+            "torch TernGrad int8": 2.5 * (grad.std() + other.std()),
+        }
+        slack = 1.01 * levels.get(session.label, 2e-3)
         expected = session.alone(grad) + session.alone(other)
         assert np.abs(total - expected).max() <= 2 * slack
         if session.has_feedback:
@@ -442,10 +454,21 @@ def test_files_of_another_kind_are_refused(content, suffix, tmp_path, capsys):
     assert "numpy.savez(path, **{" in refusal(capsys, "--gradients", path)
 
 
+def test_every_recipe_is_measured(tmp_path, capsys):
+    path = tmp_path / "all.json"
+    main(["bench", "--all", "--no-peers", "-n", "5000", "--repeat", "1", "--json", str(path)])
+    [found] = json.loads(path.read_text())["tensors"]
+    assert [row["recipe"] for row in found["recipes"]] == list(recipes.RECIPES)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Gathered: bf16, topk," in printed
+    assert "Reducible, so that a rank receives no more from more ranks: none, fp16," in printed
+
+
 def test_contradictory_arguments_are_refused(tmp_path, capsys):
     assert "No such file" in refusal(capsys, "--gradients", tmp_path / "absent.npy")
     assert "not allowed with" in refusal(capsys, "--gradients", tmp_path, "-n", "5")
     assert "--per-tensor is for a file" in refusal(capsys, "--per-tensor")
+    assert "--all measures every recipe" in refusal(capsys, "--all", "--recipes", "fft")
     assert "make the folder" in refusal(capsys, "--json", tmp_path / "no" / "x.json")
     assert "must end in .png" in refusal(capsys, "--plot", tmp_path / "plot.xyz")
     assert "at least 0, got -1" in refusal(capsys, "--seed", "-1")

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.parallel, pytest.mark.torch]
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_a_sound_job_is_told_once(controller):
-    code, output = run_ranks(2, controller, "-m", "horovod_fftcomp", "check", timeout_s=150)
+    code, output = run_ranks(2, controller, "-m", "horovod_fftcomp", "check", "--timeout", "280")
     assert code == 0, output[-8000:]
     assert f"2 ranks over {'MPI' if controller == 'mpi' else 'Gloo'}" in output
     for found in (
@@ -34,12 +34,12 @@ from horovod_fftcomp.cli import main
 rank = os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
 if rank == "1":
     machine.versions = lambda: {"numpy": "1.0"}
-main(["check"])
+main(["check", "--timeout", "280"])
 """
 
 
 def test_ranks_with_other_versions_are_told_by_all():
-    code, output = run_ranks(2, "gloo", "-c", UNLIKE, timeout_s=150)
+    code, output = run_ranks(2, "gloo", "-c", UNLIKE)
     assert code != 0
     joined = " ".join(output.split())
     assert "but 1.0 on rank 1" in joined

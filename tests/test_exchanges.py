@@ -93,7 +93,7 @@ class Network:
                 self.world.submit(rank, name, round_)
                 self.counts[name] = self.counts.get(name, 0) + 1
                 if self.counts[name] == self.size:
-                    self.outputs[name] = self.world.complete(name)
+                    self.outputs[name] = self.world.complete(name)[0]
             return Sent(self, name)
 
         return send
@@ -299,9 +299,10 @@ def test_what_is_hidden_and_what_is_waited_for_are_measured():
     exchanges.add(*PLACES[2][:1], grads["c"])
     exchanges.finish()
     encode_s = exchanges._engine.costs.encode_s
+    hidden_s, wait_s = exchanges.encode_hidden_s, exchanges.encode_wait_s
     assert encode_s > 0.8
-    assert exchanges.encode_hidden_s == pytest.approx(encode_s / 2, abs=0.3)
-    assert exchanges.encode_wait_s == pytest.approx(encode_s / 2, abs=0.3)
+    assert min(hidden_s, wait_s) > 0.3
+    assert hidden_s + wait_s == pytest.approx(encode_s, rel=0.3)
 
 
 def test_the_thread_ends_with_its_exchanges():

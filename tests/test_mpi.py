@@ -22,6 +22,7 @@ def mpirun(n: int, *command: str) -> str:
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     run = subprocess.run(
@@ -37,7 +38,7 @@ def mpirun(n: int, *command: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_on_ranks(ranks):
     output = mpirun(
         ranks, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no",

@@ -9,6 +9,8 @@ import pytest
 
 from horovod_fftcomp import (
     Codec,
+    choices,
+    elementwise,
     get_codec,
     get_scheme,
     list_compressors,
@@ -17,17 +19,25 @@ from horovod_fftcomp import (
     transforms,
 )
 from horovod_fftcomp.buckets import is_compressed, make_buckets
+from horovod_fftcomp.chosen_codec import ChosenCodec
+from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor, leader
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dense import Dense
+from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.schemes.gtopk import GTopK
+from horovod_fftcomp.schemes.momentum import MomentumCorrection
+from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.shared import Shared
+from horovod_fftcomp.schemes.sketchsgd import SketchSgd
+from horovod_fftcomp.schemes.sparcml import SparCml
 from horovod_fftcomp.schemes.threshold import HardThreshold
 from horovod_fftcomp.sparsifiers import Threshold
 
-STAGES = (transforms, sparsifiers, quantizers, leader)
+STAGES = (transforms, sparsifiers, quantizers, leader, elementwise, choices)
 
 
 @pytest.mark.parametrize("name", list_compressors())
@@ -45,7 +55,13 @@ def test_every_recipe_is_complete(name):
 def test_repr_rebuilds_the_scheme(name):
     names = {cls.__name__: cls for module in STAGES
              for cls in vars(module).values() if dataclasses.is_dataclass(cls)}  # fmt: skip
-    names |= {cls.__name__: cls for cls in (Auto, Codec, Dense, Gather, HardThreshold, Shared)}
+    names |= {
+        cls.__name__: cls
+        for cls in (Auto, ChosenCodec, Codec, Dense, ElementCodec, Gather, HardThreshold, Shared)
+    }
+    names |= {
+        cls.__name__: cls for cls in (Dgc, GTopK, MomentumCorrection, PowerSgd, SketchSgd, SparCml)
+    }
     scheme = get_scheme(name)
     assert eval(repr(scheme), names) == scheme
 
@@ -53,10 +69,14 @@ def test_repr_rebuilds_the_scheme(name):
 def test_every_stage_is_in_some_recipe():
     used = set()
     for name in list_compressors():
-        for options in ({}, {"bits": 32}, {"selector": "exact"}):
+        for options in ({}, {"bits": 32}, {"selector": "exact"}, {"packing": "elias"}):
+            if name in ("dorefa", "terngrad") and options:
+                continue  # bits or packings of their own
             if set(options) <= set(RECIPES[name].options):
                 scheme = get_scheme(name, **options)
-                if isinstance(scheme, Gather):
+                if isinstance(scheme, Gather) and not isinstance(scheme.codec, Codec):
+                    used.add(type(scheme.codec.method))
+                elif isinstance(scheme, Gather):
                     codec = scheme.codec
                     used |= {type(codec.transform), type(codec.sparsifier), type(codec.quantizer)}
                 elif isinstance(scheme, HardThreshold):
@@ -88,6 +108,20 @@ def test_every_stage_is_in_some_recipe():
         ("topk", {"theta": 0.85}, TypeError, "'topk' has no option theta; it has: density, bits"),
         ("none", {"bits": 8}, TypeError, "'none' has no option bits; it has: none"),
         ("topk", {"density": "0.1"}, ValueError, "density must lie .* got '0.1'"),
+        ("qsgd", {"levels": 0}, ValueError, "levels must be a whole number from 1 .* got 0"),
+        ("qsgd", {"bucket": 100}, ValueError, "bucket must be one of 64, .*; got 100"),
+        ("qsgd", {"norm": "l1"}, ValueError, "norm must be one of max, l2; got 'l1'"),
+        ("qsgd", {"packing": "gamma"}, ValueError, "packing must be one of fixed, elias; got"),
+        ("qsgd", {"seed": -1}, ValueError, "seed must be a whole number"),
+        ("terngrad", {"clip": -1}, ValueError, r"clip must be 0 \(never\) or more, got -1"),
+        ("terngrad", {"packing": "ternary"}, ValueError, "packing must be one of base3, bits"),
+        ("onebit", {"group": "row"}, ValueError, "group must be one of tensor, column"),
+        ("strom", {"threshold": 0}, ValueError, "threshold must be a number from .*, got 0"),
+        ("strom", {"quanta": 0}, ValueError, "quanta must be a whole number from 1 .* got 0"),
+        ("adacomp", {"bin": 0.5}, ValueError, "bin must be a whole number from 1 up or None, got"),
+        ("wangni", {"density": 2}, ValueError, r"density must lie in \(0, 1\], got 2"),
+        ("wangni", {"seed": -1}, ValueError, "seed must be a whole number"),
+        ("dorefa", {"bits": 0}, ValueError, "bits must be a whole number from 1 to 12, got 0"),
         ("topk", {"scope": "layer"}, ValueError, "scope must be one of tensor, bucket, model; got"),
         (
             "random_k",

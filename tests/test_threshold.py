@@ -64,6 +64,14 @@ def test_the_layout_follows_from_how_many_are_sent(n_large, layout):
     assert codec.decode(payload).tobytes() == x.tobytes()
 
 
+def test_two_values_of_which_one_is_sent_travel_as_they_are():
+    """A position and a code would take more bytes, whatever the code's bits."""
+    x = np.array([2.0, 0.25], np.float32)
+    for bits in (3, 6, 16, 32):
+        codec = get_codec("hard_threshold", threshold=1.0, bits=bits)
+        assert codec.decode(codec.encode(x)).tobytes() == x.tobytes()
+
+
 def test_payloads_of_all_layouts_add_up():
     codec, rng = get_codec("hard_threshold", threshold=0.5), np.random.default_rng(1)
     xs = [(rng.random(5000) < share).astype(np.float32) for share in (0, 0.001, 0.3, 0.99, 1)]
@@ -182,7 +190,7 @@ def test_the_formula_is_that_of_the_published_runs():
     assert formula_threshold(6_166_250, 0.001) == pytest.approx(6.37e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("bad", [0, -1.0, np.nan, np.inf, "1", True, 1e-40])
+@pytest.mark.parametrize("bad", [0, -1.0, np.nan, np.inf, "1", True, 1e-40, 1e39])
 def test_thresholds_that_cannot_be_are_refused(bad):
     with pytest.raises(ValueError, match="threshold must be a number from"):
         get_scheme("hard_threshold", threshold=bad)

@@ -18,7 +18,7 @@ TRANSFORMS = [Identity()] + [t(n) for t in (BlockFFT, BlockDCT) for n in BLOCK_L
 def test_inverse_returns_the_gradient(transform, numel, backend):
     kernels = load_backend(backend)
     x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
-    coeffs, peak, _, ties = transform.forward(x, None, 0, kernels)
+    coeffs, peak, _, ties = transform.forward(x, None, 0, kernels)[:4]
     assert (peak, ties) == (kernels.peak_bits(coeffs), coeffs.size)
     with_residual = transform.forward(x, coeffs, 0, kernels).array
     assert with_residual.tobytes() == (coeffs + coeffs).tobytes()

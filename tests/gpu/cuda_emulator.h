@@ -46,6 +46,7 @@ static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
 }
 using std::max;
 using std::min;
+using std::sqrt;
 
 namespace emulator {
 

@@ -15,7 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from horovod_fftcomp import Codec
 from horovod_fftcomp.backends import gpu
+from horovod_fftcomp.backends.gpu.decoder import Decoder, ThresholdDecoder
+from horovod_fftcomp.backends.gpu.encoder import Encoder
 
 HERE = Path(__file__).parent
 FORWARD, BACKWARD, SHUFFLED = range(3)
@@ -75,11 +78,21 @@ class Emulator:
 
         Those of the package are built all at once, since one build serves all tests.
         """
-        of_package = not self.flags and set(names) <= set(gpu.NAMES)
+        of_package = set(names) <= set(gpu.NAMES)
         built = gpu.NAMES if of_package else tuple(names)
         library = ctypes.CDLL(str(_built(source, built, self.flags)))
         library.emulator_error.restype = ctypes.c_char_p
         return {name: _Function(library, built.index(name), name, self) for name in names}
+
+
+def decoder_for(
+    device: gpu.Device, codec: Codec, shapes: list, encoder: Encoder, n_ranks: int
+) -> Decoder | ThresholdDecoder:
+    """Return what sums messages of ``encoder``, all of whose tensors have the same codec."""
+    codecs = [codec] * len(shapes)
+    if codec.has_fixed_size:
+        return Decoder(device, codecs, shapes, encoder, n_ranks)
+    return ThresholdDecoder(device, codecs, shapes, n_ranks)
 
 
 class _Function:

@@ -1,4 +1,4 @@
-"""Encodes and decodes in an emulator that looks for races; run by test_sanitizers.py.
+"""Exchanges of two ranks in an emulator that looks for races; run by test_sanitizers.py.
 
 The sanitizer has to be loaded before Python: ``LD_PRELOAD=libtsan.so``. ``argv[1]``: the number of
 a barrier to leave out, in the order of the sources, or -1.
@@ -6,51 +6,82 @@ a barrier to leave out, in the order of the sources, or -1.
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 
 import numpy as np
 
-from horovod_fftcomp import get_codec
 from horovod_fftcomp.backends import gpu
-from horovod_fftcomp.backends.gpu import decoder as decoder_module
-from horovod_fftcomp.backends.gpu import encoder as encoder_module
+from horovod_fftcomp.backends.gpu.hashes import hashes_on_device
+from horovod_fftcomp.buckets import Bucket
+from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.world import exchange_once
 from tests.gpu.emulator import SHUFFLED, Emulator
 
 BARRIER = "__syncthreads();"
-CASES = (
+# Of other kernels each, or of other parts of them.
+RACES = (
     ("topk", {"density": 0.05, "bits": 5}),  # offsets
-    ("topk", {"density": 0.4, "bits": 8}),  # bitmaps
     ("fft", {"density": 0.3}),  # the entropy code
     ("dct", {"block": 256}),
+    ("hard_threshold", {"threshold": 2.0}),
+    ("scalecom", {"density": 0.03}),
+    ("onebit", {"group": "column"}),
+    ("qsgd", {"norm": "l2", "error_feedback": True}),
+    ("terngrad", {}),
 )
+CASES = (
+    *RACES,
+    ("topk", {"density": 0.4, "bits": 8}),  # bitmaps
+    ("random_k", {"exchange": "gather"}),
+)
+TENSORS = (Tensor("a", (5000,)), Tensor("b", (300,)))
+
+
+def run_steps(device: gpu.Device, recipe: str, options: dict, n_steps: int = 2) -> None:
+    """Run steps of two ranks, with residuals, the first of them measured."""
+    bucket, rng = Bucket(TENSORS, make_policy(recipe, **options)), np.random.default_rng(2)
+    engines = [Engine([bucket], rank, 2, device) for rank in range(2)]
+    for _ in range(n_steps):
+        grads = [[[rng.standard_t(3, *t.shape).astype(np.float32) for t in TENSORS]] for _ in "ab"]
+        exchange_once(engines, grads, random.Random(0))
+        for engine in engines:
+            assert engine.computes_on_device(0)
+            assert all(np.isfinite(total).all() for total in engine.sums(0))
+            engine.settle()
+            engine.read_device()
 
 
 def without_barrier(number: int) -> str:
     """Return the sources without their ``number``-th barrier."""
-    places = [found.start() for found in re.finditer(re.escape(BARRIER), gpu.source())]
+    text = gpu.source()
+    places = [found.start() for found in re.finditer(re.escape(BARRIER), text)]
     if number < 0:
-        return gpu.source()
+        return text
     begin = places[number]
-    return gpu.source()[:begin] + ";" + gpu.source()[begin + len(BARRIER) :]
+    return text[:begin] + ";" + text[begin + len(BARRIER) :]
+
+
+class Edited(Emulator):
+    """Builds other sources than the package's."""
+
+    text = gpu.source()
+
+    def functions(self, source: str, names: list[str]) -> dict:
+        del source
+        return super().functions(self.text, names)
 
 
 def main(number: int) -> None:
-    """Run all cases; races are the sanitizer's to report."""
-    text = without_barrier(number)
-    encoder_module.source = decoder_module.source = lambda: text
-    device = Emulator(SHUFFLED, 3, "-fsanitize=thread")
-    rng = np.random.default_rng(1)
-    for recipe, options in CASES:
-        codec, shapes = get_codec(recipe, **options), [(13_000,), (700,)]
-        grads = [rng.standard_t(3, shape).astype(np.float32) for shape in shapes]
-        encoder = encoder_module.Encoder(device, [codec] * 2, shapes)
-        coeffs = [device.empty(form[1], form[0]) for form in encoder.coeffs_formats]
-        on_device = [device.upload(grad) for grad in grads]
-        message = encoder.encode(on_device, [None, None], coeffs, measure=True).message
-        decoder = decoder_module.Decoder(device, [codec] * 2, shapes, encoder, 2)
-        sums = [device.empty(shape[0]) for shape in shapes]
-        decoder.decode(device.upload(np.concatenate([message, message])), sums)
+    """Run ``RACES``, or one without a barrier; races are the sanitizer's to report."""
+    device = Edited(SHUFFLED, 3, "-fsanitize=thread")
+    device.text = without_barrier(number)
+    for recipe, options in RACES if number < 0 else RACES[:1]:
+        run_steps(device, recipe, options, 1)
+    hashes_on_device(device, [device.upload(np.ones(1030, np.uint8))])
 
 
 if __name__ == "__main__":

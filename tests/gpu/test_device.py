@@ -13,14 +13,14 @@ import sys
 import numpy as np
 import pytest
 
-from horovod_fftcomp import get_codec
+from horovod_fftcomp import get_codec, get_scheme
 from horovod_fftcomp.backends import load_backend
 from horovod_fftcomp.backends.gpu.encoder import Encoder
-from horovod_fftcomp.backends.gpu.probe import probe
+from horovod_fftcomp.schemes.probe import probe
 from tests.contracts import make_codec
 from tests.gpu import test_engine as steps
 from tests.gpu.emulator import Emulator
-from tests.gpu.test_kernels import FIXED, GRADS, PLAIN, a_residual
+from tests.gpu.test_kernels import FIXED, GRADS, PLAIN, a_residual, keys_of, meant, place_of
 
 CPU = load_backend("cpu")
 
@@ -66,7 +66,8 @@ def encoded(device, codec, grads, residuals):
     encoder = Encoder(device, [codec] * len(grads), [grad.shape for grad in grads])
     coeffs = [None if f is None else device.empty(f[1], f[0]) for f in encoder.coeffs_formats]
     old = [None if r is None else device.upload(r) for r in residuals]
-    made = encoder.encode([device.upload(grad) for grad in grads], old, coeffs)
+    placed, keys = [device.upload(grad) for grad in grads], keys_of(codec, len(grads))
+    made = encoder.encode(placed, old, coeffs, keys=keys)
     message = device.fetch(made.message)()[: encoder.message_nbytes]
     left = [None if array is None else device.fetch(array)() for array in coeffs]
     return message, left, encoder.offsets
@@ -79,9 +80,9 @@ def test_payloads_and_residuals_are_the_cpus(device, key):
     message, left, offsets = encoded(device, codec, grads, residuals)
     for i, name in enumerate(GRADS):
         coeffs = codec.coeffs_of(grads[i], grads[i].shape, CPU, residuals[i])
-        expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU)
+        expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU, place=place_of(i))
         found = message[offsets[i] : offsets[i] + expected.payload.size]
-        assert found.tobytes() == expected.payload.tobytes(), name
+        assert meant(codec, found) == meant(codec, expected.payload), name
         if expected.residual is not None:
             assert left[i].tobytes() == expected.residual.tobytes(), name
 
@@ -100,12 +101,19 @@ def test_all_bytes_are_the_emulators(device, key):
 
 
 def test_a_device_passes_its_probe(device):
-    probe(device, [get_codec(recipe) for recipe in ("topk", "fft", "dct", "bf16")])
+    probe(device, [get_scheme(recipe) for recipe in steps.ON_DEVICE])
 
 
-@pytest.mark.parametrize(("recipe", "tolerance"), [("topk", 0), ("fft", 2e-6), ("dct", 2e-6)])
+@pytest.mark.parametrize(
+    ("recipe", "tolerance"),
+    [
+        *(("topk", 0), ("hard_threshold", 0), ("onebit", 0), ("qsgd", 0), ("terngrad", 0)),
+        ("fft", 2e-6),
+    ],
+)
 def test_steps_are_the_cpus(device, recipe, tolerance):
-    cpu, gpu = steps.make_engines(None, recipe), steps.make_engines(device, recipe)
+    options = {"threshold": 1.5} if recipe == "hard_threshold" else {}
+    cpu, gpu = (steps.make_engines(on, recipe, **options) for on in (None, device))
     rng = np.random.default_rng(0)
     for step in range(4):
         grads = steps.random_grads(rng)
@@ -234,9 +242,9 @@ def test_nvidias_sanitizer_finds_nothing(on_torch, tool):
         pytest.skip("compute-sanitizer is not installed")
     script = (
         "import torch; from horovod_fftcomp.backends.gpu.torch_device import TorchDevice;"
-        "from horovod_fftcomp.backends.gpu.probe import probe;"
-        "from horovod_fftcomp import get_codec;"
-        "probe(TorchDevice(torch.device('cuda', 0)), map(get_codec, ('topk', 'fft', 'dct')))"
+        "from horovod_fftcomp.schemes.probe import probe;"
+        "from horovod_fftcomp import get_scheme;"
+        f"probe(TorchDevice(torch.device('cuda', 0)), map(get_scheme, {steps.ON_DEVICE}))"
     )
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c"]
     ran = subprocess.run([*command, script], capture_output=True, text=True, check=False)

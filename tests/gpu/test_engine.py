@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 
 import numpy as np
 import pytest
 
-from horovod_fftcomp import PayloadError, get_codec
-from horovod_fftcomp.backends.gpu.probe import probe
+from horovod_fftcomp import PayloadError, get_scheme
+from horovod_fftcomp.backends import gpu
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.schemes import MEASURE_EVERY, Tensor
+from horovod_fftcomp.schemes.probe import probe
 from horovod_fftcomp.world import exchange_once
 from tests.gpu.emulator import Emulator
 
+# The recipes that a GPU computes, with their defaults.
+ON_DEVICE = (
+    *("topk", "fft", "dct", "bf16", "hard_threshold", "scalecom", "random_k", "random_block"),
+    *("onebit", "efsignsgd", "qsgd", "terngrad"),
+)
 TENSORS = (Tensor("a", (100, 90)), Tensor("b", (3000,)), Tensor("c", (50, 70)))
 
 
@@ -55,8 +62,26 @@ def run_step(engines, grads):
         ("topk", {"density": 0.05, "warmup_steps": 2}, 0),
         ("none", {}, 0),
         ("fp16", {}, 0),  # of the host
-        ("scalecom", {"density": 0.05}, 0),  # of the host too
+        ("scalecom", {"density": 0.05, "selector": "exact"}, 0),  # of the host too
+        ("scalecom", {"density": 0.05}, 0),
+        ("scalecom", {"density": 1.0, "beta": 1.0}, 0),
+        ("random_k", {"density": 0.05}, 0),
+        ("random_k", {"density": 0.3, "exchange": "gather"}, 0),
+        ("random_block", {"density": 0.05, "unbiased": True, "error_feedback": False}, 0),
         ("hard_threshold", {"threshold": 1.5}, 0),
+        ("hard_threshold", {"threshold": 6.0}, 0),
+        ("hard_threshold", {"threshold": 1e-3, "bits": 6}, 0),  # above it is nearly all
+        ("hard_threshold", {"threshold": 1.5, "error_feedback": False}, 0),
+        ("hard_threshold", {"density": 0.05, "calibrate_steps": 2}, 0),
+        ("onebit", {}, 0),
+        ("onebit", {"group": "column"}, 0),
+        ("onebit", {"error_feedback": False}, 0),
+        ("efsignsgd", {}, 0),
+        ("qsgd", {}, 0),
+        ("qsgd", {"levels": 2, "bucket": 64, "norm": "l2", "error_feedback": True}, 0),
+        ("terngrad", {}, 0),
+        ("terngrad", {"packing": "bits", "clip": 0}, 0),
+        ("natural", {}, 0),  # of the host
         ("fft", {}, 2e-6),
         ("dct", {}, 2e-6),
     ],
@@ -72,6 +97,7 @@ def test_steps_are_the_cpus(recipe, options, tolerance):
             grads[0][0][1] = grads[1][0][1] = None
         expected = run_step(cpu, grads)
         for ours, theirs in zip(run_step(gpu, grads), expected, strict=True):
+            assert tolerance or ours.tobytes() == theirs.tobytes()
             scale = np.nan_to_num(np.abs(theirs)).max()
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * scale)
     for ours, theirs in zip(gpu, cpu, strict=True):
@@ -79,6 +105,7 @@ def test_steps_are_the_cpus(recipe, options, tolerance):
         assert ours.costs.skipped_steps == theirs.costs.skipped_steps == 1
         assert ours.costs.sent_nbytes == theirs.costs.sent_nbytes
         assert ours.costs.total_error == pytest.approx(theirs.costs.total_error, rel=1e-5)
+        assert ours.costs.similarity == theirs.costs.similarity
         assert ours.costs.relative_error == pytest.approx(theirs.costs.relative_error, rel=1e-5)
         for tensor in TENSORS:
             found, wanted = ours.residual(tensor.name), theirs.residual(tensor.name)
@@ -152,33 +179,102 @@ def test_a_corrupt_payload_ends_the_run_a_step_later():
         engine.settle()
 
 
-def test_without_memory_a_step_ends_and_leaves_the_state_whole():
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("topk", {"density": 0.05}),
+        ("hard_threshold", {"threshold": 2.0}),
+        ("scalecom", {}),
+        ("onebit", {}),
+        ("qsgd", {"error_feedback": True}),
+    ],
+)
+@pytest.mark.parametrize("allocations", [0, 3, 6])
+def test_without_memory_a_step_ends_and_leaves_the_state_whole(recipe, options, allocations):
     class Small(Emulator):
-        """Has no memory left at times."""
+        """Has no memory left after so many allocations."""
 
-        full = False
+        left = math.inf
 
         def empty(self, n, dtype=np.float32):
-            if self.full:
+            self.left -= 1
+            if self.left < 0:
                 raise MemoryError
             return super().empty(n, dtype)
 
     device, rng = Small(), np.random.default_rng(6)
-    cpu, gpu = (make_engines(on, "topk", density=0.05) for on in (None, device))
+    cpu, gpu = (make_engines(on, recipe, **options) for on in (None, device))
     first, broken_off, last = (random_grads(rng) for _ in range(3))
     run_step(cpu, first)
     run_step(gpu, first)
-    device.full = True
+    device.left = allocations + 3  # the gradients of a bucket
     with pytest.raises(MemoryError):
         run_step(gpu, broken_off)
-    device.full = False
+    device.left = math.inf
     for engine in gpu:
         engine.abandon()
     for ours, theirs in zip(run_step(gpu, last), run_step(cpu, last), strict=True):
         assert ours.tobytes() == theirs.tobytes()
 
 
-def test_only_what_is_asked_for_is_waited_for():
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("topk", {"density": 0.12, "bits": 6}),
+        ("fft", {}),
+        ("scalecom", {}),
+        ("random_k", {}),
+        ("onebit", {}),
+        ("qsgd", {}),
+    ],
+)
+def test_tables_are_copied_only_when_they_change(recipe, options):
+    class Recycling(Emulator):
+        """Gives out memory again that nobody holds any more, as a caching allocator does."""
+
+        tables = 0
+
+        def empty(self, n, dtype=np.float32):
+            rooms = self.cache.setdefault(("rooms", n, np.dtype(dtype)), [])
+            free = [array for array in rooms if sys.getrefcount(array.base) == 2]
+            if not free:
+                rooms += (free := [super().empty(n, dtype)])
+            return free[0].view()
+
+        def upload(self, array):
+            self.tables += array.dtype == np.uint8
+            return super().upload(array)
+
+    device = Recycling()
+    [engine], [grads] = (
+        make_engines(device, recipe, 1, **options),
+        random_grads(np.random.default_rng(12), 1),
+    )
+    grads = [[device.upload(grad) for grad in bucket] for bucket in grads]
+    for step in range(12):
+        if step == 8:
+            device.tables = 0
+        for bucket in (0, 1):
+            round_ = engine.start(bucket, grads[bucket])
+            while round_ is not None:
+                round_ = engine.advance(bucket, round_.data)
+        engine.settle()
+    # Other positions in each step, bucket and half; other keys in each step and bucket.
+    drawn = {"random_k": 4 * 2 * 2, "qsgd": 4 * 2}
+    assert device.tables == drawn.get(recipe, 0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "waits"),
+    # Of the counts and of the headers, in each bucket on each rank.
+    [
+        ("fft", {}, 0),
+        ("onebit", {}, 0),
+        ("terngrad", {}, 0),
+        ("hard_threshold", {"threshold": 1.5}, 2 * 2 * 2),
+    ],
+)
+def test_only_what_is_asked_for_is_waited_for(recipe, options, waits):
     class Patient(Emulator):
         """Counts the waits for what was copied in the same step."""
 
@@ -194,28 +290,41 @@ def test_only_what_is_asked_for_is_waited_for():
             return wait
 
     device = Patient()
-    engines, rng = make_engines(device, "fft"), np.random.default_rng(5)
+    engines, rng = make_engines(device, recipe, **options), np.random.default_rng(5)
     for step in range(MEASURE_EVERY + 2):
         device.step = step
         run_step(engines, random_grads(rng))
-    assert device.waits == 0
+    assert device.waits == waits * (MEASURE_EVERY + 2)
     engines[0].read_device()
-    assert device.waits > 0
+    assert device.waits > waits * (MEASURE_EVERY + 2)
     assert engines[0].costs.relative_error > 0
 
 
 def test_the_probe_finds_a_device_that_computes_wrong():
-    codecs = [get_codec(recipe) for recipe in ("topk", "fft", "dct", "bf16")]
-    probe(Emulator(), codecs)
+    class Asked(Emulator):
+        """Notes which kernels are used."""
+
+        names: frozenset = frozenset()
+
+        def functions(self, source, names):
+            self.names |= set(names)
+            return super().functions(source, names)
+
+    schemes = [get_scheme(recipe) for recipe in ON_DEVICE]
+    device = Asked()
+    probe(device, schemes)
+    assert device.names <= set(gpu.NAMES)
 
     class Wrong(Emulator):
-        def fetch(self, array):
-            copied = array.copy()
-            copied[copied.size // 2] += 1
-            return lambda: copied
+        def functions(self, source, names):
+            found = super().functions(source, names)
+            left_out = {"mark<1>", "mark<2>", "choose_above", "sum_raw", "take_shares"}
+            left_out = (left_out | {"write_signs", "write_levels"}) & set(found)
+            return found | dict.fromkeys(left_out, lambda *arguments: None)
 
-    with pytest.raises(UnsupportedError, match=r"1 of .* bytes of a payload are wrong"):
-        probe(Wrong(), codecs)
+    for scheme in schemes:
+        with pytest.raises(UnsupportedError, match="a sum with values"):
+            probe(Wrong(), [scheme])
 
 
 def mixed_engines(device):

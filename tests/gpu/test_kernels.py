@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError
 from horovod_fftcomp.backends import gpu, load_backend
-from horovod_fftcomp.backends.gpu.decoder import CORRUPT, NOT_FINITE, SOUND, Decoder
+from horovod_fftcomp.backends.gpu import tables
+from horovod_fftcomp.backends.gpu.decoder import CORRUPT, NOT_FINITE, SOUND
 from horovod_fftcomp.backends.gpu.encoder import Encoder
+from horovod_fftcomp.backends.gpu.hashes import hashes_on_device
+from horovod_fftcomp.draws import Place
+from horovod_fftcomp.element_codec import ElementCodec
+from horovod_fftcomp.elementwise import QSGD, OneBit, ScaledSign, TernGrad
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import Float32
-from horovod_fftcomp.sparsifiers import Threshold, TopK
+from horovod_fftcomp.replicas import hash_bytes_reference
+from horovod_fftcomp.sparsifiers import RandomK, TopK
 from horovod_fftcomp.transforms import BLOCK_LENGTHS, BlockDCT, BlockFFT, Identity
 from horovod_fftcomp.wire import DTYPES, read_header
-from tests.contracts import CASES, CODECS, make_codec
-from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator
+from tests.contracts import CASES, CODECS, make_codec, plan_of
+from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
 
 SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
-FIXED = [key for key in CODECS if not isinstance(make_codec(key).sparsifier, Threshold)]
-PLAIN = [key for key in FIXED if isinstance(make_codec(key).transform, Identity)]
+# Other methods that send every element go through the host.
+ELEMENTS = [
+    key
+    for key in CODECS
+    if isinstance(make_codec(key), ElementCodec)
+    and type(make_codec(key).method) in (OneBit, ScaledSign, QSGD, TernGrad)
+]
+SPARSE = [key for key in CODECS if isinstance(make_codec(key), Codec)]
+SERVED = SPARSE + ELEMENTS
+FIXED = [key for key in SERVED if make_codec(key).has_fixed_size]
+PLAIN = [key for key in SERVED if isinstance(make_codec(key).transform, Identity)]
 TRANSFORMING = [key for key in FIXED if key not in PLAIN]
 CPU = load_backend("cpu")
 
@@ -39,6 +56,25 @@ def flat_cases() -> dict[str, np.ndarray]:
 GRADS = flat_cases()
 
 
+def place_of(number: int) -> Place:
+    """Return where a test encodes its ``number``-th tensor."""
+    return Place(3, str(number), 1)
+
+
+def keys_of(codec: Codec | ElementCodec, count: int) -> list[int] | None:
+    """Return what the draws of so many tensors follow from."""
+    if not isinstance(codec, ElementCodec):
+        return None
+    return [codec.key_at(place_of(number)) for number in range(count)]
+
+
+def meant(codec: Codec | ElementCodec, payload: np.ndarray) -> bytes:
+    """Return what of a payload means something: of values that are not finite the header alone."""
+    if isinstance(codec, ElementCodec) and not read_header(payload).finite:
+        return payload[: plan_of(codec, payload).header_nbytes].tobytes()
+    return payload.tobytes()
+
+
 class Encoded:
     """What an encoder made of some gradients."""
 
@@ -49,6 +85,7 @@ class Encoded:
         residuals: list[np.ndarray | None] | None = None,
         schedule: int = FORWARD,
         keep: bool = True,
+        measure: bool = False,
     ) -> None:
         device = Emulator(schedule, 5)
         shapes = [grad.shape for grad in grads]
@@ -59,18 +96,20 @@ class Encoded:
         ]
         old = [None if r is None else device.upload(r) for r in residuals or [None] * len(grads)]
         on_device = [device.upload(grad) for grad in grads]
-        made = self.encoder.encode(on_device, old, self.coeffs)
+        keys = keys_of(codec, len(grads))
+        made = self.encoder.encode(on_device, old, self.coeffs, measure, keys)
+        self.squares = made.squares
         self.not_finite = made.not_finite
         self.message = made.message[: self.encoder.message_nbytes]
         self.payloads = [
-            self.message[begin : begin + codec.plan(shape).payload_nbytes]
-            for begin, shape in zip(self.encoder.offsets, shapes, strict=True)
+            self.message[begin:][: read_header(self.message[begin:]).payload_nbytes]
+            for begin in self.encoder.offsets
         ]
 
 
 def a_residual(codec: Codec, grad: np.ndarray) -> np.ndarray | None:
     """Return coefficients of the gradient's size, which do not overflow with it."""
-    plan = codec.plan(grad.shape)
+    plan = codec.plan(grad.shape, 0)
     peak = np.abs(grad).max(initial=0)
     if plan.layout is Layout.RAW or not peak < 1e37:
         return None
@@ -89,11 +128,35 @@ def test_payloads_and_residuals_are_the_cpus(key, schedule):
     made = Encoded(codec, grads, residuals, schedule)
     for i, name in enumerate(names):
         coeffs = codec.coeffs_of(grads[i], grads[i].shape, CPU, residuals[i])
-        expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU)
-        assert made.payloads[i].tobytes() == expected.payload.tobytes(), name
+        expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU, place=place_of(i))
         assert bool(made.not_finite[i]) == (name in ("nan", "inf")), name
+        assert meant(codec, made.payloads[i]) == meant(codec, expected.payload), name
         if expected.residual is not None:
             assert made.coeffs[i].tobytes() == expected.residual.tobytes(), name
+
+
+@pytest.mark.parametrize("shape", [(33, 31), (2000, 3), (3, 6, 1500), (1, 5000), (2, 280_000)])
+@pytest.mark.parametrize("key", ELEMENTS)
+def test_shapes_and_measurements_leave_the_cpus_bytes(key, shape):
+    """Rows within a tile, rows of more than 64 tiles; with residuals and without."""
+    codec, rng = make_codec(key), np.random.default_rng(11)
+    flat = rng.standard_t(3, shape).astype(np.float32)
+    residual = a_residual(codec, flat)
+    for keep, measure, old in ((True, True, residual), (False, True, None), (False, False, None)):
+        grads, residuals = [flat, flat[:1]], [old, None]
+        made = Encoded(codec, grads, residuals, SHUFFLED, keep, measure)
+        for number, grad in enumerate(grads):
+            coeffs = codec.coeffs_of(grad.reshape(-1), grad.shape, CPU, residuals[number])
+            wanted = float(np.dot(coeffs.array, coeffs.array))
+            expected = codec.encode_coeffs(
+                coeffs, grad.shape, kernels=CPU, keep_residual=keep, place=place_of(number)
+            )
+            assert made.payloads[number].tobytes() == expected.payload.tobytes()
+            if keep:
+                left = expected.residual
+                assert made.coeffs[number].tobytes() == left.tobytes()
+                squares = (float(np.dot(grad.ravel(), grad.ravel())), wanted, left @ left)
+                assert made.squares()[number] == pytest.approx(squares, rel=1e-4)
 
 
 TRANSFORMS = [kind(block) for kind in (BlockFFT, BlockDCT) for block in BLOCK_LENGTHS]
@@ -143,7 +206,7 @@ def decoded(
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
     """Return (sums, not_finite, status of each rank and tensor)."""
     device = Emulator(schedule, 5)
-    decoder = Decoder(device, [codec] * len(shapes), shapes, encoder, len(messages))
+    decoder = decoder_for(device, codec, shapes, encoder, len(messages))
     sums = [device.empty(int(np.prod(shape))) for shape in shapes]
     gathered = device.upload(np.concatenate(messages))
     not_finite, found = decoder.decode(gathered, sums)
@@ -151,14 +214,15 @@ def decoded(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("key", FIXED)
+@pytest.mark.parametrize("key", SERVED)
 def test_sums_are_the_cpus(key, schedule):
     codec = make_codec(key)
     rng = np.random.default_rng(7)
-    shapes = [(40_000,), (33, 31), (4096,), (1,), (300,)]
+    shapes = [(40_000,), (33, 31), (4096,), (1,), (300,), (1500, 5)]
+    n_ranks = 10 if key in ELEMENTS else 3  # more than a thread sums at a time
     made = [
         Encoded(codec, [rng.standard_t(3, shape).astype(np.float32) for shape in shapes])
-        for _ in range(3)
+        for _ in range(n_ranks)
     ]
     messages = [one.message for one in made]
     sums, not_finite, status = decoded(codec, messages, made[0].encoder, shapes, schedule)
@@ -173,7 +237,9 @@ def test_sums_are_the_cpus(key, schedule):
             assert error < 1e-6
 
 
-@pytest.mark.parametrize("key", ["topk", "topk-entropy", "topk-bitmap", "fft", "dct"])
+@pytest.mark.parametrize(
+    "key", ["topk", "topk-entropy", "topk-bitmap", "fft", "dct", "threshold", *ELEMENTS]
+)
 def test_a_rank_that_is_not_finite_makes_that_sum_nan_alone(key):
     codec = make_codec(key)
     shapes = [(5000,), (6000,)]
@@ -188,22 +254,30 @@ def test_a_rank_that_is_not_finite_makes_that_sum_nan_alone(key):
     assert status.tolist() == [[SOUND, SOUND], [NOT_FINITE, SOUND]]
 
 
-@pytest.mark.parametrize("key", ["topk", "topk-entropy", "topk-bitmap", "topk-all", "fft"])
+@pytest.mark.parametrize(
+    "key",
+    ["topk", "topk-entropy", "topk-bitmap", "topk-all", "fft", "threshold-6-bits", *ELEMENTS],
+)
 def test_corrupt_bytes_never_pass_as_a_sum_of_others(key):
     """Any byte that changes is found, unless it makes another payload that could have been sent."""
     codec = make_codec(key)
-    shape = (5000,)
+    shape = (50, 100)
     rng = np.random.default_rng(8)
     made = Encoded(codec, [rng.standard_normal(shape).astype(np.float32)])
-    plan = codec.plan(shape)
+    plan = plan_of(codec, made.payloads[0])
     places = [*range(plan.header_nbytes),
               *rng.integers(plan.header_nbytes, plan.payload_nbytes, 120)]  # fmt: skip
     for place in places:
         message = made.message.copy()
         message[place] ^= 1 << rng.integers(8)
-        sums, not_finite, status = decoded(codec, [message], made.encoder, [shape], FORWARD)
         try:
-            expected = codec.decode(message[: plan.payload_nbytes])
+            sums, not_finite, status = decoded(codec, [message], made.encoder, [shape], FORWARD)
+        except PayloadError:  # of a header that says how long its payload is
+            assert place < plan.header_nbytes
+            assert not codec.has_fixed_size
+            continue
+        try:
+            expected = codec.decode(message[: plan.payload_nbytes]).reshape(-1)
         except PayloadError:
             assert status[0, 0] == CORRUPT, place
             assert not_finite[0] == 1
@@ -232,10 +306,33 @@ def test_tables_of_twiddles_are_the_same_everywhere():
     assert f"{zlib.crc32(whole):08x}" == "caf4feb4"
 
 
-def test_every_kernel_that_is_used_is_known():
-    device = Emulator()
-    for key in FIXED:
-        codec = make_codec(key)
-        encoder = Encoder(device, [codec], [(5000,)])
-        decoder = Decoder(device, [codec], [(5000,)], encoder, 2)
-        assert set(encoder._kernels) | set(decoder._kernels) <= set(gpu.NAMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_hashes_are_the_cpus(schedule):
+    device, rng = Emulator(schedule, 5), np.random.default_rng(9)
+    sizes = (0, 1, 7, 8, 9, 511, 512, 513, 1031, 20_000)
+    arrays = [rng.integers(0, 256, size).astype(np.uint8) for size in sizes]
+    found = hashes_on_device(device, [device.upload(array) for array in arrays]).view(np.uint64)
+    assert found.tolist() == [hash_bytes_reference(array) for array in arrays]
+
+
+def test_positions_lie_beyond_2_to_the_31():
+    n, device, selection = (1 << 32) - 5, Emulator(), RandomK(1e-7)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, new in Python 3.13
+    try:  # of which only the pages are there that are touched
+        grad, total = (np.frombuffer(mmap.mmap(-1, 4 * n, flags), np.float32) for _ in "ab")
+    except OSError:
+        pytest.skip("this machine promises no memory that it does not have")
+    k, positions = selection.count(n), selection.positions(n, 3, "w")
+    assert positions.max() > 1 << 31
+    grad[positions] = values = np.arange(1, k + 1, dtype=np.float32)
+    share, row = device.empty(k), np.zeros(1, tables.SHARED)
+    row["factor"], row["first"] = selection.progression(n, 3, "w")
+    row["n"], row["k"], row["n_groups"] = n, k, -(-k // tables.THREADS)
+    row["grad"], row["sum"], row["share"] = map(device.address, (grad, total, share))
+    kernels = device.functions(gpu.source(), ["take_shares", "add_shares"])
+    table, owners = device.upload(row.view(np.uint8)), device.zeros(row["n_groups"][0], np.uint32)
+    for name, more in (("take_shares", 2), ("add_shares", 1)):
+        flat = [table, owners, *(device.zeros(4, np.uint32) for _ in range(more))]
+        kernels[name](owners.size, tables.THREADS, flat, 0)
+    np.testing.assert_array_equal(share, values)
+    np.testing.assert_array_equal(total[positions], values)

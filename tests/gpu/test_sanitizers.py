@@ -9,15 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from horovod_fftcomp import get_codec
 from horovod_fftcomp.backends import gpu
-from horovod_fftcomp.backends.gpu.decoder import Decoder
-from horovod_fftcomp.backends.gpu.encoder import Encoder
 from tests.gpu.emulator import FORWARD, Emulator
-from tests.gpu.race_cases import BARRIER, CASES
+from tests.gpu.race_cases import BARRIER, CASES, run_steps
 
 
 def races(barrier: int) -> tuple[int, str]:
@@ -63,12 +59,4 @@ def test_a_barrier_that_is_left_out_is_reported():
 @pytest.mark.parametrize(("recipe", "options"), CASES)
 def test_nothing_is_undefined(recipe, options):
     device = Emulator(FORWARD, 1, "-fsanitize=undefined", "-fno-sanitize-recover=all")
-    codec, shapes = get_codec(recipe, **options), [(9000,), (700,)]
-    grads = [np.random.default_rng(2).standard_t(3, s).astype(np.float32) for s in shapes]
-    encoder = Encoder(device, [codec] * 2, shapes)
-    on_device = [device.upload(grad) for grad in grads]
-    encoded = encoder.encode(on_device, [None, None], [None, None])
-    decoder = Decoder(device, [codec] * 2, shapes, encoder, 1)
-    sums = [device.empty(shape[0]) for shape in shapes]
-    not_finite, _ = decoder.decode(device.upload(encoded.message), sums)
-    assert not not_finite.any()
+    run_steps(device, recipe, options)

@@ -1,15 +1,28 @@
-"""Runs under a launcher, on every rank: the same tests on all, in the same order."""
+"""Runs under a launcher, on every rank: the same tests on all, in the same order.
+
+Files of TensorFlow's cases begin with "tensorflow_" and never load PyTorch, nor the others
+TensorFlow.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import shutil
+import sys
 import tempfile
 
-import horovod.torch as hvd
+import numpy as np
 import pytest
-import torch
+
+FRAMEWORK = os.environ["FFTCOMP_TEST_FRAMEWORK"]
+if FRAMEWORK == "tensorflow":
+    # Read when TensorFlow is imported.
+    is_keras_3 = any("keras3" in argument for argument in sys.argv)
+    os.environ["TF_USE_LEGACY_KERAS"] = "0" if is_keras_3 else "1"
+framework = importlib.import_module(FRAMEWORK)
+hvd = importlib.import_module(f"horovod.{FRAMEWORK}")
 
 
 def pytest_configure(config):
@@ -24,7 +37,10 @@ def pytest_unconfigure(config):
 @pytest.fixture(scope="session", autouse=True)
 def _horovod():
     hvd.init()
-    torch.set_num_threads(1)
+    if FRAMEWORK == "torch":
+        framework.set_num_threads(1)
+    else:
+        framework.config.threading.set_intra_op_parallelism_threads(1)
     # A test of two ranks that ran on one would prove nothing.
     assert hvd.size() == int(os.environ["FFTCOMP_TEST_RANKS"])
     yield
@@ -46,5 +62,7 @@ def same_everywhere():
     return check
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+def _bytes(tensor) -> bytes:
+    if FRAMEWORK == "torch":
+        return tensor.detach().contiguous().view(framework.uint8).numpy().tobytes()
+    return np.asarray(tensor).tobytes()

@@ -8,6 +8,7 @@ import torch
 
 from horovod_fftcomp import ConfigMismatchError
 from horovod_fftcomp.torch import compressor
+from horovod_fftcomp.torch.parameters import Parameters
 from tests.gpu.torch_emulator import TorchEmulator
 from tests.parallel.models import distributed, make_model, small_buckets, train
 
@@ -30,16 +31,37 @@ def trained(recipe, steps, **options):
     return model, optimizer, compression
 
 
-@pytest.mark.parametrize("recipe", ["topk", "scalecom"])
-def test_a_training_is_the_cpus(recipe, on_gpu, same_everywhere):
-    expected, _, theirs = trained(recipe, 8)
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("topk", {}),
+        ("scalecom", {}),
+        ("scalecom", {"selector": "exact"}),  # of the host
+        ("random_k", {}),
+        ("hard_threshold", {"calibrate_steps": 3}),
+    ],
+)
+def test_a_training_is_the_cpus(recipe, options, on_gpu, same_everywhere):
+    expected, _, theirs = trained(recipe, 8, **options)
     on_gpu()
-    model, _, ours = trained(recipe, 8)
+    model, _, ours = trained(recipe, 8, **options)
     same_everywhere(*model.parameters())
     for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(found, wanted)
     assert ours.stats()["sent_nbytes"] == theirs.stats()["sent_nbytes"]
     assert ours.residual_norm() == theirs.residual_norm()
+
+
+def test_a_flipped_bit_is_found_where_it_is(on_gpu, monkeypatch):
+    on_gpu()
+    model, optimizer, _ = trained("none", 3)
+    weight = model.layers[2].weight
+    if hvd.rank() == 1:
+        weight.data.view(-1).view(torch.int32)[7] ^= 1
+    # Nothing may bring parameters to the host.
+    monkeypatch.setattr(Parameters, "read", lambda parameters, number: pytest.fail("copied"))
+    with pytest.warns(RuntimeWarning, match=r"layers\.2\.weight' on rank 1"):
+        train(model, optimizer, 100)
 
 
 @pytest.mark.parametrize("recipe", ["fft", "dct"])

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from horovod_fftcomp import list_compressors
 from horovod_fftcomp.torch import Compression, SimulatedLearners
+from tests import payloads
 from tests.parallel.models import distributed, flat, synchronized_step
 
 STEPS = 12
@@ -63,7 +63,7 @@ def trained_by_learners(recipe, options):
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        *((recipe, {}) for recipe in list_compressors()),
+        *((recipe, {}) for recipe in payloads.EACH),
         ("hard_threshold", {"density": 0.05, "calibrate_steps": 4}),
         ("topk", {"warmup_steps": 4, "density_schedule": {0: 0.5, 4: 0.1}}),
         ("scalecom", {"rules": [("0.weight", 0.5), ("7.*", {"recipe": "fft"})]}),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from horovod_fftcomp.torch import Compression
-from horovod_fftcomp.torch.compressor import Compressor
+from horovod_fftcomp.torch.compressor import TorchCompressor
 
 EXACT = {"density": 1.0, "bits": 32}  # every value as float32: compression that loses nothing
 
@@ -74,9 +74,9 @@ def synchronized_step(optimizer):
         optimizer.step()
 
 
-def small_buckets(model, recipe, **options) -> Compressor:
+def small_buckets(model, recipe, **options) -> TorchCompressor:
     factory = getattr(Compression, recipe)
-    return factory(model, bucket_nbytes=16_000, timeout_s=20, **options)
+    return factory(model, bucket_nbytes=16_000, timeout_s=200, **options)
 
 
 def flat(model) -> torch.Tensor:

@@ -23,7 +23,7 @@ from tests.parallel.models import (
 def mismatch_of(rank_options):
     """Return (the error of a first step, its duration) with options that differ by rank."""
     recipe, options, model = rank_options[hvd.rank() % len(rank_options)]
-    compression = getattr(Compression, recipe)(model, timeout_s=20, **options)
+    compression = getattr(Compression, recipe)(model, timeout_s=200, **options)
     optimizer = distributed(model, compression)
     hvd.barrier()
     begin = time.monotonic()
@@ -42,6 +42,7 @@ def wide(width=40):
     return nn.Sequential(nn.Linear(40, width), nn.Linear(width, 10))
 
 
+@pytest.mark.transport
 @pytest.mark.parametrize(
     ("rank_options", "message"),
     [
@@ -61,7 +62,7 @@ def test_ranks_that_differ_all_stop_with_the_same_message(rank_options, message,
     ]
     text, seconds = mismatch_of(models)
     same_everywhere(text)
-    assert seconds < 5
+    assert seconds < 60
 
     assert re.search(message, text), text
 
@@ -75,7 +76,7 @@ def stop_of(model, compression):
         nn.functional.cross_entropy(
             model(torch.ones(4, 40).to(model.head.weight.dtype), range(6)), torch.zeros(4).long()
         ).backward()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
     del optimizer
     return str(caught.value)
 
@@ -97,7 +98,7 @@ def test_ranks_whose_models_or_packages_differ(what, same_everywhere, monkeypatc
         options = {"rules": [("layers.0.*", 0.5)]}
     elif what == "scaler" and odd:
         options = {"grad_scaler": torch.amp.GradScaler("cpu")}
-    text = stop_of(model, Compression.topk(parameters, timeout_s=20, **options))
+    text = stop_of(model, Compression.topk(parameters, timeout_s=200, **options))
     same_everywhere(text)
     named = {"version": "horovod_fftcomp is 0.1.0 on rank 0 but 9.9.9", "schedule": "density_sched",
              "scaler": "grad_scaler is False on rank 0"}  # fmt: skip
@@ -107,7 +108,7 @@ def test_ranks_whose_models_or_packages_differ(what, same_everywhere, monkeypatc
 def test_a_gradient_that_the_compressor_was_not_given():
     model = make_model()
     some = [(n, p) for n, p in model.named_parameters() if not n.startswith("layers.5")]
-    optimizer = distributed(model, Compression.fft(some, timeout_s=20))
+    optimizer = distributed(model, Compression.fft(some, timeout_s=200))
     with pytest.raises(
         UnsupportedError, match=r"none of the 12 parameters given to this compressor"
     ):
@@ -120,7 +121,7 @@ def test_adasum_is_refused():
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         named_parameters=model.named_parameters(),
-        compression=Compression.topk(model, timeout_s=20),
+        compression=Compression.topk(model, timeout_s=200),
         op=hvd.Adasum,
     )
     with pytest.raises(UnsupportedError, match=r"Adasum.*op=hvd.Average"):
@@ -134,7 +135,7 @@ def test_two_optimizers_of_one_compressor_are_refused():
     generator, critic = nn.Linear(40, 40), nn.Linear(40, 40)
     named = [(f"g.{n}", p) for n, p in generator.named_parameters()]
     named += [(f"c.{n}", p) for n, p in critic.named_parameters()]
-    compression = Compression.topk(named, timeout_s=20)
+    compression = Compression.topk(named, timeout_s=200)
     optimizers = [
         hvd.DistributedOptimizer(
             torch.optim.SGD(m.parameters(), lr=0.1),
@@ -153,7 +154,7 @@ def test_two_optimizers_of_one_compressor_are_refused():
 
 def test_a_gradient_that_comes_twice_in_one_step():
     model = make_model()
-    compression = Compression.topk(model, timeout_s=20)
+    compression = Compression.topk(model, timeout_s=200)
     parameter = model.layers[0].weight
     parameter.grad = torch.ones_like(parameter)
     compression.compress(parameter.grad)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from horovod_fftcomp import get_scheme, list_compressors, simulate
-from horovod_fftcomp.torch import Compression
+from horovod_fftcomp import get_scheme, simulate
+from horovod_fftcomp.torch import Compression, LocalSteps
+from tests import payloads
 from tests.parallel.models import distributed, flat, make_model, small_buckets, train
 
 
@@ -24,9 +25,10 @@ class OneTensor(nn.Module):
         return x @ self.gradient.T
 
 
-COMPRESSED = [name for name in list_compressors() if name != "none"]
+COMPRESSED = [name for name in payloads.EACH if name != "none"]
 
 
+@pytest.mark.transport
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -52,7 +54,7 @@ def test_reduced_gradients_are_those_of_a_simulation(recipe, same_everywhere):
     """To the rounding of a mean where payloads are gathered; allreduce adds in its own order."""
     torch.manual_seed(0)
     model = OneTensor()
-    optimizer = distributed(model, getattr(Compression, recipe)(model, timeout_s=20), lr=0.0)
+    optimizer = distributed(model, getattr(Compression, recipe)(model, timeout_s=200), lr=0.0)
     own, reduced = [], []
     for step in range(5):
         optimizer.zero_grad()
@@ -70,3 +72,71 @@ def test_reduced_gradients_are_those_of_a_simulation(recipe, same_everywhere):
         tolerance = 2e-3 if recipe == "fp16" else 1e-6
         options = {"rtol": 2e-7} if gathers else {"rtol": 0, "atol": tolerance * scale}
         np.testing.assert_allclose(found.numpy(), expected.average, **options)
+
+
+class OneOfEach(nn.Module):
+    """A layer for each recipe of ``TOGETHER``, with its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in payloads.TOGETHER:
+            self.register_parameter(name, nn.Parameter(torch.randn(payloads.SHAPE)))
+
+    def forward(self, x):
+        return sum((x @ weight.T).square().sum() for weight in self.parameters())
+
+
+@pytest.mark.transport
+def test_recipes_side_by_side_are_those_of_a_simulation(same_everywhere):
+    torch.manual_seed(0)
+    model = OneOfEach()
+    compression = Compression.topk(model, rules=payloads.RULES, timeout_s=200)
+    optimizer = distributed(model, compression, lr=0.0)
+    own, reduced = [], []
+    for step in range(payloads.STEPS_TOGETHER):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + hvd.rank())
+        grads = {}
+        for name, weight in model.named_parameters():
+            weight.register_hook(lambda grad, n=name, kept=grads: kept.update({n: grad.clone()}))
+        model(torch.randn(8, 100, generator=generator)).backward()
+        for weight in model.parameters():
+            weight._backward_hooks.clear()
+        optimizer.step()
+        own.append(torch.stack([grads[name].reshape(-1) for name in payloads.TOGETHER]))
+        reduced.append(torch.stack([weight.grad.reshape(-1) for weight in model.parameters()]))
+    same_everywhere(*reduced)
+    gradients = hvd.allgather(torch.stack(own)[None], name="own").numpy().swapaxes(0, 1)
+    payloads.check_together([step.numpy() for step in reduced], gradients)
+    assert compression.stats()["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("recipe", ["none", "topk", "powersgd"])
+def test_ranks_that_step_alone_meet_again(recipe, same_everywhere):
+    """Where all is sent, at the mean of their weights; else at what the ranks' changes leave."""
+    model = make_model()
+    exact = {"density": 1.0, "bits": 32} if recipe == "topk" else {}
+    compression = small_buckets(model, recipe, **exact)
+    local = LocalSteps(model, compression, period=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(6):
+        x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+        optimizer.zero_grad()
+        model(x, range(6)).square().mean().backward()
+        grads = [weight.grad for weight in model.parameters()]
+        optimizer.step()
+        own = flat(model)
+        mean = hvd.allreduce(own, name="mean")
+        assert local.after_step() == (step % 3 == 2)
+        assert all(w.grad is grad for w, grad in zip(model.parameters(), grads, strict=True))
+        if step % 3 == 2:
+            same_everywhere(flat(model))
+            if recipe != "powersgd":
+                torch.testing.assert_close(flat(model), mean, rtol=0, atol=1e-5)
+        else:
+            assert torch.equal(flat(model), own)
+    before = flat(model)
+    with torch.no_grad():
+        model.head.bias[0] = float("nan") if hvd.rank() == 0 else 1.0
+    local.meet()
+    assert torch.equal(flat(model), before)

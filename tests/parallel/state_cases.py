@@ -53,6 +53,7 @@ def test_saved_at_50_and_run_to_100_equals_100_straight(recipe, tmp_path, same_e
     same_everywhere(flat(model))
 
 
+@pytest.mark.transport
 def test_gathered_state_resumes_too_and_fits_one_rank():
     model = make_model()
     compression = small_buckets(model, "fft")
@@ -92,6 +93,7 @@ def test_the_optimizers_own_state_is_unchanged():
     assert keys["stock"] == keys["compressed"]
 
 
+@pytest.mark.transport
 def test_elastic_state_commits_and_restores_each_ranks_residual(same_everywhere):
     model = make_model()
     compression = small_buckets(model, "topk")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from horovod_fftcomp import list_compressors
 from horovod_fftcomp.torch import Compression
+from tests import payloads
 from tests.parallel.models import (
     EXACT,
     batches,
@@ -23,7 +23,8 @@ from tests.parallel.models import (
 )
 
 
-@pytest.mark.parametrize("recipe", list_compressors())
+@pytest.mark.transport
+@pytest.mark.parametrize("recipe", payloads.EACH)
 def test_ranks_are_bit_identical_after_50_steps(recipe, same_everywhere):
     model = make_model()
     compression = small_buckets(model, recipe)
@@ -41,6 +42,7 @@ def test_ranks_are_bit_identical_after_50_steps(recipe, same_everywhere):
         assert stats["ratio"] > (1.5 if recipe in ("fp16", "bf16") else 4)
 
 
+@pytest.mark.transport
 @pytest.mark.parametrize("recipe", ["topk", "fft"])
 def test_a_step_sends_what_the_scheme_predicts(recipe):
     model = make_model()
@@ -144,10 +146,12 @@ def test_gradient_accumulation_compresses_once_a_step(same_everywhere):
     assert compression.stats()["collectives"] == 4 * 3
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.transport
+@pytest.mark.parametrize(
+    ("bad", "step"), [(float("nan"), 0), (float("inf"), 3), (-float("inf"), 3)]
+)
 @pytest.mark.parametrize("recipe", ["fp16", "bf16", "topk", "fft", "dct", "random_block"])
 @pytest.mark.parametrize("where", ["compressed", "dense"])
-@pytest.mark.parametrize("step", [0, 3])
 def test_a_bad_gradient_on_one_rank_is_a_step_that_never_was(
     step, where, recipe, bad, same_everywhere
 ):
@@ -181,7 +185,7 @@ def test_a_bad_gradient_on_one_rank_is_a_step_that_never_was(
 def test_gradients_of_other_dtypes(dtype, same_everywhere):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
-    compression = Compression.topk(model, **EXACT, timeout_s=20)
+    compression = Compression.topk(model, **EXACT, timeout_s=200)
     optimizer = distributed(model, compression)
     x = torch.full((4, 64), 1.0 + hvd.rank(), dtype=dtype)
     model(x).sum().backward()
@@ -202,7 +206,7 @@ def test_channels_last_gradients_keep_their_strides(recipe, same_everywhere):
         model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3))
         model = model.to(memory_format=memory_format)
         options = EXACT if recipe == "topk" else {}
-        compression = getattr(Compression, recipe)(model, timeout_s=20, **options)
+        compression = getattr(Compression, recipe)(model, timeout_s=200, **options)
         if memory_format is torch.contiguous_format:
             compression = hvd.Compression.none
         optimizer = distributed(model, compression)
@@ -219,7 +223,7 @@ def test_channels_last_gradients_keep_their_strides(recipe, same_everywhere):
 def test_sparse_embeddings_travel_dense_or_gathered(sparse_as_dense, same_everywhere):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Linear(40, 40))
-    compression = Compression.topk(model, density=0.1, timeout_s=20)
+    compression = Compression.topk(model, density=0.1, timeout_s=200)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         named_parameters=model.named_parameters(),
@@ -238,7 +242,7 @@ def test_sparse_embeddings_travel_dense_or_gathered(sparse_as_dense, same_everyw
 def test_nan_in_a_gathered_sparse_gradient_is_a_step_that_never_was():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Linear(40, 40))
-    compression = Compression.topk(model, density=0.1, timeout_s=20)
+    compression = Compression.topk(model, density=0.1, timeout_s=200)
     optimizer = distributed(model, compression)
     model[0].weight.register_hook(lambda grad: grad * (float("nan") if hvd.rank() else 1.0))
     model(torch.arange(8)).square().sum().backward()
@@ -260,6 +264,7 @@ def test_two_models_and_compressors_in_one_process(same_everywhere):
     same_everywhere(*(p for model, _ in pairs for p in model.parameters()))
 
 
+@pytest.mark.transport
 @pytest.mark.parametrize("recipe", ["topk", "fft"])
 def test_a_resumed_run_equals_an_uninterrupted_one(recipe):
     straight = make_model()
@@ -284,6 +289,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recipe):
         assert torch.equal(expected, actual)
 
 
+@pytest.mark.transport
 def test_first_hooks_of_two_compressors_in_another_order(same_everywhere):
     """Neither may wait in its first gradient for ranks that wait in the other's."""
     models = [make_model(seed) for seed in range(2)]
@@ -293,7 +299,7 @@ def test_first_hooks_of_two_compressors_in_another_order(same_everywhere):
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1),
             named_parameters=named,
-            compression=Compression.topk(named, timeout_s=20),
+            compression=Compression.topk(named, timeout_s=200),
         )
         pairs.append((model, optimizer))
     x, y = next(batches(1))
@@ -302,5 +308,21 @@ def test_first_hooks_of_two_compressors_in_another_order(same_everywhere):
         nn.functional.cross_entropy(model(x, range(6)), y).backward()
     for _, optimizer in pairs:
         optimizer.step()
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     same_everywhere(*(p for model in models for p in model.parameters()))
+
+
+@pytest.mark.parametrize("recipe", payloads.RECIPES)
+def test_payloads_and_residuals_are_those_of_every_framework(recipe, monkeypatch):
+    spy = payloads.Spy(monkeypatch, hvd.rank())
+    weight = nn.Parameter(torch.zeros(payloads.SHAPE))
+    named = [("gradient", weight)]
+    compression = getattr(Compression, recipe)(named, timeout_s=200)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=0.0), named_parameters=named, compression=compression
+    )
+    for grad in payloads.gradients(2)[:, hvd.rank()]:
+        optimizer.zero_grad()
+        (weight * torch.from_numpy(grad)).sum().backward()
+        optimizer.step()
+    payloads.check(recipe, spy, 2, hvd.rank(), compression.residual("gradient").numpy())

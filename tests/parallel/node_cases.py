@@ -1,0 +1,115 @@
+"""Two levels on three ranks: a node of two, and one of one."""
+
+from __future__ import annotations
+
+import os
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+
+from horovod_fftcomp import (
+    ConfigMismatchError,
+    UnsupportedError,
+    get_scheme,
+    process_sets,
+    simulate,
+)
+from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.settings import Settings
+from horovod_fftcomp.torch import Compression
+from tests.parallel.models import distributed, flat, make_model, small_buckets, train
+
+
+class OneTensor(torch.nn.Module):
+    """A tensor with the name that a simulation gives its own, whose gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient = torch.nn.Parameter(torch.zeros(60, 100))
+
+    def forward(self, own):
+        return (self.gradient * own).sum()
+
+
+def gradients(steps=5):
+    """Return all ranks' gradients ``[steps, 3, 6000]``, whose sums are exact in any order."""
+    numbers = np.random.default_rng(0).integers(-512, 512, (steps, hvd.size(), 6000))
+    return (numbers / 64).astype(np.float32)
+
+
+@pytest.mark.transport
+@pytest.mark.parametrize("recipe", ["fp16", "topk", "fft", "scalecom", "gtopk", "auto", "onebit"])
+def test_gradients_and_residuals_are_those_of_a_simulation(recipe, same_everywhere):
+    model, own = OneTensor(), gradients()
+    compression = getattr(Compression, recipe)(model, ranks_per_node=2, timeout_s=200)
+    optimizer = distributed(model, compression, lr=0.0)
+    steps = list(simulate(recipe, own, ranks_per_node=2))
+    for grads, expected in zip(own, steps, strict=True):
+        optimizer.zero_grad()
+        model(torch.from_numpy(grads[hvd.rank()].reshape(60, 100))).backward()
+        optimizer.step()
+        found = model.gradient.grad.reshape(-1)
+        same_everywhere(found)
+        tolerance = 2e-3 * np.abs(expected.average).max() if recipe == "fp16" else 0
+        np.testing.assert_allclose(found.numpy(), expected.average, rtol=2e-7, atol=tolerance)
+    residual = compression.residual("gradient").numpy().reshape(-1)
+    assert residual.tobytes() == steps[-1].residual[hvd.rank()].tobytes()
+    stats, probes = compression.stats(), 4 * len(own)
+    assert stats["sent_nbytes"] - probes == sum(s.sent_bytes[hvd.rank()] for s in steps)
+    assert (stats["inside_nbytes"] > 0) == (hvd.rank() < 2)
+
+
+@pytest.mark.parametrize("recipe", ["topk", "scalecom", "gtopk"])
+def test_many_buckets_and_two_models(recipe, same_everywhere):
+    ends = []
+    for seed in range(2):
+        model = make_model()
+        compression = small_buckets(model, recipe, ranks_per_node=2, warmup_steps=3)
+        losses = train(model, distributed(model, compression), 8 + seed)
+        assert np.isfinite(losses).all()
+        ends.append(flat(model))
+    same_everywhere(*ends)
+    rounds = len(get_scheme(recipe).rounds)
+    leads = hvd.rank() != 1
+    expected = 3 * (3 * (3 if leads else 2) + 6 * (2 + (rounds if leads else 0)))
+    if hvd.rank() == 2:  # it is alone in its node
+        expected = 3 * (3 * 1 + 6 * rounds)
+    assert compression.stats()["collectives"] == expected
+
+
+def test_states_of_all_ranks_are_gathered_and_loaded(same_everywhere):
+    model = make_model()
+    compression = small_buckets(model, "topk", ranks_per_node=2)
+    optimizer = distributed(model, compression)
+    train(model, optimizer, 4)
+    saved = compression.gathered_state_dict()
+    norm = compression.residual_norm()
+    assert (norm == 0) == (hvd.rank() == 1)
+    compression.load_state_dict(saved)
+    assert compression.residual_norm() == norm
+    train(model, optimizer, 3)
+    same_everywhere(flat(model))
+
+
+@pytest.mark.transport
+def test_ranks_that_see_other_nodes_stop():
+    model = make_model()
+    compression = small_buckets(model, "topk", ranks_per_node=2 if hvd.rank() else 3)
+    with pytest.raises(ConfigMismatchError, match="ranks_per_node=3"):
+        train(model, distributed(model, compression), 1)
+
+
+def test_what_cannot_be_served_is_refused(monkeypatch):
+    policy = make_policy("topk", ranks_per_node=2)
+    some = hvd.ProcessSet([0, 1])
+    some.process_set_id = 1
+    with pytest.raises(UnsupportedError, match="leave process_set out"):
+        process_sets.makers(policy, Settings(process_set=some))
+    monkeypatch.setitem(os.environ, "HOROVOD_ELASTIC", "1")
+    with pytest.raises(UnsupportedError, match="elastic"):
+        process_sets.makers(policy, Settings())
+    monkeypatch.delenv("HOROVOD_DYNAMIC_PROCESS_SETS")
+    with pytest.raises(UnsupportedError, match="HOROVOD_DYNAMIC_PROCESS_SETS=1"):
+        process_sets.makers(policy, Settings())

@@ -1,0 +1,48 @@
+"""Two levels in TensorFlow on three ranks: a node of two, and one of one."""
+
+from __future__ import annotations
+
+import horovod.tensorflow as hvd
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from horovod_fftcomp import simulate
+from horovod_fftcomp.tensorflow import Compression
+from tests.parallel.tensorflow_models import Layers, small_buckets, train
+
+
+@pytest.mark.transport
+@pytest.mark.parametrize("recipe", ["fp16", "topk", "fft", "scalecom", "gtopk", "auto", "onebit"])
+def test_a_node_of_two_and_one_of_one_are_those_of_a_simulation(recipe, same_everywhere):
+    weight = tf.Variable(tf.zeros([60, 100]))
+    options = {"ranks_per_node": 2, "timeout_s": 200, "warmup_steps": 1}
+    compression = getattr(Compression, recipe)([("gradient", weight)], **options)
+
+    @tf.function
+    def reduce(own):
+        with tf.GradientTape() as plain:
+            loss = tf.reduce_sum(weight * own)
+        tape = hvd.DistributedGradientTape(plain, compression=compression)
+        return tape.gradient(loss, [weight])[0]
+
+    numbers = np.random.default_rng(0).integers(-512, 512, (5, hvd.size(), 6000))
+    own = (numbers / 64).astype(np.float32)  # sums of few are exact in any order
+    steps = list(simulate(recipe, own, ranks_per_node=2, warmup_steps=1))
+    for grads, expected in zip(own, steps, strict=True):
+        mean = reduce(grads[hvd.rank()].reshape(60, 100))
+        same_everywhere(mean)
+        tolerance = 2e-3 * np.abs(expected.average).max() if recipe == "fp16" else 0
+        np.testing.assert_allclose(
+            mean.numpy().ravel(), expected.average, rtol=2e-7, atol=tolerance
+        )
+    residual = compression.residual("gradient").ravel()
+    assert residual.tobytes() == steps[-1].residual[hvd.rank()].tobytes()
+    assert (compression.stats()["inside_nbytes"] > 0) == (hvd.rank() < 2)
+
+
+def test_a_model_in_two_levels(same_everywhere):
+    for recipe in ("topk", "scalecom"):
+        model = Layers()
+        train(model, small_buckets(model, recipe, ranks_per_node=2, warmup_steps=2), 6)
+        same_everywhere(*(tf.convert_to_tensor(v) for v in model.variables))

@@ -1,0 +1,248 @@
+"""``horovod-fftcomp advise``: what it counts, forecasts, recommends and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp import advice, get_scheme, gradients, threads
+from horovod_fftcomp.advice import Forecast, Option
+from horovod_fftcomp.cli import main
+from horovod_fftcomp.cli.advise_report import Findings, print_report
+from horovod_fftcomp.cost_model import Compute, Line, Message, Network, Part, StepTime
+from horovod_fftcomp.cost_model import step_time as forecast_step
+from horovod_fftcomp.schemes import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+TENSORS = [
+    Tensor("first", (100, 200)), Tensor("bias", (200,)), Tensor("second", (200, 30)),
+    Tensor("norm", (30,)),
+]  # fmt: skip
+DENSE_NBYTES = 4 * (20_000 + 200 + 6000 + 30)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "gradients.npz"
+    rng = np.random.default_rng(0)
+    np.savez(path, **{f"{step}/{t.name}": rng.standard_normal(t.shape).astype(np.float32)
+                      for step in (0, 50) for t in TENSORS})  # fmt: skip
+    return path
+
+
+@pytest.fixture
+def advise(tmp_path, capsys, monkeypatch, file):
+    """Return a function that runs the command and returns (what it printed, its JSON)."""
+    monkeypatch.setattr(threads, "_num_threads", None)
+    monkeypatch.setenv("COLUMNS", "150")
+    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "advice.json"
+
+    def run(*arguments: object) -> tuple[str, dict]:
+        fixed = ["advise", "--gradients", file, "--repeat", 1, "--json", path]
+        main([str(argument) for argument in [*fixed, *arguments]])
+        return capsys.readouterr().out, json.loads(path.read_text())
+
+    return run
+
+
+SLOW = ("--gbit-per-s", 0.001, "--latency-us", 20, "--ranks", 4, "--compute-ms", 5)
+FAST = ("--gbit-per-s", 1e6, "--latency-us", 0.1, "--ranks", 4, "--compute-ms", 500)
+
+
+def test_a_slow_network_is_told_to_compress_and_what_to_paste(advise):
+    printed, found = advise(*SLOW, "--recipes", "fp16,topk:density=0.01")
+    rows = {row["recipe"]: row for row in found["recipes"]}
+    assert list(rows) == ["none", "fp16", "topk"]
+    assert rows["none"]["sent_nbytes"] == DENSE_NBYTES
+    seconds = 2 * 3 / 4 * DENSE_NBYTES * 8e-6  # at 1 Mbit/s, all of it after the computation
+    assert rows["none"]["exchange_s"] == pytest.approx(seconds, rel=0.01)
+    assert found["advice"]["recipe"] == "topk(density=0.01)"
+    assert "compression=Compression.topk(model, density=0.01)" in printed
+    assert "horovodrun -np 4 horovod-fftcomp run --compression topk:density=0.01" in printed
+    assert rows["topk"]["ceiling_s"] <= rows["topk"]["total_s"]
+    assert 0.5 < rows["topk"]["relative_error"] < 1
+    assert 1e-5 < rows["fp16"]["relative_error"] < 1e-3
+
+
+def test_a_fast_network_is_told_that_nothing_is_gained_and_why(advise):
+    printed, found = advise(*FAST)
+    assert found["advice"]["recipe"] is None
+    assert "no gain expected: the dense exchange takes" in printed
+    assert "hide behind the backward pass" in printed
+    assert "Compression." not in printed
+
+
+def test_more_ranks_and_the_crossover(advise, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "steps.png"
+    printed, found = advise(
+        *SLOW, "--nodes", "2..1000", "--plot", picture, "--recipes", "topk,scalecom"
+    )
+    assert found["nodes"]["ranks"] == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]
+    steps = found["nodes"]["step_s"]
+    assert set(steps) == {"none", "topk", "scalecom"}
+    assert steps["topk"][-1] > 100 * steps["topk"][0]  # what is gathered grows with the ranks
+    assert steps["scalecom"][-1] < steps["topk"][-1] / 10
+    [crossover] = found["crossover_ranks"].items()
+    topk = next(row for row in found["recipes"] if row["recipe"] == "topk")
+    ratio = DENSE_NBYTES / topk["sent_nbytes"]
+    assert crossover[0] == "topk"
+    assert 2 * ratio < crossover[1] < 2.2 * ratio + 2
+    assert f"topk: from {crossover[1]} ranks on its allgather is slower" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_arguments_are_told(capsys, file, tmp_path, monkeypatch):
+    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    given = ("--gradients", file, "--compute-ms", 5)
+    empty = tmp_path / "empty.npz"
+    np.savez(empty)
+    for arguments, message in (
+        ((), "either a script or --gradients"),
+        (("gone.py",), "no script 'gone.py'"),
+        ((*given, "train.py"), "either a script or --gradients"),
+        (("--gradients", file), "needs --compute-ms"),
+        ((*given, "--latency-us", 5), "add --gbit-per-s"),
+        ((*given, "--gbit-per-s", 1), "needs --ranks"),
+        ((*given, "--gbit-per-s", 0), "above 0, got 0"),
+        ((*given, "--gbit-per-s", 1, "--ranks", 1), "at least 2"),
+        ((*given, "-np", 1), "one rank exchanges nothing"),
+        ((*given, "--nodes", "8..2"), "no range of ranks"),
+        ((*given, "--recipes", "fftt"), "unknown recipe 'fftt'"),
+        (("--gradients", empty, "--compute-ms", 5), "holds no array"),
+        ((*given, "--launcher", "/no/launcher"), "'/no/launcher' was not found"),
+        ((*given, "--launcher", "false"), "network could not be measured"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(["advise", "--repeat", "1", "--recipes", "topk", *map(str, arguments)])
+        assert caught.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_every_option_is_explained(capsys):
+    with pytest.raises(SystemExit):
+        main(["advise", "--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert len(options) > 5
+    page = (ROOT / "docs" / "advise.md").read_text()
+    assert options <= set(re.findall(r"--[a-z][a-z-]+", page))
+
+
+@pytest.mark.parallel
+@pytest.mark.torch
+def test_a_script_and_the_network_are_measured(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("horovod")
+    monkeypatch.setattr(threads, "_num_threads", None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "advice.json"
+    launcher = f"{sys.executable} -m tests.launch --gloo"
+    main(["advise", "--recipes", "topk", "--steps", "8", "--launcher", launcher, "--json",
+          str(path), "tests/scripts/torch_digits.py", "--epochs", "1000"])  # fmt: skip
+    found = json.loads(path.read_text())
+    none, topk = found["recipes"]
+    n_parameters = 64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10
+    assert none["sent_nbytes"] == 4 * n_parameters
+    assert topk["sent_nbytes"] < none["sent_nbytes"] / 20
+    # Nothing where the network was slower, on a busy machine, when it was measured alone.
+    assert found["compute_s"] < found["measured_step_s"]["random_block"]
+    assert 0 <= found["network"]["gather"]["beta_s"] < 1e-6
+    assert 4 * n_parameters in [nbytes for _, nbytes, _ in found["probe"]]
+    assert 0 < topk["relative_error"] < 1
+    assert "The script's step without compression took" in capsys.readouterr().out
+
+
+# What a recipe sends.
+
+
+@pytest.mark.parametrize("recipe", ["fp16", "topk", "fft", "scalecom", "random_block"])
+def test_the_bytes_are_those_of_the_scheme(recipe):
+    option = advice.compressed(recipe, recipe, {}, TENSORS, {}, 1)
+    scheme, small = get_scheme(recipe), 4 * (200 + 30)
+    inside = [t for t in TENSORS if len(t.shape) > 1]
+    sent = sum(scheme.sent_nbytes(tensor) for tensor in inside)
+    meeting_and_probes = 4 * (1 + len(inside))
+    assert option.sent_nbytes == sent + small + meeting_and_probes
+    expected = {"scalecom": "allreduce", "random_block": "allreduce", "fp16": "allreduce"}
+    assert option.kind == expected.get(recipe, "allgather")
+    [bucket] = option.parts[2:]
+    assert tuple(message.collective for message in bucket.messages) == scheme.rounds
+    assert bucket.encode_s > 0
+    assert bucket.ready == 1.0
+
+
+def test_dense_gradients_come_last_layer_first():
+    option = advice.dense(TENSORS)
+    assert [part.ready for part in option.parts] == [1.0, 0.5, 0.5, 0.0]
+    assert option.sent_nbytes == DENSE_NBYTES
+
+
+@pytest.mark.parametrize("recipe", ["topk", "scalecom"])
+def test_a_sum_is_decoded_once_however_many_ranks_there_are(recipe):
+    tensor = Tensor("w", (1000, 500))
+    grads = {"w": gradients.synthetic(500_000).steps[0]}
+    part = advice.compressed(recipe, recipe, {}, [tensor], grads, 3).parts[2]
+    assert part.decode_s + part.decode_each_s > 0
+    if recipe == "scalecom":
+        assert part.decode_each_s == 0
+
+
+# The advice.
+
+
+def forecast(label, total_s, exposed_s=0.0, exchange_s=0.0):
+    time = StepTime(total_s, 0.1, 0.01, exposed_s, 0.02, exchange_s)
+    return Forecast(Option(label, label, {}, [], 1, 0.0), time, total_s)
+
+
+def test_the_fastest_is_advised_if_it_is_worth_it():
+    none = forecast("none", 0.2, exposed_s=0.1, exchange_s=0.15)
+    found = advice.advise([none, forecast("a", 0.18), forecast("b", 0.15)])
+    assert found.best.option.label == "b"
+    assert "b is expected to make a step 1.33 times as fast" in found.why
+    found = advice.advise([none, forecast("a", 0.195), forecast("b", 0.25)])
+    assert found.best is None
+    assert "takes 150.0 ms, of which 50.0 ms hide" in found.why
+    assert "at most 100.0 of 200.0 ms" in found.why
+    assert "; a, the fastest recipe, takes 30.0 ms" in found.why
+    assert advice.advise([none]).best is None
+
+
+@pytest.mark.parametrize("spare_core", [False, True])
+def test_the_computation_that_explains_a_measured_step(spare_core):
+    network = Network(Line(1e-4, 1e-9), Line(1e-4, 1e-9))
+    parts = [Part(s, (Message("allreduce", 4000),), 0.002, 0.001) for s in (0.3, 1.0)]
+    option = Option("x", "x", {}, parts, 8000, 0.0)
+    truth = Compute(0.08, spare_core)
+    step_s = forecast_step(truth, parts, network, 4).total_s
+    found = advice.compute_of(step_s, option, network, 4, spare_core)
+    assert found.total_s == pytest.approx(truth.total_s)
+    assert found.spare_core == spare_core
+
+
+def test_a_network_slower_alone_than_in_the_steps_is_told(capsys):
+    network = Network(Line(1e-2, 1e-9), Line(1e-2, 1e-9))
+    options = [advice.dense(TENSORS)]
+    for step_s, told in ((0.005, True), (0.5, False)):
+        compute = advice.compute_of(step_s, options[0], network, 4, True)
+        found = advice.forecasts(options, compute, network, 4)
+        steps = {"none": step_s, "random_block": step_s}
+        findings = Findings(compute, network, 4, found, advice.advise(found), [], steps, None)
+        print_report(findings, None)
+        assert (
+            "The network alone was slower than in the script's" in capsys.readouterr().out
+        ) == told
+
+
+def test_numbers_of_ranks_are_doubled_up_to_the_last():
+    assert list(advice.powers_of_two(2, 2)) == [2]
+    assert list(advice.powers_of_two(2, 8)) == [2, 4, 8]
+    assert list(advice.powers_of_two(3, 20)) == [3, 6, 12, 20]

@@ -1,0 +1,200 @@
+"""The time model: formulas at their limits, what hides behind what, and the crossover."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from horovod_fftcomp.cost_model import (
+    CYCLE_S,
+    Compute,
+    Line,
+    Message,
+    Network,
+    Part,
+    crossover,
+    fitted_network,
+    free_codecs,
+    given_network,
+    step_time,
+)
+
+ALPHA, BETA, N = 50e-6, 8e-9, 10_000_000
+NETWORK = Network(Line(ALPHA, BETA), Line(ALPHA, BETA), overhead_s=0.0)
+ENDLESS = Network(Line(0.0, 0.0), Line(0.0, 0.0), overhead_s=0.0)
+RANKS = (2, 3, 4, 8, 64, 1024)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_collectives_take_what_the_textbook_says(p):
+    ring = 2 * (p - 1) * ALPHA + 2 * (p - 1) / p * N * BETA
+    assert NETWORK.seconds(Message("allreduce", N), p) == pytest.approx(ring)
+    gathered = (p - 1) * ALPHA + (p - 1) * N * BETA
+    assert NETWORK.seconds(Message("allgather", N), p) == pytest.approx(gathered)
+    tree = math.ceil(math.log2(p)) * ALPHA + N * BETA
+    assert NETWORK.seconds(Message("broadcast", N), p) == pytest.approx(tree)
+
+
+def test_one_rank_exchanges_nothing_and_others_have_the_overhead():
+    network = given_network(1.0, 0.0)
+    assert network.seconds(Message("allreduce", N), 1) == 0
+    assert network.seconds(Message("allgather", 0), 7) == CYCLE_S
+    assert network.seconds(Message("broadcast", 125_000_000), 2) == pytest.approx(1 + CYCLE_S)
+
+
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "broadcast"])
+def test_more_bytes_and_more_ranks_never_take_less(collective):
+    for p, q in itertools.pairwise(RANKS):
+        assert NETWORK.seconds(Message(collective, N), p) <= NETWORK.seconds(
+            Message(collective, N), q
+        )
+        assert NETWORK.seconds(Message(collective, N), p) < NETWORK.seconds(
+            Message(collective, N + 1), p
+        )
+
+
+@pytest.mark.parametrize("ratio", [1.6, 5, 16, 79])
+def test_gathering_loses_beyond_twice_the_ratio_in_bandwidth(ratio):
+    network = Network(Line(0.0, BETA), Line(0.0, BETA), overhead_s=0.0)
+    payload, dense = Message("allgather", N), Message("allreduce", int(ratio * N))
+    found = crossover(network, payload, dense)
+    assert found == math.floor(2 * ratio) + 1
+    assert network.seconds(payload, found - 1) <= network.seconds(dense, found - 1)
+
+
+def test_a_crossover_is_found_far_out_or_not_at_all():
+    tiny, dense = Message("allgather", 1000), Message("allreduce", 10_000_000)
+    bandwidth = Network(Line(0.0, BETA), Line(0.0, BETA))
+    assert crossover(bandwidth, tiny, dense) == 20_001
+    latency = Network(Line(ALPHA, 0.0), Line(ALPHA, 0.0))
+    assert crossover(latency, tiny, dense) is None
+
+
+@pytest.mark.parametrize("p", [2, 4, 16])
+def test_a_fit_finds_the_network_that_made_the_times(p):
+    truth = Network(Line(30e-6, 2e-9), Line(70e-6, 1e-9))
+    messages = [Message(c, n) for c in ("allreduce", "allgather") for n in (4, 65_536, 10**7)]
+    found = fitted_network([(m, truth.seconds(m, p)) for m in messages], p)
+    for line, expected in ((found.reduce, truth.reduce), (found.gather, truth.gather)):
+        assert line.alpha_s == pytest.approx(expected.alpha_s)
+        assert line.beta_s == pytest.approx(expected.beta_s)
+
+
+def test_where_times_were_measured_they_count():
+    sizes = (4, 1000, 1_000_000)
+    times = [
+        (Message(c, n), 1e-3 + 1e-6 * n**1.2) for c in ("allreduce", "allgather") for n in sizes
+    ]
+    found = fitted_network(times, 4)
+    for message, seconds in times:
+        assert found.seconds(message, 4) == pytest.approx(seconds)
+    middle = found.seconds(Message("allgather", 500_500), 4)
+    assert middle == pytest.approx((times[4][1] + times[5][1]) / 2)
+    assert found.seconds(Message("allgather", 3_000_000), 4) == pytest.approx(3 * times[5][1])
+    assert found.seconds(Message("allgather", 0), 4) == pytest.approx(times[3][1])
+    line = found.gather
+    expected = CYCLE_S + 7 * (line.alpha_s + 1000 * line.beta_s)
+    assert found.seconds(Message("allgather", 1000), 8) == pytest.approx(expected)
+
+
+def test_a_fit_never_has_negative_times():
+    messages = [Message(c, n) for c in ("allreduce", "allgather") for n in (4, 1000, 10**6)]
+    falling = fitted_network([(m, 1e-2 - 1e-9 * m.nbytes) for m in messages], 2)
+    assert falling.reduce.beta_s == 0
+    assert falling.gather.alpha_s > 0
+    steep = fitted_network([(m, 1e-9 * (m.nbytes + 1) ** 1.5) for m in messages], 2)
+    assert steep.reduce.alpha_s == 0
+    with pytest.raises(ValueError, match="allgathers of at least two sizes"):
+        fitted_network([(m, 1.0) for m in messages if m.collective == "allreduce"], 2)
+    with pytest.raises(ValueError, match="at least two ranks"):
+        fitted_network([(m, 1.0) for m in messages], 1)
+
+
+@pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf])
+def test_bad_numbers_are_refused(bad):
+    with pytest.raises(ValueError, match="alpha_s must be"):
+        Line(bad, 0.0)
+    with pytest.raises(ValueError, match="gbit_per_s"):
+        given_network(-abs(bad), 0.0)
+    with pytest.raises(ValueError, match="unknown collective"):
+        NETWORK.seconds(Message("alltoall", 1), 2)
+
+
+def gathers(n_parts=10, nbytes=100_000, **times):
+    return [
+        Part((i + 1) / n_parts, (Message("allgather", nbytes),), **times) for i in range(n_parts)
+    ]
+
+
+def test_without_network_and_codec_a_step_is_its_computation():
+    found = step_time(Compute(0.3), gathers(), ENDLESS, 4)
+    assert found.total_s == found.compute_s == pytest.approx(0.3)
+    assert found.exposed_s == pytest.approx(0)
+
+
+def test_a_slow_network_hides_all_of_the_backward_pass_it_can():
+    compute = Compute(0.3, backward=0.5)
+    parts = gathers()
+    found = step_time(compute, parts, NETWORK, 4)
+    first_ready = 0.15 + 0.15 / 10
+    assert found.exchange_s > 0.015  # never idle from then on, but for messages that wait
+    assert found.total_s <= first_ready + found.exchange_s + 0.15
+    slow = Network(Line(0.0, 1e-6), Line(0.0, 1e-6), 0.0)
+    found = step_time(compute, parts, slow, 4)
+    assert found.total_s == pytest.approx(first_ready + found.exchange_s)
+    assert found.exchange_s == pytest.approx(3 * 10 * 100_000 * 1e-6)
+
+
+def test_messages_that_wait_go_as_one():
+    many = [Part(1.0, (Message("allreduce", 1000),)) for _ in range(50)]
+    found = step_time(Compute(0.1), many, NETWORK, 2)
+    assert found.exchange_s == pytest.approx(NETWORK.seconds(Message("allreduce", 50_000), 2))
+
+
+def test_encoding_hides_only_where_there_is_a_core_for_it():
+    parts = gathers(encode_s=0.005)
+    alone = step_time(Compute(0.3, spare_core=False), parts, ENDLESS, 4)
+    assert alone.total_s == pytest.approx(0.3 + 10 * 0.005)
+    assert alone.encode_s == pytest.approx(0.05)
+    beside = step_time(Compute(0.3, spare_core=True), parts, ENDLESS, 4)
+    assert beside.total_s == pytest.approx(0.305)  # the last gradient's is left
+
+
+def test_decoding_costs_for_each_rank_and_waits_for_the_backward_pass():
+    parts = gathers(decode_s=0.001, decode_each_s=0.002)
+    for p in (2, 8):
+        found = step_time(Compute(0.3), parts, ENDLESS, p)
+        assert found.decode_s == pytest.approx(10 * (0.001 + 0.002 * p))
+        assert found.total_s == pytest.approx(0.3 + found.decode_s)
+    free = step_time(Compute(0.3), free_codecs(parts), ENDLESS, 8)
+    assert free.total_s == pytest.approx(0.3)
+
+
+def test_rounds_follow_one_another():
+    part = Part(1.0, (Message("broadcast", 1000), Message("allreduce", 50_000)))
+    found = step_time(Compute(0.1), [part], NETWORK, 4)
+    expected = sum(NETWORK.seconds(message, 4) for message in part.messages)
+    assert found.exchange_s == pytest.approx(expected)
+    assert found.total_s == pytest.approx(0.1 + expected)
+
+
+@pytest.mark.parametrize("spare_core", [False, True])
+def test_the_parts_of_a_step_add_up_and_more_of_anything_takes_longer(spare_core):
+    compute = Compute(0.2, spare_core)
+    plain = gathers(encode_s=0.001, decode_s=0.001, decode_each_s=0.001)
+    base = step_time(compute, plain, NETWORK, 4)
+    parts = base.compute_s + base.encode_s + base.exposed_s + base.decode_s
+    assert base.total_s == pytest.approx(parts)
+    slow = Network(Line(ALPHA, 100 * BETA), Line(ALPHA, 100 * BETA))
+    long_encoding = gathers(encode_s=0.05, decode_s=0.001, decode_each_s=0.001)
+    long_decoding = gathers(encode_s=0.001, decode_s=0.003, decode_each_s=0.001)
+    worse = [
+        step_time(Compute(0.25, spare_core), plain, NETWORK, 4),
+        step_time(compute, plain, NETWORK, 5),  # one payload more to decode
+        step_time(compute, plain, slow, 4),
+        step_time(compute, long_encoding, NETWORK, 4),
+        step_time(compute, long_decoding, NETWORK, 4),
+    ]
+    assert min(found.total_s for found in worse) > base.total_s

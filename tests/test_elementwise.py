@@ -1,0 +1,251 @@
+"""What the methods that send every element promise: bits, means, exact cases, what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp import PayloadError, get_codec, get_scheme, simulate
+from horovod_fftcomp.backends import BACKENDS, load_backend
+from horovod_fftcomp.draws import draw
+from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.words import GROUP, count_words, digits_of
+
+N_DRAWS = 400
+
+
+def _normal(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+
+
+def _decoded(recipe: str, x: np.ndarray, step: int = 0, **options) -> np.ndarray:
+    codec = get_codec(recipe, **options)
+    return codec.decode(codec.encode(x, step=step, name="w"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "least"),
+    [
+        ("terngrad", {}, 15.9),
+        ("terngrad", {"packing": "bits"}, 15.9),
+        ("onebit", {}, 31.5),
+        ("efsignsgd", {}, 31.5),
+        ("signsgd", {}, 31.5),
+        ("qsgd", {}, 7.9),
+        ("natural", {}, 3.99),
+    ],
+)
+def test_ratios_on_the_wire_with_the_header(recipe, options, least):
+    scheme = get_scheme(recipe, **options)
+    assert 4e6 / scheme.sent_nbytes(Tensor("w", (1000, 1000))) >= least
+    assert scheme.codec.encode(_normal(10**6)).nbytes <= scheme.sent_nbytes(Tensor("w", (10**6,)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("radix", [2, 3, 4, 5, 7, 15, 16, 255, 65535])
+def test_words_hold_any_numbers_below_the_radix(radix, backend):
+    kernels = load_backend(backend)
+    for n in (0, 1, 31, 33, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 5):
+        codes = np.random.default_rng(n).integers(0, radix, n).astype(np.uint32)
+        words = kernels.pack_words(codes, radix)
+        assert words.tobytes() == load_backend("reference").pack_words(codes, radix).tobytes()
+        assert words.size == count_words(n, radix)
+        assert kernels.unpack_words(words, n, radix).tolist() == codes.tolist()
+        assert radix ** digits_of(radix) <= 2**32
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("qsgd", {}),
+        ("qsgd", {"levels": 1, "norm": "l2", "bucket": 64}),
+        ("qsgd", {"levels": 127, "norm": "l2"}),
+        ("qsgd", {"packing": "elias", "norm": "l2"}),
+        ("terngrad", {"clip": 0}),
+        ("natural", {}),
+        ("dorefa", {}),
+        ("dorefa", {"bits": 1}),
+    ],
+)
+def test_the_mean_over_draws_is_the_gradient(recipe, options):
+    """Of the errors of the means, in their own deviations, none is large and all are normal."""
+    x = _normal(2000) * np.float32(0.01)
+    draws = np.stack([_decoded(recipe, x, step, **options) for step in range(N_DRAWS)])
+    error = draws.mean(0, dtype=np.float64) - x
+    spread = draws.std(0, dtype=np.float64) / np.sqrt(N_DRAWS)
+    usual = spread >= np.median(spread)  # what is hardly ever drawn is not normal yet
+    scores = error[usual] / spread[usual]
+    assert np.abs(scores).max() < 5.5  # by chance once in 20,000 runs
+    assert abs(scores.mean()) < 5 / np.sqrt(scores.size)
+    assert 0.9 < scores.std() < 1.1
+    assert np.abs(error.sum()) < 5 * np.sqrt((spread**2).sum())
+
+
+def test_ranks_and_steps_draw_different_numbers():
+    codec, x = get_codec("qsgd"), _normal(50_000)
+    errors = [
+        codec.decode(codec.encode(x, step, name, rank=rank)).astype(np.float64) - x
+        for step, name, rank in [(0, "w", 0), (0, "w", 1), (1, "w", 0), (0, "v", 0)]
+    ]
+    correlation = np.corrcoef(errors) - np.eye(4)
+    assert np.abs(correlation).max() < 5 / np.sqrt(x.size)
+    assert draw(0, 0, "w", 0) != draw(0, 0, "w", 1)
+    one = np.tile(x[:GROUP], 8)  # groups draw different numbers too
+    rows = (codec.decode(codec.encode(one)) - one).reshape(8, GROUP)
+    assert np.abs(np.corrcoef(rows) - np.eye(8)).max() < 6 / np.sqrt(GROUP)
+
+
+@pytest.mark.parametrize("norm", ["max", "l2"])
+@pytest.mark.parametrize("levels", [1, 7, 127, 2047])
+def test_one_element_that_holds_the_norm_has_the_highest_level(levels, norm):
+    x = np.zeros(5000, np.float32)
+    x[[3, 1500, 4999]] = 0.3, -7e-20, 1.1e30  # each in a bucket of its own
+    found = _decoded("qsgd", x, levels=levels, norm=norm)
+    assert found.tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("half", [1, 7, 2047])
+def test_gamma_codes_are_those_of_elias_and_end_where_they_should(half, backend):
+    kernels, rng = load_backend(backend), np.random.default_rng(half)
+    for n in (0, 1, 31, 5000):
+        codes = np.clip(half + rng.standard_normal(n) * half / 3, 0, 2 * half).astype(np.uint32)
+        words = kernels.pack_gamma(codes, half)
+        assert words.tobytes() == load_backend("reference").pack_gamma(codes, half).tobytes()
+        assert kernels.unpack_gamma(words, n, half).tolist() == codes.tolist()
+        longer = np.append(words, np.uint32(0))
+        for damaged, most in [(words[:-1], half), (longer, half), (words, half // 3)]:
+            if n == 5000:
+                with pytest.raises(ValueError, match="level"):
+                    kernels.unpack_gamma(damaged, n, most)
+
+
+def test_elias_is_the_same_in_fewer_bytes_where_most_levels_are_zero():
+    x = _normal(200_000)
+    fixed, elias = (get_codec("qsgd", norm="l2", packing=how) for how in ("fixed", "elias"))
+    payloads = [codec.encode(x, 3, "w") for codec in (fixed, elias)]
+    decoded = [codec.decode(p) for codec, p in zip((fixed, elias), payloads, strict=True)]
+    assert decoded[0].tobytes() == decoded[1].tobytes()
+    levels = np.count_nonzero(decoded[0])
+    bits = 8 * payloads[1].nbytes - 32 * -(-x.size // 1024)
+    assert 8 * payloads[0].nbytes > 4 * x.size
+    assert x.size + 3 * levels <= bits < x.size + 3.3 * levels  # nearly all are 0, 1 or 2
+    with pytest.raises(ValueError, match="depends on the values"):
+        elias.payload_nbytes(1000)
+
+
+def test_a_corrupt_tensor_in_float32_beside_codes_of_elias_is_refused():
+    codec = get_codec("qsgd", levels=2047, packing="elias")
+    raw, packed = (codec.encode(np.array(x, np.float32)) for x in ([1, 0.9, 0.95], [1, 0, 0]))
+    assert (raw.size, packed.size) == (76, 72)
+    damaged = raw.copy()
+    damaged[-12:] = np.array([np.nan, 3e38, np.inf], np.float32).view(np.uint8)
+    for payloads in ([damaged], [damaged, packed], [packed, damaged]):
+        with pytest.raises(PayloadError, match="a value lies beyond the scale"):
+            codec.decode_sum(payloads)
+    np.testing.assert_array_equal(codec.decode_sum([raw, packed])[1:], codec.decode(raw)[1:])
+
+
+def test_clipping_limits_the_scale_of_terngrad():
+    x = _normal(100_000)
+    x[7] = 1000
+    deviation = x.astype(np.float64).std()
+    scales = {clip: np.abs(_decoded("terngrad", x, clip=clip)).max() for clip in (0, 2.5, 1)}
+    assert scales[0] == 1000
+    assert scales[2.5] == np.float32(2.5 * deviation)
+    assert scales[1] == np.float32(deviation)
+    for value in (0.125, 0.3, -0.7, 1e-20):  # no deviation but by rounding
+        same = np.full(3000, value, np.float32)
+        assert _decoded("terngrad", same).tobytes() == same.tobytes()
+
+
+def test_two_values_are_exact_under_onebit():
+    rng = np.random.default_rng(0)
+    x = np.where(rng.random(70_001) < 0.3, np.float32(-1.7), np.float32(0.1))
+    assert _decoded("onebit", x).tobytes() == x.tobytes()
+    columns = rng.standard_normal((50, 2)).astype(np.float32)
+    columns = np.sort(columns, axis=1) * np.float32([1, 1])
+    columns[:, 0], columns[:, 1] = -np.abs(columns[:, 0]), np.abs(columns[:, 1])
+    matrix = np.take_along_axis(columns, (rng.random((50, 333)) < 0.5).astype(int), 1)
+    assert _decoded("onebit", matrix, group="column").tobytes() == matrix.tobytes()
+
+
+@pytest.mark.parametrize("group", ["tensor", "column"])
+def test_either_side_of_onebit_loses_nothing_in_sum(group):
+    x = _normal(120_000).reshape(60, 2000)
+    error = x.astype(np.float64) - _decoded("onebit", x, group=group)
+    rows = range(60) if group == "column" else [slice(None)]
+    for row in rows:
+        for side in (x[row] < 0, x[row] >= 0):
+            assert abs(error[row][side].sum()) < 1e-6 * np.abs(x[row]).sum()
+
+
+def test_the_error_of_scaled_signs_is_what_the_mean_magnitude_leaves():
+    x = _normal(30_000)
+    x[::7] = 0
+    x[1::7] = -0.0
+    wide = x.astype(np.float64)
+    error = ((wide - _decoded("efsignsgd", x)) ** 2).sum()
+    left = (wide**2).sum() - np.abs(wide).sum() ** 2 / x.size
+    assert error == pytest.approx(left, rel=1e-6)
+
+
+def test_the_majority_decides_and_a_tie_is_one():
+    votes = np.array([[1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, -1], [0, -1, -1, 1]], np.float32)
+    gradients = np.repeat(votes, 100, axis=1)[None]
+    step = next(simulate("signsgd", gradients))
+    assert step.average.reshape(4, 100)[:, 0].tolist() == [1, -1, -1, -1]
+    tie = next(simulate("signsgd", np.stack([gradients[0, 0], -gradients[0, 0]])[None]))
+    assert (tie.average == 1).all()
+    nobody = next(simulate("signsgd", np.zeros((1, 3, 100), np.float32)))
+    assert not nobody.average.any()
+    one = next(simulate("signsgd", np.stack([np.zeros(100), -np.ones(100)])[None]))
+    assert (one.average == -1).all()
+
+
+def test_signum_votes_with_a_momentum_of_all_gradients():
+    gradients = np.random.default_rng(3).standard_normal((6, 3, 2000)).astype(np.float32)
+    velocity = np.zeros((3, 2000), np.float32)
+    for step, grads in zip(simulate("signum", gradients, decay=0.9), gradients, strict=True):
+        velocity = grads + np.float32(0.9) * velocity
+        sums = np.where(velocity < 0, -1, 1).sum(0)
+        np.testing.assert_array_equal(step.average, np.where(sums < 0, -1, 1))
+    np.testing.assert_array_equal(step.residual, velocity)
+
+
+def test_powers_of_two_are_exact_and_others_one_of_two():
+    powers = np.float32(2.0) ** np.arange(-60, 60, dtype=np.float32)
+    powers[::2] *= -1
+    assert _decoded("natural", powers).tobytes() == powers.tobytes()
+    x = np.full(40_000, 4 / 3, np.float32)  # where the variance is largest
+    found = _decoded("natural", x)
+    assert set(found.tolist()) == {1.0, 2.0}
+    assert ((found - x) ** 2).mean() / x[0] ** 2 == pytest.approx(1 / 8, rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", ["qsgd", "terngrad", "natural", "onebit"])
+def test_bodies_that_no_method_writes_are_refused(recipe):
+    codec = get_codec(recipe)
+    good = codec.encode(_normal(5000))
+    for at, value in ((good.nbytes - 4, 0xFFFFFFFF), (64, 0xFFFFFFFF), (64, 0x7F800000)):
+        damaged = good.copy()
+        damaged[at : at + 4] = np.frombuffer(np.uint32(value).tobytes(), np.uint8)
+        if recipe == "onebit" and at != 64:
+            continue  # any bits are signs
+        if recipe in ("terngrad", "natural") and value != 0xFFFFFFFF:
+            continue
+        if recipe == "terngrad" and at != 64:
+            continue  # the last digits of the last words belong to no element
+        with pytest.raises(PayloadError, match="body"):
+            codec.decode(damaged)
+
+
+def test_a_gpu_leaves_these_recipes_to_the_host():
+    tensors = [Tensor("w", (100, 100))]
+    for recipe in ("signsgd", "signum", "natural", "dorefa"):
+        assert not get_scheme(recipe).runs_on_device(tensors)
+    for recipe in ("qsgd", "terngrad", "onebit", "efsignsgd"):
+        assert get_scheme(recipe).runs_on_device(tensors)
+    as_it_is = [Tensor("w", (2000, 1))]  # a residual from before would be lost there
+    assert not get_scheme("onebit", group="column").runs_on_device(as_it_is)
+    assert not get_scheme("qsgd", packing="elias").runs_on_device(tensors)

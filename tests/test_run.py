@@ -1,0 +1,458 @@
+"""``horovod-fftcomp run``: what it hands to Horovod, refuses, reports and passes on."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from horovod_fftcomp import jobs
+from horovod_fftcomp.cli import main
+from horovod_fftcomp.cli.arguments import as_setting, setting, settings
+from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.step_report import StepReport
+from horovod_fftcomp.wrapping import Wrapping
+from tests.test_parallel import run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHER = f"{sys.executable} -m tests.launch --gloo"
+
+
+def refusal(capsys, *arguments: object) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *map(str, arguments)])
+    assert caught.value.code == 2
+    return capsys.readouterr().err.split("error: ")[1]
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import sys\nprint('ran as', __name__, sys.argv[1:])\nsys.exit(7)\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# Recipes, as they are written on the command line.
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fft", [("fft", {})]),
+        ("fft:density=0.15", [("fft", {"density": 0.15})]),
+        ("fft:density=0.15,bits=8,auto", [("fft", {"density": 0.15, "bits": 8}), ("auto", {})]),
+        ("none,topk:scope=model", [("none", {}), ("topk", {"scope": "model"})]),
+        ("none, fft(bits=6) ,auto", [("none", {}), ("fft", {"bits": 6}), ("auto", {})]),
+    ],
+)
+def test_recipes_are_read(text, expected):
+    found = settings(text)
+    assert [(choice.name, dict(choice.options)) for choice in found] == expected
+    for choice in found:
+        assert setting(as_setting(choice)) == choice
+        assert not set(as_setting(choice)) & set("() ")
+
+
+@pytest.mark.parametrize("text", ["", ":", "fft:", "fft:density", "density=1,fft:bits=8", "fft::"])
+def test_what_is_no_recipe_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        settings(text)
+
+
+def test_bad_arguments_are_told(capsys, script, monkeypatch):
+    assert "unknown recipe 'fftt'" in refusal(capsys, "--compression", "fftt", script)
+    error = refusal(capsys, "--compression", "fft:dense=1", script)
+    assert "has no option dense" in error
+    assert "density" in refusal(capsys, "--compression", "fft:density=7", script)
+    assert "is 2 recipes" in refusal(capsys, "--compression", "fft,topk", script)
+    assert "no script 'gone.py'" in refusal(capsys, "--compression", "fft", "gone.py")
+    assert "required" in refusal(capsys, "--compression", "fft")
+    assert "required" in refusal(capsys, script)
+    assert "belong to --compare" in refusal(capsys, "--compression", "fft", "-np", 2, script)
+    error = refusal(capsys, "--compare", "fft", "--record", "x.npz", script)
+    assert "belong to --compression" in error
+    error = refusal(capsys, "--compare", "fft", "--report-json", script)
+    assert "--report-json belongs to --compression" in error
+    error = refusal(capsys, "--compare", "none,fft", "--launcher", "/no/launcher", script)
+    assert "'/no/launcher' was not found" in error
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    assert "leave horovodrun out" in refusal(capsys, "--compare", "none,fft", script)
+
+
+def test_every_option_is_explained(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert len(options) > 5
+    page = (ROOT / "docs" / "run.md").read_text()
+    assert options <= set(re.findall(r"--[a-z][a-z-]+", page))
+
+
+# The script.
+
+
+def test_a_script_runs_as_main_with_its_arguments_and_its_exit_status(capsys, script):
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--compression", "fft", str(script), "--compression", "x", "-np"])
+    assert caught.value.code == 7
+    printed = capsys.readouterr()
+    assert "ran as __main__ ['--compression', 'x', '-np']" in printed.out
+    assert "horovod-fftcomp run: fft: nothing was exchanged through horovod_fftcomp" in printed.err
+
+
+def test_an_error_of_the_script_is_its_own(capsys, script):
+    script.write_text("import neighbour\nraise KeyError(neighbour.__name__)\n")
+    (script.parent / "neighbour.py").write_text("")
+    with pytest.raises(KeyError, match="neighbour"):
+        main(["run", "--compression", "fft", str(script)])
+    assert "nothing was exchanged" in capsys.readouterr().err
+    del sys.modules["neighbour"]
+
+
+# What Horovod's wrappers are given; a module that looks like one of Horovod's.
+
+FAKE = """
+class Compression:
+    none, fp16 = object(), object()
+Average, Adasum = object(), object()
+def DistributedOptimizer(optimizer, named_parameters=None, compression=Compression.none, op=Average,
+                         process_set=None):
+    return optimizer, named_parameters, compression, op
+def load_model(path, compression=Compression.none):
+    return DistributedOptimizer(path, compression=compression)
+def DistributedGradientTape(gradtape, compression=Compression.none):
+    return gradtape, compression
+def PartialDistributedOptimizer(optimizer, compression=Compression.none):
+    return optimizer
+"""
+
+
+class FakeCompressor:
+    def __init__(self, recipe, model, options):
+        self.recipe, self.model, self.options = recipe, model, options
+
+
+class FakeFactories:
+    def __getattr__(self, recipe):
+        return lambda model, **options: FakeCompressor(recipe, model, options)
+
+
+@pytest.fixture
+def horovod(tmp_path, monkeypatch):
+    """Return a function that imports a module as a script would, after the wrapping."""
+    package = tmp_path / "horovod"
+    (package / "tensorflow" / "keras").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    for path in (package / "torch.py", package / "tensorflow" / "__init__.py",
+                 package / "tensorflow" / "keras" / "__init__.py"):  # fmt: skip
+        path.write_text(FAKE)
+    for name in list(sys.modules):
+        if name.split(".")[0] == "horovod":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    importing = importlib.import_module
+
+    def import_module(name):
+        if name in ("horovod_fftcomp.torch", "horovod_fftcomp.tensorflow"):
+            return argparse.Namespace(Compression=FakeFactories())
+        return importing(name)
+
+    monkeypatch.setattr("horovod_fftcomp.wrapping.importlib.import_module", import_module)
+    yield importing
+    for name in list(sys.modules):
+        if name.split(".")[0] == "horovod":
+            monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.fixture
+def made():
+    found: list[FakeCompressor] = []
+    Wrapping("fft", {"density": 0.2}, found.append).install()
+    return found
+
+
+def test_torch_gets_the_optimizers_parameters(horovod, made):
+    hvd = horovod("horovod.torch")
+    assert "torch.py" in hvd.DistributedOptimizer.__wrapped__.__code__.co_filename
+    optimizer, named, compression, op = hvd.DistributedOptimizer(
+        "sgd", iter([("a", 1), ("b", 2)]), op=hvd.Average, compression=hvd.Compression.none
+    )
+    assert (optimizer, named, op) == ("sgd", [("a", 1), ("b", 2)], hvd.Average)
+    assert made == [compression]
+    assert (compression.recipe, compression.model) == ("fft", named)
+    assert compression.options == {"density": 0.2}
+    unnamed = argparse.Namespace(param_groups=[{"params": [1, 2]}, {"params": [3]}])
+    _, named, compression, _ = hvd.DistributedOptimizer(unnamed, process_set="evens")
+    prefix = "allreduce.noname."
+    assert named == [(f"{prefix}0.0", 1), (f"{prefix}0.1", 2), (f"{prefix}1.0", 3)]
+    assert compression.options == {"density": 0.2, "process_set": "evens"}
+    assert len(made) == 2
+
+
+def test_keras_optimizers_and_the_tapes_of_a_loop_bind_late(horovod, made):
+    keras, tensorflow = horovod("horovod.tensorflow.keras"), horovod("horovod.tensorflow")
+    first, second = (keras.DistributedOptimizer(n)[2] for n in ("sgd", "adam"))
+    assert first is not second
+    assert first.model is None
+    tapes = [tensorflow.DistributedGradientTape(n) for n in range(3)]
+    assert [tape for tape, _ in tapes] == [0, 1, 2]
+    assert len({compression for _, compression in tapes}) == 1
+    assert len(made) == 3
+
+
+def test_a_wrapper_that_calls_another_makes_one_compressor(horovod, made):
+    keras = horovod("horovod.tensorflow.keras")
+    assert keras.load_model("model")[2] is made[0]
+    assert len(made) == 1
+
+
+def test_a_module_that_is_there_already_is_wrapped(horovod):
+    hvd = horovod("horovod.torch")
+    found: list[FakeCompressor] = []
+    Wrapping("topk", {}, found.append).install()
+    hvd.DistributedOptimizer("sgd", [("a", 1)])
+    assert [one.recipe for one in found] == ["topk"]
+
+
+def test_what_cannot_be_wrapped_is_refused(horovod, made, monkeypatch):
+    hvd, keras = horovod("horovod.torch"), horovod("horovod.tensorflow.keras")
+    with pytest.raises(UnsupportedError, match=r"a compression= of its own .*take that out"):
+        hvd.DistributedOptimizer("sgd", [], compression=hvd.Compression.fp16)
+    with pytest.raises(UnsupportedError, match="Adasum"):
+        hvd.DistributedOptimizer("sgd", [], op=hvd.Adasum)
+    with pytest.raises(UnsupportedError, match="keeps some layers local"):
+        keras.PartialDistributedOptimizer("sgd")
+    with pytest.raises(TypeError, match="missing a required argument"):
+        hvd.DistributedOptimizer()
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(UnsupportedError, match="elastic"):
+        hvd.DistributedOptimizer("sgd", [])
+    assert not made
+
+
+# The report.
+
+
+class Steps:
+    """A compressor that has taken steps: the first three are slow and large."""
+
+    def __init__(self):
+        self.n, self.sent, self.listeners = 0, 0, []
+
+    def tensors(self):
+        return []
+
+    def on_step(self, listener):
+        self.listeners.append(listener)
+
+    def step(self, nbytes, seconds):
+        time.sleep(seconds)
+        self.n, self.sent = self.n + 1, self.sent + nbytes
+        for listener in self.listeners:
+            listener()
+
+    def stats(self):
+        found = dict.fromkeys(("encode_s", "wait_s", "decode_s"), 0.001 * self.n)
+        return {"steps": self.n, "dense_nbytes": 100 * self.n, "sent_nbytes": self.sent, **found}
+
+    def place(self):
+        return {"rank": 0, "world_size": 2}
+
+    def digest(self):
+        return "abc"
+
+
+def test_the_first_steps_do_not_count():
+    report, steps = StepReport(), Steps()
+    assert report.values() == {"steps": 0}
+    report.watch(steps)
+    for _ in range(3):
+        steps.step(1000, 0.3)
+    for _ in range(6):
+        steps.step(10, 0.002)
+    found = report.values()
+    assert (found["steps"], found["sent_nbytes"], found["dense_nbytes"]) == (9, 10, 100)
+    assert found["encode_s"] == pytest.approx(0.001)
+    assert 0.002 <= found["step_s"] < 0.3
+    assert (found["world_size"], found["digest"]) == (2, "abc")
+
+
+def test_few_steps_all_count_and_a_number_of_them_ends_it():
+    ends = []
+    report, steps = StepReport(2, lambda: ends.append(steps.n)), Steps()
+    report.watch(steps)
+    steps.step(50, 0)
+    assert report.values()["step_s"] is None
+    steps.step(70, 0)
+    steps.step(90, 0)
+    assert report.values()["sent_nbytes"] == 70
+    assert ends == [2]
+
+
+def test_the_compressor_that_takes_steps_is_timed():
+    ends = []
+    report, idle, busy = StepReport(3, lambda: ends.append(1)), Steps(), Steps()
+    report.watch(idle)
+    report.watch(busy)
+    for _ in range(2):
+        busy.step(10, 0)
+    assert report.values()["steps"] == 2
+    report.disarm()
+    busy.step(10, 0)
+    assert not ends
+
+
+# Jobs.
+
+
+def launch(body: str, n: int = 2):
+    lines: list[str] = []
+    start = (
+        "import subprocess, sys; n = int(sys.argv[2]); "
+        "ranks = [subprocess.Popen([sys.executable, '-c', sys.argv[3], str(r)]) for r in range(n)];"
+        "sys.exit(max(rank.wait() for rank in ranks))"
+    )
+    ended = jobs.launch([sys.executable, "-c", start], n, [body], lines.append)
+    return ended, "".join(lines)
+
+
+def test_ranks_report_through_their_output(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    body = (
+        "import sys; from horovod_fftcomp import jobs; r = int(sys.argv[1]); print('hello', r);"
+        "jobs.report({'rank': r, 'twice': 2 * r}); sys.exit(3 * r)"
+    )
+    ended, output = launch(body)
+    assert ended == (3, [{"rank": 0, "twice": 0}, {"rank": 1, "twice": 2}])
+    assert sorted(output.splitlines()) == ["hello 0", "hello 1"]
+
+
+def test_long_reports_come_in_lines_that_launchers_leave_whole(monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    values = {"rank": 0, "tensors": [[f"layer{i}.weight", [64, 64, 3, 3]] for i in range(300)]}
+    jobs.report(values)
+    assert max(map(len, capsys.readouterr().out.splitlines())) < 1100
+    body = (
+        "from horovod_fftcomp import jobs; print('fftcomp-report of my own');"
+        "jobs.report({'rank': 0, 'tensors': [[f'layer{i}.weight', [64, 64, 3, 3]]"
+        " for i in range(300)]})"
+    )
+    ended, output = launch(body, 1)
+    assert ended.reports == [values]
+    assert output == ""
+
+
+def test_what_a_launcher_leaves_behind_does_not_keep_it_waiting(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    body = (
+        "import subprocess; from horovod_fftcomp import jobs;"
+        "jobs.report({'rank': 0, 'pid': subprocess.Popen(['sleep', '60']).pid})"
+    )
+    begin = time.monotonic()
+    ended, _ = launch(body, 1)
+    assert time.monotonic() - begin < 40
+    [found] = ended.reports
+    status = Path(f"/proc/{found['pid']}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_ranks_that_do_not_end_after_their_reports_are_ended(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(jobs, "_GRACE_S", 1.0)
+    body = (
+        "import os, sys, time; from horovod_fftcomp import jobs;"
+        "jobs.report({'rank': int(sys.argv[1]), 'pid': os.getpid()}); time.sleep(60)"
+    )
+    begin = time.monotonic()
+    ended, _ = launch(body)
+    assert time.monotonic() - begin < 30
+    assert len(ended.reports) == 2
+    for found in ended.reports:
+        assert (
+            not Path(f"/proc/{found['pid']}/cmdline").exists()
+            or not Path(f"/proc/{found['pid']}/cmdline").read_bytes()
+        )
+
+
+# On two ranks: an unedited script of PyTorch, and one of Keras.
+
+
+@pytest.mark.parallel
+@pytest.mark.torch
+def test_torch_trains_to_the_bit_as_without_us_and_its_status_is_passed_on():
+    script = "tests/scripts/torch_digits.py"
+    _, plain = run_ranks(2, "gloo", script)
+    code, wrapped = run_ranks(
+        2, "gloo", "-m", "horovod_fftcomp", "run", "--compression", "none", script, "--fail"
+    )
+    assert code != 0
+    losses = [re.findall(r"loss (\S+)|weights (\S+)", output) for output in (plain, wrapped)]
+    assert len(losses[0]) == 16
+    assert losses[0] == losses[1]
+    assert re.search(r"run: none: 15 steps on 2 ranks, [\d.]+ ms a step", wrapped), wrapped
+
+
+@pytest.mark.parallel
+@pytest.mark.torch
+def test_jobs_are_compared_and_end_after_their_steps(capfd, monkeypatch, tmp_path):
+    pytest.importorskip("horovod")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "compared.json"
+    main(["run", "--compare", "none,fft:density=0.1", "--steps", "8", "--launcher", LAUNCHER,
+          "--json", str(path), "tests/scripts/torch_digits.py", "--epochs", "1000"])  # fmt: skip
+    printed = capfd.readouterr().out
+    rows = re.findall(r"^ ?(none|fft\(density=0.1\)) +([\d.]+) .* equal bits", printed, re.M)
+    assert [name for name, _ in rows] == ["none", "fft(density=0.1)"], printed
+    for row in json.loads(path.read_text()):
+        assert row["trouble"] == ""
+        assert [rank["steps"] for rank in row["ranks"]] == [8, 8]
+
+
+@pytest.mark.parallel
+@pytest.mark.torch
+def test_a_rank_that_ends_first_leaves_the_others_their_last_exchange():
+    """Of two nodes the smaller one is done before the other."""
+    code, output = run_ranks(
+        3, "gloo", "-m", "horovod_fftcomp", "run", "--report-json", "--compression",
+        "fft:density=0.1", "--ranks-per-node", "2", "--steps", "5",
+        "tests/scripts/torch_digits.py", "--epochs", "1000",
+    )  # fmt: skip
+    assert code == 0, output[-8000:]
+    reports = [json.loads(text) for text in re.findall(r"fftcomp-report \d+ 1 1 (.*)", output)]
+    assert sorted(report["rank"] for report in reports) == [0, 1, 2]
+    assert len({report["digest"] for report in reports}) == 1
+
+
+@pytest.mark.parallel
+@pytest.mark.tf
+@pytest.mark.parametrize("script", ["keras_digits", "tensorflow_digits"])
+def test_tensorflow_trains_compressed_with_equal_bits_on_all_ranks(script):
+    code, output = run_ranks(
+        2, "gloo", "-m", "horovod_fftcomp", "run", "--report-json", "--compression",
+        "fft:density=0.1", f"tests/scripts/{script}.py", framework="tensorflow",
+    )  # fmt: skip
+    assert code == 0, output[-8000:]
+    reports = [json.loads(text) for text in re.findall(r"fftcomp-report \d+ 1 1 (.*)", output)]
+    assert sorted(report["rank"] for report in reports) == [0, 1]
+    assert len({report["digest"] for report in reports}) == 1
+    assert {report["steps"] for report in reports} == {15}
+    assert all(report["dense_nbytes"] > 5 * report["sent_nbytes"] for report in reports)
+    losses = [float.fromhex(text) for text in re.findall(r"loss (\S+)", output)]
+    assert losses[-1] < 0.95 * losses[0]
