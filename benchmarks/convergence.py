@@ -63,7 +63,36 @@ RECIPES = (
 # Beyond the table: what shows why, or what recovers.
 WARM = " after a dense warm-up"  # of a tenth of the steps
 LONGER = " in twice the steps"  # of the first seed alone, but in the long form
+ALONE = " without other momentum"  # than the recipe's own
+SLOW = " at a hundredth of the rate"  # what signs need: each weight takes whole steps
 AS_MANY_BYTES = "topk(bits=32) with the bytes of hard_threshold"
+# What the papers compare with. The language model, of which it trains the first seed, has AdamW.
+BASELINES = (
+    "bf16",
+    "qsgd",
+    "terngrad",
+    "natural",
+    "dorefa",
+    "onebit",
+    "efsignsgd",
+    "powersgd(rank=4)",
+    "gtopk(density=0.01)",
+    "strom(threshold=0.01)",
+    "adacomp",
+    "wangni(density=0.1)",
+)
+BASELINES_OF = {
+    "resnet": (
+        *BASELINES,
+        "random_k(density=0.01)",
+        "dgc(density=0.01)" + ALONE,
+        "sketchsgd(density=0.01)" + ALONE,
+        "signsgd" + ALONE + SLOW,
+        "signum" + ALONE + SLOW,
+    ),
+    "charlm": BASELINES,
+    "logistic": (),
+}
 MORE = {
     "resnet": (
         "topk(density=0.01)" + WARM,
@@ -179,14 +208,18 @@ def train(job: Job) -> dict[str, Any]:
     torch.set_num_threads(1)
     horovod_fftcomp.set_num_threads(1)
     kind = KINDS[job.kind]
-    flags = argparse.Namespace(seed=job.seed, lr=kind.lr, batch_size=8, skew=0.0)
-    task = kind.make_task(flags)
+    lr = kind.lr / 100 if job.recipe.endswith(SLOW) else kind.lr
+    task = kind.make_task(argparse.Namespace(seed=job.seed, lr=lr, batch_size=8, skew=0.0))
     recipe = job.recipe
+    if ALONE in recipe:
+        task.optimizer.param_groups[0]["momentum"] = 0.0
     if recipe == AS_MANY_BYTES:
         recipe = f"topk(bits=32,density={density_of(job.sent_nbytes, task.model)})"
-    [choice] = recipe_choices(recipe.removesuffix(WARM).removesuffix(LONGER))
-    warm = {"warmup_steps": job.steps // 10} if recipe.endswith(WARM) else {}
-    n_steps = 2 * job.steps if recipe.endswith(LONGER) else job.steps
+    for suffix in (WARM, LONGER, SLOW, ALONE):
+        recipe = recipe.removesuffix(suffix)
+    [choice] = recipe_choices(recipe)
+    warm = {"warmup_steps": job.steps // 10} if job.recipe.endswith(WARM) else {}
+    n_steps = 2 * job.steps if job.recipe.endswith(LONGER) else job.steps
     run = comparison.train_simulated(
         task, choice, LEARNERS, n_steps, 20, steer=steering(job, kind, n_steps), **warm
     )
@@ -283,7 +316,7 @@ class Store:
 
 def recipes_of(kind: str) -> tuple[str, ...]:
     """Return the rows of a task's table."""
-    return (*RECIPES, *MORE[kind])
+    return (*RECIPES, *MORE[kind], *BASELINES_OF[kind])
 
 
 def jobs_of(form: str) -> list[Job]:
@@ -300,7 +333,8 @@ def jobs_of(form: str) -> list[Job]:
 
 
 def _is_trained(job: Job, form: str) -> bool:
-    return job.seed == 0 or form == "long" or not job.recipe.endswith(LONGER)
+    is_long = job.recipe.endswith(LONGER) or (job.kind == "charlm" and job.recipe in BASELINES)
+    return job.seed == 0 or form == "long" or not is_long
 
 
 def run_all(jobs: list[Job], store: Store, workers: int) -> None:
@@ -386,12 +420,12 @@ def plot(store: Store, path: Path) -> None:
     """Plot quality against bytes, and the residual's norm over the steps, for each task."""
     figure = Figure(figsize=(15, 9), layout="constrained")
     grid = figure.subplots(2, len(KINDS))
-    names = dict.fromkeys(recipe for name in KINDS for recipe in recipes_of(name))
+    names = dict.fromkeys(recipe for name in KINDS for recipe in (*RECIPES, *MORE[name]))
     numbers = {recipe: number for number, recipe in enumerate(names)}
     shown = {}
     for column, name in enumerate(KINDS):
         above, below = grid[0][column], grid[1][column]
-        for recipe in recipes_of(name):
+        for recipe in (*RECIPES, *MORE[name]):
             runs = store.seeds(name, recipe)
             if not runs:
                 continue
@@ -410,6 +444,27 @@ def plot(store: Store, path: Path) -> None:
         for axes in (above, below):
             axes.grid(alpha=0.3)
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=110)
+
+
+def plot_baselines(store: Store, path: Path) -> None:
+    """Plot the ResNet's accuracy with each recipe of the table and each baseline, by ratio."""
+    rows = [
+        (np.mean([run["ratio_of_compressed"] for run in runs]), recipe, runs, colour)
+        for recipes, colour in ((RECIPES, "C0"), (BASELINES_OF["resnet"], "C1"))
+        for recipe in recipes
+        if (runs := store.seeds("resnet", recipe))
+    ]
+    rows.sort(key=lambda row: -row[0])
+    axes = (figure := Figure(figsize=(9, 1 + 0.25 * len(rows)), layout="constrained")).subplots()
+    for y, (_, _, runs, colour) in enumerate(rows):
+        found = np.array([100 * final(run) for run in runs])
+        axes.errorbar(found.mean(), y, xerr=found.std(), fmt="o", color=colour, capsize=3)
+    labels = [f"{name.removesuffix(SLOW).removesuffix(ALONE)}  {x:.0f}x" for x, name, _, _ in rows]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.set_xlabel("test accuracy (%), mean and standard deviation of the seeds")
+    axes.set_title("ratio of what is compressed; blue: the table's recipes, orange: baselines")
+    axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
 
@@ -450,6 +505,7 @@ def main() -> None:
     (args.out / f"{name}.md").write_text(f"# Convergence\n\n{page}", encoding="utf-8")
     plot(store, args.out / f"{name}.png")
     plot_recovery(store, args.out / f"{name}-recovery.png")
+    plot_baselines(store, args.out / f"{name}-baselines.png")
     print(page)
 
 

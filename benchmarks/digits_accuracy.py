@@ -28,6 +28,7 @@ from rich.table import Table
 import horovod_fftcomp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+import digits
 import torch_digits
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -60,10 +61,10 @@ def paired_difference(accuracies: list[float], baseline: list[float]) -> Differe
     return Difference(points.round(4).tolist(), float(mean), float(low), float(high))
 
 
-def train_all(seeds: range, args: argparse.Namespace) -> dict[str, list[torch_digits.Run]]:
+def train_all(seeds: range, args: argparse.Namespace) -> dict[str, list[digits.Run]]:
     """Train every recipe with every seed; rank 0 shows the progress."""
-    runs: dict[str, list[torch_digits.Run]] = {recipe: [] for recipe in OPTIONS}
-    monitor = torch_digits.Monitor(len(seeds) * len(OPTIONS) * args.epochs, hvd.rank() != 0)
+    runs: dict[str, list[digits.Run]] = {recipe: [] for recipe in OPTIONS}
+    monitor = digits.Monitor(len(seeds) * len(OPTIONS) * args.epochs, hvd.rank() != 0)
     with monitor.bar:
         for seed in seeds:
             args.seed = seed
@@ -132,12 +133,12 @@ def describe(args: argparse.Namespace) -> dict[str, object]:
             "python": platform.python_version(),
             **versions,
         },
-        "settings": {**settings, "lr_warm_up_epochs": torch_digits.LR_WARM_UP_EPOCHS},
+        "settings": {**settings, "lr_warm_up_epochs": digits.LR_WARM_UP_EPOCHS},
         "tolerance_points": TOLERANCE,
     }
 
 
-def describe_recipe(runs: list[torch_digits.Run], difference: Difference | None) -> dict:
+def describe_recipe(runs: list[digits.Run], difference: Difference | None) -> dict:
     """Return what came out for one recipe."""
     described = {
         "options": runs[0].options,
@@ -165,7 +166,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Run the benchmark; rank 0 reports."""
     flags = parse_args()
-    args = torch_digits.parse_args([])
+    args = digits.parse_args(__doc__, [])
     hvd.init()
     if hvd.size() == 1:
         sys.exit("one process exchanges nothing; start it with horovodrun -np 2")
@@ -179,7 +180,7 @@ def main() -> None:
         for recipe, values in accuracies.items()
         if recipe != "none"
     }
-    console = torch_digits.Monitor(0).console
+    console = digits.Monitor(0).console
     console.print(make_table(accuracies, differences))
     found = {recipe: describe_recipe(runs[recipe], differences.get(recipe)) for recipe in runs}
     result = {**describe(args), "seeds": list(range(flags.seeds)), "recipes": found}

@@ -24,20 +24,24 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 import horovod_fftcomp
-from horovod_fftcomp import Codec, get_codec
+from horovod_fftcomp import get_codec
 from horovod_fftcomp.backends.gpu.decoder import Decoder
 from horovod_fftcomp.backends.gpu.encoder import Encoder
+from horovod_fftcomp.backends.gpu.tables import DeviceCodec
 from horovod_fftcomp.backends.gpu.torch_device import TorchDevice
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RANKS = 8  # of which a sum is decoded
 BLOCK = 256
-# What a contract moves at least: gradient and residual in, coefficients out and in again.
-TRAFFIC = {"topk": 16.2, "fft": 19.0, "dct": 19.0}  # bytes for each element
+# What a contract moves at least: gradient and residual in, coefficients out and in again; of
+# efsignsgd gradient and residual in twice, first for the scale; of qsgd, which keeps none, once.
+TRAFFIC = {"topk": 16.2, "fft": 19.0, "dct": 19.0, "efsignsgd": 20.1, "qsgd": 4.5}  # bytes each
 CODECS = {
     "topk": ("topk", {"density": 0.01}),
     "fft": ("fft", {"density": 0.15, "block": BLOCK}),
     "dct": ("dct", {"density": 0.15, "block": BLOCK}),
+    "efsignsgd": ("efsignsgd", {}),
+    "qsgd": ("qsgd", {}),
 }
 SIZES = (1_000_000, 5_000_000, 25_000_000, 100_000_000, 400_000_000)
 
@@ -125,6 +129,30 @@ def standard_fft(
     return sent
 
 
+def standard_signs(
+    grads: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the signs times the mean magnitude, with error feedback: scale, and bytes of signs."""
+    sent = []
+    for grad, residual in zip(grads, residuals, strict=True):
+        residual += grad
+        scale = residual.abs().mean()
+        negative = residual < 0
+        residual -= torch.where(negative, -scale, scale)
+        sent.append((scale, negative))
+    return sent
+
+
+def standard_qsgd(grads: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return 7 levels of the largest magnitude in each 1024 elements: scales, and bytes."""
+    sent = []
+    for grad in grads:
+        rows = torch.nn.functional.pad(grad, (0, -grad.numel() % 1024)).view(-1, 1024)
+        scales = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+        sent.append((scales, (rows / scales * 7 + torch.rand_like(rows)).floor().to(torch.int8)))
+    return sent
+
+
 def measure(
     device: Any, place: str, tensors: str, sizes: Sequence[int], name: str, repeat: int
 ) -> Row:
@@ -134,7 +162,7 @@ def measure(
     recipe, options = CODECS[name]
     codecs = [get_codec(recipe, **options)] * len(sizes)
     nbytes = sum(codec.payload_nbytes(n) for codec, n in zip(codecs, sizes, strict=True))
-    encode, decode = seconds_of_kernels(device, codecs, grads, repeat)
+    encode, decode = seconds_of_kernels(device, recipe, codecs, grads, repeat)
     standard = seconds_of_standard(grads, name, repeat)
     whole = torch.cat(grads)  # a device copies it at once, not in many small launches
     into = torch.empty_like(whole)
@@ -143,13 +171,14 @@ def measure(
 
 
 def seconds_of_kernels(
-    device: Any, codecs: list[Codec], grads: Sequence[torch.Tensor], repeat: int
+    device: Any, recipe: str, codecs: list[DeviceCodec], grads: Sequence[torch.Tensor], repeat: int
 ) -> tuple[float, float]:
-    """Return the times of an encoding with error feedback, and of a sum of ``RANKS`` payloads."""
+    """Return the times of an encoding, and of a sum of ``RANKS`` payloads."""
     shapes = [(grad.numel(),) for grad in grads]
     encoder = Encoder(device, codecs, shapes)
+    keeps = recipe != "qsgd"  # by default it has no error feedback
     residuals, coeffs = (
-        [None if f is None else device.zeros(f[1], f[0]) for f in encoder.coeffs_formats]
+        [device.zeros(f[1], f[0]) if f and keeps else None for f in encoder.coeffs_formats]
         for _ in range(2)
     )
     message = encoder.encode(grads, residuals, coeffs).message
@@ -161,9 +190,13 @@ def seconds_of_kernels(
 
 def seconds_of_standard(grads: Sequence[torch.Tensor], name: str, repeat: int) -> float:
     """Return the time of what scripts do with PyTorch's functions; spectra for a DCT as well."""
+    if name == "qsgd":
+        return seconds_of(lambda: standard_qsgd(grads), repeat)
+    kept = [torch.zeros_like(grad) for grad in grads]
+    if name == "efsignsgd":
+        return seconds_of(lambda: standard_signs(grads, kept), repeat)
     density = CODECS[name][1]["density"]
     if name == "topk":
-        kept = [torch.zeros_like(grad) for grad in grads]
         return seconds_of(lambda: standard_topk(grads, kept, density), repeat)
     bins = [-(-grad.numel() // BLOCK) * (BLOCK // 2 + 1) for grad in grads]
     spectra = [torch.zeros(n, dtype=torch.complex64, device=grads[0].device) for n in bins]
@@ -243,7 +276,7 @@ def main() -> None:
     plot(rows, args.out / "gpu.png")
     for row in rows:
         print(
-            f"{row['tensors']:26} {row['codec']:5} {row['numel']:>11,}  "
+            f"{row['tensors']:26} {row['codec']:9} {row['numel']:>11,}  "
             f"copy {row['copy_gb_s']:6.0f} GB/s  encode {row['encode_share_of_copy']:5.2f}  "
             f"decode {row['decode_share_of_copy']:5.2f} of it  "
             f"{row['times_faster_than_standard']:5.1f} times faster than standard"

@@ -1,0 +1,251 @@
+"""Write docs/choosing.md: which recipe for which network, model and number of ranks.
+
+    python benchmarks/choosing.py            # times all codecs here, then writes the page
+    python benchmarks/choosing.py --report   # writes the page from results/choosing.json
+
+Quality is that of results/convergence.json; steps are forecasts of ``horovod_fftcomp.cost_model``,
+from codecs timed on this machine's CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import convergence
+import numpy as np
+from rich.progress import track
+
+from horovod_fftcomp import advice, machine
+from horovod_fftcomp.cli.arguments import recipe_choices
+from horovod_fftcomp.cost_model import Compute, Message, Part, given_network
+from horovod_fftcomp.schemes import Tensor
+
+HERE = Path(__file__).resolve().parent
+RESULT, PAGE = HERE / "results" / "choosing.json", HERE.parent / "docs" / "choosing.md"
+SAME, NEAR = (0.5, 0.02), (1.2, 0.15)  # points of accuracy on resnet, share of charlm's loss
+LATENCY_S = 50e-6
+
+
+class Model(NamedTuple):
+    """What a user trains: matrices of so many elements; seconds of a step without exchange."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    compute_s: float
+
+    @property
+    def numel(self) -> int:
+        """All elements."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Names and shapes."""
+        return [Tensor(f"layer{i}", shape) for i, shape in enumerate(self.shapes)]
+
+
+MODELS = (
+    Model("1 M parameters, 20 ms a step", ((256, 512),) * 8, 0.02),
+    Model("25 M parameters, 80 ms a step", ((1024, 1024),) * 24, 0.08),
+    Model("25 M parameters, 400 ms a step", ((1024, 1024),) * 24, 0.4),
+)
+GBIT_PER_S = (0.1, 0.3, 1, 3, 10, 25)
+RANKS = (2, 8, 32, 128)
+
+
+def plain(recipe: str) -> str:
+    """Return a recipe of the convergence table without what was changed around it."""
+    for suffix in (convergence.SLOW, convergence.ALONE):
+        recipe = recipe.removesuffix(suffix)
+    return recipe
+
+
+def quality(store: convergence.Store) -> dict[str, tuple[float | None, float | None]]:
+    """Return, by recipe, points lost on resnet and the share of the loss gained on charlm."""
+    found: dict[str, tuple[float | None, float | None]] = {}
+    for recipe in (*convergence.RECIPES, *convergence.BASELINES_OF["resnet"]):
+        changes = []
+        for kind, sign in (("resnet", -100.0), ("charlm", 1.0)):
+            runs, none = store.seeds(kind, recipe), store.seeds(kind, "none")
+            if not runs:
+                changes.append(None)
+                continue
+            ends, base = (
+                np.array([convergence.final(run) for run in some])
+                for some in (runs, none[: len(runs)])  # the same seeds
+            )
+            change = float(ends.mean() - base.mean())
+            whole = 1.0 if kind == "resnet" else float(np.mean([*map(convergence.final, none)]))
+            changes.append(sign * change / whole)
+        found[plain(recipe)] = (changes[0], changes[1])
+    return found
+
+
+def ratios_of(store: convergence.Store) -> dict[str, float]:
+    """Return float32 bytes over bytes sent, of what is compressed on resnet."""
+    runs = {recipe: store.seeds("resnet", recipe) for recipe in convergence.recipes_of("resnet")}
+    return {
+        plain(recipe): float(np.mean([run["ratio_of_compressed"] for run in some]))
+        for recipe, some in runs.items()
+        if some
+    }
+
+
+def holds(lost: tuple[float | None, float | None], limits: tuple[float, float]) -> bool:
+    """Tell whether a recipe was trained on both tasks and lost no more than ``limits``."""
+    return all(
+        change is not None and change <= limit for change, limit in zip(lost, limits, strict=True)
+    )
+
+
+def measure() -> dict[str, Any]:
+    """Return the parts of a step of every recipe and model, timed here."""
+    recipes = [*convergence.RECIPES[1:], *convergence.BASELINES_OF["resnet"], "fp16"]
+    sizes = {model.numel: model for model in MODELS}
+    jobs = [(model, plain(recipe)) for model in sizes.values() for recipe in recipes]
+    timed: dict[str, dict[str, Any]] = {str(numel): {} for numel in sizes}
+    for model, recipe in track(jobs, "timing codecs"):
+        [choice] = recipe_choices(recipe)
+        option = advice.compressed(choice.label, choice.name, choice.options, model.tensors, {}, 3)
+        timed[str(model.numel)][recipe] = {
+            "sent_nbytes": option.sent_nbytes,
+            "parts": [part.__dict__ | {"messages": list(part.messages)} for part in option.parts],
+        }
+    return {
+        "command": "python benchmarks/choosing.py",
+        "machine": machine.describe(),
+        "models": timed,
+    }
+
+
+def options_of(model: Model, timed: Mapping[str, Any]) -> dict[str, advice.Option]:
+    """Return every recipe's exchange of ``model``."""
+    found = {"none": advice.dense(model.tensors)}
+    for recipe, one in timed[str(model.numel)].items():
+        parts = [
+            Part(**part | {"messages": tuple(Message(*m) for m in part["messages"])})
+            for part in one["parts"]
+        ]
+        found[recipe] = advice.Option(recipe, recipe, {}, parts, one["sent_nbytes"], 0.0)
+    return found
+
+
+def picks(
+    model: Model, options: Mapping[str, advice.Option], allowed: set[str]
+) -> Iterator[list[str]]:
+    """Yield a row for each network: the fastest allowed recipe on each number of ranks."""
+    chosen = [options["none"], *(o for name, o in options.items() if name in allowed)]
+    for speed in GBIT_PER_S:
+        cells = []
+        for ranks in RANKS:
+            network = given_network(speed, LATENCY_S)
+            found = advice.forecasts(chosen, Compute(model.compute_s), network, ranks)
+            best = advice.advise(found).best
+            if best is None:
+                cells.append("`none`")
+            else:
+                gain = found[0].time.total_s / best.time.total_s
+                cells.append(f"`{best.option.label}` {gain:.1f}x")
+        yield [f"{speed:g} Gbit/s", *cells]
+
+
+def table(head: list[str], rows: Iterator[list[str]]) -> list[str]:
+    """Return a Markdown table, its first column on the left."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def quality_rows(
+    lost: Mapping[str, tuple[float | None, float | None]], ratios: Mapping[str, float]
+) -> Iterator[list[str]]:
+    """Yield a row for each recipe, those that lose least first."""
+
+    def order(recipe: str) -> tuple[bool, float]:
+        points, share = lost[recipe]
+        return share is None, (points or 0.0) if share is None else 100 * share
+
+    for recipe in sorted(lost, key=order):
+        points, share = lost[recipe]
+        yield [
+            f"`{recipe}`",
+            f"{ratios[recipe]:.0f}" if recipe in ratios else "",
+            "" if points is None else f"{-points:+.2f}",
+            "" if share is None else f"{100 * share:+.1f} %",
+        ]
+
+
+def make_page(result: Mapping[str, Any], store: convergence.Store) -> str:
+    """Return docs/choosing.md."""
+    lost, facts = quality(store), result["machine"]
+    lines = [
+        "# Choosing a recipe",
+        "",
+        "Written by `python benchmarks/choosing.py` from measurements: quality as in "
+        "[the convergence tables](../benchmarks/results/convergence.md), steps as forecast by the "
+        f"model of `horovod-fftcomp advise` from codecs timed on {facts['cores']} cores of a CPU "
+        f"({facts['cpu']}), a network of the given speed with {1e6 * LATENCY_S:.0f} us latency, "
+        "and a spare core for encoding. Your model, network and cores differ: "
+        "`horovod-fftcomp advise train.py` measures them (docs/advise.md).",
+        "",
+        "## In short",
+        "",
+        "- Exchange hides behind the backward pass, or takes little of a step: `none`. Compression "
+        "only costs then.",
+        "- Quality must not change: a recipe of the first table below. They lose no more than "
+        f"{SAME[0]} points of accuracy and {100 * SAME[1]:.0f} % of the language model's loss; "
+        "`fp16` stands there too, untrained.",
+        "- The network is so slow that more steps are cheap: a recipe of the second table, and "
+        "more steps, or some dense steps first (`warmup_steps`).",
+        "- Gathered payloads grow with the ranks. On many ranks take one that sums: see `rounds` "
+        "in `horovod-fftcomp recipes`, or exchange less often (`LocalSteps`).",
+        "",
+    ]
+    for title, limits in (("As good as dense", SAME), ("Good with more steps", NEAR)):
+        allowed = {name for name, change in lost.items() if holds(change, limits)}
+        if limits == SAME:
+            allowed |= {"fp16"}
+        lines += [f"## {title}", ""]
+        lines += [
+            f"The fastest of {', '.join(f'`{name}`' for name in sorted(allowed - {'none'}))}; "
+            f"at most {limits[0]} points lost on `resnet`, {100 * limits[1]:.0f} % on `charlm`. "
+            "How many times faster a step is than dense stands beside it; `none`: less than 5 %.",
+            "",
+        ]
+        for model in MODELS:
+            head = [model.name, *(f"{ranks} ranks" for ranks in RANKS)]
+            options = options_of(model, result["models"])
+            lines += [*table(head, picks(model, options, allowed)), ""]
+    lines += ["## What each recipe costs in quality", ""]
+    lines += [
+        "Ratio: of the compressed tensors of `resnet`, as sent. Points of accuracy on `resnet` "
+        "(one test image is 0.22) and change of the loss on `charlm`, where it was trained; the "
+        "settings are those of the papers rather than the defaults where they are given. `dgc`, "
+        "`sketchsgd`, `signsgd` and `signum` had no momentum but their own, the last two a "
+        "hundredth of the learning rate. On `charlm` the baselines of the papers have one seed.",
+        "",
+    ]
+    head = ["recipe", "ratio", "points on resnet", "loss on charlm"]
+    lines += [*table(head, quality_rows(lost, ratios_of(store))), ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Time codecs unless told otherwise, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    if not args.report:
+        RESULT.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    store = convergence.Store(convergence.RESULTS / "convergence.json", "table")
+    PAGE.write_text(make_page(result, store), encoding="utf-8")
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Compare what ``horovod-fftcomp advise`` forecasts with what the same jobs then take.
+
+    python benchmarks/forecast.py --launcher "horovodrun -H a:1,b:1" --label "1 Gbit/s" train.py
+
+The script is started by ``advise`` and by ``run --compare`` with each recipe; the last lines are
+the two side by side. ``--out`` appends the rows to a list in a JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from horovod_fftcomp import machine
+from horovod_fftcomp.cli import main as command_line
+
+NEAR, BEST = 0.20, 0.10  # the error of a forecast, and what the pick may be slower than the best
+
+
+def main() -> None:
+    """Forecast, measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--launcher", default="horovodrun")
+    parser.add_argument("--label", default="", help="of the model and the link")
+    parser.add_argument("--recipes", default="fp16,topk,fft,scalecom")
+    parser.add_argument("--steps", default="25")
+    parser.add_argument("--out", type=Path, default=Path("out/forecast.json"))
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        forecast, measured = Path(folder) / "forecast.json", Path(folder) / "measured.json"
+        common = ["--launcher", args.launcher, "--steps", args.steps]
+        advise = ["advise", "--recipes", args.recipes, "--json", str(forecast)]
+        command_line([*advise, *common, *args.script])
+        compare = ["run", "--compare", f"none,{args.recipes}", "--json", str(measured)]
+        command_line([*compare, *common, *args.script])
+        result = beside(json.loads(forecast.read_text()), json.loads(measured.read_text()))
+    result = {"label": args.label, "machine": machine.describe(), **result}
+    print_table(result)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    results = json.loads(args.out.read_text()) if args.out.exists() else []
+    args.out.write_text(json.dumps([*results, result], indent=1) + "\n")
+    print(f"wrote {args.out}")
+
+
+def beside(forecast: dict, measured: list[dict]) -> dict:
+    """Return forecast and measured seconds of each recipe, and whether the advice was right."""
+    steps = {row["recipe"]: row["ranks"][0]["step_s"] for row in measured}
+    rows = [
+        {"recipe": label, "forecast_s": row["total_s"], "measured_s": step_s}
+        for row, (label, step_s) in zip(forecast["recipes"], steps.items(), strict=True)
+    ]
+    for row in rows:
+        row["error"] = row["forecast_s"] / row["measured_s"] - 1
+    pick = forecast["advice"]["recipe"] or "none"
+    others = [step_s for label, step_s in steps.items() if label != "none"]
+    return {
+        "rows": rows,
+        "compute_s": forecast["compute_s"],
+        "network": forecast["network"],
+        "pick": pick,
+        "pays": min(others) < 0.95 * steps["none"],
+        "pick_over_best": steps[pick] / min(steps.values()),
+    }
+
+
+def print_table(result: dict) -> None:
+    """Print a recipe a row, then the advice."""
+    table = Table(title=result["label"])
+    for column in ("recipe", "forecast ms", "measured ms", "error %"):
+        table.add_column(column, justify="right")
+    for row in result["rows"]:
+        times = (f"{1e3 * row[key]:.1f}" for key in ("forecast_s", "measured_s"))
+        table.add_row(row["recipe"], *times, f"{100 * row['error']:+.0f}")
+    Console().print(table)
+    near = sum(abs(row["error"]) <= NEAR for row in result["rows"])
+    said = "a gain" if result["pick"] != "none" else "no gain"
+    right = (result["pick"] != "none") == result["pays"]
+    over = result["pick_over_best"]
+    print(
+        f"{near} of {len(result['rows'])} within {NEAR:.0%}. {said} was forecast: "
+        f"{'right' if right else 'WRONG'}. The pick, {result['pick']}, takes {over:.2f} of the best"
+        f"{'' if over <= 1 + BEST else ': TOO MUCH'}."
+    )
+
+
+if __name__ == "__main__":
+    main()

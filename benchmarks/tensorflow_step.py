@@ -1,0 +1,98 @@
+"""What a step costs through the TensorFlow adapter, beside Horovod's own ``Compression.none``.
+
+    horovodrun -np 2 python benchmarks/tensorflow_step.py
+
+Trains a net of 20 layers in several ways, step by step in turn, so that a busy machine treats all
+alike, and writes results/tensorflow_step.json: the first rank's times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from horovod_fftcomp import machine
+from horovod_fftcomp.tensorflow import Compression
+
+WIDTH, LAYERS, ROWS = 256, 20, 256
+WARM_UP, STEPS = 10, 150
+HOROVODS = "hvd.Compression.none"
+WAYS = (HOROVODS, "none", "fp16", "topk", "fft")
+OUT = Path(__file__).parent / "results" / "tensorflow_step.json"
+
+
+def make_step(way: str) -> Any:
+    """Return one way's step, on a model of its own."""
+    tf.random.set_seed(0)
+    weights = [tf.Variable(tf.random.normal([WIDTH, WIDTH]) / 16) for _ in range(LAYERS)]
+    biases = [tf.Variable(tf.zeros([WIDTH])) for _ in range(LAYERS)]
+    variables = [*weights, *biases]
+    ours = way != HOROVODS
+    compression = getattr(Compression, way)(variables) if ours else hvd.Compression.none
+
+    @tf.function
+    def step(inputs: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as plain:
+            hidden = inputs
+            for weight, bias in zip(weights, biases, strict=True):
+                hidden += tf.nn.relu(hidden @ weight + bias)
+            loss = tf.reduce_mean(tf.square(hidden))
+        tape = hvd.DistributedGradientTape(plain, compression=compression)
+        for variable, grad in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(1e-6 * grad)
+        return loss
+
+    return step
+
+
+def main() -> None:
+    """Train, and let the first rank write the result."""
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    inputs = tf.random.normal([ROWS, WIDTH])
+    steps = {way: make_step(way) for way in WAYS}
+    took: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(WARM_UP + STEPS):
+        for way, step in steps.items():
+            begin = time.perf_counter()
+            step(inputs).numpy()
+            took[way].append(1e3 * (time.perf_counter() - begin))
+        if hvd.rank() == 0 and number % 50 == 0:
+            print(f"step {number} of {WARM_UP + STEPS}", flush=True)
+    if hvd.rank() == 0:
+        timed = {way: times[WARM_UP:] for way, times in took.items()}
+        yardstick = statistics.median(timed[HOROVODS])
+        result = {
+            "command": f"horovodrun -np {hvd.size()} python benchmarks/tensorflow_step.py",
+            "machine": machine.describe(),
+            "parameters": LAYERS * WIDTH * (WIDTH + 1),
+            "steps": STEPS,
+            "times": {
+                way: {
+                    "step_ms": round(statistics.median(times), 2),
+                    "step_ms_quartiles": [
+                        round(q, 2) for q in statistics.quantiles(times, n=4)[::2]
+                    ],
+                    "over_horovods_none": round(statistics.median(times) / yardstick, 3),
+                }
+                for way, times in timed.items()
+            },
+        }
+        OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        json.dump(result, sys.stdout, indent=1)
+        print()
+
+
+if __name__ == "__main__":
+    main()
