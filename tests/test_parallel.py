@@ -19,7 +19,7 @@ CONTROLLERS = ("mpi", "gloo")
 
 
 def run_ranks(
-    n: int, controller: str, *command: str, timeout_s: int = 300, framework: str = "torch"
+    n: int, controller: str, *command: str, timeout_s: int = 600, framework: str = "torch"
 ) -> tuple[int, str]:
     """Run a command on ``n`` local ranks; return (exit code, output). A hang is killed."""
     pytest.importorskip("horovod")
@@ -101,7 +101,7 @@ def test_on_ranks(job, controller):
         *(["-m", "transport"] if controller == "gloo" else []),
         *(str(HERE / "parallel" / f"{name}.py") for name in files.split()),
         framework=job.partition("_")[0],
-        timeout_s=600,
+        timeout_s=1200,
     )  # fmt: skip
     assert code == 0, output[-8000:]
     assert output.count(" passed") == ranks, output[-8000:]

@@ -45,7 +45,7 @@ def test_ranges_cover_all_items_once(n, count):
 
 def test_parts_run_at_the_same_time_and_errors_come_through():
     set_num_threads(3)
-    barrier = threading.Barrier(3, timeout=20)
+    barrier = threading.Barrier(3, timeout=100)
     assert sorted(threads.each(lambda i: barrier.wait() * 0 + i, [(0,), (1,), (2,)])) == [0, 1, 2]
     with pytest.raises(ZeroDivisionError):
         threads.each(lambda i: 1 // i, [(1,), (0,)])

@@ -308,7 +308,7 @@ def test_data_loaders_that_fork_during_training(slow, same_everywhere):
         optimizer.zero_grad()
         loss_of(model, x, torch.zeros(16).long()).backward()
     optimizer.step()
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 150
     same_everywhere(flat(model))
 
 

@@ -92,6 +92,6 @@ def test_a_compressor_on_another_set_than_its_optimizer(wrong_on, sets):
                 model(torch.ones(4, 40), range(6)), torch.zeros(4).long()
             ).backward()
         texts = [str(caught.value)]
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - begin < 150
     del optimizer
     assert len({text for texts in hvd.allgather_object(texts) for text in texts}) == 1

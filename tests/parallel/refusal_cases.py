@@ -76,7 +76,7 @@ def stop_of(model, compression):
         nn.functional.cross_entropy(
             model(torch.ones(4, 40).to(model.head.weight.dtype), range(6)), torch.zeros(4).long()
         ).backward()
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 150
     del optimizer
     return str(caught.value)
 

@@ -308,7 +308,7 @@ def test_first_hooks_of_two_compressors_in_another_order(same_everywhere):
         nn.functional.cross_entropy(model(x, range(6)), y).backward()
     for _, optimizer in pairs:
         optimizer.step()
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 150
     same_everywhere(*(p for model in models for p in model.parameters()))
 
 
