@@ -13,6 +13,7 @@ from horovod_fftcomp import agreement
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.exchanges import Pending, Send
+from horovod_fftcomp.process_sets import size_of
 from horovod_fftcomp.schemes import Round
 
 # Compressors of this process whose handshake is not over. Hooks of several may come first in
@@ -140,7 +141,7 @@ class Connection:
             return
         present = self._roll_call.wait(self._timeout_s)
         self._roll_call = None
-        if present[0] != self._set.size():
+        if present[0] != size_of(self._set):
             raise UnsupportedError(JOINED)
 
     def part(self) -> None:

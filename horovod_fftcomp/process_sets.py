@@ -1,4 +1,4 @@
-"""The process sets of Horovod in which the ranks of a node, and the leaders of nodes, exchange."""
+"""Horovod's process sets: their sizes, and those in which nodes and their leaders exchange."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ from horovod_fftcomp.schemes.nodes import Layout, Ranks
 from horovod_fftcomp.settings import Settings
 
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+
+def size_of(process_set: Any) -> int:
+    """Return the number of ranks, at once.
+
+    Horovod's own ``size()`` takes a lock that its thread holds as long as it exchanges anything.
+    """
+    return len(process_set.ranks)
 
 
 def makers(policy: Scheduled, settings: Settings) -> Callable[[], Mapping[Ranks, Any]]:

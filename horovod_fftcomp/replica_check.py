@@ -59,6 +59,10 @@ class ReplicaCheck:
         """Forget an exchange that was broken off."""
         self._pending = None
 
+    def is_due(self, step: int) -> bool:
+        """Tell whether ``begin`` would compare anything; the same on all ranks."""
+        return self._action != "off" and len(self._rotation.due(step)) > 0
+
     def begin(
         self,
         step: int,
@@ -71,7 +75,7 @@ class ReplicaCheck:
         ``in_place`` returns one's values there, uint8 1-D at a multiple of 8 bytes.
         """
         self._device = device
-        self._due = () if self._action == "off" else self._rotation.due(step)
+        self._due = self._rotation.due(step) if self.is_due(step) else ()
         if self._due:
             start = time.perf_counter()
             if device is not None and in_place is not None:

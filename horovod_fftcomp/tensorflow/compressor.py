@@ -149,11 +149,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         exchange, total = self._exchange, self._exchange.sums[number]
         if exchange.is_taken:
             self._exchange = None  # it would keep the graph alive
-        # Nothing goes to Horovod before the step has begun: if the ranks' settings differ, it would
-        # find other shapes on other ranks, and its own message might come first.
-        if total is None:
-            return graph.after(exchange.ticket, tensor), None
-        return graph.after(exchange.ticket, tf.ones([1])), (total, tensor.dtype)
+        return exchange.handed[number], None if total is None else (total, tensor.dtype)
 
     @_untraced
     def decompress(self, tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
@@ -184,8 +180,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             if total is not None:
                 means.append(tf.cast(total / self._size(), grad.dtype))
             elif grad is not None:
-                own = graph.after(exchange.ticket, grad)
-                name = f"{self._name}.dense.{number}"
+                own, name = exchange.handed[number], f"{self._name}.dense.{number}"
                 means.append(hvd.allreduce(own, name=name, process_set=self._set))
             else:
                 means.append(None)

@@ -77,14 +77,26 @@ def graph_around() -> tf.Graph:
     return graph
 
 
-def after(ticket: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """Return ``tensor``, but not before ``ticket``, a 0 of int32, is there.
+class Ticket:
+    """Holds tensors back until ``zero``, a 0 of int32, is there.
 
     By data: of control dependencies into the branches of a ``tf.cond`` some get lost.
     """
-    later = tf.reshape(tensor, tf.shape(tensor) + ticket)
-    later.set_shape(tensor.shape)
-    return later
+
+    def __init__(self, zero: tf.Tensor) -> None:
+        self.zero = zero
+        self._shapes: dict[tuple[int, ...], tf.Tensor] = {}  # as they are once it is there
+
+    def after(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return ``tensor``, but later."""
+        if not tensor.shape.is_fully_defined():
+            later = tf.reshape(tensor, tf.shape(tensor) + self.zero)
+            later.set_shape(tensor.shape)
+            return later
+        key = tuple(tensor.shape.as_list())
+        if key not in self._shapes:
+            self._shapes[key] = tf.constant(key, tf.int32) + self.zero
+        return tf.reshape(tensor, self._shapes[key])
 
 
 def is_called_eagerly() -> bool:
@@ -106,7 +118,9 @@ class Exchange:
     ``shown``: values of variables, by number, that are to be known again by their memory.
     ``groups``: the process sets of nodes and of their leaders, by their ranks.
     ``sums``: of each gradient the sum over ranks in float32, None if Horovod exchanges it.
-    ``ticket``: 0, int32, when the step has begun on all ranks.
+    ``handed``: what Horovod is given of each, the gradient or a single 1, when the step has begun:
+    if the ranks' settings differ, it would find other shapes on other ranks, and its own message
+    might come first.
     """
 
     def __init__(
@@ -135,22 +149,46 @@ class Exchange:
         with tf.name_scope(name), tf.device("/CPU:0"):
             load = self._load(members, tuple(shown))
             inputs = [counter.read_value(), scale, self._early(), *shown.values()]
-            self.ticket = self._begin(inputs, load, calls_roll)
-            poison = self._poison({n for numbers in members.values() for n in numbers.values()})
-            decoded = []
-            for bucket in sorted(members):
-                decoded.append(self._exchange(bucket, buckets[bucket], members[bucket], poison))
-                poison = tf.constant(0.0)
-            # By data: where only a control dependency is left, TensorFlow drops stateless calls.
-            told = rounds.gather_if_any(self._hashes, f"{name}.replicas", process_set)
-            ended = _python(steps.end, [told, *self._parted(decoded)], tf.int64, [])
+            if members:
+                self._ticket = Ticket(self._begin(inputs, load, calls_roll))
+                ended = self._end(self._decoded(buckets, members))
+            else:
+                ended = self._without_buckets(inputs, load, calls_roll)
             counter.assign_add(ended)
-            if mends:  # the update may not begin before differing parameters are replaced
-                mended = tf.cast(ended, tf.int32) - 1
-                self.sums = [t if t is None else after(mended, t) for t in self.sums]
-                self.ticket = mended
+            if mends or not members:
+                # The update may not begin before differing parameters are replaced; nor, where only
+                # Horovod's sums are awaited, before they are read.
+                self._ticket = Ticket(tf.cast(ended, tf.int32) - 1)
+                self.sums = [t if t is None else self._ticket.after(t) for t in self.sums]
+        with tf.name_scope(name):  # wherever the gradients are
+            self.handed = [self._handed(number) for number in range(len(self.grads))]
 
-    def _parted(self, decoded: list[tf.Tensor]) -> list[tf.Tensor]:
+    def _decoded(
+        self, buckets: Sequence[Bucket], members: Mapping[int, dict[int, int]]
+    ) -> list[tf.Tensor]:
+        """Add the operations of all buckets; return what is there when their sums are."""
+        poison = self._poison({n for numbers in members.values() for n in numbers.values()})
+        decoded = []
+        for number in sorted(members):
+            decoded.append(self._exchange(number, buckets[number], members[number], poison))
+            poison = tf.constant(0.0)
+        return decoded
+
+    def _without_buckets(
+        self, inputs: Sequence[tf.Tensor], load: Load, calls_roll: bool
+    ) -> tf.Tensor:
+        """Return the number of steps, 1, when Horovod may exchange: mostly at once."""
+        step, scale, early, *memory = inputs
+        meets = functools.partial(self._steps.must_meet, load)
+        must_meet = _python(meets, [step, early, scale, *memory], tf.bool, [])
+
+        def meet() -> tf.Tensor:
+            self._begin(inputs, load, calls_roll)
+            return self._end([])
+
+        return tf.cond(must_meet, meet, lambda: tf.constant(1, tf.int64))
+
+    def _parted(self, decoded: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         """Return what is there when all ranks have decoded, if need be; see ``Connection.part``."""
         self._steps.ends_together = bool(self._groups and decoded)
         if not self._steps.ends_together:
@@ -170,6 +208,12 @@ class Exchange:
                 self._untaken.remove(number)
                 return number
         return None
+
+    def _handed(self, number: int) -> tf.Tensor | None:
+        grad = self.grads[number]
+        if not isinstance(grad, tf.Tensor):
+            return None  # Horovod has it already
+        return self._ticket.after(grad if self.sums[number] is None else tf.ones([1]))
 
     def _members(self, places: Sequence[Place | None]) -> dict[int, dict[int, int]]:
         """Return bucket -> position -> number of the gradient."""
@@ -204,8 +248,13 @@ class Exchange:
         if calls_roll:
             present = rounds.reduce(present, f"{self._name}.present", meeting)
         begin = functools.partial(self._steps.begin, load, calls_roll)
-        ticket, self._hashes = _message(begin, [step, present, greetings, scale, *memory])
-        return ticket
+        begun, self._hashes = _message(begin, [step, present, greetings, scale, *memory])
+        return begun
+
+    def _end(self, decoded: Sequence[tf.Tensor]) -> tf.Tensor:
+        # By data: where only a control dependency is left, TensorFlow drops stateless calls.
+        told = rounds.gather_if_any(self._hashes, f"{self._name}.replicas", self._set)
+        return _python(self._steps.end, [told, *self._parted(decoded)], tf.int64, [])
 
     def _early(self) -> tf.Tensor:
         """Return a value of the gradient that is likely to come first.
@@ -236,7 +285,7 @@ class Exchange:
         positions = tuple(sorted(members))
         grads = [tf.cast(self.grads[members[p]], tf.float32) for p in positions]
         encode = functools.partial(self._steps.encode, number, positions)
-        code, message = _message(encode, [self.ticket, poison, *grads])
+        code, message = _message(encode, [self._ticket.zero, poison, *grads])
         kinds, sets = _kinds(bucket), self._sets_of(bucket)
         for round_, codes in enumerate(kinds):
             name = f"{self._name}.{number}.{round_}"

@@ -19,6 +19,7 @@ import numpy as np
 from horovod_fftcomp.connection import JOINED, Connection
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
+from horovod_fftcomp.process_sets import size_of
 from horovod_fftcomp.record import Recorder
 from horovod_fftcomp.replica_check import ReplicaCheck
 from horovod_fftcomp.schemes import Round
@@ -118,6 +119,22 @@ class Steps:
     # The graph calls these.
 
     @_guarded
+    def must_meet(
+        self, load: Load, step: np.ndarray, early: np.ndarray, scale: np.ndarray, *memory: Any
+    ) -> np.bool_:
+        """Tell whether the ranks have to meet in a step without buckets; the same on all ranks.
+
+        If not, Horovod exchanges everything, nothing is compared, and the step is begun and ended.
+        """
+        del step, early  # order the calls
+        self._close_last(load, memory)
+        if self._connection.is_up and not rounds.is_elastic():
+            if not self._compares(self._engine.step):
+                self._enter(load, scale)
+                return np.False_
+        return np.True_
+
+    @_guarded
     def arrive(
         self, step: np.ndarray, early: np.ndarray, scale: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +142,7 @@ class Steps:
         del step, early  # order the calls
         self._watch.rest()  # what a step that was broken off has left is dead
         self._watch.sent("the roll call of a step")
-        if not self._connection.is_up and self._set.size() > 1:
+        if not self._connection.is_up and size_of(self._set) > 1:
             self._greet(self._greeting)
         return np.array([1, scale], np.float32), self._greeting.take()
 
@@ -142,9 +159,26 @@ class Steps:
     ) -> Any:
         """Close the last step and begin one, when all ranks have arrived; return 0 and hashes."""
         del step  # orders the steps
+        self._watch.answered()
+        self._close_last(load, memory)
+        if greetings.size:
+            self._greeting.output = greetings
+            self._connection.open()
+        if calls_roll:
+            self._check_presence(present, scale)
+        n_ranks = size_of(self._set)
+        self._alone = n_ranks == 1
+        if n_ranks != self._engine.world_size:
+            self._rejoin()  # an elastic reset
+        self._enter(load, scale)
+        if not self._alone and self._compares(self._engine.step):
+            self._replicas.begin(self._engine.step)
+        return np.int32(0), self.hashes.take()
+
+    def _close_last(self, load: Load, memory: Sequence[np.ndarray]) -> None:
+        """Close the last step; UnsupportedError if it is not over, or this one is of others."""
         for number, values in zip(load.identified, memory, strict=True):
             self._variables.check(number, values)
-        self._watch.answered()
         if self._begun and self._left:
             raise UnsupportedError(
                 "a step begins before all gradients of the last one were exchanged: this "
@@ -152,29 +186,25 @@ class Steps:
                 "another compressor for the second, or load a state_dict()"
             )
         self._close()
-        if greetings.size:
-            self._greeting.output = greetings
-            self._connection.open()
-        if calls_roll:
-            self._check_presence(present, scale)
-        self._alone = self._set.size() == 1
-        if self._set.size() != self._engine.world_size:
-            self._rejoin()  # an elastic reset
+
+    def _enter(self, load: Load, scale: np.ndarray) -> None:
+        """Begin a step on this rank."""
         self._scale = float(scale)
         self._engine.follow_loss_scale(self._scale)
         self._begun, self._left, self._n_buckets = True, set(load.buckets), len(load.buckets)
         self.dense_nbytes += load.dense_nbytes
         self.other_nbytes += load.other_nbytes
-        if not self._alone and self._engine.step:  # Keras broadcasts after the first batch
-            self._replicas.begin(self._engine.step)
         if self._recorder is not None:
             self._recorder.check()
             self._recorded = {} if self._recorder.wants(self._engine.step) else None
-        return np.int32(0), self.hashes.take()
+
+    def _compares(self, step: int) -> bool:
+        """Tell whether parameters are compared in a step; Keras broadcasts after the first one."""
+        return step > 0 and self._replicas.is_due(step)
 
     def _check_presence(self, present: np.ndarray, scale: np.ndarray) -> None:
         """Raise UnsupportedError, on all ranks, if one has left or has another loss scale."""
-        if present[0] != self.meeting.size():
+        if present[0] != size_of(self.meeting):
             raise UnsupportedError(JOINED)
         if abs(present[1] - present[0] * scale) > 1e-5 * present[1]:
             raise UnsupportedError(SCALES)

@@ -74,7 +74,7 @@ class TorchCompressor(Compressor):
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
         """Take a parameter's gradient; return what Horovod is to reduce, and a context."""
         self._steps.close_finished()
-        if not self._steps.under_way and self._set.size() != self._engine.world_size:
+        if not self._steps.under_way and process_sets.size_of(self._set) != self._engine.world_size:
             self.rejoin()  # an elastic reset that removed ranks: Horovod then skips ``sync``
         if not self._connection.is_up:
             self._connection.connect(self._facts, _process_set_of_optimizer(self))

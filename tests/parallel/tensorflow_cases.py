@@ -330,6 +330,24 @@ def test_nothing_in_the_graph_is_stateful_or_chained():
         assert not set(branch.control_inputs) & set(branches)
 
 
+def test_without_compression_a_step_calls_python_once_and_seldom_meets(monkeypatch):
+    model = Layers()
+    compression = Compression.none(model.pairs, timeout_s=200)
+    step = stepper(model, compression)
+    x, y = next(iter(batches(1)))
+    operations = step.get_concrete_function(x, y).graph.get_operations()
+    assert [o.type for o in operations if "PyFunc" in o.type] == ["PyFuncStateless"]
+    met = []
+    begin = compression._steps._replicas.begin
+    monkeypatch.setattr(
+        compression._steps._replicas, "begin", lambda number: (met.append(number), begin(number))
+    )
+    for x, y in batches(25):
+        step(x, y)
+    assert met == [10, 20]
+    assert compression.stats()["steps"] == 25
+
+
 @pytest.mark.parametrize("recipe", [name for name in payloads.EACH if name != "none"])
 def test_reduced_gradients_are_those_of_a_simulation(recipe, same_everywhere):
     """To the rounding of a mean where payloads are gathered; allreduce adds in its own order."""
