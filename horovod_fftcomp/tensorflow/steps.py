@@ -1,8 +1,9 @@
 """The Python part of a step's graph: what its operations call, in whatever order they become ready.
 
 The graph orders the calls by data alone: ``arrive``, ``begin``, for each bucket ``encode``,
-``advance`` for each round but the last and ``decode``, and when all are decoded ``end``. None of
-them waits for another, but all take one lock, since an engine has one owner at a time.
+``advance`` for each round but the last and ``decode``, and when all are decoded ``end``. Without
+buckets ``must_meet`` comes first, and mostly alone. None of them waits for another, but all take
+one lock, since an engine has one owner at a time.
 """
 
 from __future__ import annotations
