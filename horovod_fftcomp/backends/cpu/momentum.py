@@ -18,6 +18,7 @@ from horovod_fftcomp.backends.cpu.selection import (
     count_keys,
     fill_keys,
     room_for,
+    samples_of,
 )
 from horovod_fftcomp.backends.cpu.values import limits_of, ranked, sampled_places
 
@@ -44,10 +45,10 @@ def accumulate(
     limits = None
     if k and n > 2 * SAMPLES:
         places = sampled_places(n)
-        sample = np.empty(SAMPLES, np.float32)
+        sample = np.empty(samples_of(n), np.float32)
         few = (array[places] if array.size else array for array in (flat, u, v))
         _accumulate(
-            *few, *options, np.empty(SAMPLES, np.float32), sample, False, *_EVERYTHING,
+            *few, *options, np.empty(samples_of(n), np.float32), sample, False, *_EVERYTHING,
             np.empty(0, np.int32),
         )  # fmt: skip
         limits = limits_of(sample, k, n)

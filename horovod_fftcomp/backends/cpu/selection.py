@@ -60,6 +60,11 @@ def suggest(keys: Array, k: int, n: int, spread: float) -> Limits:
     )
 
 
+def samples_of(n: int) -> int:
+    """Return how many of ``n`` keys to sample: sorting them must not cost more than the pass."""
+    return min(SAMPLES, max(2048, n // 64))
+
+
 def room_for(n: int) -> int:
     """Return how many keys to make room for among ``n``."""
     return n // 8 + 2 * SAMPLES
@@ -80,7 +85,7 @@ def kth_key(coeffs: Array, k: int, bins_per_block: int, exponent: int) -> tuple[
     n, reals = coeffs.size, coeffs.view(np.float32)
     options = (coeffs.dtype == np.complex64, bins_per_block, key_scale(exponent))
     if n > 2 * SAMPLES:
-        sample = _sample(reals, n, *options, np.empty(SAMPLES, np.int32))
+        sample = _sample(reals, n, *options, np.empty(samples_of(n), np.int32))
         limits = suggest(sample, k, n, 1)
         counts = _count(reals, n, options, limits, room_for(n))
         above, equal = (sum(column) for column in list(zip(*counts, strict=True))[:2])

@@ -32,6 +32,7 @@ from horovod_fftcomp.backends.cpu.selection import (
     key_scale,
     kth_key,
     room_for,
+    samples_of,
     settled,
     suggest,
 )
@@ -124,9 +125,10 @@ def _limits_of_sum(flat: Array, addend: Array, k: int) -> Limits | None:
 
 
 def sampled_places(n: int) -> Array:
-    """Return ``SAMPLES`` places spread over all ``n``, one at random in each stretch."""
-    places = np.arange(SAMPLES) * (n // SAMPLES)
-    places += np.random.default_rng(n).integers(n // SAMPLES, size=SAMPLES)
+    """Return ``samples_of(n)`` places spread over all ``n``, one at random in each stretch."""
+    count = samples_of(n)
+    places = np.arange(count) * (n // count)
+    places += np.random.default_rng(n).integers(n // count, size=count)
     return places
 
 
