@@ -40,8 +40,8 @@ test: install ## run all tests that this machine can run; ARGS="..." goes to pyt
 	pytest -m "not parallel" -n auto --maxprocesses 4 $(ARGS); second=$$?; \
 	[ $$second -eq 0 ] || { [ $$second -eq 5 ] && [ $$first -eq 0 ]; } || exit $$second
 
-test-core: install ## run the tests that need neither a framework nor MPI
-	pytest -m "$(CORE)" -n auto --maxprocesses 4 $(ARGS)
+test-core: install ## run the tests that need no framework, no MPI and no emulated GPU
+	pytest --ignore tests/gpu -m "$(CORE)" -n auto --maxprocesses 4 $(ARGS)
 
 test-parallel: install ## run the tests that start several processes
 	pytest -m parallel $(JOBS) $(ARGS)
