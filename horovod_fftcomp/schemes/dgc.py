@@ -24,6 +24,7 @@ from horovod_fftcomp.schemes import (
     energy_of,
 )
 from horovod_fftcomp.schemes.gather import rooms_for, summed
+from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
 from horovod_fftcomp.schemes.momentum import MomentumScheme
 
 
@@ -58,6 +59,12 @@ class Dgc(MomentumScheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         codecs = [self.codec] * len(tensors)
+        if context.device is not None:
+            return (
+                yield from gather_on_device(
+                    codecs, tensors, grads, state, context, True, self.correction
+                )
+            )
         message, rooms = rooms_for(codecs, tensors)
         assert message is not None  # payloads of a Top-k have fixed sizes
         left = [
@@ -109,6 +116,13 @@ class Dgc(MomentumScheme):
             return _Own(velocity, residual, None)
         energy = Energy(energy_of(grad), wanted, energy_of(residual))
         return _Own(velocity, residual, energy)
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``.
+
+        It does not clip: a norm's last bits follow from the order in which it is summed.
+        """
+        return self.correction.max_norm is None and serves(self.codec, tensors)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""

@@ -252,7 +252,7 @@ class Gather(Scheme):
             assert not isinstance(codec, ChosenCodec)  # see ``runs_on_device``
             return (
                 yield from gather_on_device(
-                    [codec] * len(tensors), tensors, grads, carried, context, self.error_feedback
+                    [codec] * len(tensors), tensors, grads, state, context, self.error_feedback
                 )
             )
         frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}

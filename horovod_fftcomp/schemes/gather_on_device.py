@@ -23,8 +23,9 @@ from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Ou
 
 if TYPE_CHECKING:
     from horovod_fftcomp.backends.gpu.decoder import Decoder, ThresholdDecoder
-    from horovod_fftcomp.backends.gpu.encoder import Encoder
+    from horovod_fftcomp.backends.gpu.encoder import Encoder, Velocities
     from horovod_fftcomp.backends.gpu.tables import DeviceCodec
+    from horovod_fftcomp.schemes.momentum import MomentumCorrection
 
 
 _METHODS = (OneBit, ScaledSign, QSGD, TernGrad)
@@ -82,13 +83,15 @@ def gather_on_device(
     codecs: Sequence[DeviceCodec],
     tensors: Sequence[Tensor],
     grads: Sequence[Any],
-    carried: Mapping[str, Any],
+    carried: Mapping[str, Mapping[str, Any]],
     context: Context,
     error_feedback: bool,
+    correction: MomentumCorrection | None = None,
 ) -> Generator[Round, Any, Outcome]:
     """Exchange payloads; see ``gather``. Arrays are the device's, or NumPy's and brought there.
 
-    Either all codecs have a threshold or none.
+    ``carried``: the state. Either all codecs have a threshold or none. ``correction``: the momentum
+    that gradients pass first, of a Top-k; no clipping.
     """
     device = context.device
     assert device is not None
@@ -99,19 +102,22 @@ def gather_on_device(
         device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
         for grad, numel in zip(grads, numels, strict=True)
     ]
-    residuals = _residuals(encoder, tensors, grads, carried, device, error_feedback or measure)
-    encoded = encoder.encode(placed, *residuals, measure, _keys(codecs, tensors, context))
+    old = carried.get("residual", {})
+    residuals = _residuals(encoder, tensors, grads, old, device, error_feedback or measure)
+    keys = _keys(codecs, tensors, context)
+    velocities = _velocities(correction, tensors, grads, carried.get("velocity", {}), device)
+    encoded = encoder.encode(placed, *residuals, measure, keys, velocities)
     gathered = yield Round("allgather", encoded.message)
     sums = [device.empty(max(1, numel))[:numel] for numel in numels]
     not_finite, arrived = decoder.decode(gathered, sums)
-    frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
-    kept = {name: array for name, array in carried.items() if name in frozen and error_feedback}
     state = {}
     if error_feedback:
-        new = zip(tensors, residuals.new, strict=True)
-        state["residual"] = kept | {t.name: array for t, array in new if array is not None}
+        state["residual"] = _state(tensors, grads, old, residuals.new)
+    if velocities is not None:
+        state["velocity"] = _state(tensors, grads, carried.get("velocity", {}), velocities.new)
     measured, left = None, encoded.left if error_feedback else None
     if measure or left is not None:
+        kept = _state(tensors, grads, old, [None] * len(tensors)) if error_feedback else {}
         measured = functools.partial(_measured, encoded.squares, left, tensors, kept, device)
     later = OnDevice(not_finite, arrived, encoded.restore, measured)
     return Outcome(sums, state, True, on_device=later)
@@ -147,6 +153,37 @@ def _residuals(
         else:
             new.append(device.empty(form[1], form[0]))
     return _Residuals(old, new)
+
+
+def _velocities(
+    correction: MomentumCorrection | None,
+    tensors: Sequence[Tensor],
+    grads: Sequence[Any],
+    carried: Mapping[str, Any],
+    device: Device,
+) -> Velocities | None:
+    from horovod_fftcomp.backends.gpu.encoder import Velocities  # not for whoever has no GPU
+
+    if correction is None:
+        return None
+    old: list[Any] = []
+    new: list[Any] = []
+    for tensor, grad in zip(tensors, grads, strict=True):
+        velocity = carried.get(tensor.name) if grad is not None else None
+        old.append(None if velocity is None else on_device(velocity, device))
+        numel = math.prod(tensor.shape)
+        new.append(None if grad is None else device.empty(max(1, numel))[:numel])
+    return Velocities(old, new, correction.momentum, correction.nesterov, correction.masking)
+
+
+def _state(
+    tensors: Sequence[Tensor], grads: Sequence[Any], old: Mapping[str, Any], new: Sequence[Any]
+) -> dict[str, Any]:
+    """Return the new arrays by name, and the old ones of frozen tensors."""
+    kept = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
+    state = {name: array for name, array in old.items() if name in kept}
+    named = zip(tensors, new, strict=True)
+    return state | {tensor.name: array for tensor, array in named if array is not None}
 
 
 def _measured(

@@ -62,7 +62,7 @@ class HardThreshold(Scheme):
         carried, device = state.get("residual", {}), context.device
         if device is not None and not any(codec.has_fixed_size for codec in codecs):
             outcome = yield from gather_on_device(
-                codecs, tensors, grads, carried, context, self.error_feedback
+                codecs, tensors, grads, state, context, self.error_feedback
             )
             if self.threshold is None:
                 outcome.state["levels"] = levels

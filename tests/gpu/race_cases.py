@@ -32,6 +32,7 @@ RACES = (
     ("onebit", {"group": "column"}),
     ("qsgd", {"norm": "l2", "error_feedback": True}),
     ("terngrad", {}),
+    ("dgc", {"density": 0.05}),
 )
 CASES = (
     *RACES,

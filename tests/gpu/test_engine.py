@@ -23,7 +23,7 @@ from tests.gpu.emulator import Emulator
 # The recipes that a GPU computes, with their defaults.
 ON_DEVICE = (
     *("topk", "fft", "dct", "bf16", "hard_threshold", "scalecom", "random_k", "random_block"),
-    *("onebit", "efsignsgd", "qsgd", "terngrad"),
+    *("onebit", "efsignsgd", "qsgd", "terngrad", "dgc"),
 )
 TENSORS = (Tensor("a", (100, 90)), Tensor("b", (3000,)), Tensor("c", (50, 70)))
 
@@ -81,6 +81,10 @@ def run_step(engines, grads):
         ("qsgd", {"levels": 2, "bucket": 64, "norm": "l2", "error_feedback": True}, 0),
         ("terngrad", {}, 0),
         ("terngrad", {"packing": "bits", "clip": 0}, 0),
+        ("dgc", {"density": 0.05}, 0),
+        ("dgc", {"density": 0.05, "nesterov": True, "masking": False, "bits": 8}, 0),
+        ("dgc", {"density": 1.0, "warmup_steps": 2}, 0),
+        ("dgc", {"density": 0.05, "max_norm": 1.0}, 0),  # of the host
         ("natural", {}, 0),  # of the host
         ("fft", {}, 2e-6),
         ("dct", {}, 2e-6),
@@ -112,15 +116,16 @@ def test_steps_are_the_cpus(recipe, options, tolerance):
             np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * 10)
 
 
-def test_a_state_goes_from_cpu_to_gpu_and_back():
+@pytest.mark.parametrize("recipe", ["topk", "dgc"])
+def test_a_state_goes_from_cpu_to_gpu_and_back(recipe):
     rng = np.random.default_rng(1)
     grads = [random_grads(rng) for _ in range(6)]
-    straight = make_engines(None, "topk", density=0.05)
-    changing = make_engines(None, "topk", density=0.05)
+    straight = make_engines(None, recipe, density=0.05)
+    changing = make_engines(None, recipe, density=0.05)
     for step in range(6):
         if step in (2, 4):
             saved = [engine.state_dict() for engine in changing]
-            changing = make_engines(Emulator() if step == 2 else None, "topk", density=0.05)
+            changing = make_engines(Emulator() if step == 2 else None, recipe, density=0.05)
             for engine, state in zip(changing, saved, strict=True):
                 engine.load_state_dict(state)
         for ours, theirs in zip(
@@ -187,6 +192,7 @@ def test_a_corrupt_payload_ends_the_run_a_step_later():
         ("scalecom", {}),
         ("onebit", {}),
         ("qsgd", {"error_feedback": True}),
+        ("dgc", {"density": 0.05}),
     ],
 )
 @pytest.mark.parametrize("allocations", [0, 3, 6])
@@ -226,6 +232,7 @@ def test_without_memory_a_step_ends_and_leaves_the_state_whole(recipe, options, 
         ("random_k", {}),
         ("onebit", {}),
         ("qsgd", {}),
+        ("dgc", {"density": 0.05}),
     ],
 )
 def test_tables_are_copied_only_when_they_change(recipe, options):
@@ -271,6 +278,7 @@ def test_tables_are_copied_only_when_they_change(recipe, options):
         ("fft", {}, 0),
         ("onebit", {}, 0),
         ("terngrad", {}, 0),
+        ("dgc", {"density": 0.05}, 0),
         ("hard_threshold", {"threshold": 1.5}, 2 * 2 * 2),
     ],
 )
@@ -370,9 +378,10 @@ def test_a_measured_step_that_is_dropped_counts_nowhere():
         assert ours.costs.relative_error == 0
 
 
-def test_residuals_follow_the_loss_scale():
+@pytest.mark.parametrize("recipe", ["topk", "dgc"])
+def test_what_is_carried_follows_the_loss_scale(recipe):
     rng = np.random.default_rng(9)
-    cpu, gpu = (make_engines(on, "topk", density=0.05) for on in (None, Emulator()))
+    cpu, gpu = (make_engines(on, recipe, density=0.05) for on in (None, Emulator()))
     for scale in (1.0, 4.0, 0.5):
         grads = random_grads(rng)
         for engine in cpu + gpu:

@@ -40,6 +40,21 @@ class Encoded(NamedTuple):
     left: Callable[[], float] | None
 
 
+class Velocities(NamedTuple):
+    """A momentum that gradients pass before anything else, of codecs without a transform.
+
+    Arithmetic as ``reference.accumulate``. ``old``: None stands for zeros; ``new``: where those
+    of this step go, None of a tensor that has no momentum in it. ``masking``: the new ones become
+    0 where something is sent, unless all of the tensor is.
+    """
+
+    old: Sequence[Any]
+    new: Sequence[Any]
+    momentum: float
+    nesterov: bool
+    masking: bool
+
+
 _STEPS = ("mark", "narrow", "settle", "emit")
 
 
@@ -116,6 +131,7 @@ class Encoder:
         coeffs: Sequence[Any],
         measure: bool = False,
         keys: Sequence[int] | None = None,
+        velocities: Velocities | None = None,
     ) -> Encoded:
         """Launch everything from gradients to a message.
 
@@ -127,14 +143,32 @@ class Encoder:
         """
         if keys is not None:
             self._rows["key"] = keys
+        self._accelerate(velocities)
         try:
-            return self._encode(grads, residuals, coeffs, measure)
+            return self._encode(grads, residuals, coeffs, velocities, measure)
         except BaseException:  # out of memory, midway: the next encoding finds its scratch as new
             self._device.clear(self._found)
             raise
 
+    def _accelerate(self, velocities: Velocities | None) -> None:
+        """Enter where velocities lie, and what moves them."""
+        if velocities is None:
+            self._rows["moved"] = 0
+            return
+        self._rows["momentum"] = np.float32(velocities.momentum).view(np.uint32)
+        for row, old, new in zip(self._rows, velocities.old, velocities.new, strict=True):
+            row["velocity"] = 0 if old is None else self._device.address(old)
+            row["moved"] = 0 if new is None else self._device.address(new)
+            masks = velocities.masking and row["layout"] != Layout.ALL
+            row["how"] = tables.NESTEROV * velocities.nesterov + tables.MASKING * masks
+
     def _encode(
-        self, grads: Sequence[Any], residuals: Sequence[Any], coeffs: Sequence[Any], measure: bool
+        self,
+        grads: Sequence[Any],
+        residuals: Sequence[Any],
+        coeffs: Sequence[Any],
+        velocities: Velocities | None,
+        measure: bool,
     ) -> Encoded:
         device, kernels, found = self._device, self._kernels, self._found
         scratch = self._point_at(grads, residuals, coeffs)
@@ -162,7 +196,7 @@ class Encoder:
         left = None
         if self._counts:
             left = lambda: float(sum(of_tiles()[-1].sum() for of_tiles in sums))  # noqa: E731
-        restore = partial(self._restore, rows, (residuals, coeffs))
+        restore = partial(self._restore, rows, (residuals, coeffs, velocities))
         return Encoded(message, not_finite, restore, squares, left)
 
     def _point_at(

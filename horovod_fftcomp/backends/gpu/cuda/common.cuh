@@ -25,6 +25,7 @@ constexpr u32 ABS = 0x7fffffffu, SIGN = 0x80000000u;
 
 enum Kind : u32 { RANGE, FLOAT32, BFLOAT16 };
 enum Layout : u32 { RAW, ALL, BITMAP, OFFSETS, ENTROPY };
+enum How : u32 { NESTEROV = 1, MASKING = 2 };  // of a momentum
 
 // One tensor as the host describes it. Eight-byte fields come first; `tables.py` has the same.
 struct Tensor {
@@ -38,14 +39,17 @@ struct Tensor {
     u64 positions_offset;   // of the parts of the payload, in bytes
     u64 values_offset;
     u64 key;                // of what is drawn in this step
+    const float* velocity;  // of a momentum before compression; null: zeros
+    float* moved;           // the new one; null if there is no momentum
     u32 first_tile, n_tiles;
     u32 layout, low_bits;  // of the positions
     u32 kind, bits, shift;  // of the values
     u32 bins_per_block;     // of a complex transform, whose bin 0 counts half; else 1
     u32 keep;               // subtract what is sent from coeffs
     u32 threshold;          // bits of the least magnitude to send, where k depends on that
+    u32 momentum, how;      // bits of the factor; of enum How
 };
-static_assert(sizeof(Tensor) == 120, "tables.py describes tensors with the same layout");
+static_assert(sizeof(Tensor) == 144, "tables.py describes tensors with the same layout");
 
 // What the kernels find out of one tensor. Zeros before the first launch; they clear it themselves.
 struct Found {

@@ -88,6 +88,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
             put_bits(positions, offsets_bit + rank * tensor.low_bits, low, tensor.low_bits);
         }
         float* coeff = tensor.coeffs + C * place;
+        if (C == 1 && tensor.moved && tensor.how & MASKING) tensor.moved[place] = 0.0f;
 #pragma unroll
         for (u32 c = 0; c < C; c++) {
             u32 code = encode_value(coding, coeff[c]);

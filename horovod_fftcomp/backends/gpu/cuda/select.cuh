@@ -120,6 +120,17 @@ __device__ __forceinline__ void end_tally(const Tensor& tensor, Found* found, Ta
         choose_first_digit<C>(tensor, found, tally.digits, tally.sums);
 }
 
+// Returns what a velocity adds to what is not sent yet; the velocity moves on.
+__device__ __forceinline__ float accelerate(const Tensor& tensor, u64 place, float gradient) {
+    float velocity = tensor.velocity ? tensor.velocity[place] : 0.0f;
+    float momentum = __uint_as_float(tensor.momentum);
+    bool nesterov = tensor.how & NESTEROV;
+    float moved = nesterov ? mul_rn(momentum, add_rn(velocity, gradient))
+                           : add_rn(mul_rn(momentum, velocity), gradient);
+    tensor.moved[place] = moved;
+    return nesterov ? add_rn(moved, gradient) : moved;
+}
+
 // The first launch where no transform is made.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     add_residual(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
@@ -131,8 +142,11 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
     u32 n = u32(min(u64(TILE), tensor.n - begin));
 #pragma unroll 4
-    for (u32 i = threadIdx.x; i < n; i += THREADS)
-        tally_coeff<1>(tensor, begin + i, tensor.grad + begin + i, tally);
+    for (u32 i = threadIdx.x; i < n; i += THREADS) {
+        float value = tensor.grad[begin + i];
+        if (tensor.moved) value = accelerate(tensor, begin + i, value);
+        tally_coeff<1>(tensor, begin + i, &value, tally);
+    }
     end_tally<1>(tensor, all_found + tile_tensor[blockIdx.x], tally);
 }
 

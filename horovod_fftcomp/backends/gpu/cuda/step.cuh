@@ -34,7 +34,8 @@ __global__ void count_step(const u32* __restrict__ verdict, Ledger* __restrict__
     if (*verdict) ledger->skipped++;
 }
 
-// Where the step does not count, what is left unsent becomes what was left before it.
+// Where the step does not count, what is left unsent becomes what was left before it, and a velocity
+// what it was.
 template <u32 C>
 __global__ void __launch_bounds__(THREADS)
     restore(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
@@ -44,8 +45,11 @@ __global__ void __launch_bounds__(THREADS)
     if (!tensor.keep) return;
     u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
     u32 n = u32(min(u64(TILE), C * tensor.n - begin));
-    for (u32 i = threadIdx.x; i < n; i += THREADS)
+    for (u32 i = threadIdx.x; i < n; i += THREADS) {
         tensor.coeffs[begin + i] = tensor.residual ? tensor.residual[begin + i] : 0.0f;
+        if (C == 1 && tensor.moved)
+            tensor.moved[begin + i] = tensor.velocity ? tensor.velocity[begin + i] : 0.0f;
+    }
 }
 
 // The sum of squares of each tile, of gradients or of coefficients; in a fixed order. A complex
