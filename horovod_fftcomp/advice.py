@@ -184,7 +184,7 @@ def _run(
     round_ = next(exchange)
     while True:
         times.append(time.perf_counter() - begin)
-        messages.append(Message(round_.collective, round_.data.nbytes))
+        messages.append(_message(round_, ranks))
         output = _output(round_, ranks)
         np.empty(_CACHES_NBYTES, np.uint8).fill(1)
         begin = time.perf_counter()
@@ -196,6 +196,12 @@ def _run(
             # Only what a later step of the same recipe would find.
             kept = outcome.state if step == 0 else common(outcome.state)
             return _Run(tuple(messages), sum(times), decode_s, outcome.sums, kept)
+
+
+def _message(round_: Round, ranks: int) -> Message:
+    if round_.divided:
+        return Message("divided", ranks * round_.data.nbytes)
+    return Message(round_.collective, round_.data.nbytes)
 
 
 def _output(round_: Round, ranks: int) -> Array:

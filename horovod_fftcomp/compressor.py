@@ -118,7 +118,7 @@ class Compressor:
         excluded), ``decode_s``, ``check_s`` (of parameters between ranks).
         ``relative_error``: norm of what the last measured step left unsent over the norm of what
         it was to send; ``total_error``: sum over all steps of the square of what each left unsent.
-        ``similarity``: of the positions that another rank chose for all in the
+        ``similarity``: of the positions that other ranks chose for all in the
         last measured step, the share that this one would have chosen; None if there were none.
         ``skipped_steps``: steps with NaN or Inf somewhere, which left no trace in
         the residuals. ``density``: the present one. ``choices``: of ``auto``, what it has chosen

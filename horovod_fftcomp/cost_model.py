@@ -18,7 +18,7 @@ _MOST_RANKS = 1 << 20  # searched for a crossover
 
 
 class Message(NamedTuple):
-    """One collective and the bytes that each rank hands in."""
+    """One collective and the bytes that each rank hands in; of "divided" all ranks together."""
 
     collective: str
     nbytes: int
@@ -57,12 +57,15 @@ class Network:
         """Return what a collective of ``ranks`` ranks takes, 0 on one rank.
 
         Ring allreduce: 2 (p-1) alpha + 2 (p-1)/p n beta. Ring allgather: (p-1) (alpha + n beta), n
-        of each rank. Broadcast by a tree: log2(p) alpha + n beta. Where times were measured, a
-        straight line between the two nearest sizes.
+        of each rank; "divided" is one to which all ranks together bring n. Broadcast by a tree:
+        log2(p) alpha + n beta. Where times were measured, a straight line between the two nearest
+        sizes.
         """
-        p, (collective, n) = ranks, message
+        p, collective, n = ranks, message.collective, float(message.nbytes)
         if p < 2:
             return 0.0
+        if collective == "divided":
+            collective, n = "allgather", n / p
         known = sorted((m.nbytes, t) for m, t in self.times_s if m.collective == collective)
         if known and p == self.measured_ranks:
             return _between(known, n)
@@ -106,7 +109,7 @@ def fitted_network(times_s: Sequence[tuple[Message, float]], ranks: int) -> Netw
     return Network(reduce, line("allgather", p - 1, p - 1), CYCLE_S, tuple(times_s), p)
 
 
-def _between(points: Sequence[tuple[int, float]], nbytes: int) -> float:
+def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:
     """Return the time at ``nbytes``; beyond the largest size the time of a byte stays the same."""
     for (n, t), (larger, longer) in itertools.pairwise(points):
         if nbytes <= larger:

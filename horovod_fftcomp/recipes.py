@@ -289,7 +289,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "scalecom": Recipe(
         _scalecom,
-        "what one rank chooses for all, each step another",
+        "what one rank chooses for all, in turns",
         "Chen et al., NeurIPS 2020",
         spares_first=True,
     ),

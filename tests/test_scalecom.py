@@ -7,7 +7,7 @@ import pytest
 
 from horovod_fftcomp import PayloadError, get_scheme, simulate
 from horovod_fftcomp.schemes import Context, Tensor
-from horovod_fftcomp.schemes.leader import ChunkWinners, Largest
+from horovod_fftcomp.schemes.leader import ChunkWinners, Largest, lead_of
 
 SELECTORS = ("chunk", "exact")
 
@@ -19,6 +19,15 @@ def normal(*shape, seed=0):
 def by_chunks(x, chunk):
     """Return the positions of the largest of each chunk, with plain NumPy."""
     return [b + np.abs(x[b : b + chunk]).argmax() for b in range(0, x.size, chunk)]
+
+
+def by_leaders(due, chunk, step):
+    """Return the positions that ``due`` of all ranks leads to: each rank's in its part."""
+    ranks, n = due.shape
+    n_chunks = -(-n // chunk)
+    own = [by_chunks(each, chunk) for each in due]
+    part = -(-n_chunks // ranks)
+    return [own[(c // part - step) % ranks][c] for c in range(n_chunks)]
 
 
 def by_size(x, k):
@@ -45,7 +54,7 @@ def test_every_step_is_that_of_the_formulas(selector, beta, ranks):
     for number, (grads, step) in enumerate(zip(gradients, steps, strict=True)):
         due = memory + grads
         leader = due[number % ranks].astype(np.float32)
-        chosen = by_chunks(leader, 50) if selector == "chunk" else by_size(leader, 20)
+        chosen = by_leaders(due, 50, number) if selector == "chunk" else by_size(leader, 20)
         expected = np.zeros(n)
         expected[chosen] = due[:, chosen].mean(0)
         np.testing.assert_allclose(step.average, expected, atol=1e-5)
@@ -96,15 +105,20 @@ def test_equal_gradients_arrive_as_of_one_rank(selector):
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_bytes_stay_where_those_of_topk_grow(selector):
     received, gathered = [], []
+    most = get_scheme("scalecom", density=0.01, selector=selector).sent_nbytes(
+        Tensor("gradient", (20_000,))
+    )
     for ranks in (2, 8, 64):
         gradients = normal(2, ranks, 20_000)
         *_, ours = simulate("scalecom", gradients, density=0.01, selector=selector)
         *_, topk = simulate("topk", gradients, density=0.01)
-        assert set(ours.sent_bytes) == {get_scheme("scalecom", density=0.01, selector=selector)
-                                        .sent_nbytes(Tensor("gradient", (20_000,)))}  # fmt: skip
-        received.append(ours.received_bytes)
+        positions = 175 / ranks if selector == "chunk" else most - 800  # 200 times 7 bits
+        assert {min(ours.sent_bytes)} == set(ours.sent_bytes)
+        assert 0 <= ours.sent_bytes[0] - (800 + positions) < 4  # whole words
+        received.append({nbytes - (4 * ranks) * (selector == "chunk")
+                         for nbytes in ours.received_bytes})  # fmt: skip
         gathered.append(topk.received_bytes[0] / ranks)
-    assert len({nbytes for ranks in received for nbytes in ranks}) == 1
+    assert all(of_ranks <= set(range(most + 1)) for of_ranks in received)
     assert len(set(gathered)) == 1
 
 
@@ -118,33 +132,63 @@ def test_positions_take_the_bits_of_an_offset(density, chunk, nbytes):
     assert selector.count(1003) == -(-1003 // chunk)
 
 
-@pytest.mark.parametrize("selector", [ChunkWinners(0.01), Largest(0.01), Largest(0.4), Largest(1)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("total", [0, 1, 6, 7, 8, 100, 129])
+def test_each_chunk_has_one_leader_and_each_rank_its_turn(total, ranks):
+    led = []
+    for step in range(ranks):
+        lead = lead_of(total, step, ranks)
+        parts = [range(*lead.chunks_of(rank, total)) for rank in range(ranks)]
+        assert sorted(chunk for part in parts for chunk in part) == list(range(total))
+        assert max(map(len, parts)) <= lead.size
+        for rank, part in enumerate(parts):
+            assert {lead.leader_of(chunk) for chunk in part} <= {rank}
+        led.append([lead.leader_of(chunk) for chunk in range(total)])
+    assert all(sorted(leaders) == list(range(ranks)) for leaders in zip(*led, strict=True))
+
+
+def test_an_offset_beyond_a_short_last_chunk_is_its_last_element():
+    found = ChunkWinners(0.01).positions(np.array([99, 0, 99], np.uint32), 250)
+    assert found.tolist() == [99, 100, 249]
+
+
+@pytest.mark.parametrize("selector", [Largest(0.01), Largest(0.4), Largest(1)])
 @pytest.mark.parametrize("n", [0, 1, 99, 100, 101, 9973])
 def test_positions_that_are_chosen_arrive(selector, n):
     x, residual = normal(n), normal(n, seed=1)
     packed = selector.choose(x, residual)
     assert packed.size == selector.nbytes(n)
     positions = selector.positions(packed, n)
-    total = x + residual
-    chunked = isinstance(selector, ChunkWinners)
-    assert positions.tolist() == (
-        by_chunks(total, 100) if chunked else by_size(total, selector.count(n))
-    )
+    assert positions.tolist() == by_size(x + residual, selector.count(n))
 
 
-@pytest.mark.parametrize("selector", [ChunkWinners(0.01), Largest(0.01), Largest(0.4)])
+@pytest.mark.parametrize("selector", [Largest(0.01), Largest(0.4)])
 def test_positions_that_cannot_be_are_refused(selector):
     packed = np.full(selector.nbytes(1003), 0xFF, np.uint8)
-    with pytest.raises(ValueError, match=r"beyond its chunk|does not have"):
+    with pytest.raises(ValueError, match="does not have"):
         selector.positions(packed, 1003)
-    exchange = get_scheme(
-        "scalecom",
-        density=selector.density,
-        selector="chunk" if isinstance(selector, ChunkWinners) else "exact",
-    ).exchange([Tensor("w", (1003,))], [normal(1003)], {}, Context(4, 0, 3))
+    exchange = get_scheme("scalecom", density=selector.density, selector="exact").exchange(
+        [Tensor("w", (1003,))], [normal(1003)], {}, Context(4, 0, 3)
+    )
     message = next(exchange).data
     with pytest.raises(PayloadError, match="tensor 'w': rank 1's positions:"):
         exchange.send(np.full(message.size, 0xFF, np.uint8))
+
+
+def test_offsets_that_cannot_be_are_refused():
+    def started():
+        tensors = [Tensor("v", (500,)), Tensor("w", (1003,))]
+        scheme = get_scheme("scalecom", density=0.01)
+        exchange = scheme.exchange(tensors, [normal(500), normal(1003)], {}, Context(4, 0, 3))
+        return exchange, np.tile(next(exchange).data, 3)
+
+    exchange, gathered = started()  # 16 chunks: rank 2 leads in 6, rank 0 in 6, rank 1 in 4
+    gathered[20:22] |= np.array([0xF8, 0xFF], np.uint8)  # of rank 2, in its sixth chunk
+    with pytest.raises(PayloadError, match="tensor 'w': rank 2's positions: an offset lies beyond"):
+        exchange.send(gathered)
+    exchange, gathered = started()
+    with pytest.raises(PayloadError, match="16 bytes of positions arrived, 24 were expected"):
+        exchange.send(gathered[:-8])
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -176,18 +220,20 @@ def test_similarity_is_the_share_of_positions_preferred_alike(selector):
         tensor = Tensor("w", (2000,))
         led = scheme.exchange([tensor], [leader_grad], {}, Context(0, 0, 2))
         own = scheme.exchange([tensor], [own_grad], {}, Context(0, 1, 2))
-        chosen = next(led).data
-        next(own)
+        chosen, mine = next(led).data, next(own).data
+        if selector == "chunk":
+            chosen = np.concatenate([chosen, mine])
         values = own.send(chosen).data
         with pytest.raises(StopIteration) as stopped:
             own.send(values)
         return stopped.value.value.similarity
 
-    x = normal(2000)
-    assert followed(x, x) == (100, 100)
-    assert followed(x, normal(2000, seed=9)).common < 20
-    halves = np.concatenate([x[:1000], normal(1000, seed=9)])
-    assert 40 <= followed(x, halves).common <= 65
+    x, other = normal(2000), normal(2000, seed=9)
+    led = 50 if selector == "chunk" else 100
+    assert followed(x, x) == (led, led)
+    assert followed(x, other).common < led / 5
+    halves = np.where(np.arange(2000) // 100 % 2, x, other)
+    assert 0.4 * led <= followed(x, halves).common <= 0.65 * led
 
 
 @pytest.mark.parametrize(

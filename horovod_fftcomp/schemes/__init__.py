@@ -52,7 +52,8 @@ class Round(NamedTuple):
 
     ``among``: the ranks that take part, this one being one of them, if not all do; ``root`` counts
     among these. Where it is empty this rank has no part in the round, and gets no data. ``inside``:
-    all of it stays within a node.
+    all of it stays within a node. ``divided``: of an allgather, that the more ranks there are the
+    less each hands in, so that what arrives does not grow.
     """
 
     collective: str
@@ -61,6 +62,7 @@ class Round(NamedTuple):
     merge: Callable[[Array, Array], Array] | None = None
     among: tuple[int, ...] | None = None
     inside: bool = False
+    divided: bool = False
 
 
 class Context(NamedTuple):

@@ -1,6 +1,8 @@
-"""Positions that one rank chooses for all of them and broadcasts packed; each step another rank.
+"""Positions that ranks choose for all of them, packed; each step others choose.
 
-Source: Chen et al., NeurIPS 2020 (ScaleCom), as cyclic local top-k.
+Source: Chen et al., NeurIPS 2020 (ScaleCom), as cyclic local top-k. There one rank leads in a step.
+Where each chunk has its own largest element, ranks share the lead: each chooses in its part of the
+chunks, and an allgather of the parts takes less time than a broadcast of all.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +31,11 @@ _LARGEST_CHUNK = 1 << 16
 class ChunkWinners(TopK):
     """The largest of each 1 / density consecutive elements: no threshold is searched for.
 
-    Of equal magnitudes the lower index wins. The last chunk may be shorter and sends one as well.
+    Of equal magnitudes the lower index wins. The last chunk may be shorter and sends one as well;
+    an offset beyond it stands for its last element.
     """
+
+    collective = "allgather"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,37 +55,29 @@ class ChunkWinners(TopK):
         return -(-n // self.chunk)
 
     @property
-    def _bits(self) -> int:
+    def bits(self) -> int:
+        """The bits of an offset in a chunk."""
         return (self.chunk - 1).bit_length()
 
     def nbytes(self, n: int) -> int:
-        """Return the bytes that these positions take."""
-        return (self.count(n) * self._bits + 7) // 8
+        """Return the bytes that these positions take, of all ranks together."""
+        return (self.count(n) * self.bits + 7) // 8
 
-    def choose(self, grad: Array, residual: Array | None) -> Array:
-        """Return the packed positions, uint8, of what is largest in ``grad + residual``.
+    def share_nbytes(self, n_chunks: int) -> int:
+        """Return the bytes of one rank's part: whole words, one at least."""
+        return max(4, -(-n_chunks * self.bits // 32) * 4)
 
-        Legal positions, any, where there is NaN or Inf inside.
-        """
-        if self._bits == 0:
-            return np.empty(0, np.uint8)
-        kernels = load_backend("cpu")
-        return kernels.pack_bits(kernels.chunk_winners(grad, residual, self.chunk), self._bits)
-
-    def positions(self, packed: Array, n: int) -> Array:
-        """Return the positions, int64, ascending; ValueError for bytes that are none."""
-        found = np.arange(0, n, self.chunk, dtype=np.int64)
-        if self._bits:
-            found += load_backend("cpu").unpack_bits(packed, found.size, self._bits)
-            ends = np.arange(1, found.size + 1) * self.chunk
-            if (found >= np.minimum(ends, n)).any():
-                raise ValueError("an offset lies beyond its chunk")
-        return found
+    def positions(self, offsets: Array, n: int) -> Array:
+        """Return the positions, int64, ascending."""
+        begins = np.arange(0, n, self.chunk, dtype=np.int64)
+        return np.minimum(begins + offsets, n - 1)
 
 
 @dataclass(frozen=True)
 class Largest(TopK):
     """The ``density`` share of all elements that is largest, as ``topk`` chooses it."""
+
+    collective = "broadcast"
 
     def nbytes(self, n: int) -> int:
         """Return the bytes that these positions take."""
@@ -117,8 +115,114 @@ class Choice(NamedTuple):
     similarity: Similarity | None
 
 
+class Lead(NamedTuple):
+    """Whose choice counts: of all chunks of a bucket, one after the other, each rank has a part.
+
+    ``size``: of a part, in chunks; those at the end may be shorter, or empty.
+    """
+
+    size: int
+    step: int
+    n_ranks: int
+
+    def chunks_of(self, rank: int, total: int) -> tuple[int, int]:
+        """Return the first of the chunks in which a rank leads, and where they end."""
+        begin = min(total, (rank + self.step) % self.n_ranks * self.size)
+        return begin, min(total, begin + self.size)
+
+    def leader_of(self, chunk: int) -> int:
+        """Return who leads in a chunk."""
+        return (chunk // self.size - self.step) % self.n_ranks
+
+
+def lead_of(total: int, step: int, n_ranks: int) -> Lead:
+    """Return who leads in which of ``total`` chunks in a step."""
+    return Lead(max(1, -(-total // n_ranks)), step, n_ranks)
+
+
+def share_the_lead(
+    selector: ChunkWinners,
+    tensors: Sequence[Tensor],
+    grads: Sequence[Array | None],
+    residuals: Mapping[str, Array],
+    context: Context,
+) -> Generator[Round, Array, Choice]:
+    """Gather what each rank chooses in its part of the bucket's chunks.
+
+    When it is time to measure, every rank also chooses in those of the others, to tell how similar
+    its choice is.
+    """
+    numels = [math.prod(tensor.shape) for tensor in tensors]
+    ends = np.cumsum([0, *(selector.count(n) for n in numels)])
+    total = int(ends[-1])
+    lead = lead_of(total, context.step, context.world_size)
+    choose = partial(_winners, selector, tensors, grads, residuals)
+    begin, end = lead.chunks_of(context.rank, total)
+    message = np.zeros(selector.share_nbytes(lead.size), np.uint8)
+    if selector.bits:
+        packed = load_backend("cpu").pack_bits(choose(begin, end), selector.bits)
+        message[: packed.size] = packed
+    gathered = yield Round("allgather", message, divided=True)
+    offsets = _offsets(selector, gathered, lead, total)
+    for chunk in np.flatnonzero(offsets >= selector.chunk)[:1]:
+        name = tensors[int(np.searchsorted(ends, chunk, "right")) - 1].name
+        raise PayloadError(
+            f"tensor {name!r}: rank {lead.leader_of(int(chunk))}'s positions: "
+            "an offset lies beyond its chunk"
+        )
+    similarity = None
+    if context.step % MEASURE_EVERY == 0 and context.world_size > 1:
+        alike = choose(0, total) == offsets
+        alike[begin:end] = False
+        similarity = Similarity(int(alike.sum()), total - (end - begin))
+    parts = np.split(offsets, ends[1:-1])
+    found = [selector.positions(part, n) for part, n in zip(parts, numels, strict=True)]
+    return Choice(found, similarity)
+
+
+def _winners(
+    selector: ChunkWinners,
+    tensors: Sequence[Tensor],
+    grads: Sequence[Array | None],
+    residuals: Mapping[str, Array],
+    begin: int,
+    end: int,
+) -> Array:
+    """Return the offsets of what this rank chooses in these of the bucket's chunks, uint32."""
+    found, first = [np.empty(0, np.uint32)], 0
+    for tensor, grad in zip(tensors, grads, strict=True):
+        n = math.prod(tensor.shape)
+        here = slice(*(max(0, chunk - first) * selector.chunk for chunk in (begin, end)))
+        first += selector.count(n)
+        if grad is None:  # frozen: it sends zeros, so any positions do
+            found.append(np.zeros(selector.count(len(range(n)[here])), np.uint32))
+            continue
+        residual = residuals.get(tensor.name)
+        if residual is not None:
+            residual = residual[here]
+        found.append(load_backend("cpu").chunk_winners(grad[here], residual, selector.chunk))
+    return np.concatenate(found)
+
+
+def _offsets(selector: ChunkWinners, gathered: Array, lead: Lead, total: int) -> Array:
+    """Return the offsets of all chunks; PayloadError for a message of another size."""
+    nbytes = selector.share_nbytes(lead.size)
+    if gathered.size != lead.n_ranks * nbytes:
+        raise PayloadError(
+            f"{gathered.size} bytes of positions arrived, {lead.n_ranks * nbytes} were expected"
+        )
+    offsets = np.zeros(total, np.uint32)
+    if selector.bits:
+        for rank, message in enumerate(gathered.reshape(lead.n_ranks, nbytes)):
+            begin, end = lead.chunks_of(rank, total)
+            offsets[begin:end] = load_backend("cpu").unpack_bits(
+                message[: ((end - begin) * selector.bits + 7) // 8], end - begin, selector.bits
+            )
+    return offsets
+
+
 def follow_the_leader(
-    selector: Selector,
+    selector: Largest,
     tensors: Sequence[Tensor],
     grads: Sequence[Array | None],
     residuals: Mapping[str, Array],

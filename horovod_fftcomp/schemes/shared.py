@@ -22,7 +22,14 @@ from horovod_fftcomp.schemes import (
     Tensor,
 )
 from horovod_fftcomp.schemes.dense import saturated_half
-from horovod_fftcomp.schemes.leader import Choice, Largest, Selector, follow_the_leader
+from horovod_fftcomp.schemes.leader import (
+    Choice,
+    ChunkWinners,
+    Largest,
+    Selector,
+    follow_the_leader,
+    share_the_lead,
+)
 from horovod_fftcomp.schemes.shared_on_device import shared_on_device
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.wire import align
@@ -82,7 +89,7 @@ class Shared(Scheme):
     def rounds(self) -> tuple[str, ...]:
         """The collectives of every exchange, in order."""
         if isinstance(self.selection, Selector):
-            return ("broadcast", self.collective)
+            return (self.selection.collective, self.collective)
         return (self.collective,)
 
     def exchange(
@@ -162,8 +169,10 @@ class Shared(Scheme):
         carried: Mapping[str, Array],
         context: Context,
     ) -> Generator[Round, Array, Choice]:
-        """Return each tensor's positions, after a round if a leader chooses them."""
-        if isinstance(self.selection, Selector):
+        """Return each tensor's positions, after a round if ranks choose them."""
+        if isinstance(self.selection, ChunkWinners):
+            return (yield from share_the_lead(self.selection, tensors, grads, carried, context))
+        if isinstance(self.selection, Largest):
             return (yield from follow_the_leader(self.selection, tensors, grads, carried, context))
         return Choice(self._drawn(tensors, context, context.rank), None)
 
@@ -220,11 +229,16 @@ class Shared(Scheme):
         return Energy(float(np.dot(grad, grad)), total, left)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        """Return the bytes that a rank hands to collectives for ``tensor`` in each step.
+
+        All of the positions are counted, where ranks share the lead: what arrives of them.
+        """
         n = math.prod(tensor.shape)
         values = self.selection.count(n) * self.bits // 8
-        if isinstance(self.selection, Selector):
+        if isinstance(self.selection, Largest):
             return values + align(self.selection.nbytes(n))
+        if isinstance(self.selection, ChunkWinners):
+            return values + self.selection.nbytes(n)
         return values
 
     def state_format(self, tensor: Tensor) -> str:

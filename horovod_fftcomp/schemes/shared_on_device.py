@@ -22,9 +22,8 @@ from horovod_fftcomp.schemes import (
     Similarity,
     Tensor,
 )
-from horovod_fftcomp.schemes.leader import ChunkWinners
+from horovod_fftcomp.schemes.leader import ChunkWinners, lead_of
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK
-from horovod_fftcomp.wire import align
 
 if TYPE_CHECKING:
     from horovod_fftcomp.schemes.shared import Shared
@@ -36,11 +35,13 @@ _OF_GROUPS = ("choose_winners", "count_common", "take_shares", "check_shares", "
 class _Bucket:
     """What is known of a bucket before the data: rows without addresses, whose the blocks are.
 
-    ``begins``: where each tensor's values lie in a message, ``slots``: the leader's choice; and
-    where they end. ``tiles``, ``groups``: the tensor of each block.
+    ``begins``: where each tensor's values lie in a message, and where they end. ``tiles``,
+    ``groups``: the tensor of each block.
     """
 
-    def __init__(self, device: Device, scheme: Shared, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, device: Device, scheme: Shared, tensors: Sequence[Tensor], n_ranks: int
+    ) -> None:
         from horovod_fftcomp.backends.gpu import tables  # not for whoever has no GPU
 
         self._tables, self.uploads = tables, tables.Uploads(device)
@@ -49,11 +50,12 @@ class _Bucket:
         self.begins = np.cumsum([0, *counts], dtype=np.uint64)
         self.rows = np.zeros(len(tensors), tables.SHARED)
         self.rows["n"], self.rows["k"] = numels, counts
-        self.slots = np.zeros(len(tensors) + 1, np.uint64)
         if isinstance(selection, ChunkWinners):
-            self.rows["chunk"] = selection.chunk
-            self.rows["bits"] = (selection.chunk - 1).bit_length()
-            self.slots = np.cumsum([0, *(align(selection.nbytes(n)) for n in numels)], dtype="u8")
+            size = lead_of(int(self.begins[-1]), 0, n_ranks).size
+            self.rows["chunk"], self.rows["bits"] = selection.chunk, selection.bits
+            self.rows["factor"], self.rows["first"] = size, self.begins[:-1]
+            self.rows["message_words"] = selection.share_nbytes(size) // 4
+            self.rows["n_ranks"] = n_ranks
         filters = np.array([scheme.beta, 1 - scheme.beta], np.float32).view(np.uint32)
         self.rows["beta"], self.rows["rest"] = filters
         if scheme.unbiased:
@@ -89,10 +91,10 @@ class _Bucket:
         return self.uploads.of(kept, others)
 
 
-def _bucket(device: Device, scheme: Shared, tensors: Sequence[Tensor]) -> _Bucket:
-    key = ("shared", tuple(tensors))
-    if key not in device.cache or device.cache[key][0] != scheme:
-        device.cache[key] = (scheme, _Bucket(device, scheme, tensors))
+def _bucket(device: Device, scheme: Shared, tensors: Sequence[Tensor], n_ranks: int) -> _Bucket:
+    key, made_for = ("shared", tuple(tensors)), (scheme, n_ranks)
+    if key not in device.cache or device.cache[key][0] != made_for:
+        device.cache[key] = (made_for, _Bucket(device, scheme, tensors, n_ranks))
     return device.cache[key][1]
 
 
@@ -110,7 +112,8 @@ class _Exchange:
         assert context.device is not None
         self.device, self._scheme, self._context = context.device, scheme, context
         self._tensors, self._measure = tensors, context.step % MEASURE_EVERY == 0
-        self.bucket = _bucket(self.device, scheme, tensors)
+        self.bucket = _bucket(self.device, scheme, tensors, context.world_size)
+        self._turn = np.uint32(context.step % context.world_size)
         self.rows = self.bucket.rows.copy()
         self._alive: list[Any] = []
         self.takes_part = [grad is not None for grad in grads]
@@ -129,6 +132,7 @@ class _Exchange:
         self.state |= {tensor.name: array for tensor, array in new if array is not None}
         self._squares: list[Callable[[], Array]] = []
         self._similarity: Callable[[], Array] | None = None
+        self._n_led_by_others = 0
 
     def _address(self, array: Any) -> int:
         self._alive.append(array)
@@ -144,22 +148,37 @@ class _Exchange:
         return made
 
     def agree(self) -> Generator[Round, Any, None]:
-        """Enter this step's positions, after a round if a leader chooses them."""
-        bucket, context = self.bucket, self._context
-        if not isinstance(self._scheme.selection, ChunkWinners):
+        """Enter this step's positions, after a round if ranks choose them."""
+        selection, context = self._scheme.selection, self._context
+        if not isinstance(selection, ChunkWinners):
             self._draw(context.rank)
             return
-        leader = context.step % context.world_size
-        own = self.device.zeros(max(1, int(bucket.slots[-1])), np.uint8)[: int(bucket.slots[-1])]
-        self.rows["own"] = self._address(own) + bucket.slots[:-1]
-        if leader == context.rank or self._measure:
-            bucket.launch("choose_winners", bucket.uploads.of("own", self.rows))
-        chosen = yield Round("broadcast", own, leader)
-        self.rows["chosen"] = self._address(chosen) + bucket.slots[:-1]
-        if leader != context.rank and self._measure:
+        total = int(self.bucket.begins[-1])
+        lead = lead_of(total, context.step, context.world_size)
+        here = tuple(np.uint64(end) for end in lead.chunks_of(context.rank, total))
+        own = self._chosen(selection.share_nbytes(lead.size), *here)
+        chosen = yield Round("allgather", own, divided=True)
+        if len(chosen) != context.world_size * len(own):
+            raise PayloadError(
+                f"{len(chosen)} bytes of positions arrived, "
+                f"{context.world_size * len(own)} were expected"
+            )
+        self.rows["chosen"] = self._address(chosen)
+        if self._measure and context.world_size > 1:
+            self._chosen(selection.share_nbytes(total), np.uint64(0), np.uint64(total))
             common = self.device.zeros(1, np.uint32)
-            bucket.launch("count_common", bucket.uploads.of("values", self.rows), common)
+            table = self.bucket.uploads.of("own", self.rows)
+            self.bucket.launch("count_common", table, *here, self._turn, common)
             self._similarity = self.device.fetch(common)
+            self._n_led_by_others = total - int(here[1] - here[0])
+
+    def _chosen(self, nbytes: int, begin: np.uint64, end: np.uint64) -> Any:
+        """Return what this rank chooses in these of the bucket's chunks, packed."""
+        own = self.device.zeros(nbytes, np.uint8)
+        self.rows["own"] = self._address(own)
+        table = self.bucket.uploads.of("own", self.rows)
+        self.bucket.launch("choose_winners", table, begin, end)
+        return own
 
     def _draw(self, rank: int) -> None:
         whose = f"#{rank}" if self._scheme.collective == "allgather" else ""
@@ -181,7 +200,7 @@ class _Exchange:
         if self._measure:
             self._square(1)
             self._square(0)
-        bucket.launch("take_shares", table, peaks, self.arrived)
+        bucket.launch("take_shares", table, self._turn, peaks, self.arrived)
         if self._measure:
             self._square(0)
         return message
@@ -210,7 +229,7 @@ class _Exchange:
             bucket.launch("check_shares", tables[-1], not_finite)
         bucket.launch("clear_sums", tables[0], not_finite)
         for table in tables:
-            bucket.launch("add_shares", table, not_finite)
+            bucket.launch("add_shares", table, self._turn, not_finite)
         return sums, not_finite
 
     def restore(self, verdict: Any) -> None:
@@ -223,9 +242,13 @@ class _Exchange:
             tensor.name if row["wanted"] else ""
             for tensor, row in zip(self._tensors, self.rows, strict=True)
         ]
-        n_chosen = int(self.bucket.begins[-1])
         return partial(
-            _measured, names, self.bucket.tiles, self._squares, self._similarity, n_chosen
+            _measured,
+            names,
+            self.bucket.tiles,
+            self._squares,
+            self._similarity,
+            self._n_led_by_others,
         )
 
 

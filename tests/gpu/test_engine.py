@@ -116,6 +116,20 @@ def test_steps_are_the_cpus(recipe, options, tolerance):
             np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * 10)
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_ranks_share_the_lead_as_on_the_cpu(ranks):
+    cpu, gpu = (make_engines(on, "scalecom", ranks, density=0.03) for on in (None, Emulator()))
+    rng = np.random.default_rng(13)
+    for _ in range(ranks + 1):
+        grads = random_grads(rng, ranks)
+        for ours, theirs in zip(run_step(gpu, grads), run_step(cpu, grads), strict=True):
+            assert ours.tobytes() == theirs.tobytes()
+    for ours, theirs in zip(gpu, cpu, strict=True):
+        ours.read_device()
+        assert ours.costs.similarity == theirs.costs.similarity
+        assert (ours.costs.similarity is None) == (ranks == 1)
+
+
 @pytest.mark.parametrize("recipe", ["topk", "dgc"])
 def test_a_state_goes_from_cpu_to_gpu_and_back(recipe):
     rng = np.random.default_rng(1)

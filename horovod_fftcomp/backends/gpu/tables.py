@@ -62,7 +62,8 @@ ARRIVING = _struct(
 )
 SHARED = _struct(
     "grad residual left wanted share sum own chosen n k factor first",
-    "first_tile n_tiles first_group n_groups chunk bits beta rest gain unused",
+    "first_tile n_tiles first_group n_groups chunk bits beta rest gain message_words n_ranks "
+    "unused",
 )
 ELEMENTS = _struct(
     "clip length first_part",

@@ -1,5 +1,5 @@
-// Values at positions that all ranks know alike: drawn, or the largest of each chunk by one rank's
-// choice. Sums of them need no payload; the positions of a step are computed where they are used.
+// Values at positions that all ranks know alike: drawn, or the largest of each chunk by the choice of
+// who leads there. Sums of them need no payload; the positions of a step are computed where they are used.
 
 constexpr u32 GROUP = THREADS;  // positions of a block
 
@@ -12,20 +12,30 @@ struct Shared {
     float* share;           // k: its part of a message
     float* sum;             // n
     u32* own;               // this rank's choice: offsets in chunks, packed; zeros before
-    const u32* chosen;      // the leader's
+    const u32* chosen;      // those that count: a message of each rank
     u64 n, k;               // below 2^32
-    u64 factor, first;      // of drawn positions
+    u64 factor, first;      // of drawn positions; of winners: chunks of a part, and of tensors before
     u32 first_tile, n_tiles;    // of n
     u32 first_group, n_groups;  // of k
     u32 chunk, bits;        // elements of a chunk, 0 where positions are drawn; of an offset
     u32 beta, rest, gain;   // as float bits: the low-pass filter, 1 less it, and n/k; gain 0: none
-    u32 unused;
+    u32 message_words;      // of a rank's offsets
+    u32 n_ranks, unused;
 };
-static_assert(sizeof(Shared) == 136, "tables.py describes shared values with the same layout");
+static_assert(sizeof(Shared) == 144, "tables.py describes shared values with the same layout");
 
-__device__ __forceinline__ u64 position_of(const Shared& part, const u32* packed, u64 j) {
+// Returns the offset of the winner in a tensor's chunk. `turn`: rank `r` leads in part `r + turn`.
+__device__ __forceinline__ u32 offset_of(const Shared& part, u64 j, u32 turn) {
+    if (!part.bits) return 0;
+    u64 chunk = part.first + j;
+    u32 leader = u32((chunk / part.factor + part.n_ranks - turn) % part.n_ranks);
+    const u32* packed = part.chosen + u64(leader) * part.message_words;
+    return get_bits(packed, chunk % part.factor * part.bits, part.bits);
+}
+
+__device__ __forceinline__ u64 position_of(const Shared& part, u64 j, u32 turn) {
     if (part.chunk == 0) return (part.factor * j + part.first) % part.n;
-    return j * part.chunk + (part.bits ? get_bits(packed, j * part.bits, part.bits) : 0);
+    return min(j * part.chunk + offset_of(part, j, turn), part.n - 1);
 }
 
 __device__ __forceinline__ float with_residual(const Shared& part, u64 place) {
@@ -33,14 +43,18 @@ __device__ __forceinline__ float with_residual(const Shared& part, u64 place) {
     return part.residual ? add_rn(value, part.residual[place]) : value;
 }
 
-// The largest of each chunk, ties by position; a warp for one chunk after another.
+// The largest of each chunk from `first` to `last` of the bucket's, ties by position; a warp for one
+// chunk after another.
 __global__ void __launch_bounds__(THREADS)
-    choose_winners(const Shared* __restrict__ parts, const u32* __restrict__ group_part) {
+    choose_winners(const Shared* __restrict__ parts, const u32* __restrict__ group_part, u64 first,
+                   u64 last) {
     const Shared part = parts[group_part[blockIdx.x]];
     u32 lane = threadIdx.x % 32;
     u64 begin = u64(blockIdx.x - part.first_group) * GROUP + threadIdx.x / 32 * 32;
     u64 end = min(begin + 32, part.k);
     for (u64 j = begin; j < end; j++) {
+        u64 chunk = part.first + j;
+        if (chunk < first || chunk >= last) continue;
         u32 n = u32(min(u64(part.chunk), part.n - j * part.chunk)), best = 0, at = ALL_LANES;
         for (u32 i = lane; i < n; i += 32) {
             u32 key = magnitude(with_residual(part, j * part.chunk + i));
@@ -58,17 +72,20 @@ __global__ void __launch_bounds__(THREADS)
                 at = there;
             }
         }
-        if (lane == 0 && part.bits) put_bits(part.own, j * part.bits, at, part.bits);
+        if (lane == 0 && part.bits)
+            put_bits(part.own, (chunk - first) * part.bits, at, part.bits);
     }
 }
 
-// In how many chunks this rank's choice is the leader's.
+// In how many chunks, but for those from `first` to `last`, this rank's choice is the leader's.
 __global__ void __launch_bounds__(THREADS)
-    count_common(const Shared* __restrict__ parts, const u32* __restrict__ group_part,
-                 u32* __restrict__ common) {
+    count_common(const Shared* __restrict__ parts, const u32* __restrict__ group_part, u64 first,
+                 u64 last, u32 turn, u32* __restrict__ common) {
     const Shared part = parts[group_part[blockIdx.x]];
-    u64 j = u64(blockIdx.x - part.first_group) * GROUP + threadIdx.x;
-    bool same = j < part.k && position_of(part, part.own, j) == position_of(part, part.chosen, j);
+    u64 j = u64(blockIdx.x - part.first_group) * GROUP + threadIdx.x, chunk = part.first + j;
+    bool same = j < part.k && (chunk < first || chunk >= last);
+    if (same && part.bits)
+        same = get_bits(part.own, chunk * part.bits, part.bits) == offset_of(part, j, turn);
     u32 found = __popc(__ballot_sync(ALL_LANES, same));
     if (threadIdx.x % 32 == 0) atomicAdd(common, found);
 }
@@ -93,20 +110,20 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (threadIdx.x % 32 == 0) atomicMax(&peaks[tile_part[blockIdx.x]], peak);
 }
 
-// The values to send, NaN where the tensor is not finite; takes them off what is left. A position
-// outside its chunk is noted as a corrupt payload.
+// The values to send, NaN where the tensor is not finite; takes them off what is left. An offset
+// beyond its chunk is noted as a corrupt payload.
 __global__ void __launch_bounds__(THREADS)
-    take_shares(const Shared* __restrict__ parts, const u32* __restrict__ group_part,
+    take_shares(const Shared* __restrict__ parts, const u32* __restrict__ group_part, u32 turn,
                 const u32* __restrict__ peaks, Payload* __restrict__ payloads) {
     u32 number = group_part[blockIdx.x];
     const Shared part = parts[number];
     u64 j = u64(blockIdx.x - part.first_group) * GROUP + threadIdx.x;
     if (j >= part.k) return;
-    u64 place = position_of(part, part.chosen, j);
-    u64 end = part.chunk ? min((j + 1) * part.chunk, part.n) : part.n;
+    u64 place = position_of(part, j, turn);
+    bool corrupt = part.chunk && offset_of(part, j, turn) >= part.chunk;
     part.share[j] = __uint_as_float(NAN_BITS);
-    if (place >= end) note_corrupt(payloads + number);
-    if (place >= end || peaks[number] > LARGEST_FINITE_BITS) return;
+    if (corrupt) note_corrupt(payloads + number);
+    if (corrupt || peaks[number] > LARGEST_FINITE_BITS) return;
     float value = with_residual(part, place);
     if (part.gain) value = mul_rn(value, __uint_as_float(part.gain));
     part.share[j] = value;
@@ -140,11 +157,11 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 
 // Adds the shares of one message, in which no position comes twice.
 __global__ void __launch_bounds__(THREADS)
-    add_shares(const Shared* __restrict__ parts, const u32* __restrict__ group_part,
+    add_shares(const Shared* __restrict__ parts, const u32* __restrict__ group_part, u32 turn,
                const u32* __restrict__ not_finite) {
     const Shared part = parts[group_part[blockIdx.x]];
     u64 j = u64(blockIdx.x - part.first_group) * GROUP + threadIdx.x;
     if (j >= part.k || not_finite[group_part[blockIdx.x]]) return;
-    u64 place = position_of(part, part.chosen, j);
-    if (place < part.n) part.sum[place] = add_rn(part.sum[place], part.share[j]);
+    u64 place = position_of(part, j, turn);
+    part.sum[place] = add_rn(part.sum[place], part.share[j]);
 }
