@@ -44,7 +44,7 @@ EVERY = ("alexnet", 4, 100, 16)  # where all recipes are compared
 # Milliseconds between two talks about who is ready. Horovod's default of 1 keeps hosts busy that
 # share the cores of one machine.
 CYCLE_TIME = "5"
-STEPS = 8  # each host leads scalecom's choice equally often
+STEPS = 8  # each host leads equally often in scalecom's choice
 TIME_LIMIT_S = 600
 HEADER_NBYTES = 14 + 20 + 32  # of Ethernet, IPv4 and TCP with time stamps, in every packet
 # By Okabe and Ito; the colour-blind can tell these apart.

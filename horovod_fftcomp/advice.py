@@ -42,8 +42,9 @@ _CACHES_NBYTES = 1 << 25
 class Option(NamedTuple):
     """One way to exchange a model's gradients.
 
-    ``sent_nbytes``: what a rank hands to collectives in a step. ``relative_error``: norm of what a
-    gradient loses over its norm, without error feedback.
+    ``sent_nbytes``: what a rank hands to collectives in a step, and what the others hand in of what
+    is divided among ranks. ``relative_error``: norm of what a gradient loses over its norm, without
+    error feedback.
     """
 
     label: str
@@ -55,9 +56,10 @@ class Option(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The collective that carries most bytes."""
+        """The collective that carries most bytes, of those that nothing divides."""
         messages = [message for part in self.parts for message in part.messages]
-        return max(messages, key=lambda message: message.nbytes).collective
+        whole = [message for message in messages if message.collective != "divided"]
+        return max(whole, key=lambda message: message.nbytes).collective
 
 
 def dense(tensors: Sequence[Tensor]) -> Option:

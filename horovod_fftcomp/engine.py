@@ -291,9 +291,8 @@ class Engine:
         """Take down relative errors, and warn of residuals that keep growing."""
         wanted = left = 0.0
         similar = [o.similarity for o in outcomes.values() if o.similarity is not None]
-        if similar:
-            common, chosen = (sum(column) for column in zip(*similar, strict=True))
-            self.costs.similarity = common / chosen
+        if chosen := sum(similarity.chosen for similarity in similar):
+            self.costs.similarity = sum(similarity.common for similarity in similar) / chosen
         for bucket, outcome in sorted(outcomes.items(), key=lambda item: item[0]):
             policy = self.buckets[bucket].policy
             density, growth = policy.density(self.step) or 1.0, policy.at(self.step).accumulation()

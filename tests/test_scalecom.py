@@ -192,6 +192,21 @@ def test_offsets_that_cannot_be_are_refused():
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize(("ranks", "n"), [(2, 50), (5, 150), (9, 350), (2, 0)])
+def test_more_ranks_than_chunks(selector, ranks, n):
+    """A rank may lead in nothing, or in everything: then there is no choice to be similar to."""
+    gradients = normal(3, ranks, n)
+    for step, grads in zip(
+        simulate("scalecom", gradients, density=0.01, beta=1.0, selector=selector),
+        gradients,
+        strict=True,
+    ):
+        if selector == "chunk":
+            assert np.count_nonzero(step.average) == -(-n // 100)
+        assert step.average.shape == grads.shape[1:]
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("bad_rank", [0, 1, 2])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

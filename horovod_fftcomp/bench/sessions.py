@@ -17,6 +17,7 @@ from horovod_fftcomp.wire import Plan
 
 # Step 0 and every 53rd measure energies on top; a usual step does not. Where ranks take turns in
 # leading, it is the turn of rank 0, whose work is measured; and no recipe tries anything any more.
+# Where they share the lead, rank 0 is alone and has all of it: the most that choosing takes.
 _USUAL_STEP = 6
 
 
@@ -98,8 +99,12 @@ class RecipeSession:
         self._known: State = {}
         self._known = common(self._outcome_alone(other_grad, plain.at(0), 0).state)
         self._state: State = self._known
-        self._others = self._sent_by_the_other(other_grad)
-        self.sent_nbytes = sum(data.nbytes for data in self._others)
+        self._n_ranks = 2
+        if next(self._exchange(self._plain, other_grad, self._known)).divided:
+            self._n_ranks = 1
+        sent = self._sent_by_the_other(other_grad)
+        self.sent_nbytes = sum(data.nbytes for data in sent)
+        self._others: list[Array | None] = [data if self._n_ranks > 1 else None for data in sent]
 
     @property
     def plan(self) -> Plan | None:
@@ -110,11 +115,15 @@ class RecipeSession:
         return codec.plan(self._tensor.shape)
 
     def _sent_by_the_other(self, grad: Array) -> list[Array]:
-        """Return what the second rank hands to each round, as if the first sent the same."""
+        """Return what the second rank hands to each round, as if the first sent the same.
+
+        What the first does, if it is alone.
+        """
         exchange = self._exchange(self._plain, grad, self._known)
         rounds = [next(exchange)]
         for _ in self.scheme.rounds[1:]:
-            rounds.append(exchange.send(_completed(rounds[-1], rounds[-1].data)))
+            other = rounds[-1].data if self._n_ranks > 1 else None
+            rounds.append(exchange.send(_completed(rounds[-1], other)))
         exchange.close()
         return [round_.data for round_ in rounds]
 
@@ -152,7 +161,7 @@ class RecipeSession:
         return self.scheme.residual(self._state, self._tensor).reshape(-1)
 
     def _exchange(self, scheme: Scheme, grad: Array, state: State) -> Exchange:
-        context = Context(_USUAL_STEP, 0, 2)
+        context = Context(_USUAL_STEP, 0, self._n_ranks)
         return scheme.exchange([self._tensor], [grad], state, context)
 
 

@@ -53,7 +53,7 @@ class Round(NamedTuple):
     ``among``: the ranks that take part, this one being one of them, if not all do; ``root`` counts
     among these. Where it is empty this rank has no part in the round, and gets no data. ``inside``:
     all of it stays within a node. ``divided``: of an allgather, that the more ranks there are the
-    less each hands in, so that what arrives does not grow.
+    less each hands in, so that what arrives hardly grows.
     """
 
     collective: str

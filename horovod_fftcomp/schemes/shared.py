@@ -1,4 +1,4 @@
-"""The values at positions that all ranks know without being told, or that one tells them all."""
+"""The values at positions that all ranks know without being told, or that some tell them all."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class _Own(NamedTuple):
 class Shared(Scheme):
     """Send the values at ``selection``'s positions; with ``error_feedback`` carry on the others.
 
-    The bytes that a rank sends and receives do not grow with the number of ranks. ``beta`` below 1
+    What a rank sends and receives grows with the ranks by less than 8 bytes of positions for each.
+    ``beta`` below 1
     lets through only that part of what a step leaves (low-pass filter of Chen et al., NeurIPS
     2020): residual <- (1 - beta) residual + beta (gradient + residual - sent). ``unbiased``
     scales what is sent by n/k, so that its mean over all draws is the gradient. Under error
