@@ -332,7 +332,7 @@ def test_positions_lie_beyond_2_to_the_31():
     kernels = device.functions(gpu.source(), ["take_shares", "add_shares"])
     table, owners = device.upload(row.view(np.uint8)), device.zeros(row["n_groups"][0], np.uint32)
     for name, more in (("take_shares", 2), ("add_shares", 1)):
-        flat = [table, owners, *(device.zeros(4, np.uint32) for _ in range(more))]
+        flat = [table, owners, np.uint32(0), *(device.zeros(4, np.uint32) for _ in range(more))]
         kernels[name](owners.size, tables.THREADS, flat, 0)
     np.testing.assert_array_equal(share, values)
     np.testing.assert_array_equal(total[positions], values)
