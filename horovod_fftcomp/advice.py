@@ -207,6 +207,8 @@ def _message(round_: Round, ranks: int) -> Message:
 
 
 def _output(round_: Round, ranks: int) -> Array:
+    if round_.divided:  # ours may be no legal part of another rank's; zeros are of all
+        return np.concatenate([round_.data, np.zeros((ranks - 1) * round_.data.size, np.uint8)])
     if round_.collective == "allgather":
         return np.concatenate([round_.data] * ranks)
     return round_.data.copy()  # of a sum the values do not matter here, nor of one rank

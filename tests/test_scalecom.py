@@ -147,11 +147,6 @@ def test_each_chunk_has_one_leader_and_each_rank_its_turn(total, ranks):
     assert all(sorted(leaders) == list(range(ranks)) for leaders in zip(*led, strict=True))
 
 
-def test_an_offset_beyond_a_short_last_chunk_is_its_last_element():
-    found = ChunkWinners(0.01).positions(np.array([99, 0, 99], np.uint32), 250)
-    assert found.tolist() == [99, 100, 249]
-
-
 @pytest.mark.parametrize("selector", [Largest(0.01), Largest(0.4), Largest(1)])
 @pytest.mark.parametrize("n", [0, 1, 99, 100, 101, 9973])
 def test_positions_that_are_chosen_arrive(selector, n):
@@ -185,6 +180,10 @@ def test_offsets_that_cannot_be_are_refused():
     exchange, gathered = started()  # 16 chunks: rank 2 leads in 6, rank 0 in 6, rank 1 in 4
     gathered[20:22] |= np.array([0xF8, 0xFF], np.uint8)  # of rank 2, in its sixth chunk
     with pytest.raises(PayloadError, match="tensor 'w': rank 2's positions: an offset lies beyond"):
+        exchange.send(gathered)
+    exchange, gathered = started()  # the last chunk has 3 elements, and is the fourth of rank 1
+    gathered[10:12] = [0b1100000, 0]
+    with pytest.raises(PayloadError, match="tensor 'w': rank 1's positions: an offset lies beyond"):
         exchange.send(gathered)
     exchange, gathered = started()
     with pytest.raises(PayloadError, match="16 bytes of positions arrived, 24 were expected"):

@@ -31,8 +31,7 @@ _LARGEST_CHUNK = 1 << 16
 class ChunkWinners(TopK):
     """The largest of each 1 / density consecutive elements: no threshold is searched for.
 
-    Of equal magnitudes the lower index wins. The last chunk may be shorter and sends one as well;
-    an offset beyond it stands for its last element.
+    Of equal magnitudes the lower index wins. The last chunk may be shorter and sends one as well.
     """
 
     collective = "allgather"
@@ -66,11 +65,6 @@ class ChunkWinners(TopK):
     def share_nbytes(self, n_chunks: int) -> int:
         """Return the bytes of one rank's part: whole words, one at least."""
         return max(4, -(-n_chunks * self.bits // 32) * 4)
-
-    def positions(self, offsets: Array, n: int) -> Array:
-        """Return the positions, int64, ascending."""
-        begins = np.arange(0, n, self.chunk, dtype=np.int64)
-        return np.minimum(begins + offsets, n - 1)
 
 
 @dataclass(frozen=True)
@@ -164,19 +158,20 @@ def share_the_lead(
         message[: packed.size] = packed
     gathered = yield Round("allgather", message, divided=True)
     offsets = _offsets(selector, gathered, lead, total)
-    for chunk in np.flatnonzero(offsets >= selector.chunk)[:1]:
-        name = tensors[int(np.searchsorted(ends, chunk, "right")) - 1].name
-        raise PayloadError(
-            f"tensor {name!r}: rank {lead.leader_of(int(chunk))}'s positions: "
-            "an offset lies beyond its chunk"
-        )
+    found = []
+    for tensor, n, first, part in zip(
+        tensors, numels, ends, np.split(offsets, ends[1:-1]), strict=False
+    ):
+        begins = np.arange(0, n, selector.chunk, dtype=np.int64)
+        found.append(begins + part)
+        for chunk in np.flatnonzero(part >= np.minimum(selector.chunk, n - begins))[:1]:
+            who = f"tensor {tensor.name!r}: rank {lead.leader_of(int(first + chunk))}'s positions"
+            raise PayloadError(f"{who}: an offset lies beyond its chunk")
     similarity = None
     if context.step % MEASURE_EVERY == 0 and context.world_size > 1:
         alike = choose(0, total) == offsets
         alike[begin:end] = False
         similarity = Similarity(int(alike.sum()), total - (end - begin))
-    parts = np.split(offsets, ends[1:-1])
-    found = [selector.positions(part, n) for part, n in zip(parts, numels, strict=True)]
     return Choice(found, similarity)
 
 

@@ -45,7 +45,8 @@ def _exchanged(scheme: Scheme, grad: Array, device: Device | None) -> Array:
         while True:
             data = on_host(round_.data, device)
             if round_.collective == "allgather":
-                data = np.concatenate([data, data])
+                # What is divided may be no legal part of another rank's; zeros are.
+                data = np.concatenate([data, np.zeros_like(data) if round_.divided else data])
             elif round_.collective == "allreduce":
                 data = data + data
             round_ = exchange.send(data if device is None else device.upload(data))

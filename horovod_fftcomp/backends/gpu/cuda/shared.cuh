@@ -1,5 +1,6 @@
-// Values at positions that all ranks know alike: drawn, or the largest of each chunk by the choice of
-// who leads there. Sums of them need no payload; the positions of a step are computed where they are used.
+// Values at positions that all ranks know alike: drawn, or the largest of each chunk by the choice
+// of who leads there. Sums of them need no payload; the positions of a step are computed where they
+// are used.
 
 constexpr u32 GROUP = THREADS;  // positions of a block
 
@@ -14,7 +15,7 @@ struct Shared {
     u32* own;               // this rank's choice: offsets in chunks, packed; zeros before
     const u32* chosen;      // those that count: a message of each rank
     u64 n, k;               // below 2^32
-    u64 factor, first;      // of drawn positions; of winners: chunks of a part, and of tensors before
+    u64 factor, first;      // of drawn positions; else chunks of a part, and of tensors before
     u32 first_tile, n_tiles;    // of n
     u32 first_group, n_groups;  // of k
     u32 chunk, bits;        // elements of a chunk, 0 where positions are drawn; of an offset
@@ -33,6 +34,7 @@ __device__ __forceinline__ u32 offset_of(const Shared& part, u64 j, u32 turn) {
     return get_bits(packed, chunk % part.factor * part.bits, part.bits);
 }
 
+// Returns a place inside of the tensor, whatever has arrived.
 __device__ __forceinline__ u64 position_of(const Shared& part, u64 j, u32 turn) {
     if (part.chunk == 0) return (part.factor * j + part.first) % part.n;
     return min(j * part.chunk + offset_of(part, j, turn), part.n - 1);
@@ -120,7 +122,8 @@ __global__ void __launch_bounds__(THREADS)
     u64 j = u64(blockIdx.x - part.first_group) * GROUP + threadIdx.x;
     if (j >= part.k) return;
     u64 place = position_of(part, j, turn);
-    bool corrupt = part.chunk && offset_of(part, j, turn) >= part.chunk;
+    u64 room = part.n - j * part.chunk;
+    bool corrupt = part.chunk && offset_of(part, j, turn) >= min(u64(part.chunk), room);
     part.share[j] = __uint_as_float(NAN_BITS);
     if (corrupt) note_corrupt(payloads + number);
     if (corrupt || peaks[number] > LARGEST_FINITE_BITS) return;
