@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array, Coefficients
+from horovod_fftcomp.backends import Array, Coefficients, Shape
 from horovod_fftcomp.quantizers import Coding, Float32, is_whole, steps_coding
 from horovod_fftcomp.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 
@@ -47,12 +47,7 @@ class Chooser(Protocol):
         ...
 
     def choose(
-        self,
-        coeffs: Coefficients,
-        shape: tuple[int, ...],
-        key: int,
-        kernels: ModuleType,
-        keep: bool,
+        self, coeffs: Coefficients, shape: Shape, key: int, kernels: ModuleType, keep: bool
     ) -> Choice:
         """Choose of ``coeffs``; with ``keep`` subtract from the array what the codes stand for.
 
@@ -60,7 +55,7 @@ class Chooser(Protocol):
         """
         ...
 
-    def expected_count(self, shape: tuple[int, ...]) -> int:
+    def expected_count(self, shape: Shape) -> int:
         """Return how many elements of a tensor to expect; a forecast of sizes, not a promise."""
         ...
 
@@ -111,12 +106,7 @@ class Strom:
         return steps_coding(self.threshold, self.quanta, max(largest, 1))
 
     def choose(
-        self,
-        coeffs: Coefficients,
-        shape: tuple[int, ...],
-        key: int,
-        kernels: ModuleType,
-        keep: bool,
+        self, coeffs: Coefficients, shape: Shape, key: int, kernels: ModuleType, keep: bool
     ) -> Choice:
         """Choose what reaches the threshold; see ``Chooser``."""
         del shape, key
@@ -128,7 +118,7 @@ class Strom:
         bitmap, codes = kernels.take(chosen, 1, self.coding(scale), keep)
         return Choice(k, bitmap, codes, scale)
 
-    def expected_count(self, shape: tuple[int, ...]) -> int:
+    def expected_count(self, shape: Shape) -> int:
         """Return one in a thousand; see ``Chooser``."""
         return TopK(0.001).count(math.prod(shape))
 
@@ -154,7 +144,7 @@ class AdaComp(_ScaleFree):
         if self.bin is not None and not (is_whole(self.bin) and self.bin >= 1):
             raise ValueError(f"bin must be a whole number from 1 up or None, got {self.bin!r}")
 
-    def length(self, shape: tuple[int, ...]) -> int:
+    def length(self, shape: Shape) -> int:
         """Return how many elements of a tensor make up a bin."""
         return self.bin or (50 if len(shape) > 2 else 500)
 
@@ -163,12 +153,7 @@ class AdaComp(_ScaleFree):
         return steps_coding(scale, 1, 1)
 
     def choose(
-        self,
-        coeffs: Coefficients,
-        shape: tuple[int, ...],
-        key: int,
-        kernels: ModuleType,
-        keep: bool,
+        self, coeffs: Coefficients, shape: Shape, key: int, kernels: ModuleType, keep: bool
     ) -> Choice:
         """Choose in each bin; see ``Chooser``."""
         del key
@@ -179,7 +164,7 @@ class AdaComp(_ScaleFree):
         k, codes = kernels.take_chosen(total, bitmap, 0.0, self.coding(scale), keep)
         return Choice(k, bitmap, codes, scale)
 
-    def expected_count(self, shape: tuple[int, ...]) -> int:
+    def expected_count(self, shape: Shape) -> int:
         """Return six of each bin, as of normal gradients; see ``Chooser``."""
         numel = math.prod(shape)
         return min(numel, 6 * -(-numel // self.length(shape)))
@@ -220,12 +205,7 @@ class Wangni(_ScaleFree):
         return limit
 
     def choose(
-        self,
-        coeffs: Coefficients,
-        shape: tuple[int, ...],
-        key: int,
-        kernels: ModuleType,
-        keep: bool,
+        self, coeffs: Coefficients, shape: Shape, key: int, kernels: ModuleType, keep: bool
     ) -> Choice:
         """Draw; see ``Chooser``."""
         del shape
@@ -235,6 +215,6 @@ class Wangni(_ScaleFree):
         k, codes = kernels.take_chosen(coeffs.array, bitmap, limit, self.coding(scale), keep)
         return Choice(k, bitmap, codes, scale)
 
-    def expected_count(self, shape: tuple[int, ...]) -> int:
+    def expected_count(self, shape: Shape) -> int:
         """Return the share that ``density`` is; see ``Chooser``."""
         return TopK(self.density).count(math.prod(shape))

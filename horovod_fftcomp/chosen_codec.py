@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 
 from horovod_fftcomp import draws, wire
-from horovod_fftcomp.backends import Array, Coefficients, Part
+from horovod_fftcomp.backends import Array, Coefficients, Part, Shape
 from horovod_fftcomp.choices import Chooser
 from horovod_fftcomp.codec import PositionsCodec
 from horovod_fftcomp.draws import NOWHERE, Place
@@ -43,13 +43,13 @@ class ChosenCodec(PositionsCodec):
     def __post_init__(self) -> None:
         draws.check_seed(self.seed)
 
-    def plan(self, shape: tuple[int, ...], k: int | None = None) -> Plan:
+    def plan(self, shape: Shape, k: int | None = None) -> Plan:
         """Return the layout and the sizes for a tensor of ``shape``, ``k`` of it to be sent."""
         if k is None:
             raise ValueError("the size of a payload of chosen elements depends on the values")
         return wire.make_plan(shape, math.prod(shape), k, self.method.bits)
 
-    def expected_nbytes(self, shape: tuple[int, ...]) -> int:
+    def expected_nbytes(self, shape: Shape) -> int:
         """Return the size of a payload of as many elements as the method expects."""
         return self.plan(shape, self.method.expected_count(shape)).payload_nbytes
 
@@ -64,7 +64,7 @@ class ChosenCodec(PositionsCodec):
     def coeffs_of(
         self,
         flat: Array,
-        shape: tuple[int, ...],
+        shape: Shape,
         kernels: ModuleType,
         residual: Array | None = None,
         own: bool = True,
@@ -80,7 +80,7 @@ class ChosenCodec(PositionsCodec):
     def encode_coeffs(
         self,
         coeffs: Coefficients,
-        shape: tuple[int, ...],
+        shape: Shape,
         dtype: str = "float32",
         *,
         kernels: ModuleType,

@@ -16,7 +16,7 @@ from types import ModuleType
 import numpy as np
 
 from horovod_fftcomp import positions, wire
-from horovod_fftcomp.backends import Array, Coefficients, Part
+from horovod_fftcomp.backends import Array, Coefficients, Part, Shape
 from horovod_fftcomp.draws import NOWHERE, Place
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.payloads import Encoded, PayloadCodec, aligned
@@ -39,12 +39,12 @@ class PositionsCodec(PayloadCodec):
     def coding(self, scale: float) -> Coding:
         """Return how values are written in a payload of this scale."""
 
-    def coeffs_format(self, shape: tuple[int, ...]) -> tuple[np.dtype, int]:
+    def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
         """Return (dtype, elements) of the coefficients that a tensor of ``shape`` leaves unsent."""
         kind = np.complex64 if self.transform.reals_per_bin == 2 else np.float32
         return np.dtype(kind), self.transform.n_bins(math.prod(shape))
 
-    def energy(self, coeffs: Array, shape: tuple[int, ...]) -> float:
+    def energy(self, coeffs: Array, shape: Shape) -> float:
         """Return the sum of squares of the gradient with these coefficients."""
         del shape
         return self.transform.energy(coeffs)
@@ -116,7 +116,7 @@ class Codec(PositionsCodec):
         """Whether a payload's size depends on the shape alone."""
         return isinstance(self.sparsifier, TopK)
 
-    def plan(self, shape: tuple[int, ...], k: int | None = None) -> Plan:
+    def plan(self, shape: Shape, k: int | None = None) -> Plan:
         """Return the layout and the sizes for a tensor of ``shape``.
 
         ``k``: how many coefficients are sent, where that depends on the values.
@@ -136,7 +136,7 @@ class Codec(PositionsCodec):
     def coeffs_of(
         self,
         flat: Array,
-        shape: tuple[int, ...],
+        shape: Shape,
         kernels: ModuleType,
         residual: Array | None = None,
         own: bool = True,
@@ -165,7 +165,7 @@ class Codec(PositionsCodec):
         """Return how values are written in a payload of this scale."""
         return self.quantizer.coding(scale)
 
-    def energy(self, coeffs: Array, shape: tuple[int, ...]) -> float:
+    def energy(self, coeffs: Array, shape: Shape) -> float:
         """Return the sum of squares of the gradient with these coefficients."""
         if self.has_fixed_size and self.plan(shape).layout is Layout.RAW:
             return float(np.dot(coeffs, coeffs))
@@ -174,7 +174,7 @@ class Codec(PositionsCodec):
     def encode_coeffs(
         self,
         coeffs: Coefficients,
-        shape: tuple[int, ...],
+        shape: Shape,
         dtype: str = "float32",
         *,
         kernels: ModuleType,
@@ -223,7 +223,7 @@ def _at_loss_scale(codec: Codec, scale: float) -> Codec:
 
 
 @functools.lru_cache(_PLANS_CACHED)
-def _plan(codec: Codec, shape: tuple[int, ...]) -> Plan:
+def _plan(codec: Codec, shape: Shape) -> Plan:
     assert isinstance(codec.sparsifier, TopK)
     n_bins = codec.transform.n_bins(math.prod(shape))
     bits_per_bin = codec.transform.reals_per_bin * codec.quantizer.bits

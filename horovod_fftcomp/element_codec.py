@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 
 from horovod_fftcomp import draws, wire
-from horovod_fftcomp.backends import Array, Coefficients
+from horovod_fftcomp.backends import Array, Coefficients, Shape
 from horovod_fftcomp.draws import NOWHERE, Place
 from horovod_fftcomp.elementwise import EliasQSGD, Method, OfSigns
 from horovod_fftcomp.errors import PayloadError
@@ -50,7 +50,7 @@ class ElementCodec(PayloadCodec):
         """Whether a payload's size depends on the shape alone."""
         return not isinstance(self.method, EliasQSGD)
 
-    def plan(self, shape: tuple[int, ...], k: int | None = None) -> Plan:
+    def plan(self, shape: Shape, k: int | None = None) -> Plan:
         """Return the layout and the sizes for a tensor of ``shape``; see ``PayloadCodec``.
 
         ``k``: 32-bit words of the body, where their number depends on the values.
@@ -64,14 +64,14 @@ class ElementCodec(PayloadCodec):
             return plan
         return replace(plan, positions=plan.positions._replace(k=k))
 
-    def expected_nbytes(self, shape: tuple[int, ...]) -> int:
+    def expected_nbytes(self, shape: Shape) -> int:
         """Return the size of a payload, or what it would be without Elias's code."""
         return _plan(self, shape).payload_nbytes
 
     def coeffs_of(
         self,
         flat: Array,
-        shape: tuple[int, ...],
+        shape: Shape,
         kernels: ModuleType,
         residual: Array | None = None,
         own: bool = True,
@@ -88,7 +88,7 @@ class ElementCodec(PayloadCodec):
             return self.method.sum_of(flat, residual, shape, kernels)
         return kernels.add(flat, residual, 0)
 
-    def coeffs_format(self, shape: tuple[int, ...]) -> tuple[np.dtype, int]:
+    def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
         """Return (dtype, elements) of what a tensor of ``shape`` leaves unsent."""
         return np.dtype(np.float32), math.prod(shape)
 
@@ -96,7 +96,7 @@ class ElementCodec(PayloadCodec):
         """Return the 64 bits that what the method draws at ``place`` follows from."""
         return draws.draw(self.seed, place.step, place.name, place.rank)
 
-    def energy(self, coeffs: Array, shape: tuple[int, ...]) -> float:
+    def energy(self, coeffs: Array, shape: Shape) -> float:
         """Return the sum of squares of the gradient with these elements."""
         del shape
         return self.transform.energy(coeffs)
@@ -104,7 +104,7 @@ class ElementCodec(PayloadCodec):
     def encode_coeffs(
         self,
         coeffs: Coefficients,
-        shape: tuple[int, ...],
+        shape: Shape,
         dtype: str = "float32",
         *,
         kernels: ModuleType,
@@ -150,7 +150,7 @@ class ElementCodec(PayloadCodec):
         self,
         method: EliasQSGD,
         coeffs: Coefficients,
-        shape: tuple[int, ...],
+        shape: Shape,
         dtype: str,
         kernels: ModuleType,
         keep_residual: bool,
@@ -205,5 +205,5 @@ class ElementCodec(PayloadCodec):
 
 
 @functools.lru_cache(_PLANS_CACHED)
-def _plan(codec: ElementCodec, shape: tuple[int, ...]) -> Plan:
+def _plan(codec: ElementCodec, shape: Shape) -> Plan:
     return wire.dense_plan(shape, codec.method.body_nbytes(shape))

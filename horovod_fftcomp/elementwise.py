@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array, Coefficients, Signs
+from horovod_fftcomp.backends import Array, Coefficients, Shape, Signs
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, is_whole
 from horovod_fftcomp.words import GIVEN, GROUP, L2, LANES, LARGEST, Levels, count_words
 
@@ -36,18 +36,12 @@ _BROKEN = Sent(False, math.nan)
 class Method(Protocol):
     """A frozen dataclass of options."""
 
-    def body_nbytes(self, shape: tuple[int, ...]) -> int:
+    def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the body of any tensor of ``shape``, a multiple of 4."""
         ...
 
     def encode(
-        self,
-        values: Array,
-        shape: tuple[int, ...],
-        body: Array,
-        key: int,
-        kernels: ModuleType,
-        keep: bool,
+        self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
         """Write ``body``, uint8; with ``keep`` subtract what it stands for from ``values``.
 
@@ -56,7 +50,7 @@ class Method(Protocol):
         ...
 
     def add(
-        self, total: Array, shape: tuple[int, ...], body: Array, scale: float, kernels: ModuleType
+        self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
     ) -> None:
         """Add what ``body`` stands for to ``total``; ValueError for what ``encode`` never wrote."""
         ...
@@ -127,22 +121,16 @@ class QSGD:
         norm = L2 if self.norm == "l2" else LARGEST
         return Levels(2 * self.levels, 2 * self.levels + 1, norm, self.bucket)
 
-    def _n_buckets(self, shape: tuple[int, ...]) -> int:
+    def _n_buckets(self, shape: Shape) -> int:
         return -(-math.prod(shape) // self.bucket)
 
-    def body_nbytes(self, shape: tuple[int, ...]) -> int:
+    def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the body: a float32 for each bucket, then the words."""
         words = count_words(math.prod(shape), 2 * self.levels + 1)
         return 4 * (self._n_buckets(shape) + words)
 
     def encode(
-        self,
-        values: Array,
-        shape: tuple[int, ...],
-        body: Array,
-        key: int,
-        kernels: ModuleType,
-        keep: bool,
+        self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
         """Write norms and levels; see ``Method``."""
         split = 4 * self._n_buckets(shape)
@@ -153,7 +141,7 @@ class QSGD:
         return Sent(True, float(scales.max()))
 
     def add(
-        self, total: Array, shape: tuple[int, ...], body: Array, scale: float, kernels: ModuleType
+        self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
     ) -> None:
         """Add norms times levels; see ``Method``."""
         split = 4 * self._n_buckets(shape)
@@ -169,7 +157,7 @@ class EliasQSGD(QSGD):
     fewer bytes. What is sent is what QSGD sends. (Alistarh et al. 2017; Elias 1975.)
     """
 
-    def packed(self, body: Array, shape: tuple[int, ...], kernels: ModuleType) -> Array:
+    def packed(self, body: Array, shape: Shape, kernels: ModuleType) -> Array:
         """Return the body, uint8, that travels in place of one that ``encode`` wrote."""
         split = 4 * self._n_buckets(shape)
         radix = 2 * self.levels + 1
@@ -178,7 +166,7 @@ class EliasQSGD(QSGD):
         return np.concatenate([body[:split], stream.view(np.uint8)])
 
     def add(
-        self, total: Array, shape: tuple[int, ...], body: Array, scale: float, kernels: ModuleType
+        self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
     ) -> None:
         """Add norms times levels; see ``Method``."""
         split = 4 * self._n_buckets(shape)
@@ -197,12 +185,12 @@ class _OneScale(abc.ABC):
     def grid(self) -> Levels:
         """Return the grid."""
 
-    def body_nbytes(self, shape: tuple[int, ...]) -> int:
+    def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the words."""
         return 4 * count_words(math.prod(shape), self.grid().radix)
 
     def add(
-        self, total: Array, shape: tuple[int, ...], body: Array, scale: float, kernels: ModuleType
+        self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
     ) -> None:
         """Add the scale times levels; see ``Method``."""
         del shape
@@ -234,13 +222,7 @@ class TernGrad(_OneScale):
         return Levels(2, 3 if self.packing == "base3" else 4, GIVEN, 0)
 
     def encode(
-        self,
-        values: Array,
-        shape: tuple[int, ...],
-        body: Array,
-        key: int,
-        kernels: ModuleType,
-        keep: bool,
+        self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
         """Write ternary digits; see ``Method``."""
         del shape
@@ -280,13 +262,7 @@ class DoReFa(_OneScale):
         return Levels((1 << self.bits) - 1, 1 << self.bits, GIVEN, 0)
 
     def encode(
-        self,
-        values: Array,
-        shape: tuple[int, ...],
-        body: Array,
-        key: int,
-        kernels: ModuleType,
-        keep: bool,
+        self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
         """Write the numbers of grid points; see ``Method``."""
         del shape
@@ -307,18 +283,12 @@ class Natural:
     Unbiased, but for values above 2^127.
     """
 
-    def body_nbytes(self, shape: tuple[int, ...]) -> int:
+    def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the words, four values in each."""
         return 4 * count_words(math.prod(shape), 255)
 
     def encode(
-        self,
-        values: Array,
-        shape: tuple[int, ...],
-        body: Array,
-        key: int,
-        kernels: ModuleType,
-        keep: bool,
+        self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
         """Write signs and exponents; see ``Method``."""
         del shape
@@ -330,7 +300,7 @@ class Natural:
         return Sent(True, _float_of(top << 23))
 
     def add(
-        self, total: Array, shape: tuple[int, ...], body: Array, scale: float, kernels: ModuleType
+        self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
     ) -> None:
         """Add powers of two; see ``Method``."""
         del shape
@@ -344,11 +314,11 @@ class OfSigns(abc.ABC):
     """What methods that send one bit a value have in common."""
 
     @abc.abstractmethod
-    def row_length(self, shape: tuple[int, ...]) -> int:
+    def row_length(self, shape: Shape) -> int:
         """Return how many elements have means of their own."""
 
     def sum_of(
-        self, flat: Array, residual: Array, shape: tuple[int, ...], kernels: ModuleType
+        self, flat: Array, residual: Array, shape: Shape, kernels: ModuleType
     ) -> Coefficients:
         """Return gradient plus residual, float32 and flat, with its signs: one pass finds both."""
         values, words = kernels.empty(flat.size), np.empty(count_words(flat.size, 2), np.uint32)
@@ -357,13 +327,7 @@ class OfSigns(abc.ABC):
         return Coefficients(values, 0, 0, flat.size, signs=Signs(words, *found))
 
     def encode(
-        self,
-        values: Array,
-        shape: tuple[int, ...],
-        body: Array,
-        key: int,
-        kernels: ModuleType,
-        keep: bool,
+        self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
         """Write signs and what they stand for; see ``Method``."""
         del key
@@ -377,7 +341,7 @@ class OfSigns(abc.ABC):
         self,
         values: Array,
         signs: Signs,
-        shape: tuple[int, ...],
+        shape: Shape,
         body: Array,
         kernels: ModuleType,
         keep: bool,
@@ -412,17 +376,17 @@ class OneBit(OfSigns):
         if self.group not in ("tensor", "column"):
             raise ValueError(f"group must be one of tensor, column; got {self.group!r}")
 
-    def row_length(self, shape: tuple[int, ...]) -> int:
+    def row_length(self, shape: Shape) -> int:
         """Return how many elements have means of their own."""
         numel = math.prod(shape)
         columns = shape[0] if self.group == "column" and len(shape) > 1 else 1
         return max(1, numel // max(1, columns))
 
-    def rows(self, shape: tuple[int, ...]) -> int:
+    def rows(self, shape: Shape) -> int:
         """Return how many groups have means."""
         return math.prod(shape) // self.row_length(shape)
 
-    def body_nbytes(self, shape: tuple[int, ...]) -> int:
+    def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the body: two means of each group, then the words."""
         return 8 * self.rows(shape) + 4 * count_words(math.prod(shape), 2)
 
@@ -430,7 +394,7 @@ class OneBit(OfSigns):
         self,
         values: Array,
         signs: Signs,
-        shape: tuple[int, ...],
+        shape: Shape,
         body: Array,
         kernels: ModuleType,
         keep: bool,
@@ -454,7 +418,7 @@ class OneBit(OfSigns):
         return Sent(True, float(np.abs(sides).max()))
 
     def add(
-        self, total: Array, shape: tuple[int, ...], body: Array, scale: float, kernels: ModuleType
+        self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
     ) -> None:
         """Add the means of the sides; see ``Method``."""
         split = 8 * self.rows(shape)
@@ -470,11 +434,11 @@ class ScaledSign(OfSigns):
     ``C(q) = ||q||_1 / n * sign(q)``; the sign of 0 is +1.
     """
 
-    def row_length(self, shape: tuple[int, ...]) -> int:
+    def row_length(self, shape: Shape) -> int:
         """Return how many elements have a scale of their own: all."""
         return max(1, math.prod(shape))
 
-    def body_nbytes(self, shape: tuple[int, ...]) -> int:
+    def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the words; the scale is the header's."""
         return 4 * count_words(math.prod(shape), 2)
 
@@ -485,7 +449,7 @@ class ScaledSign(OfSigns):
         self,
         values: Array,
         signs: Signs,
-        shape: tuple[int, ...],
+        shape: Shape,
         body: Array,
         kernels: ModuleType,
         keep: bool,
@@ -502,7 +466,7 @@ class ScaledSign(OfSigns):
         return Sent(True, scale)
 
     def add(
-        self, total: Array, shape: tuple[int, ...], body: Array, scale: float, kernels: ModuleType
+        self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
     ) -> None:
         """Add the scale with the signs; see ``Method``."""
         del shape

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array, Coefficients, backend_for, load_backend
+from horovod_fftcomp.backends import Array, Coefficients, Shape, backend_for, load_backend
 from horovod_fftcomp.draws import NOWHERE, Place
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Layout
@@ -58,7 +58,7 @@ class PayloadCodec(abc.ABC):
         dims = (shape,) if isinstance(shape, (int, np.integer)) else shape
         return self.plan(tuple(int(dim) for dim in dims)).payload_nbytes
 
-    def expected_nbytes(self, shape: tuple[int, ...]) -> int:
+    def expected_nbytes(self, shape: Shape) -> int:
         """Return ``payload_nbytes``, or what to expect where the values decide."""
         return self.payload_nbytes(shape)
 
@@ -73,7 +73,7 @@ class PayloadCodec(abc.ABC):
         """Whether a payload's size depends on the shape alone."""
 
     @abc.abstractmethod
-    def plan(self, shape: tuple[int, ...], k: int | None = None) -> Plan:
+    def plan(self, shape: Shape, k: int | None = None) -> Plan:
         """Return the layout and the sizes for a tensor of ``shape``.
 
         ``k``: what the header tells, where the sizes depend on the values.
@@ -83,7 +83,7 @@ class PayloadCodec(abc.ABC):
     def coeffs_of(
         self,
         flat: Array,
-        shape: tuple[int, ...],
+        shape: Shape,
         kernels: ModuleType,
         residual: Array | None = None,
         own: bool = True,
@@ -94,7 +94,7 @@ class PayloadCodec(abc.ABC):
     def encode_coeffs(
         self,
         coeffs: Coefficients,
-        shape: tuple[int, ...],
+        shape: Shape,
         dtype: str = "float32",
         *,
         kernels: ModuleType,
@@ -115,21 +115,16 @@ class PayloadCodec(abc.ABC):
         """Return the sum of checked payloads of finite values, not all RAW, flat float32."""
 
     @abc.abstractmethod
-    def coeffs_format(self, shape: tuple[int, ...]) -> tuple[np.dtype, int]:
+    def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
         """Return (dtype, elements) of what a tensor of ``shape`` leaves unsent."""
 
-    def _check_residual(self, residual: Array | None, shape: tuple[int, ...]) -> None:
+    def _check_residual(self, residual: Array | None, shape: Shape) -> None:
         """Raise ValueError if there is one of another dtype or size."""
         if residual is not None:
             check_state("residual", residual, self.coeffs_format(shape))
 
     def encode(
-        self,
-        x: Array,
-        step: int = 0,
-        name: str = "",
-        backend: str | None = None,
-        rank: int = 0,
+        self, x: Array, step: int = 0, name: str = "", backend: str | None = None, rank: int = 0
     ) -> Array:
         """Return the payload of ``x``, uint8 1-D.
 

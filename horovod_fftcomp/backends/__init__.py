@@ -15,6 +15,7 @@ import numpy as np
 from horovod_fftcomp.quantizers import Coding
 
 Array = np.ndarray
+Shape = tuple[int, ...]
 
 
 class Signs(NamedTuple):

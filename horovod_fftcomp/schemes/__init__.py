@@ -23,8 +23,11 @@ MEASURE_EVERY = 53
 # The kinds of state that are in the units of a gradient, so that a loss scale multiplies them.
 GRADIENT_UNITS = ("residual", "levels", "velocity")
 
+Grads = Sequence[Array | None]  # one for each tensor; None of a frozen one
+
 # kind of state ("residual") -> tensor name -> array
 State = dict[str, dict[str, Array]]
+OldState = Mapping[str, Mapping[str, Array]]  # that of the step before, which nobody changes
 
 
 def energy_of(values: Array | None) -> float:
@@ -145,11 +148,7 @@ class Scheme(Protocol):
         ...
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` (flat float32, left unchanged) over all ranks.
 
@@ -176,9 +175,7 @@ class Scheme(Protocol):
         """Return shape and domain of the state of ``tensor`` in words; equal if states fit."""
         ...
 
-    def state_arrays(
-        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
-    ) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of each 1-D array that ``state`` may hold of ``tensor``."""
         ...
 
@@ -207,21 +204,19 @@ class Scheme(Protocol):
                 "Take another recipe, or sketchsgd or dgc with momentum=0.0"
             )
 
-    def choice_of(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> str | None:
+    def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
         """Return in words what is chosen for a tensor; None of a scheme that does not choose."""
         del state, tensor
         return None
 
-    def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
+    def residual(self, state: OldState, tensor: Tensor) -> Array:
         """Return what is not sent yet of ``tensor``, float32 in its shape, in a new array."""
         carried = state.get("residual", {}).get(tensor.name)
         if carried is None:
             return np.zeros(tensor.shape, np.float32)
         return self.elements(carried, state, tensor).reshape(tensor.shape).copy()
 
-    def elements(
-        self, residual: Array, state: Mapping[str, Mapping[str, Array]], tensor: Tensor
-    ) -> Array:
+    def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
         """Return the elements of a tensor's residual, which may lie in another domain."""
         del state, tensor
         return residual

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from horovod_fftcomp.backends import Array
-from horovod_fftcomp.schemes import Scheme, Tensor
+from horovod_fftcomp.schemes import OldState, Scheme, Tensor
 
-States = Mapping[str, Mapping[str, Array]]
+OldState = OldState
 
 
 class Around(Scheme):
@@ -30,7 +30,7 @@ class Around(Scheme):
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return self.scheme.state_format(tensor)
 
-    def state_arrays(self, tensor: Tensor, state: States) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of each array of the state; see ``Scheme``."""
         return self.scheme.state_arrays(tensor, state)
 
@@ -42,10 +42,10 @@ class Around(Scheme):
         """Tell whether differences of weights may be sent; see ``Scheme``."""
         return self.scheme.fits_differences()
 
-    def choice_of(self, state: States, tensor: Tensor) -> str | None:
+    def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
         """Return in words what is chosen for a tensor; see ``Scheme``."""
         return self.scheme.choice_of(state, tensor)
 
-    def residual(self, state: States, tensor: Tensor) -> Array:
+    def residual(self, state: OldState, tensor: Tensor) -> Array:
         """Return what is not sent yet of ``tensor``, float32 in its shape, in a new array."""
         return self.scheme.residual(state, tensor)

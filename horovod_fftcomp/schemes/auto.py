@@ -14,7 +14,16 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array, load_backend
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, RangeFloat
-from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, Tensor
+from horovod_fftcomp.schemes import (
+    Context,
+    Exchange,
+    Grads,
+    OldState,
+    Outcome,
+    Round,
+    Scheme,
+    Tensor,
+)
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import gather
 from horovod_fftcomp.sparsifiers import TopK
@@ -75,11 +84,7 @@ class Auto(Scheme):
         return replace(self, tries=place < TRIAL_STEPS, begins=place == 0)
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         chosen = [_chosen(state, tensor) for tensor in tensors]
@@ -116,7 +121,7 @@ class Auto(Scheme):
     def _dense(
         self,
         tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
+        grads: Grads,
         carried: Mapping[str, Array],
         context: Context,
     ) -> Generator[Round, Array, Outcome]:
@@ -211,9 +216,7 @@ class Auto(Scheme):
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return f"residual of {list(tensor.shape)} by a choice of auto"
 
-    def state_arrays(
-        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
-    ) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual in its domain, and of the choice."""
         arrays: dict[str, tuple[np.dtype, int]] = {
             "choice": (np.dtype(np.uint8), 1),
@@ -224,14 +227,12 @@ class Auto(Scheme):
             arrays["residual"] = codec.coeffs_format(tensor.shape)
         return arrays
 
-    def elements(
-        self, residual: Array, state: Mapping[str, Mapping[str, Array]], tensor: Tensor
-    ) -> Array:
+    def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
         """Return the elements of a tensor's residual; see ``Scheme``."""
         transform = self.codec(tensor.shape, _chosen(state, tensor)).transform
         return transform.inverse(residual, math.prod(tensor.shape), load_backend("cpu"))
 
-    def choice_of(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> str:
+    def choice_of(self, state: OldState, tensor: Tensor) -> str:
         """Return the present choice of a tensor in words."""
         choice = _chosen(state, tensor)
         if choice == DENSE:
@@ -244,7 +245,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _chosen(state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> int:
+def _chosen(state: OldState, tensor: Tensor) -> int:
     choice = state.get("choice", {}).get(tensor.name)
     if choice is None:
         return FIRST_CHOICE

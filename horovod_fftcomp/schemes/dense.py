@@ -12,7 +12,17 @@ import numpy as np
 from horovod_fftcomp.backends import Array, load_backend
 from horovod_fftcomp.backends.gpu import Device, Launch, on_device, source
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.schemes import Context, Exchange, OnDevice, Outcome, Round, Scheme, Tensor
+from horovod_fftcomp.schemes import (
+    Context,
+    Exchange,
+    Grads,
+    OldState,
+    OnDevice,
+    Outcome,
+    Round,
+    Scheme,
+    Tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -28,11 +38,7 @@ class Dense(Scheme):
     rounds = ("allreduce",)
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         del state
@@ -67,9 +73,7 @@ class Dense(Scheme):
         del tensor
         return "none"
 
-    def state_arrays(
-        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
-    ) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return nothing: there is no state."""
         del tensor, state
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,8 @@ from horovod_fftcomp.schemes import (
     Context,
     Energy,
     Exchange,
+    Grads,
+    OldState,
     Outcome,
     Round,
     Tensor,
@@ -51,11 +53,7 @@ class Dgc(MomentumScheme):
     rounds = ("allgather",)
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         codecs = [self.codec] * len(tensors)
@@ -83,12 +81,7 @@ class Dgc(MomentumScheme):
         return Outcome(sums, new_state, finite, energies)
 
     def _encode(
-        self,
-        tensor: Tensor,
-        grad: Array | None,
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
-        room: Array,
+        self, tensor: Tensor, grad: Array | None, state: OldState, context: Context, room: Array
     ) -> _Own:
         """Write a tensor's payload into ``room``, and return what it leaves."""
         kernels, plan = load_backend("cpu"), self.codec.plan(tensor.shape)

@@ -20,6 +20,8 @@ from horovod_fftcomp.schemes import (
     Context,
     Energy,
     Exchange,
+    Grads,
+    OldState,
     Outcome,
     Round,
     Scheme,
@@ -92,11 +94,7 @@ class GTopK(Scheme):
         object.__setattr__(self, "density", TopK(self.density).density)
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         carried = state.get("residual", {}) if self.error_feedback else {}
@@ -204,9 +202,7 @@ class GTopK(Scheme):
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return f"residual of {list(tensor.shape)} by element"
 
-    def state_arrays(
-        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
-    ) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual; see ``Scheme``."""
         del state
         if not self.error_feedback:

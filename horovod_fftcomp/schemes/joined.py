@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from horovod_fftcomp.backends import Array, load_backend
-from horovod_fftcomp.schemes import Context, Exchange, State, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, State, Tensor
 from horovod_fftcomp.schemes.around import Around
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.shared import Shared
@@ -28,11 +28,7 @@ class Joined(Around):
     scope: str = "bucket"
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         numels = [math.prod(tensor.shape) for tensor in tensors]

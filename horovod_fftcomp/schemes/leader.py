@@ -20,7 +20,7 @@ from horovod_fftcomp.backends import Array, load_backend
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Positions
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
-from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Round, Similarity, Tensor
+from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Grads, Round, Similarity, Tensor
 from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.wire import align
 
@@ -137,7 +137,7 @@ def lead_of(total: int, step: int, n_ranks: int) -> Lead:
 def share_the_lead(
     selector: ChunkWinners,
     tensors: Sequence[Tensor],
-    grads: Sequence[Array | None],
+    grads: Grads,
     residuals: Mapping[str, Array],
     context: Context,
 ) -> Generator[Round, Array, Choice]:
@@ -178,7 +178,7 @@ def share_the_lead(
 def _winners(
     selector: ChunkWinners,
     tensors: Sequence[Tensor],
-    grads: Sequence[Array | None],
+    grads: Grads,
     residuals: Mapping[str, Array],
     begin: int,
     end: int,
@@ -219,7 +219,7 @@ def _offsets(selector: ChunkWinners, gathered: Array, lead: Lead, total: int) ->
 def follow_the_leader(
     selector: Largest,
     tensors: Sequence[Tensor],
-    grads: Sequence[Array | None],
+    grads: Grads,
     residuals: Mapping[str, Array],
     context: Context,
 ) -> Generator[Round, Array, Choice]:

@@ -15,6 +15,8 @@ from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
+    Grads,
+    OldState,
     Outcome,
     Round,
     Scheme,
@@ -56,12 +58,7 @@ class MomentumCorrection:
         return 1 / (1 - self.momentum)
 
     def accumulate(
-        self,
-        grad: Array,
-        state: Mapping[str, Mapping[str, Array]],
-        tensor: Tensor,
-        k: int,
-        context: Context,
+        self, grad: Array, state: OldState, tensor: Tensor, k: int, context: Context
     ) -> tuple[Coefficients, Array]:
         """Return (all that is to be sent, with the key of its ``k`` largest; the new velocity).
 
@@ -114,9 +111,7 @@ class MomentumScheme(Scheme):
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return f"velocity and residual of {list(tensor.shape)} by element"
 
-    def state_arrays(
-        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
-    ) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of velocity and residual; see ``Scheme``."""
         del state
         whole = (np.dtype(np.float32), math.prod(tensor.shape))
@@ -130,11 +125,7 @@ class MomentumSum(MomentumScheme):
     rounds = ("allreduce",)
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         kernels = load_backend("cpu")

@@ -7,7 +7,7 @@ so that the ranks of a node share the work; leaders exchange by another scheme.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,17 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.quantizers import is_whole
-from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, Tensor
-from horovod_fftcomp.schemes.around import Around, States
+from horovod_fftcomp.schemes import (
+    Context,
+    Exchange,
+    Grads,
+    OldState,
+    Outcome,
+    Round,
+    Scheme,
+    Tensor,
+)
+from horovod_fftcomp.schemes.around import Around
 
 Ranks = tuple[int, ...]
 
@@ -78,11 +87,7 @@ class PerNode(Around):
         return ("allreduce", *self.scheme.rounds, "allgather")
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         layout = Layout(self.ranks_per_node, context.world_size)
@@ -118,14 +123,12 @@ class PerNode(Around):
         yield from _among(node, Round("allgather", result, inside=True))
         return outcome
 
-    def choice_of(self, state: States, tensor: Tensor) -> str | None:
+    def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
         """Return in words what is chosen for a tensor; None where this rank does not lead."""
         return self.scheme.choice_of(state, tensor) if any(state.values()) else None
 
 
-def _kept(
-    tensors: Sequence[Tensor], grads: Sequence[Array | None], state: States
-) -> dict[str, dict[str, Array]]:
+def _kept(tensors: Sequence[Tensor], grads: Grads, state: OldState) -> dict[str, dict[str, Array]]:
     """Return the state of frozen tensors, which are not summed, of a rank that does not lead."""
     frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
     return {

@@ -18,6 +18,8 @@ from horovod_fftcomp.schemes import (
     Context,
     Energy,
     Exchange,
+    Grads,
+    OldState,
     Outcome,
     Round,
     Scheme,
@@ -84,11 +86,7 @@ class PowerSgd(Scheme):
         draws.check_seed(self.seed)
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         kernels = load_backend("cpu")
@@ -128,12 +126,7 @@ class PowerSgd(Scheme):
         return _Matrix(rows, columns, rank if rank * (rows + columns) < numel else 0)
 
     def _begin(
-        self,
-        tensor: Tensor,
-        grad: Array | None,
-        matrix: _Matrix,
-        state: Mapping[str, Mapping[str, Array]],
-        share: Array,
+        self, tensor: Tensor, grad: Array | None, matrix: _Matrix, state: OldState, share: Array
     ) -> _Part:
         """Write a tensor's part of the first round: M Q."""
         residual, shape = state.get("residual", {}).get(tensor.name), (matrix.rows, matrix.columns)
@@ -155,9 +148,7 @@ class PowerSgd(Scheme):
             share[:] = coeffs.array
         return part
 
-    def _right(
-        self, tensor: Tensor, matrix: _Matrix, state: Mapping[str, Mapping[str, Array]]
-    ) -> Array:
+    def _right(self, tensor: Tensor, matrix: _Matrix, state: OldState) -> Array:
         """Return the last step's Q, or a drawn one."""
         numel = matrix.columns * matrix.rank
         kept = state.get("factor", {}).get(tensor.name)
@@ -230,9 +221,7 @@ class PowerSgd(Scheme):
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return f"residual of {list(tensor.shape)} and factor of rank {self._matrix(tensor).rank}"
 
-    def state_arrays(
-        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
-    ) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the factor and the residual; see ``Scheme``."""
         del state
         matrix, kind = self._matrix(tensor), np.dtype(np.float32)

@@ -16,6 +16,8 @@ from horovod_fftcomp.schemes import (
     Context,
     Energy,
     Exchange,
+    Grads,
+    OldState,
     Outcome,
     Round,
     Scheme,
@@ -94,11 +96,7 @@ class Shared(Scheme):
         return (self.collective,)
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         carried = state.get("residual", {})
@@ -127,7 +125,7 @@ class Shared(Scheme):
     def _encode(
         self,
         tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
+        grads: Grads,
         chosen: Sequence[Array],
         carried: Mapping[str, Array],
         context: Context,
@@ -166,7 +164,7 @@ class Shared(Scheme):
     def _agree(
         self,
         tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
+        grads: Grads,
         carried: Mapping[str, Array],
         context: Context,
     ) -> Generator[Round, Array, Choice]:
@@ -246,9 +244,7 @@ class Shared(Scheme):
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return f"residual of {list(tensor.shape)} by element"
 
-    def state_arrays(
-        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
-    ) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual; see ``Scheme``."""
         del state
         if not self.error_feedback:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ from horovod_fftcomp.schemes import (
     Context,
     Energy,
     Exchange,
+    Grads,
+    OldState,
     Outcome,
     Round,
     Tensor,
@@ -90,11 +92,7 @@ class SketchSgd(MomentumScheme):
         draws.check_seed(self.seed)
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         kernels = load_backend("cpu")
@@ -143,7 +141,7 @@ class SketchSgd(MomentumScheme):
         tensor: Tensor,
         grad: Array | None,
         plan: _Plan,
-        state: Mapping[str, Mapping[str, Array]],
+        state: OldState,
         context: Context,
         share: Array,
     ) -> _Part:
@@ -199,9 +197,7 @@ class SketchSgd(MomentumScheme):
             part.energy = Energy(gradient, wanted, energy_of(part.whole))
         return total
 
-    def _new_state(
-        self, parts: Sequence[_Part], state: Mapping[str, Mapping[str, Array]]
-    ) -> dict[str, dict[str, Array]]:
+    def _new_state(self, parts: Sequence[_Part], state: OldState) -> dict[str, dict[str, Array]]:
         new: dict[str, dict[str, Array]] = {"velocity": {}, "residual": {}}
         for part in parts:
             left = {"velocity": part.velocity, "residual": part.whole}

@@ -17,7 +17,16 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.payloads import aligned
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
-from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, Tensor
+from horovod_fftcomp.schemes import (
+    Context,
+    Exchange,
+    Grads,
+    OldState,
+    Outcome,
+    Round,
+    Scheme,
+    Tensor,
+)
 from horovod_fftcomp.schemes.gather import Gather, encode, joined, summed
 from horovod_fftcomp.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.transforms import Identity
@@ -138,11 +147,7 @@ class SparCml(Scheme):
         return Gather(self.codec, self.error_feedback)
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         codec, carried = self.codec, state.get("residual", {})
@@ -168,8 +173,6 @@ class SparCml(Scheme):
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return self._topk.state_format(tensor)
 
-    def state_arrays(
-        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
-    ) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual; see ``Scheme``."""
         return self._topk.state_arrays(tensor, state)

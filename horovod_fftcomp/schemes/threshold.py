@@ -14,7 +14,7 @@ from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import on_host
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.quantizers import Float32, Quantizer
-from horovod_fftcomp.schemes import Context, Exchange, Scheme, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Scheme, Tensor
 from horovod_fftcomp.schemes.gather import Gather, gather
 from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
 from horovod_fftcomp.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
@@ -50,11 +50,7 @@ class HardThreshold(Scheme):
             )
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         levels = dict(state.get("levels", {}))
@@ -122,16 +118,14 @@ class HardThreshold(Scheme):
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return self._gather.state_format(tensor)
 
-    def state_arrays(
-        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
-    ) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual and the levels; see ``Scheme``."""
         arrays = dict(self._gather.state_arrays(tensor, state))
         if self.threshold is None:
             arrays["levels"] = (np.dtype(np.float32), self.calibrate_steps)
         return arrays
 
-    def residual(self, state: Mapping[str, Mapping[str, Array]], tensor: Tensor) -> Array:
+    def residual(self, state: OldState, tensor: Tensor) -> Array:
         """Return what is not sent yet of ``tensor``, float32 in its shape."""
         return self._gather.residual(state, tensor)
 
