@@ -21,6 +21,8 @@ from horovod_fftcomp.schemes import (
     Context,
     Energy,
     Exchange,
+    Grads,
+    OldState,
     Outcome,
     Round,
     Scheme,
@@ -43,7 +45,7 @@ class Gathered(NamedTuple):
 def gather(
     codecs: Sequence[AnyCodec],
     tensors: Sequence[Tensor],
-    grads: Sequence[Array | None],
+    grads: Grads,
     carried: Mapping[str, Array],
     context: Context,
     error_feedback: bool,
@@ -90,7 +92,7 @@ class Own(NamedTuple):
 def encode(
     codecs: Sequence[AnyCodec],
     tensors: Sequence[Tensor],
-    grads: Sequence[Array | None],
+    grads: Grads,
     carried: Mapping[str, Array],
     context: Context,
     error_feedback: bool,
@@ -240,11 +242,7 @@ class Gather(Scheme):
         object.__setattr__(self, "decay", float(self.decay))
 
     def exchange(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        context: Context,
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         codec, carried = self.codec.at_loss_scale(context.loss_scale), state.get("residual", {})
@@ -252,7 +250,15 @@ class Gather(Scheme):
             assert not isinstance(codec, ChosenCodec)  # see ``runs_on_device``
             return (
                 yield from gather_on_device(
-                    [codec] * len(tensors), tensors, grads, state, context, self.error_feedback
+                    [codec] * len(tensors),
+                    tensors,
+                    grads,
+                    state,
+                    context,
+                    self.error_feedback,
+                    decay=self.decay,
+                    keeps_sent=self.momentum,
+                    sign=self.sign,
                 )
             )
         frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
@@ -292,7 +298,7 @@ class Gather(Scheme):
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
-        return self.decay == 1.0 and not self.sign and serves(self.codec, tensors)
+        return serves(self.codec, tensors, of_signs=self.momentum)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` in each step, or to expect where values decide."""
@@ -302,18 +308,14 @@ class Gather(Scheme):
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
         return f"residual of {list(tensor.shape)} by {self.codec.transform!r}"
 
-    def state_arrays(
-        self, tensor: Tensor, state: Mapping[str, Mapping[str, Array]]
-    ) -> Mapping[str, tuple[np.dtype, int]]:
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual's coefficients; see ``Scheme``."""
         del state
         if not self.error_feedback:
             return {}
         return {"residual": self.codec.coeffs_format(tensor.shape)}
 
-    def elements(
-        self, residual: Array, state: Mapping[str, Mapping[str, Array]], tensor: Tensor
-    ) -> Array:
+    def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
         """Return the elements of a tensor's residual; see ``Scheme``."""
         del state
         numel = math.prod(tensor.shape)

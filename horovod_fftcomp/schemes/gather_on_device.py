@@ -16,7 +16,16 @@ from horovod_fftcomp.backends.gpu import Device, on_device, on_host
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.draws import Place
 from horovod_fftcomp.element_codec import ElementCodec
-from horovod_fftcomp.elementwise import QSGD, OneBit, ScaledSign, TernGrad
+from horovod_fftcomp.elementwise import (
+    QSGD,
+    DoReFa,
+    Natural,
+    OfSigns,
+    OneBit,
+    ScaledSign,
+    Sign,
+    TernGrad,
+)
 from horovod_fftcomp.payloads import PayloadCodec
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
@@ -28,18 +37,22 @@ if TYPE_CHECKING:
     from horovod_fftcomp.schemes.momentum import MomentumCorrection
 
 
-_METHODS = (OneBit, ScaledSign, QSGD, TernGrad)
+_DRAWN = (QSGD, TernGrad, DoReFa, Natural)
+_METHODS = (OneBit, ScaledSign, Sign, *_DRAWN)  # and none derived from these
 
 
-def serves(codec: PayloadCodec, tensors: Sequence[Tensor]) -> bool:
+def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = False) -> bool:
     """Tell whether a GPU can make and sum these tensors' payloads; the same on all ranks.
 
-    It takes tensors of fewer than 2^32 coefficients. A tensor that travels as it is may have a
-    residual of another density's times, which travels along: that is left to the host.
+    It takes tensors of fewer than 2^32 coefficients; with ``of_signs`` only signs. A tensor that
+    travels as it is may have a residual of another density's times, which travels along: that is
+    left to the host.
     """
     if not isinstance(codec, Codec) and not (
         isinstance(codec, ElementCodec) and type(codec.method) in _METHODS
     ):
+        return False
+    if of_signs and not (isinstance(codec, ElementCodec) and isinstance(codec.method, OfSigns)):
         return False
     if not codec.has_fixed_size:
         return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
@@ -87,29 +100,31 @@ def gather_on_device(
     context: Context,
     error_feedback: bool,
     correction: MomentumCorrection | None = None,
+    *,
+    decay: float = 1.0,
+    keeps_sent: bool = False,
+    sign: bool | str = False,
 ) -> Generator[Round, Any, Outcome]:
     """Exchange payloads; see ``gather``. Arrays are the device's, or NumPy's and brought there.
 
     ``carried``: the state. Either all codecs have a threshold or none. ``correction``: the momentum
-    that gradients pass first, of a Top-k; no clipping.
+    that gradients pass first, of a Top-k; no clipping. The last three: see ``Gather``, whose
+    ``momentum`` is ``keeps_sent``.
     """
     device = context.device
     assert device is not None
-    measure = context.step % MEASURE_EVERY == 0
+    measure = context.step % MEASURE_EVERY == 0 and sign != "vote"
     encoder, decoder = _coders(device, codecs, tensors, context.world_size)
     numels = [math.prod(tensor.shape) for tensor in tensors]
-    placed = [
-        device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
-        for grad, numel in zip(grads, numels, strict=True)
-    ]
+    placed = _placed(grads, numels, device)
     old = carried.get("residual", {})
     residuals = _residuals(encoder, tensors, grads, old, device, error_feedback or measure)
     keys = _keys(codecs, tensors, context)
     velocities = _velocities(correction, tensors, grads, carried.get("velocity", {}), device)
-    encoded = encoder.encode(placed, *residuals, measure, keys, velocities)
+    encoded = encoder.encode(placed, *residuals, measure, keys, velocities, decay, keeps_sent)
     gathered = yield Round("allgather", encoded.message)
     sums = [device.empty(max(1, numel))[:numel] for numel in numels]
-    not_finite, arrived = decoder.decode(gathered, sums)
+    not_finite, arrived = decoder.decode(gathered, sums, sign)
     state = {}
     if error_feedback:
         state["residual"] = _state(tensors, grads, old, residuals.new)
@@ -123,6 +138,14 @@ def gather_on_device(
     return Outcome(sums, state, True, on_device=later)
 
 
+def _placed(grads: Sequence[Any], numels: Sequence[int], device: Device) -> list[Any]:
+    """Return gradients on the device; zeros of a frozen tensor."""
+    return [
+        device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
+        for grad, numel in zip(grads, numels, strict=True)
+    ]
+
+
 def _keys(
     codecs: Sequence[DeviceCodec], tensors: Sequence[Tensor], context: Context
 ) -> list[int] | None:
@@ -130,7 +153,7 @@ def _keys(
     keys = [
         codec.key_at(Place(context.step, tensor.name, context.rank))
         for codec, tensor in zip(codecs, tensors, strict=True)
-        if isinstance(codec, ElementCodec) and isinstance(codec.method, (QSGD, TernGrad))
+        if isinstance(codec, ElementCodec) and isinstance(codec.method, _DRAWN)
     ]
     return keys or None
 

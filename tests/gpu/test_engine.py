@@ -15,15 +15,16 @@ from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.probe import probe
 from horovod_fftcomp.schemes import MEASURE_EVERY, Tensor
-from horovod_fftcomp.schemes.probe import probe
 from horovod_fftcomp.world import exchange_once
 from tests.gpu.emulator import Emulator
 
 # The recipes that a GPU computes, with their defaults.
 ON_DEVICE = (
     *("topk", "fft", "dct", "bf16", "hard_threshold", "scalecom", "random_k", "random_block"),
-    *("onebit", "efsignsgd", "qsgd", "terngrad", "dgc"),
+    *("onebit", "efsignsgd", "qsgd", "terngrad", "dgc", "dorefa", "natural", "signsgd", "signum"),
+    "demo",
 )
 TENSORS = (Tensor("a", (100, 90)), Tensor("b", (3000,)), Tensor("c", (50, 70)))
 
@@ -85,7 +86,14 @@ def run_step(engines, grads):
         ("dgc", {"density": 0.05, "nesterov": True, "masking": False, "bits": 8}, 0),
         ("dgc", {"density": 1.0, "warmup_steps": 2}, 0),
         ("dgc", {"density": 0.05, "max_norm": 1.0}, 0),  # of the host
-        ("natural", {}, 0),  # of the host
+        ("adacomp", {}, 0),  # of the host
+        ("natural", {}, 0),
+        ("dorefa", {}, 0),
+        ("dorefa", {"bits": 1}, 0),
+        ("dorefa", {"bits": 12}, 0),
+        ("signsgd", {}, 0),
+        ("signum", {"decay": 0.7}, 0),
+        ("demo", {}, 2e-6),
         ("fft", {}, 2e-6),
         ("dct", {}, 2e-6),
     ],
@@ -114,6 +122,17 @@ def test_steps_are_the_cpus(recipe, options, tolerance):
         for tensor in TENSORS:
             found, wanted = ours.residual(tensor.name), theirs.residual(tensor.name)
             np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * 10)
+
+
+def test_signs_of_sums_are_the_cpus_but_where_a_rounding_decides():
+    cpu, gpu = (make_engines(on, "demo", 3, sign=True, density=0.3) for on in (None, Emulator()))
+    rng = np.random.default_rng(3)
+    for _ in range(3):
+        grads = random_grads(rng, 3)
+        for ours, theirs in zip(run_step(gpu, grads), run_step(cpu, grads), strict=True):
+            assert set(np.unique(ours)) <= {-3.0, 0.0, 3.0}
+            assert np.mean(ours != theirs) < 1e-3 < np.mean(theirs < 0)
+    assert all(engine.computes_on_device(0) for engine in gpu)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 5])

@@ -27,7 +27,7 @@ _OF_COEFFICIENTS = (
 # All kernels, by name expression; a training compiles those that it uses.
 NAMES = (
     *("add_residual", "choose_above", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
-    *("read_headers", "count_unary", "find_chunks", "sum_raw"),
+    *("read_headers", "count_unary", "find_chunks", "sum_raw", "keep_signs"),
     *("choose_winners", "count_common", "filter_low", "take_shares", "check_shares"),
     *("clear_sums", "add_shares"),
     *("add_elements", "sum_parts<false>", "sum_parts<true>", "settle_rows"),
@@ -75,6 +75,10 @@ class Device(Protocol):
 
     def clear(self, array: Any) -> None:
         """Fill an array with zeros."""
+        ...
+
+    def scale(self, array: Any, factor: np.float32) -> None:
+        """Multiply an array by a number."""
         ...
 
     def address(self, array: Any) -> int:

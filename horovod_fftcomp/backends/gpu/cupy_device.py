@@ -1,9 +1,10 @@
-"""The GPU that CuPy's current device is: its arrays, and kernels compiled by NVRTC."""
+"""A GPU by CuPy: its arrays, and kernels compiled by NVRTC."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cupy
@@ -17,29 +18,42 @@ _known: dict[tuple[int, str], dict[str, Launch]] = {}
 
 
 class CupyDevice:
-    """Arrays and launches on CuPy's current stream; see ``gpu.Device``."""
+    """Arrays of one GPU, launches on its default stream, in whatever thread; see ``gpu.Device``.
 
-    def __init__(self) -> None:
+    ``gpu``: its number, as CUDA counts in this process; None: CuPy's current one.
+    """
+
+    def __init__(self, gpu: int | None = None) -> None:
         self.cache: dict[Any, Any] = {}
+        self._gpu = cupy.cuda.Device().id if gpu is None else gpu
+
+    @contextlib.contextmanager
+    def _here(self) -> Iterator[None]:
+        with cupy.cuda.Device(self._gpu), cupy.cuda.Stream.null:
+            yield
 
     def empty(self, n: int, dtype: DTypeLike = np.float32) -> cupy.ndarray:
         """Return ``n`` elements with any contents."""
-        return cupy.empty(n, dtype)
+        with self._here():
+            return cupy.empty(n, dtype)
 
     def zeros(self, n: int, dtype: DTypeLike = np.float32) -> cupy.ndarray:
         """Return ``n`` zeros."""
-        return cupy.zeros(n, dtype)
+        with self._here():
+            return cupy.zeros(n, dtype)
 
     def upload(self, array: np.ndarray) -> cupy.ndarray:
         """Return a copy on the GPU; goes through pinned memory, so the host does not wait."""
-        return cupy.array(array.reshape(-1), blocking=False)
+        with self._here():
+            return cupy.array(array.reshape(-1), blocking=False)
 
     def fetch(self, array: cupy.ndarray) -> Callable[[], np.ndarray]:
         """Begin to copy an array to the host; the function that is returned waits for that."""
-        host = cupyx.empty_like_pinned(array)
-        array.get(out=host, blocking=False)
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record()
+        with self._here():
+            host = cupyx.empty_like_pinned(array)
+            array.get(out=host, blocking=False)
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record()
 
         def fetched() -> np.ndarray:
             event.synchronize()
@@ -49,11 +63,18 @@ class CupyDevice:
 
     def joined(self, arrays: Sequence[cupy.ndarray]) -> cupy.ndarray:
         """Return arrays of one dtype one after the other, in a new one."""
-        return cupy.concatenate(arrays)
+        with self._here():
+            return cupy.concatenate(arrays)
 
     def clear(self, array: cupy.ndarray) -> None:
         """Fill an array with zeros."""
-        array.fill(0)
+        with self._here():
+            array.fill(0)
+
+    def scale(self, array: cupy.ndarray, factor: np.float32) -> None:
+        """Multiply an array by a number."""
+        with self._here():
+            array *= factor
 
     def address(self, array: cupy.ndarray) -> int:
         """Return where an array lies on the GPU."""
@@ -61,7 +82,39 @@ class CupyDevice:
 
     def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
         """Return the kernels of ``source`` with these name expressions."""
-        return compiled(source, names)
+        with self._here():
+            kernels = compiled(source, names)
+        return {name: self._launcher(kernel) for name, kernel in kernels.items()}
+
+    def _launcher(self, kernel: Launch) -> Launch:
+        def launch(grid: int, threads: int, arguments: Sequence[Any], shared_nbytes: int) -> None:
+            with self._here():
+                kernel(grid, threads, arguments, shared_nbytes)
+
+        return launch
+
+    # For memory that is another library's.
+
+    def borrow(self, address: int, n: int, dtype: DTypeLike, owner: Any) -> cupy.ndarray:
+        """Return ``n`` elements at an address as an array, which keeps their owner alive."""
+        nbytes = n * np.dtype(dtype).itemsize
+        memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self._gpu)
+        return cupy.ndarray(n, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def copy(self, array: cupy.ndarray, into: cupy.ndarray) -> None:
+        """Overwrite an array by another of its dtype and size."""
+        with self._here():
+            into[...] = array
+
+    def wait(self) -> None:
+        """Wait until everything is done that was launched."""
+        with self._here():
+            cupy.cuda.Stream.null.synchronize()
+
+
+def gpu_at(address: int) -> int:
+    """Return the number of the GPU in whose memory an address lies."""
+    return cupy.cuda.runtime.pointerGetAttributes(address).device
 
 
 def compiled(source: str, names: Sequence[str]) -> dict[str, Launch]:

@@ -40,8 +40,12 @@ class Decoder:
         self._bodies = _Bodies(device, plans, codecs, encoder.offsets, n_ranks, len(plans))
         self._bodies.expect_headers(plans, codecs, encoder.message_nbytes)
 
-    def decode(self, gathered: Any, sums: Sequence[Any]) -> tuple[Any, Any]:
+    def decode(
+        self, gathered: Any, sums: Sequence[Any], sign: bool | str = False
+    ) -> tuple[Any, Any]:
         """Write the sums of the messages in ``gathered``, uint8, one of each rank, in rank order.
+
+        ``sign``: leave of each sum its sign, times the number of ranks; see ``Gather``.
 
         Returns, on the device: for each tensor 1 if its sum is not finite, uint32; for each rank
         and tensor four words, of which the first is the scale's bits and the second SOUND,
@@ -50,7 +54,7 @@ class Decoder:
         """
         if len(gathered) != self._nbytes and len(sums):
             raise PayloadError(f"{len(gathered)} bytes arrived, {self._nbytes} were expected")
-        return self._bodies.sum(gathered, sums)
+        return self._bodies.sum(gathered, sums, sign=sign)
 
 
 class ThresholdDecoder:
@@ -69,7 +73,9 @@ class ThresholdDecoder:
         self._device, self._codecs, self._shapes = device, codecs, shapes
         self._n_ranks = n_ranks
 
-    def decode(self, gathered: Any, sums: Sequence[Any]) -> tuple[Any, Any]:
+    def decode(
+        self, gathered: Any, sums: Sequence[Any], sign: bool | str = False
+    ) -> tuple[Any, Any]:
         """See ``Decoder.decode``."""
         arrived = list(wire.split_payloads(self._device.fetch(gathered)()))
         n_ranks, count = self._n_ranks, len(self._shapes)
@@ -92,7 +98,7 @@ class ThresholdDecoder:
         nbytes = [wire.align(len(payload)) for _, payload in arrived]
         offsets = np.cumsum([0, *nbytes])[:-1].tolist()
         bodies = _Bodies(self._device, plans, codecs, offsets, n_ranks, count)
-        return bodies.sum(gathered, sums, found)
+        return bodies.sum(gathered, sums, found, sign)
 
 
 class _Bodies:
@@ -130,7 +136,10 @@ class _Bodies:
             else _GroupOnDevice(device, g, plans, self._rows, n_ranks // apart, apart)
             for g in groups
         ]
-        names = {name for group in self._groups for name in group.names} | {"read_headers"}
+        names = {name for group in self._groups for name in group.names} | {
+            "read_headers",
+            "keep_signs",
+        }
         self._kernels = device.functions(source(), sorted(names))
 
     def expect_headers(
@@ -147,7 +156,11 @@ class _Bodies:
         return self._device.address(self._kept[-1])
 
     def sum(
-        self, gathered: Any, sums: Sequence[Any], found: np.ndarray | None = None
+        self,
+        gathered: Any,
+        sums: Sequence[Any],
+        found: np.ndarray | None = None,
+        sign: bool | str = False,
     ) -> tuple[Any, Any]:
         """See ``Decoder.decode``. ``found``: what headers tell, where they have been read."""
         device, count = self._device, self._n_tensors
@@ -168,6 +181,9 @@ class _Bodies:
         for group in self._groups:
             group.clear()
             group.decode(self._kernels, common, not_finite)
+            if sign:
+                arguments = [*common, group.owners, np.uint32(sign == "vote")]
+                self._kernels["keep_signs"](group.n_tiles, THREADS, arguments, 0)
         return not_finite, payloads
 
 
@@ -184,8 +200,8 @@ class _GroupOnDevice:
         apart: int,
     ) -> None:
         self._device, self._n_ranks, self._apart = device, n_ranks, apart
-        self._n_tiles = group.owners.size
-        self._owners = device.upload(group.owners)
+        self.n_tiles = group.owners.size
+        self.owners = device.upload(group.owners)
         self._is_raw = group.transform is None
         if group.transform is None:
             self.names = ["sum_raw"]
@@ -252,7 +268,7 @@ class _GroupOnDevice:
     def decode(self, kernels: Any, common: list[Any], not_finite: Any) -> None:
         """Launch everything from headers that are read to sums."""
         if self._is_raw:
-            kernels["sum_raw"](self._n_tiles, THREADS, [*common, self._owners, not_finite], 0)
+            kernels["sum_raw"](self.n_tiles, THREADS, [*common, self.owners, not_finite], 0)
             return
         per_rank, shared = self._n_ranks, tables.SUMS_NBYTES
         if self._n_unary:
@@ -263,8 +279,8 @@ class _GroupOnDevice:
             kernels["find_chunks"](per_rank * self._n_tensors, 32, common, shared)
             arguments = [*common, self._warps, np.uint32(self._n_warps)]
             kernels[self._decode](per_rank * self._n_warps, 32, arguments, shared)
-        arguments = [*common, self._owners, np.uint32(self._n_tiles)]
-        kernels[self._count](per_rank * self._n_tiles, self._n_words, arguments, shared)
-        arguments = [*common, self._owners, not_finite, *self._tables]
+        arguments = [*common, self.owners, np.uint32(self.n_tiles)]
+        kernels[self._count](per_rank * self.n_tiles, self._n_words, arguments, shared)
+        arguments = [*common, self.owners, not_finite, *self._tables]
         shared += tables.POINTS_NBYTES
-        kernels[self._sum](self._n_tiles // self._apart, THREADS, arguments, shared)
+        kernels[self._sum](self.n_tiles // self._apart, THREADS, arguments, shared)

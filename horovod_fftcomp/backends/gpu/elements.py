@@ -12,11 +12,21 @@ from horovod_fftcomp.backends.gpu import Device, tables
 from horovod_fftcomp.backends.gpu.groups import TileGroup
 from horovod_fftcomp.backends.gpu.tables import THREADS, WORDS, Group
 from horovod_fftcomp.element_codec import ElementCodec
-from horovod_fftcomp.elementwise import QSGD, EliasQSGD, Method, OneBit, ScaledSign, TernGrad
+from horovod_fftcomp.elementwise import (
+    QSGD,
+    DoReFa,
+    Method,
+    Natural,
+    OneBit,
+    ScaledSign,
+    Sign,
+    TernGrad,
+)
 from horovod_fftcomp.wire import Plan
 from horovod_fftcomp.words import GIVEN, GROUP, L2, digits_of
 
-_MEANS, _MAGNITUDE, _CLIPPED, _PEAKS, _NORMS = range(5)  # as in cuda/elements.cuh
+# As in cuda/elements.cuh.
+_MEANS, _MAGNITUDE, _VOTES, _CLIPPED, _OCTAVES, _PEAKS, _NORMS = range(7)
 
 
 def _described(group: Group, plans: Sequence[Plan], codecs: Sequence[ElementCodec]) -> Array:
@@ -38,10 +48,11 @@ def _enter_method(row: np.void, plan: Plan, method: Method) -> None:
     if isinstance(method, OneBit):
         row["method"], row["length"] = _MEANS, method.row_length(plan.shape)
     elif isinstance(method, ScaledSign):
-        row["method"] = _MAGNITUDE
-    elif isinstance(method, (QSGD, TernGrad)) and not isinstance(method, EliasQSGD):
-        top, radix, norm, bucket = method.grid()
-        row["top"], row["radix"], row["digits"] = top, radix, digits_of(radix)
+        row["method"] = _VOTES if isinstance(method, Sign) else _MAGNITUDE
+    elif isinstance(method, Natural):
+        row["method"], row["top"], row["radix"] = _OCTAVES, 254, 255
+    elif isinstance(method, (QSGD, TernGrad, DoReFa)):
+        row["top"], row["radix"], norm, bucket = method.grid()
         if norm != GIVEN:
             row["bucket_bits"] = bucket.bit_length() - 1
         row["method"] = _CLIPPED if norm == GIVEN else _NORMS if norm == L2 else _PEAKS
@@ -49,6 +60,8 @@ def _enter_method(row: np.void, plan: Plan, method: Method) -> None:
             row["clip"] = np.float64(method.clip).view(np.uint64)
     else:
         raise TypeError(f"no kernels for {method!r}")
+    if row["radix"]:
+        row["digits"] = digits_of(int(row["radix"]))
 
 
 class ElementGroup(TileGroup):
@@ -65,12 +78,12 @@ class ElementGroup(TileGroup):
         rows = _described(group, plans, codecs)
         first = rows[group.members[0]]
         self._elements = device.upload(rows.view(np.uint8))
-        self._is_of_signs = int(first["method"]) in (_MEANS, _MAGNITUDE)
+        self._is_of_signs = int(first["method"]) < _CLIPPED
         self._sum = f"sum_parts<{str(not self._is_of_signs).lower()}>"
         self._write = "write_signs" if self._is_of_signs else "write_levels"
         self.names += ["add_elements", self._write]
         self._parts: Any = None
-        if int(first["method"]) in (_PEAKS, _NORMS):
+        if int(first["method"]) >= _PEAKS:
             return
         self.names += [self._sum, "settle_rows"]
         owners = np.repeat(np.arange(len(rows), dtype=np.uint32), rows["n_rows"])
@@ -117,9 +130,9 @@ class ElementSums:
         codecs: Sequence[ElementCodec],
     ) -> None:
         rows = _described(group, plans, codecs)
-        self._n_tiles, self._owners = group.owners.size, device.upload(group.owners)
+        self.n_tiles, self.owners = group.owners.size, device.upload(group.owners)
         self._elements = device.upload(rows.view(np.uint8))
-        is_of_signs = int(rows[group.members[0]]["method"]) in (_MEANS, _MAGNITUDE)
+        is_of_signs = int(rows[group.members[0]]["method"]) < _CLIPPED
         self.names = ["sum_signs" if is_of_signs else "sum_levels"]
         self._threads = WORDS if is_of_signs else THREADS
         self._shared = 0 if is_of_signs else 4 * (int(rows["top"].max()) + 1)
@@ -129,5 +142,5 @@ class ElementSums:
 
     def decode(self, kernels: Any, common: list[Any], not_finite: Any) -> None:
         """Launch everything from headers that are read to sums."""
-        arguments = [*common, self._owners, self._elements, not_finite]
-        kernels[self.names[0]](self._n_tiles, self._threads, arguments, self._shared)
+        arguments = [*common, self.owners, self._elements, not_finite]
+        kernels[self.names[0]](self.n_tiles, self._threads, arguments, self._shared)

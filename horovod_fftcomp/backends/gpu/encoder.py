@@ -132,6 +132,8 @@ class Encoder:
         measure: bool = False,
         keys: Sequence[int] | None = None,
         velocities: Velocities | None = None,
+        decay: float = 1.0,
+        keeps_sent: bool = False,
     ) -> Encoded:
         """Launch everything from gradients to a message.
 
@@ -139,8 +141,11 @@ class Encoder:
         gradient plus residual go, or None to throw them away; what is sent is then subtracted
         from them. Neither they nor the body of a payload mean anything if it is not finite.
         ``measure``: sum the squares of the tensors whose coefficients are kept. ``keys``: what is
-        drawn for each tensor follows from; see ``ElementCodec.key_at``.
+        drawn for each tensor follows from; see ``ElementCodec.key_at``. ``decay`` multiplies the
+        residuals. With ``keeps_sent``, of signs alone, nothing is subtracted.
         """
+        self._rows["decay"] = np.float32(decay).view(np.uint32)
+        self._keep = tables.EVERYTHING if keeps_sent else tables.UNSENT
         if keys is not None:
             self._rows["key"] = keys
         self._accelerate(velocities)
@@ -208,7 +213,7 @@ class Encoder:
             row["grad"] = device.address(grads[number])
             residual, kept = residuals[number], coeffs[number]
             row["residual"] = 0 if residual is None else device.address(residual)
-            row["keep"] = kept is not None
+            row["keep"] = tables.NOTHING if kept is None else self._keep
             if kept is None and form is not None and not self._of_elements:
                 dtype, n = form
                 kept = device.empty(max(1, n), dtype)

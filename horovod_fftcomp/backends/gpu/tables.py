@@ -28,6 +28,7 @@ WORDS = TILE // 32  # of a tile's bit mask, of reals
 CHUNKS_OF_WARP, MOST_WORDS = 8, 1540
 FOUND_NBYTES, TILE_COUNTS_NBYTES = 32 + 4 * 2048, 16
 NESTEROV, MASKING = 1, 2
+NOTHING, UNSENT, EVERYTHING = range(3)  # what is kept of gradient plus residual
 # Shared memory, in bytes.
 SUMS_NBYTES = 4 * 36
 SQUARES_NBYTES = 8 * THREADS
@@ -47,7 +48,8 @@ def _struct(pointers_and_sizes: str, words: str) -> np.dtype:
 
 TENSOR = _struct(
     "grad residual coeffs payload numel n k positions_offset values_offset key velocity moved",
-    "first_tile n_tiles layout low_bits kind bits shift bins_per_block keep threshold momentum how",
+    "first_tile n_tiles layout low_bits kind bits shift bins_per_block keep threshold momentum how "
+    "decay unused",
 )
 CODED = _struct(
     "bitmap coded slots pushes words states lengths n_symbols nbytes",

@@ -64,6 +64,10 @@ class TorchDevice:
         """Fill an array with zeros."""
         array.zero_()
 
+    def scale(self, array: torch.Tensor, factor: np.float32) -> None:
+        """Multiply an array by a number."""
+        array.mul_(float(factor))
+
     def address(self, array: torch.Tensor) -> int:
         """Return where an array lies on the GPU."""
         return array.data_ptr()

@@ -26,6 +26,7 @@ constexpr u32 ABS = 0x7fffffffu, SIGN = 0x80000000u;
 enum Kind : u32 { RANGE, FLOAT32, BFLOAT16 };
 enum Layout : u32 { RAW, ALL, BITMAP, OFFSETS, ENTROPY };
 enum How : u32 { NESTEROV = 1, MASKING = 2 };  // of a momentum
+enum Keep : u32 { NOTHING, UNSENT, EVERYTHING };  // of gradient plus residual, in coeffs
 
 // One tensor as the host describes it. Eight-byte fields come first; `tables.py` has the same.
 struct Tensor {
@@ -45,11 +46,12 @@ struct Tensor {
     u32 layout, low_bits;  // of the positions
     u32 kind, bits, shift;  // of the values
     u32 bins_per_block;     // of a complex transform, whose bin 0 counts half; else 1
-    u32 keep;               // subtract what is sent from coeffs
+    u32 keep;               // of enum Keep
     u32 threshold;          // bits of the least magnitude to send, where k depends on that
     u32 momentum, how;      // bits of the factor; of enum How
+    u32 decay, unused;      // bits of what the residual is multiplied by
 };
-static_assert(sizeof(Tensor) == 144, "tables.py describes tensors with the same layout");
+static_assert(sizeof(Tensor) == 152, "tables.py describes tensors with the same layout");
 
 // What the kernels find out of one tensor. Zeros before the first launch; they clear it themselves.
 struct Found {
@@ -97,6 +99,13 @@ __device__ __forceinline__ float negated(float x) {
     return __uint_as_float(__float_as_uint(x) ^ SIGN);
 }
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & ABS; }
+__device__ __forceinline__ bool is_negative(float x) { return __float_as_uint(x) > SIGN; }
+
+// A coefficient plus what is carried on of the last step's.
+__device__ __forceinline__ float with_residual(const Tensor& tensor, u64 place, float coeff) {
+    if (!tensor.residual) return coeff;
+    return add_rn(coeff, mul_rn(__uint_as_float(tensor.decay), tensor.residual[place]));
+}
 
 __device__ __forceinline__ u32 warp_inclusive_sum(u32 value) {
     u32 lane = threadIdx.x % 32;

@@ -1,7 +1,7 @@
 // Methods that send every element in a few bits; see elementwise.py, and words.py for how digits
 // lie in words. Sums are those of the CPU, in its order: see `lane_sums` and `_sums_of_rows`.
 
-enum Method : u32 { MEANS, MAGNITUDE, CLIPPED, PEAKS, NORMS };
+enum Method : u32 { MEANS, MAGNITUDE, VOTES, CLIPPED, OCTAVES, PEAKS, NORMS };
 
 // How one tensor's elements are sent, beside its row in the other tables.
 struct Elements {
@@ -54,20 +54,20 @@ inline float narrowed(double x) { return float(x); }
 inline u32 truncated(float x) { return u32(x); }
 #endif
 
-__device__ __forceinline__ bool is_negative(float x) { return __float_as_uint(x) > SIGN; }
-
 // What is to be sent of each element; `held`: coefficients that are kept have it already.
 struct Wanted {
     const float* first;
     const float* second;  // to be added; null: nothing
+    float decay;
 
     __device__ __forceinline__ Wanted(const Tensor& tensor, u32 held) {
         bool summed = held && tensor.keep;
         first = summed ? tensor.coeffs : tensor.grad;
         second = summed ? nullptr : tensor.residual;
+        decay = __uint_as_float(tensor.decay);
     }
     __device__ __forceinline__ float operator[](u64 i) const {
-        return second ? add_rn(first[i], second[i]) : first[i];
+        return second ? add_rn(first[i], mul_rn(decay, second[i])) : first[i];
     }
 };
 
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(32)
     u64 row = blockIdx.x - how.first_row, begin = row * how.length;
     u64 tile = begin / TILE, last = (begin + how.length - 1) / TILE;
     const Part* own = parts + how.first_part + tile + row;
-    Part sum = row_sums(own, u32(last - tile + 1), how.method == CLIPPED);
+    Part sum = row_sums(own, u32(last - tile + 1), how.method >= CLIPPED);
     if (threadIdx.x) return;
     bool finite = sum.first - sum.first == 0 && sum.second - sum.second == 0;
     u32 scale = NAN_BITS;
@@ -195,8 +195,12 @@ __global__ void __launch_bounds__(32)
         scale = max(magnitude(up), magnitude(down));
     } else if (how.method == MAGNITUDE && finite) {
         scale = __float_as_uint(narrowed((sum.first - sum.second) / double(tensor.numel)));
+    } else if (how.method == VOTES && finite) {
+        scale = sum.first != 0 || sum.second != 0 ? ONE_BITS : 0;
     } else if (how.method == CLIPPED && sum.count <= LARGEST_FINITE_BITS) {
         scale = __float_as_uint(clipped_scale(sum, tensor.numel, how.clip));
+    } else if (how.method == OCTAVES && sum.count <= LARGEST_FINITE_BITS) {
+        scale = max(1u, min((sum.count + (MIN_NORMAL_BITS - 1)) >> 23, 254u)) << 23;
     }
     atomicMax(&all_found[number].peak, scale);
 }
@@ -220,11 +224,11 @@ struct Rows {
 // What a row's values from 0 up and those below stand for.
 __device__ __forceinline__ float2 sides_of(const Elements& how, const u8* body, u64 row, u32 scale) {
     float one = __uint_as_float(scale);
-    if (how.method == MAGNITUDE) return make_float2(one, negated(one));
+    if (how.method != MEANS) return make_float2(one, negated(one));
     return reinterpret_cast<const float2*>(body)[row];
 }
 
-// The bits of a tile, a thread for each word; takes off what they stand for where that is kept.
+// The bits of a tile, a thread for each word; takes off what they stand for where the rest is kept.
 __global__ void __launch_bounds__(WORD_THREADS)
     write_signs(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
                 const Elements* __restrict__ elements, u32 held,
@@ -253,7 +257,8 @@ __global__ void __launch_bounds__(WORD_THREADS)
             word |= u32(negative) << (from + b);
             if (i >= n || !tensor.keep) continue;
             float2 both = sides_of(how, body, rows.first + rows[i], peak);
-            tensor.coeffs[begin + i] = sub_rn(x[b], negative ? both.y : both.x);
+            float sent = negative ? both.y : both.x;
+            tensor.coeffs[begin + i] = tensor.keep == EVERYTHING ? x[b] : sub_rn(x[b], sent);
         }
     }
     u32* words = reinterpret_cast<u32*>(body + (how.method == MEANS ? 8ull * how.n_rows : 0));
@@ -350,25 +355,31 @@ struct Draws {
         low = u32(z);
         high = u32(z >> 32);
     }
-    // From [0, 1).
-    __device__ __forceinline__ float operator[](u32 i) const {
+    __device__ __forceinline__ u32 operator[](u32 i) const {
         u32 x = i + low;
         x = ((x ^ x >> 16) * 0x7FEB352Du) ^ high;
         x = (x ^ x >> 15) * 0x846CA68Bu;
-        x ^= x >> 16;
-        return mul_rn(float(x >> 8), 0x1p-24f);
+        return x ^ x >> 16;
     }
 };
 
+// From [0, 1).
+__device__ __forceinline__ float uniform(u32 random) {
+    return mul_rn(float(random >> 8), 0x1p-24f);
+}
+
 // The number of the neighbour on the grid that a draw chooses; comparisons by patterns, which
-// nothing flushes.
+// nothing flushes. Where `top` is odd, 0 is no point of the grid.
 __device__ __forceinline__ u32 level_of(float x, float scale, u32 top, float draw) {
-    u32 middle = top / 2;
-    if (__float_as_uint(scale) == 0) return middle;
-    u32 ratio = min(magnitude(div_rn(x, scale)), ONE_BITS);
-    float place = mul_rn(__uint_as_float(ratio), float(middle));
+    u32 middle = top / 2, odd = top % 2;
+    bool nothing = __float_as_uint(scale) == 0;
+    if (nothing && !odd) return middle;
+    u32 ratio = nothing ? 0 : min(magnitude(div_rn(x, scale)), ONE_BITS);
+    float half = mul_rn(float(top), 0.5f), place = mul_rn(__uint_as_float(ratio), half);
+    if (odd) place = is_negative(x) ? sub_rn(half, place) : add_rn(half, place);
     u32 level = truncated(place);
     level += __float_as_uint(draw) < __float_as_uint(sub_rn(place, float(level)));
+    if (odd) return min(level, top);
     return is_negative(x) ? middle - level : middle + level;
 }
 
@@ -376,6 +387,35 @@ __device__ __forceinline__ u32 level_of(float x, float scale, u32 top, float dra
 __device__ __forceinline__ float share_of(u32 number, u32 top) {
     return div_rn(float(int(2 * number) - int(top)), float(top));
 }
+
+// The powers of two below the scale, itself one; see `reference.encode_octaves`.
+struct Octaves {
+    u32 base, last;  // the biased exponent of the lowest; the level of the highest
+
+    __device__ __forceinline__ explicit Octaves(u32 scale) {
+        u32 top = scale >> 23;
+        base = top > 127 ? top - 126 : 1;
+        last = top - base + 1;
+    }
+    __device__ __forceinline__ u32 code_of(float x, u32 random) const {
+        u32 pattern = magnitude(x), level;
+        if (pattern < base << 23) {
+            float share = div_rn(__uint_as_float(pattern), __uint_as_float(base << 23));
+            level = __float_as_uint(uniform(random)) < __float_as_uint(share);
+        } else {
+            level = min(((pattern + (random >> 9)) >> 23) - (base - 1), last);
+        }
+        return is_negative(x) && level ? level + 127 : level;
+    }
+    __device__ __forceinline__ float value_of(u32 code) const {
+        u32 level = code > 127 ? code - 127 : code;
+        return __uint_as_float(level ? (level + base - 1) << 23 | (code > 127 ? SIGN : 0) : 0);
+    }
+    __device__ __forceinline__ bool fits(u32 scale, u32 code) const {
+        bool is_power = scale >= MIN_NORMAL_BITS && !(scale & (MIN_NORMAL_BITS - 1));
+        return is_power && code <= 254 && (code > 127 ? code - 127 : code) <= last;
+    }
+};
 
 // One warp's scale of a bucket, 0 where it would be below 2^-126; not finite if a value is not.
 __device__ __forceinline__ u32 scale_of(const float* values, u32 begin, u32 end, bool norm) {
@@ -403,7 +443,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     u64 tile = blockIdx.x - tensor.first_tile, begin = tile * TILE;
     u32 n = u32(min(u64(TILE), tensor.numel - begin)), bucket = 1u << how.bucket_bits;
     u8* body = tensor.payload + tensor.values_offset;
-    if (how.method == CLIPPED && found->peak > LARGEST_FINITE_BITS) return;
+    if (how.method < PEAKS && found->peak > LARGEST_FINITE_BITS) return;
     const Wanted wanted(tensor, held);
 #pragma unroll 8
     for (u32 i = threadIdx.x; i < TILE; i += THREADS) values[i] = i < n ? wanted[begin + i] : 0.0f;
@@ -412,7 +452,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
         scales[64] = 0;
     }
     __syncthreads();
-    if (how.method != CLIPPED) {
+    if (how.method >= PEAKS) {
         u32* sent = reinterpret_cast<u32*>(body) + (begin >> how.bucket_bits);
         for (u32 at = threadIdx.x / 32; at << how.bucket_bits < n; at += THREADS / 32) {
             u32 from = at << how.bucket_bits, end = min(from + bucket, n);
@@ -428,15 +468,21 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     u32 width = (n + how.digits - 1) / how.digits, most = (TILE + how.digits - 1) / how.digits;
     u32* words = reinterpret_cast<u32*>(body) + tile * most;
     const Draws draws(tensor.key, tile);
+    const Octaves octaves(scales[0]);
     for (u32 j = threadIdx.x; j < width; j += THREADS) {
         u32 word = 0;
         for (u32 b = how.digits; b-- > 0;) {
             u32 i = b * width + j, level = 0;
             if (i < n) {
-                float x = values[i];
-                float scale = __uint_as_float(scales[i >> how.bucket_bits]);
-                level = level_of(x, scale, how.top, draws[i]);
-                float sent = mul_rn(scale, share_of(level, how.top));
+                float x = values[i], sent;
+                if (how.method == OCTAVES) {
+                    level = octaves.code_of(x, draws[i]);
+                    sent = octaves.value_of(level);
+                } else {
+                    float scale = __uint_as_float(scales[i >> how.bucket_bits]);
+                    level = level_of(x, scale, how.top, uniform(draws[i]));
+                    sent = mul_rn(scale, share_of(level, how.top));
+                }
                 if (tensor.keep) tensor.coeffs[begin + i] = sub_rn(x, sent);
             }
             word = word * how.radix + level;
@@ -456,12 +502,14 @@ __global__ void __launch_bounds__(THREADS, 3)
     u32 number = tile_tensor[blockIdx.x];
     const Arriving tensor = tensors[number];
     const Elements how = elements[number];
-    for (u32 i = threadIdx.x; i <= how.top; i += THREADS) shares[i] = share_of(i, how.top);
+    bool of_octaves = how.method == OCTAVES;
+    for (u32 i = threadIdx.x; !of_octaves && i <= how.top; i += THREADS)
+        shares[i] = share_of(i, how.top);
     __syncthreads();
     u64 tile = blockIdx.x - tensor.first_tile, begin = tile * TILE;
     u32 n = u32(min(u64(TILE), tensor.numel - begin)), reciprocal = ALL_LANES / how.radix;
     u32 width = (n + how.digits - 1) / how.digits, most = (TILE + how.digits - 1) / how.digits;
-    u64 n_scales = how.method == CLIPPED ? 0 : ((tensor.numel - 1) >> how.bucket_bits) + 1;
+    u64 n_scales = how.method < PEAKS ? 0 : ((tensor.numel - 1) >> how.bucket_bits) + 1;
     bool finite = true;
     for (u32 j = threadIdx.x; j < width; j += THREADS)
         for (u32 rank = 0; rank < messages.n_ranks; rank += AT_ONCE) {
@@ -488,6 +536,12 @@ __global__ void __launch_bounds__(THREADS, 3)
                     if (n_scales)
                         scale = reinterpret_cast<const u32*>(
                             batch.bodies[r])[(begin + i) >> how.bucket_bits];
+                    if (of_octaves) {
+                        const Octaves octaves(scale);
+                        batch.check(r, octaves.fits(scale, level));
+                        sum = add_rn(sum, octaves.value_of(level));
+                        continue;
+                    }
                     bool fits = scale <= batch.scales[r] || scale == SIGN;  // which is -0
                     batch.check(r, fits && level <= how.top);
                     float share = shares[min(level, how.top)];

@@ -101,8 +101,7 @@ __device__ __forceinline__ void tally_coeff(const Tensor& tensor, u64 place, con
     float sum[C];
 #pragma unroll
     for (u32 c = 0; c < C; c++) {
-        sum[c] = coeff[c];
-        if (tensor.residual) sum[c] = add_rn(sum[c], tensor.residual[C * place + c]);
+        sum[c] = with_residual(tensor, C * place + c, coeff[c]);
         tensor.coeffs[C * place + c] = sum[c];
         tally.peak = max(tally.peak, magnitude(sum[c]));
     }
@@ -305,8 +304,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
         u64 place = begin + i;
         bool chosen = false;
         if (place < tensor.n) {
-            float sum = tensor.grad[place];
-            if (tensor.residual) sum = add_rn(sum, tensor.residual[place]);
+            float sum = with_residual(tensor, place, tensor.grad[place]);
             tensor.coeffs[place] = sum;
             peak = max(peak, magnitude(sum));
             chosen = magnitude(sum) >= tensor.threshold;
