@@ -323,7 +323,10 @@ class Engine:
             for state in self._state:
                 for kind in GRADIENT_UNITS:
                     for array in state.get(kind, {}).values():
-                        array *= factor
+                        if isinstance(array, np.ndarray) or self.device is None:
+                            array *= factor
+                        else:
+                            self.device.scale(array, factor)
             self.loss_scale = scale
 
     def tensor(self, name: str) -> tuple[int, Tensor]:

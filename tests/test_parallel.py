@@ -76,6 +76,7 @@ JOBS = {
     "tensorflow_on_three": (3, "tensorflow_process_set_cases"),
     "tensorflow_nodes": (3, "tensorflow_node_cases"),
     "tensorflow_keras3": (2, "tensorflow_keras3_cases"),
+    "tensorflow_device": (2, "tensorflow_device_cases"),
 }
 
 
@@ -90,7 +91,7 @@ def test_every_file_of_cases_is_run():
         pytest.param(job, controller, marks=[pytest.mark.tf] if "tensorflow" in job else [])
         for controller in CONTROLLERS
         for job in JOBS
-        if (job, controller) != ("torch_device", "gloo")  # none of its cases is for both
+        if controller == "mpi" or not job.endswith("_device")  # no case of these is for both
     ],
 )
 def test_on_ranks(job, controller):

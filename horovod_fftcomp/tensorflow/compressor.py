@@ -30,6 +30,7 @@ from horovod_fftcomp.replica_check import ReplicaCheck
 from horovod_fftcomp.schemes.nodes import Ranks
 from horovod_fftcomp.settings import Settings
 from horovod_fftcomp.tensorflow import graph
+from horovod_fftcomp.tensorflow.device import memory_of
 from horovod_fftcomp.tensorflow.rounds import GraphRound, PendingRound, is_elastic
 from horovod_fftcomp.tensorflow.steps import Steps
 from horovod_fftcomp.tensorflow.variables import Variables, pairs_of
@@ -73,7 +74,9 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         buckets = self._buckets_of(self._tensors)
         member = self._set.included()  # Horovod traces the compressor of the others as well
         rank = self._set.rank() if member else 0
-        self._engine = Engine(buckets, rank, self._set.size())
+        memory = memory_of(variables.variables, buckets) if member else None
+        device = None if memory is None else memory.device
+        self._engine = Engine(buckets, rank, self._set.size(), device)
         settings = self._settings
         hashes = GraphRound()
         replicas = ReplicaCheck(hashes, variables, settings.replica_check, self._set, self._name)
@@ -89,6 +92,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             hashes,
             self._greet,
             self.rejoin,
+            memory,
         )
         self._variables = variables
         if self._saved is not None:

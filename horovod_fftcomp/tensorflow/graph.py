@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_fftcomp.buckets import Bucket
@@ -145,6 +146,9 @@ class Exchange:
         self._untaken = [n for n, g in enumerate(self.grads) if isinstance(g, tf.Tensor)]
         self._steps, self._name, self._set, self._groups = steps, name, process_set, groups
         self._averages = averages
+        self._place = "/CPU:0" if steps.memory is None else steps.memory.place
+        # Where Horovod has no operations of a GPU, TensorFlow brings messages to the host.
+        self._wire = self._place if hvd.nccl_built() else "/CPU:0"
         members = self._members(places)
         with tf.name_scope(name), tf.device("/CPU:0"):
             load = self._load(members, tuple(shown))
@@ -166,11 +170,19 @@ class Exchange:
     def _decoded(
         self, buckets: Sequence[Bucket], members: Mapping[int, dict[int, int]]
     ) -> list[tf.Tensor]:
-        """Add the operations of all buckets; return what is there when their sums are."""
-        poison = self._poison({n for numbers in members.values() for n in numbers.values()})
+        """Add the operations of all buckets; return what is there when their sums are.
+
+        Only operations that TensorFlow chains call Python with tensors of a GPU. So there one does
+        for all buckets what elsewhere one does for each.
+        """
+        groups = [{number: members[number]} for number in sorted(members)]
+        if self._steps.memory is not None:
+            groups = [dict(sorted(members.items()))]
+        with tf.device(self._place):
+            poison = self._poison({n for numbers in members.values() for n in numbers.values()})
         decoded = []
-        for number in sorted(members):
-            decoded.append(self._exchange(number, buckets[number], members[number], poison))
+        for group in groups:
+            decoded.append(self._exchange(buckets, group, poison))
             poison = tf.constant(0.0)
         return decoded
 
@@ -279,28 +291,53 @@ class Exchange:
         return float(dtype.max) * (self._set.size() if self._averages else 1)
 
     def _exchange(
-        self, number: int, bucket: Bucket, members: dict[int, int], poison: tf.Tensor
+        self,
+        buckets: Sequence[Bucket],
+        members: Mapping[int, dict[int, int]],
+        poison: tf.Tensor,
     ) -> tf.Tensor:
-        """Add a bucket's operations; return what is there when its sums are."""
-        positions = tuple(sorted(members))
-        grads = [tf.cast(self.grads[members[p]], tf.float32) for p in positions]
-        encode = functools.partial(self._steps.encode, number, positions)
-        code, message = _message(encode, [self._ticket.zero, poison, *grads])
-        kinds, sets = _kinds(bucket), self._sets_of(bucket)
-        for round_, codes in enumerate(kinds):
-            name = f"{self._name}.{number}.{round_}"
-            output = rounds.exchange(code, message, name, sets, codes)
-            if round_ < len(kinds) - 1:
-                advance = functools.partial(self._steps.advance, number)
-                code, message = _message(advance, [output])
-        limits = tuple(self._limit(self.grads[members[p]].dtype) for p in positions)
-        decode = functools.partial(self._steps.decode, number, positions, limits)
-        dtypes = [tf.int64, *[tf.float32] * len(positions)]
-        decoded, *sums = tf.numpy_function(decode, [output], dtypes, stateful=False)
-        for position, total in zip(positions, sums, strict=True):
-            total.set_shape(bucket.tensors[position].shape)
-            self.sums[members[position]] = total
-        return decoded
+        """Add the operations of some buckets; return what is there when their sums are."""
+        positions = {number: tuple(sorted(own)) for number, own in members.items()}
+        grads = [members[number][p] for number, own in positions.items() for p in own]
+        begun = tf.cast(self._ticket.zero, tf.int64)
+        with tf.device(self._place):
+            values = [tf.cast(self.grads[grad], tf.float32) for grad in grads]
+        encode = functools.partial(self._steps.encode, positions)
+        given = self._call(encode, [begun, poison, *values], tf.uint8, len(positions))
+        kinds = {number: _kinds(buckets[number]) for number in positions}
+        outputs: dict[int, tf.Tensor] = {}
+        for round_ in range(max(map(len, kinds.values()))):
+            running = [number for number in positions if round_ < len(kinds[number])]
+            if round_ > 0:
+                advance = functools.partial(self._steps.advance, running)
+                arrived = [outputs[number] for number in running]
+                given = self._call(advance, arrived, tf.uint8, len(running))
+            for at, number in enumerate(running):
+                name, sets = f"{self._name}.{number}.{round_}", self._sets_of(buckets[number])
+                code, codes = tf.cast(given[0][at], tf.int32), kinds[number][round_]
+                with tf.device(self._wire):
+                    outputs[number] = rounds.exchange(code, given[1 + at], name, sets, codes)
+        limits = [self._limit(self.grads[grad].dtype) for grad in grads]
+        decode = functools.partial(self._steps.decode, positions, limits)
+        decoded, *sums = self._call(decode, list(outputs.values()), tf.float32, len(grads))
+        with tf.device(self._place):
+            for grad, total in zip(grads, sums, strict=True):
+                self.sums[grad] = tf.reshape(total, self.grads[grad].shape)
+        return tf.reshape(decoded, [])
+
+    def _call(
+        self, method: Any, inputs: Sequence[tf.Tensor], dtype: tf.DType, n: int
+    ) -> list[tf.Tensor]:
+        """Return what a method of ``Steps`` makes: int64, and ``n`` vectors of ``dtype``."""
+        dtypes = [tf.int64, *n * [dtype]]
+        if self._steps.memory is None:
+            outputs = tf.numpy_function(method, inputs, dtypes, stateful=False)
+        else:
+            with tf.device(self._place):
+                outputs = tf.py_function(method, inputs, dtypes)
+        for output in outputs[1:]:
+            output.set_shape([None])
+        return outputs
 
     def _sets_of(self, bucket: Bucket) -> rounds.Sets:
         ranks_per_node = getattr(bucket.policy, "ranks_per_node", 1)

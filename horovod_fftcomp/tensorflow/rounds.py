@@ -12,6 +12,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.exchanges import no_answer
 from horovod_fftcomp.schemes import Round
@@ -48,15 +49,18 @@ def code_of(round_: Round | None) -> int:
     return GATHER
 
 
-def message_of(round_: Round | None, rank: int) -> np.ndarray:
-    """Return what ``rank`` hands in for a round, uint8 1-D."""
+def message_of(round_: Round | None, rank: int) -> Array:
+    """Return what ``rank`` hands in for a round, uint8 1-D, where the round's data are."""
     if round_ is None:
         return np.empty(0, np.uint8)
     if round_.collective == "broadcast" and round_.among != ():
         root = round_.root if round_.among is None else round_.among[round_.root]
         if rank != root:
             return np.empty(0, np.uint8)
-    return np.ascontiguousarray(round_.data).reshape(-1).view(np.uint8)
+    data = round_.data
+    if isinstance(data, np.ndarray):
+        data = np.ascontiguousarray(data)
+    return data.reshape(-1).view(np.uint8)
 
 
 def reduce(values: tf.Tensor, name: str, process_set: hvd.ProcessSet) -> tf.Tensor:

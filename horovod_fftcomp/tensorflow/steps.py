@@ -12,11 +12,12 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from horovod_fftcomp.backends.gpu import on_host
 from horovod_fftcomp.connection import JOINED, Connection
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
@@ -29,6 +30,9 @@ from horovod_fftcomp.tensorflow import rounds
 from horovod_fftcomp.tensorflow.variables import Variables
 from horovod_fftcomp.tensorflow.watch import Watch
 
+if TYPE_CHECKING:
+    from horovod_fftcomp.tensorflow.device import TensorFlowMemory
+
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 SCALES = (
@@ -36,6 +40,9 @@ SCALES = (
     "around backward_passes_per_step > 1 decides by gradients that are not reduced yet: use a "
     "fixed scale (dynamic=False), or one pass for each step"
 )
+
+
+Members = Mapping[int, Sequence[int]]  # positions in buckets, in the order of their tensors
 
 
 class Load(NamedTuple):
@@ -73,7 +80,8 @@ class Steps:
     ``closed`` is called when a step has been closed; ``hashes`` is by what ``replicas`` sends;
     ``greet`` begins to compare the ranks' settings by what it is given; ``rejoin`` is called where
     the number of ranks has changed. ``meeting``: the process set of the optimizer or tape, in which
-    the ranks meet; it should be ``process_set``. Other attributes count since the start, as in
+    the ranks meet; it should be ``process_set``. ``memory``: where the engine's device finds
+    TensorFlow's tensors, if it has one. Other attributes count since the start, as in
     ``Compressor.stats``.
     """
 
@@ -90,6 +98,7 @@ class Steps:
         hashes: rounds.GraphRound,
         greet: Callable[[rounds.GraphRound], None],
         rejoin: Callable[[], Any],
+        memory: TensorFlowMemory | None,
     ) -> None:
         self.lock = threading.RLock()
         self._variables = variables
@@ -101,7 +110,7 @@ class Steps:
         self._closed = closed
         self._timeout_s = settings.timeout_s
         self._set = self.meeting = process_set
-        self._greet, self._rejoin = greet, rejoin
+        self._greet, self._rejoin, self.memory = greet, rejoin, memory
         self._greeting, self.hashes = rounds.GraphRound(), hashes
         self._watch = Watch(self, settings.timeout_s)
         self._scale = 1.0
@@ -211,59 +220,72 @@ class Steps:
             raise UnsupportedError(SCALES)
 
     @_guarded
-    def encode(
-        self, bucket: int, positions: Sequence[int], ticket: Any, poison: Any, *grads: np.ndarray
-    ) -> tuple[np.int32, np.ndarray]:
-        """Return code and message of a bucket's first round.
+    def encode(self, members: Members, ticket: Any, poison: Any, *grads: Any) -> list[Any]:
+        """Return codes and messages of buckets' first rounds.
 
         ``poison`` is not finite if a gradient that is exchanged elsewhere is not; that makes the
         step one that does not count, on all ranks.
         """
         del ticket  # orders this after ``begin``
         began = time.perf_counter()
-        if self._alone:
-            return self._message(bucket, None)
+        came, made = iter(grads), {}
+        for bucket, positions in members.items():
+            arrived = {position: self._array(next(came)) for position in positions}
+            made[bucket] = None if self._alone else self._start(bucket, arrived, float(poison))
+            poison = 0.0
+        messages = self._messages(made)
+        if not self._alone:
+            self._idle_since = time.perf_counter()
+            self._spans.append((began, self._idle_since))
+        return messages
+
+    def _start(self, bucket: int, arrived: dict[int, Any], poison: float) -> Round:
+        """Begin a bucket's exchange with the gradients at some positions."""
         tensors = self._engine.buckets[bucket].tensors
-        arrived: list[np.ndarray | None] = [None] * len(tensors)
-        for position, grad in zip(positions, grads, strict=True):
-            arrived[position] = grad.reshape(-1)
-            if self._recorded is not None:
-                self._recorded[tensors[position].name] = grad
+        if self._recorded is not None:
+            for position, grad in arrived.items():
+                values, tensor = on_host(grad, self._engine.device), tensors[position]
+                self._recorded[tensor.name] = values.reshape(tensor.shape)
         if not math.isfinite(poison):
-            first = tensors[positions[0]]
-            arrived[positions[0]] = np.full(math.prod(first.shape), np.nan, np.float32)
-        message = self._message(bucket, self._engine.start(bucket, arrived))
-        self._idle_since = time.perf_counter()
-        self._spans.append((began, self._idle_since))
-        return message
+            first = min(arrived)
+            arrived[first] = np.full(math.prod(tensors[first].shape), np.nan, np.float32)
+        return self._engine.start(bucket, [arrived.get(n) for n in range(len(tensors))])
 
     @_guarded
-    def advance(self, bucket: int, output: np.ndarray) -> tuple[np.int32, np.ndarray]:
-        """Take a round's output; return code and message of the next one, if there is one."""
-        return self._message(bucket, self._received(bucket, output))
+    def advance(self, buckets: Sequence[int], *outputs: Any) -> list[Any]:
+        """Take outputs of rounds; return codes and messages of the next ones, if there are any."""
+        return self._messages(
+            dict(zip(buckets, map(self._received, buckets, outputs), strict=True))
+        )
 
     @_guarded
-    def decode(
-        self, bucket: int, positions: Sequence[int], limits: Sequence[float], output: np.ndarray
-    ) -> list[Any]:
-        """Take the last round's output; return 0 and the sums of the tensors at ``positions``.
+    def decode(self, members: Members, limits: Sequence[float], *outputs: Any) -> list[Any]:
+        """Take the last rounds' outputs; return 0 and the sums of the tensors of ``members``.
 
         A sum beyond its limit will not be finite in the dtype of its gradient.
         """
-        if self._received(bucket, output) is not None:
-            raise AssertionError(f"bucket {bucket} has more rounds than its graph")
-        tensors = self._engine.buckets[bucket].tensors
-        if self._alone:
-            sums = [np.zeros(math.prod(tensor.shape), np.float32) for tensor in tensors]
-        else:
-            sums = self._engine.sums(bucket)
-        self._left.discard(bucket)
+        given: list[Any] = []
+        for (bucket, positions), output in zip(members.items(), outputs, strict=True):
+            if self._received(bucket, output) is not None:
+                raise AssertionError(f"bucket {bucket} has more rounds than its graph")
+            tensors = self._engine.buckets[bucket].tensors
+            if self._alone:
+                sums = [np.zeros(math.prod(tensor.shape), np.float32) for tensor in tensors]
+            else:
+                sums = self._engine.sums(bucket)
+            self._left.discard(bucket)
+            for position in positions:
+                self._check_limit(sums[position], limits[len(given)])
+                given.append(self._tensor(bucket, sums[position]))
         if self.ends_together and not self._left:
             self._watch.sent("the end of a step")
-        for position, limit in zip(positions, limits, strict=True):
-            if limit < _FLOAT32_MAX and np.abs(sums[position]).max(initial=0.0) > limit:
-                self._engine.observe(False)
-        return [np.int64(0), *(sums[p].reshape(tensors[p].shape) for p in positions)]
+        self._wait()
+        return [np.int64(0), *given]
+
+    def _check_limit(self, total: Any, limit: float) -> None:
+        if limit < _FLOAT32_MAX:
+            values = on_host(total, self._engine.device)
+            self._engine.observe(bool(np.abs(values).max(initial=0.0) <= limit))
 
     @_guarded
     def end(self, hashes: np.ndarray, *decoded: np.ndarray) -> np.ndarray:
@@ -275,15 +297,37 @@ class Steps:
         self._replicas.finish(self._timeout_s)
         return np.int64(1)
 
-    def _message(self, bucket: int, round_: Round | None) -> tuple[np.int32, np.ndarray]:
-        self._sent[bucket] = round_
-        code = rounds.code_of(round_)
-        if code != rounds.NOTHING:
-            self._watch.sent(f"bucket {bucket}")
-        return np.int32(code), rounds.message_of(round_, self._engine.rank)
+    def _messages(self, made: Mapping[int, Round | None]) -> list[Any]:
+        """Return codes, int64, and messages of rounds that begin now."""
+        given: list[Any] = [np.array([rounds.code_of(round_) for round_ in made.values()])]
+        for bucket, round_ in made.items():
+            self._sent[bucket] = round_
+            if rounds.code_of(round_) != rounds.NOTHING:
+                self._watch.sent(f"bucket {bucket}")
+            given.append(self._tensor(bucket, rounds.message_of(round_, self._engine.rank)))
+        self._wait()
+        return given
 
-    def _received(self, bucket: int, output: np.ndarray) -> Round | None:
+    def _is_there(self, bucket: int) -> bool:
+        """Tell whether what a bucket sends and receives are arrays of the engine's device."""
+        return self._engine.computes_on_device(bucket) and not self._alone
+
+    def _array(self, tensor: Any) -> Any:
+        """Return a gradient 1-D, where it is."""
+        return tensor.reshape(-1) if self.memory is None else self.memory.array_of(tensor)
+
+    def _tensor(self, bucket: int, array: Any) -> Any:
+        there = self.memory is not None and self._is_there(bucket)
+        return self.memory.tensor_of(array) if there else array
+
+    def _wait(self) -> None:
+        if self.memory is not None:
+            self.memory.device.wait()
+
+    def _received(self, bucket: int, output: Any) -> Round | None:
         """Hand a round's output over; return the next round."""
+        if self.memory is not None:
+            output = self._array(output) if self._is_there(bucket) else output.numpy()
         sent = self._sent.pop(bucket)
         if sent is None:
             return None

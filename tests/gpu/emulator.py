@@ -27,6 +27,15 @@ FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-ffp-contract=off", "-fno-strict-a
 _C_TYPES = {np.dtype(np.uint32): ctypes.c_uint32, np.dtype(np.uint64): ctypes.c_uint64}
 
 
+class _Borrowed:
+    """Memory as NumPy asks for it."""
+
+    def __init__(self, address: int, n: int, dtype: type, owner: object) -> None:
+        kind = np.dtype(dtype).str
+        self.owner = owner
+        self.__array_interface__ = dict(data=(address, False), shape=(n,), typestr=kind, version=3)
+
+
 class Emulator:
     """A device whose arrays are NumPy's; the same face as ``horovod_fftcomp.backends.gpu.Device``.
 
@@ -69,9 +78,25 @@ class Emulator:
         """Fill an array with zeros."""
         array.fill(0)
 
+    def scale(self, array: np.ndarray, factor: np.float32) -> None:
+        """Multiply an array by a number."""
+        array *= factor
+
     def address(self, array: np.ndarray) -> int:
         """Return where an array lies."""
         return array.ctypes.data
+
+    def borrow(self, address: int, n: int, dtype: type, owner: object) -> np.ndarray:
+        """Return memory of others as an array, which keeps their owner alive."""
+        return np.asarray(_Borrowed(address, n, dtype, owner))
+
+    def copy(self, array: np.ndarray, into: np.ndarray) -> None:
+        """Overwrite an array by another of its dtype and size."""
+        assert (array.dtype, array.shape) == (into.dtype, into.shape)
+        into[:] = array
+
+    def wait(self) -> None:
+        """Do nothing: whatever is launched has been done."""
 
     def functions(self, source: str, names: Sequence[str]) -> dict[str, Callable[..., None]]:
         """Return the kernels called ``names`` of ``source``, by name expression.

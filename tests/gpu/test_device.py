@@ -16,7 +16,7 @@ import pytest
 from horovod_fftcomp import get_codec, get_scheme
 from horovod_fftcomp.backends import load_backend
 from horovod_fftcomp.backends.gpu.encoder import Encoder
-from horovod_fftcomp.schemes.probe import probe
+from horovod_fftcomp.probe import probe
 from tests.contracts import make_codec
 from tests.gpu import test_engine as steps
 from tests.gpu.emulator import Emulator
@@ -243,7 +243,7 @@ def test_nvidias_sanitizer_finds_nothing(on_torch, tool):
         pytest.skip("compute-sanitizer is not installed")
     script = (
         "import torch; from horovod_fftcomp.backends.gpu.torch_device import TorchDevice;"
-        "from horovod_fftcomp.schemes.probe import probe;"
+        "from horovod_fftcomp.probe import probe;"
         "from horovod_fftcomp import get_scheme;"
         f"probe(TorchDevice(torch.device('cuda', 0)), map(get_scheme, {steps.ON_DEVICE}))"
     )

@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, on_host
+from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Context, Round, Scheme, Tensor
+from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.threshold import HardThreshold
 from horovod_fftcomp.transforms import Identity
 
 _TENSOR = Tensor("probe", (20_000,))  # a few tiles
+
+AnyDevice = TypeVar("AnyDevice", bound=Device)
+
+
+def trusted(
+    make: Callable[[], AnyDevice], place: object, buckets: Sequence[Bucket]
+) -> AnyDevice | None:
+    """Return the GPU that ``make`` returns if it can compute a bucket and its kernels run.
+
+    Otherwise gradients on it are compressed on the host: by the same rules, but slower. A warning
+    names ``place`` and tells why if that is because of the kernels.
+    """
+    schemes: dict[Scheme, None] = {}
+    for bucket in buckets:
+        scheme = bucket.policy.at(getattr(bucket.policy, "warmup_steps", 0))
+        if not isinstance(scheme, Dense) and scheme.runs_on_device(bucket.tensors):
+            schemes[scheme] = None
+    if not schemes:
+        return None
+    try:
+        device = make()
+        probe(device, schemes)
+    except Exception as error:  # whatever an import, a compiler or a driver may raise
+        warnings.warn(
+            f"gradients on {place} are compressed on the host, since the GPU's own kernels do not "
+            f"run: {error!r}. They need CuPy for its CUDA: pip install 'horovod_fftcomp[gpu]'",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+        return None
+    return device
 
 
 def probe(device: Device, schemes: Iterable[Scheme]) -> None:
