@@ -28,6 +28,7 @@ HERE = Path(__file__).resolve().parent
 OUT = HERE / "results" / "cluster.json"
 POINTS = [  # (model, hosts, what each host's interface may send in Mbit/s, images on each host)
     ("alexnet", 4, 70, 64),
+    ("alexnet", 4, 100, 64),
     ("alexnet", 4, 150, 64),
     ("alexnet", 4, 100, 16),
     ("alexnet", 2, 100, 16),

@@ -442,6 +442,6 @@ __global__ void __launch_bounds__(THREADS)
         float sum = tensor.sum[i];
         bool up = magnitude(sum) ? !is_negative(sum) : voted;
         float sign = up ? many : magnitude(sum) ? negated(many) : 0.0f;
-        tensor.sum[i] = sum != sum ? sum : sign;
+        tensor.sum[i] = magnitude(sum) > INFINITY_BITS ? sum : sign;  // NaN stays
     }
 }
