@@ -35,7 +35,7 @@ def trusted(
     schemes: dict[Scheme, None] = {}
     for bucket in buckets:
         scheme = bucket.policy.at(getattr(bucket.policy, "warmup_steps", 0))
-        if not isinstance(scheme, Dense) and scheme.runs_on_device(bucket.tensors):
+        if scheme != Dense() and scheme.runs_on_device(bucket.tensors):
             schemes[scheme] = None
     if not schemes:
         return None

@@ -6,6 +6,7 @@ scheme reads in the order in which it happens and anybody who owns a network can
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -173,11 +174,14 @@ class Scheme(Protocol):
 
     def state_format(self, tensor: Tensor) -> str:
         """Return shape and domain of the state of ``tensor`` in words; equal if states fit."""
-        ...
+        return f"residual of {list(tensor.shape)} by element"
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of each 1-D array that ``state`` may hold of ``tensor``."""
-        ...
+        del state
+        if not getattr(self, "error_feedback", False):
+            return {}
+        return {"residual": (np.dtype(np.float32), math.prod(tensor.shape))}
 
     def at(self, step: int) -> Scheme:
         """Return what runs at a step, counted from the first compressed one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,8 @@ class Dense(Scheme):
         del state
         sizes = [math.prod(tensor.shape) for tensor in tensors]
         if context.device is not None:
-            return (yield from _sum_on_device(grads, sizes, context.device))
+            halves = half_limits(context) if self.dtype == "float16" else None
+            return (yield from _sum_on_device(grads, sizes, context.device, halves))
         parts = [
             np.zeros(size, np.float32) if grad is None else grad
             for grad, size in zip(grads, sizes, strict=True)
@@ -60,9 +61,9 @@ class Dense(Scheme):
         return Outcome(np.split(reduced, np.cumsum(sizes)[:-1]), {}, finite)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange: in float32; see ``Scheme``."""
+        """Tell that a GPU can compute this step's exchange; see ``Scheme``."""
         del tensors
-        return self.dtype == "float32"
+        return True
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
@@ -73,45 +74,63 @@ class Dense(Scheme):
         del tensor
         return "none"
 
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return nothing: there is no state."""
-        del tensor, state
-        return {}
 
+def _launcher(device: Device) -> Launch:
+    """Return what launches a kernel that takes one value in a thread."""
+    from horovod_fftcomp.backends.gpu.tables import THREADS  # not for whoever has no GPU
 
-def _check_on(device: Device) -> Launch:
-    name = "find_not_finite"
-    if name not in device.cache:
-        device.cache.update(device.functions(source(), [name]))
-    return device.cache[name]
+    if "dense" not in device.cache:
+        names = ["find_beyond", "write_halves", "read_halves"]
+        device.cache["dense"] = device.functions(source(), names)
+    kernels = device.cache["dense"]
+
+    def launch(name: str, values: Any, n: int, *more: Any) -> None:
+        kernels[name](-(-n // THREADS), THREADS, [values, np.uint64(n), *more], 0)
+
+    return launch
 
 
 def _sum_on_device(
-    grads: Sequence[Any], sizes: Sequence[int], device: Device
+    grads: Sequence[Any], sizes: Sequence[int], device: Device, halves: tuple[int, float] | None
 ) -> Generator[Round, Any, Outcome]:
-    """Sum float32 values that stay on a GPU, without a wait for it."""
-    from horovod_fftcomp.backends.gpu.tables import THREADS  # not for whoever has no GPU
-
+    """Sum values that stay on a GPU, without a wait for it; ``halves``: as float16, see there."""
+    launch, n = _launcher(device), sum(sizes)
     parts = [
         device.zeros(size) if grad is None else on_device(grad, device)
         for grad, size in zip(grads, sizes, strict=True)
     ]
-    reduced = yield Round("allreduce", device.joined(parts))
-    not_finite, n = device.zeros(1, np.uint32), sum(sizes)
-    _check_on(device)(-(-n // THREADS), THREADS, [reduced, np.uint64(n), not_finite], 0)
+    values = device.joined(parts)
+    if halves is None:
+        reduced = yield Round("allreduce", values)
+    else:
+        largest, limit = halves
+        beyond, message = device.zeros(1, np.uint32), device.empty(n, np.float16)
+        launch("find_beyond", values, n, np.uint32(largest), beyond)
+        launch("write_halves", values, n, np.float32(limit).view(np.uint32), beyond, message)
+        arrived = yield Round("allreduce", message)
+        reduced = device.empty(n)
+        launch("read_halves", arrived, n, reduced)
+    not_finite = device.zeros(1, np.uint32)
+    launch("find_beyond", reduced, n, np.uint32(LARGEST_FINITE_BITS), not_finite)
     ends = np.cumsum(sizes).tolist()
     sums = [reduced[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     later = OnDevice(not_finite, device.zeros(0, np.uint32), lambda verdict: None, None)
     return Outcome(sums, {}, True, on_device=later)
 
 
-def saturated_half(values: Array, context: Context) -> Array:
-    """Return float32 ``values`` as float16 that can be summed over all ranks; see ``Dense``."""
+def half_limits(context: Context) -> tuple[int, float]:
+    """Return bits of the largest magnitude that may be sent, and what larger ones saturate at."""
     share = np.finfo(np.float16).max / np.float32(context.world_size)
-    largest = LARGEST_FINITE_BITS if context.loss_scale == 1 else int(share.view(np.uint32))
-    if load_backend("cpu").peak_bits(values) > largest:
-        return np.full(values.size, np.nan, np.float16)
     limit = np.float16(share)
     if limit > share:  # rounding up would let the sum of all ranks overflow
         limit = np.nextafter(limit, np.float16(0))
-    return load_backend("cpu").to_float16(values, float(limit))
+    largest = LARGEST_FINITE_BITS if context.loss_scale == 1 else int(share.view(np.uint32))
+    return largest, float(limit)
+
+
+def saturated_half(values: Array, context: Context) -> Array:
+    """Return float32 ``values`` as float16 that can be summed over all ranks; see ``Dense``."""
+    largest, limit = half_limits(context)
+    if load_backend("cpu").peak_bits(values) > largest:
+        return np.full(values.size, np.nan, np.float16)
+    return load_backend("cpu").to_float16(values, limit)

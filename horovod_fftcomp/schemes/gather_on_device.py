@@ -12,20 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from horovod_fftcomp import elementwise
 from horovod_fftcomp.backends.gpu import Device, on_device, on_host
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.draws import Place
 from horovod_fftcomp.element_codec import ElementCodec
-from horovod_fftcomp.elementwise import (
-    QSGD,
-    DoReFa,
-    Natural,
-    OfSigns,
-    OneBit,
-    ScaledSign,
-    Sign,
-    TernGrad,
-)
 from horovod_fftcomp.payloads import PayloadCodec
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
@@ -37,8 +28,8 @@ if TYPE_CHECKING:
     from horovod_fftcomp.schemes.momentum import MomentumCorrection
 
 
-_DRAWN = (QSGD, TernGrad, DoReFa, Natural)
-_METHODS = (OneBit, ScaledSign, Sign, *_DRAWN)  # and none derived from these
+_DRAWN = (elementwise.QSGD, elementwise.TernGrad, elementwise.DoReFa, elementwise.Natural)
+_OF_SIGNS = (elementwise.OneBit, elementwise.ScaledSign, elementwise.Sign)
 
 
 def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = False) -> bool:
@@ -48,11 +39,9 @@ def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = Fals
     travels as it is may have a residual of another density's times, which travels along: that is
     left to the host.
     """
-    if not isinstance(codec, Codec) and not (
-        isinstance(codec, ElementCodec) and type(codec.method) in _METHODS
-    ):
-        return False
-    if of_signs and not (isinstance(codec, ElementCodec) and isinstance(codec.method, OfSigns)):
+    known = _OF_SIGNS if of_signs else (*_DRAWN, *_OF_SIGNS)  # and none derived from these
+    is_known = isinstance(codec, ElementCodec) and type(codec.method) in known
+    if not is_known and (of_signs or not isinstance(codec, Codec)):
         return False
     if not codec.has_fixed_size:
         return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)

@@ -198,17 +198,6 @@ class GTopK(Scheme):
         n = math.prod(tensor.shape)
         return self._list_nbytes(n) + 4 * self._layout(n).k
 
-    def state_format(self, tensor: Tensor) -> str:
-        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
-        return f"residual of {list(tensor.shape)} by element"
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of the residual; see ``Scheme``."""
-        del state
-        if not self.error_feedback:
-            return {}
-        return {"residual": (np.dtype(np.float32), math.prod(tensor.shape))}
-
 
 def _at(own: Sequence[_Own], chosen: Sequence[Entries], ends: Array) -> Array:
     """Return the values that a rank has at the chosen places of all tensors."""

@@ -240,17 +240,6 @@ class Shared(Scheme):
             return values + self.selection.nbytes(n)
         return values
 
-    def state_format(self, tensor: Tensor) -> str:
-        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
-        return f"residual of {list(tensor.shape)} by element"
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of the residual; see ``Scheme``."""
-        del state
-        if not self.error_feedback:
-            return {}
-        return {"residual": (np.dtype(np.float32), math.prod(tensor.shape))}
-
 
 def _scattered(
     received: Array, sources: Sequence[Sequence[Array]], numels: Sequence[int]

@@ -38,6 +38,9 @@ def trained(recipe, steps, **options):
         ("scalecom", {}),
         ("scalecom", {"selector": "exact"}),  # of the host
         ("random_k", {}),
+        ("fp16", {}),
+        ("natural", {}),
+        ("signum", {}),
         ("hard_threshold", {"calibrate_steps": 3}),
     ],
 )
@@ -64,7 +67,7 @@ def test_a_flipped_bit_is_found_where_it_is(on_gpu, monkeypatch):
         train(model, optimizer, 100)
 
 
-@pytest.mark.parametrize("recipe", ["fft", "dct"])
+@pytest.mark.parametrize("recipe", ["fft", "dct", "demo"])
 def test_ranks_stay_equal(recipe, on_gpu, same_everywhere):
     on_gpu()
     model, _, compression = trained(recipe, 8)

@@ -41,6 +41,7 @@ def trained(recipe, steps, graph=True, dtype="float32", **options):
         ("topk", {}),
         ("topk", {"warmup_steps": 3}),  # an allreduce of the host first
         ("bf16", {}),
+        ("fp16", {}),
         ("scalecom", {}),
         ("scalecom", {"selector": "exact"}),  # of the host
         ("random_k", {}),

@@ -18,7 +18,7 @@ from horovod_fftcomp.transforms import BLOCK_LENGTHS
 _FOLDER = Path(__file__).parent / "cuda"
 # In the order in which they are joined: each uses what those before it declare.
 _SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode", "step",
-            "shared", "hash", "elements")  # fmt: skip
+            "shared", "hash", "elements", "halves")  # fmt: skip
 
 _OF_COEFFICIENTS = (
     "mark", "narrow", "settle", "emit", "place_offsets", "decode_chunks", "count_values",
@@ -32,7 +32,15 @@ NAMES = (
     *("clear_sums", "add_shares"),
     *("add_elements", "sum_parts<false>", "sum_parts<true>", "settle_rows"),
     *("write_signs", "sum_signs", "write_levels", "sum_levels"),
-    *("judge", "find_not_finite", "count_corrupt", "count_step", "hash_bytes"),
+    *(
+        "judge",
+        "find_beyond",
+        "write_halves",
+        "read_halves",
+        "count_corrupt",
+        "count_step",
+        "hash_bytes",
+    ),
     *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),
     *(f"forward<{block}, {cosine}>" for block in BLOCK_LENGTHS for cosine in ("false", "true")),
     "sum_payloads<64, 0>",

@@ -16,7 +16,7 @@ _TYPES = {
     np.dtype(kind): held
     for kind, held in (
         (np.uint8, torch.uint8), (np.uint32, torch.int32), (np.uint64, torch.int64),
-        (np.float32, torch.float32), (np.float64, torch.float64),
+        (np.float16, torch.float16), (np.float32, torch.float32), (np.float64, torch.float64),
         (np.complex64, torch.complex64),
     )
 }  # fmt: skip

@@ -15,13 +15,6 @@ __global__ void __launch_bounds__(THREADS)
     if (i < n && flags[i]) atomicOr(verdict, 1u);
 }
 
-// Raises a flag if a value is not finite; one thread for each.
-__global__ void __launch_bounds__(THREADS)
-    find_not_finite(const float* __restrict__ values, u64 n, u32* __restrict__ flag) {
-    u64 i = u64(blockIdx.x) * THREADS + threadIdx.x;
-    if (i < n && magnitude(values[i]) > LARGEST_FINITE_BITS) atomicOr(flag, 1u);
-}
-
 // Counts corrupt payloads; one thread for each.
 __global__ void __launch_bounds__(THREADS)
     count_corrupt(const Payload* __restrict__ payloads, u32 n, Ledger* __restrict__ ledger) {
