@@ -298,7 +298,9 @@ class Exchange:
     ) -> tf.Tensor:
         """Add the operations of some buckets; return what is there when their sums are."""
         positions = {number: tuple(sorted(own)) for number, own in members.items()}
-        grads = [members[number][p] for number, own in positions.items() for p in own]
+        places = [(number, p) for number, own in positions.items() for p in own]
+        grads = [members[number][p] for number, p in places]
+        shapes = [buckets[number].tensors[p].shape for number, p in places]
         begun = tf.cast(self._ticket.zero, tf.int64)
         with tf.device(self._place):
             values = [tf.cast(self.grads[grad], tf.float32) for grad in grads]
@@ -321,8 +323,8 @@ class Exchange:
         decode = functools.partial(self._steps.decode, positions, limits)
         decoded, *sums = self._call(decode, list(outputs.values()), tf.float32, len(grads))
         with tf.device(self._place):
-            for grad, total in zip(grads, sums, strict=True):
-                self.sums[grad] = tf.reshape(total, self.grads[grad].shape)
+            for grad, shape, total in zip(grads, shapes, sums, strict=True):
+                self.sums[grad] = tf.reshape(total, shape)
         return tf.reshape(decoded, [])
 
     def _call(

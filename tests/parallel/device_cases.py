@@ -49,8 +49,10 @@ def test_a_training_is_the_cpus(recipe, options, on_gpu, same_everywhere):
     on_gpu()
     model, _, ours = trained(recipe, 8, **options)
     same_everywhere(*model.parameters())
+    # How Horovod rounds a sum of float16 depends on where it lies among others.
+    tolerance = 2e-3 if recipe == "fp16" else 0
     for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(found, wanted)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
     assert ours.stats()["sent_nbytes"] == theirs.stats()["sent_nbytes"]
     assert ours.residual_norm() == theirs.residual_norm()
 

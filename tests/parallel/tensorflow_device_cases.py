@@ -57,8 +57,10 @@ def test_a_training_is_the_cpus(recipe, options, graph, on_gpu, same_everywhere)
     on_gpu()
     model, ours = trained(recipe, 8, graph, **options)
     same_everywhere(*model.variables)
+    # How Horovod rounds a sum of float16 depends on where it lies among others.
+    tolerance = 2e-3 if recipe == "fp16" else 0
     for found, wanted in zip(model.variables, expected.variables, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
     for name in ("sent_nbytes", "received_nbytes", "collectives", "steps", "skipped_steps"):
         assert ours.stats()[name] == theirs.stats()[name]
     assert ours.residual_norm() == theirs.residual_norm()
