@@ -6,12 +6,7 @@ imports NumPy.
 
 from horovod_fftcomp import schedules
 from horovod_fftcomp.codec import Codec
-from horovod_fftcomp.errors import (
-    ConfigMismatchError,
-    FFTCompError,
-    PayloadError,
-    UnsupportedError,
-)
+from horovod_fftcomp.errors import ConfigMismatchError, FFTCompError, PayloadError, UnsupportedError
 from horovod_fftcomp.recipes import RECIPES, get_codec, get_scheme, list_compressors
 from horovod_fftcomp.recovery import Recover
 from horovod_fftcomp.schemes import Scheme

@@ -103,11 +103,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        rank: int,
-        world_size: int,
-        device: Device | None = None,
+        self, buckets: Sequence[Bucket], rank: int, world_size: int, device: Device | None = None
     ) -> None:
         self.device = device
         self._verdicts = None if device is None else _verdicts_of(device)

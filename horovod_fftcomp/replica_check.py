@@ -64,10 +64,7 @@ class ReplicaCheck:
         return self._action != "off" and len(self._rotation.due(step)) > 0
 
     def begin(
-        self,
-        step: int,
-        device: Device | None = None,
-        in_place: Callable[[int], Any] | None = None,
+        self, step: int, device: Device | None = None, in_place: Callable[[int], Any] | None = None
     ) -> None:
         """Start comparing what is due before ``step``'s update; every rank calls it alike.
 

@@ -20,10 +20,7 @@ from typing import Any
 from horovod_fftcomp.errors import UnsupportedError
 
 # Module of Horovod -> our adapter, and what it offers that reduces gradients.
-_KERAS = (
-    "tensorflow",
-    ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"),
-)
+_KERAS = ("tensorflow", ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"))
 _WRAPPERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "horovod.torch": ("torch", ("DistributedOptimizer",)),
     "horovod.tensorflow": (

@@ -101,6 +101,7 @@ KERNELS = (
     "encode_signs",
     "subtract_signs",
     "add_signs",
+    "keep_signs",
     "encode_octaves",
     "add_octaves",
 )

@@ -20,6 +20,7 @@ from horovod_fftcomp.backends.reference_levels import (  # noqa: F401 (kernels a
     encode_levels,
     encode_octaves,
     encode_signs,
+    keep_signs,
     lane_sums,
     moments,
     pack_gamma,

@@ -260,6 +260,11 @@ def add_signs(total: Array, words: Array, sides: Array, length: int) -> None:
     total += sides[np.arange(total.size) // length, bits]
 
 
+def keep_signs(values: Array, many: float, tie: float) -> None:
+    """Replace values by ``many`` times their signs, in place; 0 by ``tie``. NaN stays."""
+    values[:] = np.where(values == 0, np.float32(tie), np.float32(many) * np.sign(values))
+
+
 def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) -> None:
     """Write finite ``values`` as signs and powers of two, at random between two neighbours.
 

@@ -77,12 +77,7 @@ class RecipeSession:
     """A recipe of this package, driven as an engine drives it, from a usual step on."""
 
     def __init__(
-        self,
-        label: str,
-        recipe: str,
-        options: Mapping[str, Any],
-        tensor: Tensor,
-        other_grad: Array,
+        self, label: str, recipe: str, options: Mapping[str, Any], tensor: Tensor, other_grad: Array
     ) -> None:
         self.label = label
         if "calibrate_steps" in RECIPES[recipe].options:

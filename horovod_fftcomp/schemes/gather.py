@@ -286,11 +286,9 @@ class Gather(Scheme):
         """Leave of each sum its sign, times the number of ranks."""
         sums = gathered.outcome.sums
         for number, total in enumerate(sums):
-            np.sign(total, out=total)
             votes = gathered.payloads[number :: len(sums)]
-            if self.sign == "vote" and any(header.scale for header, _ in votes):
-                total[total == 0] = 1
-            total *= np.float32(world_size)
+            voted = self.sign == "vote" and any(header.scale for header, _ in votes)
+            load_backend("cpu").keep_signs(total, world_size, world_size if voted else 0)
 
     def fits_differences(self) -> bool:
         """Tell whether differences of weights may be sent; see ``Scheme``."""

@@ -291,10 +291,7 @@ class Exchange:
         return float(dtype.max) * (self._set.size() if self._averages else 1)
 
     def _exchange(
-        self,
-        buckets: Sequence[Bucket],
-        members: Mapping[int, dict[int, int]],
-        poison: tf.Tensor,
+        self, buckets: Sequence[Bucket], members: Mapping[int, dict[int, int]], poison: tf.Tensor
     ) -> tf.Tensor:
         """Add the operations of some buckets; return what is there when their sums are."""
         positions = {number: tuple(sorted(own)) for number, own in members.items()}

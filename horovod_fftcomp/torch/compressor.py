@@ -32,10 +32,7 @@ class TorchCompressor(Compressor):
     """One policy bound to the parameters of one optimizer; made by ``Compression``."""
 
     def __init__(
-        self,
-        model: torch.nn.Module | Iterable[Any] | None,
-        policy: Scheduled,
-        settings: Settings,
+        self, model: torch.nn.Module | Iterable[Any] | None, policy: Scheduled, settings: Settings
     ) -> None:
         super().__init__(policy, settings)
         _check_scaler(settings.grad_scaler)

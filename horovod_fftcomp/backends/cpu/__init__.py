@@ -4,12 +4,7 @@ They release the GIL and share out large arrays to ``threads``. Each is compiled
 combination of types, and cached on disk, so that ranks which start together write the same files.
 """
 
-from horovod_fftcomp.backends.cpu.choices import (
-    bin_winners,
-    draw_chosen,
-    sums_below,
-    take_chosen,
-)
+from horovod_fftcomp.backends.cpu.choices import bin_winners, draw_chosen, sums_below, take_chosen
 from horovod_fftcomp.backends.cpu.halves import from_float16, to_float16
 from horovod_fftcomp.backends.cpu.levels import (
     add_levels,
@@ -41,7 +36,7 @@ from horovod_fftcomp.backends.cpu.shared import (
     positions_of,
     unpack_bits,
 )
-from horovod_fftcomp.backends.cpu.signs import add_signs, encode_signs, subtract_signs
+from horovod_fftcomp.backends.cpu.signs import add_signs, encode_signs, keep_signs, subtract_signs
 from horovod_fftcomp.backends.cpu.sketches import estimate, sketch
 from horovod_fftcomp.backends.cpu.transforms import (
     dct_blocks,
@@ -75,6 +70,7 @@ __all__ = [
     "idct_sum",
     "irfft_blocks",
     "irfft_sum",
+    "keep_signs",
     "low_pass",
     "low_rank",
     "merge",

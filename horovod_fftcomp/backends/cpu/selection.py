@@ -55,8 +55,7 @@ def suggest(keys: Array, k: int, n: int, spread: float) -> Limits:
     low, high = int(rank + margin), int(rank - margin)
     keys.sort()
     return Limits(
-        int(keys[-low]) if low <= keys.size else 0,
-        int(keys[-high]) if high >= 1 else _ABOVE_ALL,
+        int(keys[-low]) if low <= keys.size else 0, int(keys[-high]) if high >= 1 else _ABOVE_ALL
     )
 
 

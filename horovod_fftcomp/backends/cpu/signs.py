@@ -169,3 +169,18 @@ def _add_signs(total, words, sides, length, first):
             for j in range(piece.size):
                 piece[j] += down if those[j] else up
             i = end
+
+
+def keep_signs(values: Array, many: float, tie: float) -> None:
+    """See ``reference.keep_signs``."""
+    ranges = threads.ranges(-(-values.size // GROUP), _LEAST_GROUPS)
+    sizes = np.float32(many), np.float32(tie)
+    threads.each(lambda a, b: _keep_signs(values[a * GROUP : b * GROUP], *sizes), ranges)
+
+
+@kernel
+def _keep_signs(values, many, tie):
+    for i in range(values.size):
+        x = values[i]
+        sign = many if x > _ZERO else -many
+        values[i] = tie if x == _ZERO else sign if x == x else x

@@ -68,11 +68,7 @@ class ElementGroup(TileGroup):
     """Encodes tensors, all by methods of one kind."""
 
     def __init__(
-        self,
-        device: Device,
-        group: Group,
-        plans: Sequence[Plan],
-        codecs: Sequence[ElementCodec],
+        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[ElementCodec]
     ) -> None:
         super().__init__(device, group)
         rows = _described(group, plans, codecs)
@@ -123,11 +119,7 @@ class ElementSums:
     """Sums a group's payloads of all ranks, all by methods of one kind."""
 
     def __init__(
-        self,
-        device: Device,
-        group: Group,
-        plans: Sequence[Plan],
-        codecs: Sequence[ElementCodec],
+        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[ElementCodec]
     ) -> None:
         rows = _described(group, plans, codecs)
         self.n_tiles, self.owners = group.owners.size, device.upload(group.owners)

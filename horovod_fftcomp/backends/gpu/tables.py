@@ -68,8 +68,7 @@ SHARED = _struct(
     "unused",
 )
 ELEMENTS = _struct(
-    "clip length first_part",
-    "first_row n_rows method top radix digits bucket_bits unused",
+    "clip length first_part", "first_row n_rows method top radix digits bucket_bits unused"
 )
 HASHED = _struct("bytes nbytes", "")
 LEDGER = _struct("", "skipped corrupt")
