@@ -32,12 +32,18 @@ def set_num_threads(count: int) -> None:
 def get_num_threads() -> int:
     """Return how many threads this process compresses with.
 
-    Unless set: the cores that the process may use, divided by the number of processes that the
-    launcher has started on this machine, but at most 8.
+    Unless set: its cores, but at most 8.
     """
-    if _num_threads is not None:
-        return _num_threads
-    return min(_MOST, max(1, len(os.sched_getaffinity(0)) // get_local_size()))
+    return min(_MOST, get_own_cores()) if _num_threads is None else _num_threads
+
+
+def get_own_cores() -> int:
+    """Return how many cores this process has for itself, at least 1.
+
+    Those that it may use, divided by the number of processes that the launcher has started on this
+    machine.
+    """
+    return max(1, len(os.sched_getaffinity(0)) // get_local_size())
 
 
 def get_local_size() -> int:

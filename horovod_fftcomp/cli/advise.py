@@ -146,21 +146,21 @@ def _check(parsed: argparse.Namespace) -> None:
 class _Model(NamedTuple):
     """Tensors, gradients by name (flat), and of jobs, if there were, steps by recipe.
 
-    ``local_ranks``: how many of their ranks were on one machine.
+    ``cores``: how many their first rank had for itself.
     """
 
     tensors: list[Tensor]
     grads: Mapping[str, Array]
     step_s: Mapping[str, float]
-    local_ranks: int | None = None
+    cores: int | None = None
 
 
 def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
     ranks = parsed.ranks or parsed.np
     tell("the model")
     model = _from_script(parsed) if parsed.script else _from_file(parsed)
-    neighbours = model.local_ranks or (1 if parsed.ranks else ranks)
-    cores = parsed.cores_per_rank or max(1, machine.n_cores() // neighbours)
+    cores = parsed.cores_per_rank or model.cores
+    cores = cores or max(1, machine.n_cores() // (1 if parsed.ranks else ranks))
     threads.set_num_threads(parsed.threads or min(8, cores))
     options = [advice.dense(model.tensors)]
     for choice in parsed.recipes or settings(_RECIPES):
@@ -208,7 +208,7 @@ def _from_script(parsed: argparse.Namespace) -> _Model:
     tensors = [Tensor(name, tuple(shape)) for name, shape in dense["tensors"]]
     step_s = {"none": dense["step_s"], "random_block": bare["step_s"]}
     grads = {h.name: h.steps[-1].reshape(-1) for h in recorded}
-    return _Model(tensors, grads, step_s, dense["local_ranks"])
+    return _Model(tensors, grads, step_s, dense["cores"])
 
 
 def _job(parsed: argparse.Namespace, choice: RecipeChoice) -> dict[str, Any]:

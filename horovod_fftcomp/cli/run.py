@@ -174,7 +174,7 @@ def _report(parsed: argparse.Namespace, steps: StepReport) -> None:
     if rank != 0:
         found.pop("tensors", None)  # the same on all ranks, and long
     if parsed.report_json:
-        launched = {"rank": rank, "local_ranks": threads.get_local_size()}
+        launched = {"rank": rank, "cores": threads.get_own_cores()}
         jobs.report({**launched, "recipe": as_setting(parsed.compression), **found})
     elif rank == 0:
         sys.stdout.flush()
