@@ -202,9 +202,9 @@ def test_a_sum_is_decoded_once_however_many_ranks_there_are(recipe):
 # The advice.
 
 
-def forecast(label, total_s, exposed_s=0.0, exchange_s=0.0):
+def forecast(label, total_s, exposed_s=0.0, exchange_s=0.0, error=0.0):
     time = StepTime(total_s, 0.1, 0.01, exposed_s, 0.02, exchange_s)
-    return Forecast(Option(label, label, {}, [], 1, 0.0), time, total_s)
+    return Forecast(Option(label, label, {}, [], 1, error), time, total_s)
 
 
 def test_the_fastest_is_advised_if_it_is_worth_it():
@@ -216,8 +216,22 @@ def test_the_fastest_is_advised_if_it_is_worth_it():
     assert found.best is None
     assert "takes 150.0 ms, of which 50.0 ms hide" in found.why
     assert "at most 100.0 of 200.0 ms" in found.why
-    assert "; a, the fastest recipe, takes 30.0 ms" in found.why
+    assert "; a, the best recipe, takes 30.0 ms" in found.why
     assert advice.advise([none]).best is None
+
+
+@pytest.mark.parametrize(("b_s", "best"), [(0.1, "b"), (0.104, "b"), (0.107, "a")])
+def test_of_recipes_that_take_as_long_the_one_that_loses_least_is_advised(b_s, best):
+    a, b = forecast("a", 0.1, error=0.9), forecast("b", b_s, error=0.5)
+    assert advice.advise([forecast("none", 0.2), a, b]).best.option.label == best
+
+
+def test_an_option_may_have_a_computation_of_its_own():
+    network = Network(Line(1e-4, 1e-9), Line(1e-4, 1e-9))
+    option = Option("x", "x", {}, [Part(1.0, (Message("allreduce", 4000),))], 4000, 0.0)
+    others = option._replace(compute=Compute(0.01))
+    usual, own = advice.forecasts([option, others], Compute(0.08), network, 2)
+    assert usual.time.total_s - own.time.total_s == pytest.approx(0.07)
 
 
 @pytest.mark.parametrize("spare_core", [False, True])

@@ -175,6 +175,8 @@ def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
         where = network if parsed.gbit_per_s is None else _probed(parsed, options)[0]
         step_s = model.step_s["random_block"]
         compute = advice.compute_of(step_s, nothing, where, parsed.np, cores > 1)
+        own = advice.compute_of(model.step_s["none"], options[0], where, parsed.np, cores > 1)
+        options[0] = options[0]._replace(compute=own)
     found = advice.forecasts(options, compute, network, ranks)
     return Findings(
         compute, network, ranks, found, advice.advise(found), times, model.step_s, parsed.script
