@@ -484,3 +484,11 @@ class Sign(ScaledSign):
     def _scale_of(self, sums: Array, n: int) -> float:
         del n
         return float(sums.any())
+
+    def add(
+        self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
+    ) -> None:
+        """Add the signs; see ``Method``."""
+        if scale not in (0.0, 1.0):
+            raise ValueError(f"the scale of signs is 0 or 1, not {scale}")
+        super().add(total, shape, body, scale, kernels)

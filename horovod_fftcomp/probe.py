@@ -13,7 +13,7 @@ from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.schemes import Context, Round, Scheme, Tensor
+from horovod_fftcomp.schemes import Context, Scheme, Tensor
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.threshold import HardThreshold
@@ -62,28 +62,33 @@ def probe(device: Device, schemes: Iterable[Scheme]) -> None:
     grad = (np.sin(0.37 * steps) * np.exp2(steps % 13)).astype(np.float32)
     for scheme in schemes:
         asked = replace(scheme, threshold=1.0) if isinstance(scheme, HardThreshold) else scheme
-        expected, total = (_exchanged(asked, grad, place) for place in (None, device))
+        rounds = False
+        if isinstance(asked, Gather) and not isinstance(asked.codec.transform, Identity):
+            rounds, asked = True, replace(asked, sign=False)  # a rounding might change a sign
+        expected, total = (_exchanged(asked, (grad, -grad[::-1]), on) for on in (None, device))
         error, peak = float(np.abs(total - expected).max()), float(np.abs(expected).max())
-        rounds = isinstance(asked, Gather) and not isinstance(asked.codec.transform, Identity)
         if not error <= (1e-5 * peak if rounds else 0):
             raise UnsupportedError(
                 f"a sum with values up to {peak:.3g} is wrong by {error:.3g}: {scheme!r}"
             )
 
 
-def _exchanged(scheme: Scheme, grad: Array, device: Device | None) -> Array:
-    """Return the sum of two ranks that both have the same gradient, exchanged by ``device``."""
-    context = Context(0, 0, 2, device=device)
-    exchange = scheme.exchange([_TENSOR], [grad], {}, context)
+def _exchanged(scheme: Scheme, grads: Sequence[Array], device: Device | None) -> Array:
+    """Return the sum of two ranks' gradients, exchanged by ``device``."""
+    contexts = [Context(0, rank, 2, device=device) for rank in range(2)]
+    ranks = [
+        scheme.exchange([_TENSOR], [np.ascontiguousarray(grad)], {}, context)
+        for grad, context in zip(grads, contexts, strict=True)
+    ]
+    sent = [next(exchange) for exchange in ranks]
     try:
-        round_: Round = next(exchange)
         while True:
-            data = on_host(round_.data, device)
-            if round_.collective == "allgather":
-                # What is divided may be no legal part of another rank's; zeros are.
-                data = np.concatenate([data, np.zeros_like(data) if round_.divided else data])
-            elif round_.collective == "allreduce":
-                data = data + data
-            round_ = exchange.send(data if device is None else device.upload(data))
+            data = [on_host(round_.data, device) for round_ in sent]
+            gathers = sent[0].collective == "allgather"
+            output = np.concatenate(data) if gathers else data[0] + data[1]
+            sent = [
+                exchange.send(output if device is None else device.upload(output))
+                for exchange in ranks
+            ]
     except StopIteration as stop:
         return on_host(stop.value.sums[0], device)

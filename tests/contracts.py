@@ -58,6 +58,7 @@ CODECS = {
     "terngrad-bits": ("terngrad", {"clip": 0, "packing": "bits"}),
     "onebit-column": ("onebit", {"group": "column"}),
     "dorefa-1": ("dorefa", {"bits": 1}),
+    "dorefa-12": ("dorefa", {"bits": 12}),
 }
 
 

@@ -255,7 +255,8 @@ def test_a_gpu_leaves_these_recipes_to_the_host():
     tensors = [Tensor("w", (100, 100))]
     for recipe in ("adacomp", "strom", "wangni"):
         assert not get_scheme(recipe).runs_on_device(tensors)
-    for recipe in ("qsgd", "terngrad", "onebit", "efsignsgd", "signsgd", "signum", "natural"):
+    there = ("qsgd", "terngrad", "onebit", "efsignsgd", "signsgd", "signum", "natural", "dorefa")
+    for recipe in there:
         assert get_scheme(recipe).runs_on_device(tensors)
     as_it_is = [Tensor("w", (2000, 1))]  # a residual from before would be lost there
     assert not get_scheme("onebit", group="column").runs_on_device(as_it_is)

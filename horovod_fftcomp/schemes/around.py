@@ -9,8 +9,6 @@ import numpy as np
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.schemes import OldState, Scheme, Tensor
 
-OldState = OldState
-
 
 class Around(Scheme):
     """A scheme around ``scheme``, whose state it keeps; it computes nothing on a GPU."""

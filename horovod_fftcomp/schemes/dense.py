@@ -85,7 +85,8 @@ def _launcher(device: Device) -> Launch:
     kernels = device.cache["dense"]
 
     def launch(name: str, values: Any, n: int, *more: Any) -> None:
-        kernels[name](-(-n // THREADS), THREADS, [values, np.uint64(n), *more], 0)
+        if n:
+            kernels[name](-(-n // THREADS), THREADS, [values, np.uint64(n), *more], 0)
 
     return launch
 

@@ -102,7 +102,7 @@ def gather_on_device(
     """
     device = context.device
     assert device is not None
-    measure = context.step % MEASURE_EVERY == 0 and sign != "vote"
+    measure = context.step % MEASURE_EVERY == 0 and sign != "vote" and not keeps_sent
     encoder, decoder = _coders(device, codecs, tensors, context.world_size)
     numels = [math.prod(tensor.shape) for tensor in tensors]
     placed = _placed(grads, numels, device)

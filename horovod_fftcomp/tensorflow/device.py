@@ -25,6 +25,10 @@ class LendingDevice(Device, Protocol):
         """Return ``n`` elements at an address as an array, which keeps their owner alive."""
         ...
 
+    def owns(self, array: Any) -> bool:
+        """Tell whether an array is the device's, not NumPy's."""
+        ...
+
     def copy(self, array: Any, into: Any) -> None:
         """Overwrite an array by another of its dtype and size."""
         ...
@@ -47,13 +51,13 @@ class TensorFlowMemory:
 
     def array_of(self, tensor: tf.Tensor) -> Any:
         """Return an eager tensor's memory, 1-D, once it has been computed."""
-        n, dtype = int(tf.size(tensor)), tensor.dtype.as_numpy_dtype
+        n, dtype = tensor.shape.num_elements(), tensor.dtype.as_numpy_dtype
         return self.device.borrow(_address(tensor), n, dtype, tensor) if n else np.empty(0, dtype)
 
     def tensor_of(self, array: Any) -> tf.Tensor:
         """Return a tensor that is a copy of a 1-D array after ``device.wait``."""
         with tf.device(self.place):
-            tensor = tf.fill([array.size], tf.zeros([], array.dtype))
+            tensor = tf.fill(tf.constant([array.size], tf.int64), tf.zeros([], array.dtype))
         if array.size:
             self.device.copy(array, self.array_of(tensor))
         return tensor
@@ -80,8 +84,8 @@ def memory_of(
     def make() -> LendingDevice:
         from horovod_fftcomp.backends.gpu.cupy_device import CupyDevice, gpu_at
 
-        with tf.init_scope():
-            return CupyDevice(gpu_at(_address(variables[0].read_value())))
+        with tf.init_scope(), tf.device(place):
+            return CupyDevice(gpu_at(_address(tf.fill([1], 0.0))))
 
     device = trusted(make, place, buckets)
     return None if device is None else TensorFlowMemory(device, place)

@@ -163,7 +163,8 @@ class Exchange:
                 # The update may not begin before differing parameters are replaced; nor, where only
                 # Horovod's sums are awaited, before they are read.
                 self._ticket = Ticket(tf.cast(ended, tf.int32) - 1)
-                self.sums = [t if t is None else self._ticket.after(t) for t in self.sums]
+                with tf.device(self._place):
+                    self.sums = [t if t is None else self._ticket.after(t) for t in self.sums]
         with tf.name_scope(name):  # wherever the gradients are
             self.handed = [self._handed(number) for number in range(len(self.grads))]
 
@@ -275,7 +276,8 @@ class Exchange:
         """
         last = next(grad for grad in reversed(self.grads) if grad is not None)
         values = last if isinstance(last, tf.Tensor) else last.values
-        return tf.reshape(values, [-1])[:1]
+        with tf.device(self._place):
+            return tf.reshape(values, [-1])[:1]
 
     def _poison(self, compressed: set[int]) -> tf.Tensor:
         """Return 0, or NaN if a gradient that Horovod exchanges itself is not finite."""
@@ -333,7 +335,7 @@ class Exchange:
             outputs = tf.numpy_function(method, inputs, dtypes, stateful=False)
         else:
             with tf.device(self._place):
-                outputs = tf.py_function(method, inputs, dtypes)
+                outputs = tf.py_function(method, list(map(tf.stop_gradient, inputs)), dtypes)
         for output in outputs[1:]:
             output.set_shape([None])
         return outputs

@@ -3,7 +3,8 @@
 The graph orders the calls by data alone: ``arrive``, ``begin``, for each bucket ``encode``,
 ``advance`` for each round but the last and ``decode``, and when all are decoded ``end``. Without
 buckets ``must_meet`` comes first, and mostly alone. None of them waits for another, but all take
-one lock, since an engine has one owner at a time.
+one lock, since an engine has one owner at a time. With a GPU's tensors ``encode``, ``advance`` and
+``decode`` are called once for all buckets.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Steps:
         self.count = self.dense_nbytes = self.other_nbytes = 0
         self._wait_s = self._hidden_s = 0.0
         self._spans: list[tuple[float, float]] = []  # when this step's encodings began and ended
-        self._idle_since = 0.0
+        self._n_encoded, self._idle_since = 0, 0.0
 
     # The graph calls these.
 
@@ -227,16 +228,17 @@ class Steps:
         step one that does not count, on all ranks.
         """
         del ticket  # orders this after ``begin``
-        began = time.perf_counter()
+        began, worst = time.perf_counter(), float(poison)  # on a GPU this waits, without the GIL
         came, made = iter(grads), {}
         for bucket, positions in members.items():
             arrived = {position: self._array(next(came)) for position in positions}
-            made[bucket] = None if self._alone else self._start(bucket, arrived, float(poison))
-            poison = 0.0
+            made[bucket] = None if self._alone else self._start(bucket, arrived, worst)
+            worst = 0.0
         messages = self._messages(made)
         if not self._alone:
             self._idle_since = time.perf_counter()
             self._spans.append((began, self._idle_since))
+            self._n_encoded += len(members)
         return messages
 
     def _start(self, bucket: int, arrived: dict[int, Any], poison: float) -> Round:
@@ -276,7 +278,7 @@ class Steps:
             self._left.discard(bucket)
             for position in positions:
                 self._check_limit(sums[position], limits[len(given)])
-                given.append(self._tensor(bucket, sums[position]))
+                given.append(self._tensor(sums[position]))
         if self.ends_together and not self._left:
             self._watch.sent("the end of a step")
         self._wait()
@@ -285,7 +287,8 @@ class Steps:
     def _check_limit(self, total: Any, limit: float) -> None:
         if limit < _FLOAT32_MAX:
             values = on_host(total, self._engine.device)
-            self._engine.observe(bool(np.abs(values).max(initial=0.0) <= limit))
+            if not np.abs(values).max(initial=0.0) <= limit:
+                self._engine.observe(False)
 
     @_guarded
     def end(self, hashes: np.ndarray, *decoded: np.ndarray) -> np.ndarray:
@@ -304,20 +307,16 @@ class Steps:
             self._sent[bucket] = round_
             if rounds.code_of(round_) != rounds.NOTHING:
                 self._watch.sent(f"bucket {bucket}")
-            given.append(self._tensor(bucket, rounds.message_of(round_, self._engine.rank)))
+            given.append(self._tensor(rounds.message_of(round_, self._engine.rank)))
         self._wait()
         return given
-
-    def _is_there(self, bucket: int) -> bool:
-        """Tell whether what a bucket sends and receives are arrays of the engine's device."""
-        return self._engine.computes_on_device(bucket) and not self._alone
 
     def _array(self, tensor: Any) -> Any:
         """Return a gradient 1-D, where it is."""
         return tensor.reshape(-1) if self.memory is None else self.memory.array_of(tensor)
 
-    def _tensor(self, bucket: int, array: Any) -> Any:
-        there = self.memory is not None and self._is_there(bucket)
+    def _tensor(self, array: Any) -> Any:
+        there = self.memory is not None and self.memory.device.owns(array)
         return self.memory.tensor_of(array) if there else array
 
     def _wait(self) -> None:
@@ -325,16 +324,17 @@ class Steps:
             self.memory.device.wait()
 
     def _received(self, bucket: int, output: Any) -> Round | None:
-        """Hand a round's output over; return the next round."""
-        if self.memory is not None:
-            output = self._array(output) if self._is_there(bucket) else output.numpy()
+        """Hand a round's output over, where its message was; return the next round."""
         sent = self._sent.pop(bucket)
         if sent is None:
             return None
+        if self.memory is not None:
+            there = self.memory.device.owns(sent.data)
+            output = self._array(output) if there else output.numpy()
         if rounds.code_of(sent) != rounds.NOTHING:
             self._watch.answered()
         now = time.perf_counter()
-        if len(self._spans) == self._n_buckets:  # before, gradients are still being computed
+        if self._n_encoded == self._n_buckets:  # before, gradients are still being computed
             self._wait_s += now - self._idle_since
         following = self._engine.advance(bucket, output.view(sent.data.dtype))
         self._idle_since = time.perf_counter()
@@ -375,7 +375,7 @@ class Steps:
             self._engine.abandon()
             self._replicas.abandon()
             self._watch.rest()
-            self._sent, self._left, self._spans = {}, set(), []
+            self._sent, self._left, self._spans, self._n_encoded = {}, set(), [], 0
             self._begun, self._recorded, self.broken_by = False, None, ""
 
     def check_unbroken(self) -> None:
@@ -397,7 +397,7 @@ class Steps:
         if self._spans:
             last_came = max(began for began, _ in self._spans)
             self._hidden_s += sum(max(0.0, min(e, last_came) - b) for b, e in self._spans)
-            self._spans = []
+            self._spans, self._n_encoded = [], 0
         if self._recorder is not None and self._recorded:
             self._recorder.append(self._engine.step - 1, self._recorded)
         self._recorded = None

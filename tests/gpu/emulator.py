@@ -36,6 +36,10 @@ class _Borrowed:
         self.__array_interface__ = dict(data=(address, False), shape=(n,), typestr=kind, version=3)
 
 
+class DeviceArray(np.ndarray):
+    """An array that is the emulator's, or memory that it has borrowed."""
+
+
 class Emulator:
     """A device whose arrays are NumPy's; the same face as ``horovod_fftcomp.backends.gpu.Device``.
 
@@ -48,7 +52,7 @@ class Emulator:
 
     def empty(self, n: int, dtype: type = np.float32) -> np.ndarray:
         """Return ``n`` elements with any contents, at an address as a device's."""
-        room = np.empty(n * np.dtype(dtype).itemsize + 256, np.uint8)
+        room = DeviceArray(n * np.dtype(dtype).itemsize + 256, np.uint8)
         room[:] = 0xAB
         begin = -room.ctypes.data % 256
         return room[begin : begin + n * np.dtype(dtype).itemsize].view(dtype)
@@ -67,7 +71,7 @@ class Emulator:
 
     def fetch(self, array: np.ndarray) -> Callable[[], np.ndarray]:
         """Return what returns a copy of an array as it is now."""
-        copied = array.copy()
+        copied = np.array(array)  # NumPy's
         return lambda: copied
 
     def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -88,10 +92,15 @@ class Emulator:
 
     def borrow(self, address: int, n: int, dtype: type, owner: object) -> np.ndarray:
         """Return memory of others as an array, which keeps their owner alive."""
-        return np.asarray(_Borrowed(address, n, dtype, owner))
+        return np.asarray(_Borrowed(address, n, dtype, owner)).view(DeviceArray)
+
+    def owns(self, array: np.ndarray) -> bool:
+        """Tell whether an array is the device's, not NumPy's."""
+        return isinstance(array, DeviceArray)
 
     def copy(self, array: np.ndarray, into: np.ndarray) -> None:
         """Overwrite an array by another of its dtype and size."""
+        assert self.owns(array)
         assert (array.dtype, array.shape) == (into.dtype, into.shape)
         into[:] = array
 

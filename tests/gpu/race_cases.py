@@ -33,11 +33,16 @@ RACES = (
     ("qsgd", {"norm": "l2", "error_feedback": True}),
     ("terngrad", {}),
     ("dgc", {"density": 0.05}),
+    ("natural", {}),
+    ("signum", {}),
 )
 CASES = (
     *RACES,
     ("topk", {"density": 0.4, "bits": 8}),  # bitmaps
     ("random_k", {"exchange": "gather"}),
+    ("dorefa", {"bits": 12}),
+    ("demo", {"sign": True}),
+    ("fp16", {}),
 )
 TENSORS = (Tensor("a", (5000,)), Tensor("b", (300,)))
 

@@ -108,7 +108,7 @@ def test_a_device_passes_its_probe(device):
     ("recipe", "tolerance"),
     [
         *(("topk", 0), ("hard_threshold", 0), ("onebit", 0), ("qsgd", 0), ("terngrad", 0)),
-        ("dgc", 0),
+        *(("dgc", 0), ("natural", 0), ("dorefa", 0), ("signum", 0), ("fp16", 0)),
         ("fft", 2e-6),
     ],
 )

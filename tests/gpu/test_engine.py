@@ -36,6 +36,12 @@ ON_DEVICE = (
     *("onebit", "efsignsgd", "qsgd", "terngrad", "dgc", "dorefa", "natural", "signsgd", "signum"),
     "demo",
 )
+ON_HOST = (
+    "adacomp",
+    ("scalecom", "density", "selector"),
+    ("dgc", "density", "max_norm"),
+    ("dgc", "density", "warmup_steps"),
+)  # a density of 1 in 32 bits travels as it is
 TENSORS = (Tensor("a", (100, 90)), Tensor("b", (3000,)), Tensor("c", (50, 70)))
 
 
@@ -122,7 +128,9 @@ def test_steps_are_the_cpus(recipe, options, tolerance):
             assert tolerance or ours.tobytes() == theirs.tobytes()
             scale = np.nan_to_num(np.abs(theirs)).max()
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * scale)
+    on_host = (recipe, *options) in ON_HOST or recipe in ON_HOST
     for ours, theirs in zip(gpu, cpu, strict=True):
+        assert ours.computes_on_device(0) == (not on_host)
         ours.read_device()
         assert ours.costs.skipped_steps == theirs.costs.skipped_steps == 1
         assert ours.costs.sent_nbytes == theirs.costs.sent_nbytes
@@ -159,16 +167,17 @@ def test_ranks_share_the_lead_as_on_the_cpu(ranks):
         assert (ours.costs.similarity is None) == (ranks == 1)
 
 
-@pytest.mark.parametrize("recipe", ["topk", "dgc"])
+@pytest.mark.parametrize("recipe", ["topk", "dgc", "signum"])
 def test_a_state_goes_from_cpu_to_gpu_and_back(recipe):
     rng = np.random.default_rng(1)
     grads = [random_grads(rng) for _ in range(6)]
-    straight = make_engines(None, recipe, density=0.05)
-    changing = make_engines(None, recipe, density=0.05)
+    options = {} if recipe == "signum" else {"density": 0.05}
+    straight = make_engines(None, recipe, **options)
+    changing = make_engines(None, recipe, **options)
     for step in range(6):
         if step in (2, 4):
             saved = [engine.state_dict() for engine in changing]
-            changing = make_engines(Emulator() if step == 2 else None, recipe, density=0.05)
+            changing = make_engines(Emulator() if step == 2 else None, recipe, **options)
             for engine, state in zip(changing, saved, strict=True):
                 engine.load_state_dict(state)
         for ours, theirs in zip(
@@ -374,9 +383,17 @@ def test_the_probe_finds_a_device_that_computes_wrong():
             left_out &= set(found)
             return found | dict.fromkeys(left_out, lambda *arguments: None)
 
+    class Mute(Emulator):
+        def functions(self, source, names):
+            return super().functions(source, names) | {"keep_signs": lambda *arguments: None}
+
     for scheme in schemes:
         with pytest.raises(UnsupportedError, match="a sum with values"):
             probe(Wrong(), [scheme])
+    for recipe in ("signsgd", "signum"):
+        with pytest.raises(UnsupportedError, match="a sum with values"):
+            probe(Mute(), [get_scheme(recipe)])
+    probe(Emulator(), [get_scheme("demo", sign=True)])
 
 
 def mixed_engines(device):

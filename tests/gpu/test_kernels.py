@@ -15,9 +15,9 @@ from horovod_fftcomp.backends.gpu.encoder import Encoder
 from horovod_fftcomp.backends.gpu.hashes import hashes_on_device
 from horovod_fftcomp.draws import Place
 from horovod_fftcomp.element_codec import ElementCodec
-from horovod_fftcomp.elementwise import QSGD, OneBit, ScaledSign, TernGrad
+from horovod_fftcomp.elementwise import EliasQSGD
 from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import Float32
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
 from horovod_fftcomp.replicas import hash_bytes_reference
 from horovod_fftcomp.sparsifiers import RandomK, TopK
 from horovod_fftcomp.transforms import BLOCK_LENGTHS, BlockDCT, BlockFFT, Identity
@@ -26,13 +26,8 @@ from tests.contracts import CASES, CODECS, make_codec, plan_of
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
 
 SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
-# Other methods that send every element go through the host.
-ELEMENTS = [
-    key
-    for key in CODECS
-    if isinstance(make_codec(key), ElementCodec)
-    and type(make_codec(key).method) in (OneBit, ScaledSign, QSGD, TernGrad)
-]
+ELEMENTS = [key for key in CODECS if isinstance(make_codec(key), ElementCodec)]
+ELEMENTS = [key for key in ELEMENTS if not isinstance(make_codec(key).method, EliasQSGD)]
 SPARSE = [key for key in CODECS if isinstance(make_codec(key), Codec)]
 SERVED = SPARSE + ELEMENTS
 FIXED = [key for key in SERVED if make_codec(key).has_fixed_size]
@@ -336,3 +331,28 @@ def test_positions_lie_beyond_2_to_the_31():
         kernels[name](owners.size, tables.THREADS, flat, 0)
     np.testing.assert_array_equal(share, values)
     np.testing.assert_array_equal(total[positions], values)
+
+
+def test_halves_are_those_of_the_cpu():
+    device, every = Emulator(), np.arange(1 << 16, dtype=np.uint16)
+    kernels = device.functions(gpu.source(), ["find_beyond", "write_halves", "read_halves"])
+
+    def launch(name, values, *more):
+        kernels[name](-(-values.size // 256), 256, [values, np.uint64(values.size), *more], 0)
+
+    wide = device.empty(every.size)
+    launch("read_halves", device.upload(every), wide)
+    assert wide.tobytes() == CPU.from_float16(every.view(np.float16)).tobytes()
+    finite = np.sort(wide[np.isfinite(wide)])
+    between = finite[:-1] + np.diff(finite) / 2
+    beyond = np.float32([7e4, -1e30, 3.4e38, 100, -99.99, 1e-30, 1e-45, -0.0])
+    values = np.concatenate([finite, between, np.nextafter(between, np.float32(1e9)), beyond])
+    for limit in (np.float32(65504), np.float32(100)):
+        for largest, raised in ((LARGEST_FINITE_BITS, 0), (int(limit.view(np.uint32)), 1)):
+            flag, halves = device.zeros(1, np.uint32), device.empty(values.size, np.float16)
+            launch("find_beyond", device.upload(values), np.uint32(largest), flag)
+            assert flag[0] == raised
+            launch("write_halves", device.upload(values), limit.view(np.uint32), flag, halves)
+            expected = CPU.to_float16(values, float(limit))
+            expected = np.full_like(expected, np.nan) if raised else expected
+            assert halves.tobytes() == expected.tobytes()

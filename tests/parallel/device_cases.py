@@ -55,6 +55,7 @@ def test_a_training_is_the_cpus(recipe, options, on_gpu, same_everywhere):
         torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
     assert ours.stats()["sent_nbytes"] == theirs.stats()["sent_nbytes"]
     assert ours.residual_norm() == theirs.residual_norm()
+    assert ours._engine.computes_on_device(0) == (options != {"selector": "exact"})
 
 
 def test_a_flipped_bit_is_found_where_it_is(on_gpu, monkeypatch):

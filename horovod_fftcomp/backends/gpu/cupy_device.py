@@ -29,7 +29,10 @@ class CupyDevice:
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[None]:
-        with cupy.cuda.Device(self._gpu), cupy.cuda.Stream.null:
+        # Not set back: that would make a context on the GPU that a thread begins with.
+        if cupy.cuda.runtime.getDevice() != self._gpu:
+            cupy.cuda.runtime.setDevice(self._gpu)
+        with cupy.cuda.Stream.null:
             yield
 
     def empty(self, n: int, dtype: DTypeLike = np.float32) -> cupy.ndarray:
@@ -100,6 +103,10 @@ class CupyDevice:
         nbytes = n * np.dtype(dtype).itemsize
         memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self._gpu)
         return cupy.ndarray(n, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def owns(self, array: Any) -> bool:
+        """Tell whether an array is CuPy's, not NumPy's."""
+        return isinstance(array, cupy.ndarray)
 
     def copy(self, array: cupy.ndarray, into: cupy.ndarray) -> None:
         """Overwrite an array by another of its dtype and size."""

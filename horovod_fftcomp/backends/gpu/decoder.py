@@ -118,6 +118,7 @@ class _Bodies:
     ) -> None:
         self._device, self._n_ranks, self._n_tensors = device, n_ranks, n_tensors
         apart = n_ranks if len(plans) > n_tensors else 1  # ranks that have rows of their own
+        self._apart = apart
         self._uploads = tables.Uploads(device)
         self._messages = np.zeros(1, tables.MESSAGES)
         self._messages["n_ranks"], self._messages["n_tensors"] = n_ranks, n_tensors
@@ -183,7 +184,7 @@ class _Bodies:
             group.decode(self._kernels, common, not_finite)
             if sign:
                 arguments = [*common, group.owners, np.uint32(sign == "vote")]
-                self._kernels["keep_signs"](group.n_tiles, THREADS, arguments, 0)
+                self._kernels["keep_signs"](group.n_tiles // self._apart, THREADS, arguments, 0)
         return not_finite, payloads
 
 

@@ -333,7 +333,9 @@ __global__ void __launch_bounds__(WORD_THREADS)
             for (u32 r = 0; r < AT_ONCE; r++) {
                 if (r >= batch.n) break;
                 float2 both = sides_of(how, batch.bodies[r], row, batch.scales[r]);
-                batch.check(r, max(magnitude(both.x), magnitude(both.y)) <= batch.scales[r]);
+                u32 scale = batch.scales[r];
+                bool is_vote = how.method != VOTES || scale == 0 || scale == ONE_BITS;
+                batch.check(r, is_vote && max(magnitude(both.x), magnitude(both.y)) <= scale);
                 sum = add_rn(sum, batch.words[r] & 1 ? both.y : both.x);
                 batch.words[r] >>= 1;
             }
