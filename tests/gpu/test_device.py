@@ -143,11 +143,13 @@ def run_step(device, engines, grads):
 
 
 def exchange(device, engines, grads, bucket):
-    """Gather what the ranks send for a bucket, through the host."""
+    """Gather or sum what the ranks send for a bucket, through the host."""
     rounds = [engine.start(bucket, own) for engine, own in zip(engines, grads, strict=True)]
     messages = [device.fetch(round_.data)() for round_ in rounds]
+    gathers = rounds[0].collective == "allgather"
+    output = np.concatenate(messages) if gathers else messages[0] + messages[1]
     for engine in engines:
-        engine.advance(bucket, device.upload(np.concatenate(messages)))
+        engine.advance(bucket, device.upload(output))
 
 
 def on_gpu(torch, grads):
