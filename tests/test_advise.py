@@ -216,7 +216,7 @@ def test_the_fastest_is_advised_if_it_is_worth_it():
     assert found.best is None
     assert "takes 150.0 ms, of which 50.0 ms hide" in found.why
     assert "at most 100.0 of 200.0 ms" in found.why
-    assert "; a, the best recipe, takes 30.0 ms" in found.why
+    assert "; a, the fastest recipe, takes 30.0 ms" in found.why
     assert advice.advise([none]).best is None
 
 
@@ -224,6 +224,11 @@ def test_the_fastest_is_advised_if_it_is_worth_it():
 def test_of_recipes_that_take_as_long_the_one_that_loses_least_is_advised(b_s, best):
     a, b = forecast("a", 0.1, error=0.9), forecast("b", b_s, error=0.5)
     assert advice.advise([forecast("none", 0.2), a, b]).best.option.label == best
+
+
+def test_one_that_loses_less_but_saves_too_little_takes_no_place():
+    a, b = forecast("a", 0.094, error=0.9), forecast("b", 0.098, error=0.1)
+    assert advice.advise([forecast("none", 0.1), a, b]).best.option.label == "a"
 
 
 def test_an_option_may_have_a_computation_of_its_own():

@@ -62,11 +62,10 @@ class Shared(Scheme):
     What a rank sends and receives grows with the ranks by less than 8 bytes of positions for each.
     ``beta`` below 1 lets through only that part of what a step leaves (low-pass filter of Chen et
     al., NeurIPS 2020): residual <- (1 - beta) residual + beta (gradient + residual - sent).
-    ``unbiased``
-    scales what is sent by n/k, so that its mean over all draws is the gradient. Under error
-    feedback that would make residuals grow, so it is refused. With ``collective`` "allgather" each
-    rank draws positions of its own, and the others draw them as well: more elements get a value
-    in each step, but the bytes that a rank receives grow with the number of ranks.
+    ``unbiased`` scales what is sent by n/k, so that its mean over all draws is the gradient. Under
+    error feedback that would make residuals grow, so it is refused. With ``collective`` "allgather"
+    each rank draws positions of its own, and the others draw them as well: more elements get a
+    value in each step, but the bytes that a rank receives grow with the number of ranks.
     """
 
     selection: RandomBlock | RandomK | Selector

@@ -36,12 +36,13 @@ ON_DEVICE = (
     *("onebit", "efsignsgd", "qsgd", "terngrad", "dgc", "dorefa", "natural", "signsgd", "signum"),
     "demo",
 )
+# Of the cases below those of the host: by recipe, or by recipe and options.
 ON_HOST = (
     "adacomp",
     ("scalecom", "density", "selector"),
     ("dgc", "density", "max_norm"),
-    ("dgc", "density", "warmup_steps"),
-)  # a density of 1 in 32 bits travels as it is
+    ("dgc", "density", "warmup_steps"),  # a density of 1 in 32 bits travels as it is
+)
 TENSORS = (Tensor("a", (100, 90)), Tensor("b", (3000,)), Tensor("c", (50, 70)))
 
 

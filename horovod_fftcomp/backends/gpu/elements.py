@@ -15,6 +15,7 @@ from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.elementwise import (
     QSGD,
     DoReFa,
+    EliasQSGD,
     Method,
     Natural,
     OneBit,
@@ -51,7 +52,7 @@ def _enter_method(row: np.void, plan: Plan, method: Method) -> None:
         row["method"] = _VOTES if isinstance(method, Sign) else _MAGNITUDE
     elif isinstance(method, Natural):
         row["method"], row["top"], row["radix"] = _OCTAVES, 254, 255
-    elif isinstance(method, (QSGD, TernGrad, DoReFa)):
+    elif isinstance(method, (QSGD, TernGrad, DoReFa)) and not isinstance(method, EliasQSGD):
         row["top"], row["radix"], norm, bucket = method.grid()
         if norm != GIVEN:
             row["bucket_bits"] = bucket.bit_length() - 1
