@@ -56,8 +56,8 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Linear:
-    """From ``start`` at step 0 along a line to ``end`` at step ``steps``, constant after."""
+class _Ramp:
+    """From ``start`` at step 0 to ``end`` at step ``steps``, constant after."""
 
     start: float
     end: float
@@ -68,46 +68,37 @@ class Linear:
 
     def at(self, step: int) -> float:
         """Return the density of the exchange number ``step``, counted from 0."""
-        return _between(self.start, self.end, _progress(step, self.steps))
+        return self._at(min(_checked_step(step), self.steps) / self.steps)
+
+    def _at(self, progress: float) -> float:
+        """Return the density at ``progress``, 0 to 1."""
+        return _between(self.start, self.end, progress)
 
 
 @dataclass(frozen=True)
-class Cosine:
+class Linear(_Ramp):
+    """From ``start`` at step 0 along a line to ``end`` at step ``steps``, constant after."""
+
+
+@dataclass(frozen=True)
+class Cosine(_Ramp):
     """From ``start`` to ``end`` at step ``steps`` along half a cosine: slow, fast, slow.
 
     density(t) = end + (start - end) * (1 + cos(pi * t / steps)) / 2; constant after ``steps``.
     """
 
-    start: float
-    end: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        _validate(self)
-
-    def at(self, step: int) -> float:
-        """Return the density of the exchange number ``step``, counted from 0."""
-        weight = (1.0 - math.cos(math.pi * _progress(step, self.steps))) / 2.0
-        return _between(self.start, self.end, weight)
+    def _at(self, progress: float) -> float:
+        return super()._at((1.0 - math.cos(math.pi * progress)) / 2.0)
 
 
 @dataclass(frozen=True)
-class Exponential:
+class Exponential(_Ramp):
     """From ``start`` to ``end`` at step ``steps`` by an equal factor each step, constant after.
 
     density(t) = start ** (1 - t / steps) * end ** (t / steps).
     """
 
-    start: float
-    end: float
-    steps: int
-
-    def __post_init__(self) -> None:
-        _validate(self)
-
-    def at(self, step: int) -> float:
-        """Return the density of the exchange number ``step``, counted from 0."""
-        progress = _progress(step, self.steps)
+    def _at(self, progress: float) -> float:
         density = self.start ** (1.0 - progress) * self.end**progress
         return _rounded(_clipped(density, self.start, self.end))
 
@@ -177,10 +168,6 @@ def _rounded(density: float) -> float:
     return float(f"{density:.{SIGNIFICANT_DIGITS}g}")
 
 
-def _progress(step: int, steps: int) -> float:
-    return min(_checked_step(step), steps) / steps
-
-
 def _first_step(pair: tuple[int, float]) -> int:
     return pair[0]
 
@@ -189,7 +176,7 @@ def _checked_step(step: int) -> int:
     return _whole_number("step", step, 0)
 
 
-def _validate(schedule: Schedule) -> None:
+def _validate(schedule: Any) -> None:
     """Check every field and store it as a built-in number, so that repr rebuilds the schedule."""
     for field in fields(schedule):
         name = f"{type(schedule).__name__}.{field.name}"

@@ -16,14 +16,6 @@ from horovod_fftcomp.backends import Array, Coefficients, Part
 BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
-def _check_block(owner: object, block: int) -> None:
-    if type(block) is not int or block not in BLOCK_LENGTHS:
-        raise ValueError(
-            f"{type(owner).__name__}.block must be one of {', '.join(map(str, BLOCK_LENGTHS))}; "
-            f"got {block!r}"
-        )
-
-
 @dataclass(frozen=True)
 class Identity:
     """Leave the gradient as it is: a coefficient is an element."""
@@ -62,23 +54,22 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class BlockFFT:
-    """Real FFT of consecutive blocks, as L/2 packed complex bins each (Wang et al., HPDC 2020).
-
-    The last block is padded with zeros. Bin 0 is (DC, Nyquist). Scaled by 1/L, so the largest
-    coefficient never exceeds the largest element.
-    """
+class _Blocks:
+    """What transforms of consecutive blocks have in common."""
 
     block: int = 256
-    reals_per_bin = 2
 
     def __post_init__(self) -> None:
-        _check_block(self, self.block)
+        if type(self.block) is not int or self.block not in BLOCK_LENGTHS:
+            raise ValueError(
+                f"{type(self).__name__}.block must be one of "
+                f"{', '.join(map(str, BLOCK_LENGTHS))}; got {self.block!r}"
+            )
 
     @property
     def bins_per_block(self) -> int:
-        """Complex bins in a block."""
-        return self.block // 2
+        """Coefficients in a block."""
+        return self.block
 
     @property
     def gain(self) -> int:
@@ -86,8 +77,24 @@ class BlockFFT:
         return 2 * self.block
 
     def n_bins(self, numel: int) -> int:
-        """Return the number of complex bins of ``numel`` elements."""
+        """Return the number of coefficients of ``numel`` elements."""
         return -(-numel // self.block) * self.bins_per_block
+
+
+@dataclass(frozen=True)
+class BlockFFT(_Blocks):
+    """Real FFT of consecutive blocks, as L/2 packed complex bins each (Wang et al., HPDC 2020).
+
+    The last block is padded with zeros. Bin 0 is (DC, Nyquist). Scaled by 1/L, so the largest
+    coefficient never exceeds the largest element.
+    """
+
+    reals_per_bin = 2
+
+    @property
+    def bins_per_block(self) -> int:
+        """Complex bins in a block."""
+        return self.block // 2
 
     def forward(
         self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
@@ -112,31 +119,13 @@ class BlockFFT:
 
 
 @dataclass(frozen=True)
-class BlockDCT:
+class BlockDCT(_Blocks):
     """DCT-II of consecutive blocks, L real coefficients each; the last block padded with zeros.
 
     Orthonormal divided by sqrt(L), so the largest coefficient never exceeds the largest element.
     """
 
-    block: int = 256
     reals_per_bin = 1
-
-    def __post_init__(self) -> None:
-        _check_block(self, self.block)
-
-    @property
-    def bins_per_block(self) -> int:
-        """Real coefficients in a block."""
-        return self.block
-
-    @property
-    def gain(self) -> int:
-        """A bound on the largest element that coefficients of at most 1 can make."""
-        return 2 * self.block
-
-    def n_bins(self, numel: int) -> int:
-        """Return the number of coefficients of ``numel`` elements."""
-        return -(-numel // self.block) * self.block
 
     def forward(
         self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from horovod_fftcomp.backends import Array
-from horovod_fftcomp.bench.reduced_peers import TorchDGC, TorchPowerSGD, TorchRandomK
+from horovod_fftcomp.bench.reduced_peers import (
+    Carried,
+    Sparse,
+    TorchDGC,
+    TorchPowerSGD,
+    TorchRandomK,
+)
 from horovod_fftcomp.bench.sessions import Session
 
 if TYPE_CHECKING:
@@ -36,10 +42,8 @@ def set_num_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-class TorchTopK:
+class TorchTopK(Sparse):
     """``abs().topk(k)`` and gather; float32 values and int32 indices. Aji and Heafield 2017."""
-
-    has_feedback = True
 
     def __init__(self, density: float, numel: int, other_grad: Array) -> None:
         import torch
@@ -65,31 +69,6 @@ class TorchTopK:
         values, indices = self._choose(acc)
         return values, indices, acc.index_fill_(0, indices.long(), 0)
 
-    def collect(self, message: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
-        """Return values and indices of both ranks."""
-        return [message[:2], self._other]
-
-    def decode(self, received: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        """Return the sum over both ranks."""
-        import torch
-
-        total = torch.zeros(self._residual.numel())
-        for values, indices in received:
-            total.index_add_(0, indices, values)
-        return total
-
-    def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad`` without feedback, flat float32."""
-        return self.decode([self.encode(grad, feedback=False)]).numpy()
-
-    def advance(self, grad: Array) -> None:
-        """Exchange ``grad`` with feedback and keep the new residual."""
-        *_, self._residual = self.encode(grad, feedback=True)
-
-    def residual(self) -> Array:
-        """Return what is not sent yet, flat float32."""
-        return self._residual.numpy()
-
 
 class _WithoutFeedback:
     """What compressors without a residual have in common."""
@@ -104,7 +83,28 @@ class _WithoutFeedback:
         return np.zeros(0, np.float32)
 
 
-class TorchQSGD(_WithoutFeedback):
+class _Summed:
+    """What both ranks send is summed in float32; ``_meant`` is what a message stands for."""
+
+    encode: Any
+    _meant: Any
+    _other: tuple[torch.Tensor, ...]
+
+    def collect(self, message: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
+        """Return what both ranks have sent; a residual may follow in ``message``."""
+        return [message[: len(self._other)], self._other]
+
+    def decode(self, received: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+        """Return the sum over both ranks."""
+        parts = [self._meant(message) for message in received]
+        return sum(parts[1:], parts[0])
+
+    def alone(self, grad: Array) -> Array:
+        """Return what arrives of ``grad`` without feedback, flat float32."""
+        return self.decode([self.encode(grad, feedback=False)]).numpy()
+
+
+class TorchQSGD(_Summed, _WithoutFeedback):
     """Stochastic rounding to 127 levels of one norm; int8. Alistarh et al. 2017."""
 
     label = "torch QSGD int8"
@@ -128,22 +128,8 @@ class TorchQSGD(_WithoutFeedback):
         up = torch.rand(x.shape, generator=self._generator) < scaled - floor
         return ((floor + up) * x.sign()).to(torch.int8), norm
 
-    def collect(
-        self, message: tuple[torch.Tensor, torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return levels and norms of both ranks."""
-        return [message, self._other]
-
-    def decode(self, received: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Return the sum over both ranks."""
-        import torch
-
-        parts = [levels.float() * (norm / _QSGD_LEVELS) for levels, norm in received]
-        return torch.stack(parts).sum(0) if len(parts) > 2 else sum(parts[1:], parts[0])
-
-    def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad``, flat float32."""
-        return self.decode([self.encode(grad, feedback=False)]).numpy()
+    def _meant(self, message: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return message[0].float() * (message[1] / _QSGD_LEVELS)
 
 
 class TorchBucketedQSGD(TorchQSGD):
@@ -154,7 +140,7 @@ class TorchBucketedQSGD(TorchQSGD):
 
     def __init__(self, numel: int, other_grad: Array, seed: int) -> None:
         super().__init__(numel, other_grad, seed)
-        self.sent_nbytes = numel + 4 * -(-numel // self._bucket)
+        self._numel, self.sent_nbytes = numel, numel + 4 * -(-numel // self._bucket)
 
     def encode(self, grad: Array, feedback: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (levels as int8 ``[buckets, 1024]``, norms ``[buckets, 1]``)."""
@@ -168,26 +154,16 @@ class TorchBucketedQSGD(TorchQSGD):
         scaled = rows.abs() / norm.clamp_min(torch.finfo(torch.float32).tiny) * self._levels
         floor = scaled.floor()
         up = torch.rand(rows.shape, generator=self._generator) < scaled - floor
-        self._numel = x.numel()
         return ((floor + up) * rows.sign()).to(torch.int8), norm
 
-    def decode(self, received: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Return the sum over both ranks."""
-        parts = [levels.float() * (norm / self._levels) for levels, norm in received]
-        return sum(parts[1:], parts[0]).view(-1)[: self._numel]
+    def _meant(self, message: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return (message[0].float() * (message[1] / self._levels)).view(-1)[: self._numel]
 
 
-class TorchTernGrad(_WithoutFeedback):
+class TorchTernGrad(TorchQSGD):
     """Ternary digits of the largest clipped magnitude; int8. Wen et al. 2017."""
 
     label = "torch TernGrad int8"
-
-    def __init__(self, numel: int, other_grad: Array, seed: int) -> None:
-        import torch
-
-        self._generator = torch.Generator().manual_seed(seed)
-        self.sent_nbytes = numel + 4
-        self._other = self.encode(other_grad, feedback=False)
 
     def encode(self, grad: Array, feedback: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (digits as int8, the scale)."""
@@ -201,26 +177,13 @@ class TorchTernGrad(_WithoutFeedback):
         chosen = torch.rand(x.shape, generator=self._generator) < x.abs() / scale
         return (x.sign() * chosen).to(torch.int8), scale
 
-    def collect(
-        self, message: tuple[torch.Tensor, torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return digits and scales of both ranks."""
-        return [message, self._other]
-
-    def decode(self, received: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        """Return the sum over both ranks."""
-        parts = [digits.float() * scale for digits, scale in received]
-        return sum(parts[1:], parts[0])
-
-    def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad``, flat float32."""
-        return self.decode([self.encode(grad, feedback=False)]).numpy()
+    def _meant(self, message: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return message[0].float() * message[1]
 
 
-class TorchOneBit:
+class TorchOneBit(_Summed, Carried):
     """A byte for the sign and the mean of either side. Seide et al. 2014."""
 
-    has_feedback = True
     label = "torch 1-bit uint8"
 
     def __init__(self, numel: int, other_grad: Array) -> None:
@@ -252,27 +215,6 @@ class TorchOneBit:
         import torch
 
         return torch.where(message[0].bool(), message[1], message[2])
-
-    def collect(self, message: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
-        """Return what both ranks have sent."""
-        return [message[:3], self._other]
-
-    def decode(self, received: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        """Return the sum over both ranks."""
-        parts = [self._meant(message) for message in received]
-        return sum(parts[1:], parts[0])
-
-    def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad`` without feedback, flat float32."""
-        return self.decode([self.encode(grad, feedback=False)]).numpy()
-
-    def advance(self, grad: Array) -> None:
-        """Exchange ``grad`` with feedback and keep the new residual."""
-        *_, self._residual = self.encode(grad, feedback=True)
-
-    def residual(self) -> Array:
-        """Return what is not sent yet, flat float32."""
-        return self._residual.numpy()
 
 
 class TorchScaledSign(TorchOneBit):

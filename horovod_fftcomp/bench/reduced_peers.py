@@ -18,25 +18,46 @@ _MOMENTUM = 0.9
 _SAMPLED = 0.01  # of the elements, for the threshold
 
 
-class _Carried:
-    """A residual that an encoding with feedback adds and ``advance`` replaces."""
+class Carried:
+    """A residual that an encoding with feedback adds, and ends with a new one."""
 
     has_feedback = True
     _residual: torch.Tensor
     encode: Any
-    collect: Any
-    decode: Any
 
-    def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad`` and the second rank's without feedback, flat float32."""
-        return self.decode(self.collect(self.encode(grad, feedback=False))).numpy().reshape(-1)
+    def advance(self, grad: Array) -> None:
+        """Exchange ``grad`` with feedback and keep the new residual."""
+        *_, self._residual = self.encode(grad, feedback=True)
 
     def residual(self) -> Array:
         """Return what is not sent yet, flat float32."""
         return self._residual.numpy().reshape(-1)
 
 
-class TorchDGC(_Carried):
+class Sparse(Carried):
+    """A message that begins with values and indices; ``_other``: those of the second rank."""
+
+    _other: tuple[torch.Tensor, ...]
+
+    def collect(self, message: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
+        """Return values and indices of both ranks."""
+        return [message[:2], self._other]
+
+    def decode(self, received: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+        """Return the sum over both ranks."""
+        import torch
+
+        total = torch.zeros(self._residual.numel())
+        for values, indices in received:
+            total.index_add_(0, indices, values)
+        return total
+
+    def alone(self, grad: Array) -> Array:
+        """Return what arrives of ``grad`` without feedback, flat float32."""
+        return self.decode([self.encode(grad, feedback=False)[:2]]).numpy()
+
+
+class TorchDGC(Sparse):
     """Momentum, a threshold from a sample, masks; int32 indices. Lin et al., ICLR 2018."""
 
     kind = "torch DGC"
@@ -83,29 +104,12 @@ class TorchDGC(_Carried):
             indices = (magnitudes >= threshold).nonzero().view(-1)
         return indices[: self._k]
 
-    def collect(self, message: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
-        """Return values and indices of both ranks."""
-        return [message[:2], self._other]
-
-    def decode(self, received: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-        """Return the sum over both ranks."""
-        import torch
-
-        total = torch.zeros(self._residual.numel())
-        for values, indices in received:
-            total.index_add_(0, indices, values)
-        return total
-
-    def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad`` without feedback, flat float32."""
-        return self.decode([self.encode(grad, feedback=False)[:2]]).numpy()
-
     def advance(self, grad: Array) -> None:
         """Exchange ``grad`` with feedback and keep the new state."""
         *_, self._velocity, self._residual = self.encode(grad, feedback=True)
 
 
-class TorchRandomK(_Carried):
+class TorchRandomK(Carried):
     """``randperm`` of a generator that all ranks seed alike; values by allreduce."""
 
     kind = "torch random-k"
@@ -149,12 +153,8 @@ class TorchRandomK(_Carried):
         values, indices = self.encode(grad, feedback=False)
         return self.decode((values, indices)).numpy()
 
-    def advance(self, grad: Array) -> None:
-        """Exchange ``grad`` with feedback and keep the new residual."""
-        *_, self._residual = self.encode(grad, feedback=True)
 
-
-class TorchPowerSGD(_Carried):
+class TorchPowerSGD(Carried):
     """Two products, Gram-Schmidt between them; warm start. Vogels et al., NeurIPS 2019.
 
     ``encode`` ends with this rank's part of the second sum.
