@@ -64,6 +64,8 @@ ALLOWED = {
     "schemes/momentum.py": {"numpy", "backends", "payloads", "quantizers", "schemes"},
     "schemes/dgc.py": {"numpy", "backends", "codec", "positions", "quantizers", "schemes", "wire"},
     "schemes/powersgd.py": {"numpy", "backends", "draws", "payloads", "quantizers", "schemes"},
+    "schemes/powersgd_on_device.py": {"numpy", "backends", "errors", "schemes"},
+    "schemes/rows.py": {"numpy", "backends", "schemes"},
     "schemes/gtopk.py": {"numpy", "backends", "errors", "payloads", "positions", "quantizers",
                          "schemes", "sparsifiers", "wire"},
     "schemes/sketchsgd.py": {"numpy", "backends", "draws", "quantizers", "schemes", "sparsifiers"},

@@ -503,21 +503,28 @@ def orthonormal(matrix: Array) -> Array:
 
     Modified Gram-Schmidt in float64, twice, so that what rounding leaves of a dependent column is
     orthogonal to the others; a column of which nothing is left becomes zeros. Sums are taken in
-    the order of the rows: all ranks have to compute the same bits.
+    one order everywhere, that of ``_lane_dot``: all ranks have to compute the same bits.
     """
     columns = matrix.T.astype(np.float64)
     for k, column in enumerate(columns):
-        before = np.sqrt(_sequential_dot(column, column))
+        before = np.sqrt(_lane_dot(column, column))
         for _ in range(2):
             for other in columns[:k]:
-                column -= _sequential_dot(column, other) * other
-        norm = np.sqrt(_sequential_dot(column, column))
+                column -= _lane_dot(column, other) * other
+        norm = np.sqrt(_lane_dot(column, column))
         column[:] = column / norm if norm > 1e-10 * before else 0
     return np.ascontiguousarray(columns.T, np.float32)
 
 
-def _sequential_dot(a: Array, b: Array) -> float:
-    return float(np.cumsum(a * b)[-1])
+def _lane_dot(a: Array, b: Array) -> float:
+    """Return the sum of products: 256 sums of every 256th, then of sums 128 apart, 64 and so on."""
+    lanes = np.zeros((1 + -(-a.size // 256), 256))
+    lanes[1:].reshape(-1)[: a.size] = a * b
+    total = np.cumsum(lanes, axis=0)[-1]
+    while total.size > 1:
+        half = total.size // 2
+        total = total[:half] + total[half:]
+    return float(total[0])
 
 
 @_quiet

@@ -26,9 +26,10 @@ from horovod_fftcomp.schemes import (
     Tensor,
     energy_of,
 )
+from horovod_fftcomp.schemes.powersgd_on_device import powersgd_on_device
 
 
-class _Matrix(NamedTuple):
+class Matrix(NamedTuple):
     """A tensor as rows and columns, and the rank it is sent with; 0: as it is."""
 
     rows: int
@@ -51,7 +52,7 @@ class _Part:
     """One tensor on its way through an exchange."""
 
     tensor: Tensor
-    matrix: _Matrix
+    matrix: Matrix
     grad: Array | None
     carried: Array | None  # the residual before
     whole: Array | None  # gradient and residual, float32 [rows, columns]; in the end what is left
@@ -89,8 +90,10 @@ class PowerSgd(Scheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        if context.device is not None:
+            return (yield from powersgd_on_device(self, tensors, grads, state, context))
         kernels = load_backend("cpu")
-        matrices = [self._matrix(tensor) for tensor in tensors]
+        matrices = [self.matrix(tensor) for tensor in tensors]
         ends = np.cumsum([matrix.first_numel for matrix in matrices])
         message = kernels.empty(int(ends[-1]))
         parts = [
@@ -117,21 +120,26 @@ class PowerSgd(Scheme):
             {part.tensor.name: part.energy for part in parts if part.energy is not None},
         )
 
-    def _matrix(self, tensor: Tensor) -> _Matrix:
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
+
+    def matrix(self, tensor: Tensor) -> Matrix:
+        """Return how a tensor travels."""
         numel = math.prod(tensor.shape)
         if len(tensor.shape) < 2 or numel == 0:
-            return _Matrix(1, numel, 0)
+            return Matrix(1, numel, 0)
         rows, columns = tensor.shape[0], numel // tensor.shape[0]
         rank = min(self.rank, rows, columns)
-        return _Matrix(rows, columns, rank if rank * (rows + columns) < numel else 0)
+        return Matrix(rows, columns, rank if rank * (rows + columns) < numel else 0)
 
     def _begin(
-        self, tensor: Tensor, grad: Array | None, matrix: _Matrix, state: OldState, share: Array
+        self, tensor: Tensor, grad: Array | None, matrix: Matrix, state: OldState, share: Array
     ) -> _Part:
         """Write a tensor's part of the first round: M Q."""
         residual, shape = state.get("residual", {}).get(tensor.name), (matrix.rows, matrix.columns)
         check_state("residual", residual, (np.dtype(np.float32), math.prod(shape)))
-        right = self._right(tensor, matrix, state)
+        right = self.right(tensor, state)
         part = _Part(tensor, matrix, grad, residual, None, right, True, right)
         if grad is None:
             share.fill(0)
@@ -148,8 +156,9 @@ class PowerSgd(Scheme):
             share[:] = coeffs.array
         return part
 
-    def _right(self, tensor: Tensor, matrix: _Matrix, state: OldState) -> Array:
-        """Return the last step's Q, or a drawn one."""
+    def right(self, tensor: Tensor, state: OldState) -> Array:
+        """Return the last step's Q, or a drawn one, ``[columns, rank]``."""
+        matrix = self.matrix(tensor)
         numel = matrix.columns * matrix.rank
         kept = state.get("factor", {}).get(tensor.name)
         check_state("factor", kept, (np.dtype(np.float32), numel))
@@ -214,17 +223,17 @@ class PowerSgd(Scheme):
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
-        matrix = self._matrix(tensor)
+        matrix = self.matrix(tensor)
         return 4 * (matrix.first_numel + matrix.second_numel)
 
     def state_format(self, tensor: Tensor) -> str:
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
-        return f"residual of {list(tensor.shape)} and factor of rank {self._matrix(tensor).rank}"
+        return f"residual of {list(tensor.shape)} and factor of rank {self.matrix(tensor).rank}"
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the factor and the residual; see ``Scheme``."""
         del state
-        matrix, kind = self._matrix(tensor), np.dtype(np.float32)
+        matrix, kind = self.matrix(tensor), np.dtype(np.float32)
         arrays = {"factor": (kind, matrix.columns * matrix.rank)} if matrix.rank else {}
         if self.error_feedback:
             arrays["residual"] = (kind, math.prod(tensor.shape))

@@ -86,6 +86,13 @@ class Emulator:
         """Multiply an array by a number."""
         array *= factor
 
+    def multiply(self, matrix, rows: int, factor, out, turned: bool) -> None:
+        """Overwrite ``out`` by a matrix, or turned its transpose, times a factor; all flat."""
+        left = matrix.reshape(rows, -1)
+        left = left.T if turned else left
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.matmul(left, factor.reshape(left.shape[1], -1), out=out.reshape(len(left), -1))
+
     def address(self, array: np.ndarray) -> int:
         """Return where an array lies."""
         return array.ctypes.data

@@ -6,6 +6,7 @@ a barrier to leave out, in the order of the sources, or -1.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import sys
@@ -35,6 +36,7 @@ RACES = (
     ("dgc", {"density": 0.05}),
     ("natural", {}),
     ("signum", {}),
+    ("powersgd", {"rank": 3}),
 )
 CASES = (
     *RACES,
@@ -44,7 +46,7 @@ CASES = (
     ("demo", {"sign": True}),
     ("fp16", {}),
 )
-TENSORS = (Tensor("a", (5000,)), Tensor("b", (300,)))
+TENSORS = (Tensor("a", (50, 100)), Tensor("b", (300,)))
 
 
 def run_steps(device: gpu.Device, recipe: str, options: dict, n_steps: int = 2) -> None:
@@ -52,7 +54,10 @@ def run_steps(device: gpu.Device, recipe: str, options: dict, n_steps: int = 2) 
     bucket, rng = Bucket(TENSORS, make_policy(recipe, **options)), np.random.default_rng(2)
     engines = [Engine([bucket], rank, 2, device) for rank in range(2)]
     for _ in range(n_steps):
-        grads = [[[rng.standard_t(3, *t.shape).astype(np.float32) for t in TENSORS]] for _ in "ab"]
+        grads = [
+            [[rng.standard_t(3, math.prod(t.shape)).astype(np.float32) for t in TENSORS]]
+            for _ in "ab"
+        ]
         exchange_once(engines, grads, random.Random(0))
         for engine in engines:
             assert engine.computes_on_device(0)

@@ -34,7 +34,7 @@ ON_DEVICE = (
         "random_block",
     ),
     *("onebit", "efsignsgd", "qsgd", "terngrad", "dgc", "dorefa", "natural", "signsgd", "signum"),
-    "demo",
+    *("demo", "powersgd"),
 )
 # Of the cases below those of the host: by recipe, or by recipe and options.
 ON_HOST = (
@@ -110,6 +110,9 @@ def run_step(engines, grads):
         ("dorefa", {"bits": 12}, 0),
         ("signsgd", {}, 0),
         ("signum", {"decay": 0.7}, 0),
+        ("powersgd", {}, 0),
+        ("powersgd", {"rank": 1}, 0),
+        ("powersgd", {"rank": 12, "error_feedback": False}, 0),
         ("demo", {}, 2e-6),
         ("fft", {}, 2e-6),
         ("dct", {}, 2e-6),
@@ -168,11 +171,49 @@ def test_ranks_share_the_lead_as_on_the_cpu(ranks):
         assert (ours.costs.similarity is None) == (ranks == 1)
 
 
-@pytest.mark.parametrize("recipe", ["topk", "dgc", "signum"])
+def test_low_rank_sums_are_the_cpus_whatever_the_matrices():
+    shapes = {"tall": (1000, 40), "kernel": (8, 5, 7, 3), "wide": (3, 5000), "dependent": (300, 30)}
+    shapes |= {"vector": (77,), "none": (0, 4)}
+    tensors = tuple(Tensor(name, shape) for name, shape in shapes.items())
+    policy, rng = make_policy("powersgd", rank=3), np.random.default_rng(14)
+    cpu, gpu = (
+        [Engine([Bucket(tensors, policy)], rank, 3, on) for rank in range(3)]
+        for on in (None, Emulator())
+    )
+    for step in range(4):
+        grads = [
+            [rng.standard_normal(math.prod(t.shape), np.float32) for t in tensors] for _ in cpu
+        ]
+        for of_rank in grads:
+            of_rank[3] = np.outer(of_rank[3][:300], np.ones(30, np.float32)).ravel()  # of rank 1
+            of_rank[2] = None if step == 1 else of_rank[2]
+            of_rank[4] = None if step == 2 else of_rank[4]
+        grads[1][1] *= np.float32(1e38 if step == 3 else 1)  # overflows when it is multiplied
+        for engines in (cpu, gpu):
+            exchange_once(engines, [[own] for own in grads], random.Random(0))
+        for ours, theirs in zip(gpu, cpu, strict=True):
+            for found, wanted in zip(ours.sums(0), theirs.sums(0), strict=True):
+                assert found.tobytes() == wanted.tobytes()
+            ours.settle()
+            theirs.settle()
+            kept, wanted = ours.state_dict()["state"], theirs.state_dict()["state"]
+            assert {kind: {*arrays} for kind, arrays in kept.items()} == {
+                kind: {*arrays} for kind, arrays in wanted.items()
+            }
+            for kind, arrays in wanted.items():
+                for name, array in arrays.items():
+                    np.testing.assert_array_equal(kept[kind][name], array)
+    for engine in gpu:
+        engine.read_device()
+        assert engine.computes_on_device(0)
+        assert engine.costs.skipped_steps == 1
+
+
+@pytest.mark.parametrize("recipe", ["topk", "dgc", "signum", "powersgd"])
 def test_a_state_goes_from_cpu_to_gpu_and_back(recipe):
     rng = np.random.default_rng(1)
     grads = [random_grads(rng) for _ in range(6)]
-    options = {} if recipe == "signum" else {"density": 0.05}
+    options = {} if recipe in ("signum", "powersgd") else {"density": 0.05}
     straight = make_engines(None, recipe, **options)
     changing = make_engines(None, recipe, **options)
     for step in range(6):
@@ -246,6 +287,7 @@ def test_a_corrupt_payload_ends_the_run_a_step_later():
         ("onebit", {}),
         ("qsgd", {"error_feedback": True}),
         ("dgc", {"density": 0.05}),
+        ("powersgd", {}),
     ],
 )
 @pytest.mark.parametrize("allocations", [0, 3, 6])
@@ -286,6 +328,7 @@ def test_without_memory_a_step_ends_and_leaves_the_state_whole(recipe, options, 
         ("onebit", {}),
         ("qsgd", {}),
         ("dgc", {"density": 0.05}),
+        ("powersgd", {}),
     ],
 )
 def test_tables_are_copied_only_when_they_change(recipe, options):
@@ -332,6 +375,7 @@ def test_tables_are_copied_only_when_they_change(recipe, options):
         ("onebit", {}, 0),
         ("terngrad", {}, 0),
         ("dgc", {"density": 0.05}, 0),
+        ("powersgd", {}, 0),
         ("hard_threshold", {"threshold": 1.5}, 2 * 2 * 2),
     ],
 )
@@ -380,7 +424,7 @@ def test_the_probe_finds_a_device_that_computes_wrong():
         def functions(self, source, names):
             found = super().functions(source, names)
             left_out = {"mark<1>", "mark<2>", "choose_above", "sum_raw", "take_shares"}
-            left_out |= {"write_signs", "write_levels", "write_halves"}
+            left_out |= {"write_signs", "write_levels", "write_halves", "orthonormalize"}
             left_out &= set(found)
             return found | dict.fromkeys(left_out, lambda *arguments: None)
 
@@ -440,10 +484,10 @@ def test_a_measured_step_that_is_dropped_counts_nowhere():
         assert ours.costs.relative_error == 0
 
 
-@pytest.mark.parametrize("recipe", ["topk", "dgc"])
+@pytest.mark.parametrize("recipe", ["topk", "dgc", "powersgd"])
 def test_what_is_carried_follows_the_loss_scale(recipe):
-    rng = np.random.default_rng(9)
-    cpu, gpu = (make_engines(on, recipe, density=0.05) for on in (None, Emulator()))
+    rng, options = np.random.default_rng(9), {} if recipe == "powersgd" else {"density": 0.05}
+    cpu, gpu = (make_engines(on, recipe, **options) for on in (None, Emulator()))
     for scale in (1.0, 4.0, 0.5):
         grads = random_grads(rng)
         for engine in cpu + gpu:

@@ -11,6 +11,7 @@ from horovod_fftcomp.backends.cpu.memory import empty
 
 _COLUMNS = 2048  # of a row at a time, which stay in the L1 cache while all factors are added
 _LEAST_VALUES = 1 << 15  # for a thread of its own
+_LANES = 256  # of a sum, as many as a GPU's block has threads
 
 
 def orthonormal(matrix: Array) -> Array:
@@ -40,10 +41,18 @@ def _orthonormalize(columns):
 
 @inlined
 def _dot(a, b):
-    total = 0.0
-    for i in range(a.size):
-        total += a[i] * b[i]
-    return total
+    lanes, whole = np.zeros(_LANES), a.size // _LANES * _LANES
+    for begin in range(0, whole, _LANES):
+        for i in range(_LANES):
+            lanes[i] += a[begin + i] * b[begin + i]
+    for i in range(a.size - whole):
+        lanes[i] += a[whole + i] * b[whole + i]
+    half = _LANES // 2
+    while half:
+        for i in range(half):
+            lanes[i] += lanes[i + half]
+        half //= 2
+    return lanes[0]
 
 
 def low_rank(left: Array, right: Array, minuend: Array | None) -> Array:

@@ -18,7 +18,7 @@ from horovod_fftcomp.transforms import BLOCK_LENGTHS
 _FOLDER = Path(__file__).parent / "cuda"
 # In the order in which they are joined: each uses what those before it declare.
 _SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode", "step",
-            "shared", "hash", "elements", "halves")  # fmt: skip
+            "shared", "hash", "elements", "halves", "lowrank")  # fmt: skip
 
 _OF_COEFFICIENTS = (
     "mark", "narrow", "settle", "emit", "place_offsets", "decode_chunks", "count_values",
@@ -29,18 +29,12 @@ NAMES = (
     *("add_residual", "choose_above", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
     *("read_headers", "count_unary", "find_chunks", "sum_raw", "keep_signs"),
     *("choose_winners", "count_common", "filter_low", "take_shares", "check_shares"),
-    *("clear_sums", "add_shares"),
+    *("clear_sums", "add_shares", "take_whole", "check_factors", "orthonormalize"),
+    *("subtract_products", "sum_products", "keep_factors"),
     *("add_elements", "sum_parts<false>", "sum_parts<true>", "settle_rows"),
     *("write_signs", "sum_signs", "write_levels", "sum_levels"),
-    *(
-        "judge",
-        "find_beyond",
-        "write_halves",
-        "read_halves",
-        "count_corrupt",
-        "count_step",
-        "hash_bytes",
-    ),
+    *("judge", "find_beyond", "write_halves", "read_halves", "count_corrupt", "count_step"),
+    "hash_bytes",
     *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),
     *(f"forward<{block}, {cosine}>" for block in BLOCK_LENGTHS for cosine in ("false", "true")),
     "sum_payloads<64, 0>",
@@ -87,6 +81,13 @@ class Device(Protocol):
 
     def scale(self, array: Any, factor: np.float32) -> None:
         """Multiply an array by a number."""
+        ...
+
+    def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, turned: bool) -> None:
+        """Overwrite ``out`` by a matrix of so many rows, or turned its transpose, times a factor.
+
+        All are flat, in row-major order.
+        """
         ...
 
     def address(self, array: Any) -> int:

@@ -67,6 +67,10 @@ SHARED = _struct(
     "first_tile n_tiles first_group n_groups chunk bits beta rest gain message_words n_ranks "
     "unused",
 )
+LOW_RANK = _struct(
+    "grad residual whole first second own right left factor scratch sum n rows columns",
+    "first_tile n_tiles rank unused",
+)
 ELEMENTS = _struct(
     "clip length first_part", "first_row n_rows method top radix digits bucket_bits unused"
 )

@@ -68,6 +68,12 @@ class TorchDevice:
         """Multiply an array by a number."""
         array.mul_(float(factor))
 
+    def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, turned: bool) -> None:
+        """Overwrite ``out`` by a matrix, or turned its transpose, times a factor; all flat."""
+        left = matrix.view(rows, -1)
+        left = left.t() if turned else left
+        torch.mm(left, factor.view(left.shape[1], -1), out=out.view(len(left), -1))
+
     def address(self, array: torch.Tensor) -> int:
         """Return where an array lies on the GPU."""
         return array.data_ptr()

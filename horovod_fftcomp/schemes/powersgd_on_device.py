@@ -1,0 +1,179 @@
+"""Low-rank sums of matrices, computed by a GPU without a wait for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from horovod_fftcomp.backends.gpu import Device, on_device
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.schemes import Context, OldState, OnDevice, Outcome, Round, Tensor
+from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows
+
+if TYPE_CHECKING:
+    from horovod_fftcomp.schemes.powersgd import PowerSgd
+
+_KERNELS = ("take_whole", "check_factors", "orthonormalize", "subtract_products", "sum_products",
+            "keep_factors")  # fmt: skip
+
+
+class _Bucket(BucketRows):
+    """``firsts``, ``seconds``: where the tensors' parts of each message begin, and where they end.
+
+    Holds the orthonormal factors, which are needed within a step alone.
+    """
+
+    def __init__(self, device: Device, scheme: PowerSgd, tensors: Sequence[Tensor]) -> None:
+        super().__init__(device, "LOW_RANK", tensors, _KERNELS)
+        self.matrices = [scheme.matrix(tensor) for tensor in tensors]
+        for field in ("rows", "columns", "rank"):
+            self.rows[field] = [getattr(matrix, field) for matrix in self.matrices]
+        self.firsts = np.cumsum([0, *(matrix.first_numel for matrix in self.matrices)])
+        self.seconds = np.cumsum([0, *(matrix.second_numel for matrix in self.matrices)])
+        self.left = device.empty(max(1, int(self.firsts[-1])))
+        self._scratch = device.empty(max(1, int(self.firsts[-1])), np.float64)
+        self.rows["left"] = device.address(self.left) + 4 * self.firsts[:-1]
+        self.rows["scratch"] = device.address(self._scratch) + 8 * self.firsts[:-1]
+
+    def on_tensors(self, name: str, table: Any, *arguments: Any) -> None:
+        """Launch a kernel with a block for each tensor of a table."""
+        shared = self.tables.SQUARES_NBYTES
+        self.launch(name, len(self.rows), [table, *arguments], shared)
+
+
+def _bucket(device: Device, scheme: PowerSgd, tensors: Sequence[Tensor]) -> _Bucket:
+    key = ("powersgd", tuple(tensors))
+    if key not in device.cache or device.cache[key][0] != scheme:
+        device.cache[key] = (scheme, _Bucket(device, scheme, tensors))
+    return device.cache[key][1]
+
+
+class _Exchange(ExchangeRows):
+    def __init__(
+        self,
+        scheme: PowerSgd,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Any],
+        state: OldState,
+        context: Context,
+    ) -> None:
+        assert context.device is not None
+        self.bucket = _bucket(context.device, scheme, tensors)
+        carried = state.get("residual", {}) if scheme.error_feedback else {}
+        super().__init__(self.bucket, tensors, grads, carried, context)
+        self._whole = self.new("whole", np.array(self.takes_part) & (self.rows["rank"] > 0))
+        self._right = self._started(scheme, state)
+        self.state = {"factor": dict[str, Any]()}
+        if scheme.error_feedback:
+            self.state["residual"] = self._named(self._whole) | {
+                tensor.name: carried[tensor.name]
+                for tensor, there in zip(tensors, self.takes_part, strict=True)
+                if not there and tensor.name in carried
+            }
+
+    def _named(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        named = zip(self.tensors, arrays, strict=True)
+        return {tensor.name: array for tensor, array in named if array is not None}
+
+    def _started(self, scheme: PowerSgd, state: OldState) -> list[Any]:
+        """Return Q of each matrix: the last step's, or a drawn one."""
+        kept, found = state.get("factor", {}), []
+        for row, tensor in zip(self.rows, self.tensors, strict=True):
+            right = kept.get(tensor.name)
+            if row["rank"] and (right is None or isinstance(right, np.ndarray)):
+                right = scheme.right(tensor, state).reshape(-1)
+            found.append(on_device(right, self.device) if row["rank"] else None)
+            if found[-1] is not None:
+                row["right"] = self.address(found[-1])
+        return found
+
+    def project(self) -> Any:
+        """Return the message of the first round: M Q, or a tensor as it is."""
+        bucket, firsts = self.bucket, self.bucket.firsts
+        message = self.device.zeros(max(1, int(firsts[-1])))[: int(firsts[-1])]  # of the frozen
+        sent_whole = np.array(self.takes_part) & (self.rows["rank"] == 0)
+        self.rows["whole"][sent_whole] = (self.address(message) + 4 * firsts[:-1])[sent_whole]
+        bucket.on_tiles("take_whole", bucket.uploads.of("grads", self.rows))
+        if self.measures:
+            self.square(True, "whole")
+            self.square(False, "whole")
+        self.rows["whole"][sent_whole] = 0  # nothing is left of it
+        self._multiply(self._right, _split(message, firsts), False)
+        return message
+
+    def _multiply(self, factors: Sequence[Any], shares: Sequence[Any], turned: bool) -> None:
+        """Write matrices, or turned their transposes, times factors."""
+        for whole, matrix, factor, share in zip(
+            self._whole, self.bucket.matrices, factors, shares, strict=True
+        ):
+            if whole is not None:
+                self.device.multiply(whole, matrix.rows, factor, share, turned)
+
+    def project_back(self, received: Any) -> Any:
+        """Return the message of the second round, M^T P; takes off what it makes of M."""
+        bucket, device, seconds = self.bucket, self.device, self.bucket.seconds
+        self._enter("first", received, bucket.firsts)
+        self.not_finite = device.zeros(2 * len(self.rows), np.uint32)
+        message = device.zeros(int(seconds[-1]))
+        self._enter("own", message, seconds)
+        table = bucket.uploads.of("firsts", self.rows)
+        bucket.on_tensors("check_factors", table, np.uint32(0), self.not_finite)
+        bucket.on_tensors("orthonormalize", table)
+        self._multiply(_split(bucket.left, bucket.firsts), _split(message, seconds), True)
+        bucket.on_tiles("subtract_products", table)
+        if self.measures:
+            self.square(False, "whole")
+        return message
+
+    def _enter(self, field: str, array: Any, begins: np.ndarray) -> None:
+        """Enter where the tensors' parts of an array lie."""
+        if len(array) != begins[-1]:
+            raise PayloadError(f"{len(array)} values arrived, {begins[-1]} were expected")
+        self.rows[field] = self.address(array) + 4 * begins[:-1]
+
+    def sum(self, received: Any) -> list[Any]:
+        """Return the sums of what came; enters the factors that the next step starts from."""
+        bucket, n = self.bucket, len(self.rows)
+        self._enter("second", received, bucket.seconds)
+        sums = self.new("sum", [True] * n)
+        factors = [
+            self.device.empty(matrix.columns * matrix.rank) if matrix.rank else None
+            for matrix in bucket.matrices
+        ]
+        for row, factor in zip(self.rows, factors, strict=True):
+            row["factor"] = 0 if factor is None else self.address(factor)
+        self.state["factor"] = self._named(factors)
+        self._table = bucket.uploads.of("seconds", self.rows)
+        bucket.on_tensors("check_factors", self._table, np.uint32(1), self.not_finite)
+        bucket.on_tiles("sum_products", self._table, self.not_finite, self.not_finite[n:])
+        return sums
+
+    def restore(self, verdict: Any) -> None:
+        """Launch what makes the new state, or the old one again where the verdict is not 0."""
+        self.bucket.on_tensors("keep_factors", self._table, verdict)
+        table = self.bucket.coeffs_table(self.rows, "whole")
+        self.bucket.on_tiles("restore<1>", table, verdict)
+
+
+def _split(array: Any, begins: np.ndarray) -> list[Any]:
+    return [array[begin:end] for begin, end in itertools.pairwise(begins)]
+
+
+def powersgd_on_device(
+    scheme: PowerSgd,
+    tensors: Sequence[Tensor],
+    grads: Sequence[Any],
+    state: OldState,
+    context: Context,
+) -> Generator[Round, Any, Outcome]:
+    """Exchange factors; see ``PowerSgd.exchange``. Arrays are the device's, or brought there."""
+    exchange = _Exchange(scheme, tensors, grads, state, context)
+    first = yield Round("allreduce", exchange.project())
+    sums = exchange.sum((yield Round("allreduce", exchange.project_back(first))))
+    measured = exchange.energies() if exchange.measures else None
+    nothing = exchange.not_finite[:0]  # no payload can be corrupt
+    later = OnDevice(exchange.not_finite, nothing, exchange.restore, measured)
+    return Outcome(sums, exchange.state, True, on_device=later)
