@@ -85,6 +85,7 @@ BASELINES_OF = {
     "resnet": (
         *BASELINES,
         "random_k(density=0.01)",
+        "sparcml(density=0.01)",
         "dgc(density=0.01)" + ALONE,
         "sketchsgd(density=0.01)" + ALONE,
         "signsgd" + ALONE + SLOW,
