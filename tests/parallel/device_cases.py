@@ -70,7 +70,7 @@ def test_a_flipped_bit_is_found_where_it_is(on_gpu, monkeypatch):
         train(model, optimizer, 100)
 
 
-@pytest.mark.parametrize("recipe", ["fft", "dct", "demo"])
+@pytest.mark.parametrize("recipe", ["fft", "dct", "demo", "powersgd"])
 def test_ranks_stay_equal(recipe, on_gpu, same_everywhere):
     on_gpu()
     model, _, compression = trained(recipe, 8)
