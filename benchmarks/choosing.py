@@ -213,8 +213,8 @@ def make_page(result: Mapping[str, Any], store: convergence.Store) -> str:
         lines += [
             f"The fastest of {', '.join(f'`{name}`' for name in sorted(allowed - {'none'}))}; "
             f"at most {limits[0]} points lost on `resnet`, {100 * limits[1]:.0f} % on `charlm`. "
-            "Of those that take as long, within 5 %, the one that loses least of a gradient. How many "
-            "times faster a step is than dense stands beside it; `none`: less than 5 %.",
+            "Of those that take as long, within 5 %, the one that loses least of a gradient. How "
+            "many times faster a step is than dense stands beside it; `none`: less than 5 %.",
             "",
         ]
         for model in MODELS:
