@@ -97,7 +97,7 @@ class Similarity(NamedTuple):
 class OnDevice(NamedTuple):
     """What only a GPU knows of an exchange so far; nothing of it waits unless it is called.
 
-    ``not_finite``: for each tensor, not 0 if its sum is not finite. ``arrived``: what was found of
+    ``not_finite``: words, one of them not 0 if a sum is not finite. ``arrived``: what was found of
     the payloads, see ``Decoder.decode``. ``restore`` takes the verdict on the step and brings the
     new state back to the old one where it is not 0. ``measured``: if anything was, what returns
     the fields of ``Outcome`` that follow.

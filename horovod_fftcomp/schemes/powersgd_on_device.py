@@ -11,7 +11,7 @@ import numpy as np
 from horovod_fftcomp.backends.gpu import Device, on_device
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.schemes import Context, OldState, OnDevice, Outcome, Round, Tensor
-from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows
+from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept
 
 if TYPE_CHECKING:
     from horovod_fftcomp.schemes.powersgd import PowerSgd
@@ -23,32 +23,26 @@ _KERNELS = ("take_whole", "check_factors", "orthonormalize", "subtract_products"
 class _Bucket(BucketRows):
     """``firsts``, ``seconds``: where the tensors' parts of each message begin, and where they end.
 
-    Holds the orthonormal factors, which are needed within a step alone.
+    ``left``: the orthonormal factors, needed within a step alone; ``lefts``: where they begin.
     """
 
-    def __init__(self, device: Device, scheme: PowerSgd, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, device: Device, tensors: Sequence[Tensor], scheme: PowerSgd) -> None:
         super().__init__(device, "LOW_RANK", tensors, _KERNELS)
         self.matrices = [scheme.matrix(tensor) for tensor in tensors]
         for field in ("rows", "columns", "rank"):
             self.rows[field] = [getattr(matrix, field) for matrix in self.matrices]
         self.firsts = np.cumsum([0, *(matrix.first_numel for matrix in self.matrices)])
         self.seconds = np.cumsum([0, *(matrix.second_numel for matrix in self.matrices)])
-        self.left = device.empty(max(1, int(self.firsts[-1])))
-        self._scratch = device.empty(max(1, int(self.firsts[-1])), np.float64)
-        self.rows["left"] = device.address(self.left) + 4 * self.firsts[:-1]
-        self.rows["scratch"] = device.address(self._scratch) + 8 * self.firsts[:-1]
+        self.lefts = np.cumsum([0, *(matrix.rows * matrix.rank for matrix in self.matrices)])
+        self.left = device.empty(max(1, int(self.lefts[-1])))
+        self._scratch = device.empty(max(1, int(self.lefts[-1])), np.float64)
+        self.rows["left"] = device.address(self.left) + 4 * self.lefts[:-1]
+        self.rows["scratch"] = device.address(self._scratch) + 8 * self.lefts[:-1]
 
     def on_tensors(self, name: str, table: Any, *arguments: Any) -> None:
         """Launch a kernel with a block for each tensor of a table."""
         shared = self.tables.SQUARES_NBYTES
         self.launch(name, len(self.rows), [table, *arguments], shared)
-
-
-def _bucket(device: Device, scheme: PowerSgd, tensors: Sequence[Tensor]) -> _Bucket:
-    key = ("powersgd", tuple(tensors))
-    if key not in device.cache or device.cache[key][0] != scheme:
-        device.cache[key] = (scheme, _Bucket(device, scheme, tensors))
-    return device.cache[key][1]
 
 
 class _Exchange(ExchangeRows):
@@ -61,7 +55,7 @@ class _Exchange(ExchangeRows):
         context: Context,
     ) -> None:
         assert context.device is not None
-        self.bucket = _bucket(context.device, scheme, tensors)
+        self.bucket = kept(_Bucket, context.device, tensors, scheme)
         carried = state.get("residual", {}) if scheme.error_feedback else {}
         super().__init__(self.bucket, tensors, grads, carried, context)
         self._whole = self.new("whole", np.array(self.takes_part) & (self.rows["rank"] > 0))
@@ -80,14 +74,13 @@ class _Exchange(ExchangeRows):
 
     def _started(self, scheme: PowerSgd, state: OldState) -> list[Any]:
         """Return Q of each matrix: the last step's, or a drawn one."""
-        kept, found = state.get("factor", {}), []
+        factors, found = state.get("factor", {}), []
         for row, tensor in zip(self.rows, self.tensors, strict=True):
-            right = kept.get(tensor.name)
+            right = factors.get(tensor.name)
             if row["rank"] and (right is None or isinstance(right, np.ndarray)):
                 right = scheme.right(tensor, state).reshape(-1)
             found.append(on_device(right, self.device) if row["rank"] else None)
-            if found[-1] is not None:
-                row["right"] = self.address(found[-1])
+        self.point("right", found)
         return found
 
     def project(self) -> Any:
@@ -114,15 +107,15 @@ class _Exchange(ExchangeRows):
 
     def project_back(self, received: Any) -> Any:
         """Return the message of the second round, M^T P; takes off what it makes of M."""
-        bucket, device, seconds = self.bucket, self.device, self.bucket.seconds
+        bucket, seconds = self.bucket, self.bucket.seconds
         self._enter("first", received, bucket.firsts)
-        self.not_finite = device.zeros(2 * len(self.rows), np.uint32)
-        message = device.zeros(int(seconds[-1]))
+        self.not_finite = self.device.zeros(2 * len(self.rows), np.uint32)
+        message = self.device.zeros(int(seconds[-1]))
         self._enter("own", message, seconds)
         table = bucket.uploads.of("firsts", self.rows)
         bucket.on_tensors("check_factors", table, np.uint32(0), self.not_finite)
         bucket.on_tensors("orthonormalize", table)
-        self._multiply(_split(bucket.left, bucket.firsts), _split(message, seconds), True)
+        self._multiply(_split(bucket.left, bucket.lefts), _split(message, seconds), True)
         bucket.on_tiles("subtract_products", table)
         if self.measures:
             self.square(False, "whole")
@@ -143,16 +136,16 @@ class _Exchange(ExchangeRows):
             self.device.empty(matrix.columns * matrix.rank) if matrix.rank else None
             for matrix in bucket.matrices
         ]
-        for row, factor in zip(self.rows, factors, strict=True):
-            row["factor"] = 0 if factor is None else self.address(factor)
+        self.point("factor", factors)
         self.state["factor"] = self._named(factors)
         self._table = bucket.uploads.of("seconds", self.rows)
         bucket.on_tensors("check_factors", self._table, np.uint32(1), self.not_finite)
         bucket.on_tiles("sum_products", self._table, self.not_finite, self.not_finite[n:])
+        bucket.on_tensors("keep_factors", self._table, np.uint64(0))  # while what came is there
         return sums
 
     def restore(self, verdict: Any) -> None:
-        """Launch what makes the new state, or the old one again where the verdict is not 0."""
+        """Launch what brings the new state back to the old one where the verdict is not 0."""
         self.bucket.on_tensors("keep_factors", self._table, verdict)
         table = self.bucket.coeffs_table(self.rows, "whole")
         self.bucket.on_tiles("restore<1>", table, verdict)
@@ -174,6 +167,6 @@ def powersgd_on_device(
     first = yield Round("allreduce", exchange.project())
     sums = exchange.sum((yield Round("allreduce", exchange.project_back(first))))
     measured = exchange.energies() if exchange.measures else None
-    nothing = exchange.not_finite[:0]  # no payload can be corrupt
-    later = OnDevice(exchange.not_finite, nothing, exchange.restore, measured)
+    flags = exchange.not_finite  # and none of corrupt payloads
+    later = OnDevice(flags, flags[:0], exchange.restore, measured)
     return Outcome(sums, exchange.state, True, on_device=later)

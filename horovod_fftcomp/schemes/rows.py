@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -60,10 +60,23 @@ class BucketRows:
         return self.uploads.of(kept, others)
 
 
+AnyBucket = TypeVar("AnyBucket", bound=BucketRows)
+
+
+def kept(
+    make: Callable[..., AnyBucket], device: Device, tensors: Sequence[Tensor], *made_for: Any
+) -> AnyBucket:
+    """Return ``make`` of all the others, made once; that of another scheme or job is dropped."""
+    key = ("rows", tuple(tensors))
+    if key not in device.cache or device.cache[key][0] != made_for:
+        device.cache[key] = (made_for, make(device, tensors, *made_for))
+    return device.cache[key][1]
+
+
 class ExchangeRows:
     """One exchange of a bucket: its rows with addresses, and what is measured of it.
 
-    ``takes_part``: for each tensor whether it is not frozen; ``rows["grad"]`` is 0 if it is.
+    ``takes_part``: for each tensor whether it is not frozen; else its row has no gradient yet.
     """
 
     def __init__(
@@ -93,12 +106,16 @@ class ExchangeRows:
 
     def new(self, field: str, wanted: Sequence[bool] | Array) -> list[Any]:
         """Return an array for each tensor that wants one, and enter it."""
-        made: list[Any] = []
-        for row, is_wanted in zip(self.rows, wanted, strict=True):
-            n = int(row["n"])
-            made.append(self.device.empty(max(1, n))[:n] if is_wanted else None)
-            row[field] = 0 if made[-1] is None else self.address(made[-1])
+        made = [
+            self.device.empty(max(1, n))[:n] if is_wanted else None
+            for n, is_wanted in zip(self.rows["n"].tolist(), wanted, strict=True)
+        ]
+        self.point(field, made)
         return made
+
+    def point(self, field: str, arrays: Sequence[Any]) -> None:
+        """Enter where each tensor's array lies, 0 of None."""
+        self.rows[field] = [0 if array is None else self.address(array) for array in arrays]
 
     def square(self, of_gradient: bool, kept: str) -> None:
         """Sum the squares of each gradient, or of what is in the field ``kept`` at present."""

@@ -20,7 +20,7 @@ from horovod_fftcomp.schemes import (
     Tensor,
 )
 from horovod_fftcomp.schemes.leader import ChunkWinners, lead_of
-from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows
+from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class _Bucket(BucketRows):
     """``begins``: where each tensor's values lie in a message, and where they end."""
 
     def __init__(
-        self, device: Device, scheme: Shared, tensors: Sequence[Tensor], n_ranks: int
+        self, device: Device, tensors: Sequence[Tensor], scheme: Shared, n_ranks: int
     ) -> None:
         super().__init__(device, "SHARED", tensors, _KERNELS)
         selection, numels = scheme.selection, [int(n) for n in self.rows["n"]]
@@ -60,13 +60,6 @@ class _Bucket(BucketRows):
         self.launch(name, self._n_groups, [table, self._groups, *arguments])
 
 
-def _bucket(device: Device, scheme: Shared, tensors: Sequence[Tensor], n_ranks: int) -> _Bucket:
-    key, made_for = ("shared", tuple(tensors)), (scheme, n_ranks)
-    if key not in device.cache or device.cache[key][0] != made_for:
-        device.cache[key] = (made_for, _Bucket(device, scheme, tensors, n_ranks))
-    return device.cache[key][1]
-
-
 class _Exchange(ExchangeRows):
     def __init__(
         self,
@@ -77,7 +70,7 @@ class _Exchange(ExchangeRows):
         context: Context,
     ) -> None:
         assert context.device is not None
-        self.bucket = _bucket(context.device, scheme, tensors, context.world_size)
+        self.bucket = kept(_Bucket, context.device, tensors, scheme, context.world_size)
         carried = carried if scheme.error_feedback else {}
         super().__init__(self.bucket, tensors, grads, carried, context)
         self._scheme = scheme

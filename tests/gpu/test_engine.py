@@ -172,7 +172,7 @@ def test_ranks_share_the_lead_as_on_the_cpu(ranks):
 
 
 def test_low_rank_sums_are_the_cpus_whatever_the_matrices():
-    shapes = {"tall": (1000, 40), "kernel": (8, 5, 7, 3), "wide": (3, 5000), "dependent": (300, 30)}
+    shapes = {"tall": (1000, 40), "kernel": (8, 5, 7, 3), "wide": (8, 5000), "dependent": (300, 30)}
     shapes |= {"vector": (77,), "none": (0, 4)}
     tensors = tuple(Tensor(name, shape) for name, shape in shapes.items())
     policy, rng = make_policy("powersgd", rank=3), np.random.default_rng(14)
@@ -207,6 +207,35 @@ def test_low_rank_sums_are_the_cpus_whatever_the_matrices():
         engine.read_device()
         assert engine.computes_on_device(0)
         assert engine.costs.skipped_steps == 1
+
+
+@pytest.mark.parametrize("recipe", ON_DEVICE)
+def test_what_arrived_may_be_overwritten_once_it_is_summed(recipe):
+    """As TensorFlow does, which owns it, on a stream that knows nothing of ours."""
+    options = {"threshold": 1.5} if recipe == "hard_threshold" else {}
+    rng, device = np.random.default_rng(15), Emulator()
+    expected, engines = (make_engines(on, recipe, **options) for on in (Emulator(), device))
+    for _ in range(3):
+        grads = random_grads(rng)
+        wanted = run_step(expected, grads)
+        received = []
+        for bucket in (0, 1):
+            rounds = [e.start(bucket, g[bucket]) for e, g in zip(engines, grads, strict=True)]
+            while rounds[0] is not None:
+                data = [round_.data for round_ in rounds]
+                gathers = rounds[0].collective == "allgather"
+                output = np.concatenate(data) if gathers else data[0] + data[1]
+                received += (copies := [device.upload(output) for _ in engines])
+                rounds = [e.advance(bucket, c) for e, c in zip(engines, copies, strict=True)]
+        sums = [np.array(total) for bucket in (0, 1) for total in engines[0].sums(bucket)]
+        for ours, theirs in zip(sums, wanted, strict=True):
+            assert ours.tobytes() == theirs.tobytes()
+        for array in received:
+            array.view(np.uint8).fill(0xFF)
+        for engine in engines:
+            engine.settle()
+    engines[0].read_device()
+    assert engines[0].costs.skipped_steps == 0
 
 
 @pytest.mark.parametrize("recipe", ["topk", "dgc", "signum", "powersgd"])
@@ -429,15 +458,26 @@ def test_the_probe_finds_a_device_that_computes_wrong():
             return found | dict.fromkeys(left_out, lambda *arguments: None)
 
     class Mute(Emulator):
+        """Leaves one kernel out."""
+
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
         def functions(self, source, names):
-            return super().functions(source, names) | {"keep_signs": lambda *arguments: None}
+            return super().functions(source, names) | {self.name: lambda *arguments: None}
 
     for scheme in schemes:
         with pytest.raises(UnsupportedError, match="a sum with values"):
             probe(Wrong(), [scheme])
-    for recipe in ("signsgd", "signum"):
+    for name, recipe in (
+        *(("keep_signs", "signsgd"), ("keep_signs", "signum")),
+        *(("keep_factors", "powersgd"), ("subtract_products", "powersgd")),
+    ):
         with pytest.raises(UnsupportedError, match="a sum with values"):
-            probe(Mute(), [get_scheme(recipe)])
+            probe(Mute(name), [get_scheme(recipe)])
+    with pytest.raises(UnsupportedError, match="a sum with values"):
+        probe(Mute("orthonormalize"), [get_scheme("powersgd", rank=128)])
     probe(Emulator(), [get_scheme("demo", sign=True)])
 
 

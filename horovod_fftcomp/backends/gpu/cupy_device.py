@@ -82,8 +82,7 @@ class CupyDevice:
     def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, turned: bool) -> None:
         """Overwrite ``out`` by a matrix, or turned its transpose, times a factor; all flat."""
         with self._here():
-            left = matrix.reshape(rows, -1)
-            left = left.T if turned else left
+            left = matrix.reshape(rows, -1).T if turned else matrix.reshape(rows, -1)
             cupy.matmul(left, factor.reshape(left.shape[1], -1), out=out.reshape(len(left), -1))
 
     def address(self, array: cupy.ndarray) -> int:

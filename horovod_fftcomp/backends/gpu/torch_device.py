@@ -70,8 +70,7 @@ class TorchDevice:
 
     def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, turned: bool) -> None:
         """Overwrite ``out`` by a matrix, or turned its transpose, times a factor; all flat."""
-        left = matrix.view(rows, -1)
-        left = left.t() if turned else left
+        left = matrix.view(rows, -1).t() if turned else matrix.view(rows, -1)
         torch.mm(left, factor.view(left.shape[1], -1), out=out.view(len(left), -1))
 
     def address(self, array: torch.Tensor) -> int:

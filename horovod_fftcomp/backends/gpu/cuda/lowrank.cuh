@@ -135,19 +135,22 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (bad) atomicOr(&overflown[number], 1u);
 }
 
-// The next step's start: a block for each tensor. A column of zeros would stay one, and a step that
-// does not count begins from the same again.
+// The next step's start; a block for each tensor. A column of zeros would stay one, so it keeps what
+// it was. With a verdict: all that it was where that is not 0, else nothing is done.
 __global__ void __launch_bounds__(THREADS)
     keep_factors(const LowRank* __restrict__ parts, const u32* __restrict__ verdict) {
     SHARED_MEMORY(memory);
     u32* lanes = reinterpret_cast<u32*>(memory);
     const LowRank part = parts[blockIdx.x];
+    if (verdict && !*verdict) return;
     for (u32 k = 0; k < part.rank; k++) {
-        u32 peak = 0, total;
-        for (u64 j = threadIdx.x; j < part.columns; j += THREADS)
-            peak = max(peak, magnitude(part.second[j * part.rank + k]));
-        block_exclusive_sum(peak != 0, lanes, total);
-        const float* from = total && !*verdict ? part.second : part.right;
+        u32 peak = 0, total = 0;
+        if (!verdict) {
+            for (u64 j = threadIdx.x; j < part.columns; j += THREADS)
+                peak = max(peak, magnitude(part.second[j * part.rank + k]));
+            block_exclusive_sum(peak != 0, lanes, total);
+        }
+        const float* from = total ? part.second : part.right;
         for (u64 j = threadIdx.x; j < part.columns; j += THREADS)
             part.factor[j * part.rank + k] = from[j * part.rank + k];
         __syncthreads();  // all have read the total
