@@ -39,7 +39,7 @@ cluster-netns: install ## the same in network namespaces, without Docker; as roo
 test: install ## run all tests that this machine can run; ARGS="..." goes to pytest
 	@# pytest exits with 5 if ARGS select none of its tests: of one part that is well, not of both.
 	pytest -m parallel $(JOBS) $(ARGS); first=$$?; [ $$first -eq 0 ] || [ $$first -eq 5 ] || exit $$first; \
-	pytest -m "not parallel" -n auto --maxprocesses 4 $(ARGS); second=$$?; \
+	pytest -m "not parallel" -n auto --maxprocesses 4 --dist worksteal $(ARGS); second=$$?; \
 	[ $$second -eq 0 ] || { [ $$second -eq 5 ] && [ $$first -eq 0 ]; } || exit $$second
 
 test-core: install ## run the tests that need no framework, no MPI and no emulated GPU

@@ -9,6 +9,7 @@ import hashlib
 import random
 
 import numpy as np
+import pytest
 
 from horovod_fftcomp import list_compressors
 from horovod_fftcomp.buckets import Bucket
@@ -44,7 +45,19 @@ TOGETHER: dict[str, dict[str, object]] = {
 }
 STEPS_TOGETHER, COMPARED = 50, 4  # the first are compared with a simulation
 EACH = [name for name in list_compressors() if name not in TOGETHER]
+# One of each list of rounds: what else a recipe does no transport changes.
+OF_EACH_ROUND = ("none", "fp16", "topk", "scalecom", "gtopk", "powersgd")
 RULES = [(name, {"recipe": name, **options}) for name, options in TOGETHER.items()]
+
+
+def over_gloo_too(recipes, *values):
+    """Return parameters, each with ``values``: all run over MPI, few of the recipes over Gloo."""
+    return [
+        pytest.param(
+            recipe, *values, marks=[pytest.mark.transport] if recipe in OF_EACH_ROUND else []
+        )
+        for recipe in recipes
+    ]
 
 
 def gradients(ranks: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from horovod_fftcomp import (
 from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.settings import Settings
 from horovod_fftcomp.torch import Compression
+from tests import payloads
 from tests.parallel.models import distributed, flat, make_model, small_buckets, train
 
 
@@ -39,8 +40,9 @@ def gradients(steps=5):
     return (numbers / 64).astype(np.float32)
 
 
-@pytest.mark.transport
-@pytest.mark.parametrize("recipe", ["fp16", "topk", "fft", "scalecom", "gtopk", "auto", "onebit"])
+@pytest.mark.parametrize(
+    "recipe", payloads.over_gloo_too(["fp16", "topk", "fft", "scalecom", "gtopk", "auto", "onebit"])
+)
 def test_gradients_and_residuals_are_those_of_a_simulation(recipe, same_everywhere):
     model, own = OneTensor(), gradients()
     compression = getattr(Compression, recipe)(model, ranks_per_node=2, timeout_s=200)

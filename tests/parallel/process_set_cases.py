@@ -11,6 +11,7 @@ from torch import nn
 
 from horovod_fftcomp import ConfigMismatchError, get_scheme
 from horovod_fftcomp.torch import Compression
+from tests import payloads
 from tests.parallel.models import batches, make_model, small_buckets
 
 
@@ -28,8 +29,10 @@ def in_set(model, compression, process_set):
     )
 
 
-@pytest.mark.transport
-@pytest.mark.parametrize("recipe", ["none", "fp16", "bf16", "topk", "fft", "random_k", "scalecom"])
+@pytest.mark.parametrize(
+    "recipe",
+    payloads.over_gloo_too(["none", "fp16", "bf16", "topk", "fft", "random_k", "scalecom"]),
+)
 def test_members_agree_and_the_others_are_left_alone(recipe, sets):
     model = make_model()
     compression = small_buckets(model, recipe, process_set=sets["pair"])

@@ -28,11 +28,10 @@ class OneTensor(nn.Module):
 COMPRESSED = [name for name in payloads.EACH if name != "none"]
 
 
-@pytest.mark.transport
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        *((recipe, {}) for recipe in COMPRESSED),
+        *payloads.over_gloo_too(COMPRESSED, {}),
         ("topk", {"scope": "bucket"}),
         ("topk", {"scope": "model"}),
         ("random_k", {"exchange": "gather"}),

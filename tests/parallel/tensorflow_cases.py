@@ -20,8 +20,7 @@ from tests.parallel.tensorflow_models import (
 )
 
 
-@pytest.mark.transport
-@pytest.mark.parametrize("recipe", payloads.EACH)
+@pytest.mark.parametrize("recipe", payloads.over_gloo_too(payloads.EACH))
 def test_ranks_are_bit_identical_after_50_steps(recipe, same_everywhere):
     model = Layers()
     compression = small_buckets(model, recipe)

@@ -9,11 +9,13 @@ import tensorflow as tf
 
 from horovod_fftcomp import simulate
 from horovod_fftcomp.tensorflow import Compression
+from tests import payloads
 from tests.parallel.tensorflow_models import Layers, small_buckets, train
 
 
-@pytest.mark.transport
-@pytest.mark.parametrize("recipe", ["fp16", "topk", "fft", "scalecom", "gtopk", "auto", "onebit"])
+@pytest.mark.parametrize(
+    "recipe", payloads.over_gloo_too(["fp16", "topk", "fft", "scalecom", "gtopk", "auto", "onebit"])
+)
 def test_a_node_of_two_and_one_of_one_are_those_of_a_simulation(recipe, same_everywhere):
     weight = tf.Variable(tf.zeros([60, 100]))
     options = {"ranks_per_node": 2, "timeout_s": 200, "warmup_steps": 1}

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from horovod_fftcomp import get_scheme
+from tests import payloads
 from tests.parallel.tensorflow_models import Layers, batches, small_buckets, stepper, train
 
 
@@ -16,8 +17,10 @@ def sets():
     return {"pair": hvd.add_process_set([0, 2]), "rest": hvd.add_process_set([1])}
 
 
-@pytest.mark.transport
-@pytest.mark.parametrize("recipe", ["none", "fp16", "bf16", "topk", "fft", "random_k", "scalecom"])
+@pytest.mark.parametrize(
+    "recipe",
+    payloads.over_gloo_too(["none", "fp16", "bf16", "topk", "fft", "random_k", "scalecom"]),
+)
 def test_members_agree_and_the_others_are_left_alone(recipe, sets):
     model = Layers()
     compression = small_buckets(model, recipe, process_set=sets["pair"])

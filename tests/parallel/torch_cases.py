@@ -23,8 +23,7 @@ from tests.parallel.models import (
 )
 
 
-@pytest.mark.transport
-@pytest.mark.parametrize("recipe", payloads.EACH)
+@pytest.mark.parametrize("recipe", payloads.over_gloo_too(payloads.EACH))
 def test_ranks_are_bit_identical_after_50_steps(recipe, same_everywhere):
     model = make_model()
     compression = small_buckets(model, recipe)
@@ -146,11 +145,12 @@ def test_gradient_accumulation_compresses_once_a_step(same_everywhere):
     assert compression.stats()["collectives"] == 4 * 3
 
 
-@pytest.mark.transport
 @pytest.mark.parametrize(
     ("bad", "step"), [(float("nan"), 0), (float("inf"), 3), (-float("inf"), 3)]
 )
-@pytest.mark.parametrize("recipe", ["fp16", "bf16", "topk", "fft", "dct", "random_block"])
+@pytest.mark.parametrize(
+    "recipe", payloads.over_gloo_too(["fp16", "bf16", "topk", "fft", "dct", "random_block"])
+)
 @pytest.mark.parametrize("where", ["compressed", "dense"])
 def test_a_bad_gradient_on_one_rank_is_a_step_that_never_was(
     step, where, recipe, bad, same_everywhere
