@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import weakref
-from types import FrameType
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -56,10 +55,13 @@ class Watch:
     def look(self) -> None:
         """End the job if the time is over."""
         steps = self._steps()
-        if steps is None or not self._out:
-            return
-        if not _is_tensorflow_running():  # an error elsewhere has ended the step
-            self.rest()
+        if steps is None or not self._out or not steps.lock.acquire(blocking=False):
+            return  # who holds the lock is at work in a step
+        try:
+            if not _is_tensorflow_running():  # an error elsewhere has ended the step
+                self.rest()
+        finally:
+            steps.lock.release()
         if not self._out or time.monotonic() - self._since < self._timeout_s:
             return
         message = "ConfigMismatchError: " + no_answer(repr(self._last), self._timeout_s)
@@ -75,13 +77,13 @@ def _await_shutdown() -> None:
 
 
 def _is_tensorflow_running() -> bool:
-    for frame in sys._current_frames().values():
-        below: FrameType | None = frame
-        while below is not None:
-            if below.f_code is quick_execute.__code__:
-                return True
-            below = below.f_back
-    return False
+    """Tell whether a thread waits for TensorFlow.
+
+    What is below another thread's uppermost frame is not looked at: if TensorFlow's threads run
+    meanwhile, CPython 3.11 may read frames that are gone, and crash.
+    """
+    frames = sys._current_frames().values()
+    return any(frame.f_code is quick_execute.__code__ for frame in frames)
 
 
 def _look(reference: weakref.ref[Watch]) -> None:

@@ -8,9 +8,15 @@ import pytest
 import tensorflow as tf
 
 from horovod_fftcomp import simulate
-from horovod_fftcomp.tensorflow import Compression
+from horovod_fftcomp.tensorflow import Compression, watch
 from tests import payloads
 from tests.parallel.tensorflow_models import Layers, small_buckets, train
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    """A look at other threads has to be safe at any moment."""
+    monkeypatch.setattr(watch, "_LOOK_S", 0.002)
 
 
 @pytest.mark.parametrize(

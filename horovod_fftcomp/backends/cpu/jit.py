@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.core.caching import IndexDataCacheFile
 
 _HERE = Path(__file__).parent
 _SOURCES = (
@@ -27,15 +28,39 @@ def digest_of(sources: tuple[Path, ...]) -> str:
 _DIGEST = digest_of(_SOURCES)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compile what Python calls, once, for one combination of types, and keep it on disk.
+class _Files(IndexDataCacheFile):
+    """A function's variants on disk, each in a file whose name tells what it was made from.
 
-    Numba numbers a function's variants, and ranks that compile different ones at the same time
-    could mix them up. It would also keep a function when another that is part of it has changed,
-    in this file or the next; so the file's name tells the text of all of them.
+    Numba numbers them. Ranks that compile different ones at the same time would take the same
+    number, and some run the wrong one from then on.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        self._save_data(self._file_of(key), data)
+
+    def load(self, key: Any) -> Any:
+        try:
+            return self._load_data(self._file_of(key))
+        except FileNotFoundError:
+            return None
+
+    def _file_of(self, key: Any) -> str:
+        made_from = repr((self._version, self._source_stamp, key)).encode()
+        return self._data_name(int(hashlib.sha256(made_from).hexdigest()[:16], 16))
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile what Python calls, and keep it on disk.
+
+    Numba would keep a function when another that is part of it has changed, in this file or the
+    next; so the file's name tells the text of all of them.
     """
     function.__qualname__ += f".{_DIGEST}"
-    return njit(cache=True, nogil=True)(function)
+    compiled = njit(cache=True, nogil=True)(function)
+    cache, kept = compiled._cache, compiled._cache._impl
+    stamp = kept.locator.get_source_stamp()
+    cache._cache_file = _Files(cache.cache_path, kept.filename_base, stamp)
+    return compiled
 
 
 # What kernels call; it becomes part of them.

@@ -16,7 +16,7 @@ _LANES = 256  # of a sum, as many as a GPU's block has threads
 
 def orthonormal(matrix: Array) -> Array:
     """See ``reference.orthonormal``."""
-    columns = matrix.T.astype(np.float64)
+    columns = matrix.T.astype(np.float64, order="C")
     _orthonormalize(columns)
     return np.ascontiguousarray(columns.T, np.float32)
 
