@@ -204,7 +204,8 @@ def _run(
 def _message(round_: Round, ranks: int) -> Message:
     if round_.divided:
         return Message("divided", ranks * round_.data.nbytes)
-    return Message(round_.collective, round_.data.nbytes)
+    dtype = round_.data.dtype.name if round_.collective == "allreduce" else "float32"
+    return Message(round_.collective, round_.data.nbytes, dtype)
 
 
 def _output(round_: Round, ranks: int) -> Array:

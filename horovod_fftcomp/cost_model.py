@@ -18,10 +18,14 @@ _MOST_RANKS = 1 << 20  # searched for a crossover
 
 
 class Message(NamedTuple):
-    """One collective and the bytes that each rank hands in; of "divided" all ranks together."""
+    """One collective and the bytes that each rank hands in; of "divided" all ranks together.
+
+    ``dtype``: of what is summed. Not all take the same time: Gloo adds float16 one by one.
+    """
 
     collective: str
     nbytes: int
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,14 @@ class Network:
         log2(p) alpha + n beta. Where times were measured, a straight line between the two nearest
         sizes.
         """
-        p, collective, n = ranks, message.collective, float(message.nbytes)
+        p, (collective, nbytes, dtype) = ranks, message
+        n = float(nbytes)
         if p < 2:
             return 0.0
         if collective == "divided":
             collective, n = "allgather", n / p
-        known = sorted((m.nbytes, t) for m, t in self.times_s if m.collective == collective)
-        if known and p == self.measured_ranks:
+        same = [(m.nbytes, t) for m, t in self.times_s if m[::2] == (collective, dtype)]
+        if (known := sorted(same)) and p == self.measured_ranks:
             return _between(known, n)
         if collective == "allreduce":
             time_s = 2 * (p - 1) * (self.reduce.alpha_s + n / p * self.reduce.beta_s)
@@ -96,7 +101,7 @@ def fitted_network(times_s: Sequence[tuple[Message, float]], ranks: int) -> Netw
     """
 
     def line(collective: str, steps: float, bytes_per_byte: float) -> Line:
-        found = [(m.nbytes, t) for m, t in times_s if m.collective == collective]
+        found = [(m.nbytes, t) for m, t in times_s if m[::2] == (collective, "float32")]
         if len({nbytes for nbytes, _ in found}) < 2:
             raise ValueError(f"times of {collective}s of at least two sizes are needed")
         fixed_s, slope = _fitted(found)
@@ -188,11 +193,11 @@ def step_time(compute: Compute, parts: Sequence[Part], network: Network, ranks: 
     while waiting:
         waiting.sort()
         begin = max(network_free, waiting[0][0])
-        kind = _message(order, waiting[0]).collective
-        fused = [w for w in waiting if w[0] <= begin and _message(order, w).collective == kind]
+        first = _message(order, waiting[0])
+        fused = [w for w in waiting if w[0] <= begin and _message(order, w)[::2] == first[::2]]
         waiting = [w for w in waiting if w not in fused]
         nbytes = sum(_message(order, w).nbytes for w in fused)
-        taken = network.seconds(Message(kind, nbytes), ranks)
+        taken = network.seconds(first._replace(nbytes=nbytes), ranks)
         network_free = begin + taken
         exchange_s += taken
         for _, number, round_ in fused:

@@ -155,7 +155,7 @@ def test_a_script_and_the_network_are_measured(capsys, monkeypatch, tmp_path):
     # Nothing where the network was slower, on a busy machine, when it was measured alone.
     assert found["compute_s"] < found["measured_step_s"]["random_block"]
     assert 0 <= found["network"]["gather"]["beta_s"] < 1e-6
-    assert 4 * n_parameters in [nbytes for _, nbytes, _ in found["probe"]]
+    assert 4 * n_parameters in [nbytes for _, nbytes, *_ in found["probe"]]
     assert 0 < topk["relative_error"] < 1
     assert "The script's step without compression took" in capsys.readouterr().out
 

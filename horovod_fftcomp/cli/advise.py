@@ -7,7 +7,8 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -235,19 +236,27 @@ def _network(
     return given_network(parsed.gbit_per_s, (parsed.latency_us or 50) / 1e6), []
 
 
+def _planned(options: list[Option], ranks: int) -> Iterator[Message]:
+    """Yield small and large collectives of all kinds, and ones of each option's whole size."""
+    sizes = {(collective, "float32"): {4} for collective in ("allreduce", "allgather")}
+    for option in options:
+        handed_in: Counter[tuple[str, str]] = Counter()
+        for collective, nbytes, dtype in (m for part in option.parts for m in part.messages):
+            if collective == "divided":
+                collective, nbytes = "allgather", nbytes // ranks
+            handed_in[collective, dtype] += nbytes
+        for kind, nbytes in handed_in.items():
+            sizes.setdefault(kind, {4}).add(min(max(4, nbytes), _MOST_PROBED_NBYTES))
+    for (collective, dtype), found in sizes.items():
+        for nbytes in found | {1 << 16, 1 << 20}:
+            yield Message(collective, nbytes, dtype)
+
+
 def _probed(
     parsed: argparse.Namespace, options: list[Option]
 ) -> tuple[Network, list[tuple[Message, float]]]:
     """Time small and large collectives, and fake payloads of the planned sizes."""
-    planned = {Message("allreduce", 4), Message("allgather", 4)}
-    for collective in ("allreduce", "allgather"):
-        planned |= {Message(collective, nbytes) for nbytes in (1 << 16, 1 << 20)}
-    for option in options:
-        for collective in ("allreduce", "allgather"):
-            parts = [m.nbytes for p in option.parts for m in p.messages if m[0] == collective]
-            nbytes = min(sum(parts), _MOST_PROBED_NBYTES)
-            planned |= {Message(collective, nbytes)} if nbytes else set()
-    messages = sorted(planned)
+    messages = sorted(_planned(options, parsed.np))
     command = [sys.executable, "-m", "horovod_fftcomp.torch.network", json.dumps(messages)]
     lines: list[str] = []
     launcher = parsed.launcher or jobs.default_launcher()

@@ -1,7 +1,7 @@
 """Times of collectives between the ranks of a job; ``advise`` starts it as a module.
 
-Its argument is JSON: a list of [collective, bytes that each rank hands in]. Every rank reports for
-``jobs.launch``; ``times`` are medians in seconds, in the order of the list.
+Its argument is JSON: a list of [collective, bytes that each rank hands in, dtype of sums]. Every
+rank reports for ``jobs.launch``; ``times`` are medians in seconds, in the order of the list.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ _BUDGET_S = 1.0
 
 def main() -> None:
     """Time the collectives that the command line names."""
-    messages = [(kind, int(nbytes)) for kind, nbytes in json.loads(sys.argv[1])]
+    messages = json.loads(sys.argv[1])
     hvd.init()
     torch.set_num_threads(1)
-    times = [_median_s(_collective(kind, nbytes)) for kind, nbytes in messages]
+    times = [_median_s(_collective(*message)) for message in messages]
     found = {"world_size": hvd.size(), "local_size": hvd.local_size(), "times": times}
     jobs.report({"rank": hvd.rank(), **found})
     hvd.shutdown()
 
 
-def _collective(kind: str, nbytes: int) -> Callable[[], object]:
-    name = f"fftcomp.network.{kind}.{nbytes}"
+def _collective(kind: str, nbytes: int, dtype: str) -> Callable[[], object]:
+    name = f"fftcomp.network.{kind}.{nbytes}.{dtype}"
     if kind == "allreduce":
-        values = torch.zeros(max(1, nbytes // 4))
+        of_sums = getattr(torch, dtype)
+        values = torch.zeros(max(1, nbytes // of_sums.itemsize), dtype=of_sums)
         return lambda: hvd.allreduce(values, name=name, op=hvd.Sum)
     data = torch.zeros(max(1, nbytes), dtype=torch.uint8)
     return lambda: hvd.allgather(data, name=name)

@@ -56,7 +56,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     next; so the file's name tells the text of all of them.
     """
     function.__qualname__ += f".{_DIGEST}"
-    compiled = njit(cache=True, nogil=True)(function)
+    compiled: Any = njit(cache=True, nogil=True)(function)
     cache, kept = compiled._cache, compiled._cache._impl
     stamp = kept.locator.get_source_stamp()
     cache._cache_file = _Files(cache.cache_path, kept.filename_base, stamp)
