@@ -2,16 +2,20 @@
 
     python benchmarks/forecast.py --launcher "horovodrun -H a:1,b:1" --label "1 Gbit/s" train.py
 
-The script is started by ``advise`` and by ``run --compare`` with each recipe; the last lines are
-the two side by side. ``--out`` appends the rows to a list in a JSON file.
+The script is started by ``run --compare`` with each recipe, then by ``advise``, then once more by
+``run --compare``: a machine is not as fast in one minute as in the next, so a step takes what it
+took in the mean before and after the forecast. The last lines are the two side by side. ``--out``
+appends the rows to a list in a JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -33,13 +37,17 @@ def main() -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        forecast, measured = Path(folder) / "forecast.json", Path(folder) / "measured.json"
-        common = ["--launcher", args.launcher, "--steps", args.steps]
-        advise = ["advise", "--recipes", args.recipes, "--json", str(forecast)]
-        command_line([*advise, *common, *args.script])
-        compare = ["run", "--compare", f"none,{args.recipes}", "--json", str(measured)]
-        command_line([*compare, *common, *args.script])
-        result = beside(json.loads(forecast.read_text()), json.loads(measured.read_text()))
+        path = Path(folder) / "found.json"
+        common = ["--json", str(path), "--launcher", args.launcher, "--steps", args.steps]
+
+        def found(*command: str) -> Any:
+            command_line([*command, *common, *args.script])
+            return json.loads(path.read_text())
+
+        before = found("run", "--compare", f"none,{args.recipes}")
+        forecast = found("advise", "--recipes", args.recipes)
+        after = found("run", "--compare", f"none,{args.recipes}")
+        result = beside(forecast, before, after)
     result = {"label": args.label, "machine": machine.describe(), **result}
     print_table(result)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -48,15 +56,17 @@ def main() -> None:
     print(f"wrote {args.out}")
 
 
-def beside(forecast: dict, measured: list[dict]) -> dict:
+def beside(forecast: dict, *measured: list[dict]) -> dict:
     """Return forecast and measured seconds of each recipe, and whether the advice was right."""
-    steps = {row["recipe"]: row["ranks"][0]["step_s"] for row in measured}
-    rows = [
-        {"recipe": label, "forecast_s": row["total_s"], "measured_s": step_s}
-        for row, (label, step_s) in zip(forecast["recipes"], steps.items(), strict=True)
-    ]
-    for row in rows:
-        row["error"] = row["forecast_s"] / row["measured_s"] - 1
+    rows = []
+    for row, *runs in zip(forecast["recipes"], *measured, strict=True):
+        runs_s = [run["ranks"][0]["step_s"] for run in runs]
+        step_s = statistics.mean(runs_s)
+        error = row["total_s"] / step_s - 1
+        label = runs[0]["recipe"]
+        rows.append({"recipe": label, "forecast_s": row["total_s"], "measured_s": step_s})
+        rows[-1] |= {"error": error, "runs_s": runs_s}
+    steps = {row["recipe"]: row["measured_s"] for row in rows}
     pick = forecast["advice"]["recipe"] or "none"
     others = [step_s for label, step_s in steps.items() if label != "none"]
     return {
@@ -72,11 +82,12 @@ def beside(forecast: dict, measured: list[dict]) -> dict:
 def print_table(result: dict) -> None:
     """Print a recipe a row, then the advice."""
     table = Table(title=result["label"])
-    for column in ("recipe", "forecast ms", "measured ms", "error %"):
+    for column in ("recipe", "forecast ms", "measured ms", "before, after", "error %"):
         table.add_column(column, justify="right")
     for row in result["rows"]:
-        times = (f"{1e3 * row[key]:.1f}" for key in ("forecast_s", "measured_s"))
-        table.add_row(row["recipe"], *times, f"{100 * row['error']:+.0f}")
+        times = [f"{1e3 * row[key]:.1f}" for key in ("forecast_s", "measured_s")]
+        runs = ", ".join(f"{1e3 * run_s:.1f}" for run_s in row["runs_s"])
+        table.add_row(row["recipe"], *times, runs, f"{100 * row['error']:+.0f}")
     Console().print(table)
     near = sum(abs(row["error"]) <= NEAR for row in result["rows"])
     said = "a gain" if result["pick"] != "none" else "no gain"

@@ -13,6 +13,7 @@ from torch import nn
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--width", type=int, default=256)
+parser.add_argument("--batch", type=int, default=64)
 parser.add_argument("--fp16-allreduce", action="store_true")
 parser.add_argument("--use-adasum", action="store_true")
 parser.add_argument("--fail", action="store_true")
@@ -31,7 +32,7 @@ dataset = torch.utils.data.TensorDataset(
 sampler = torch.utils.data.distributed.DistributedSampler(
     dataset, num_replicas=hvd.size(), rank=hvd.rank()
 )
-loader = torch.utils.data.DataLoader(dataset, batch_size=64, sampler=sampler)
+loader = torch.utils.data.DataLoader(dataset, batch_size=args.batch, sampler=sampler)
 
 model = nn.Sequential(
     nn.Linear(64, args.width),
