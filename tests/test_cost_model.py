@@ -155,6 +155,17 @@ def test_messages_that_wait_go_as_one():
     assert found.exchange_s == pytest.approx(NETWORK.seconds(Message("allreduce", 50_000), 2))
 
 
+def test_sums_of_another_dtype_have_times_of_their_own():
+    times = [(Message(c, n), 1e-3) for c in ("allreduce", "allgather") for n in (4, 1000)]
+    times += [(Message("allreduce", n, "float16"), 1e-2) for n in (4, 1000)]
+    found = fitted_network(times, 2)
+    assert found.seconds(Message("allreduce", 500), 2) == pytest.approx(1e-3)
+    assert found.seconds(Message("allreduce", 500, "float16"), 2) == pytest.approx(1e-2)
+    assert found.reduce.beta_s < 1e-9  # the others do not count
+    parts = [Part(1.0, (Message("allreduce", 500, dtype),)) for dtype in ("float16", "float32")]
+    assert step_time(Compute(0.1), parts, found, 2).exchange_s == pytest.approx(11e-3)
+
+
 def test_encoding_hides_only_where_there_is_a_core_for_it():
     parts = gathers(encode_s=0.005)
     alone = step_time(Compute(0.3, spare_core=False), parts, ENDLESS, 4)
