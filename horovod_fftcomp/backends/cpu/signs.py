@@ -54,23 +54,22 @@ def _encode_signs(a, b, values, starts, words, sums, counts):
     for begin in range(0, values.size, GROUP):
         part = values[begin : begin + GROUP]
         if a.size:
-            addend = b[begin : begin + GROUP]
-            part[:] = a[begin : begin + GROUP]
+            grad, addend = a[begin : begin + GROUP], b[begin : begin + GROUP]
             for i in range(part.size):
-                part[i] += addend[i]
-        width = (part.size + _DIGITS - 1) // _DIGITS
-        if part.size < GROUP:
-            rest[: part.size] = part
-            _pack(rest, words[to : to + width])
-        else:
-            _pack(part, words[to : to + width])
-        to += width
+                part[i] = grad[i] + addend[i]
         while piece < sums.shape[0] and starts[piece] < begin + GROUP:
             here = part[starts[piece] - begin : starts[piece + 1] - begin]
             _sides(here, up, down)
             sums[piece, 0], sums[piece, 1] = up[0], down[0]
             counts[piece] = _count_negative(here)
             piece += 1
+        width = (part.size + _DIGITS - 1) // _DIGITS  # later, from the cache: it reads 32 places
+        if part.size < GROUP:
+            rest[: part.size] = part
+            _pack(rest, words[to : to + width])
+        else:
+            _pack(part, words[to : to + width])
+        to += width
 
 
 @inlined
