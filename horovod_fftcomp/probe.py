@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,6 +16,8 @@ from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Context, Exchange, OldState, Outcome, Scheme, Tensor
+from horovod_fftcomp.schemes.around import Around
+from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.powersgd import PowerSgd
@@ -63,19 +66,30 @@ def probe(device: Device, schemes: Iterable[Scheme]) -> None:
     """
     steps = np.arange(math.prod(_TENSOR.shape), dtype=np.float64)
     grad = (np.sin(0.37 * steps) * np.exp2(steps % 13)).astype(np.float32)
-    for scheme in schemes:
-        asked = replace(scheme, threshold=1.0) if isinstance(scheme, HardThreshold) else scheme
-        tolerance = 0.0
-        if isinstance(asked, Gather) and not isinstance(asked.codec.transform, Identity):
-            tolerance, asked = 1e-5, replace(asked, sign=False)  # a rounding might change a sign
-        elif isinstance(asked, PowerSgd):  # users may let PyTorch multiply in TF32, of 11 bits
-            tolerance, asked = 0.01, replace(asked, rank=min(asked.rank, 8))
+    for asked, tolerance in itertools.chain.from_iterable(map(_questions, schemes)):
         expected, total = (_exchanged(asked, (grad, -grad[::-1]), on) for on in (None, device))
         error, peak = float(np.abs(total - expected).max()), float(np.abs(expected).max())
         if not error <= tolerance * peak:
             raise UnsupportedError(
-                f"a sum with values up to {peak:.3g} is wrong by {error:.3g}: {scheme!r}"
+                f"a sum with values up to {peak:.3g} is wrong by {error:.3g}: {asked!r}"
             )
+
+
+def _questions(scheme: Scheme) -> Iterator[tuple[Scheme, float]]:
+    """Yield what is asked for a scheme, and by how much of the peak the answer may differ."""
+    if isinstance(scheme, Around):
+        yield from _questions(scheme.scheme)
+    elif isinstance(scheme, Auto):
+        for codec in scheme.samples(_TENSOR.shape):
+            yield from _questions(Gather(codec, scheme.error_feedback))
+    elif isinstance(scheme, HardThreshold):
+        yield replace(scheme, threshold=1.0), 0.0
+    elif isinstance(scheme, Gather) and not isinstance(scheme.codec.transform, Identity):
+        yield replace(scheme, sign=False), 1e-5  # a rounding might change a sign
+    elif isinstance(scheme, PowerSgd):  # users may let PyTorch multiply in TF32, of 11 bits
+        yield replace(scheme, rank=min(scheme.rank, 8)), 0.01
+    else:
+        yield scheme, 0.0
 
 
 def _exchanged(scheme: Scheme, grads: Sequence[Array], device: Device | None) -> Array:

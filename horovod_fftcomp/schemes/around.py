@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backends.gpu import Device, on_device
 from horovod_fftcomp.schemes import OldState, Scheme, Tensor
 
 
 class Around(Scheme):
-    """A scheme around ``scheme``, whose state it keeps; it computes nothing on a GPU."""
+    """A scheme around ``scheme``, whose state it keeps."""
 
     scheme: Scheme
 
@@ -47,3 +50,33 @@ class Around(Scheme):
     def residual(self, state: OldState, tensor: Tensor) -> Array:
         """Return what is not sent yet of ``tensor``, float32 in its shape, in a new array."""
         return self.scheme.residual(state, tensor)
+
+
+def numels_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how many elements each tensor has."""
+    return [math.prod(tensor.shape) for tensor in tensors]
+
+
+def join(parts: Sequence[Any], numels: Sequence[int], device: Device | None) -> Any:
+    """Return flat float32 ``parts`` one after the other, in a new array; zeros for None.
+
+    On the device, if there is one.
+    """
+    if device is not None:
+        return device.joined(
+            [
+                device.zeros(numel) if part is None else on_device(part, device)
+                for part, numel in zip(parts, numels, strict=True)
+            ]
+        )
+    filled = [
+        np.zeros(numel, np.float32) if part is None else part
+        for part, numel in zip(parts, numels, strict=True)
+    ]
+    return np.concatenate(filled, out=load_backend("cpu").empty(sum(numels)))
+
+
+def split(whole: Any, numels: Sequence[int]) -> list[Any]:
+    """Return views of the consecutive parts of an array, the device's or NumPy's."""
+    ends = np.cumsum(numels).tolist()
+    return [whole[end - numel : end] for end, numel in zip(ends, numels, strict=True)]

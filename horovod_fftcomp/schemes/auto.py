@@ -12,6 +12,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backends.gpu import on_host
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, RangeFloat
 from horovod_fftcomp.schemes import (
@@ -26,6 +27,7 @@ from horovod_fftcomp.schemes import (
 )
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import gather
+from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
 from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity, Transform
 
@@ -88,14 +90,22 @@ class Auto(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         chosen = [_chosen(state, tensor) for tensor in tensors]
-        carried = dict(state.get("residual", {}))
-        trials = dict(state.get("trials", {}))
+        trials, device = dict(state.get("trials", {})), context.device
+        if device is not None and not self.tries and DENSE not in chosen:
+            codecs = [self.codec(t.shape, c) for t, c in zip(tensors, chosen, strict=True)]
+            outcome = yield from gather_on_device(
+                codecs, tensors, grads, state, context, self.error_feedback
+            )
+            outcome.state.update({"choice": dict(state.get("choice", {})), "trials": trials})
+            return outcome
+        grads = [None if grad is None else on_host(grad, device) for grad in grads]
+        carried = {n: on_host(array, device) for n, array in state.get("residual", {}).items()}
         if self.tries:
             own = [self._tried(t, grad) for t, grad in zip(tensors, grads, strict=True)]
             summed = yield Round("allreduce", np.concatenate(own))
             for tensor, new in zip(tensors, np.split(summed, len(tensors)), strict=True):
                 before = None if self.begins else trials.get(tensor.name)
-                trials[tensor.name] = new if before is None else before + new
+                trials[tensor.name] = new.copy() if before is None else before + new
             decided = self._decided(tensors, chosen, trials, context.world_size)
             carried = {
                 tensor.name: self._moved(carried[tensor.name], tensor, old, new)
@@ -112,6 +122,18 @@ class Auto(Scheme):
                 codecs, tensors, grads, carried, context, self.error_feedback
             )
         return outcome._replace(state={**outcome.state, "choice": choices, "trials": trials})
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange, whatever is chosen; see ``Scheme``.
+
+        In trials it is this scheme that takes arrays to the host, by whose clock a bucket may
+        travel dense.
+        """
+        return self.gbit_per_s is None and all(_are_served(t.shape, self.ratio) for t in tensors)
+
+    def samples(self, shape: tuple[int, ...]) -> list[Codec]:
+        """Return codecs of a few candidates, which have all transforms and all bits among them."""
+        return [self.codec(shape, c) for c in range(1, len(CANDIDATES) + 1, len(BITS) + 1)]
 
     def codec(self, shape: tuple[int, ...], choice: int) -> Codec:
         """Return the codec of a choice for tensors of ``shape``: as much as the bytes allow."""
@@ -276,3 +298,10 @@ def _codec(transform: Transform, bits: int, shape: tuple[int, ...], ratio: float
         else:
             high = k - 1
     return Codec(transform, TopK(low / max(1, n)), RangeFloat(bits))
+
+
+@functools.lru_cache(1 << 14)
+def _are_served(shape: tuple[int, ...], ratio: float) -> bool:
+    """Tell whether a GPU can compute an exchange of a tensor by any candidate."""
+    codecs = [_codec(transform, bits, shape, ratio) for transform, bits in CANDIDATES]
+    return all(serves(codec, [Tensor("", shape)]) for codec in codecs)

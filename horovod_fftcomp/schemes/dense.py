@@ -21,8 +21,10 @@ from horovod_fftcomp.schemes import (
     Outcome,
     Round,
     Scheme,
+    State,
     Tensor,
 )
+from horovod_fftcomp.schemes.around import split
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,16 @@ def _sum_on_device(
         arrived = yield Round("allreduce", message)
         reduced = device.empty(n)
         launch("read_halves", arrived, n, reduced)
+    return outcome_on_device(reduced, sizes, {}, device)
+
+
+def outcome_on_device(reduced: Any, sizes: Sequence[int], state: State, device: Device) -> Outcome:
+    """Return the outcome of sums that a GPU has one after the other, if all of them count."""
     not_finite = device.zeros(1, np.uint32)
-    launch("find_beyond", reduced, n, np.uint32(LARGEST_FINITE_BITS), not_finite)
-    ends = np.cumsum(sizes).tolist()
-    sums = [reduced[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    beyond = np.uint32(LARGEST_FINITE_BITS)
+    _launcher(device)("find_beyond", reduced, sum(sizes), beyond, not_finite)
     later = OnDevice(not_finite, device.zeros(0, np.uint32), lambda verdict: None, None)
-    return Outcome(sums, {}, True, on_device=later)
+    return Outcome(split(reduced, sizes), state, True, on_device=later)
 
 
 def half_limits(context: Context) -> tuple[int, float]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from horovod_fftcomp.backends import Array, load_backend
 from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, State, Tensor
-from horovod_fftcomp.schemes.around import Around
+from horovod_fftcomp.schemes.around import Around, join, numels_of, split
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.shared import Shared
 
@@ -31,35 +27,33 @@ class Joined(Around):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        numels = [math.prod(tensor.shape) for tensor in tensors]
-        whole = Tensor(f"{self.scope} from {tensors[0].name} on", (sum(numels),))
+        numels, whole, device = numels_of(tensors), self._whole(tensors), context.device
         # A frozen tensor sends zeros: its residual takes no part, and stays as it is.
         takes_part = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is not None}
         before = {
             kind: {
-                whole.name: _joined(
-                    [arrays.get(t.name) if t.name in takes_part else None for t in tensors], numels
+                whole.name: join(
+                    [arrays.get(t.name) if t.name in takes_part else None for t in tensors],
+                    numels,
+                    device,
                 )
             }
             for kind, arrays in state.items()
         }
         outcome = yield from self.scheme.exchange(
-            [whole], [_joined(grads, numels)], before, context
+            [whole], [join(grads, numels, device)], before, context
         )
-        ends = np.cumsum(numels)[:-1]
         after: State = {}
         for kind, arrays in outcome.state.items():
             kept = {n: a for n, a in state.get(kind, {}).items() if n not in takes_part}
-            parts = np.split(arrays[whole.name], ends) if arrays else []
+            parts = split(arrays[whole.name], numels) if arrays else []
             new = zip(tensors, parts, strict=False)
             after[kind] = kept | {t.name: part for t, part in new if t.name in takes_part}
-        return outcome._replace(sums=np.split(outcome.sums[0], ends), state=after)
+        return outcome._replace(sums=split(outcome.sums[0], numels), state=after)
 
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return self.scheme.runs_on_device([self._whole(tensors)])
 
-def _joined(parts: Sequence[Array | None], numels: Sequence[int]) -> Array:
-    """Return the flat float32 ``parts`` one after the other, zeros for those that are None."""
-    filled = [
-        np.zeros(numel, np.float32) if part is None else part
-        for part, numel in zip(parts, numels, strict=True)
-    ]
-    return np.concatenate(filled, out=load_backend("cpu").empty(sum(numels)))
+    def _whole(self, tensors: Sequence[Tensor]) -> Tensor:
+        return Tensor(f"{self.scope} from {tensors[0].name} on", (sum(numels_of(tensors)),))

@@ -6,16 +6,15 @@ so that the ranks of a node share the work; leaders exchange by another scheme.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.quantizers import is_whole
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, is_whole
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -26,7 +25,8 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
 )
-from horovod_fftcomp.schemes.around import Around
+from horovod_fftcomp.schemes.around import Around, join, numels_of, split
+from horovod_fftcomp.schemes.dense import outcome_on_device
 
 Ranks = tuple[int, ...]
 
@@ -90,38 +90,48 @@ class PerNode(Around):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        layout = Layout(self.ranks_per_node, context.world_size)
+        layout, device = Layout(self.ranks_per_node, context.world_size), context.device
         node, leaders = layout.node_of(context.rank), layout.leaders(tensors)
-        leads = context.rank in leaders
-        numels = [math.prod(tensor.shape) for tensor in tensors]
-        ends = np.cumsum(numels)[:-1]
-
-        mine = np.zeros(sum(numels), np.float32)
-        for part, tensor, grad in zip(np.split(mine, ends), tensors, grads, strict=True):
-            if grad is not None:
-                part[:] = grad
-                if not leads and state:
-                    part += self.scheme.residual(state, tensor).reshape(-1)
+        leads, numels = context.rank in leaders, numels_of(tensors)
+        mine = join(grads if leads else self._owed(tensors, grads, state, device), numels, device)
         within = yield from _among(node, Round("allreduce", mine, inside=True))
         if not leads:
-            kept = _kept(tensors, grads, state)
             for collective in self.scheme.rounds:
                 yield Round(collective, mine[:0], among=())
-            if not leaders:
-                yield Round("allgather", mine[:0], among=())
-                return Outcome(np.split(within, ends), kept, bool(np.isfinite(within).all()))
-            result = yield from _among(node, Round("allgather", mine[:0], inside=True))
-            return Outcome(np.split(result[:-1], ends), kept, bool(result[-1]))
+            last = Round("allgather", mine[:0], inside=True)
+            if leaders:
+                within = yield from _among(node, last)
+            else:
+                yield last._replace(among=(), inside=False)
+            if any(state.values()):  # only the host can take a state back
+                within, device = on_host(within, device), None
+            return _summed(within, numels, _kept(tensors, grads, state), device)
 
         summed = [
-            None if grad is None and not part.any() else part
-            for part, grad in zip(np.split(within, ends), grads, strict=True)
+            None if grad is None and not on_host(part, device).any() else part
+            for part, grad in zip(split(within, numels), grads, strict=True)
         ]
         place = context._replace(rank=leaders.index(context.rank), world_size=len(leaders))
         outcome = yield from _between(leaders, self.scheme.exchange(tensors, summed, state, place))
-        result = np.concatenate([*outcome.sums, [np.float32(outcome.finite)]], dtype=np.float32)
+        result = join(outcome.sums, numels, device)
         yield from _among(node, Round("allgather", result, inside=True))
-        return outcome
+        return _checked(outcome, result, numels, device)
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return self.scheme.runs_on_device(tensors)
+
+    def _owed(
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, device: Device | None
+    ) -> list[Array | None]:
+        """Return gradients and what a rank that does not lead has not sent, from a loaded state."""
+        owing = {name for arrays in state.values() for name in arrays}
+        return [
+            grad
+            if grad is None or tensor.name not in owing
+            else on_host(grad, device) + self.scheme.residual(state, tensor).reshape(-1)
+            for tensor, grad in zip(tensors, grads, strict=True)
+        ]
 
     def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
         """Return in words what is chosen for a tensor; None where this rank does not lead."""
@@ -135,6 +145,33 @@ def _kept(tensors: Sequence[Tensor], grads: Grads, state: OldState) -> dict[str,
         kind: {name: array for name, array in arrays.items() if name in frozen}
         for kind, arrays in state.items()
     }
+
+
+def _summed(
+    within: Any, numels: Sequence[int], state: dict[str, dict[str, Array]], device: Device | None
+) -> Outcome:
+    """Return what sums of a node are to a rank that does not lead: bad if any is not finite.
+
+    Its leader's are the same, so they decide alike.
+    """
+    if device is not None:
+        return outcome_on_device(within, numels, state, device)
+    finite = load_backend("cpu").peak_bits(within) <= LARGEST_FINITE_BITS
+    return Outcome(split(within, numels), state, finite)
+
+
+def _checked(
+    outcome: Outcome, result: Any, numels: Sequence[int], device: Device | None
+) -> Outcome:
+    """Return a leader's outcome, which is bad if any of its sums, ``result``, is not finite."""
+    if outcome.on_device is None:
+        judged = _summed(on_host(result, device), numels, {}, None)
+        return outcome._replace(finite=outcome.finite and judged.finite)
+    assert device is not None
+    judged = outcome_on_device(result, numels, {}, device)
+    assert judged.on_device is not None
+    flags = [outcome.on_device.not_finite, judged.on_device.not_finite]
+    return outcome._replace(on_device=outcome.on_device._replace(not_finite=device.joined(flags)))
 
 
 def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:

@@ -127,7 +127,8 @@ class SparCml(Scheme):
     where that takes fewer bytes. Elsewhere payloads are gathered, and merged by every rank.
 
     Differs from Renggli et al.: positions are packed as in any payload, 32 bits each there, so that
-    a sum becomes dense later; ranks need not be a power of two.
+    a sum becomes dense later; ranks need not be a power of two. A GPU gathers, and adds in the
+    order of ranks.
     """
 
     density: float
@@ -150,6 +151,8 @@ class SparCml(Scheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        if context.device is not None:
+            return (yield from self._topk.exchange(tensors, grads, state, context))
         codec, carried = self.codec, state.get("residual", {})
         codecs = [codec] * len(tensors)
         own = encode(codecs, tensors, grads, carried, context, self.error_feedback, False)
@@ -164,6 +167,10 @@ class SparCml(Scheme):
         sums, finite, _ = summed(writers, tensors, arrived, 1)
         kept = {"residual": own.residuals} if self.error_feedback else {}
         return Outcome(sums, kept, finite, own.energies)
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return self._topk.runs_on_device(tensors)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""

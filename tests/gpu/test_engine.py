@@ -17,8 +17,10 @@ from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.probe import probe
 from horovod_fftcomp.schemes import MEASURE_EVERY, Tensor
+from horovod_fftcomp.schemes.auto import TRIAL_STEPS
+from horovod_fftcomp.schemes.nodes import Layout
 from horovod_fftcomp.world import exchange_once
-from tests.gpu.emulator import Emulator
+from tests.gpu.emulator import DeviceArray, Emulator
 
 # The recipes that a GPU computes, with their defaults.
 ON_DEVICE = (
@@ -34,11 +36,12 @@ ON_DEVICE = (
         "random_block",
     ),
     *("onebit", "efsignsgd", "qsgd", "terngrad", "dgc", "dorefa", "natural", "signsgd", "signum"),
-    *("demo", "powersgd"),
+    *("demo", "powersgd", "sparcml", "auto"),
 )
 # Of the cases below those of the host: by recipe, or by recipe and options.
 ON_HOST = (
     "adacomp",
+    ("auto", "gbit_per_s"),
     ("scalecom", "density", "selector"),
     ("dgc", "density", "max_norm"),
     ("dgc", "density", "warmup_steps"),  # a density of 1 in 32 bits travels as it is
@@ -104,6 +107,10 @@ def run_step(engines, grads):
         ("dgc", {"density": 1.0, "warmup_steps": 2}, 0),
         ("dgc", {"density": 0.05, "max_norm": 1.0}, 0),  # of the host
         ("adacomp", {}, 0),  # of the host
+        ("sparcml", {"density": 0.05}, 0),
+        ("topk", {"density": 0.05, "scope": "bucket"}, 0),
+        ("scalecom", {"density": 0.05, "scope": "bucket"}, 0),
+        ("auto", {"gbit_per_s": 1.0}, 0),  # of the host
         ("natural", {}, 0),
         ("dorefa", {}, 0),
         ("dorefa", {"bits": 1}, 0),
@@ -144,6 +151,66 @@ def test_steps_are_the_cpus(recipe, options, tolerance):
         for tensor in TENSORS:
             found, wanted = ours.residual(tensor.name), theirs.residual(tensor.name)
             np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "tolerance"),
+    [
+        ("topk", {"density": 0.05}, 0),
+        ("topk", {"density": 0.05, "warmup_steps": 2, "scope": "bucket"}, 0),
+        ("fp16", {}, 0),
+        ("scalecom", {"density": 0.05}, 0),
+        ("hard_threshold", {"density": 0.05, "calibrate_steps": 2}, 0),  # at first of the host
+        ("powersgd", {}, 0),
+        ("fft", {}, 2e-6),
+    ],
+)
+@pytest.mark.parametrize(("n_ranks", "ranks_per_node"), [(5, 2), (3, 4)])
+def test_between_nodes_steps_are_the_cpus(recipe, options, tolerance, n_ranks, ranks_per_node):
+    options = {**options, "ranks_per_node": ranks_per_node}
+    cpu, gpu = (make_engines(on, recipe, n_ranks, **options) for on in (None, Emulator()))
+    rng = np.random.default_rng(17)
+    for step in range(6):
+        grads = random_grads(rng, n_ranks)
+        if step in (2, 4):  # of a leader in one bucket at least, and of another rank
+            grads[step // 2][0][1][5] = np.nan
+        if step == 3:
+            grads[0][0][1] = grads[1][0][1] = None
+        expected = run_step(cpu, grads)
+        for ours, theirs in zip(run_step(gpu, grads), expected, strict=True):
+            assert tolerance or ours.tobytes() == theirs.tobytes()
+            scale = np.nan_to_num(np.abs(theirs)).max()
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * scale)
+    for ours, theirs in zip(gpu, cpu, strict=True):
+        assert ours.computes_on_device(0)
+        ours.read_device()
+        assert ours.costs.skipped_steps == theirs.costs.skipped_steps == 2
+        assert ours.costs.sent_nbytes == theirs.costs.sent_nbytes
+        assert ours.costs.inside_nbytes == theirs.costs.inside_nbytes
+        assert ours.costs.total_error == pytest.approx(theirs.costs.total_error, rel=1e-5)
+        for tensor in TENSORS:
+            found, wanted = ours.residual(tensor.name), theirs.residual(tensor.name)
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * 10)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_what_a_rank_owes_that_leads_no_more_arrives_when_a_step_counts(bad):
+    old, rng = make_engines(Emulator(), "topk", 4, density=0.05), np.random.default_rng(18)
+    run_step(old, random_grads(rng, 4))
+    saved = [engine.state_dict() for engine in old]
+    grads = [random_grads(rng, 4) for _ in range(2)]
+    if bad:
+        grads[0][1][1][0][7] = np.inf
+    found = []
+    for device in (None, Emulator()):
+        new = make_engines(device, "topk", 4, density=0.05, ranks_per_node=2)
+        for engine, state in zip(new, saved, strict=True):
+            engine.load_state_dict(state)
+        sums = [total.tobytes() for own in grads for total in run_step(new, own)]
+        norms = [engine.residual_norm() for engine in new]
+        assert norms.count(0.0) == 4 - len({Layout(2, 4).leaders([t]) for t in TENSORS[::2]}) * 2
+        found.append((sums, norms))
+    assert found[0] == found[1]
 
 
 def test_signs_of_sums_are_the_cpus_but_where_a_rounding_decides():
@@ -209,13 +276,47 @@ def test_low_rank_sums_are_the_cpus_whatever_the_matrices():
         assert engine.costs.skipped_steps == 1
 
 
+def test_between_trials_auto_is_the_cpus():
+    """A wave goes by a transform, what has large elements by none; trials are of the host."""
+    options = {"ratio": 20, "every": TRIAL_STEPS + 4}
+    cpu, gpu = (make_engines(on, "auto", **options) for on in (None, Emulator()))
+    rng = np.random.default_rng(16)
+    for step in range(2 * TRIAL_STEPS + 7):
+        grads = random_grads(rng)
+        for of_rank in grads:
+            of_rank[0][1] = np.sin(np.arange(3000) / rng.uniform(9, 11)).astype(np.float32)
+        if step == TRIAL_STEPS + 1:
+            grads[1][0][1][5] = np.nan
+        if step == TRIAL_STEPS + 2:
+            grads[0][0][1] = grads[1][0][1] = None
+        expected = run_step(cpu, grads)
+        for ours, theirs in zip(run_step(gpu, grads), expected, strict=True):
+            scale = np.nan_to_num(np.abs(theirs)).max()
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * scale)
+        in_trial = step % options["every"] < TRIAL_STEPS
+        for engine in gpu:
+            for arrays in (engine._state[0]["residual"], engine._state[1]["residual"]):
+                assert all(isinstance(a, DeviceArray) != in_trial for a in arrays.values())
+    for ours, theirs in zip(gpu, cpu, strict=True):
+        ours.read_device()
+        assert ours.choices() == theirs.choices()
+        assert {choice.split("(")[0] for choice in ours.choices().values()} > {"Identity"}
+        assert ours.costs.skipped_steps == theirs.costs.skipped_steps == 1
+        assert ours.costs.sent_nbytes == theirs.costs.sent_nbytes
+        saved, wanted = ours.state_dict()["state"], theirs.state_dict()["state"]
+        assert {k: {*arrays} for k, arrays in saved.items()} == {k: {*a} for k, a in wanted.items()}
+        for kind in ("choice", "trials"):
+            for name, array in wanted[kind].items():
+                assert saved[kind][name].tobytes() == array.tobytes()
+
+
 @pytest.mark.parametrize("recipe", ON_DEVICE)
 def test_what_arrived_may_be_overwritten_once_it_is_summed(recipe):
     """As TensorFlow does, which owns it, on a stream that knows nothing of ours."""
     options = {"threshold": 1.5} if recipe == "hard_threshold" else {}
     rng, device = np.random.default_rng(15), Emulator()
     expected, engines = (make_engines(on, recipe, **options) for on in (Emulator(), device))
-    for _ in range(3):
+    for _ in range(TRIAL_STEPS + 2 if recipe == "auto" else 3):
         grads = random_grads(rng)
         wanted = run_step(expected, grads)
         received = []

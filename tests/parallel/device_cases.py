@@ -42,6 +42,8 @@ def trained(recipe, steps, **options):
         ("natural", {}),
         ("signum", {}),
         ("hard_threshold", {"calibrate_steps": 3}),
+        ("sparcml", {}),
+        ("topk", {"scope": "bucket"}),
     ],
 )
 def test_a_training_is_the_cpus(recipe, options, on_gpu, same_everywhere):
@@ -70,7 +72,7 @@ def test_a_flipped_bit_is_found_where_it_is(on_gpu, monkeypatch):
         train(model, optimizer, 100)
 
 
-@pytest.mark.parametrize("recipe", ["fft", "dct", "demo", "powersgd"])
+@pytest.mark.parametrize("recipe", ["fft", "dct", "demo", "powersgd", "auto"])
 def test_ranks_stay_equal(recipe, on_gpu, same_everywhere):
     on_gpu()
     model, _, compression = trained(recipe, 8)

@@ -18,8 +18,9 @@ from horovod_fftcomp import (
 )
 from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.settings import Settings
-from horovod_fftcomp.torch import Compression
+from horovod_fftcomp.torch import Compression, compressor
 from tests import payloads
+from tests.gpu.torch_emulator import TorchEmulator
 from tests.parallel.models import distributed, flat, make_model, small_buckets, train
 
 
@@ -44,6 +45,16 @@ def gradients(steps=5):
     "recipe", payloads.over_gloo_too(["fp16", "topk", "fft", "scalecom", "gtopk", "auto", "onebit"])
 )
 def test_gradients_and_residuals_are_those_of_a_simulation(recipe, same_everywhere):
+    check_simulation(recipe, same_everywhere)
+
+
+@pytest.mark.parametrize("recipe", ["fp16", "topk", "scalecom", "onebit"])
+def test_and_on_a_gpu(recipe, same_everywhere, monkeypatch):
+    monkeypatch.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
+    assert check_simulation(recipe, same_everywhere)._engine.computes_on_device(0)
+
+
+def check_simulation(recipe, same_everywhere):
     model, own = OneTensor(), gradients()
     compression = getattr(Compression, recipe)(model, ranks_per_node=2, timeout_s=200)
     optimizer = distributed(model, compression, lr=0.0)
@@ -61,6 +72,7 @@ def test_gradients_and_residuals_are_those_of_a_simulation(recipe, same_everywhe
     stats, probes = compression.stats(), 4 * len(own)
     assert stats["sent_nbytes"] - probes == sum(s.sent_bytes[hvd.rank()] for s in steps)
     assert (stats["inside_nbytes"] > 0) == (hvd.rank() < 2)
+    return compression
 
 
 @pytest.mark.parametrize("recipe", ["topk", "scalecom", "gtopk"])

@@ -50,6 +50,7 @@ def trained(recipe, steps, graph=True, dtype="float32", **options):
         ("signum", {}, True),
         ("dgc", {"density": 0.1}, True),
         ("powersgd", {"rank": 2}, True),
+        ("topk", {"scope": "bucket"}, True),
     ],
 )
 def test_a_training_is_the_cpus(recipe, options, graph, on_gpu, same_everywhere):

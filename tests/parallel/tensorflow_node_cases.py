@@ -8,8 +8,10 @@ import pytest
 import tensorflow as tf
 
 from horovod_fftcomp import simulate
-from horovod_fftcomp.tensorflow import Compression, watch
+from horovod_fftcomp.tensorflow import Compression, compressor, watch
+from horovod_fftcomp.tensorflow.device import TensorFlowMemory
 from tests import payloads
+from tests.gpu.emulator import Emulator
 from tests.parallel.tensorflow_models import Layers, small_buckets, train
 
 
@@ -23,6 +25,17 @@ def _looks_often(monkeypatch):
     "recipe", payloads.over_gloo_too(["fp16", "topk", "fft", "scalecom", "gtopk", "auto", "onebit"])
 )
 def test_a_node_of_two_and_one_of_one_are_those_of_a_simulation(recipe, same_everywhere):
+    check_simulation(recipe, same_everywhere)
+
+
+@pytest.mark.parametrize("recipe", ["fp16", "topk", "scalecom", "onebit"])
+def test_and_on_a_gpu(recipe, same_everywhere, monkeypatch):
+    memory = TensorFlowMemory(Emulator(), "/CPU:0")
+    monkeypatch.setattr(compressor, "memory_of", lambda variables, buckets: memory)
+    assert check_simulation(recipe, same_everywhere)._engine.computes_on_device(0)
+
+
+def check_simulation(recipe, same_everywhere):
     weight = tf.Variable(tf.zeros([60, 100]))
     options = {"ranks_per_node": 2, "timeout_s": 200, "warmup_steps": 1}
     compression = getattr(Compression, recipe)([("gradient", weight)], **options)
@@ -47,6 +60,7 @@ def test_a_node_of_two_and_one_of_one_are_those_of_a_simulation(recipe, same_eve
     residual = compression.residual("gradient").ravel()
     assert residual.tobytes() == steps[-1].residual[hvd.rank()].tobytes()
     assert (compression.stats()["inside_nbytes"] > 0) == (hvd.rank() < 2)
+    return compression
 
 
 def test_a_model_in_two_levels(same_everywhere):
