@@ -7,7 +7,9 @@ owns the payload, ``positions`` how places travel.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -111,12 +113,16 @@ class Strom:
         """Choose what reaches the threshold; see ``Chooser``."""
         del shape, key
         below = int(np.float32(self.threshold).view(np.uint32)) - 1
-        quanta = min(self.quanta, math.floor(_float_of(coeffs.peak) / self.threshold))
-        scale = float(np.float32(quanta) * np.float32(self.threshold))
+        scale = self.scale(_float_of(coeffs.peak))
         k = kernels.count_above(coeffs.array, below)
         chosen = coeffs._replace(key=below, ties=0)
         bitmap, codes = kernels.take(chosen, 1, self.coding(scale), keep)
         return Choice(k, bitmap, codes, scale)
+
+    def scale(self, peak: float) -> float:
+        """Return the header's scale for values of at most ``peak``."""
+        quanta = min(self.quanta, math.floor(peak / self.threshold))
+        return float(np.float32(quanta) * np.float32(self.threshold))
 
     def expected_count(self, shape: Shape) -> int:
         """Return one in a thousand; see ``Chooser``."""
@@ -160,9 +166,13 @@ class AdaComp(_ScaleFree):
         total = coeffs.array
         grad = total if coeffs.grad is None else coeffs.grad
         bitmap, maxima = kernels.bin_winners(total, grad, self.length(shape))
-        scale = max(float(np.float32(maxima.mean(dtype=np.float64))), _LEAST)
+        scale = self.scale(maxima)
         k, codes = kernels.take_chosen(total, bitmap, 0.0, self.coding(scale), keep)
         return Choice(k, bitmap, codes, scale)
+
+    def scale(self, maxima: Array) -> float:
+        """Return what all are sent as, given the maxima of bins, float32."""
+        return max(float(np.float32(maxima.mean(dtype=np.float64))), _LEAST)
 
     def expected_count(self, shape: Shape) -> int:
         """Return six of each bin, as of normal gradients; see ``Chooser``."""
@@ -188,15 +198,15 @@ class Wangni(_ScaleFree):
         """Return the coding of any values of at most ``scale``."""
         return Float32().coding(scale)
 
-    def limit(self, values: Array, kernels: ModuleType) -> float:
+    def limit(self, n: int, sums_below: Callable[[float], tuple[int, Array]]) -> float:
         """Return 1 / lambda, float32, at least 2^-126: what is as large is sent for certain.
 
         Clips what that makes certain and rescales the rest until nothing more is clipped, 64 times
-        at most.
+        at most. ``sums_below``: that of the kernels for ``n`` given values.
         """
-        wanted, limit, clipped = self.density * values.size, math.inf, -1
+        wanted, limit, clipped = self.density * n, math.inf, -1
         for _ in range(_CLIPPINGS):
-            above, sums = kernels.sums_below(values, limit)
+            above, sums = sums_below(limit)
             if above == clipped or above >= wanted:
                 break
             clipped = above
@@ -209,7 +219,7 @@ class Wangni(_ScaleFree):
     ) -> Choice:
         """Draw; see ``Chooser``."""
         del shape
-        limit = self.limit(coeffs.array, kernels)
+        limit = self.limit(coeffs.array.size, partial(kernels.sums_below, coeffs.array))
         bitmap = kernels.draw_chosen(coeffs.array, limit, key)
         scale = max(limit, _float_of(coeffs.peak))
         k, codes = kernels.take_chosen(coeffs.array, bitmap, limit, self.coding(scale), keep)

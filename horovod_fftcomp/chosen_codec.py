@@ -57,6 +57,10 @@ class ChosenCodec(PositionsCodec):
         """Return the codec of gradients that a loss scale has multiplied."""
         return self if scale == 1 else _at_loss_scale(self, scale)
 
+    def key_at(self, place: Place) -> int:
+        """Return the 64 bits that all draws of an encoding at ``place`` follow from."""
+        return draws.draw(self.seed, place.step, place.name, place.rank)
+
     def coding(self, scale: float) -> Coding:
         """Return how values are written in a payload of this scale."""
         return self.method.coding(scale)
@@ -94,7 +98,7 @@ class ChosenCodec(PositionsCodec):
         """
         finite, scale = coeffs.peak <= LARGEST_FINITE_BITS, 0.0
         if finite and coeffs.peak:
-            key = draws.draw(self.seed, place.step, place.name, place.rank)
+            key = self.key_at(place)
             choice = self.method.choose(coeffs, shape, key, kernels, keep_residual)
             scale, plan = choice.scale, self.plan(shape, choice.k)
         else:

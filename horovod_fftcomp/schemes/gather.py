@@ -247,7 +247,6 @@ class Gather(Scheme):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         codec, carried = self.codec.at_loss_scale(context.loss_scale), state.get("residual", {})
         if context.device is not None:
-            assert not isinstance(codec, ChosenCodec)  # see ``runs_on_device``
             return (
                 yield from gather_on_device(
                     [codec] * len(tensors),

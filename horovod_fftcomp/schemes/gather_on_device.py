@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp import elementwise
+from horovod_fftcomp import choices, elementwise
 from horovod_fftcomp.backends.gpu import Device, on_device, on_host
+from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.draws import Place
 from horovod_fftcomp.element_codec import ElementCodec
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _DRAWN = (elementwise.QSGD, elementwise.TernGrad, elementwise.DoReFa, elementwise.Natural)
+_CHOOSERS = (choices.Strom, choices.AdaComp, choices.Wangni)
 _OF_SIGNS = (elementwise.OneBit, elementwise.ScaledSign, elementwise.Sign)
 
 
@@ -39,8 +41,8 @@ def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = Fals
     travels as it is may have a residual of another density's times, which travels along: that is
     left to the host.
     """
-    known = _OF_SIGNS if of_signs else (*_DRAWN, *_OF_SIGNS)  # and none derived from these
-    is_known = isinstance(codec, ElementCodec) and type(codec.method) in known
+    known = _OF_SIGNS if of_signs else (*_DRAWN, *_CHOOSERS, *_OF_SIGNS)  # none derived from these
+    is_known = isinstance(codec, (ElementCodec, ChosenCodec)) and type(codec.method) in known
     if not is_known and (of_signs or not isinstance(codec, Codec)):
         return False
     if not codec.has_fixed_size:
@@ -69,8 +71,7 @@ def _coders(
         if all(codec.has_fixed_size for codec in codecs):
             decoder = Decoder(device, codecs, shapes, encoder, n_ranks)
         else:
-            of_threshold = [codec for codec in codecs if isinstance(codec, Codec)]
-            decoder = ThresholdDecoder(device, of_threshold, shapes, n_ranks)
+            decoder = ThresholdDecoder(device, codecs, shapes, n_ranks)
         device.cache[key] = (made_for, encoder, decoder)
     _, encoder, decoder = device.cache[key]
     return encoder, decoder
@@ -142,7 +143,8 @@ def _keys(
     keys = [
         codec.key_at(Place(context.step, tensor.name, context.rank))
         for codec, tensor in zip(codecs, tensors, strict=True)
-        if isinstance(codec, ElementCodec) and isinstance(codec.method, _DRAWN)
+        if isinstance(codec, ChosenCodec)
+        or (isinstance(codec, ElementCodec) and isinstance(codec.method, _DRAWN))
     ]
     return keys or None
 

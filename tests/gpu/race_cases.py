@@ -29,6 +29,8 @@ RACES = (
     ("fft", {"density": 0.3}),  # the entropy code
     ("dct", {"block": 256}),
     ("hard_threshold", {"threshold": 2.0}),
+    ("adacomp", {}),
+    ("wangni", {"density": 0.1}),
     ("scalecom", {"density": 0.03}),
     ("onebit", {"group": "column"}),
     ("qsgd", {"norm": "l2", "error_feedback": True}),

@@ -83,7 +83,7 @@ def test_payloads_and_residuals_are_the_cpus(device, key):
         expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU, place=place_of(i))
         found = message[offsets[i] : offsets[i] + expected.payload.size]
         assert meant(codec, found) == meant(codec, expected.payload), name
-        if expected.residual is not None:
+        if expected.residual is not None and expected.residual.size:
             assert left[i].tobytes() == expected.residual.tobytes(), name
 
 

@@ -36,12 +36,11 @@ ON_DEVICE = (
         "random_block",
     ),
     *("onebit", "efsignsgd", "qsgd", "terngrad", "dgc", "dorefa", "natural", "signsgd", "signum"),
-    *("demo", "powersgd", "sparcml", "auto"),
+    *("demo", "powersgd", "sparcml", "auto", "strom", "adacomp", "wangni"),
 )
 # Of the cases below those of the host: by recipe, or by recipe and options.
 ON_HOST = (
-    "adacomp",
-    ("auto", "gbit_per_s"),
+    "gtopk",
     ("scalecom", "density", "selector"),
     ("dgc", "density", "max_norm"),
     ("dgc", "density", "warmup_steps"),  # a density of 1 in 32 bits travels as it is
@@ -106,11 +105,16 @@ def run_step(engines, grads):
         ("dgc", {"density": 0.05, "nesterov": True, "masking": False, "bits": 8}, 0),
         ("dgc", {"density": 1.0, "warmup_steps": 2}, 0),
         ("dgc", {"density": 0.05, "max_norm": 1.0}, 0),  # of the host
-        ("adacomp", {}, 0),  # of the host
+        ("strom", {"threshold": 2.0}, 0),
+        ("strom", {"threshold": 0.01, "quanta": 7}, 0),  # nearly all reach it
+        ("adacomp", {}, 0),
+        ("adacomp", {"bin": 3}, 0),
+        ("wangni", {}, 0),
+        ("wangni", {"density": 0.9}, 0),
+        ("gtopk", {}, 0),  # of the host
         ("sparcml", {"density": 0.05}, 0),
         ("topk", {"density": 0.05, "scope": "bucket"}, 0),
         ("scalecom", {"density": 0.05, "scope": "bucket"}, 0),
-        ("auto", {"gbit_per_s": 1.0}, 0),  # of the host
         ("natural", {}, 0),
         ("dorefa", {}, 0),
         ("dorefa", {"bits": 1}, 0),
@@ -308,6 +312,7 @@ def test_between_trials_auto_is_the_cpus():
         for kind in ("choice", "trials"):
             for name, array in wanted[kind].items():
                 assert saved[kind][name].tobytes() == array.tobytes()
+    assert not get_scheme("auto", gbit_per_s=1.0).runs_on_device(TENSORS)  # its clock is the host's
 
 
 @pytest.mark.parametrize("recipe", ON_DEVICE)
@@ -413,6 +418,7 @@ def test_a_corrupt_payload_ends_the_run_a_step_later():
     [
         ("topk", {"density": 0.05}),
         ("hard_threshold", {"threshold": 2.0}),
+        ("adacomp", {}),
         ("scalecom", {}),
         ("onebit", {}),
         ("qsgd", {"error_feedback": True}),
@@ -507,6 +513,8 @@ def test_tables_are_copied_only_when_they_change(recipe, options):
         ("dgc", {"density": 0.05}, 0),
         ("powersgd", {}, 0),
         ("hard_threshold", {"threshold": 1.5}, 2 * 2 * 2),
+        ("strom", {"threshold": 1.5}, 2 * 2 * 2),
+        ("adacomp", {}, 3 * 2 * 2),  # of the bins' maxima, too
     ],
 )
 def test_only_what_is_asked_for_is_waited_for(recipe, options, waits):
@@ -553,7 +561,15 @@ def test_the_probe_finds_a_device_that_computes_wrong():
     class Wrong(Emulator):
         def functions(self, source, names):
             found = super().functions(source, names)
-            left_out = {"mark<1>", "mark<2>", "choose_above", "sum_raw", "take_shares"}
+            left_out = {
+                "mark<1>",
+                "mark<2>",
+                "choose<0>",
+                "choose<1>",
+                "choose<2>",
+                "sum_raw",
+                "take_shares",
+            }
             left_out |= {"write_signs", "write_levels", "write_halves", "orthonormalize"}
             left_out &= set(found)
             return found | dict.fromkeys(left_out, lambda *arguments: None)

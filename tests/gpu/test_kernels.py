@@ -13,6 +13,7 @@ from horovod_fftcomp.backends.gpu import tables
 from horovod_fftcomp.backends.gpu.decoder import CORRUPT, NOT_FINITE, SOUND
 from horovod_fftcomp.backends.gpu.encoder import Encoder
 from horovod_fftcomp.backends.gpu.hashes import hashes_on_device
+from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.draws import Place
 from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.elementwise import EliasQSGD
@@ -28,7 +29,8 @@ from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_fo
 SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
 ELEMENTS = [key for key in CODECS if isinstance(make_codec(key), ElementCodec)]
 ELEMENTS = [key for key in ELEMENTS if not isinstance(make_codec(key).method, EliasQSGD)]
-SPARSE = [key for key in CODECS if isinstance(make_codec(key), Codec)]
+SPARSE = [key for key in CODECS if isinstance(make_codec(key), (ChosenCodec, Codec))]
+CHOSEN = [key for key in CODECS if isinstance(make_codec(key), ChosenCodec)]
 SERVED = SPARSE + ELEMENTS
 FIXED = [key for key in SERVED if make_codec(key).has_fixed_size]
 PLAIN = [key for key in SERVED if isinstance(make_codec(key).transform, Identity)]
@@ -58,7 +60,7 @@ def place_of(number: int) -> Place:
 
 def keys_of(codec: Codec | ElementCodec, count: int) -> list[int] | None:
     """Return what the draws of so many tensors follow from."""
-    if not isinstance(codec, ElementCodec):
+    if isinstance(codec, Codec):
         return None
     return [codec.key_at(place_of(number)) for number in range(count)]
 
@@ -126,7 +128,7 @@ def test_payloads_and_residuals_are_the_cpus(key, schedule):
         expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU, place=place_of(i))
         assert bool(made.not_finite[i]) == (name in ("nan", "inf")), name
         assert meant(codec, made.payloads[i]) == meant(codec, expected.payload), name
-        if expected.residual is not None:
+        if expected.residual is not None and expected.residual.size:
             assert made.coeffs[i].tobytes() == expected.residual.tobytes(), name
 
 
@@ -233,7 +235,7 @@ def test_sums_are_the_cpus(key, schedule):
 
 
 @pytest.mark.parametrize(
-    "key", ["topk", "topk-entropy", "topk-bitmap", "fft", "dct", "threshold", *ELEMENTS]
+    "key", ["topk", "topk-entropy", "topk-bitmap", "fft", "dct", "threshold", *CHOSEN, *ELEMENTS]
 )
 def test_a_rank_that_is_not_finite_makes_that_sum_nan_alone(key):
     codec = make_codec(key)
@@ -251,7 +253,16 @@ def test_a_rank_that_is_not_finite_makes_that_sum_nan_alone(key):
 
 @pytest.mark.parametrize(
     "key",
-    ["topk", "topk-entropy", "topk-bitmap", "topk-all", "fft", "threshold-6-bits", *ELEMENTS],
+    [
+        "topk",
+        "topk-entropy",
+        "topk-bitmap",
+        "topk-all",
+        "fft",
+        "threshold-6-bits",
+        *CHOSEN,
+        *ELEMENTS,
+    ],
 )
 def test_corrupt_bytes_never_pass_as_a_sum_of_others(key):
     """Any byte that changes is found, unless it makes another payload that could have been sent."""

@@ -18,7 +18,7 @@ from horovod_fftcomp.transforms import BLOCK_LENGTHS
 _FOLDER = Path(__file__).parent / "cuda"
 # In the order in which they are joined: each uses what those before it declare.
 _SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode", "step",
-            "shared", "hash", "elements", "halves", "lowrank")  # fmt: skip
+            "shared", "hash", "elements", "chosen", "halves", "lowrank")  # fmt: skip
 
 _OF_COEFFICIENTS = (
     "mark", "narrow", "settle", "emit", "place_offsets", "decode_chunks", "count_values",
@@ -26,7 +26,7 @@ _OF_COEFFICIENTS = (
 )  # fmt: skip
 # All kernels, by name expression; a training compiles those that it uses.
 NAMES = (
-    *("add_residual", "choose_above", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
+    *("add_residual", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
     *("read_headers", "count_unary", "find_chunks", "sum_raw", "keep_signs"),
     *("choose_winners", "count_common", "filter_low", "take_shares", "check_shares"),
     *("clear_sums", "add_shares", "take_whole", "check_factors", "orthonormalize"),
@@ -34,7 +34,7 @@ NAMES = (
     *("add_elements", "sum_parts<false>", "sum_parts<true>", "settle_rows"),
     *("write_signs", "sum_signs", "write_levels", "sum_levels"),
     *("judge", "find_beyond", "write_halves", "read_halves", "count_corrupt", "count_step"),
-    "hash_bytes",
+    *("hash_bytes", "add_up", "sums_below", "choose<0>", "choose<1>", "choose<2>"),
     *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),
     *(f"forward<{block}, {cosine}>" for block in BLOCK_LENGTHS for cosine in ("false", "true")),
     "sum_payloads<64, 0>",

@@ -14,14 +14,18 @@ from horovod_fftcomp.backends.gpu import Device, source, tables
 from horovod_fftcomp.backends.gpu.elements import ElementSums
 from horovod_fftcomp.backends.gpu.encoder import Encoder
 from horovod_fftcomp.backends.gpu.tables import THREADS, WORDS, DeviceCodec, Group
+from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Layout, Positions, unary_bits
 from horovod_fftcomp.quantizers import Float32
+from horovod_fftcomp.sparsifiers import TopK
+from horovod_fftcomp.transforms import Identity
 from horovod_fftcomp.wire import Plan
 
 SOUND, NOT_FINITE, CORRUPT = range(3)
+_AS_IT_IS = Codec(Identity(), TopK(1.0), Float32())
 
 
 class Decoder:
@@ -66,7 +70,7 @@ class ThresholdDecoder:
     def __init__(
         self,
         device: Device,
-        codecs: Sequence[Codec],
+        codecs: Sequence[DeviceCodec],
         shapes: Sequence[tuple[int, ...]],
         n_ranks: int,
     ) -> None:
@@ -91,13 +95,14 @@ class ThresholdDecoder:
             if plan.layout is Layout.RAW:  # as if all were above the threshold
                 everything = Positions(Layout.ALL, plan.numel, plan.numel, 0, 0)
                 plan = replace(plan, positions=everything)
-                codecs[number] = replace(codecs[number], quantizer=Float32())
+                codecs[number] = _AS_IT_IS
             plans.append(plan)
             found[number, 0] = np.float32(header.scale).view(np.uint32)
             found[number, 1] = SOUND if header.finite else NOT_FINITE
         nbytes = [wire.align(len(payload)) for _, payload in arrived]
         offsets = np.cumsum([0, *nbytes])[:-1].tolist()
         bodies = _Bodies(self._device, plans, codecs, offsets, n_ranks, count)
+        bodies.enter_scales(codecs, [header for header, _ in arrived])
         return bodies.sum(gathered, sums, found, sign)
 
 
@@ -151,6 +156,12 @@ class _Bodies:
         for row, plan, codec in zip(self._rows, plans, codecs, strict=True):
             start, changes = tables.header_and_changes(plan, codec.fingerprint)
             row["start"], row["crc_of_scale"] = self._keep(start), self._keep(changes)
+
+    def enter_scales(self, codecs: Sequence[DeviceCodec], headers: Sequence[wire.Header]) -> None:
+        """Enter how values are written where a header tells."""
+        for row, codec, header in zip(self._rows, codecs, headers, strict=True):
+            if isinstance(codec, ChosenCodec) and header.finite:
+                tables.enter_coding(row, codec.coding(header.scale))
 
     def _keep(self, array: np.ndarray) -> int:
         self._kept.append(self._device.upload(array))

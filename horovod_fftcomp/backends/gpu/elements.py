@@ -86,7 +86,7 @@ class ElementGroup(TileGroup):
         owners = np.repeat(np.arange(len(rows), dtype=np.uint32), rows["n_rows"])
         self._n_rows, self._row_owners = owners.size, device.upload(owners)
         n_parts = self._n_rows + self.n_tiles
-        self._parts = device.empty(n_parts * tables.PART_NBYTES, np.uint8)
+        self._parts = device.empty(n_parts * tables.PART.itemsize, np.uint8)
 
     def choose(
         self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any

@@ -15,7 +15,9 @@ from horovod_fftcomp.backends.entropy_tables import encoder_table
 from horovod_fftcomp.backends.gpu import Device, source, tables
 from horovod_fftcomp.backends.gpu.elements import ElementGroup
 from horovod_fftcomp.backends.gpu.groups import TileGroup
-from horovod_fftcomp.backends.gpu.tables import THREADS, WORDS, DeviceCodec, Group
+from horovod_fftcomp.backends.gpu.sparse import CountedGroup, SparseGroup
+from horovod_fftcomp.backends.gpu.tables import DeviceCodec, Group
+from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.positions import Layout
@@ -53,9 +55,6 @@ class Velocities(NamedTuple):
     momentum: float
     nesterov: bool
     masking: bool
-
-
-_STEPS = ("mark", "narrow", "settle", "emit")
 
 
 class Encoder:
@@ -107,7 +106,9 @@ class Encoder:
         if self._of_elements:
             codecs = [codec for codec in self._codecs if isinstance(codec, ElementCodec)]
             return ElementGroup(self._device, group, plans, codecs)
-        return _SparseGroup(self._device, group, self._counts)
+        if self._counts:
+            return CountedGroup(self._device, group, plans, self._codecs, self._rows)
+        return SparseGroup(self._device, group)
 
     def _header_tables(self, plan: wire.Plan, codec: DeviceCodec) -> tuple[Any, Any]:
         start, changes = tables.header_and_changes(plan, codec.fingerprint)
@@ -121,7 +122,7 @@ class Encoder:
         for row, plan, codec in zip(self._rows, plans, self._codecs, strict=True):
             tables.enter_plan(row, plan, codec)
         self._headers["nbytes"] = [plan.header_nbytes for plan in plans]
-        sparse = [group for group in self._groups if isinstance(group, _SparseGroup)]
+        sparse = [group for group in self._groups if isinstance(group, SparseGroup)]
         self._codes = _Codes(self._device, self._rows, sparse)
 
     def encode(
@@ -199,7 +200,7 @@ class Encoder:
         measured = (self._rows["keep"] != 0) & (self._rows["layout"] != Layout.RAW)
         squares = partial(self._squares, sums, measured) if measure else None
         left = None
-        if self._counts:
+        if any(group.tells_left for group in self._groups if isinstance(group, SparseGroup)):
             left = lambda: float(sum(of_tiles()[-1].sum() for of_tiles in sums))  # noqa: E731
         restore = partial(self._restore, rows, (residuals, coeffs, velocities))
         return Encoded(message, not_finite, restore, squares, left)
@@ -238,16 +239,24 @@ class Encoder:
             finite = bool(peak <= LARGEST_FINITE_BITS)
             plans.append(codec.plan(shape, int(k) if finite else 0))
             header = np.zeros(plans[-1].header_nbytes, np.uint8)
-            scale = float(peak.view(np.float32)) if finite else math.nan
+            scale = self._scale(number, float(peak.view(np.float32))) if finite else math.nan
             wire.write_header(header, plans[-1], codec.fingerprint, "float32", scale, finite)
             headers.append(header)
         self._lay_out(plans)
-        # What follows from a scale is in the header already: no bit changes the checksum any more.
-        starts = self._device.upload(np.concatenate([np.zeros(4 * 33, np.uint8), *headers]))
-        ends = np.cumsum([4 * 33, *(header.size for header in headers)], dtype=np.uint64)
-        self._headers["crc_of_scale"] = self._device.address(starts)
+        starts = self._device.upload(np.concatenate(headers))
+        ends = np.cumsum([0, *(header.size for header in headers)], dtype=np.uint64)
         self._headers["start"] = self._device.address(starts) + ends[:-1]
         return starts
+
+    def _scale(self, number: int, peak: float) -> float:
+        """Return the scale of a finite tensor, and enter what follows from it; 0 of zeros."""
+        for group in self._groups:
+            if isinstance(group, CountedGroup) and number in group.members and peak:
+                scale, codec = group.scale(number, peak), self._codecs[number]
+                if isinstance(codec, ChosenCodec):
+                    tables.enter_coding(self._rows[number], codec.coding(scale))
+                return scale
+        return peak
 
     def _restore(self, rows: Any, pointed_at: Any, verdict: Any) -> None:
         """Launch what undoes an encoding where the verdict is not 0; see ``Encoded``."""
@@ -268,66 +277,10 @@ class Encoder:
         return found
 
 
-class _SparseGroup(TileGroup):
-    """Encodes tensors some of whose coefficients are sent."""
-
-    def __init__(self, device: Device, group: Group, counts: bool) -> None:
-        assert group.transform is not None
-        reals = group.transform.reals_per_bin
-        super().__init__(device, group, reals)
-        self._tables: list[Any] = []
-        block, domain = tables.block_and_domain(group.transform)
-        first = "add_residual"
-        if domain:
-            first = f"forward<{block}, {str(domain == 2).lower()}>"
-            self._tables = [device.upload(t) for t in (tables.roots(block), tables.cosines(block))]
-        self._names = [first, *(f"{step}<{reals}>" for step in _STEPS)]
-        if counts:
-            self._names = ["choose_above", "emit<1>"]
-        self.names += self._names
-        self.n_words = WORDS // reals
-        masks = [device.zeros(self.n_tiles * self.n_words, np.uint32) for _ in range(3)]
-        self._above, self._equal, self.chosen = masks  # a threshold knows no ties: zeros stay
-        self._counts = device.empty(self.n_tiles * tables.TILE_COUNTS_NBYTES, np.uint8)
-
-    def choose(
-        self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
-    ) -> list[Callable[[], np.ndarray]]:
-        """See ``TileGroup``."""
-        common = [rows, self.owners, found]
-        masks = [*common, self._above, self._equal]
-        first, *others = (kernels[name] for name in self._names[:-1])
-        if totals is not None:
-            arguments = [*common, self._above, self._counts, totals]
-            first(self.n_tiles, THREADS, arguments, tables.SUMS_NBYTES)
-        else:
-            shared = tables.TALLY_NBYTES + (tables.POINTS_NBYTES if self._tables else 0)
-            first(self.n_tiles, THREADS, [*common, *self._tables], shared)
-        squares = [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
-        if others:
-            mark, narrow, settle = others
-            mark(self.n_tiles, THREADS, masks, tables.DIGITS_NBYTES)
-            narrow(self.n_tiles, self.n_words, masks, tables.DIGITS_NBYTES)
-            settle(self.n_tiles, self.n_words, [*masks, self._counts], tables.SUMS_NBYTES)
-        return squares
-
-    def write(
-        self, kernels: Any, rows: Any, found: Any, before: list[Callable[[], np.ndarray]]
-    ) -> Callable[[], np.ndarray]:
-        """Launch what writes values, and positions but for entropy codes; see ``TileGroup``."""
-        common = [rows, self.owners, found]
-        written = [*common, self._above, self._equal, self._counts, self.chosen]
-        kernels[self._names[-1]](self.n_tiles, self.n_words, written, tables.SUMS_NBYTES)
-        if not before and self._names[0] != "choose_above":
-            return lambda: np.zeros((3, 0))
-        sums = [*before, self.squared(kernels, rows, 0)]
-        return lambda: np.stack([fetch() for fetch in sums])
-
-
 class _Codes:
     """The tensors whose positions travel in the entropy code."""
 
-    def __init__(self, device: Device, rows: Array, groups: Sequence[_SparseGroup]) -> None:
+    def __init__(self, device: Device, rows: Array, groups: Sequence[SparseGroup]) -> None:
         self._device, self._uploads = device, tables.Uploads(device)
         coded = [
             (number, group)

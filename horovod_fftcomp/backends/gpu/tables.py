@@ -13,28 +13,29 @@ import numpy as np
 from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device
+from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
+from horovod_fftcomp.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, Coding, RangeFloat
 from horovod_fftcomp.transforms import BlockDCT, Identity, Transform
 from horovod_fftcomp.wire import Plan
 
-DeviceCodec = Codec | ElementCodec  # that a GPU has kernels for
+DeviceCodec = Codec | ElementCodec | ChosenCodec  # that a GPU has kernels for
 
 # As in cuda/common.cuh and entropy.cuh.
 TILE, THREADS = 4096, 256
 WORDS = TILE // 32  # of a tile's bit mask, of reals
 CHUNKS_OF_WARP, MOST_WORDS = 8, 1540
 FOUND_NBYTES, TILE_COUNTS_NBYTES = 32 + 4 * 2048, 16
-NESTEROV, MASKING = 1, 2
+NESTEROV, MASKING, CHOSEN = 1, 2, 4
 NOTHING, UNSENT, EVERYTHING = range(3)  # what is kept of gradient plus residual
 # Shared memory, in bytes.
 SUMS_NBYTES = 4 * 36
 SQUARES_NBYTES = 8 * THREADS
 POINTS_NBYTES = 8 * (TILE // 2 + TILE // 32)
 _TURNS = 4  # arrays of the steps before last are free again
-LEVELS_NBYTES, PART_NBYTES = 4 * (TILE + 65), 24
+LEVELS_NBYTES = 4 * (TILE + 65)
 TALLY_NBYTES, DIGITS_NBYTES = 4 * 2048 + SUMS_NBYTES, 4 * 1024 + SUMS_NBYTES
 
 
@@ -47,9 +48,10 @@ def _struct(pointers_and_sizes: str, words: str) -> np.dtype:
 
 
 TENSOR = _struct(
-    "grad residual coeffs payload numel n k positions_offset values_offset key velocity moved",
+    "grad residual coeffs payload numel n k positions_offset values_offset key velocity moved "
+    "maxima",
     "first_tile n_tiles layout low_bits kind bits shift bins_per_block keep threshold momentum how "
-    "decay unused",
+    "decay step most bin",
 )
 CODED = _struct(
     "bitmap coded slots pushes words states lengths n_symbols nbytes",
@@ -60,7 +62,7 @@ ARRIVING = _struct(
     "sum start crc_of_scale slots bitmaps ranks unary chunks payload_offset numel n k "
     "positions_offset values_offset positions_nbytes",
     "header_nbytes first_tile n_tiles first_unary n_unary first_warp n_warps n_chunks layout "
-    "low_bits kind bits shift unused",
+    "low_bits kind bits shift step largest unused",
 )
 SHARED = _struct(
     "grad residual left wanted share sum own chosen n k factor first",
@@ -74,6 +76,7 @@ LOW_RANK = _struct(
 ELEMENTS = _struct(
     "clip length first_part", "first_row n_rows method top radix digits bucket_bits unused"
 )
+PART = np.dtype([("first", "f8"), ("second", "f8"), ("count", "u4"), ("unused", "u4")])
 HASHED = _struct("bytes nbytes", "")
 LEDGER = _struct("", "skipped corrupt")
 MESSAGES = _struct("bytes nbytes", "n_ranks n_tensors rows_apart unused")
@@ -136,7 +139,7 @@ def enter_plan(row: np.void, plan: Plan, codec: DeviceCodec) -> None:
     row["numel"], row["n"], row["k"] = plan.numel, plan.n_bins, plan.k
     row["positions_offset"], row["values_offset"] = plan.header_nbytes, plan.values_offset
     row["layout"], row["low_bits"] = plan.layout, plan.positions.low_bits
-    if isinstance(codec, ElementCodec):
+    if not isinstance(codec, Codec):
         return
     quantizer = codec.quantizer
     row["kind"] = BFLOAT16 if isinstance(quantizer, BFloat16) else FLOAT32
@@ -145,6 +148,15 @@ def enter_plan(row: np.void, plan: Plan, codec: DeviceCodec) -> None:
         row["bits"] = 32
     elif isinstance(quantizer, RangeFloat):
         row["kind"], row["shift"] = RANGE, quantizer.grid(-1.0, 1.0).shift
+
+
+def enter_coding(row: np.void, coding: Coding) -> None:
+    """Enter how the values of one payload are written, where its scale decides that."""
+    row["kind"], row["bits"], row["step"] = coding.kind, coding.bits, coding.base
+    if "most" in (row.dtype.names or ()):
+        row["most"] = coding.positives
+    else:
+        row["largest"] = coding.largest
 
 
 def header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:

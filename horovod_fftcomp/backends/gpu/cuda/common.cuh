@@ -24,9 +24,9 @@ constexpr u32 LARGEST_FINITE_BITS = 0x7f7fffffu, INFINITY_BITS = 0x7f800000u;
 constexpr u32 MIN_NORMAL_BITS = 0x00800000u;
 constexpr u32 ABS = 0x7fffffffu, SIGN = 0x80000000u;
 
-enum Kind : u32 { RANGE, FLOAT32, BFLOAT16 };
+enum Kind : u32 { RANGE, FLOAT32, BFLOAT16, STEPS };
 enum Layout : u32 { RAW, ALL, BITMAP, OFFSETS, ENTROPY };
-enum How : u32 { NESTEROV = 1, MASKING = 2 };  // of a momentum
+enum How : u32 { NESTEROV = 1, MASKING = 2, CHOSEN = 4 };  // of a momentum; of chosen.cuh
 enum Keep : u32 { NOTHING, UNSENT, EVERYTHING };  // of gradient plus residual, in coeffs
 
 // One tensor as the host describes it. Eight-byte fields come first; `tables.py` has the same.
@@ -43,6 +43,7 @@ struct Tensor {
     u64 key;                // of what is drawn in this step
     const float* velocity;  // of a momentum before compression; null: zeros
     float* moved;           // the new one; null if there is no momentum
+    u32* maxima;            // of bins, as float bits; null if there are none
     u32 first_tile, n_tiles;
     u32 layout, low_bits;  // of the positions
     u32 kind, bits, shift;  // of the values
@@ -50,9 +51,11 @@ struct Tensor {
     u32 keep;               // of enum Keep
     u32 threshold;          // bits of the least magnitude to send, where k depends on that
     u32 momentum, how;      // bits of the factor; of enum How
-    u32 decay, unused;      // bits of what the residual is multiplied by
+    u32 decay;              // bits of what the residual is multiplied by
+    u32 step, most;         // bits of the unit of STEPS, and how many there may be
+    u32 bin;                // elements that share one of the maxima
 };
-static_assert(sizeof(Tensor) == 152, "tables.py describes tensors with the same layout");
+static_assert(sizeof(Tensor) == 168, "tables.py describes tensors with the same layout");
 
 // What the kernels find out of one tensor. Zeros before the first launch; they clear it themselves.
 struct Found {
@@ -89,7 +92,13 @@ __device__ __forceinline__ float fma_rn(float a, float b, float c) {
     asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
     return result;
 }
+__device__ __forceinline__ double widened(float x) {
+    double result;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(x));
+    return result;
+}
 #else
+inline double widened(float x) { return x; }
 inline float add_rn(float a, float b) { return __fadd_rn(a, b); }
 inline float sub_rn(float a, float b) { return __fsub_rn(a, b); }
 inline float mul_rn(float a, float b) { return __fmul_rn(a, b); }

@@ -24,9 +24,10 @@ struct Arriving {
     u32 first_warp, n_warps, n_chunks;
     u32 layout, low_bits;
     u32 kind, bits, shift;
+    u32 step, largest;  // of STEPS: bits of the unit, and no code is larger
     u32 unused;
 };
-static_assert(sizeof(Arriving) == 176, "tables.py describes arriving tensors with the same layout");
+static_assert(sizeof(Arriving) == 184, "tables.py describes arriving tensors with the same layout");
 
 // What is found out of a payload. Zeros before the first launch.
 struct Payload {
@@ -137,6 +138,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
     const u32* stream = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
                                                      tensor.positions_offset);
     u64 n_bits = tensor.k + ((tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits);
+    n_bits = (n_bits + 7) / 8 * 8;  // whole bytes travel: ones in what pads them are too many
     u64 at = 32 * (u64(block - tensor.first_unary) * WORDS_OF_REALS + threadIdx.x);
     u32 count = 0, total;
     if (at < n_bits) count = __popc(get_bits(stream, at, u32(min(u64(32), n_bits - at))));
@@ -303,8 +305,11 @@ __device__ __forceinline__ bool add_values(const Messages& messages, const Arriv
         fields.kind = tensor.kind;
         fields.bits = tensor.bits;
         fields.shift = tensor.shift;
+        fields.step = tensor.step;
         Coding coding = coding_of(fields, payload->scale);
+        bool of_codes = coding.kind == RANGE || coding.kind == STEPS;
         u32 largest = coding.kind == RANGE     ? 2 * coding.levels
+                      : coding.kind == STEPS   ? tensor.largest
                       : coding.kind == FLOAT32 ? payload->scale
                                                : min((payload->scale + 0x8000u) & 0x7fff0000u,
                                                      0x7f7f0000u);
@@ -316,7 +321,7 @@ __device__ __forceinline__ bool add_values(const Messages& messages, const Arriv
             for (u32 c = 0; c < C; c++) {
                 u32 code = get_bits(values, (C * place + c) * coding.bits, coding.bits);
                 float value = decode_value(coding, code);
-                if ((coding.kind == RANGE ? code : magnitude(value)) > largest) {
+                if ((of_codes ? code : magnitude(value)) > largest) {
                     note_corrupt(payload);
                     atomicOr(&sums[34], 1u);
                 }

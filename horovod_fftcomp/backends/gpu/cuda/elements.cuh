@@ -32,11 +32,6 @@ constexpr u32 ONE_BITS = 0x3f800000u;
 // As in common.cuh, beyond what a flag may flush to zero.
 #ifdef __CUDACC__
 ROUNDED_ONCE(div_rn, "div.rn.f32")
-__device__ __forceinline__ double widened(float x) {
-    double result;
-    asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(x));
-    return result;
-}
 __device__ __forceinline__ float narrowed(double x) {
     float result;
     asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(x));
@@ -49,7 +44,6 @@ __device__ __forceinline__ u32 truncated(float x) {
 }
 #else
 inline float div_rn(float a, float b) { return a / b; }
-inline double widened(float x) { return x; }
 inline float narrowed(double x) { return float(x); }
 inline u32 truncated(float x) { return u32(x); }
 #endif

@@ -1,13 +1,14 @@
 // The payloads' bodies: quantized values and positions of what is chosen; what is left unsent.
 
-// The cells of a range float; see quantizers.py.
+// The cells of a range float, or a step and the most of them; see quantizers.py.
 struct Coding {
     u32 kind, bits, shift, base, levels;
 };
 
 __device__ __forceinline__ Coding coding_of(const Tensor& tensor, u32 peak) {
-    Coding coding = {tensor.kind, tensor.bits, tensor.shift, 0, 0};
+    Coding coding = {tensor.kind, tensor.bits, tensor.shift, tensor.step, tensor.most};
     if (tensor.kind != RANGE) return coding;
+    coding.levels = 0;
     coding.base = 1u << (23 - tensor.shift);  // never decode to a denormal
     if (peak < MIN_NORMAL_BITS) return coding;
     u32 top = min((peak + (1u << (tensor.shift - 1))) >> tensor.shift,
@@ -25,6 +26,11 @@ __device__ __forceinline__ u32 encode_value(const Coding& coding, float value) {
         u32 rounded = (absolute + 0x7fffu + (absolute >> 16 & 1)) & 0x7fff0000u;
         return ((pattern & SIGN) | min(rounded, 0x7f7f0000u)) >> 16;
     }
+    if (coding.kind == STEPS) {
+        double steps = widened(__uint_as_float(absolute)) / widened(__uint_as_float(coding.base));
+        u32 level = steps < double(coding.levels) ? max(u32(steps), 1u) : coding.levels;
+        return 2 * (level - 1) + is_negative(value);
+    }
     u32 cell = (absolute + (1u << (coding.shift - 1))) >> coding.shift;
     u32 level = cell < coding.base ? 0 : min(cell - coding.base + 1, coding.levels);
     return level && pattern & SIGN ? coding.levels + level : level;
@@ -33,6 +39,10 @@ __device__ __forceinline__ u32 encode_value(const Coding& coding, float value) {
 __device__ __forceinline__ float decode_value(const Coding& coding, u32 code) {
     if (coding.kind == FLOAT32) return __uint_as_float(code);
     if (coding.kind == BFLOAT16) return __uint_as_float(code << 16);
+    if (coding.kind == STEPS) {
+        float size = mul_rn(float((code >> 1) + 1), __uint_as_float(coding.base));
+        return code & 1 ? negated(size) : size;
+    }
     if (code == 0) return 0.0f;
     u32 sign = code > coding.levels ? SIGN : 0;
     u32 level = sign ? code - coding.levels : code;
@@ -70,7 +80,8 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     u64 rank = tiles[blockIdx.x].first_rank + block_exclusive_sum(__popc(own), sums, total);
     u64 tile_begin = u64(blockIdx.x - tensor.first_tile) * (TILE / C);
     u64 begin = tile_begin + 32 * threadIdx.x;
-    if (tensor.layout == RAW) {  // of a threshold that so many are above: send all
+    bool stands_for = tensor.layout == RAW && tensor.how & CHOSEN;  // codes; zeros elsewhere
+    if (tensor.layout == RAW && !stands_for) {  // of a threshold that so many are above: send all
         rank = begin;
         own = begin >= tensor.n ? 0 : ALL_LANES >> (32 - u32(min(u64(32), tensor.n - begin)));
     }
@@ -91,9 +102,14 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
         if (C == 1 && tensor.moved && tensor.how & MASKING) tensor.moved[place] = 0.0f;
 #pragma unroll
         for (u32 c = 0; c < C; c++) {
-            u32 code = encode_value(coding, coeff[c]);
-            put_bits(values, (C * rank + c) * coding.bits, code, coding.bits);
-            if (tensor.keep) coeff[c] = sub_rn(coeff[c], decode_value(coding, code));
+            u32 size = max(magnitude(coeff[c]), tensor.threshold);  // draws send small ones as more
+            u32 code = encode_value(coding, __uint_as_float(size | (__float_as_uint(coeff[c]) & SIGN)));
+            float sent = decode_value(coding, code);
+            if (stands_for)
+                values[place] = __float_as_uint(sent);
+            else
+                put_bits(values, (C * rank + c) * coding.bits, code, coding.bits);
+            if (tensor.keep) coeff[c] = sub_rn(coeff[c], sent);
         }
     }
 }

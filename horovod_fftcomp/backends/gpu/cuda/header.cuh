@@ -7,7 +7,8 @@ constexpr u32 NOT_FINITE = 1, NAN_BITS = 0x7fc00000u;
 struct Header {
     u8* payload;
     const u8* start;          // as wire.py writes it for scale 0 and a finite gradient
-    const u32* crc_of_scale;  // how each bit of the scale changes the checksum; then the flag
+    const u32* crc_of_scale;  // how each bit of the scale changes the checksum; then the flag; null
+                              // if `start` is all of the header
     u64 nbytes;
 };
 static_assert(sizeof(Header) == 32, "tables.py describes headers with the same layout");
@@ -23,16 +24,17 @@ __global__ void __launch_bounds__(32)
     u32 peak = found->peak;
     bool finite = peak <= LARGEST_FINITE_BITS;
     u32 scale = finite ? peak : NAN_BITS;
-    u32 change = scale >> lane & 1 ? header.crc_of_scale[lane] : 0;
-    if (lane == 0 && !finite) change ^= header.crc_of_scale[32];
+    bool changes = header.crc_of_scale != nullptr;
+    u32 change = changes && scale >> lane & 1 ? header.crc_of_scale[lane] : 0;
+    if (lane == 0 && changes && !finite) change ^= header.crc_of_scale[32];
 #pragma unroll
     for (u32 by = 16; by; by /= 2) change ^= __shfl_xor_sync(ALL_LANES, change, by);
     __syncwarp();
     if (lane == 0) {
         u32* words = reinterpret_cast<u32*>(header.payload);
-        words[SCALE_OFFSET / 4] = scale;
+        if (changes) words[SCALE_OFFSET / 4] = scale;
         words[CRC_OFFSET / 4] ^= change;
-        if (!finite) header.payload[FLAGS_OFFSET] |= NOT_FINITE;
+        if (changes && !finite) header.payload[FLAGS_OFFSET] |= NOT_FINITE;
         not_finite[blockIdx.x] = !finite;
         found->peak = 0;
     }
