@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.backends import Array, load_backend
-from horovod_fftcomp.backends.gpu import Device, Launch, on_device, source
+from horovod_fftcomp.backends.gpu import Device, on_device
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import (
     Context,
@@ -25,6 +25,7 @@ from horovod_fftcomp.schemes import (
     Tensor,
 )
 from horovod_fftcomp.schemes.around import split
+from horovod_fftcomp.schemes.rows import on_each
 
 
 @dataclass(frozen=True)
@@ -77,27 +78,12 @@ class Dense(Scheme):
         return "none"
 
 
-def _launcher(device: Device) -> Launch:
-    """Return what launches a kernel that takes one value in a thread."""
-    from horovod_fftcomp.backends.gpu.tables import THREADS  # not for whoever has no GPU
-
-    if "dense" not in device.cache:
-        names = ["find_beyond", "write_halves", "read_halves"]
-        device.cache["dense"] = device.functions(source(), names)
-    kernels = device.cache["dense"]
-
-    def launch(name: str, values: Any, n: int, *more: Any) -> None:
-        if n:
-            kernels[name](-(-n // THREADS), THREADS, [values, np.uint64(n), *more], 0)
-
-    return launch
-
-
 def _sum_on_device(
     grads: Sequence[Any], sizes: Sequence[int], device: Device, halves: tuple[int, float] | None
 ) -> Generator[Round, Any, Outcome]:
     """Sum values that stay on a GPU, without a wait for it; ``halves``: as float16, see there."""
-    launch, n = _launcher(device), sum(sizes)
+    n = sum(sizes)
+    launch = on_each(device, "find_beyond", "write_halves", "read_halves")
     parts = [
         device.zeros(size) if grad is None else on_device(grad, device)
         for grad, size in zip(grads, sizes, strict=True)
@@ -108,19 +94,20 @@ def _sum_on_device(
     else:
         largest, limit = halves
         beyond, message = device.zeros(1, np.uint32), device.empty(n, np.float16)
-        launch("find_beyond", values, n, np.uint32(largest), beyond)
-        launch("write_halves", values, n, np.float32(limit).view(np.uint32), beyond, message)
+        launch("find_beyond", n, values, np.uint64(n), np.uint32(largest), beyond)
+        bits = np.float32(limit).view(np.uint32)
+        launch("write_halves", n, values, np.uint64(n), bits, beyond, message)
         arrived = yield Round("allreduce", message)
         reduced = device.empty(n)
-        launch("read_halves", arrived, n, reduced)
+        launch("read_halves", n, arrived, np.uint64(n), reduced)
     return outcome_on_device(reduced, sizes, {}, device)
 
 
 def outcome_on_device(reduced: Any, sizes: Sequence[int], state: State, device: Device) -> Outcome:
     """Return the outcome of sums that a GPU has one after the other, if all of them count."""
     not_finite = device.zeros(1, np.uint32)
-    beyond = np.uint32(LARGEST_FINITE_BITS)
-    _launcher(device)("find_beyond", reduced, sum(sizes), beyond, not_finite)
+    n, beyond = sum(sizes), np.uint32(LARGEST_FINITE_BITS)
+    on_each(device, "find_beyond")("find_beyond", n, reduced, np.uint64(n), beyond, not_finite)
     later = OnDevice(not_finite, device.zeros(0, np.uint32), lambda verdict: None, None)
     return Outcome(split(reduced, sizes), state, True, on_device=later)
 

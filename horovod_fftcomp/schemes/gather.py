@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array, backend_for, load_backend
+from horovod_fftcomp.backends import Array, Part, backend_for, load_backend
 from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.draws import Place
 from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.payloads import aligned
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -124,6 +125,26 @@ def encode(
         if energy is not None:
             energies[tensor.name] = energy
     return Own(joined(payloads) if message is None else message, residuals, energies)
+
+
+def part_of(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Part | None:
+    """Return a payload's values, float32, and their places; None if it is not finite.
+
+    ``codec``: sends values in float32. PayloadError for what it has not written.
+    """
+    kernels = load_backend("cpu")
+    try:
+        if header.shape != tensor.shape:
+            raise PayloadError(f"header field 'shape' is {header.shape}, expected {tensor.shape}")
+        plan = codec.checked_plan(payload, header)
+        if not header.finite:
+            return None
+        part = codec.part(aligned(payload), plan, header, kernels)
+        if kernels.peak_bits(part.packed.view(np.float32)) > part.coding.largest:
+            raise PayloadError("body: a value lies beyond the scale")
+    except (PayloadError, ValueError) as error:
+        raise PayloadError(f"tensor {tensor.name!r}: {error}") from error
+    return part
 
 
 def rooms_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp import positions
+from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.payloads import check_state
-from horovod_fftcomp.positions import Positions
+from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
@@ -28,8 +30,12 @@ from horovod_fftcomp.schemes import (
     Tensor,
     energy_of,
 )
+from horovod_fftcomp.schemes.gather import part_of, rooms_for
+from horovod_fftcomp.schemes.gather_on_device import serves
+from horovod_fftcomp.schemes.gtopk_on_device import gtopk_on_device
 from horovod_fftcomp.sparsifiers import TopK
-from horovod_fftcomp.wire import align
+from horovod_fftcomp.transforms import Identity
+from horovod_fftcomp.wire import Header
 
 
 class Entries(NamedTuple):
@@ -79,8 +85,9 @@ class _Own(NamedTuple):
 class GTopK(Scheme):
     """Sum the same k elements on all ranks: the largest of a tree of merged Top-k lists.
 
-    Lists decide where, and a sum over all ranks brings the values there: nothing that a merge drops
-    is lost. Each rank merges all lists, which a network of gathers brings to all.
+    A list is a payload of Top-k with float32 values. Lists decide where, and a sum over all ranks
+    brings the values there: nothing that a merge drops is lost. Each rank merges all lists, which a
+    network of gathers brings to all. A tensor that a list would not make smaller travels as it is.
 
     Differs from Shi et al.: there an entry that one merge drops while another branch brings its
     place on is neither summed nor carried on; any number of ranks will do.
@@ -98,22 +105,17 @@ class GTopK(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         carried = state.get("residual", {}) if self.error_feedback else {}
+        if context.device is not None:
+            return (yield from gtopk_on_device(self, tensors, grads, carried, context))
         numels = [math.prod(tensor.shape) for tensor in tensors]
-        slots = np.cumsum([0, *(self._list_nbytes(n) for n in numels)])
-        message = np.zeros(slots[-1], np.uint8)
+        message, rooms = rooms_for([self.codec] * len(tensors), tensors)
+        assert message is not None
         own = [
-            self._list(tensor, grad, carried, message[begin:])
-            for tensor, grad, begin in zip(tensors, grads, slots, strict=False)
+            self._list(tensor, grad, carried, room)
+            for tensor, grad, room in zip(tensors, grads, rooms, strict=True)
         ]
         gathered = yield Round("allgather", message)
-        if gathered.size != context.world_size * message.size:
-            what = f"{gathered.size} bytes of lists arrived"
-            raise PayloadError(f"{what}, {context.world_size * message.size} were expected")
-        lists = gathered.reshape(context.world_size, message.size)
-        chosen = [
-            self._merged(tensor, lists[:, begin:])
-            for tensor, begin in zip(tensors, slots, strict=False)
-        ]
+        chosen = self.chosen(tensors, gathered, context.world_size)
         ends = np.cumsum([places.size for places, _ in chosen])
         values = _at(own, chosen, ends)
         reduced = np.split((yield Round("allreduce", values)), ends[:-1])
@@ -130,53 +132,50 @@ class GTopK(Scheme):
         kept = {"residual": residuals} if self.error_feedback else {}
         return Outcome(sums, kept, finite, energies)
 
-    def _layout(self, n: int) -> Positions:
-        return positions.cheapest(n, TopK(self.density).count(n))
+    @functools.cached_property
+    def codec(self) -> Codec:
+        """That of a list."""
+        return Codec(Identity(), TopK(self.density), Float32())
 
-    def _list_nbytes(self, n: int) -> int:
-        layout = self._layout(n)
-        return align(layout.nbytes) + align(4 * layout.k)
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return serves(self.codec, tensors)
 
     def _list(
-        self, tensor: Tensor, grad: Array | None, carried: Mapping[str, Array], room: Array
+        self, tensor: Tensor, grad: Array | None, carried: Mapping[str, Array], room: Array | None
     ) -> _Own:
         """Write a tensor's list to the front of ``room``."""
-        kernels, n = load_backend("cpu"), math.prod(tensor.shape)
-        layout, residual = self._layout(n), carried.get(tensor.name)
-        check_state("residual", residual, (np.dtype(np.float32), n))
-        bitmap, begin = positions.first_ones(n, layout.k), align(layout.nbytes)
-        values = room[begin : begin + 4 * layout.k].view(np.float32)
-        coeffs, finite = None, True
-        if grad is not None:
-            coeffs = kernels.add(grad, residual, layout.k)
-            finite = coeffs.peak <= LARGEST_FINITE_BITS
-            if finite:
-                bitmap, packed = kernels.take(coeffs, 1, Float32().coding(0.0), False)
-                values[:] = packed[: 4 * layout.k].view(np.float32)
-            else:
-                values[:] = np.nan
-        room[: layout.nbytes] = positions.pack(bitmap, layout, kernels)
-        return _Own(None if coeffs is None else coeffs.array, finite)
+        kernels, shape, plan = load_backend("cpu"), tensor.shape, self.codec.plan(tensor.shape)
+        values = np.zeros(plan.numel, np.float32) if grad is None else grad
+        residual = None if grad is None else carried.get(tensor.name)
+        check_state("residual", residual, (np.dtype(np.float32), plan.numel))
+        everything = plan.layout in (Layout.RAW, Layout.ALL)
+        coeffs = kernels.add(values, residual, 0 if everything else plan.k)  # always a new array
+        self.codec.encode_coeffs(coeffs, shape, kernels=kernels, keep_residual=False, out=room)
+        finite = coeffs.peak <= LARGEST_FINITE_BITS
+        return _Own(None if grad is None else coeffs.array, finite)
 
-    def _merged(self, tensor: Tensor, lists: Array) -> Entries:
-        """Return the entries that a tree of merges leaves of a tensor's lists, ``[ranks, bytes]``.
+    def chosen(self, tensors: Sequence[Tensor], gathered: Array, n_ranks: int) -> list[Entries]:
+        """Return what a tree of merges leaves of each tensor's lists in the messages of all ranks.
 
-        All of them NaN if a rank's are.
+        NaN at any places if one of a tensor's lists is not finite.
         """
-        kernels, n = load_backend("cpu"), math.prod(tensor.shape)
-        layout = self._layout(n)
-        begin, entries = align(layout.nbytes), []
-        for rank, message in enumerate(lists):
-            try:
-                bitmap = positions.unpack(message[: layout.nbytes].copy(), layout, kernels)
-            except ValueError as error:
-                who = f"tensor {tensor.name!r}: rank {rank}'s positions"
-                raise PayloadError(f"{who}: {error}") from error
-            values = message[begin : begin + 4 * layout.k].copy().view(np.float32)
-            entries.append(Entries(kernels.positions_of(bitmap), values))
-        if any(kernels.peak_bits(part.values) > LARGEST_FINITE_BITS for part in entries):
-            return Entries(entries[0].places, np.full(layout.k, np.nan, np.float32))
-        return merge_all(entries, layout.k)
+        payloads, count = list(wire.split_payloads(gathered)), len(tensors)
+        if len(payloads) != n_ranks * count:
+            raise PayloadError(f"{len(payloads)} lists arrived, {n_ranks * count} were expected")
+        return [
+            self._merged(tensor, payloads[number::count]) for number, tensor in enumerate(tensors)
+        ]
+
+    def _merged(self, tensor: Tensor, lists: Sequence[tuple[Header, Array]]) -> Entries:
+        k, entries = self.codec.plan(tensor.shape).k, []
+        for header, payload in lists:
+            part = part_of(self.codec, tensor, header, payload)
+            if part is None:
+                return Entries(np.arange(k), np.full(k, np.nan, np.float32))
+            places = load_backend("cpu").positions_of(part.bitmap)
+            entries.append(Entries(places, part.packed.view(np.float32)))
+        return merge_all(entries, k)
 
     def _scattered(
         self, numels: Sequence[int], chosen: Sequence[Entries], reduced: Sequence[Array]
@@ -195,8 +194,8 @@ class GTopK(Scheme):
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
-        n = math.prod(tensor.shape)
-        return self._list_nbytes(n) + 4 * self._layout(n).k
+        plan = self.codec.plan(tensor.shape)
+        return wire.align(plan.payload_nbytes) + 4 * plan.k
 
 
 def _at(own: Sequence[_Own], chosen: Sequence[Entries], ends: Array) -> Array:

@@ -73,6 +73,24 @@ def kept(
     return device.cache[key][1]
 
 
+def on_each(device: Device, *names: str) -> Callable[..., None]:
+    """Return what launches one of these kernels with a thread for each of ``n`` values.
+
+    It takes a name, ``n`` and the arguments.
+    """
+    from horovod_fftcomp.backends.gpu.tables import THREADS  # not for whoever has no GPU
+
+    if names not in device.cache:
+        device.cache[names] = device.functions(source(), names)
+    kernels = device.cache[names]
+
+    def launch(name: str, n: int, *arguments: Any) -> None:
+        if n:
+            kernels[name](-(-n // THREADS), THREADS, list(arguments), 0)
+
+    return launch
+
+
 class ExchangeRows:
     """One exchange of a bucket: its rows with addresses, and what is measured of it.
 

@@ -14,7 +14,6 @@ from horovod_fftcomp import positions, wire
 from horovod_fftcomp.backends import Array, Part, load_backend
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.payloads import aligned
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
 from horovod_fftcomp.schemes import (
@@ -27,7 +26,7 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
 )
-from horovod_fftcomp.schemes.gather import Gather, encode, joined, summed
+from horovod_fftcomp.schemes.gather import Gather, encode, joined, part_of, summed
 from horovod_fftcomp.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.transforms import Identity
 from horovod_fftcomp.wire import Header
@@ -64,7 +63,7 @@ def merge(codec: Codec, tensors: Sequence[Tensor], a: Array, b: Array) -> Array:
             raise PayloadError(f"{len(message)} payloads arrived, {len(tensors)} were expected")
     return joined(
         [
-            _sum(tensor.shape, _part(codec, tensor, *x), _part(codec, tensor, *y))
+            _sum(tensor.shape, *(part_of(_codec_of(codec, p[0]), tensor, *p) for p in (x, y)))
             for tensor, x, y in zip(tensors, mine, theirs, strict=True)
         ]
     )
@@ -72,23 +71,6 @@ def merge(codec: Codec, tensors: Sequence[Tensor], a: Array, b: Array) -> Array:
 
 def _codec_of(codec: Codec, header: Header) -> Codec:
     return SUMS if header.fingerprint == SUMS.fingerprint else codec
-
-
-def _part(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Part | None:
-    """Return a payload's values and their places; None if it is not finite."""
-    writer, kernels = _codec_of(codec, header), load_backend("cpu")
-    try:
-        if header.shape != tensor.shape:
-            raise PayloadError(f"header field 'shape' is {header.shape}, expected {tensor.shape}")
-        plan = writer.checked_plan(payload, header)
-        if not header.finite:
-            return None
-        part = writer.part(aligned(payload), plan, header, kernels)
-        if kernels.peak_bits(part.packed.view(np.float32)) > part.coding.largest:
-            raise PayloadError("body: a value lies beyond the scale")
-    except (PayloadError, ValueError) as error:
-        raise PayloadError(f"tensor {tensor.name!r}: {error}") from error
-    return part
 
 
 def _sum(shape: tuple[int, ...], a: Part | None, b: Part | None) -> Array:

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
                 values[place] = __float_as_uint(sent);
             else
                 put_bits(values, (C * rank + c) * coding.bits, code, coding.bits);
-            if (tensor.keep) coeff[c] = sub_rn(coeff[c], sent);
+            if (tensor.keep == UNSENT) coeff[c] = sub_rn(coeff[c], sent);
         }
     }
 }
