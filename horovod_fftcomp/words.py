@@ -44,3 +44,15 @@ def count_words(n: int, radix: int) -> int:
     digits = digits_of(radix)
     whole, rest = divmod(n, GROUP)
     return whole * -(-GROUP // digits) + -(-rest // digits)
+
+
+def sketch_bits(n: int, peak: int) -> int:
+    """Return the bits after the point of ``n`` numbers whose sum shall fit into 64 bits.
+
+    ``peak``: the float32 pattern of the largest magnitude, finite.
+
+    >>> sketch_bits(1 << 20, 0x3F800000)  # numbers of at most 1.0
+    41
+    """
+    exponent = max(peak >> 23, 1) - 127
+    return 61 - max(n - 1, 0).bit_length() - exponent

@@ -69,6 +69,8 @@ ALLOWED = {
     "schemes/rows.py": {"numpy", "backends", "schemes"},
     "schemes/gtopk.py": {"numpy", "backends", "codec", "errors", "payloads", "positions",
                          "quantizers", "schemes", "sparsifiers", "transforms", "wire"},
+    "schemes/sketchsgd_on_device.py": {"numpy", "backends", "codec", "errors", "quantizers",
+                                       "schemes", "sparsifiers", "transforms", "wire"},
     "schemes/sketchsgd.py": {"numpy", "backends", "draws", "quantizers", "schemes", "sparsifiers"},
     "schemes/sparcml.py": {"numpy", "backends", "codec", "errors", "payloads", "positions",
                            "quantizers", "schemes", "sparsifiers", "transforms", "wire"},

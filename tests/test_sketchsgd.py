@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -24,18 +26,45 @@ def hashes(rows=5, step=0):
     return np.array(drawn, np.uint64).reshape(rows, 2)
 
 
+def sketch_of(values, drawn, columns, kernels=cpu):
+    return kernels.sketch(values, drawn, columns, cpu.peak_bits(values))
+
+
 def test_sketches_add_up():
     """Exactly, of whole numbers: sums of which float32 does not round."""
     a, b = whole_numbers(20_000), whole_numbers(20_000, 1)
-    total = cpu.sketch(a, hashes(), 300) + cpu.sketch(b, hashes(), 300)
-    assert total.tobytes() == cpu.sketch(a + b, hashes(), 300).tobytes()
+    total = sketch_of(a, hashes(), 300) + sketch_of(b, hashes(), 300)
+    assert total.tobytes() == sketch_of(a + b, hashes(), 300).tobytes()
+
+
+def test_a_sketch_does_not_depend_on_the_order():
+    """Of elements whose hashes are alike."""
+    values, same = 1e4 * normal(50_000), np.array([[0, 5], [0, 1 << 32]], np.uint64)
+    table = sketch_of(values, same, 3)
+    assert table.tobytes() == sketch_of(values[::-1].copy(), same, 3).tobytes()
+    exact = math.fsum(values.tolist())
+    assert abs(table.sum(1)).tolist() == pytest.approx([abs(exact)] * 2, rel=1e-7)
+
+
+@pytest.mark.parametrize("peak", [3e38, 1.0, 1e-38, 1e-45])
+def test_a_sketch_of_any_scale_is_exact_where_float32_is(peak):
+    values = np.zeros(1000, np.float32)
+    values[[3, 700]] = peak, -peak
+    table = sketch_of(values, np.array([[0, 0]], np.uint64), 1)
+    assert table.tolist() == [[0.0]]
+    values[700] = 0
+    assert sketch_of(values, np.array([[0, 0]], np.uint64), 1).tolist() == [[values[3]]]
+    values[:] = np.float32(peak)
+    with np.errstate(over="ignore"):
+        expected = np.float32(1000 * float(np.float32(peak)))
+    assert sketch_of(values, np.array([[0, 0]], np.uint64), 1).tolist() == [[expected]]
 
 
 def test_a_single_entry_is_recovered_exactly():
     for place in (0, 17, 9999):
         values = np.zeros(10_000, np.float32)
         values[place] = -3.25
-        estimates = cpu.estimate(cpu.sketch(values, hashes(), 40), hashes(), 10_000)
+        estimates = cpu.estimate(sketch_of(values, hashes(), 40), hashes(), 10_000)
         assert estimates[place] == -3.25
         assert np.count_nonzero(estimates) < 20
 
@@ -160,7 +189,7 @@ def n_threads(request):
 def test_kernels_are_the_reference(n, rows, columns):
     drawn = hashes(rows)
     for values in (normal(n), np.zeros(n, np.float32)):
-        table = cpu.sketch(values, drawn, columns)
-        assert table.tobytes() == reference.sketch(values, drawn, columns).tobytes()
+        table = sketch_of(values, drawn, columns)
+        assert table.tobytes() == sketch_of(values, drawn, columns, reference).tobytes()
         found = cpu.estimate(table, drawn, n)
         np.testing.assert_array_equal(found, reference.estimate(table, drawn, n))

@@ -40,7 +40,7 @@ from horovod_fftcomp.quantizers import (
     STEPS,
     Coding,
 )
-from horovod_fftcomp.words import GROUP
+from horovod_fftcomp.words import GROUP, sketch_bits
 
 # NaN and Inf in a gradient are told by its coefficients; NumPy need not warn of them as well.
 _UNSCALED_EXPONENTS = range(-40, 60)
@@ -555,16 +555,21 @@ def _places_in_rows(n: int, hashes: Array, columns: int) -> tuple[Array, Array]:
     return at.astype(np.int64), signs
 
 
-def sketch(values: Array, hashes: Array, columns: int) -> Array:
-    """Return the count sketch of ``values``, float32 ``[rows, columns]``.
+def sketch(values: Array, hashes: Array, columns: int, peak: int) -> Array:
+    """Return the count sketch of finite ``values``, float32 ``[rows, columns]``.
 
-    In each row each element, times its sign, is added to its column, in order. ``hashes``: uint64
-    ``[rows, 2]``, factor and addend. (Charikar et al. 2002.)
+    In each row each element, times its sign, is added to its column. ``hashes``: uint64
+    ``[rows, 2]``, factor and addend. ``peak``: the bits of the largest magnitude. Elements are
+    rounded to whole multiples of 2^-``sketch_bits``, so that sums are the same in any order.
+    (Charikar et al. 2002.)
     """
-    table = np.zeros((len(hashes), columns), np.float32)
+    bits = sketch_bits(values.size, peak)
+    steps = np.rint(values.astype(np.float64) * 2.0**bits).astype(np.int64)
+    table = np.zeros((len(hashes), columns), np.int64)
     for row, at, signs in zip(table, *_places_in_rows(values.size, hashes, columns), strict=True):
-        np.add.at(row, at, signs * values)
-    return table
+        np.add.at(row, at, signs.astype(np.int64) * steps)
+    with np.errstate(over="ignore"):
+        return (table * 2.0**-bits).astype(np.float32)
 
 
 def estimate(table: Array, hashes: Array, n: int) -> Array:

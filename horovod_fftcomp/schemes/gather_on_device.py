@@ -21,6 +21,7 @@ from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.payloads import PayloadCodec
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
+from horovod_fftcomp.schemes.rows import state_of
 
 if TYPE_CHECKING:
     from horovod_fftcomp.backends.gpu.decoder import Decoder, ThresholdDecoder
@@ -117,12 +118,12 @@ def gather_on_device(
     not_finite, arrived = decoder.decode(gathered, sums, sign)
     state = {}
     if error_feedback:
-        state["residual"] = _state(tensors, grads, old, residuals.new)
+        state["residual"] = state_of(tensors, grads, old, residuals.new)
     if velocities is not None:
-        state["velocity"] = _state(tensors, grads, carried.get("velocity", {}), velocities.new)
+        state["velocity"] = state_of(tensors, grads, carried.get("velocity", {}), velocities.new)
     measured, left = None, encoded.left if error_feedback else None
     if measure or left is not None:
-        kept = _state(tensors, grads, old, [None] * len(tensors)) if error_feedback else {}
+        kept = state_of(tensors, grads, old, [None] * len(tensors)) if error_feedback else {}
         measured = functools.partial(_measured, encoded.squares, left, tensors, kept, device)
     later = OnDevice(not_finite, arrived, encoded.restore, measured)
     return Outcome(sums, state, True, on_device=later)
@@ -188,16 +189,6 @@ def _velocities(
         numel = math.prod(tensor.shape)
         new.append(None if grad is None else device.empty(max(1, numel))[:numel])
     return Velocities(old, new, correction.momentum, correction.nesterov, correction.masking)
-
-
-def _state(
-    tensors: Sequence[Tensor], grads: Sequence[Any], old: Mapping[str, Any], new: Sequence[Any]
-) -> dict[str, Any]:
-    """Return the new arrays by name, and the old ones of frozen tensors."""
-    kept = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
-    state = {name: array for name, array in old.items() if name in kept}
-    named = zip(tensors, new, strict=True)
-    return state | {tensor.name: array for tensor, array in named if array is not None}
 
 
 def _measured(

@@ -13,7 +13,7 @@ from horovod_fftcomp.backends.gpu import Device, on_device, on_host
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
 from horovod_fftcomp.schemes.around import numels_of
-from horovod_fftcomp.schemes.rows import on_each
+from horovod_fftcomp.schemes.rows import on_each, state_of
 
 if TYPE_CHECKING:
     from horovod_fftcomp.backends.gpu.encoder import Encoded, Encoder
@@ -118,10 +118,8 @@ def gtopk_on_device(
     later = OnDevice(exchange.bad, device.zeros(0, np.uint32), encoded.restore, measured)
     if not scheme.error_feedback:
         return Outcome(sums, {}, True, on_device=later)
-    state = {t.name: carried[t.name] for t in tensors if t.name in carried}
-    named = zip(tensors, exchange.wholes, strict=True)
-    state |= {tensor.name: whole for tensor, whole in named if whole is not None}
-    return Outcome(sums, {"residual": state}, True, on_device=later)
+    state = {"residual": state_of(tensors, grads, carried, exchange.wholes)}
+    return Outcome(sums, state, True, on_device=later)
 
 
 def _encoder(device: Device, scheme: GTopK, tensors: Sequence[Tensor]) -> Encoder:

@@ -11,7 +11,7 @@ import numpy as np
 from horovod_fftcomp.backends.gpu import Device, on_device
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.schemes import Context, OldState, OnDevice, Outcome, Round, Tensor
-from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept
+from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept, state_of
 
 if TYPE_CHECKING:
     from horovod_fftcomp.schemes.powersgd import PowerSgd
@@ -62,11 +62,7 @@ class _Exchange(ExchangeRows):
         self._right = self._started(scheme, state)
         self.state = {"factor": dict[str, Any]()}
         if scheme.error_feedback:
-            self.state["residual"] = self._named(self._whole) | {
-                tensor.name: carried[tensor.name]
-                for tensor, there in zip(tensors, self.takes_part, strict=True)
-                if not there and tensor.name in carried
-            }
+            self.state["residual"] = state_of(tensors, grads, carried, self._whole)
 
     def _named(self, arrays: Sequence[Any]) -> dict[str, Any]:
         named = zip(self.tensors, arrays, strict=True)

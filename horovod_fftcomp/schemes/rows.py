@@ -55,6 +55,8 @@ class BucketRows:
         others = np.zeros(len(rows), self.tables.TENSOR)
         others["grad"], others["residual"] = rows["grad"], rows["residual"]
         others["coeffs"], others["keep"] = rows[kept], rows[kept] != 0
+        if "moved" in (rows.dtype.names or ()):
+            others["velocity"], others["moved"] = rows["velocity"], rows["moved"]
         others["n"] = others["numel"] = np.where(rows[kept] != 0, rows["n"], 0)
         others["first_tile"], others["n_tiles"] = rows["first_tile"], rows["n_tiles"]
         return self.uploads.of(kept, others)
@@ -89,6 +91,16 @@ def on_each(device: Device, *names: str) -> Callable[..., None]:
             kernels[name](-(-n // THREADS), THREADS, list(arguments), 0)
 
     return launch
+
+
+def state_of(
+    tensors: Sequence[Tensor], grads: Sequence[Any], old: Mapping[str, Any], new: Sequence[Any]
+) -> dict[str, Any]:
+    """Return the new arrays by name, and the old ones of frozen tensors."""
+    kept = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
+    state = {name: array for name, array in old.items() if name in kept}
+    named = zip(tensors, new, strict=True)
+    return state | {tensor.name: array for tensor, array in named if array is not None}
 
 
 class ExchangeRows:

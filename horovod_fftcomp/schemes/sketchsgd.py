@@ -26,6 +26,7 @@ from horovod_fftcomp.schemes import (
 )
 from horovod_fftcomp.schemes.gtopk import largest
 from horovod_fftcomp.schemes.momentum import MomentumScheme
+from horovod_fftcomp.schemes.sketchsgd_on_device import sketchsgd_on_device
 from horovod_fftcomp.sparsifiers import TopK
 
 
@@ -95,8 +96,10 @@ class SketchSgd(MomentumScheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        if context.device is not None:
+            return (yield from sketchsgd_on_device(self, tensors, grads, state, context))
         kernels = load_backend("cpu")
-        plans = [self._plan(tensor) for tensor in tensors]
+        plans = [self.plan(tensor) for tensor in tensors]
         ends = np.cumsum([plan.first_numel(self.rows) for plan in plans])
         message = kernels.empty(int(ends[-1]))
         parts = [
@@ -120,7 +123,12 @@ class SketchSgd(MomentumScheme):
         energies = {part.tensor.name: part.energy for part in parts if part.energy is not None}
         return Outcome(sums, self._new_state(parts, state), finite, energies)
 
-    def _plan(self, tensor: Tensor) -> _Plan:
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
+
+    def plan(self, tensor: Tensor) -> _Plan:
+        """Return how a tensor travels."""
         n = math.prod(tensor.shape)
         k = TopK(self.density).count(n)
         columns, candidates = self.columns * k, min(n, self.candidates * k)
@@ -128,7 +136,7 @@ class SketchSgd(MomentumScheme):
             return _Plan(n, n, 0, 0)
         return _Plan(n, k, columns, candidates)
 
-    def _hashes(self, tensor: Tensor, context: Context) -> Array:
+    def hashes(self, tensor: Tensor, context: Context) -> Array:
         """Return what the hash of each row multiplies by and adds, uint64 ``[rows, 2]``."""
         drawn = [
             draws.draw(self.seed, context.step, tensor.name, place)
@@ -154,8 +162,9 @@ class SketchSgd(MomentumScheme):
         if not finite:
             share.fill(np.nan)
         elif plan.columns:
-            hashes = self._hashes(tensor, context)
-            share[:] = load_backend("cpu").sketch(coeffs.array, hashes, plan.columns).reshape(-1)
+            hashes = self.hashes(tensor, context)
+            sketch = load_backend("cpu").sketch(coeffs.array, hashes, plan.columns, coeffs.peak)
+            share[:] = sketch.reshape(-1)
         else:
             share[:] = coeffs.array
         return _Part(tensor, plan, grad, coeffs.array, velocity, finite)
@@ -170,7 +179,7 @@ class SketchSgd(MomentumScheme):
             share.fill(np.nan)
             return
         estimates = kernels.estimate(
-            table.reshape(self.rows, plan.columns), self._hashes(part.tensor, context), plan.numel
+            table.reshape(self.rows, plan.columns), self.hashes(part.tensor, context), plan.numel
         )
         part.places = largest(estimates, plan.candidates)
         if part.whole is not None:
@@ -210,5 +219,5 @@ class SketchSgd(MomentumScheme):
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
-        plan = self._plan(tensor)
+        plan = self.plan(tensor)
         return 4 * (plan.first_numel(self.rows) + plan.second_numel)

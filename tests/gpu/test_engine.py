@@ -36,11 +36,10 @@ ON_DEVICE = (
         "random_block",
     ),
     *("onebit", "efsignsgd", "qsgd", "terngrad", "dgc", "dorefa", "natural", "signsgd", "signum"),
-    *("demo", "powersgd", "sparcml", "auto", "strom", "adacomp", "wangni", "gtopk"),
+    *("demo", "powersgd", "sparcml", "auto", "strom", "adacomp", "wangni", "gtopk", "sketchsgd"),
 )
 # Of the cases below those of the host: by recipe, or by recipe and options.
 ON_HOST = (
-    "sketchsgd",
     ("scalecom", "density", "selector"),
     ("dgc", "density", "max_norm"),
     ("dgc", "density", "warmup_steps"),  # a density of 1 in 32 bits travels as it is
@@ -113,7 +112,8 @@ def run_step(engines, grads):
         ("wangni", {"density": 0.9}, 0),
         ("gtopk", {}, 0),
         ("gtopk", {"density": 0.4, "error_feedback": False}, 0),
-        ("sketchsgd", {}, 0),  # of the host
+        ("sketchsgd", {}, 0),
+        ("sketchsgd", {"density": 0.002, "rows": 3, "nesterov": True, "masking": False}, 0),
         ("sparcml", {"density": 0.05}, 0),
         ("topk", {"density": 0.05, "scope": "bucket"}, 0),
         ("scalecom", {"density": 0.05, "scope": "bucket"}, 0),

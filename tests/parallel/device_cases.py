@@ -43,6 +43,8 @@ def trained(recipe, steps, **options):
         ("signum", {}),
         ("hard_threshold", {"calibrate_steps": 3}),
         ("sparcml", {}),
+        ("adacomp", {}),
+        ("gtopk", {}),
         ("topk", {"scope": "bucket"}),
     ],
 )

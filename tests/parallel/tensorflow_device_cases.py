@@ -51,6 +51,9 @@ def trained(recipe, steps, graph=True, dtype="float32", **options):
         ("dgc", {"density": 0.1}, True),
         ("powersgd", {"rank": 2}, True),
         ("topk", {"scope": "bucket"}, True),
+        ("wangni", {}, True),
+        ("gtopk", {}, True),
+        ("sketchsgd", {"momentum": 0.0}, True),
     ],
 )
 def test_a_training_is_the_cpus(recipe, options, graph, on_gpu, same_everywhere):

@@ -8,18 +8,24 @@ from horovod_fftcomp import threads
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.memory import empty
+from horovod_fftcomp.words import sketch_bits
 
 _GROUP = 1024  # elements whose estimates of all rows lie in the L1 cache
 _LEAST_VALUES = 1 << 15  # for a thread of its own
 
 
-def sketch(values: Array, hashes: Array, columns: int) -> Array:
+def sketch(values: Array, hashes: Array, columns: int, peak: int) -> Array:
     """See ``reference.sketch``."""
-    table = np.zeros((len(hashes), columns), np.float32)
+    bits = sketch_bits(values.size, peak)
+    table = np.empty((len(hashes), columns), np.float32)
 
     def work(begin: int, end: int) -> None:
+        sums = np.empty(columns, np.int64)
         for row in range(begin, end):
-            _sketch(values, *hashes[row], np.uint64(columns), table[row])
+            sums.fill(0)
+            _sketch(values, *hashes[row], np.uint64(columns), 2.0**bits, sums)
+            with np.errstate(over="ignore"):
+                np.multiply(sums, 2.0**-bits, out=table[row], casting="same_kind")
 
     least = 1 if values.size >= _LEAST_VALUES else len(hashes)
     threads.each(work, threads.ranges(len(hashes), least))
@@ -27,14 +33,14 @@ def sketch(values: Array, hashes: Array, columns: int) -> Array:
 
 
 @kernel
-def _sketch(values, factor, addend, columns, row):
+def _sketch(values, factor, addend, columns, unit, row):
     state = addend
     for i in range(values.size):
         word = state >> np.uint64(32)
         state += factor
         column = ((word >> np.uint64(1)) * columns) >> np.uint64(31)
-        value = values[i]
-        row[column] += -value if word & np.uint64(1) else value
+        steps = np.int64(np.rint(np.float64(values[i]) * unit))
+        row[column] += -steps if word & np.uint64(1) else steps
 
 
 def estimate(table: Array, hashes: Array, n: int) -> Array:

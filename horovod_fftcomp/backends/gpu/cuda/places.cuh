@@ -1,11 +1,12 @@
 // Values at places that the host has chosen: one thread for each, or for each element of a tensor.
 // `bad`: a word, not 0 where some rank's part of the tensor is not finite.
 
+// `places`: null of all that there are.
 __global__ void __launch_bounds__(THREADS)
     take_places(const float* __restrict__ values, u64 n, const u32* __restrict__ places,
                 const u32* __restrict__ bad, float* __restrict__ out) {
     u64 i = u64(blockIdx.x) * THREADS + threadIdx.x;
-    if (i < n) out[i] = *bad ? __uint_as_float(NAN_BITS) : values[places[i]];
+    if (i < n) out[i] = *bad ? __uint_as_float(NAN_BITS) : values[places ? places[i] : i];
 }
 
 // Zeros, or NaN.
