@@ -19,6 +19,7 @@ from tests import payloads
 OPTIONS = {**payloads.TOGETHER, **{name: {} for name in payloads.EACH}}
 OPTIONS |= {name: {**OPTIONS[name], "momentum": 0.0} for name in ("dgc", "sketchsgd")}
 REFUSED = [name for name in OPTIONS if not get_scheme(name, **OPTIONS[name]).fits_differences()]
+SERVED = [name for name in OPTIONS if name not in REFUSED]
 SHAPE = (40, 50)
 
 
@@ -45,7 +46,7 @@ def step(those, grads):
     return found[0]
 
 
-@pytest.mark.parametrize("recipe", [name for name in OPTIONS if name not in REFUSED])
+@pytest.mark.parametrize("recipe", SERVED)
 @pytest.mark.parametrize("ranks_per_node", [2, 3])
 def test_a_recipe_takes_nodes_for_ranks(recipe, ranks_per_node):
     options, grads = OPTIONS[recipe], gradients(2 * ranks_per_node)
@@ -99,8 +100,10 @@ def test_buckets_have_leaders_of_their_own_and_groups_are_told_once():
     assert list(Layout(4, 3).groups()) == [(0, 1, 2)]
 
 
-@pytest.mark.parametrize("recipe", [name for name in OPTIONS if name not in REFUSED])
-@pytest.mark.parametrize("bad", range(4))
+@pytest.mark.parametrize(
+    ("recipe", "bad"),
+    [*(("topk", rank) for rank in range(4)), *zip(SERVED, [0, 1, 2, 3] * 9, strict=False)],
+)
 def test_a_bad_value_on_any_rank_is_a_step_that_never_was(recipe, bad):
     those = engines(4, 2, recipe, **OPTIONS[recipe])
     grads = gradients(4)
