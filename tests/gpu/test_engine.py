@@ -113,6 +113,7 @@ def run_step(engines, grads):
         ("gtopk", {}, 0),
         ("gtopk", {"density": 0.4, "error_feedback": False}, 0),
         ("sketchsgd", {}, 0),
+        ("sketchsgd", {"density": 0.05}, 0),  # all travels as it is
         ("sketchsgd", {"density": 0.002, "rows": 3, "nesterov": True, "masking": False}, 0),
         ("sparcml", {"density": 0.05}, 0),
         ("topk", {"density": 0.05, "scope": "bucket"}, 0),
