@@ -109,12 +109,13 @@ def test_a_device_passes_its_probe(device):
     [
         *(("topk", 0), ("hard_threshold", 0), ("onebit", 0), ("qsgd", 0), ("terngrad", 0)),
         *(("dgc", 0), ("natural", 0), ("dorefa", 0), ("signum", 0), ("fp16", 0)),
+        *(("strom", 0), ("adacomp", 0), ("wangni", 0), ("gtopk", 0), ("sketchsgd", 0)),
         ("fft", 2e-6),
         ("powersgd", 1e-4),  # products add in any order
     ],
 )
 def test_steps_are_the_cpus(device, recipe, tolerance):
-    options = {"threshold": 1.5} if recipe == "hard_threshold" else {}
+    options = {"threshold": 1.5} if recipe in ("hard_threshold", "strom") else {}
     cpu, gpu = (steps.make_engines(on, recipe, **options) for on in (None, device))
     rng = np.random.default_rng(0)
     for step in range(4):
