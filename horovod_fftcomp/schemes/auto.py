@@ -160,7 +160,8 @@ class Auto(Scheme):
             elif residual is not None:
                 kept[tensor.name] = residual
             whole.append(grad)
-        outcome = yield from Dense().exchange(tensors, whole, {}, context)
+        # By the host, which alone can take back what it drops here.
+        outcome = yield from Dense().exchange(tensors, whole, {}, context._replace(device=None))
         return outcome._replace(state={"residual": kept} if self.error_feedback else {})
 
     def _moved(self, residual: Array, tensor: Tensor, old: int, new: int) -> Array:

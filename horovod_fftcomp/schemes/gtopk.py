@@ -87,7 +87,8 @@ class GTopK(Scheme):
 
     A list is a payload of Top-k with float32 values. Lists decide where, and a sum over all ranks
     brings the values there: nothing that a merge drops is lost. Each rank merges all lists, which a
-    network of gathers brings to all. A tensor that a list would not make smaller travels as it is.
+    network of gathers brings to all. A tensor that a list would not make smaller is all of
+    its list.
 
     Differs from Shi et al.: there an entry that one merge drops while another branch brings its
     place on is neither summed nor carried on; any number of ranks will do.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from horovod_fftcomp.backends.gpu import Device, on_device, on_host
+from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
 from horovod_fftcomp.schemes.around import numels_of
@@ -80,6 +81,8 @@ class _Exchange:
 
     def sum(self, reduced: Any) -> list[Any]:
         """Return the sums; take them off what is left."""
+        if len(reduced) != (expected := len(self._message)):
+            raise PayloadError(f"{len(reduced)} values arrived, {expected} were expected")
         sums = [self.device.empty(max(1, n))[:n] for n in self._numels]
         beyond = np.uint32(LARGEST_FINITE_BITS)
         for total, numel, (whole, places, flag, part) in zip(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class _Bucket(BucketRows):
         groups = self.owners("group", sizes, self.tables.THREADS)
         self._n_groups, self._groups = groups.size, device.upload(groups)
         self.found = {
-            number: Codec(Identity(), TopK(plan.candidates / plan.numel), Float32())
+            number: Codec(Identity(), TopK((plan.candidates + 0.5) / plan.numel), Float32())
             for number, plan in enumerate(self.plans)
             if plan.columns
         }
@@ -78,8 +78,9 @@ class _Exchange(ExchangeRows):
         for row, tensor, there in zip(self.rows, tensors, self.takes_part, strict=True):
             if there and tensor.name in velocities:
                 row["velocity"] = self.address(on_device(velocities[tensor.name], self.device))
-        plans = self.bucket.plans
-        left = [w if plan.columns else None for w, plan in zip(self._whole, plans, strict=True)]
+        # A residual of another density's times is sent whole; if the step is dropped it comes back.
+        keeps = self.rows["columns"] + self.rows["residual"] > 0
+        left = [w if stays else None for w, stays in zip(self._whole, keeps, strict=True)]
         self.state = {
             "velocity": state_of(tensors, grads, velocities, self._moved),
             "residual": state_of(tensors, grads, state.get("residual", {}), left),
@@ -116,13 +117,14 @@ class _Exchange(ExchangeRows):
         bucket, device = self.bucket, self.device
         self._first = received
         self._enter_first(received)
-        estimates = self.new("estimates", [bool(plan.columns) for plan in bucket.plans])
+        estimates = {number: device.empty(bucket.plans[number].numel) for number in bucket.found}
+        for number, array in estimates.items():
+            self.rows[number]["estimates"] = device.address(array)
         self._bad = device.zeros(len(self.rows), np.uint32)
         table = bucket.uploads.of("arrived", self.rows)
         bucket.on_groups("check_sketch", table, self._bad)
         bucket.on_tiles(f"estimate<{self._scheme.rows}>", table)
-        wanted = [estimates[number] for number in bucket.found]
-        nothing = [None] * len(wanted)
+        wanted, nothing = list(estimates.values()), [None] * len(estimates)
         payloads = on_host(bucket.encoder.encode(wanted, nothing, nothing).message, device)
         self._places = dict(self._candidates(payloads))
         message = device.zeros(int(bucket.seconds[-1]))
@@ -186,13 +188,13 @@ class _Exchange(ExchangeRows):
             nothing = (device.zeros(best.size), *ones[1:])
             launch("put_places", best.size, *nothing, self._moved[number], np.uint64(0))
 
-    def measured(self) -> Callable[[], dict[str, Any]]:
-        """Return what waits for what was measured; see ``ExchangeRows.energies``."""
-        whole = self.rows["whole"].copy()
-        self.rows["whole"][self.rows["columns"] == 0] = 0  # nothing is left of these
-        self.square(False, "whole")
-        self.rows["whole"] = whole
-        return self.energies()
+    def clear_sent(self) -> None:
+        """Leave nothing of what was sent whole."""
+        for whole, plan in zip(self._whole, self.bucket.plans, strict=True):
+            if whole is not None and not plan.columns:
+                self.device.clear(whole)
+        if self.measures:
+            self.square(False, "whole")
 
     def restore(self, verdict: Any) -> None:
         """Launch what brings the new state back to the old one where the verdict is not 0."""
@@ -211,6 +213,7 @@ def sketchsgd_on_device(
     exchange = _Exchange(scheme, tensors, grads, state, context)
     first = yield Round("allreduce", exchange.sketch())
     sums = exchange.sum((yield Round("allreduce", exchange.look_up(first))))
-    measured = exchange.measured() if exchange.measures else None
+    exchange.clear_sent()
+    measured = exchange.energies() if exchange.measures else None
     later = OnDevice(exchange.flags, exchange.flags[:0], exchange.restore, measured)
     return Outcome(sums, exchange.state, True, on_device=later)

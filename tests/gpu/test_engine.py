@@ -91,6 +91,7 @@ def run_step(engines, grads):
         ("hard_threshold", {"threshold": 6.0}, 0),
         ("hard_threshold", {"threshold": 1e-3, "bits": 6}, 0),  # above it is nearly all
         ("hard_threshold", {"threshold": 1.5, "error_feedback": False}, 0),
+        ("hard_threshold", {"threshold": 1e-3, "bits": 32}, 0),  # as it is, with those below
         ("hard_threshold", {"density": 0.05, "calibrate_steps": 2}, 0),
         ("onebit", {}, 0),
         ("onebit", {"group": "column"}, 0),
@@ -169,6 +170,9 @@ def test_steps_are_the_cpus(recipe, options, tolerance):
         ("scalecom", {"density": 0.05}, 0),
         ("hard_threshold", {"density": 0.05, "calibrate_steps": 2}, 0),  # at first of the host
         ("powersgd", {}, 0),
+        ("adacomp", {}, 0),
+        ("gtopk", {}, 0),
+        ("sketchsgd", {"momentum": 0.0}, 0),
         ("fft", {}, 2e-6),
     ],
 )
@@ -346,11 +350,11 @@ def test_what_arrived_may_be_overwritten_once_it_is_summed(recipe):
     assert engines[0].costs.skipped_steps == 0
 
 
-@pytest.mark.parametrize("recipe", ["topk", "dgc", "signum", "powersgd"])
+@pytest.mark.parametrize("recipe", ["topk", "dgc", "signum", "powersgd", "gtopk", "sketchsgd"])
 def test_a_state_goes_from_cpu_to_gpu_and_back(recipe):
     rng = np.random.default_rng(1)
     grads = [random_grads(rng) for _ in range(6)]
-    options = {} if recipe in ("signum", "powersgd") else {"density": 0.05}
+    options = {"density": 0.05} if recipe in ("topk", "dgc") else {}
     straight = make_engines(None, recipe, **options)
     changing = make_engines(None, recipe, **options)
     for step in range(6):
@@ -380,6 +384,40 @@ def test_what_travels_as_it_is_takes_its_residual_along():
         for ours, theirs in zip(on_gpu, on_cpu, strict=True):
             np.testing.assert_array_equal(ours, theirs)
     assert engines[device][0].residual_norm() == 0
+
+
+@pytest.mark.parametrize("device", [None, Emulator()])
+def test_a_residual_that_is_sent_whole_is_kept_if_the_step_is_dropped(device):
+    engines, rng = make_engines(device, "sketchsgd"), np.random.default_rng(19)
+    run_step(engines, random_grads(rng))
+    denser = make_engines(device, "sketchsgd", density=0.1)
+    for old, new in zip(engines, denser, strict=True):
+        new.load_state_dict(old.state_dict())
+    before = [[engine.residual(t.name) for t in TENSORS] for engine in denser]
+    grads = random_grads(rng)
+    grads[1][0][0][7] = np.nan
+    run_step(denser, grads)
+    for engine, kept in zip(denser, before, strict=True):
+        for tensor, residual in zip(TENSORS, kept, strict=True):
+            np.testing.assert_array_equal(engine.residual(tensor.name), residual)
+    run_step(denser, random_grads(rng))
+    assert all(engine.residual_norm() == 0 for engine in denser)
+
+
+def test_auto_keeps_what_a_loaded_dense_choice_would_send_if_the_step_is_dropped():
+    [engine], rng = make_engines(Emulator(), "auto", 1), np.random.default_rng(20)
+    for _ in range(TRIAL_STEPS + 1):
+        run_step([engine], random_grads(rng, 1))
+    saved = engine.state_dict()
+    for name in saved["state"]["choice"]:
+        saved["state"]["choice"][name][:] = 0
+        saved["state"]["residual"][name] = np.ones(engine.residual(name).size, np.float32)
+    engine.load_state_dict(saved)
+    before, grads = engine.residual_norm(), random_grads(rng, 1)
+    grads[0][0][0][7] = np.nan
+    run_step([engine], grads)
+    engine.read_device()
+    assert engine.residual_norm() == before > 0
 
 
 def test_a_flag_of_a_dense_tensor_drops_the_step():
@@ -421,6 +459,8 @@ def test_a_corrupt_payload_ends_the_run_a_step_later():
         ("topk", {"density": 0.05}),
         ("hard_threshold", {"threshold": 2.0}),
         ("adacomp", {}),
+        ("gtopk", {}),
+        ("sketchsgd", {}),
         ("scalecom", {}),
         ("onebit", {}),
         ("qsgd", {"error_feedback": True}),

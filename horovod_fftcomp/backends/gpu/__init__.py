@@ -6,6 +6,7 @@ training, an emulator in the tests.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,6 +104,7 @@ class Device(Protocol):
         ...
 
 
+@functools.cache
 def source() -> str:
     """Return the text of all kernels."""
     return "".join((_FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in _SOURCES)

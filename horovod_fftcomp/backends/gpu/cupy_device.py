@@ -25,6 +25,7 @@ class CupyDevice:
 
     def __init__(self, gpu: int | None = None) -> None:
         self.cache: dict[Any, Any] = {}
+        self._copies: list[tuple[Any, np.ndarray]] = []  # to the host, perhaps under way
         self._gpu = cupy.cuda.Device().id if gpu is None else gpu
 
     @contextlib.contextmanager
@@ -57,6 +58,8 @@ class CupyDevice:
             array.get(out=host, blocking=False)
             event = cupy.cuda.Event(disable_timing=True)
             event.record()
+        # Whoever asked may forget it; the memory must not serve others before the copy is done.
+        self._copies = [copy for copy in self._copies if not copy[0].done] + [(event, host)]
 
         def fetched() -> np.ndarray:
             event.synchronize()

@@ -134,22 +134,21 @@ class CountedGroup(SparseGroup):
         if self._choice != _ABOVE:
             device.clear(self._maxima)
             kernels["add_up"](self.n_tiles, THREADS, common, 0)
-        if self._choice == _DRAWN:
-            self._find_limits(kernels)
-        limits = device.upload(self._limits.view(np.uint32))
+        limits = self._found_limits(kernels) if self._choice == _DRAWN else self._maxima
         arguments = [*common, self._above, self._counts, totals, limits]
         kernels[self._names[-2]](self.n_tiles, THREADS, arguments, tables.SUMS_NBYTES)
         if self._choice == _WINNERS:
             self._fetched = cache(device.fetch(self._maxima))  # waited for once
         return [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
 
-    def _find_limits(self, kernels: Any) -> None:
+    def _found_limits(self, kernels: Any) -> Any:
         for number, method in self._methods.items():
             assert isinstance(method, Wangni)
             n, coeffs = int(self._rows[number]["n"]), self._rows[number]["coeffs"]
             below = partial(self._sums_below, kernels["sums_below"], coeffs, n)
             self._limits[number] = method.limit(n, below)
             self._rows[number]["threshold"] = _pattern(self._limits[number])
+        return self.device.upload(self._limits.view(np.uint32))
 
     def _sums_below(
         self, kernel: Any, coeffs: np.uint64, n: int, limit: float

@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
         if (C == 1 && tensor.moved && tensor.how & MASKING) tensor.moved[place] = 0.0f;
 #pragma unroll
         for (u32 c = 0; c < C; c++) {
-            u32 size = max(magnitude(coeff[c]), tensor.threshold);  // draws send small ones as more
+            u32 least = tensor.how & CHOSEN ? tensor.threshold : 0;  // draws send small ones as more
+            u32 size = max(magnitude(coeff[c]), least);
             u32 code = encode_value(coding, __uint_as_float(size | (__float_as_uint(coeff[c]) & SIGN)));
             float sent = decode_value(coding, code);
             if (stands_for)
