@@ -1,6 +1,6 @@
 """A gather whose payloads are made and summed by a GPU.
 
-Nothing waits for it, unless a threshold leaves sizes to the values.
+Nothing waits for it, unless sizes are left to the values.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ def gather_on_device(
 ) -> Generator[Round, Any, Outcome]:
     """Exchange payloads; see ``gather``. Arrays are the device's, or NumPy's and brought there.
 
-    ``carried``: the state. Either all codecs have a threshold or none. ``correction``: the momentum
-    that gradients pass first, of a Top-k; no clipping. The last three: see ``Gather``, whose
-    ``momentum`` is ``keeps_sent``.
+    ``carried``: the state. Either all sizes are known before the values or none. ``correction``:
+    the momentum that gradients pass first, of a Top-k; no clipping. The last three: see ``Gather``,
+    whose ``momentum`` is ``keeps_sent``.
     """
     device = context.device
     assert device is not None

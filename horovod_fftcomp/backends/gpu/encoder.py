@@ -60,12 +60,12 @@ class Velocities(NamedTuple):
 class Encoder:
     """Encodes tensors of given shapes, each by its codec, in their order.
 
-    Codecs are all sparse, or all ``ElementCodec`` with methods of one kind.
+    Codecs are all ``Codec``, or all ``ElementCodec`` or ``ChosenCodec`` with methods of one kind.
 
     ``message_nbytes``: of all payloads, each at a multiple of 16; ``offsets``: where they begin.
     ``coeffs_formats``: (dtype, elements) of each tensor's coefficients; None for one that travels
-    as it is and leaves nothing unsent. Codecs with a threshold stand alone: sizes are then those
-    of the last message, and each ``encode`` waits for the device to count what it sends.
+    as it is and leaves nothing unsent. Codecs whose sizes the values decide stand alone: sizes are
+    then those of the last message, and each ``encode`` waits for the device to count what it sends.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class TileGroup:
     def choose(
         self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
     ) -> list[Callable[[], np.ndarray]]:
-        """Launch everything from gradients to what is sent; ``totals``: None but for a threshold.
+        """Launch everything from gradients to what is sent; ``totals``: None of known sizes.
 
         Returns what waits for the sums of squares before that, if they are measured.
         """

@@ -39,7 +39,7 @@ class SparseGroup(TileGroup):
         self.names += self._names
         self.n_words = WORDS // reals
         masks = [device.zeros(self.n_tiles * self.n_words, np.uint32) for _ in range(3)]
-        self._above, self._equal, self.chosen = masks  # a threshold knows no ties: zeros stay
+        self._above, self._equal, self.chosen = masks  # without a k no ties: zeros stay
         self._counts = device.empty(self.n_tiles * tables.TILE_COUNTS_NBYTES, np.uint8)
 
     def _launches(self, transform: Transform) -> list[str]:
