@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.backends import Array, load_backend
-from horovod_fftcomp.backends.gpu import Device, on_device
+from horovod_fftcomp.backends.gpu import Device
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import (
     Context,
@@ -24,7 +24,7 @@ from horovod_fftcomp.schemes import (
     State,
     Tensor,
 )
-from horovod_fftcomp.schemes.around import split
+from horovod_fftcomp.schemes.around import join, split
 from horovod_fftcomp.schemes.rows import on_each
 
 
@@ -49,19 +49,14 @@ class Dense(Scheme):
         if context.device is not None:
             halves = half_limits(context) if self.dtype == "float16" else None
             return (yield from _sum_on_device(grads, sizes, context.device, halves))
-        parts = [
-            np.zeros(size, np.float32) if grad is None else grad
-            for grad, size in zip(grads, sizes, strict=True)
-        ]
-        kernels = load_backend("cpu")
-        values = np.concatenate(parts, out=kernels.empty(sum(sizes)))
+        kernels, values = load_backend("cpu"), join(grads, sizes, None)
         if self.dtype == "float16":
             values = saturated_half(values, context)
         reduced = yield Round("allreduce", values)
         if self.dtype == "float16":
             reduced = kernels.from_float16(reduced)
         finite = kernels.peak_bits(reduced) <= LARGEST_FINITE_BITS
-        return Outcome(np.split(reduced, np.cumsum(sizes)[:-1]), {}, finite)
+        return Outcome(split(reduced, sizes), {}, finite)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Tell that a GPU can compute this step's exchange; see ``Scheme``."""
@@ -84,11 +79,7 @@ def _sum_on_device(
     """Sum values that stay on a GPU, without a wait for it; ``halves``: as float16, see there."""
     n = sum(sizes)
     launch = on_each(device, "find_beyond", "write_halves", "read_halves")
-    parts = [
-        device.zeros(size) if grad is None else on_device(grad, device)
-        for grad, size in zip(grads, sizes, strict=True)
-    ]
-    values = device.joined(parts)
+    values = join(grads, sizes, device)
     if halves is None:
         reduced = yield Round("allreduce", values)
     else:

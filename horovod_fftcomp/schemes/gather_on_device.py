@@ -107,12 +107,12 @@ def gather_on_device(
     measure = context.step % MEASURE_EVERY == 0 and sign != "vote" and not keeps_sent
     encoder, decoder = _coders(device, codecs, tensors, context.world_size)
     numels = [math.prod(tensor.shape) for tensor in tensors]
-    placed = _placed(grads, numels, device)
+    there = placed(grads, numels, device)
     old = carried.get("residual", {})
     residuals = _residuals(encoder, tensors, grads, old, device, error_feedback or measure)
     keys = _keys(codecs, tensors, context)
     velocities = _velocities(correction, tensors, grads, carried.get("velocity", {}), device)
-    encoded = encoder.encode(placed, *residuals, measure, keys, velocities, decay, keeps_sent)
+    encoded = encoder.encode(there, *residuals, measure, keys, velocities, decay, keeps_sent)
     gathered = yield Round("allgather", encoded.message)
     sums = [device.empty(max(1, numel))[:numel] for numel in numels]
     not_finite, arrived = decoder.decode(gathered, sums, sign)
@@ -129,7 +129,7 @@ def gather_on_device(
     return Outcome(sums, state, True, on_device=later)
 
 
-def _placed(grads: Sequence[Any], numels: Sequence[int], device: Device) -> list[Any]:
+def placed(grads: Sequence[Any], numels: Sequence[int], device: Device) -> list[Any]:
     """Return gradients on the device; zeros of a frozen tensor."""
     return [
         device.zeros(max(1, numel)) if grad is None else on_device(grad, device)

@@ -14,6 +14,7 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
 from horovod_fftcomp.schemes.around import numels_of
+from horovod_fftcomp.schemes.gather_on_device import placed
 from horovod_fftcomp.schemes.rows import on_each, state_of
 
 if TYPE_CHECKING:
@@ -41,10 +42,7 @@ class _Exchange:
         self._encoder = _encoder(device, scheme, tensors)
         self._launch = on_each(device, *_KERNELS)
         there = [grad is not None for grad in grads]
-        self._grads = [
-            device.zeros(max(1, n)) if grad is None else on_device(grad, device)
-            for grad, n in zip(grads, self._numels, strict=True)
-        ]
+        self._grads = placed(grads, self._numels, device)
         self._old = [
             on_device(carried[tensor.name], device) if part and tensor.name in carried else None
             for tensor, part in zip(tensors, there, strict=True)

@@ -46,6 +46,7 @@ class _Bucket(BucketRows):
         self.rows["how"] = self.tables.NESTEROV * correction.nesterov
         groups = self.owners("group", sizes, self.tables.THREADS)
         self._n_groups, self._groups = groups.size, device.upload(groups)
+        # A half more: a density that is rounded down must not make it one candidate less.
         self.found = {
             number: Codec(Identity(), TopK((plan.candidates + 0.5) / plan.numel), Float32())
             for number, plan in enumerate(self.plans)
@@ -189,7 +190,7 @@ class _Exchange(ExchangeRows):
             launch("put_places", best.size, *nothing, self._moved[number], np.uint64(0))
 
     def clear_sent(self) -> None:
-        """Leave nothing of what was sent whole."""
+        """Leave nothing of what was sent whole; measure what is left of all."""
         for whole, plan in zip(self._whole, self.bucket.plans, strict=True):
             if whole is not None and not plan.columns:
                 self.device.clear(whole)
