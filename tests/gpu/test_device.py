@@ -13,12 +13,12 @@ import sys
 import numpy as np
 import pytest
 
-from horovod_fftcomp import get_codec, get_scheme
+from horovod_fftcomp import RECIPES, get_codec, get_scheme
 from horovod_fftcomp.backends import load_backend
 from horovod_fftcomp.backends.gpu.encoder import Encoder
 from horovod_fftcomp.probe import probe
 from tests.contracts import make_codec
-from tests.gpu import test_engine as steps
+from tests.gpu import steps
 from tests.gpu.emulator import Emulator
 from tests.gpu.test_kernels import FIXED, GRADS, PLAIN, a_residual, keys_of, meant, place_of
 
@@ -101,7 +101,7 @@ def test_all_bytes_are_the_emulators(device, key):
 
 
 def test_a_device_passes_its_probe(device):
-    probe(device, [get_scheme(recipe) for recipe in steps.ON_DEVICE])
+    probe(device, [get_scheme(recipe) for recipe in RECIPES])
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ def test_nvidias_sanitizer_finds_nothing(on_torch, tool):
     script = (
         "import torch; from horovod_fftcomp.backends.gpu.torch_device import TorchDevice;"
         "from horovod_fftcomp.probe import probe;"
-        "from horovod_fftcomp import get_scheme;"
-        f"probe(TorchDevice(torch.device('cuda', 0)), map(get_scheme, {steps.ON_DEVICE}))"
+        "from horovod_fftcomp import RECIPES, get_scheme;"
+        "probe(TorchDevice(torch.device('cuda', 0)), map(get_scheme, RECIPES))"
     )
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c"]
     ran = subprocess.run([*command, script], capture_output=True, text=True, check=False)
