@@ -127,7 +127,7 @@ class Float32:
 
     def coding(self, scale: float) -> Coding:
         """Return the coding of values of at most ``scale``."""
-        return Coding(FLOAT32, self.bits, 0, 0, 0, 0, _pattern(scale))
+        return Coding(FLOAT32, self.bits, 0, 0, 0, 0, pattern_of(scale))
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class BFloat16:
 
     def coding(self, scale: float) -> Coding:
         """Return the coding of values of at most ``scale``."""
-        rounded = (_pattern(scale) + 0x8000) & 0x7FFF0000
+        rounded = (pattern_of(scale) + 0x8000) & 0x7FFF0000
         return Coding(BFLOAT16, self.bits, 0, 0, 0, 0, min(rounded, LARGEST_BFLOAT16_BITS))
 
 
@@ -149,11 +149,12 @@ def steps_coding(step: float, most: int, largest: int) -> Coding:
     and ``most`` at most. No payload has more than ``largest`` steps.
     """
     bits = 1 + (most - 1).bit_length()
-    return Coding(STEPS, bits, 0, _pattern(step), most, most, 2 * largest - 1)
+    return Coding(STEPS, bits, 0, pattern_of(step), most, most, 2 * largest - 1)
 
 
-def _pattern(scale: float) -> int:
-    return int(np.float32(scale).view(np.uint32))
+def pattern_of(value: float | np.floating) -> int:
+    """Return the bits of a number as float32; those of finite ones >= 0 are in their order."""
+    return int(np.float32(value).view(np.uint32))
 
 
 Quantizer = RangeFloat | Float32 | BFloat16

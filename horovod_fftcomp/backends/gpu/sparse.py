@@ -14,6 +14,7 @@ from horovod_fftcomp.backends.gpu.groups import TileGroup
 from horovod_fftcomp.backends.gpu.tables import THREADS, TILE, WORDS, DeviceCodec, Group
 from horovod_fftcomp.choices import AdaComp, Strom, Wangni
 from horovod_fftcomp.chosen_codec import ChosenCodec
+from horovod_fftcomp.quantizers import pattern_of
 from horovod_fftcomp.transforms import Transform
 from horovod_fftcomp.wire import Plan
 
@@ -109,7 +110,7 @@ class CountedGroup(SparseGroup):
         for number, method in self._methods.items():
             rows[number]["how"] = tables.CHOSEN
             if isinstance(method, Strom):
-                rows[number]["threshold"] = _pattern(method.threshold)
+                rows[number]["threshold"] = pattern_of(method.threshold)
             if isinstance(method, AdaComp):
                 numel = plans[number].numel
                 length = min(method.length(plans[number].shape), numel)
@@ -147,7 +148,7 @@ class CountedGroup(SparseGroup):
             n, coeffs = int(self._rows[number]["n"]), self._rows[number]["coeffs"]
             below = partial(self._sums_below, kernels["sums_below"], coeffs, n)
             self._limits[number] = method.limit(n, below)
-            self._rows[number]["threshold"] = _pattern(self._limits[number])
+            self._rows[number]["threshold"] = pattern_of(self._limits[number])
         return self.device.upload(self._limits.view(np.uint32))
 
     def _sums_below(
@@ -156,7 +157,7 @@ class CountedGroup(SparseGroup):
         """Wait for what ``reference.sums_below`` returns."""
         n_tiles = -(-n // TILE)
         parts = self.device.empty(n_tiles * tables.PART.itemsize, np.uint8)
-        kernel(n_tiles, 32, [coeffs, np.uint64(n), np.uint32(_pattern(limit)), parts], 0)
+        kernel(n_tiles, 32, [coeffs, np.uint64(n), np.uint32(pattern_of(limit)), parts], 0)
         fetched = self.device.fetch(parts)().view(tables.PART)
         return int(fetched["count"].sum(dtype=np.int64)), fetched["first"].copy()
 
@@ -169,7 +170,3 @@ class CountedGroup(SparseGroup):
             assert self._fetched is not None
             return method.scale(self._fetched().view(np.float32)[self._bins[number]])
         return max(float(self._limits[number]), peak)  # of a threshold there is no limit
-
-
-def _pattern(value: float | np.floating) -> int:
-    return int(np.float32(value).view(np.uint32))
