@@ -85,7 +85,7 @@ def _sums_of_rows(values: Array, row_of: Array, n_rows: int) -> Array:
     return np.add.accumulate(partial.reshape(n_rows, LANES), 1)[:, -1]
 
 
-def _sum(values: Array) -> float:
+def ordered_sum(values: Array) -> float:
     """Return the sum of ``values`` in the order of ``_sums_of_rows``."""
     return float(_sums_of_rows(values, np.zeros(values.size, np.int64), 1)[0])
 
@@ -234,7 +234,7 @@ class TernGrad(_OneScale):
             return _BROKEN
         scale = _float_of(peak)
         if self.clip:
-            mean, square = _sum(sums) / values.size, _sum(squares) / values.size
+            mean, square = ordered_sum(sums) / values.size, ordered_sum(squares) / values.size
             variance = square - mean * mean
             deviation = math.sqrt(variance) if variance > _ROUNDING * square else 0.0
             # Values that are all the same have no deviation: they are as large as they are.
@@ -443,7 +443,7 @@ class ScaledSign(OfSigns):
         return 4 * count_words(math.prod(shape), 2)
 
     def _scale_of(self, sums: Array, n: int) -> float:
-        return float(np.float32((_sum(sums[:, 0]) - _sum(sums[:, 1])) / n))
+        return float(np.float32((ordered_sum(sums[:, 0]) - ordered_sum(sums[:, 1])) / n))
 
     def encode_found(
         self,

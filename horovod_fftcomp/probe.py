@@ -39,9 +39,10 @@ def trusted(
     """
     schemes: dict[Scheme, None] = {}
     for bucket in buckets:
-        scheme = bucket.policy.at(getattr(bucket.policy, "warmup_steps", 0))
-        if scheme != Dense() and scheme.runs_on_device(bucket.tensors):
-            schemes[scheme] = None
+        for step in (0, getattr(bucket.policy, "warmup_steps", 0)):
+            scheme = bucket.policy.at(step)
+            if scheme != Dense() and scheme.runs_on_device(bucket.tensors):
+                schemes[scheme] = None
     if not schemes:
         return None
     try:

@@ -138,6 +138,12 @@ def test_clipping_follows_the_loss_scale():
         assert states[0][kind]["w"].any()
 
 
+def test_clipping_an_empty_tensor_does_nothing():
+    gradients = np.zeros((2, 2, 0), np.float32)
+    for step in simulate("dgc", gradients, density=0.1, max_norm=1.0):
+        assert step.average.size == 0
+
+
 def test_clipping_a_huge_gradient_does_not_overflow():
     gradients = np.full((1, 1, 2000), 1e30, np.float32)
     [step] = simulate("dgc", gradients, density=1.0, max_norm=1.0)

@@ -111,11 +111,8 @@ class Dgc(MomentumScheme):
         return _Own(velocity, residual, energy)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange; see ``Scheme``.
-
-        It does not clip: a norm's last bits follow from the order in which it is summed.
-        """
-        return self.correction.max_norm is None and serves(self.codec, tensors)
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return serves(self.codec, tensors)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""

@@ -21,11 +21,12 @@ from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.payloads import PayloadCodec
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
-from horovod_fftcomp.schemes.rows import state_of
+from horovod_fftcomp.schemes.momentum_on_device import velocities_of
+from horovod_fftcomp.schemes.rows import placed, state_of
 
 if TYPE_CHECKING:
     from horovod_fftcomp.backends.gpu.decoder import Decoder, ThresholdDecoder
-    from horovod_fftcomp.backends.gpu.encoder import Encoder, Velocities
+    from horovod_fftcomp.backends.gpu.encoder import Encoder
     from horovod_fftcomp.backends.gpu.tables import DeviceCodec
     from horovod_fftcomp.schemes.momentum import MomentumCorrection
 
@@ -99,8 +100,8 @@ def gather_on_device(
     """Exchange payloads; see ``gather``. Arrays are the device's, or NumPy's and brought there.
 
     ``carried``: the state. Either all sizes are known before the values or none. ``correction``:
-    the momentum that gradients pass first, of a Top-k; no clipping. The last three: see ``Gather``,
-    whose ``momentum`` is ``keeps_sent``.
+    the momentum that gradients pass first, of a Top-k. The last three: see ``Gather``, whose
+    ``momentum`` is ``keeps_sent``.
     """
     device = context.device
     assert device is not None
@@ -111,7 +112,8 @@ def gather_on_device(
     old = carried.get("residual", {})
     residuals = _residuals(encoder, tensors, grads, old, device, error_feedback or measure)
     keys = _keys(codecs, tensors, context)
-    velocities = _velocities(correction, tensors, grads, carried.get("velocity", {}), device)
+    moving = carried.get("velocity", {})
+    velocities = velocities_of(correction, tensors, grads, moving, context)
     encoded = encoder.encode(there, *residuals, measure, keys, velocities, decay, keeps_sent)
     gathered = yield Round("allgather", encoded.message)
     sums = [device.empty(max(1, numel))[:numel] for numel in numels]
@@ -120,21 +122,13 @@ def gather_on_device(
     if error_feedback:
         state["residual"] = state_of(tensors, grads, old, residuals.new)
     if velocities is not None:
-        state["velocity"] = state_of(tensors, grads, carried.get("velocity", {}), velocities.new)
+        state["velocity"] = state_of(tensors, grads, moving, velocities.new)
     measured, left = None, encoded.left if error_feedback else None
     if measure or left is not None:
         kept = state_of(tensors, grads, old, [None] * len(tensors)) if error_feedback else {}
         measured = functools.partial(_measured, encoded.squares, left, tensors, kept, device)
     later = OnDevice(not_finite, arrived, encoded.restore, measured)
     return Outcome(sums, state, True, on_device=later)
-
-
-def placed(grads: Sequence[Any], numels: Sequence[int], device: Device) -> list[Any]:
-    """Return gradients on the device; zeros of a frozen tensor."""
-    return [
-        device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
-        for grad, numel in zip(grads, numels, strict=True)
-    ]
 
 
 def _keys(
@@ -168,27 +162,6 @@ def _residuals(
         else:
             new.append(device.empty(form[1], form[0]))
     return _Residuals(old, new)
-
-
-def _velocities(
-    correction: MomentumCorrection | None,
-    tensors: Sequence[Tensor],
-    grads: Sequence[Any],
-    carried: Mapping[str, Any],
-    device: Device,
-) -> Velocities | None:
-    from horovod_fftcomp.backends.gpu.encoder import Velocities  # not for whoever has no GPU
-
-    if correction is None:
-        return None
-    old: list[Any] = []
-    new: list[Any] = []
-    for tensor, grad in zip(tensors, grads, strict=True):
-        velocity = carried.get(tensor.name) if grad is not None else None
-        old.append(None if velocity is None else on_device(velocity, device))
-        numel = math.prod(tensor.shape)
-        new.append(None if grad is None else device.empty(max(1, numel))[:numel])
-    return Velocities(old, new, correction.momentum, correction.nesterov, correction.masking)
 
 
 def _measured(

@@ -14,8 +14,7 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
 from horovod_fftcomp.schemes.around import numels_of
-from horovod_fftcomp.schemes.gather_on_device import placed
-from horovod_fftcomp.schemes.rows import on_each, state_of
+from horovod_fftcomp.schemes.rows import on_each, placed, state_of
 
 if TYPE_CHECKING:
     from horovod_fftcomp.backends.gpu.encoder import Encoded, Encoder

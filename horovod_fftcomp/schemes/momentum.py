@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_fftcomp.backends import Array, Coefficients, load_backend
+from horovod_fftcomp.elementwise import ordered_sum
 from horovod_fftcomp.payloads import check_state
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import (
@@ -22,6 +23,7 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
 )
+from horovod_fftcomp.schemes.momentum_on_device import momentum_sum_on_device
 
 
 @dataclass(frozen=True)
@@ -73,16 +75,20 @@ class MomentumCorrection:
             grad, velocity, residual, self.momentum, self.nesterov, self._factor(grad, context), k
         )
 
+    def largest_norm(self, context: Context) -> float | None:
+        """Return the norm that a gradient may have; None if it may have any."""
+        if self.max_norm is None:
+            return None
+        return self.max_norm * context.loss_scale / math.sqrt(context.world_size)
+
     def _factor(self, grad: Array, context: Context) -> float:
         """Return what the gradient is multiplied by to clip it; NaN for one with NaN inside."""
-        if self.max_norm is None:
+        most = self.largest_norm(context)
+        if most is None or not grad.size:
             return 1.0
-        with np.errstate(over="ignore", invalid="ignore"):
-            square = float(np.dot(grad, grad))
-            if math.isinf(square):  # finite in float64, unless the gradient is not
-                square = float(np.square(grad, dtype=np.float64).sum())
-        largest = self.max_norm * context.loss_scale / math.sqrt(context.world_size)
-        return largest / math.sqrt(square) if not square <= largest**2 else 1.0
+        _, _, squares = load_backend("cpu").moments(grad)
+        square = ordered_sum(squares)
+        return 1.0 if square <= most * most else most / math.sqrt(square)
 
 
 def _is_number(value: object) -> bool:
@@ -128,6 +134,9 @@ class MomentumSum(MomentumScheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        if context.device is not None:
+            of_bucket = (tensors, grads, state, context)
+            return (yield from momentum_sum_on_device(self.correction, *of_bucket))
         kernels = load_backend("cpu")
         sizes = [math.prod(tensor.shape) for tensor in tensors]
         values = kernels.empty(sum(sizes))
@@ -147,6 +156,11 @@ class MomentumSum(MomentumScheme):
         reduced = yield Round("allreduce", values)
         finite = kernels.peak_bits(reduced) <= LARGEST_FINITE_BITS
         return Outcome(np.split(reduced, ends), kept, finite)
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell that a GPU can compute this step's exchange; see ``Scheme``."""
+        del tensors
+        return True
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""

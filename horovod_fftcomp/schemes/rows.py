@@ -13,6 +13,8 @@ from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, on_device, source
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Tensor
 
+_OF_WARPS = ("sum_parts<true>", "clip_factors")  # kernels whose blocks are one warp
+
 
 class BucketRows:
     """What is known of a bucket before the data: rows without addresses, whose the blocks are.
@@ -43,7 +45,8 @@ class BucketRows:
     def launch(self, name: str, n_blocks: int, arguments: Sequence[Any], nbytes: int = 0) -> None:
         """Launch a kernel, unless there is nothing to do."""
         if n_blocks:
-            self._kernels[name](n_blocks, self.tables.THREADS, arguments, nbytes)
+            threads = 32 if name in _OF_WARPS else self.tables.THREADS
+            self._kernels[name](n_blocks, threads, arguments, nbytes)
 
     def on_tiles(self, name: str, table: Any, *arguments: Any) -> None:
         """Launch a kernel for all tiles of a table's tensors."""
@@ -57,7 +60,7 @@ class BucketRows:
         others["coeffs"], others["keep"] = rows[kept], rows[kept] != 0
         if "moved" in (rows.dtype.names or ()):
             others["velocity"], others["moved"] = rows["velocity"], rows["moved"]
-        others["n"] = others["numel"] = np.where(rows[kept] != 0, rows["n"], 0)
+        others["n"] = others["numel"] = np.where(others["coeffs"] | others["moved"], rows["n"], 0)
         others["first_tile"], others["n_tiles"] = rows["first_tile"], rows["n_tiles"]
         return self.uploads.of(kept, others)
 
@@ -68,8 +71,8 @@ AnyBucket = TypeVar("AnyBucket", bound=BucketRows)
 def kept(
     make: Callable[..., AnyBucket], device: Device, tensors: Sequence[Tensor], *made_for: Any
 ) -> AnyBucket:
-    """Return ``make`` of all the others, made once; that of another scheme or job is dropped."""
-    key = ("rows", tuple(tensors))
+    """Return ``make`` of all the others, made once; what it made of others is dropped."""
+    key = ("rows", make, tuple(tensors))
     if key not in device.cache or device.cache[key][0] != made_for:
         device.cache[key] = (made_for, make(device, tensors, *made_for))
     return device.cache[key][1]
@@ -91,6 +94,14 @@ def on_each(device: Device, *names: str) -> Callable[..., None]:
             kernels[name](-(-n // THREADS), THREADS, list(arguments), 0)
 
     return launch
+
+
+def placed(grads: Sequence[Any], numels: Sequence[int], device: Device) -> list[Any]:
+    """Return gradients on the device; zeros of a frozen tensor."""
+    return [
+        device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
+        for grad, numel in zip(grads, numels, strict=True)
+    ]
 
 
 def state_of(
@@ -146,6 +157,11 @@ class ExchangeRows:
     def point(self, field: str, arrays: Sequence[Any]) -> None:
         """Enter where each tensor's array lies, 0 of None."""
         self.rows[field] = [0 if array is None else self.address(array) for array in arrays]
+
+    def point_at_old(self, field: str, carried: Mapping[str, Any]) -> None:
+        """Enter where what is carried of each tensor lies, which is brought to the device."""
+        old = [carried.get(tensor.name) for tensor in self.tensors]
+        self.point(field, [on_device(array, self.device) for array in old])
 
     def square(self, of_gradient: bool, kept: str) -> None:
         """Sum the squares of each gradient, or of what is in the field ``kept`` at present."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.backends import Array, load_backend
-from horovod_fftcomp.backends.gpu import Device, on_device, on_host
+from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
@@ -76,9 +76,7 @@ class _Exchange(ExchangeRows):
         self._whole, self._moved = (
             self.new(field, self.takes_part) for field in ("whole", "moved")
         )
-        for row, tensor, there in zip(self.rows, tensors, self.takes_part, strict=True):
-            if there and tensor.name in velocities:
-                row["velocity"] = self.address(on_device(velocities[tensor.name], self.device))
+        self.point_at_old("velocity", velocities)
         # A residual of another density's times is sent whole; if the step is dropped it comes back.
         keeps = self.rows["columns"] + self.rows["residual"] > 0
         left = [w if stays else None for w, stays in zip(self._whole, keeps, strict=True)]

@@ -24,7 +24,11 @@ HERE = Path(__file__).parent
 FORWARD, BACKWARD, SHUFFLED = range(3)
 # No contraction into fused multiply-adds, which would round otherwise than a device does.
 FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing")
-_C_TYPES = {np.dtype(np.uint32): ctypes.c_uint32, np.dtype(np.uint64): ctypes.c_uint64}
+_C_TYPES = {
+    np.dtype(np.uint32): ctypes.c_uint32,
+    np.dtype(np.uint64): ctypes.c_uint64,
+    np.dtype(np.float64): ctypes.c_double,
+}
 
 
 class _Borrowed:
@@ -157,7 +161,7 @@ class _Function:
 def _c_value(argument: np.ndarray | np.generic) -> ctypes._SimpleCData:
     if isinstance(argument, np.ndarray):
         return ctypes.c_uint64(argument.ctypes.data)
-    return _C_TYPES[argument.dtype](int(argument))
+    return _C_TYPES[argument.dtype](argument.item())
 
 
 def _built(source: str, names: tuple[str, ...], flags: tuple[str, ...]) -> Path:

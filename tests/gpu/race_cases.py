@@ -35,7 +35,7 @@ RACES = (
     ("onebit", {"group": "column"}),
     ("qsgd", {"norm": "l2", "error_feedback": True}),
     ("terngrad", {}),
-    ("dgc", {"density": 0.05}),
+    ("dgc", {"density": 0.05, "max_norm": 1.0}),
     ("natural", {}),
     ("signum", {}),
     ("powersgd", {"rank": 3}),

@@ -47,6 +47,30 @@ def test_what_travels_as_it_is_takes_its_residual_along():
     assert gpu[0].residual_norm() == 0
 
 
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_dense_warmup_sends_a_residual_unless_the_step_is_dropped(bad):
+    rng = np.random.default_rng(21)
+    options = {"density": 0.05, "warmup_steps": 3, "max_norm": 60.0}
+    cpu, gpu = (make_engines(on, "dgc", **options) for on in (None, Emulator()))
+    assert_same_step(cpu, gpu, random_grads(rng))
+    carried = rng.standard_normal(3000, np.float32)
+    for engine in cpu + gpu:
+        saved = engine.state_dict()
+        saved["state"]["residual"] = {"b": carried}
+        engine.load_state_dict(saved)
+    grads = random_grads(rng)
+    if bad:
+        grads[1][0][0][7] = np.inf
+    assert_same_step(cpu, gpu, grads)
+    assert all(engine.computes_on_device(0) for engine in gpu)
+    for ours, theirs in zip(gpu, cpu, strict=True):
+        np.testing.assert_array_equal(ours.residual("b").ravel(), carried if bad else 0)
+        for tensor in TENSORS:
+            velocities = (e.state_dict()["state"]["velocity"][tensor.name] for e in (ours, theirs))
+            np.testing.assert_array_equal(*velocities)
+    assert_same_step(cpu, gpu, random_grads(rng))
+
+
 @pytest.mark.parametrize("device", [None, Emulator()])
 def test_a_residual_that_is_sent_whole_is_kept_if_the_step_is_dropped(device):
     engines, rng = make_engines(device, "sketchsgd"), np.random.default_rng(19)

@@ -40,7 +40,7 @@ def trained(recipe, steps, graph=True, dtype="float32", **options):
     [
         ("topk", {}, True),
         ("topk", {}, False),
-        ("topk", {"warmup_steps": 3}, True),  # an allreduce of the host first
+        ("topk", {"warmup_steps": 3}, True),  # a dense sum first
         ("fp16", {}, True),
         ("scalecom", {}, True),
         ("scalecom", {}, False),
@@ -48,7 +48,7 @@ def trained(recipe, steps, graph=True, dtype="float32", **options):
         ("random_k", {}, True),
         ("hard_threshold", {"calibrate_steps": 3}, True),
         ("signum", {}, True),
-        ("dgc", {"density": 0.1}, True),
+        ("dgc", {"density": 0.1, "max_norm": 1.0, "warmup_steps": 2}, True),
         ("powersgd", {"rank": 2}, True),
         ("topk", {"scope": "bucket"}, True),
         ("wangni", {}, True),

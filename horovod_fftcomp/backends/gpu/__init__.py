@@ -19,8 +19,8 @@ from horovod_fftcomp.transforms import BLOCK_LENGTHS
 _FOLDER = Path(__file__).parent / "cuda"
 # In the order in which they are joined: each uses what those before it declare.
 _SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode", "step",
-            "shared", "hash", "elements", "chosen", "halves", "places", "sketch",
-            "lowrank")  # fmt: skip
+            "shared", "hash", "elements", "chosen", "halves", "places",
+            "momentum", "sketch", "lowrank")  # fmt: skip
 
 _OF_COEFFICIENTS = (
     "mark", "narrow", "settle", "emit", "place_offsets", "decode_chunks", "count_values",
@@ -38,7 +38,7 @@ NAMES = (
     *("judge", "find_beyond", "write_halves", "read_halves", "count_corrupt", "count_step"),
     *("hash_bytes", "add_up", "sums_below", "choose<0>", "choose<1>", "choose<2>"),
     *("take_places", "fill_sum", "put_places"),
-    *("accumulate", "sketch", "write_sketch", "check_sketch"),
+    *("clip_factors", "accumulate", "sketch", "write_sketch", "check_sketch"),
     *(f"estimate<{rows}>" for rows in (1, 3, 5, 7, 9)),
     *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),
     *(f"forward<{block}, {cosine}>" for block in BLOCK_LENGTHS for cosine in ("false", "true")),

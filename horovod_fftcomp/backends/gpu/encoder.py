@@ -46,12 +46,14 @@ class Velocities(NamedTuple):
     """A momentum that gradients pass before anything else, of codecs without a transform.
 
     Arithmetic as ``reference.accumulate``. ``old``: None stands for zeros; ``new``: where those
-    of this step go, None of a tensor that has no momentum in it. ``masking``: the new ones become
-    0 where something is sent, unless all of the tensor is.
+    of this step go, None of a tensor that has no momentum in it. ``factors``: addresses of what
+    each gradient is multiplied by first, uint64; 0: by nothing. ``masking``: the new ones become 0
+    where something is sent, unless all of the tensor is.
     """
 
     old: Sequence[Any]
     new: Sequence[Any]
+    factors: Array | int
     momentum: float
     nesterov: bool
     masking: bool
@@ -167,6 +169,7 @@ class Encoder:
             row["moved"] = 0 if new is None else self._device.address(new)
             masks = velocities.masking and row["layout"] != Layout.ALL
             row["how"] = tables.NESTEROV * velocities.nesterov + tables.MASKING * masks
+        self._rows["factor"] = velocities.factors
 
     def _encode(
         self,

@@ -49,7 +49,7 @@ def _struct(pointers_and_sizes: str, words: str) -> np.dtype:
 
 TENSOR = _struct(
     "grad residual coeffs payload numel n k positions_offset values_offset key velocity moved "
-    "maxima",
+    "factor maxima",
     "first_tile n_tiles layout low_bits kind bits shift bins_per_block keep threshold momentum how "
     "decay step most bin",
 )
@@ -74,7 +74,7 @@ LOW_RANK = _struct(
     "first_tile n_tiles rank unused",
 )
 SKETCH = _struct(
-    "grad residual velocity moved whole hashes columns_at first estimates n first_n",
+    "grad residual velocity moved factor whole hashes columns_at first estimates n first_n",
     "first_tile n_tiles first_group n_groups rows columns momentum how",
 )
 ELEMENTS = _struct(

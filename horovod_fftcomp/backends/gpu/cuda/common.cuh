@@ -43,6 +43,7 @@ struct Tensor {
     u64 key;                // of what is drawn in this step
     const float* velocity;  // of a momentum before compression; null: zeros
     float* moved;           // the new one; null if there is no momentum
+    const float* factor;    // of the gradient, before a momentum; null: 1
     u32* maxima;            // of bins, as float bits; null if there are none
     u32 first_tile, n_tiles;
     u32 layout, low_bits;  // of the positions
@@ -55,7 +56,7 @@ struct Tensor {
     u32 step, most;         // bits of the unit of STEPS, and how many there may be
     u32 bin;                // elements that share one of the maxima
 };
-static_assert(sizeof(Tensor) == 168, "tables.py describes tensors with the same layout");
+static_assert(sizeof(Tensor) == 176, "tables.py describes tensors with the same layout");
 
 // What the kernels find out of one tensor. Zeros before the first launch; they clear it themselves.
 struct Found {

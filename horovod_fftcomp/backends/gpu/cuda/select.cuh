@@ -123,6 +123,7 @@ __device__ __forceinline__ void end_tally(const Tensor& tensor, Found* found, Ta
 __device__ __forceinline__ float accelerate(const Tensor& tensor, u64 place, float gradient) {
     float velocity = tensor.velocity ? tensor.velocity[place] : 0.0f;
     float momentum = __uint_as_float(tensor.momentum);
+    if (tensor.factor) gradient = mul_rn(*tensor.factor, gradient);
     bool nesterov = tensor.how & NESTEROV;
     float moved = nesterov ? mul_rn(momentum, add_rn(velocity, gradient))
                            : add_rn(mul_rn(momentum, velocity), gradient);

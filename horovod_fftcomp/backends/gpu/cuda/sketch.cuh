@@ -7,6 +7,7 @@ struct Sketch {
     const float* residual;  // null: zeros
     const float* velocity;  // null: zeros
     float* moved;           // the new velocity
+    const float* factor;    // of the gradient; null: 1
     float* whole;           // what is to be sent; in the end what is left
     const u64* hashes;      // [rows, 2]: factor and addend
     u64* columns_at;        // [rows, columns]: sums, as 64 bits with a sign; zeros before
@@ -18,7 +19,7 @@ struct Sketch {
     u32 rows, columns;
     u32 momentum, how;      // bits of the factor; of enum How
 };
-static_assert(sizeof(Sketch) == 120, "tables.py describes sketches with the same layout");
+static_assert(sizeof(Sketch) == 128, "tables.py describes sketches with the same layout");
 
 // Returns the hash of an element: bit 0 is the sign, the others tell the column.
 __device__ __forceinline__ u64 hash_of(const Sketch& part, u32 row, u64 i) {
@@ -45,6 +46,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     Tensor momentum = {};
     momentum.velocity = part.velocity;
     momentum.moved = part.moved;
+    momentum.factor = part.factor;
     momentum.momentum = part.momentum;
     momentum.how = part.how;
     u64 begin = u64(blockIdx.x - part.first_tile) * TILE;

@@ -35,11 +35,11 @@ __global__ void __launch_bounds__(THREADS)
             const u32* __restrict__ verdict) {
     if (!*verdict) return;
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
-    if (!tensor.keep) return;
     u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
     u32 n = u32(min(u64(TILE), C * tensor.n - begin));
     for (u32 i = threadIdx.x; i < n; i += THREADS) {
-        tensor.coeffs[begin + i] = tensor.residual ? tensor.residual[begin + i] : 0.0f;
+        if (tensor.keep)
+            tensor.coeffs[begin + i] = tensor.residual ? tensor.residual[begin + i] : 0.0f;
         if (C == 1 && tensor.moved)
             tensor.moved[begin + i] = tensor.velocity ? tensor.velocity[begin + i] : 0.0f;
     }

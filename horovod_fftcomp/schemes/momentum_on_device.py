@@ -1,0 +1,131 @@
+"""Momentum before compression on a GPU: clipping, and dense steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from horovod_fftcomp.backends import Array
+from horovod_fftcomp.backends.gpu import Device, on_device
+from horovod_fftcomp.quantizers import pattern_of
+from horovod_fftcomp.schemes import Context, OldState, Outcome, Round, Tensor
+from horovod_fftcomp.schemes.around import numels_of
+from horovod_fftcomp.schemes.dense import outcome_on_device
+from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept, placed, state_of
+
+if TYPE_CHECKING:
+    from horovod_fftcomp.backends.gpu.encoder import Velocities
+    from horovod_fftcomp.schemes.momentum import MomentumCorrection
+
+
+class _Clipping(BucketRows):
+    """Sums of squares, of which each gradient is one row; see ``elementwise``.
+
+    ``factors``: where lies what each gradient is to be multiplied by.
+    """
+
+    def __init__(self, device: Device, tensors: Sequence[Tensor]) -> None:
+        super().__init__(device, "TENSOR", tensors, ["sum_parts<true>", "clip_factors"])
+        self.rows["numel"] = self.rows["n"]
+        elements = np.zeros(len(tensors), self.tables.ELEMENTS)
+        elements["length"], elements["first_part"] = self.rows["n"], self.rows["first_tile"]
+        self._elements = device.upload(elements.view(np.uint8))
+        self._parts = device.empty(max(1, self.tiles.size) * self.tables.PART.itemsize, np.uint8)
+        self._factors = device.empty(len(tensors))
+        self.factors = device.address(self._factors) + 4 * np.arange(len(tensors), dtype=np.uint64)
+
+    def find(self, grads: Sequence[Any], most: float) -> None:
+        """Launch what finds the factors for norms of at most ``most``."""
+        self.rows["grad"] = [self.device.address(grad) for grad in grads]
+        table = self.uploads.of("gradients", self.rows)
+        self.on_tiles("sum_parts<true>", table, self._elements, np.uint32(0), self._parts)
+        arguments = [table, self._parts, np.float64(most), self._factors]
+        self.launch("clip_factors", len(grads), arguments)
+
+
+def velocities_of(
+    correction: MomentumCorrection | None,
+    tensors: Sequence[Tensor],
+    grads: Sequence[Any],
+    carried: Mapping[str, Any],
+    context: Context,
+) -> Velocities | None:
+    """Return the momentum that gradients pass, of which ``carried`` has the last velocities."""
+    from horovod_fftcomp.backends.gpu.encoder import Velocities  # not for whoever has no GPU
+
+    if correction is None:
+        return None
+    device, old, new = context.device, [], []
+    assert device is not None
+    for tensor, grad in zip(tensors, grads, strict=True):
+        numel = math.prod(tensor.shape)
+        old.append(None if grad is None else on_device(carried.get(tensor.name), device))
+        new.append(None if grad is None else device.empty(max(1, numel))[:numel])
+    factors = _clip_factors(correction, tensors, grads, context)
+    options = (correction.momentum, correction.nesterov, correction.masking)
+    return Velocities(old, new, factors, *options)
+
+
+def _clip_factors(
+    correction: MomentumCorrection,
+    tensors: Sequence[Tensor],
+    grads: Sequence[Any],
+    context: Context,
+) -> Array | int:
+    """Return the addresses of what each gradient is to be multiplied by; 0 of no clipping."""
+    most, device = correction.largest_norm(context), context.device
+    if most is None:
+        return 0
+    assert device is not None
+    clipping = kept(_Clipping, device, tensors)
+    clipping.find(placed(grads, numels_of(tensors), device), most)
+    return clipping.factors
+
+
+class _Bucket(BucketRows):
+    def __init__(
+        self, device: Device, tensors: Sequence[Tensor], correction: MomentumCorrection
+    ) -> None:
+        super().__init__(device, "SKETCH", tensors, ["accumulate"])
+        self.rows["momentum"] = pattern_of(correction.momentum)
+        self.rows["how"] = self.tables.NESTEROV * correction.nesterov
+
+
+def momentum_sum_on_device(
+    correction: MomentumCorrection,
+    tensors: Sequence[Tensor],
+    grads: Sequence[Any],
+    state: OldState,
+    context: Context,
+) -> Generator[Round, Any, Outcome]:
+    """Sum velocities, and residuals that are left; see ``MomentumSum.exchange``. Does not wait."""
+    device, numels = context.device, numels_of(tensors)
+    assert device is not None
+    bucket = kept(_Bucket, device, tensors, correction)
+    velocities, residuals = (state.get(kind, {}) for kind in ("velocity", "residual"))
+    exchange = ExchangeRows(bucket, tensors, grads, residuals, context)
+    exchange.point_at_old("velocity", velocities)
+    exchange.rows["factor"] = _clip_factors(correction, tensors, grads, context)
+    moved = exchange.new("moved", exchange.takes_part)
+    values = device.zeros(sum(numels))  # as frozen tensors are
+    begins = np.cumsum(numels) - numels
+    exchange.rows["whole"] = exchange.address(values) + 4 * begins
+    table = bucket.uploads.of("own", exchange.rows)
+    bucket.on_tiles("accumulate", table, device.zeros(len(tensors), np.uint32))
+    reduced = yield Round("allreduce", values)
+    # Nothing is left, unless the step is dropped.
+    owed = zip(numels, exchange.rows["residual"], strict=True)
+    left = [device.zeros(n) if residual else None for n, residual in owed]
+    exchange.point("whole", left)
+
+    def restore(verdict: Any) -> None:
+        bucket.on_tiles("restore<1>", bucket.coeffs_table(exchange.rows, "whole"), verdict)
+
+    new_state = {
+        "velocity": state_of(tensors, grads, velocities, moved),
+        "residual": state_of(tensors, grads, residuals, left),
+    }
+    return outcome_on_device(reduced, numels, new_state, device, restore)
