@@ -39,10 +39,11 @@ def trusted(
     """
     schemes: dict[Scheme, None] = {}
     for bucket in buckets:
-        for step in (0, getattr(bucket.policy, "warmup_steps", 0)):
-            scheme = bucket.policy.at(step)
-            if scheme != Dense() and scheme.runs_on_device(bucket.tensors):
-                schemes[scheme] = None
+        after = bucket.policy.at(getattr(bucket.policy, "warmup_steps", 0))
+        if after != Dense() and after.runs_on_device(bucket.tensors):
+            schemes[after] = None
+            if (first := bucket.policy.at(0)) != Dense() and first.runs_on_device(bucket.tensors):
+                schemes[first] = None
     if not schemes:
         return None
     try:

@@ -261,7 +261,6 @@ def test_a_gpu_serves_all_recipes_but_not_with_all_options():
         ("qsgd", {"packing": "elias"}),
         ("scalecom", {"bits": 16}),
         ("scalecom", {"selector": "exact"}),
-        ("dgc", {"max_norm": 1.0}),
         ("auto", {"gbit_per_s": 1.0}),
     ):
         assert not get_scheme(recipe, **options).runs_on_device(tensors)

@@ -101,7 +101,10 @@ def outcome_on_device(
     device: Device,
     restore: Callable[[Any], None] = lambda verdict: None,
 ) -> Outcome:
-    """Return the outcome of sums that a GPU has one after the other; ``restore``: see there."""
+    """Return the outcome of sums that a GPU has one after the other.
+
+    ``restore``: see ``OnDevice``.
+    """
     not_finite = device.zeros(1, np.uint32)
     n, beyond = sum(sizes), np.uint32(LARGEST_FINITE_BITS)
     on_each(device, "find_beyond")("find_beyond", n, reduced, np.uint64(n), beyond, not_finite)

@@ -64,12 +64,12 @@ def velocities_of(
         numel = math.prod(tensor.shape)
         old.append(None if grad is None else on_device(carried.get(tensor.name), device))
         new.append(None if grad is None else device.empty(max(1, numel))[:numel])
-    factors = _clip_factors(correction, tensors, grads, context)
+    factors = clip_factors(correction, tensors, grads, context)
     options = (correction.momentum, correction.nesterov, correction.masking)
     return Velocities(old, new, factors, *options)
 
 
-def _clip_factors(
+def clip_factors(
     correction: MomentumCorrection,
     tensors: Sequence[Tensor],
     grads: Sequence[Any],
@@ -108,7 +108,7 @@ def momentum_sum_on_device(
     velocities, residuals = (state.get(kind, {}) for kind in ("velocity", "residual"))
     exchange = ExchangeRows(bucket, tensors, grads, residuals, context)
     exchange.point_at_old("velocity", velocities)
-    exchange.rows["factor"] = _clip_factors(correction, tensors, grads, context)
+    exchange.rows["factor"] = clip_factors(correction, tensors, grads, context)
     moved = exchange.new("moved", exchange.takes_part)
     values = device.zeros(sum(numels))  # as frozen tensors are
     begins = np.cumsum(numels) - numels

@@ -159,8 +159,9 @@ class ExchangeRows:
         self.rows[field] = [0 if array is None else self.address(array) for array in arrays]
 
     def point_at_old(self, field: str, carried: Mapping[str, Any]) -> None:
-        """Enter where what is carried of each tensor lies, which is brought to the device."""
-        old = [carried.get(tensor.name) for tensor in self.tensors]
+        """Enter where what is carried of each tensor lies, unless the tensor is frozen."""
+        named = zip(self.tensors, self.takes_part, strict=True)
+        old = [carried.get(tensor.name) if takes_part else None for tensor, takes_part in named]
         self.point(field, [on_device(array, self.device) for array in old])
 
     def square(self, of_gradient: bool, kept: str) -> None:

@@ -16,6 +16,7 @@ from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
 from horovod_fftcomp.schemes import Context, OldState, OnDevice, Outcome, Round, Tensor
 from horovod_fftcomp.schemes.gather import part_of
 from horovod_fftcomp.schemes.gtopk import largest
+from horovod_fftcomp.schemes.momentum_on_device import clip_factors
 from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept, on_each, state_of
 from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.transforms import Identity
@@ -77,6 +78,7 @@ class _Exchange(ExchangeRows):
             self.new(field, self.takes_part) for field in ("whole", "moved")
         )
         self.point_at_old("velocity", velocities)
+        self.rows["factor"] = clip_factors(scheme.correction, tensors, grads, context)
         # A residual of another density's times is sent whole; if the step is dropped it comes back.
         keeps = self.rows["columns"] + self.rows["residual"] > 0
         left = [w if stays else None for w, stays in zip(self._whole, keeps, strict=True)]

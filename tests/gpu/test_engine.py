@@ -15,7 +15,7 @@ from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.policy import make_policy
-from horovod_fftcomp.probe import probe
+from horovod_fftcomp.probe import probe, trusted
 from horovod_fftcomp.schemes import MEASURE_EVERY, Tensor
 from horovod_fftcomp.schemes.auto import TRIAL_STEPS
 from horovod_fftcomp.schemes.nodes import Layout
@@ -109,8 +109,8 @@ def test_steps_are_the_cpus(recipe, options, tolerance):
         if step == 3:
             grads[0][0][1] = grads[1][0][1] = None
         assert_same_step(cpu, gpu, grads, tolerance)
-    on_host = (recipe, options) in ON_HOST
-    assert all(engine.computes_on_device(0) != on_host for engine in gpu)
+        on_host = (recipe, options) in ON_HOST
+        assert all(engine.computes_on_device(0) != on_host for engine in gpu)
     assert_same_account(cpu, gpu, 1, tolerance)
 
 
@@ -187,6 +187,28 @@ def test_ranks_share_the_lead_as_on_the_cpu(ranks):
         ours.read_device()
         assert ours.costs.similarity == theirs.costs.similarity
         assert (ours.costs.similarity is None) == (ranks == 1)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 4])
+def test_zeros_have_the_signs_of_the_cpus(warmup_steps):
+    """Without momentum a gradient of -0 after one below 0 makes a velocity of -0."""
+    options = {"density": 0.05, "momentum": 0.0, "bits": 32, "warmup_steps": warmup_steps}
+    cpu, gpu = (make_engines(on, "dgc", **options) for on in (None, Emulator()))
+    grads = random_grads(np.random.default_rng(22))
+    assert_same_step(cpu, gpu, grads)
+    for of_rank in grads:
+        of_rank[0][0][:] = -0.0
+    assert_same_step(cpu, gpu, grads)
+    assert_same_account(cpu, gpu, 0)
+
+
+def test_a_device_is_asked_about_warm_ups_of_recipes_that_it_computes():
+    def names(**options):
+        bucket, device = Bucket(TENSORS, make_policy("dgc", warmup_steps=9, **options)), Asked()
+        return None if trusted(lambda: device, "a GPU", [bucket]) is None else device.names
+
+    assert {"accumulate", "add_residual", "clip_factors"} <= names(density=0.05, max_norm=1.0)
+    assert names(density=1.0) is None
 
 
 def test_low_rank_sums_are_the_cpus_whatever_the_matrices():
@@ -296,7 +318,8 @@ def test_what_arrived_may_be_overwritten_once_it_is_summed(recipe):
         ("random_k", {}),
         ("onebit", {}),
         ("qsgd", {}),
-        ("dgc", {"density": 0.05}),
+        ("dgc", {"density": 0.05, "max_norm": 1.0}),
+        ("dgc", {"density": 0.05, "max_norm": 1.0, "warmup_steps": 99}),
         ("powersgd", {}),
     ],
 )
@@ -343,6 +366,7 @@ def test_tables_are_copied_only_when_they_change(recipe, options):
         ("fft", {}, 0),
         ("onebit", {}, 0),
         ("terngrad", {}, 0),
+        ("dgc", {"density": 0.05}, 0),
         ("dgc", {"density": 0.05, "max_norm": 1.0, "warmup_steps": 5}, 0),
         ("powersgd", {}, 0),
         ("hard_threshold", {"threshold": 1.5}, 2 * 2 * 2),
@@ -376,16 +400,17 @@ def test_only_what_is_asked_for_is_waited_for(recipe, options, waits):
     assert engines[0].costs.relative_error > 0
 
 
+class Asked(Emulator):
+    """Notes which kernels are used."""
+
+    names: frozenset = frozenset()
+
+    def functions(self, source, names):
+        self.names |= set(names)
+        return super().functions(source, names)
+
+
 def test_the_probe_finds_a_device_that_computes_wrong():
-    class Asked(Emulator):
-        """Notes which kernels are used."""
-
-        names: frozenset = frozenset()
-
-        def functions(self, source, names):
-            self.names |= set(names)
-            return super().functions(source, names)
-
     schemes = [get_scheme(recipe) for recipe in RECIPES if recipe != "none"]
     device = Asked()
     probe(device, schemes)

@@ -128,7 +128,8 @@ __device__ __forceinline__ float accelerate(const Tensor& tensor, u64 place, flo
     float moved = nesterov ? mul_rn(momentum, add_rn(velocity, gradient))
                            : add_rn(mul_rn(momentum, velocity), gradient);
     tensor.moved[place] = moved;
-    return nesterov ? add_rn(moved, gradient) : moved;
+    float added = nesterov ? add_rn(moved, gradient) : moved;
+    return tensor.residual ? added : add_rn(0.0f, added);  // of -0 that is 0
 }
 
 // The first launch where no transform is made.

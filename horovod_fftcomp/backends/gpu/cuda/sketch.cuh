@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     const Sketch part = parts[tile_part[blockIdx.x]];
     if (!part.grad) return;
     Tensor momentum = {};
+    momentum.residual = part.residual;
     momentum.velocity = part.velocity;
     momentum.moved = part.moved;
     momentum.factor = part.factor;
