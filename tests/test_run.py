@@ -348,7 +348,8 @@ def wait_for_the_end_of(pid: int):
 def test_ranks_report_through_their_output(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     body = (
-        "import sys; from horovod_fftcomp import jobs; r = int(sys.argv[1]); print('hello', r);"
+        "import sys; from horovod_fftcomp import jobs; r = int(sys.argv[1]);"
+        r"sys.stdout.write(f'hello {r}\n');"  # at once; print would write it in pieces
         "jobs.report({'rank': r, 'twice': 2 * r}); sys.exit(3 * r)"
     )
     ended, output = launch(body)
