@@ -16,7 +16,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help install demo demo-tf cluster cluster-netns test test-core test-parallel test-gpu lint format golden size clean
+.PHONY: help install demo demo-tf cluster cluster-netns test test-core test-parallel test-gpu horovod-cuda lint format golden size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -49,7 +49,10 @@ test-parallel: install ## run the tests that start several processes
 	pytest -m parallel $(JOBS) $(ARGS)
 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON: one that has CuPy and PyTorch
-	$(PYTHON) -m pytest -m gpu tests/gpu $(ARGS)
+	$(PYTHON) -m pytest -m gpu tests/gpu tests/test_parallel.py $(ARGS)
+
+horovod-cuda: ## build Horovod for the CUDA PyTorch of PYTHON, and install it there; ARGS="--help"
+	$(PYTHON) scripts/horovod_cuda.py $(ARGS)
 
 lint: install ## check style, format and types
 	ruff check && ruff format --check && mypy

@@ -19,11 +19,17 @@ CONTROLLERS = ("mpi", "gloo")
 
 
 def run_ranks(
-    n: int, controller: str, *command: str, timeout_s: int = 600, framework: str = "torch"
+    n: int,
+    controller: str,
+    *command: str,
+    timeout_s: int = 600,
+    framework: str = "torch",
+    **variables: str,
 ) -> tuple[int, str]:
     """Run a command on ``n`` local ranks; return (exit code, output). A hang is killed."""
     pytest.importorskip("horovod")
     environment = os.environ | {
+        **variables,
         "FFTCOMP_TEST_FRAMEWORK": framework,
         "FFTCOMP_TEST_RANKS": str(n),
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
@@ -96,16 +102,31 @@ def test_every_file_of_cases_is_run():
 )
 def test_on_ranks(job, controller):
     """Over MPI all cases run; over Gloo those that depend on it."""
+    run_cases(job, controller, *(["-m", "transport"] if controller == "gloo" else []))
+
+
+def run_cases(job: str, controller: str, *options: str, **variables: str) -> None:
     ranks, files = JOBS[job]
     code, output = run_ranks(
         ranks, controller, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no",
-        *(["-m", "transport"] if controller == "gloo" else []),
+        *options,
         *(str(HERE / "parallel" / f"{name}.py") for name in files.split()),
         framework=job.partition("_")[0],
         timeout_s=1200,
+        **variables,
     )  # fmt: skip
     assert code == 0, output[-8000:]
     assert output.count(" passed") == ranks, output[-8000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asynchronous", ["0", "1"])
+def test_two_ranks_share_a_gpu(asynchronous):
+    torch = pytest.importorskip("torch")
+    hvd = pytest.importorskip("horovod.torch", exc_type=ImportError)
+    if not (torch.cuda.is_available() and hvd.cuda_built()):
+        pytest.skip("no GPU is available, or Horovod is built without CUDA")
+    run_cases("torch_device", "gloo", HOROVOD_ENABLE_ASYNC_COMPLETION=asynchronous)
 
 
 JOIN = """

@@ -64,5 +64,5 @@ def same_everywhere():
 
 def _bytes(tensor) -> bytes:
     if FRAMEWORK == "torch":
-        return tensor.detach().contiguous().view(framework.uint8).numpy().tobytes()
+        return tensor.detach().cpu().contiguous().view(framework.uint8).numpy().tobytes()
     return np.asarray(tensor).tobytes()

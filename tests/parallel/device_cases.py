@@ -1,8 +1,14 @@
-"""Training whose steps a GPU computes, here an emulated one; started by test_parallel.py."""
+"""Training whose steps a GPU computes, which the ranks share; started by test_parallel.py.
+
+Where there is none, or Horovod is built without CUDA, it is an emulated one.
+"""
 
 from __future__ import annotations
 
+import contextlib
+
 import horovod.torch as hvd
+import numpy as np
 import pytest
 import torch
 
@@ -10,25 +16,51 @@ from horovod_fftcomp import ConfigMismatchError
 from horovod_fftcomp.torch import compressor
 from horovod_fftcomp.torch.parameters import Parameters
 from tests.gpu.torch_emulator import TorchEmulator
-from tests.parallel.models import distributed, make_model, small_buckets, train
+from tests.parallel import models
+from tests.parallel.models import distributed, make_model, small_buckets, synchronized_step
+
+HAS_GPU = torch.cuda.is_available() and hvd.cuda_built()
+_place = "cpu"
 
 
-@pytest.fixture
-def on_gpu(monkeypatch):
-    """Make compressors that are made from now on use the emulated GPU."""
+@contextlib.contextmanager
+def on_gpu():
+    """Make models that are made within lie on the GPU, or compressors use the emulated one."""
+    with pytest.MonkeyPatch.context() as patched:
+        if HAS_GPU:
+            patched.setitem(globals(), "_place", "cuda")
+        else:
+            patched.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
+        yield
 
-    def use():
-        monkeypatch.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
 
-    return use
-
-
-def trained(recipe, steps, **options):
-    model = make_model()
+def prepared(recipe, **options):
+    model = make_model().to(_place)
     compression = small_buckets(model, recipe, **options)
-    optimizer = distributed(model, compression)
-    train(model, optimizer, steps)
-    return model, optimizer, compression
+    return model, distributed(model, compression), compression
+
+
+def summed(model, optimizer, steps, skip=0, begin=lambda: None):
+    """Return the sums of steps whose gradients are the same on a CPU and on a GPU."""
+    rng = np.random.default_rng(hvd.rank())
+    parameters, sums = list(model.parameters()), []
+    for step in range(steps):
+        grads = [torch.from_numpy(rng.standard_normal(p.shape, np.float32)) for p in parameters]
+        order = rng.permutation(len(grads))
+        if step < skip:
+            continue
+        optimizer.zero_grad()
+        begin()
+        sum((parameters[i] * grads[i].to(parameters[i].device)).sum() for i in order).backward()
+        synchronized_step(optimizer)
+        sums.append([p.grad.cpu().clone() for p in parameters])
+    return sums
+
+
+def assert_same(ours, theirs, tolerance=0.0):
+    for step, expected in zip(ours, theirs, strict=True):
+        for found, wanted in zip(step, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -48,44 +80,63 @@ def trained(recipe, steps, **options):
         ("topk", {"scope": "bucket"}),
     ],
 )
-def test_a_training_is_the_cpus(recipe, options, on_gpu, same_everywhere):
-    expected, _, theirs = trained(recipe, 8, **options)
-    on_gpu()
-    model, _, ours = trained(recipe, 8, **options)
+def test_sums_are_the_cpus(recipe, options, same_everywhere):
+    model, optimizer, theirs = prepared(recipe, **options)
+    expected = summed(model, optimizer, 8)
+    with on_gpu():
+        model, optimizer, ours = prepared(recipe, **options)
+        found = summed(model, optimizer, 8)
     same_everywhere(*model.parameters())
     # How Horovod rounds a sum of float16 depends on where it lies among others.
-    tolerance = 2e-3 if recipe == "fp16" else 0
-    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+    assert_same(found, expected, 2e-3 if recipe == "fp16" else 0.0)
     assert ours.stats()["sent_nbytes"] == theirs.stats()["sent_nbytes"]
     assert ours.residual_norm() == theirs.residual_norm()
     assert ours._engine.computes_on_device(0) == (options != {"selector": "exact"})
 
 
-def test_a_flipped_bit_is_found_where_it_is(on_gpu, monkeypatch):
-    on_gpu()
-    model, optimizer, _ = trained("none", 3)
-    weight = model.layers[2].weight
-    if hvd.rank() == 1:
-        weight.data.view(-1).view(torch.int32)[7] ^= 1
-    # Nothing may bring parameters to the host.
-    monkeypatch.setattr(Parameters, "read", lambda parameters, number: pytest.fail("copied"))
-    with pytest.warns(RuntimeWarning, match=r"layers\.2\.weight' on rank 1"):
-        train(model, optimizer, 100)
+def test_another_stream_computes_the_same(same_everywhere):
+    if not HAS_GPU:
+        pytest.skip("the emulator has no streams")
+    with on_gpu():
+        model, optimizer, _ = prepared("topk")
+        expected = summed(model, optimizer, 8)
+        model, optimizer, _ = prepared("topk")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = summed(model, optimizer, 8, begin=lambda: torch.cuda._sleep(100_000_000))
+        torch.cuda.synchronize()
+    same_everywhere(*model.parameters())
+    assert_same(found, expected)
+
+
+def test_a_flipped_bit_is_found_where_it_is(monkeypatch):
+    with on_gpu():
+        model, optimizer, _ = prepared("none")
+        summed(model, optimizer, 3)
+        weight = model.layers[2].weight
+        if hvd.rank() == 1:
+            weight.data.view(-1).view(torch.int32)[7] ^= 1
+        # Nothing may bring parameters to the host.
+        monkeypatch.setattr(Parameters, "read", lambda parameters, number: pytest.fail("copied"))
+        with pytest.warns(RuntimeWarning, match=r"layers\.2\.weight' on rank 1"):
+            summed(model, optimizer, 100)
 
 
 @pytest.mark.parametrize("recipe", ["fft", "dct", "demo", "powersgd", "auto"])
-def test_ranks_stay_equal(recipe, on_gpu, same_everywhere):
-    on_gpu()
-    model, _, compression = trained(recipe, 8)
+def test_a_model_learns_and_ranks_stay_equal(recipe, same_everywhere):
+    with on_gpu():
+        model, optimizer, compression = prepared(recipe)
+        losses = models.train(model, optimizer, 20)
     same_everywhere(*model.parameters())
-    assert compression.stats()["steps"] == 8
+    assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
+    assert compression.stats()["steps"] == 20
     assert 0 < compression.stats()["relative_error"] < 1
 
 
-def test_a_step_with_nan_leaves_no_trace(on_gpu, same_everywhere):
-    on_gpu()
-    model, optimizer, compression = trained("topk", 3)
+def test_a_step_with_nan_leaves_no_trace(same_everywhere):
+    with on_gpu():
+        model, optimizer, compression = prepared("topk")
+        summed(model, optimizer, 3)
     before = compression.residual_norm()
     optimizer.zero_grad()
     loss = sum(p.square().sum() for p in model.parameters())
@@ -97,26 +148,22 @@ def test_a_step_with_nan_leaves_no_trace(on_gpu, same_everywhere):
     assert compression.stats()["skipped_steps"] == 1
 
 
-def test_a_state_saved_on_the_gpu_goes_on_on_the_cpu(on_gpu, monkeypatch, same_everywhere):
-    expected, _, _ = trained("topk", 6)
-    with monkeypatch.context() as patched:
-        patched.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
-        model, optimizer, compression = trained("topk", 3)
+def test_a_state_saved_on_the_gpu_goes_on_on_the_cpu(same_everywhere):
+    model, optimizer, _ = prepared("topk")
+    expected = summed(model, optimizer, 6)
+    with on_gpu():
+        model, optimizer, compression = prepared("topk")
+        summed(model, optimizer, 3)
     assert compression.residual_ratios()
-    other_model = make_model()
-    other = small_buckets(other_model, "topk")
-    other_optimizer = distributed(other_model, other)
-    other_model.load_state_dict(model.state_dict())
-    other_optimizer.load_state_dict(optimizer.state_dict())
+    other_model, other_optimizer, other = prepared("topk")
     other.load_state_dict(compression.state_dict())
-    train(other_model, other_optimizer, 6, skip=3)
+    found = summed(other_model, other_optimizer, 6, skip=3)
     same_everywhere(*other_model.parameters())
-    for found, wanted in zip(other_model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(found, wanted)
+    assert_same(found, expected[3:])
 
 
-def test_a_rank_whose_gpu_computes_nothing_is_told_by_all(on_gpu):
-    if hvd.rank() == 0:
-        on_gpu()
-    with pytest.raises(ConfigMismatchError, match="steps computed on"):
-        trained("topk", 1)
+def test_a_rank_whose_gpu_computes_nothing_is_told_by_all():
+    with on_gpu() if hvd.rank() == 0 else contextlib.nullcontext():
+        model, optimizer, _ = prepared("topk")
+        with pytest.raises(ConfigMismatchError, match="steps computed on"):
+            summed(model, optimizer, 1)

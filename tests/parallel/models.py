@@ -55,12 +55,12 @@ def batches(steps: int, seed: int = 0):
 
 
 def train(model, optimizer, steps, seed=0, order=order_of, skip=0):
-    losses = []
+    losses, place = [], next(model.parameters()).device
     for step, (x, y) in enumerate(batches(steps, seed)):
         if step < skip:
             continue
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x, order(step)), y)
+        loss = nn.functional.cross_entropy(model(x.to(place), order(step)), y.to(place))
         loss.backward()
         synchronized_step(optimizer)
         losses.append(loss.item())
