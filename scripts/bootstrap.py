@@ -251,9 +251,9 @@ def wheel_folder() -> Path:
     return base / f"{NAME}-{system}-{digest}"
 
 
-def adjust(tree: Path) -> None:
-    """Apply ``ADJUSTMENTS`` to Horovod's sources."""
-    for name, expected, replacement in ADJUSTMENTS:
+def adjust(tree: Path, adjustments: Sequence[tuple[str, str, str]] = ADJUSTMENTS) -> None:
+    """Apply adjustments to Horovod's sources."""
+    for name, expected, replacement in adjustments:
         text = (tree / name).read_text(encoding="utf-8")
         if expected not in text:
             raise SetupError(f"{HOROVOD}: {name} lacks {expected!r}; is this the stock release?")
