@@ -51,4 +51,18 @@ class PendingRound:
                 raise ConfigMismatchError(no_answer(f"{self.collective} {self.name!r}", timeout_s))
             time.sleep(_POLL_S)
         output = hvd.synchronize(self._handle)
+        if output.is_cuda:
+            _come_after_horovod(output)
         return output.numpy() if self._is_numpy else output
+
+
+def _come_after_horovod(output: torch.Tensor) -> None:
+    """Let PyTorch's current stream come after Horovod's, whose threads know the default one alone.
+
+    There they allocate outputs, and wait for operations if HOROVOD_ENABLE_ASYNC_COMPLETION is set.
+    """
+    current = torch.cuda.current_stream(output.device)
+    default = torch.cuda.default_stream(output.device)
+    if current != default:
+        current.wait_stream(default)
+        output.record_stream(current)  # the default stream gets its memory after this one is done
