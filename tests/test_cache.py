@@ -34,6 +34,15 @@ print(digest.hexdigest())
 """
 
 
+def test_without_numbas_compiler_the_error_names_the_mend():
+    ran = subprocess.run(
+        [sys.executable, "-c", "from horovod_fftcomp.backends import cpu"],
+        env=os.environ | {"NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "UnsupportedError: NUMBA_DISABLE_JIT is set" in ran.stderr
+
+
 def test_a_change_of_any_source_compiles_all_kernels_anew(tmp_path):
     """Numba itself looks at the file of the outermost function alone."""
     files = (tmp_path / "a.py", tmp_path / "b.py")

@@ -44,7 +44,7 @@ ALLOWED = {
                       "transforms", "wire", "words"},
     "backends/gpu/cupy_device.py": {"numpy", "cupy", "cupyx", "backends"},
     "backends/gpu/torch_device.py": {"numpy", "torch", "backends"},
-    "backends/cpu/": {"numpy", "numba", "llvmlite", "backends", "entropy", "positions",
+    "backends/cpu/": {"numpy", "numba", "llvmlite", "backends", "entropy", "errors", "positions",
                       "quantizers", "threads", "words"},
     "schemes/__init__.py": {"numpy", "backends", "errors"},
     "schemes/": {"numpy", "backends", "codec", "errors", "quantizers", "schemes", "wire"},

@@ -13,6 +13,8 @@ from typing import Any
 from numba import njit
 from numba.core.caching import IndexDataCacheFile
 
+from horovod_fftcomp.errors import UnsupportedError
+
 _HERE = Path(__file__).parent
 _SOURCES = (
     *sorted(_HERE.glob("*.py")),
@@ -57,6 +59,10 @@ def kernel(function: Callable[..., Any]) -> Any:
     """
     function.__qualname__ += f".{_DIGEST}"
     compiled: Any = njit(cache=True, nogil=True)(function)
+    if compiled is function:
+        raise UnsupportedError(
+            "NUMBA_DISABLE_JIT is set, but the CPU's kernels are right only compiled: unset it"
+        )
     cache, kept = compiled._cache, compiled._cache._impl
     stamp = kept.locator.get_source_stamp()
     cache._cache_file = _Files(cache.cache_path, kept.filename_base, stamp)
