@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-# Horovod looks for work once in a cycle, of 1 ms unless HOROVOD_CYCLE_TIME says otherwise.
-CYCLE_S = 1e-3
+CYCLE_S = 1e-3  # in each of which Horovod looks for work once, unless it is told otherwise
 _MOST_RANKS = 1 << 20  # searched for a crossover
 
 
@@ -85,15 +84,17 @@ class Network:
         return self.overhead_s + time_s
 
 
-def given_network(gbit_per_s: float, latency_s: float) -> Network:
+def given_network(gbit_per_s: float, latency_s: float, cycle_s: float = CYCLE_S) -> Network:
     """Return a network of links of this speed, used in both directions at once."""
     if not gbit_per_s > 0:
         raise ValueError(f"gbit_per_s must be above 0, got {gbit_per_s!r}")
     line = Line(latency_s, 8e-9 / gbit_per_s)
-    return Network(line, line)
+    return Network(line, line, cycle_s)
 
 
-def fitted_network(times_s: Sequence[tuple[Message, float]], ranks: int) -> Network:
+def fitted_network(
+    times_s: Sequence[tuple[Message, float]], ranks: int, cycle_s: float = CYCLE_S
+) -> Network:
     """Return what fits measured times best, by least squares of the relative errors.
 
     Of the time that does not depend on the bytes, one cycle of Horovod's is taken for
@@ -105,13 +106,13 @@ def fitted_network(times_s: Sequence[tuple[Message, float]], ranks: int) -> Netw
         if len({nbytes for nbytes, _ in found}) < 2:
             raise ValueError(f"times of {collective}s of at least two sizes are needed")
         fixed_s, slope = _fitted(found)
-        return Line(max(0.0, fixed_s - CYCLE_S) / steps, slope / bytes_per_byte)
+        return Line(max(0.0, fixed_s - cycle_s) / steps, slope / bytes_per_byte)
 
     p = ranks
     if p < 2:
         raise ValueError("a network has at least two ranks")
     reduce = line("allreduce", 2 * (p - 1), 2 * (p - 1) / p)
-    return Network(reduce, line("allgather", p - 1, p - 1), CYCLE_S, tuple(times_s), p)
+    return Network(reduce, line("allgather", p - 1, p - 1), cycle_s, tuple(times_s), p)
 
 
 def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:

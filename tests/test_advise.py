@@ -127,6 +127,20 @@ def test_bad_arguments_are_told(capsys, file, tmp_path, monkeypatch):
         assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_horovods_cycle_is_the_environments(advise, capsys, monkeypatch):
+    step_s = {}
+    for cycle_ms in ("0", "1", "50"):
+        monkeypatch.setenv("HOROVOD_CYCLE_TIME", cycle_ms)
+        _, found = advise(*SLOW, "--recipes", "topk")
+        step_s[cycle_ms] = found["recipes"][0]["exchange_s"]  # none's
+    assert step_s["1"] - step_s["0"] > 0.99e-3
+    assert step_s["50"] - step_s["0"] > 49e-3
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "often")
+    with pytest.raises(SystemExit):
+        advise(*SLOW)
+    assert "HOROVOD_CYCLE_TIME must be a number of milliseconds" in capsys.readouterr().err
+
+
 def test_every_option_is_explained(capsys):
     with pytest.raises(SystemExit):
         main(["advise", "--help"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import shlex
 import sys
 import tempfile
@@ -31,7 +33,14 @@ from horovod_fftcomp.cli.arguments import (
     positive,
     settings,
 )
-from horovod_fftcomp.cost_model import Compute, Message, Network, fitted_network, given_network
+from horovod_fftcomp.cost_model import (
+    CYCLE_S,
+    Compute,
+    Message,
+    Network,
+    fitted_network,
+    given_network,
+)
 from horovod_fftcomp.schemes import Tensor
 
 _RECIPES = "fp16,topk,fft,dct,auto,scalecom"
@@ -233,7 +242,19 @@ def _network(
     """Return the network, given or probed, and the times of the probe."""
     if parsed.gbit_per_s is None:
         return _probed(parsed, options)
-    return given_network(parsed.gbit_per_s, (parsed.latency_us or 50) / 1e6), []
+    return given_network(parsed.gbit_per_s, (parsed.latency_us or 50) / 1e6, _cycle_s(parsed)), []
+
+
+def _cycle_s(parsed: argparse.Namespace) -> float:
+    """Return Horovod's cycle in jobs that are started here, in seconds."""
+    told = os.environ.get("HOROVOD_CYCLE_TIME", str(1e3 * CYCLE_S))
+    try:
+        cycle_ms = float(told)
+    except ValueError:
+        cycle_ms = math.nan
+    if not 0 <= cycle_ms < math.inf:
+        parsed.fail(f"HOROVOD_CYCLE_TIME must be a number of milliseconds from 0 up, got {told!r}")
+    return cycle_ms / 1e3
 
 
 def _planned(options: list[Option], ranks: int) -> Iterator[Message]:
@@ -273,4 +294,4 @@ def _probed(
     # The slowest rank's times are those of a step.
     times = [max(found) for found in zip(*(r["times"] for r in ended.reports), strict=True)]
     measured = list(zip(messages, times, strict=True))
-    return fitted_network(measured, parsed.np), measured
+    return fitted_network(measured, parsed.np, _cycle_s(parsed)), measured
