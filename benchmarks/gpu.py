@@ -2,7 +2,8 @@
 
     python benchmarks/gpu.py          # minutes; needs an NVIDIA GPU, PyTorch and CuPy, no Horovod
 
-Writes results/gpu.json and results/gpu.png; README.md tells how to read them.
+Writes results/gpu.json and results/gpu.png; README.md tells how to read them. What a profiler
+counts of each kernel: gpu_profile.py.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 import horovod_fftcomp
-from horovod_fftcomp import get_codec
+from horovod_fftcomp import RECIPES, get_codec
 from horovod_fftcomp.backends.gpu.decoder import Decoder
 from horovod_fftcomp.backends.gpu.encoder import Encoder
-from horovod_fftcomp.backends.gpu.tables import DeviceCodec
 from horovod_fftcomp.backends.gpu.torch_device import TorchDevice
+from horovod_fftcomp.buckets import Bucket
+from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.schemes import Round, Tensor
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RANKS = 8  # of which a sum is decoded
@@ -43,6 +47,10 @@ CODECS = {
     "efsignsgd": ("efsignsgd", {}),
     "qsgd": ("qsgd", {}),
 }
+THRESHOLD = {"threshold": 2.5}  # about 1 % of what is drawn here
+STEP_OPTIONS = {"hard_threshold": THRESHOLD, "strom": THRESHOLD}
+WARM_UP = 3  # steps that are not counted: they compile, and begin residuals
+STEPS_NUMEL = 25_000_000  # of the one tensor whose steps are measured
 SIZES = (1_000_000, 5_000_000, 25_000_000, 100_000_000, 400_000_000)
 
 
@@ -153,27 +161,37 @@ def standard_qsgd(grads: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, tor
     return sent
 
 
+def random_grads(sizes: Sequence[int], place: str) -> list[torch.Tensor]:
+    """Return standard normal tensors of these sizes."""
+    generator = torch.Generator(place).manual_seed(0)
+    return [torch.randn(n, generator=generator, device=place) for n in sizes]
+
+
+def seconds_of_copy(grads: Sequence[torch.Tensor], repeat: int) -> float:
+    """Return the time of a copy of as many elements, at once, not in many small launches."""
+    whole = torch.cat(list(grads))
+    into = torch.empty_like(whole)
+    return seconds_of(lambda: into.copy_(whole), repeat)
+
+
 def measure(
     device: Any, place: str, tensors: str, sizes: Sequence[int], name: str, repeat: int
 ) -> Row:
     """Measure one codec on tensors of these sizes."""
-    generator = torch.Generator(place).manual_seed(0)
-    grads = [torch.randn(n, generator=generator, device=place) for n in sizes]
-    recipe, options = CODECS[name]
-    codecs = [get_codec(recipe, **options)] * len(sizes)
-    nbytes = sum(codec.payload_nbytes(n) for codec, n in zip(codecs, sizes, strict=True))
-    encode, decode = seconds_of_kernels(device, recipe, codecs, grads, repeat)
+    grads = random_grads(sizes, place)
+    encode, decode, nbytes = calls_of(device, name, grads)
+    seconds = [seconds_of(call, repeat) for call in (encode, decode)]
     standard = seconds_of_standard(grads, name, repeat)
-    whole = torch.cat(grads)  # a device copies it at once, not in many small launches
-    into = torch.empty_like(whole)
-    copied = seconds_of(lambda: into.copy_(whole), repeat)
-    return Row(tensors, name, sum(sizes), nbytes, copied, encode, decode, standard)
+    copied = seconds_of_copy(grads, repeat)
+    return Row(tensors, name, sum(sizes), nbytes, copied, *seconds, standard)
 
 
-def seconds_of_kernels(
-    device: Any, recipe: str, codecs: list[DeviceCodec], grads: Sequence[torch.Tensor], repeat: int
-) -> tuple[float, float]:
-    """Return the times of an encoding, and of a sum of ``RANKS`` payloads."""
+def calls_of(
+    device: Any, name: str, grads: Sequence[torch.Tensor]
+) -> tuple[Callable[[], object], Callable[[], object], int]:
+    """Return what encodes, what sums ``RANKS`` payloads, and how long a message is."""
+    recipe, options = CODECS[name]
+    codecs = [get_codec(recipe, **options)] * len(grads)
     shapes = [(grad.numel(),) for grad in grads]
     encoder = Encoder(device, codecs, shapes)
     keeps = recipe != "qsgd"  # by default it has no error feedback
@@ -182,10 +200,56 @@ def seconds_of_kernels(
         for _ in range(2)
     )
     message = encoder.encode(grads, residuals, coeffs).message
-    encode = seconds_of(lambda: encoder.encode(grads, residuals, coeffs), repeat)
     decoder = Decoder(device, codecs, shapes, encoder, RANKS)
     gathered, sums = message.repeat(RANKS), [torch.empty_like(grad) for grad in grads]
-    return encode, seconds_of(lambda: decoder.decode(gathered, sums), repeat)
+    nbytes = sum(codec.payload_nbytes(shape) for codec, shape in zip(codecs, shapes, strict=True))
+    return (
+        lambda: encoder.encode(grads, residuals, coeffs),
+        lambda: decoder.decode(gathered, sums),
+        nbytes,
+    )
+
+
+class Answers:
+    """What a network of ``RANKS`` ranks that all send the same would bring."""
+
+    def __init__(self) -> None:
+        self._sent: Any = None  # by this rank, when it was the one that broadcasts
+
+    def to(self, round_: Round) -> Any:
+        """Return the output of a round."""
+        if round_.collective == "broadcast":
+            if round_.root == 0:
+                self._sent = round_.data
+            return self._sent
+        if round_.collective == "allreduce":
+            return round_.data * RANKS
+        return round_.data.repeat(RANKS)
+
+
+def measure_step(
+    device: Any, place: str, tensors: str, sizes: Sequence[int], recipe: str, repeat: int
+) -> dict[str, Any]:
+    """Measure all that one rank computes in a step of one bucket, by any recipe."""
+    grads, answers = random_grads(sizes, place), Answers()
+    policy = make_policy(recipe, **STEP_OPTIONS.get(recipe, {}))
+    bucket = Bucket(tuple(Tensor(str(i), (n,)) for i, n in enumerate(sizes)), policy)
+    engine = Engine([bucket], 0, RANKS, device)
+
+    def step() -> None:
+        round_: Round | None = engine.start(0, grads)
+        while round_ is not None:
+            round_ = engine.advance(0, answers.to(round_))
+        engine.settle()
+
+    for _ in range(WARM_UP):
+        step()
+    sent = engine.costs.sent_nbytes
+    taken = seconds_of(step, repeat)
+    sent = (engine.costs.sent_nbytes - sent) // (repeat + 1)
+    copied = seconds_of_copy(grads, repeat)
+    found = {"tensors": tensors, "recipe": recipe, "numel": sum(sizes), "sent_nbytes": sent}
+    return found | {"copied": copied, "step": taken, "copies": taken / copied}
 
 
 def seconds_of_standard(grads: Sequence[torch.Tensor], name: str, repeat: int) -> float:
@@ -234,31 +298,35 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    """Measure all, then write JSON, a plot and a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--sizes", type=int, nargs="+", default=SIZES, help="elements of one tensor")
-    add("--repeat", type=int, default=21, help="runs of which the median counts (default: 21)")
-    add("--out", type=Path, default=RESULTS, help="folder of the results (default: results)")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("no GPU is available to PyTorch: nothing to measure")
-    device, place = TorchDevice(torch.device("cuda", 0)), "cuda"
-    lists = [("one tensor", [n]) for n in args.sizes]
-    lists += [("161 tensors of ResNet-50", resnet50()), ("124 M transformer", transformer())]
-    cases = [(title, sizes, name) for title, sizes in lists for name in CODECS]
-    rows, skipped = [], []
-    for title, sizes, name in track(cases, "measuring"):
+def measured(
+    device: Any, place: str, lists: Sequence[tuple[str, list[int]]], repeat: int
+) -> dict[str, list[Any]]:
+    """Return the rows of codecs on all lists of tensors, of steps on some, and what was skipped."""
+    rows, steps, skipped = [], [], []
+    cases: list[tuple[str, list[int], str, bool]] = [
+        (title, sizes, name, True) for title, sizes in lists for name in CODECS
+    ]
+    # What auto's trials cost, on the host, is benchmarks/auto_choice.py's.
+    recipes = [recipe for recipe in RECIPES if recipe not in ("none", "auto")]
+    of_steps = [(t, n) for t, n in lists if t != "one tensor" or sum(n) == STEPS_NUMEL]
+    cases += [(title, sizes, name, False) for title, sizes in of_steps for name in recipes]
+    for title, sizes, name, is_codec in track(cases, "measuring"):
         needed = 4 * sum(sizes) * 8
-        if needed > torch.cuda.mem_get_info()[0]:
+        if place == "cuda" and needed > torch.cuda.mem_get_info()[0]:
             skipped.append(f"{name} of {sum(sizes)} elements: less than {needed / 1e9:.0f} GB free")
-            continue
-        rows.append(described(measure(device, place, title, sizes, name, args.repeat)))
+        elif is_codec:
+            rows.append(described(measure(device, place, title, sizes, name, repeat)))
+        else:
+            steps.append(measure_step(device, place, title, sizes, name, repeat))
         torch.cuda.empty_cache()
+    return {"rows": rows, "steps": steps, "skipped": skipped}
+
+
+def described_machine() -> dict[str, Any]:
+    """Return what the results stand for: date, GPU, versions."""
     properties = torch.cuda.get_device_properties(0)
-    found = {
-        "command": " ".join(["python benchmarks/gpu.py", *sys.argv[1:]]),
+    return {
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": date.today().isoformat(),
         "device": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB",
         "versions": {
@@ -268,20 +336,45 @@ def main() -> None:
             **{name: version(name) for name in ("torch", "numpy")},
         },
         "ranks_decoded": RANKS,
-        "skipped": skipped,
-        "rows": rows,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    plot(rows, args.out / "gpu.png")
-    for row in rows:
+
+
+def report(found: dict[str, Any]) -> None:
+    """Print the tables."""
+    for row in found["rows"]:
         print(
             f"{row['tensors']:26} {row['codec']:9} {row['numel']:>11,}  "
             f"copy {row['copy_gb_s']:6.0f} GB/s  encode {row['encode_share_of_copy']:5.2f}  "
             f"decode {row['decode_share_of_copy']:5.2f} of it  "
             f"{row['times_faster_than_standard']:5.1f} times faster than standard"
         )
-    print(*skipped, sep="\n")
+    for row in found["steps"]:
+        print(
+            f"{row['tensors']:26} {row['recipe']:14} {row['numel']:>11,}  step "
+            f"{1e3 * row['step']:8.3f} ms = {row['copies']:6.1f} copies of the gradient  "
+            f"{row['sent_nbytes']:>11,} bytes sent"
+        )
+    print(*found["skipped"], sep="\n")
+
+
+def main() -> None:
+    """Measure all, then write JSON, a plot and tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--sizes", type=int, nargs="+", default=SIZES, help="elements of one tensor")
+    add("--repeat", type=int, default=21, help="runs of which the median counts (default: 21)")
+    add("--out", type=Path, default=RESULTS, help="folder of the results (default: results)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no GPU is available to PyTorch: nothing to measure")
+    lists = [("one tensor", [n]) for n in args.sizes]
+    lists += [("161 tensors of ResNet-50", resnet50()), ("124 M transformer", transformer())]
+    device = TorchDevice(torch.device("cuda", 0))
+    found = described_machine() | measured(device, "cuda", lists, args.repeat)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    plot(found["rows"], args.out / "gpu.png")
+    report(found)
 
 
 if __name__ == "__main__":

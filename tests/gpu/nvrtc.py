@@ -42,6 +42,8 @@ def library(version: str) -> ctypes.CDLL | None:
     for folder in spec.submodule_search_locations or [] if spec else []:
         path = Path(folder) / LIBRARIES[version]
         if path.exists():
+            for needed in path.parent.glob(f"libnvrtc-builtins.so.{version}*"):
+                ctypes.CDLL(str(needed))  # NVRTC 13.0 does not look for it beside itself
             return ctypes.CDLL(str(path))
     return None
 

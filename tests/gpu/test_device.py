@@ -16,7 +16,11 @@ import pytest
 from horovod_fftcomp import RECIPES, get_codec, get_scheme
 from horovod_fftcomp.backends import load_backend
 from horovod_fftcomp.backends.gpu.encoder import Encoder
+from horovod_fftcomp.buckets import Bucket
+from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.probe import probe
+from horovod_fftcomp.schemes import Tensor
 from tests.contracts import make_codec
 from tests.gpu import steps
 from tests.gpu.emulator import Emulator
@@ -221,6 +225,34 @@ def test_a_model_on_the_gpu_learns(on_torch):
         optimizer.step()
         losses.append(loss.item())
     assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
+
+
+@pytest.mark.gpu
+def test_without_memory_a_step_ends_and_leaves_the_state_whole(on_torch):
+    device, torch = on_torch
+    n = 30_000_000
+    bucket = Bucket((Tensor("a", (n,)),), make_policy("topk", density=0.01))
+    expected, engine = (Engine([bucket], 0, 1, device) for _ in range(2))
+    first, broken_off, last = (torch.randn(n, device="cuda") for _ in range(3))
+
+    def step(engine, grad):
+        engine.advance(0, engine.start(0, [grad]).data)
+        total = device.fetch(engine.sums(0)[0])()
+        engine.settle()
+        return total
+
+    step(expected, first)
+    step(engine, first)
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + (1 << 24)  # not enough for a residual
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError, match="out of memory"):
+            step(engine, broken_off)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    engine.abandon()
+    assert step(engine, last).tobytes() == step(expected, last).tobytes()
 
 
 @pytest.mark.gpu
