@@ -20,7 +20,7 @@ from horovod_fftcomp.schemes.gather import Gather
 digest = hashlib.sha256()
 for n_threads in (1, 2):
     threads.set_num_threads(n_threads)
-    for recipe in hfc.list_compressors():
+    for recipe in ("topk", "fft", "hard_threshold", "qsgd", "powersgd", "sketchsgd"):
         for n in (5000, 300_000):
             grads = np.random.default_rng(n).standard_normal((2, 2, n)).astype(np.float32)
             if isinstance(hfc.get_scheme(recipe), Gather):
