@@ -80,6 +80,9 @@ def _run(bucket: int, exchange: Exchange, output: Array | None) -> Result:
     return Result(bucket, made, began, time.perf_counter())
 
 
+_TAKEN = np.empty(0, np.float32)  # in the place of a sum
+
+
 def _verdicts_of(device: Device) -> Verdicts:
     from horovod_fftcomp.verdicts import Verdicts  # not for whoever has no GPU
 
@@ -194,6 +197,12 @@ class Engine:
     def sums(self, bucket: int) -> list[Array]:
         """Return the sums over ranks of a bucket whose rounds are done."""
         return self._outcomes[bucket].sums
+
+    def take_sum(self, bucket: int, position: int) -> Array:
+        """Return one of ``sums``, once: its memory is the caller's, and free when he lets it go."""
+        sums = self._outcomes[bucket].sums
+        total, sums[position] = sums[position], _TAKEN
+        return total
 
     def observe(self, finite: bool) -> None:
         """Report whether a tensor that was exchanged elsewhere came out finite."""

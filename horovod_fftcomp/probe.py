@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from horovod_fftcomp.schemes.threshold import HardThreshold
 from horovod_fftcomp.transforms import Identity
 
 _TENSOR = Tensor("probe", (160, 125))  # a few tiles
+_SWITCH = "HOROVOD_FFTCOMP_GPU"
 
 AnyDevice = TypeVar("AnyDevice", bound=Device)
 
@@ -35,7 +37,8 @@ def trusted(
     """Return the GPU that ``make`` returns if it can compute a bucket and its kernels run.
 
     Otherwise gradients on it are compressed on the host: by the same rules, but slower. A warning
-    names ``place`` and tells why if that is because of the kernels.
+    names ``place`` and tells why if that is because of the kernels. HOROVOD_FFTCOMP_GPU=0 in the
+    environment says so without a question.
     """
     schemes: dict[Scheme, None] = {}
     for bucket in buckets:
@@ -44,7 +47,7 @@ def trusted(
             schemes[after] = None
             if (first := bucket.policy.at(0)) != Dense() and first.runs_on_device(bucket.tensors):
                 schemes[first] = None
-    if not schemes:
+    if not schemes or os.environ.get(_SWITCH) == "0":
         return None
     try:
         device = make()
@@ -52,7 +55,9 @@ def trusted(
     except Exception as error:  # whatever an import, a compiler or a driver may raise
         warnings.warn(
             f"gradients on {place} are compressed on the host, since the GPU's own kernels do not "
-            f"run: {error!r}. They need CuPy for its CUDA: pip install 'horovod_fftcomp[gpu]'",
+            f"run: {error!r}. They need CuPy for CUDA 12 or 13, as the framework: pip install "
+            "'horovod_fftcomp[gpu]' or 'horovod_fftcomp[gpu13]'. If the framework itself fails "
+            f"from here on, set {_SWITCH}=0: then nothing is asked of the GPU",
             RuntimeWarning,
             stacklevel=6,
         )

@@ -52,17 +52,19 @@ class PendingRound:
             time.sleep(_POLL_S)
         output = hvd.synchronize(self._handle)
         if output.is_cuda:
-            _come_after_horovod(output)
+            come_after_horovod(output)
         return output.numpy() if self._is_numpy else output
 
 
-def _come_after_horovod(output: torch.Tensor) -> None:
-    """Let PyTorch's current stream come after Horovod's, whose threads know the default one alone.
+def come_after_horovod(output: torch.Tensor) -> None:
+    """Let PyTorch's current stream come after ``output``, whose operation is done for Horovod.
 
-    There they allocate outputs, and wait for operations if HOROVOD_ENABLE_ASYNC_COMPLETION is set.
+    Horovod's threads know the default stream alone. There they allocate outputs, and wait for
+    operations if HOROVOD_ENABLE_ASYNC_COMPLETION is set.
     """
     current = torch.cuda.current_stream(output.device)
     default = torch.cuda.default_stream(output.device)
     if current != default:
         current.wait_stream(default)
-        output.record_stream(current)  # the default stream gets its memory after this one is done
+        if not output.is_sparse:  # the default stream gets its memory after this one is done
+            output.record_stream(current)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.settings import Settings
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.parameters import Parameters
+from horovod_fftcomp.torch.rounds import come_after_horovod
 
 # A rank that ends shuts Horovod down on all of them. One that begins an operation at that moment
 # may hang for ever: it holds the interpreter and waits for a lock whose holder waits for that. So
@@ -76,7 +79,9 @@ class Steps:
             set(bucket.policy.at(bucket.policy.warmup_steps).rounds) != {"allreduce"}
             for bucket in engine.buckets
         )
+        self._made_on = {parameter.device for parameter in parameters.tensors}
         self._opened = self._finished = False
+        self._stream_of_sums: torch.cuda.Stream | None = None
         self._broken_by = ""  # the error that ended a step too early, in words
         self._out = 0  # gradients that Horovod has taken and not given back
         self.count = self.dense_nbytes = self.other_nbytes = 0
@@ -111,7 +116,11 @@ class Steps:
         self.dense_nbytes += 4 * grad.numel()
         place = self._places[number]
         self._out += 1
-        sent = arrays.sendable(grad) if place is None else torch.ones(1, device=grad.device)
+        sent = (
+            arrays.sendable(grad)
+            if place is None
+            else torch.ones(1, dtype=torch.float32, device=grad.device)
+        )
         self.other_nbytes += sent.numel() * sent.element_size()
         if place is not None:
             frozen = not self._parameters.tensors[number].requires_grad
@@ -127,6 +136,8 @@ class Steps:
 
     def give_back(self, reduced: torch.Tensor, context: GradientContext | None) -> torch.Tensor:
         """Return the reduced gradient; ``reduced`` is what Horovod made of ``take``'s."""
+        if reduced.is_cuda:
+            come_after_horovod(reduced)
         if context is None:  # a sparse gradient that Horovod gathered itself
             values = reduced.coalesce().values() if reduced.is_sparse else reduced
             self._observe(values)
@@ -140,7 +151,7 @@ class Steps:
             else:
                 self._engine.observe(True)  # nothing depends on it
             return arrays.restored(reduced, context.grad)
-        total = self._engine.sums(context.place.bucket)[context.place.position]
+        total = self._engine.take_sum(*context.place)
         grad = arrays.gradient_like(total, reduced / self._engine.world_size, context.grad)
         if grad.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
             self._observe(grad)
@@ -150,6 +161,8 @@ class Steps:
         """Return a gradient flat and float32: where it is, if a GPU computes steps."""
         device = self._engine.device
         if device is None:
+            if grad.device not in self._made_on:
+                self._warn_of_move(grad.device)
             return arrays.flat_float32(grad)
         if grad.device != device.place:
             raise UnsupportedError(
@@ -158,12 +171,27 @@ class Steps:
             )
         return arrays.flat_in_place(grad)
 
+    def _warn_of_move(self, place: torch.device) -> None:
+        self._made_on.add(place)
+        warnings.warn(
+            f"the compressor was made before the model was moved to {place}: gradients are copied "
+            "to the host and compressed there, which is slower; make it after the model has moved",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
     def _observe(self, tensor: torch.Tensor) -> None:
         """Report whether ``tensor`` is finite; on a GPU that computes steps, without a wait."""
         if self._engine.device is None:
             self._engine.observe(bool(torch.isfinite(tensor).all()))
         else:
             self._engine.observe_on_device(arrays.not_finite(tensor))
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        """Return the stream that a GPU's kernels are given to now; None if none computes steps."""
+        place = getattr(self._engine.device, "place", None)
+        is_gpu = place is not None and place.type == "cuda"
+        return torch.cuda.current_stream(place) if is_gpu else None
 
     def _begin(self) -> None:
         """Do what comes before a step's first gradient."""
@@ -194,7 +222,7 @@ class Steps:
                 # Nobody changes these any more: Horovod gives parameters other memory for sums.
                 self._recorder.append(self._engine.step, self._recorded)
                 self._recorded = None
-            self._finished = True
+            self._finished, self._stream_of_sums = True, self._stream()
         except BaseException as error:
             self._broken_by = repr(error)
             if not isinstance(error, (FFTCompError, KeyboardInterrupt)):  # of this rank alone
@@ -238,7 +266,13 @@ class Steps:
 
     def _close(self) -> None:
         """Close the step that has been finished; what it changed is committed."""
-        self._engine.settle()
+        # In the first hook of the next step another stream may be the current one. What lies in the
+        # memory of the sums' stream is read there, or it would be free before that is done.
+        now, then = self._stream(), self._stream_of_sums
+        with contextlib.nullcontext() if now == then else torch.cuda.stream(then):
+            self._engine.settle()
+        if now is not None and now != then:
+            now.wait_stream(then)
         self.count += 1
         self._parameters.begin_step()
         self._opened = self._finished = False

@@ -211,6 +211,28 @@ def test_a_device_is_asked_about_warm_ups_of_recipes_that_it_computes():
     assert names(density=1.0) is None
 
 
+def test_a_variable_keeps_a_device_from_being_asked(monkeypatch):
+    bucket, device = Bucket(TENSORS, make_policy("topk")), Asked()
+    assert trusted(lambda: device, "a GPU", [bucket]) is device
+    monkeypatch.setenv("HOROVOD_FFTCOMP_GPU", "0")
+    assert trusted(lambda: pytest.fail("asked"), "a GPU", [bucket]) is None
+    monkeypatch.delenv("HOROVOD_FFTCOMP_GPU")
+    with pytest.warns(RuntimeWarning, match=r"pip install .*HOROVOD_FFTCOMP_GPU=0"):
+        assert trusted(lambda: {}["no driver"], "a GPU", [bucket]) is None
+
+
+def test_a_sum_is_taken_once():
+    [engine] = make_engines(Emulator(), "topk", 1, density=1.0, bits=32)
+    [grads] = random_grads(np.random.default_rng(23), 1)
+    exchange_once([engine], [grads], random.Random(0))
+    for bucket in (0, 1):
+        for position, grad in enumerate(grads[bucket]):
+            assert engine.take_sum(bucket, position).tobytes() == grad.tobytes()
+            assert engine.sums(bucket)[position].size == 0
+    engine.settle()
+    assert engine.step == 1
+
+
 def test_low_rank_sums_are_the_cpus_whatever_the_matrices():
     shapes = {"tall": (1000, 40), "kernel": (8, 5, 7, 3), "wide": (8, 5000), "dependent": (300, 30)}
     shapes |= {"vector": (77,), "none": (0, 4)}

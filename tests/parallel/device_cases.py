@@ -109,6 +109,33 @@ def test_another_stream_computes_the_same(same_everywhere):
     assert_same(found, expected)
 
 
+def test_a_model_that_moves_after_its_compressor_was_made_is_warned_of(same_everywhere):
+    if not HAS_GPU:
+        pytest.skip("there is nowhere to move")
+    model = make_model()
+    compression = small_buckets(model, "topk")
+    optimizer = distributed(model.cuda(), compression)
+    with pytest.warns(RuntimeWarning, match="made before the model was moved to cuda"):
+        summed(model, optimizer, 2)
+    same_everywhere(*model.parameters())
+
+
+def test_hooks_may_run_on_another_stream_than_the_step(same_everywhere):
+    """Hooks run on the stream on which the optimizer was made."""
+    if not HAS_GPU:
+        pytest.skip("the emulator has no streams")
+    with on_gpu():
+        model, optimizer, _ = prepared("topk")
+        expected = summed(model, optimizer, 8)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            model, optimizer, _ = prepared("topk")
+            torch.cuda.synchronize()
+        found = summed(model, optimizer, 8, begin=lambda: torch.cuda._sleep(100_000_000))
+        torch.cuda.synchronize()
+    same_everywhere(*model.parameters())
+    assert_same(found, expected)
+
+
 def test_a_flipped_bit_is_found_where_it_is(monkeypatch):
     with on_gpu():
         model, optimizer, _ = prepared("none")

@@ -12,7 +12,7 @@ import cupyx
 import numpy as np
 from numpy.typing import DTypeLike
 
-from horovod_fftcomp.backends.gpu import OPTIONS, Launch
+from horovod_fftcomp.backends.gpu import NAMES, OPTIONS, Launch
 
 _known: dict[tuple[int, str], dict[str, Launch]] = {}
 
@@ -139,6 +139,9 @@ def compiled(source: str, names: Sequence[str]) -> dict[str, Launch]:
     known = _known.setdefault(key, {})
     missing = [name for name in names if name not in known]
     if missing:
+        # All that are no templates are compiled in any case.
+        plain = [name for name in NAMES if "<" not in name and name not in known]
+        missing = [*dict.fromkeys([*missing, *plain])]
         module = cupy.RawModule(code=source, options=OPTIONS, name_expressions=missing)
         for name in missing:
             known[name] = functools.partial(_launch, module.get_function(name))
