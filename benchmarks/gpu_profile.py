@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -64,13 +65,29 @@ def run_calls(numel: int, out: Path) -> None:
 def profiled(numel: int) -> tuple[dict[str, Any], str]:
     """Return what ``run_calls`` wrote, and ncu's table of the same run."""
     with tempfile.TemporaryDirectory() as folder:
-        facts, report = Path(folder, "facts.json"), Path(folder, "report.ncu-rep")
+        facts, report = Path(folder, "facts.json"), Path(folder, "report")
         ours = [sys.executable, __file__, "--numel", str(numel), "--facts", str(facts)]
         wanted = ["--metrics", ",".join((READ, WRITTEN, TAKEN))]
         subprocess.run(["ncu", *NCU, *wanted, "-f", "-o", report, *ours], check=True)
-        table = ["ncu", "--import", report, "--csv", "--page", "raw", "--print-units", "base"]
+        table = [
+            "ncu",
+            "--import",
+            f"{report}.ncu-rep",
+            "--csv",
+            "--page",
+            "raw",
+            "--print-units",
+            "base",
+        ]
         told = subprocess.run(table, check=True, capture_output=True, text=True).stdout
         return json.loads(facts.read_text(encoding="utf-8")), told
+
+
+def short_name(kernel: str) -> str:
+    """Return a kernel's name with its template arguments, without types and parameters."""
+    without = kernel.replace("(anonymous namespace)", "<unnamed>")
+    without = re.sub(r"\([\w ]+\)(?=-?\d|true|false)", "", without)  # (unsigned int)1
+    return without.partition("(")[0].removeprefix("void ")
 
 
 def launches_of(table: str) -> Iterator[dict[str, Any]]:
@@ -80,10 +97,9 @@ def launches_of(table: str) -> Iterator[dict[str, Any]]:
     for row in csv.DictReader(lines[first:]):
         if not row["ID"]:
             continue  # the units
-        name = row["Kernel Name"].partition("(")[0].removeprefix("void ")
         values = {key: float(row[key].replace(",", "")) for key in (READ, WRITTEN, TAKEN)}
         yield {
-            "kernel": name,
+            "kernel": short_name(row["Kernel Name"]),
             "read_nbytes": round(values[READ]),
             "written_nbytes": round(values[WRITTEN]),
             "seconds": values[TAKEN] / 1e9,
