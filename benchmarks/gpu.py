@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import sys
@@ -49,6 +50,7 @@ CODECS = {
 }
 THRESHOLD = {"threshold": 2.5}  # about 1 % of what is drawn here
 STEP_OPTIONS = {"hard_threshold": THRESHOLD, "strom": THRESHOLD}
+BUSY_CYCLES = 2_000_000  # about a millisecond
 WARM_UP = 3  # steps that are not counted: they compile, and begin residuals
 STEPS_NUMEL = 25_000_000  # of the one tensor whose steps are measured
 SIZES = (1_000_000, 5_000_000, 25_000_000, 100_000_000, 400_000_000)
@@ -88,12 +90,16 @@ class Row(NamedTuple):
 
 
 def seconds_of(run: Callable[[], object], repeat: int) -> float:
-    """Return the median time of ``run``, on the device's clock where there is one."""
+    """Return the median time of ``run``, on the device's clock where there is one.
+
+    The device is busy when ``run`` begins, as in a training, so that it does not wait for launches.
+    """
     run()
     found = []
     for _ in range(repeat):
         if torch.cuda.is_available():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(BUSY_CYCLES)
             begin.record()
             run()
             end.record()
@@ -227,13 +233,19 @@ class Answers:
         return round_.data.repeat(RANKS)
 
 
+def shape_of(numel: int) -> tuple[int, ...]:
+    """Return a shape of so many elements: a matrix, of which low ranks are taken, or a vector."""
+    rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
+    return (rows, numel // rows) if rows >= 16 else (numel,)
+
+
 def measure_step(
     device: Any, place: str, tensors: str, sizes: Sequence[int], recipe: str, repeat: int
 ) -> dict[str, Any]:
     """Measure all that one rank computes in a step of one bucket, by any recipe."""
     grads, answers = random_grads(sizes, place), Answers()
     policy = make_policy(recipe, **STEP_OPTIONS.get(recipe, {}))
-    bucket = Bucket(tuple(Tensor(str(i), (n,)) for i, n in enumerate(sizes)), policy)
+    bucket = Bucket(tuple(Tensor(str(i), shape_of(n)) for i, n in enumerate(sizes)), policy)
     engine = Engine([bucket], 0, RANKS, device)
 
     def step() -> None:

@@ -45,7 +45,6 @@ def run_calls(numel: int, out: Path) -> None:
     """Encode and decode by each codec where ncu looks; write what it cannot know to ``out``."""
     device = TorchDevice(torch.device("cuda", 0))
     grads = random_grads([numel], "cuda")
-    found: dict[str, Any] = described_machine() | {"copied": seconds_of_copy(grads, 21)}
     nbytes = {}
     for name in CODECS:
         encode, decode, nbytes[name] = calls_of(device, name, grads)
@@ -59,7 +58,8 @@ def run_calls(numel: int, out: Path) -> None:
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
         torch.cuda.empty_cache()
-    out.write_text(json.dumps(found | {"payload_nbytes": nbytes}), encoding="utf-8")
+    found = described_machine() | {"payload_nbytes": nbytes}
+    out.write_text(json.dumps(found), encoding="utf-8")
 
 
 def profiled(numel: int) -> tuple[dict[str, Any], str]:
@@ -68,7 +68,9 @@ def profiled(numel: int) -> tuple[dict[str, Any], str]:
         facts, report = Path(folder, "facts.json"), Path(folder, "report")
         ours = [sys.executable, __file__, "--numel", str(numel), "--facts", str(facts)]
         wanted = ["--metrics", ",".join((READ, WRITTEN, TAKEN))]
-        subprocess.run(["ncu", *NCU, *wanted, "-f", "-o", report, *ours], check=True)
+        subprocess.run(["ncu", *NCU, *wanted, "-f", "-o", report, *ours], check=False)
+        if not Path(f"{report}.ncu-rep").exists():
+            raise SystemExit("ncu made no report, see above; may this user read GPU counters?")
         table = [
             "ncu",
             "--import",
@@ -80,7 +82,9 @@ def profiled(numel: int) -> tuple[dict[str, Any], str]:
             "base",
         ]
         told = subprocess.run(table, check=True, capture_output=True, text=True).stdout
-        return json.loads(facts.read_text(encoding="utf-8")), told
+        # Not beside ncu, which makes launches slow.
+        copied = seconds_of_copy(random_grads([numel], "cuda"), 21)
+        return json.loads(facts.read_text(encoding="utf-8")) | {"copied": copied}, told
 
 
 def short_name(kernel: str) -> str:
@@ -97,7 +101,10 @@ def launches_of(table: str) -> Iterator[dict[str, Any]]:
     for row in csv.DictReader(lines[first:]):
         if not row["ID"]:
             continue  # the units
-        values = {key: float(row[key].replace(",", "")) for key in (READ, WRITTEN, TAKEN)}
+        try:
+            values = {key: float(row[key].replace(",", "")) for key in (READ, WRITTEN, TAKEN)}
+        except (KeyError, ValueError) as error:
+            raise SystemExit(f"ncu has no such counter on this GPU: {error}") from error
         yield {
             "kernel": short_name(row["Kernel Name"]),
             "read_nbytes": round(values[READ]),

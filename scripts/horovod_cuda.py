@@ -27,9 +27,12 @@ CUDA_ADJUSTMENTS = (
     (
         "cmake/Modules/FindNCCL.cmake",
         '(NCCL_LIBNAME "nccl")',
-        '(NCCL_LIBNAME "nccl" "libnccl.so.2")',
+        '(NCCL_LIBNAME "libnccl.so.2" "nccl")',
     ),
 )
+# What its build and ``import horovod.torch`` take, and the packages that have it.
+MODULES = {name: name for name in ("setuptools", "wheel", "packaging", "cffi", "cloudpickle")}
+MODULES |= {"psutil": "psutil", "yaml": "PyYAML"}
 PYTORCH = (
     "import torch; from torch.utils.cpp_extension import CUDA_HOME; "
     "print(torch.__version__, torch.version.cuda, CUDA_HOME)"
@@ -112,6 +115,10 @@ def build(args: argparse.Namespace, folder: Path) -> Path:
     for tool in ("cmake", "g++"):
         if not shutil.which(tool):
             raise SetupError(f"{tool} is missing: install it, then run again.")
+    needed = [name for name in MODULES if not importlib.util.find_spec(name)]
+    if needed:
+        named = " ".join(MODULES[name] for name in needed)
+        raise SetupError(f"packages are missing: {sys.executable} -m pip install {named}")
     plain = ("--no-deps", "--no-build-isolation")
     if not (sdist := args.sdist):
         run(*pip, "download", *plain, "--no-binary", ":all:", "-d", folder, HOROVOD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import horovod.torch as hvd
@@ -59,12 +60,13 @@ class PendingRound:
 def come_after_horovod(output: torch.Tensor) -> None:
     """Let PyTorch's current stream come after ``output``, whose operation is done for Horovod.
 
-    Horovod's threads know the default stream alone. There they allocate outputs, and wait for
-    operations if HOROVOD_ENABLE_ASYNC_COMPLETION is set.
+    Horovod's threads know the default stream alone. There they allocate outputs, and with
+    HOROVOD_ENABLE_ASYNC_COMPLETION wait for operations, which otherwise have ended by now.
     """
     current = torch.cuda.current_stream(output.device)
     default = torch.cuda.default_stream(output.device)
     if current != default:
-        current.wait_stream(default)
+        if os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") != "0":
+            current.wait_stream(default)
         if not output.is_sparse:  # the default stream gets its memory after this one is done
             output.record_stream(current)

@@ -266,8 +266,8 @@ class Steps:
 
     def _close(self) -> None:
         """Close the step that has been finished; what it changed is committed."""
-        # In the first hook of the next step another stream may be the current one. What lies in the
-        # memory of the sums' stream is read there, or it would be free before that is done.
+        # This may be the first hook of the next step, on another stream: settled there, memory of
+        # the sums' stream could be given away before kernels have read it.
         now, then = self._stream(), self._stream_of_sums
         with contextlib.nullcontext() if now == then else torch.cuda.stream(then):
             self._engine.settle()
