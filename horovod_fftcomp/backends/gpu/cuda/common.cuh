@@ -18,7 +18,9 @@ typedef unsigned long long u64;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr u32 TILE = 4096;     // floats of a tile: as many reals, or half as many complex bins
 constexpr u32 THREADS = 256;   // of a block that reads all of a tile
+constexpr u32 WARPS = THREADS / 32;
 constexpr u32 RESIDENT = 4;    // such blocks at least on a processor: 64 registers for a thread
+constexpr u32 BATCH = 8;       // loads of a thread that are under way before it stores
 constexpr u32 RADIX_BITS = 11, RADIX = 1u << RADIX_BITS;  // of the first digit of a key
 constexpr u32 LARGEST_FINITE_BITS = 0x7f7fffffu, INFINITY_BITS = 0x7f800000u;
 constexpr u32 MIN_NORMAL_BITS = 0x00800000u;
@@ -112,10 +114,12 @@ __device__ __forceinline__ float negated(float x) {
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & ABS; }
 __device__ __forceinline__ bool is_negative(float x) { return __float_as_uint(x) > SIGN; }
 
-// A coefficient plus what is carried on of the last step's.
+// A coefficient plus what is carried on of the last step's; nothing may be.
+__device__ __forceinline__ float plus_residual(const Tensor& tensor, float coeff, float residual) {
+    return tensor.residual ? add_rn(coeff, mul_rn(__uint_as_float(tensor.decay), residual)) : coeff;
+}
 __device__ __forceinline__ float with_residual(const Tensor& tensor, u64 place, float coeff) {
-    if (!tensor.residual) return coeff;
-    return add_rn(coeff, mul_rn(__uint_as_float(tensor.decay), tensor.residual[place]));
+    return plus_residual(tensor, coeff, tensor.residual ? tensor.residual[place] : 0.0f);
 }
 
 __device__ __forceinline__ u32 warp_inclusive_sum(u32 value) {
@@ -145,6 +149,24 @@ __device__ __forceinline__ u32 block_exclusive_sum(u32 value, u32* sums, u32& to
     __syncthreads();
     total = sums[32];
     return sums[warp] + inclusive - value;
+}
+
+// What each thread of a block has of `n` things, one after the other.
+struct Run {
+    u32 begin, end;
+};
+__device__ __forceinline__ Run run_of(u32 n) {
+    u32 each = (n + blockDim.x - 1) / blockDim.x, begin = min(each * threadIdx.x, n);
+    return {begin, min(begin + each, n)};
+}
+
+// What another block may be about to change; atomic where a race detector looks.
+__device__ __forceinline__ u32 latest(u32* word) {
+#ifdef __CUDACC__
+    return *static_cast<volatile u32*>(word);
+#else
+    return atomicOr(word, 0u);
+#endif
 }
 
 // Tells all threads of a block whether it is the last of `n` that take a ticket, which then begin

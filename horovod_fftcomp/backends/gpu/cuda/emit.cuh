@@ -56,6 +56,17 @@ __device__ __forceinline__ void put_bits(u32* stream, u64 at, u32 code, u32 bits
     if (shift + bits > 32) atomicOr(&stream[at / 32 + 1], code >> (32 - shift));
 }
 
+// Writes the codes of coefficient number `rank`; atomics cost more than shifts.
+template <u32 C>
+__device__ __forceinline__ void put_codes(u32* stream, u64 rank, const u32* codes, u32 bits) {
+    if (C == 2 && 2 * bits <= 32) {
+        put_bits(stream, 2 * rank * bits, codes[0] | codes[C - 1] << bits, 2 * bits);
+    } else {
+#pragma unroll
+        for (u32 c = 0; c < C; c++) put_bits(stream, (C * rank + c) * bits, codes[c], bits);
+    }
+}
+
 // The fifth launch: a thread for each word of the masks. `chosen` becomes the bitmap.
 template <u32 C>
 __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
@@ -100,18 +111,18 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
         }
         float* coeff = tensor.coeffs + C * place;
         if (C == 1 && tensor.moved && tensor.how & MASKING) tensor.moved[place] = 0.0f;
+        u32 codes[C];
 #pragma unroll
         for (u32 c = 0; c < C; c++) {
             u32 least = tensor.how & CHOSEN ? tensor.threshold : 0;  // draws send small ones as more
             u32 size = max(magnitude(coeff[c]), least);
-            u32 code = encode_value(coding, __uint_as_float(size | (__float_as_uint(coeff[c]) & SIGN)));
-            float sent = decode_value(coding, code);
-            if (stands_for)
-                values[place] = __float_as_uint(sent);
-            else
-                put_bits(values, (C * rank + c) * coding.bits, code, coding.bits);
+            codes[c] =
+                encode_value(coding, __uint_as_float(size | (__float_as_uint(coeff[c]) & SIGN)));
+            float sent = decode_value(coding, codes[c]);
+            if (stands_for) values[place] = __float_as_uint(sent);
             if (tensor.keep == UNSENT) coeff[c] = sub_rn(coeff[c], sent);
         }
+        if (!stands_for) put_codes<C>(values, rank, codes, coding.bits);
     }
 }
 

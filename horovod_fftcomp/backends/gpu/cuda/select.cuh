@@ -17,7 +17,7 @@ __device__ __forceinline__ u32 key_of(const float* coeff, u64 place, u32 bins_pe
         im = mul_rn(im, __uint_as_float(scaling));
     }
     float energy = add_rn(mul_rn(re, re), mul_rn(im, im));
-    if (place % bins_per_block == 0) energy = mul_rn(energy, 0.5f);
+    if ((place & (bins_per_block - 1)) == 0) energy = mul_rn(energy, 0.5f);
     return magnitude(energy);  // a NaN may have a sign
 }
 
@@ -97,11 +97,11 @@ __device__ __forceinline__ Tally begin_tally(unsigned char* memory) {
 // Adds the residual to a coefficient, C floats, and stores and counts it.
 template <u32 C>
 __device__ __forceinline__ void tally_coeff(const Tensor& tensor, u64 place, const float* coeff,
-                                            Tally& tally) {
+                                            const float* residual, Tally& tally) {
     float sum[C];
 #pragma unroll
     for (u32 c = 0; c < C; c++) {
-        sum[c] = with_residual(tensor, C * place + c, coeff[c]);
+        sum[c] = plus_residual(tensor, coeff[c], residual[c]);
         tensor.coeffs[C * place + c] = sum[c];
         tally.peak = max(tally.peak, magnitude(sum[c]));
     }
@@ -142,11 +142,21 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     __syncthreads();
     u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
     u32 n = u32(min(u64(TILE), tensor.n - begin));
-#pragma unroll 4
-    for (u32 i = threadIdx.x; i < n; i += THREADS) {
-        float value = tensor.grad[begin + i];
-        if (tensor.moved) value = accelerate(tensor, begin + i, value);
-        tally_coeff<1>(tensor, begin + i, &value, tally);
+    for (u32 first = threadIdx.x; first < n; first += BATCH * THREADS) {
+        float values[BATCH], residuals[BATCH];
+#pragma unroll
+        for (u32 own = 0; own < BATCH; own++) {
+            u64 i = begin + first + own * THREADS;
+            bool inside = first + own * THREADS < n;
+            values[own] = inside ? tensor.grad[i] : 0.0f;
+            residuals[own] = inside && tensor.residual ? tensor.residual[i] : 0.0f;
+        }
+#pragma unroll
+        for (u32 own = 0; own < BATCH && first + own * THREADS < n; own++) {
+            u64 i = begin + first + own * THREADS;
+            if (tensor.moved) values[own] = accelerate(tensor, i, values[own]);
+            tally_coeff<1>(tensor, i, &values[own], &residuals[own], tally);
+        }
     }
     end_tally<1>(tensor, all_found + tile_tensor[blockIdx.x], tally);
 }
@@ -167,19 +177,30 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     __syncthreads();
     u32 prefix = found->prefix, scaling = found->exponent;
     u64 begin = u64(blockIdx.x - tensor.first_tile) * (TILE / C);
-    for (u32 i = threadIdx.x; i < TILE / C; i += THREADS) {
-        u64 place = begin + i;
-        u32 key = 0;
-        bool inside = place < tensor.n;
-        if (inside) key = key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
-        u32 first = key >> (31 - RADIX_BITS);
-        u32 above_word = __ballot_sync(ALL_LANES, inside && first > prefix);
-        u32 shared_word = __ballot_sync(ALL_LANES, inside && first == prefix);
-        if (inside && first == prefix) atomicAdd(&digits[key >> SECOND_BITS & (SECOND - 1)], 1u);
-        if (threadIdx.x % 32 == 0) {
-            u64 word = u64(blockIdx.x) * (WORDS_OF_REALS / C) + i / 32;
-            above[word] = above_word;
-            shared[word] = shared_word;
+    for (u32 begin_of_batch = 0; begin_of_batch < TILE / C; begin_of_batch += BATCH * THREADS) {
+        u32 keys[BATCH];
+#pragma unroll
+        for (u32 own = 0; own < BATCH; own++) {
+            u64 place = begin + begin_of_batch + own * THREADS + threadIdx.x;
+            keys[own] = 0;
+            if (place < tensor.n)
+                keys[own] =
+                    key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
+        }
+#pragma unroll
+        for (u32 own = 0; own < BATCH; own++) {
+            u32 i = begin_of_batch + own * THREADS + threadIdx.x, key = keys[own];
+            bool inside = begin + i < tensor.n;
+            u32 first = key >> (31 - RADIX_BITS);
+            u32 above_word = __ballot_sync(ALL_LANES, inside && first > prefix);
+            u32 shared_word = __ballot_sync(ALL_LANES, inside && first == prefix);
+            if (inside && first == prefix)
+                atomicAdd(&digits[key >> SECOND_BITS & (SECOND - 1)], 1u);
+            if (threadIdx.x % 32 == 0) {
+                u64 word = u64(blockIdx.x) * (WORDS_OF_REALS / C) + i / 32;
+                above[word] = above_word;
+                shared[word] = shared_word;
+            }
         }
     }
     __syncthreads();
@@ -225,29 +246,33 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
 // From each tile's counts to where its chosen coefficients stand among all of the tensor's. Returns
 // how many they are.
 __device__ u32 rank_tiles(const Tensor& tensor, const Found* found, TileCounts* tiles, u32* sums) {
-    u32 equal_before = 0, chosen_before = 0;
-    for (u32 begin = 0; begin < tensor.n_tiles; begin += blockDim.x) {
-        u32 tile = begin + threadIdx.x;
-        volatile TileCounts* own = tiles + tensor.first_tile + tile;
-        u32 above = 0, equal = 0, total;
-        if (tile < tensor.n_tiles) {
-            above = own->above;
-            equal = own->equal;
+    volatile TileCounts* all = tiles + tensor.first_tile;
+    Run run = run_of(tensor.n_tiles);
+    u32 above = 0, equal = 0, n_above, n_equal, need = found->need;
+#pragma unroll 8
+    for (u32 i = run.begin; i < run.end; i++) {
+        above += all[i].above;
+        equal += all[i].equal;
+    }
+    above = block_exclusive_sum(above, sums, n_above);
+    __syncthreads();
+    equal = block_exclusive_sum(equal, sums, n_equal);
+    for (u32 begin = run.begin; begin < run.end; begin += BATCH) {
+        u32 own_above[BATCH], own_equal[BATCH];
+#pragma unroll
+        for (u32 i = 0; i < BATCH; i++) {
+            own_above[i] = begin + i < run.end ? all[begin + i].above : 0;
+            own_equal[i] = begin + i < run.end ? all[begin + i].equal : 0;
         }
-        u32 before = equal_before + block_exclusive_sum(equal, sums, total);
-        equal_before += total;
-        __syncthreads();
-        u32 ties = found->need > before ? found->need - before : 0;
-        u32 chosen = above + min(ties, equal);
-        u32 rank = chosen_before + block_exclusive_sum(chosen, sums, total);
-        chosen_before += total;
-        __syncthreads();
-        if (tile < tensor.n_tiles) {
-            own->ties = ties;
-            own->first_rank = rank;
+#pragma unroll
+        for (u32 i = 0; i < BATCH && begin + i < run.end; i++) {
+            all[begin + i].ties = need - min(need, equal);
+            all[begin + i].first_rank = above + min(need, equal);
+            above += own_above[i];
+            equal += own_equal[i];
         }
     }
-    return chosen_before;
+    return n_above + min(need, n_equal);
 }
 
 // The fourth launch: the last digit decides. `shared` becomes those equal to the k-th largest key.

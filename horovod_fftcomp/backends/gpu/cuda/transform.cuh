@@ -142,30 +142,52 @@ __global__ void __launch_bounds__(THREADS, COSINE ? 3 : RESIDENT)
     Tally tally = begin_tally(memory + POINTS_NBYTES);
     u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
     // Scaled before the transform, every coefficient stays below the largest element.
-    for (u32 i = threadIdx.x; i < TILE; i += THREADS) {
-        float element = begin + i < tensor.numel ? tensor.grad[begin + i] : 0.0f;
-        u32 place = COSINE ? i / L * L + dct_place<L>(i % L) : i;
-        reinterpret_cast<float*>(points + slot(place / 2))[place % 2] =
-            mul_rn(element, 1.0f / L);
+#pragma unroll 1
+    for (u32 first = threadIdx.x; first < TILE; first += BATCH * THREADS) {
+        float elements[BATCH];
+#pragma unroll
+        for (u32 own = 0; own < BATCH; own++) {
+            u64 i = begin + first + own * THREADS;
+            elements[own] = i < tensor.numel ? tensor.grad[i] : 0.0f;
+        }
+#pragma unroll
+        for (u32 own = 0; own < BATCH; own++) {
+            u32 i = first + own * THREADS, place = COSINE ? i / L * L + dct_place<L>(i % L) : i;
+            reinterpret_cast<float*>(points + slot(place / 2))[place % 2] =
+                mul_rn(elements[own], 1.0f / L);
+        }
     }
     __syncthreads();
     all_passes<M, 1, false>(points, roots);
     constexpr u32 OWN = POINTS / THREADS;
-    float2 bins[OWN];
-#pragma unroll
-    for (u32 own = 0; own < OWN; own++)
-        bins[own] = real_bin<M>(points, threadIdx.x + own * THREADS, roots);
     if constexpr (!COSINE) {
-        u64 n = tensor.n - begin / 2;
+        u32 n = u32(min(u64(POINTS), tensor.n - begin / 2));
+#pragma unroll 1
+        for (u32 first = threadIdx.x; first < n; first += BATCH * THREADS) {
+            float residuals[BATCH][2];
 #pragma unroll
-        for (u32 own = 0; own < OWN; own++) {
-            u32 i = threadIdx.x + own * THREADS;
-            float coeff[2] = {bins[own].x, bins[own].y};
-            if (i < n) tally_coeff<2>(tensor, begin / 2 + i, coeff, tally);
+            for (u32 own = 0; own < BATCH; own++) {
+                u32 i = first + own * THREADS;
+                bool carried = i < n && tensor.residual;
+                residuals[own][0] = carried ? tensor.residual[begin + 2 * i] : 0.0f;
+                residuals[own][1] = carried ? tensor.residual[begin + 2 * i + 1] : 0.0f;
+            }
+#pragma unroll
+            for (u32 own = 0; own < BATCH; own++) {
+                u32 i = first + own * THREADS;
+                if (i >= n) break;
+                float2 bin = real_bin<M>(points, i, roots);
+                float coeff[2] = {bin.x, bin.y};
+                tally_coeff<2>(tensor, begin / 2 + i, coeff, residuals[own], tally);
+            }
         }
         end_tally<2>(tensor, all_found + tile_tensor[blockIdx.x], tally);
     } else {
         float* coeffs = reinterpret_cast<float*>(memory);
+        float2 bins[OWN];
+#pragma unroll
+        for (u32 own = 0; own < OWN; own++)
+            bins[own] = real_bin<M>(points, threadIdx.x + own * THREADS, roots);
         __syncthreads();
 #pragma unroll
         for (u32 own = 0; own < OWN; own++) {
@@ -180,9 +202,21 @@ __global__ void __launch_bounds__(THREADS, COSINE ? 3 : RESIDENT)
             }
         }
         __syncthreads();
-        u64 n = tensor.n - begin;
-        for (u32 i = threadIdx.x; i < TILE; i += THREADS)
-            if (i < n) tally_coeff<1>(tensor, begin + i, coeffs + i, tally);
+        u32 n = u32(min(u64(TILE), tensor.n - begin));
+#pragma unroll
+        for (u32 first = threadIdx.x; first < TILE; first += BATCH * THREADS) {
+            float residuals[BATCH];
+#pragma unroll
+            for (u32 own = 0; own < BATCH; own++) {
+                u32 i = first + own * THREADS;
+                residuals[own] = i < n && tensor.residual ? tensor.residual[begin + i] : 0.0f;
+            }
+#pragma unroll
+            for (u32 own = 0; own < BATCH; own++) {
+                u32 i = first + own * THREADS;
+                if (i < n) tally_coeff<1>(tensor, begin + i, coeffs + i, &residuals[own], tally);
+            }
+        }
         end_tally<1>(tensor, all_found + tile_tensor[blockIdx.x], tally);
     }
 }
