@@ -220,7 +220,7 @@ class _GroupOnDevice:
             return
         reals = group.transform.reals_per_bin
         block, domain = tables.block_and_domain(group.transform)
-        self._n_words = WORDS // reals
+        self._n_words, self._reals = WORDS // reals, reals
         self._tables = [device.upload(t) for t in (tables.roots(block), tables.cosines(block))]
         self._sum, self._count = f"sum_payloads<{block}, {domain}>", f"count_values<{reals}>"
         self._place, self._decode = f"place_offsets<{reals}>", f"decode_chunks<{reals}>"
@@ -231,6 +231,10 @@ class _GroupOnDevice:
         self._n_unary, self._n_warps, self._n_tensors = len(unary), len(warps), len(rows)
         self._unary = device.upload(np.array(unary or [0], np.uint32))
         self._warps = device.upload(np.array(warps or [0], np.uint32))
+        n_groups = (rows["n_tiles"][group.members] + np.uint32(tables.WARPS - 1)) // tables.WARPS
+        rows["first_group"][group.members] = np.cumsum(n_groups) - n_groups
+        self._tile_groups = device.upload(np.repeat(np.array(group.members, np.uint32), n_groups))
+        self._n_groups = int(n_groups.sum())
         self._make_scratch(group, rows)
 
     def _enter_positions(
@@ -290,9 +294,10 @@ class _GroupOnDevice:
         if self._n_warps:
             kernels["find_chunks"](per_rank * self._n_tensors, 32, common, shared)
             arguments = [*common, self._warps, np.uint32(self._n_warps)]
-            kernels[self._decode](per_rank * self._n_warps, 32, arguments, shared)
-        arguments = [*common, self.owners, np.uint32(self.n_tiles)]
-        kernels[self._count](per_rank * self.n_tiles, self._n_words, arguments, shared)
+            nbytes = tables.BESIDE_NBYTES
+            kernels[self._decode](per_rank * self._n_warps, 32, arguments, nbytes)
+        arguments = [*common, self._tile_groups, np.uint32(self._n_groups)]
+        kernels[self._count](per_rank * self._n_groups, THREADS, arguments, shared)
         arguments = [*common, self.owners, not_finite, *self._tables]
-        shared += tables.POINTS_NBYTES
+        shared = tables.POINTS_NBYTES + tables.RANK_TILES_NBYTES[self._reals]
         kernels[self._sum](self.n_tiles // self._apart, THREADS, arguments, shared)

@@ -332,7 +332,7 @@ class _Codes:
         self._rows["coded"] = tensors["payload"] + tensors["positions_offset"]
         codes = self._uploads.of("codes", self._rows)
         arguments = [codes, self._warps, found]
-        kernels["encode_chunks"](self._n_warps, 32, arguments, tables.SUMS_NBYTES)
+        kernels["encode_chunks"](self._n_warps, 32, arguments, tables.PUSHES_NBYTES)
         kernels["copy_chunks"](self._n_chunks, 128, [codes, *self._chunks, found], 0)
 
 

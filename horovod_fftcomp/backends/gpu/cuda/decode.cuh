@@ -25,7 +25,7 @@ struct Arriving {
     u32 layout, low_bits;
     u32 kind, bits, shift;
     u32 step, largest;  // of STEPS: bits of the unit, and no code is larger
-    u32 unused;
+    u32 first_group;    // blocks of as many tiles as warps
 };
 static_assert(sizeof(Arriving) == 184, "tables.py describes arriving tensors with the same layout");
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ u32 get_bits(const u32* stream, u64 at, u32 bits) {
 // Tells all threads of a block alike whether a payload is sound so far: another block may be about
 // to note that it is not. `flag`: a word of shared memory.
 __device__ __forceinline__ bool is_sound(Payload* payload, u32* flag) {
-    if (threadIdx.x == 0) *flag = atomicOr(&payload->status, 0u);
+    if (threadIdx.x == 0) *flag = latest(&payload->status);
     __syncthreads();
     bool sound = *flag == SOUND;
     __syncthreads();
@@ -111,15 +111,22 @@ __global__ void __launch_bounds__(32)
 // Turns counts into the sums of those before; notes a payload with another sum than k. All threads.
 __device__ __forceinline__ void sum_counts(u32* counts, u32 n, u64 k, Payload* payload, u32* sums) {
     volatile u32* all = counts;
-    u32 before = 0, total;
-    for (u32 begin = 0; begin < n; begin += blockDim.x) {
-        u32 i = begin + threadIdx.x, count = i < n ? all[i] : 0;
-        u32 exclusive = before + block_exclusive_sum(count, sums, total);
-        before += total;
-        __syncthreads();
-        if (i < n) all[i] = exclusive;
+    Run run = run_of(n);
+    u32 own = 0, total;
+#pragma unroll 8
+    for (u32 i = run.begin; i < run.end; i++) own += all[i];
+    u32 before = block_exclusive_sum(own, sums, total);
+    for (u32 begin = run.begin; begin < run.end; begin += BATCH) {
+        u32 counted[BATCH];
+#pragma unroll
+        for (u32 i = 0; i < BATCH; i++) counted[i] = begin + i < run.end ? all[begin + i] : 0;
+#pragma unroll
+        for (u32 i = 0; i < BATCH && begin + i < run.end; i++) {
+            all[begin + i] = before;
+            before += counted[i];
+        }
     }
-    if (threadIdx.x == 0 && before != k) note_corrupt(payload);
+    if (threadIdx.x == 0 && total != k) note_corrupt(payload);
 }
 
 // How many ones there are in each 128 words of the unary counts, then how many before them.
@@ -219,11 +226,11 @@ __global__ void __launch_bounds__(32)
                   u32 n_warps) {
     const Messages messages = *messages_at;
     SHARED_MEMORY(memory);
-    u32* flag = reinterpret_cast<u32*>(memory);
+    DecodedBeside& beside = *reinterpret_cast<DecodedBeside*>(memory);
     u32 rank = blockIdx.x / n_warps, warp = blockIdx.x % n_warps, number = warp_tensor[warp];
     const Arriving tensor = tensors[number];
     Payload* payload = payloads + rank * messages.n_tensors + number;
-    if (!is_sound(payload, flag)) return;
+    if (!is_sound(payload, &beside.flag)) return;
     u64 first_word = u64(rank) * tensor.n_tiles * (WORDS_OF_REALS / C);
     u8* coded = const_cast<u8*>(payload_of(messages, tensor, rank)) + tensor.positions_offset;
     Coded code = {reinterpret_cast<u8*>(tensor.bitmaps + first_word), coded, tensor.slots};
@@ -232,106 +239,187 @@ __global__ void __launch_bounds__(32)
     code.n_chunks = tensor.n_chunks;
     u32 group = threadIdx.x / LANES;
     u32 chunk = (warp - tensor.first_warp) * CHUNKS_OF_WARP + group;
-    if (!decode_group(code, chunk, group, threadIdx.x % LANES)) note_corrupt(payload);
+    if (!decode_group(code, chunk, group, threadIdx.x % LANES, beside)) note_corrupt(payload);
 }
 
-// Counts the values of each tile, then those before it; bitmaps that travel as such are copied.
+// Returns the bits of one word of a bitmap, of which `inside` are of the tensor, and where it came
+// from those beyond.
+__device__ __forceinline__ u32 arrived_bits(const Messages& messages, const Arriving& tensor,
+                                            u32 rank, u64 begin, u32 inside, u32 placed) {
+    if (tensor.layout == ALL) return tensor.k && inside ? ALL_LANES >> (32 - inside) : 0;
+    if (tensor.layout != BITMAP) return placed;
+    const u8* packed = payload_of(messages, tensor, rank) + tensor.positions_offset;
+    // Whole bytes travel; what pads them to words is nobody's.
+    u32 held = inside == 0 ? 0 : u32(min(u64(32), (tensor.n + 7) / 8 * 8 - begin));
+    return held ? get_bits(reinterpret_cast<const u32*>(packed), begin, held) : 0;
+}
+
+// Counts the values of each tile, then those before it; bitmaps that travel as such are copied. A
+// warp for each tile; `group_tensor`: whose the blocks are, `n_groups` for each rank.
 template <u32 C>
-__global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
+__global__ void __launch_bounds__(THREADS, RESIDENT)
     count_values(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-                 Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
-                 u32 n_tiles) {
+                 Payload* __restrict__ payloads, const u32* __restrict__ group_tensor,
+                 u32 n_groups) {
+    constexpr u32 WORDS = WORDS_OF_REALS / C, OWN = WORDS / 32;
     const Messages messages = *messages_at;
     SHARED_MEMORY(memory);
     u32* sums = reinterpret_cast<u32*>(memory);
-    u32 rank = blockIdx.x / n_tiles, tile = blockIdx.x % n_tiles, number = tile_tensor[tile];
+    u32 rank = blockIdx.x / n_groups, group = blockIdx.x % n_groups, number = group_tensor[group];
     const Arriving tensor = tensors[number];
     Payload* payload = payloads + rank * messages.n_tensors + number;
     if (!is_sound(payload, &sums[33])) return;
-    u32 own = tile - tensor.first_tile;
-    u64 word = u64(own) * blockDim.x + threadIdx.x, begin = 32 * word;
-    u32* bitmap = tensor.bitmaps + u64(rank) * tensor.n_tiles * blockDim.x;
-    u32 inside = begin >= tensor.n ? 0 : u32(min(u64(32), tensor.n - begin)), ones = 0;
-    u32 most = inside == 32 ? ALL_LANES : (1u << inside) - 1;
-    if (tensor.layout == ALL) {
-        ones = tensor.k ? most : 0;
-    } else if (tensor.layout == BITMAP) {
-        const u8* packed = payload_of(messages, tensor, rank) + tensor.positions_offset;
-        // Whole bytes travel; what pads them to words is nobody's.
-        u32 held = inside == 0 ? 0 : u32(min(u64(32), (tensor.n + 7) / 8 * 8 - begin));
-        if (held) ones = get_bits(reinterpret_cast<const u32*>(packed), begin, held);
-    } else {
-        ones = bitmap[word];
+    u32 tile = (group - tensor.first_group) * WARPS + threadIdx.x / 32, count = 0;
+    u32* bitmap = tensor.bitmaps + u64(rank) * tensor.n_tiles * WORDS;
+#pragma unroll
+    for (u32 own = 0; own < OWN && tile < tensor.n_tiles; own++) {
+        u64 word = u64(tile) * WORDS + own * 32 + threadIdx.x % 32, begin = 32 * word;
+        u32 inside = begin >= tensor.n ? 0 : u32(min(u64(32), tensor.n - begin));
+        u32 placed = tensor.layout == OFFSETS || tensor.layout == ENTROPY ? bitmap[word] : 0;
+        u32 ones = arrived_bits(messages, tensor, rank, begin, inside, placed);
+        u32 beyond = inside == 32 ? 0 : ones >> inside << inside;
+        if (beyond) note_corrupt(payload);
+        ones ^= beyond;
+        if (ones != placed || !(tensor.layout == OFFSETS || tensor.layout == ENTROPY))
+            bitmap[word] = ones;
+        count += __popc(ones);
     }
-    if (ones & ~most) note_corrupt(payload);
-    ones &= most;
-    bitmap[word] = ones;
-    u32 total;
-    block_exclusive_sum(__popc(ones), sums, total);
+    count = warp_inclusive_sum(count);
     u32* ranks = tensor.ranks + u64(rank) * tensor.n_tiles;
-    if (threadIdx.x == 0) ranks[own] = total;
-    if (is_last(&payload->ticket, tensor.n_tiles, &sums[33]))
+    if (threadIdx.x % 32 == 31 && tile < tensor.n_tiles) ranks[tile] = count;
+    if (is_last(&payload->ticket, (tensor.n_tiles + WARPS - 1) / WARPS, &sums[33]))
         sum_counts(ranks, tensor.n_tiles, tensor.k, payload, sums);
 }
 
 // Where float i of a tile lies in shared memory.
 __device__ __forceinline__ u32 float_slot(u32 i) { return 2 * slot(i / 2) + i % 2; }
 
+// What a tile has of one rank: how its values are written, and where. In shared memory.
+struct RankTile {
+    const u32* values;
+    u64 first_bit;  // of `values`, in what the rank sends
+    Payload* payload;
+    Coding coding;
+    u32 first;    // values in the tiles before
+    u32 largest;  // no code is larger, or no magnitude
+    u32 unused;
+};
+constexpr u32 HELD = 160;  // words of values that are copied there, if they are no more
+
+// Of as many ranks as there are warps. `before`: how many of a tile's values stand before a word.
+template <u32 C>
+struct RankTiles {
+    RankTile of[WARPS];
+    u32 words[WARPS][WORDS_OF_REALS / C];
+    u32 held[WARPS][HELD];
+    u16 before[WARPS][WORDS_OF_REALS / C];
+};
+static_assert(sizeof(RankTiles<1>) == 11712 && sizeof(RankTiles<2>) == 8640,
+              "tables.py has their sizes");
+
+__device__ __forceinline__ u32 largest_code(const Arriving& tensor, const Coding& coding,
+                                            u32 scale) {
+    if (coding.kind == RANGE) return 2 * coding.levels;
+    if (coding.kind == STEPS) return tensor.largest;
+    if (coding.kind == FLOAT32) return scale;
+    return min((scale + 0x8000u) & 0x7fff0000u, 0x7f7f0000u);
+}
+
+// Reads what a tile has of a rank, by one warp; nothing of a payload that is not sound: false.
+template <u32 C>
+__device__ __forceinline__ bool read_part(const Messages& messages, const Arriving& tensor,
+                                          Payload* payload, u32 rank, u32 tile,
+                                          RankTiles<C>& parts) {
+    constexpr u32 WORDS = WORDS_OF_REALS / C, OWN = WORDS / 32;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, words[OWN], before = 0;
+    bool sound = __shfl_sync(ALL_LANES, lane ? 0 : latest(&payload->status), 0) == SOUND;
+    u64 there = u64(part_of(messages, rank)) * tensor.n_tiles + tile;
+#pragma unroll
+    for (u32 own = 0; own < OWN; own++) {
+        words[own] = sound ? tensor.bitmaps[there * WORDS + OWN * lane + own] : 0;
+        before += __popc(words[own]);
+    }
+    u32 up_to = warp_inclusive_sum(before), count = __shfl_sync(ALL_LANES, up_to, 31);
+    before = up_to - before;
+#pragma unroll
+    for (u32 own = 0; own < OWN; own++) {
+        parts.words[warp][OWN * lane + own] = words[own];
+        parts.before[warp][OWN * lane + own] = u16(before);
+        before += __popc(words[own]);
+    }
+    if (!count) return sound;
+    Tensor fields = {};
+    fields.kind = tensor.kind;
+    fields.bits = tensor.bits;
+    fields.shift = tensor.shift;
+    fields.step = tensor.step;
+    RankTile part = {};
+    part.payload = payload;
+    part.coding = coding_of(fields, payload->scale);
+    part.first = tensor.ranks[there];
+    part.largest = largest_code(tensor, part.coding, payload->scale);
+    part.values = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
+                                               tensor.values_offset);
+    u64 first_word = u64(C) * part.first * part.coding.bits / 32;
+    u64 end = (u64(C) * (part.first + u64(count)) * part.coding.bits + 31) / 32;
+    if (end - first_word <= HELD) {
+        for (u32 i = lane; i < end - first_word; i += 32)
+            parts.held[warp][i] = part.values[first_word + i];
+        part.values = parts.held[warp];
+        part.first_bit = 32 * first_word;
+    }
+    if (lane == 0) parts.of[warp] = part;
+    return sound;
+}
+
 // Adds a tile's values of all ranks, in their order, to zeros in shared memory; false where one
-// of the payloads is not sound. Threads up to WORDS_OF_REALS / C have a word each. `rows`: the
-// tensor's first.
+// of the payloads is not sound. A thread has the same places of all ranks. `rows`: the tensor's
+// first.
 template <u32 C>
 __device__ __forceinline__ bool add_values(const Messages& messages, const Arriving* rows,
-                                           Payload* payloads, u32 number, u32 own, float* sum,
-                                           u32* sums) {
-    constexpr u32 WORDS = WORDS_OF_REALS / C;
-    bool sound = true;
+                                           Payload* payloads, u32 number, u32 tile, float* sum,
+                                           u32* flag, RankTiles<C>& parts) {
+    constexpr u32 OWN = TILE / C / THREADS;  // bits of a thread
+    u32 word = threadIdx.x * OWN / 32, shift = threadIdx.x * OWN % 32;
     for (u32 i = threadIdx.x; i < TILE; i += THREADS) sum[float_slot(i)] = 0.0f;
-    if (threadIdx.x == 0) sums[34] = 0;
-    __syncthreads();
-    for (u32 rank = 0; rank < messages.n_ranks; rank++) {
-        Payload* payload = payloads + rank * messages.n_tensors + number;
-        if (!is_sound(payload, &sums[33])) {
-            sound = false;
-            continue;
-        }
-        const Arriving& tensor = rows[rank * messages.rows_apart];
-        u32 ones = 0, total;
-        u64 tile = u64(part_of(messages, rank)) * tensor.n_tiles + own;
-        if (threadIdx.x < WORDS) ones = tensor.bitmaps[tile * WORDS + threadIdx.x];
-        u64 place = tensor.ranks[tile] + block_exclusive_sum(__popc(ones), sums, total);
+    if (threadIdx.x == 0) *flag = 0;
+    for (u32 begin = 0; begin < messages.n_ranks; begin += WARPS) {
         __syncthreads();
-        Tensor fields = {};
-        fields.kind = tensor.kind;
-        fields.bits = tensor.bits;
-        fields.shift = tensor.shift;
-        fields.step = tensor.step;
-        Coding coding = coding_of(fields, payload->scale);
-        bool of_codes = coding.kind == RANGE || coding.kind == STEPS;
-        u32 largest = coding.kind == RANGE     ? 2 * coding.levels
-                      : coding.kind == STEPS   ? tensor.largest
-                      : coding.kind == FLOAT32 ? payload->scale
-                                               : min((payload->scale + 0x8000u) & 0x7fff0000u,
-                                                     0x7f7f0000u);
-        const u32* values = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
-                                                         tensor.values_offset);
-        for (; ones; ones &= ones - 1, place++) {
-            u32 bit = __popc((ones & (0u - ones)) - 1);
+        u32 n = min(WARPS, messages.n_ranks - begin), rank = begin + threadIdx.x / 32;
+        if (rank < messages.n_ranks) {
+            Payload* payload = payloads + rank * messages.n_tensors + number;
+            const Arriving& tensor = rows[rank * messages.rows_apart];
+            if (!read_part<C>(messages, tensor, payload, rank, tile, parts)) atomicOr(flag, 1u);
+        }
+        __syncthreads();
+        for (u32 i = 0; i < n; i++) {
+            u32 of_word = parts.words[i][word];
+            u32 ones = of_word >> shift & ((1u << OWN) - 1);
+            if (!ones) continue;
+            const RankTile& part = parts.of[i];
+            const Coding coding = part.coding;
+            bool of_codes = coding.kind == RANGE || coding.kind == STEPS;
+            u64 place = part.first + u64(parts.before[i][word]) +
+                        __popc(of_word & ((1u << shift) - 1));
+            u64 at = C * place * coding.bits - part.first_bit;
+            for (; ones; ones &= ones - 1) {
+                u32 bit = __popc((ones & (0u - ones)) - 1);
 #pragma unroll
-            for (u32 c = 0; c < C; c++) {
-                u32 code = get_bits(values, (C * place + c) * coding.bits, coding.bits);
-                float value = decode_value(coding, code);
-                if ((of_codes ? code : magnitude(value)) > largest) {
-                    note_corrupt(payload);
-                    atomicOr(&sums[34], 1u);
+                for (u32 c = 0; c < C; c++, at += coding.bits) {
+                    u32 code = get_bits(part.values, at, coding.bits);
+                    float value = decode_value(coding, code);
+                    if ((of_codes ? code : magnitude(value)) > part.largest) {
+                        note_corrupt(part.payload);
+                        atomicOr(flag, 1u);
+                    }
+                    float* total = &sum[float_slot(C * (threadIdx.x * OWN + bit) + c)];
+                    *total = add_rn(*total, value);
                 }
-                float* at = &sum[float_slot(C * (32 * threadIdx.x + bit) + c)];
-                *at = add_rn(*at, value);
             }
         }
     }
     __syncthreads();
-    return sound && sums[34] == 0;
+    return *flag == 0;
 }
 
 enum Domain : u32 { ELEMENTS, SPECTRA, COSINES };
@@ -350,12 +438,13 @@ __global__ void __launch_bounds__(THREADS, DOMAIN == COSINES ? 3 : RESIDENT)
     SHARED_MEMORY(memory);
     float2* points = reinterpret_cast<float2*>(memory);
     float* floats = reinterpret_cast<float*>(memory);
-    u32* sums = reinterpret_cast<u32*>(memory + POINTS_NBYTES);
+    u32* flag = reinterpret_cast<u32*>(memory + POINTS_NBYTES);
+    RankTiles<C>& parts = *reinterpret_cast<RankTiles<C>*>(memory + POINTS_NBYTES + 16);
     u32 number = tile_tensor[blockIdx.x];
     const Arriving tensor = tensors[number];
     u32 own_tile = blockIdx.x - tensor.first_tile;
     const Arriving* rows = DOMAIN == ELEMENTS ? tensors + number : &tensor;
-    bool sound = add_values<C>(messages, rows, payloads, number, own_tile, floats, sums);
+    bool sound = add_values<C>(messages, rows, payloads, number, own_tile, floats, flag, parts);
     if constexpr (DOMAIN != ELEMENTS) {
         float2 z[OWN];
 #pragma unroll
@@ -417,7 +506,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
             Payload* payload = payloads + rank * messages.n_tensors + number;
             const float* values = reinterpret_cast<const float*>(
                 payload_of(messages, tensor, rank) + tensor.values_offset);
-            bool sound = atomicOr(&payload->status, 0u) == SOUND;
+            bool sound = latest(&payload->status) == SOUND;
             if (sound && magnitude(values[begin + i]) > payload->scale) {
                 note_corrupt(payload);
                 sound = false;

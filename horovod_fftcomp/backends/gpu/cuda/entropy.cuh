@@ -5,6 +5,8 @@ constexpr u32 CHUNK = 4096, LANES = 4, CHUNKS_OF_WARP = 32 / LANES;
 constexpr u32 PRECISION = 12, SLOTS = 1u << PRECISION;
 constexpr u64 LOWEST_STATE = 1ull << 31;
 constexpr u32 MOST_WORDS = CHUNK * PRECISION / 32 + LANES;  // of a chunk
+constexpr u32 TURN = 8;  // steps in a row; what comes after them is loaded beside them
+constexpr u32 AHEAD = TURN * LANES;  // words that they take at most
 
 // The positions of one tensor, in the code and as a bitmap.
 struct Coded {
@@ -45,38 +47,64 @@ __device__ __forceinline__ void place_chunks(const Coded& code) {
     }
 }
 
+// Returns how many turns the longest of a warp's chunks takes, of `length` bytes each.
+__device__ __forceinline__ u32 turns_of(u32 length) {
+#pragma unroll
+    for (u32 by = 16; by; by /= 2) length = max(length, __shfl_xor_sync(ALL_LANES, length, by));
+    return (length + TURN * LANES - 1) / (TURN * LANES);
+}
+
 // Encodes eight chunks by each warp, from the last byte to the first, into scratch.
 __global__ void __launch_bounds__(32)
     encode_chunks(const Coded* __restrict__ codes, const u32* __restrict__ warp_code,
                   Found* __restrict__ all_found) {
     SHARED_MEMORY(memory);
-    u32* flag = reinterpret_cast<u32*>(memory);
+    u64* pushes = reinterpret_cast<u64*>(memory);  // two for each byte
+    u32* flag = reinterpret_cast<u32*>(pushes + 512);
     const Coded code = codes[warp_code[blockIdx.x]];
     Found* found = all_found + code.tensor;
     if (found->peak > LARGEST_FINITE_BITS) return;
+#pragma unroll
+    for (u32 i = 0; i < 512; i += 32) pushes[i + threadIdx.x] = code.pushes[i + threadIdx.x];
+    __syncwarp();
     u32 group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     u32 chunk = (blockIdx.x - code.first_warp) * CHUNKS_OF_WARP + group;
     bool exists = chunk < code.n_chunks;
     u64 begin = u64(chunk) * CHUNK;
     u32 length = exists ? u32(min(u64(CHUNK), code.n_symbols - begin)) : 0;
     u32* words = code.words + u64(exists ? chunk : 0) * MOST_WORDS;
-    u32 free = MOST_WORDS;
+    const u32* bitmap = reinterpret_cast<const u32*>(code.bitmap + begin);  // a word for each step
+    u32 free = MOST_WORDS, masks[TURN], coming[TURN];
     u64 state = LOWEST_STATE;
-    for (u32 step = CHUNK / LANES; step-- > 0;) {
-        u32 i = step * LANES + lane;
-        bool taken = i < length;
-        u32 symbol = taken ? code.bitmap[begin + i] : 0;
-        u64 reciprocal = code.pushes[2 * symbol], rest = code.pushes[2 * symbol + 1];
-        u32 bias = u32(rest) & 0xffffu, frequency = u32(rest >> 16) & 0xffffu;
-        bool full = taken && state >= u64(frequency) << (63 - PRECISION);
-        u32 whose = __ballot_sync(ALL_LANES, full) >> (group * LANES) & 0xfu;
-        if (full) {
-            words[free - 1 - __popc(whose >> (lane + 1))] = u32(state);
-            state >>= 32;
+    u32 turn = turns_of(length);
+#pragma unroll
+    for (u32 i = 0; i < TURN; i++) {
+        u32 step = turn * TURN - TURN + i;
+        coming[i] = turn && step * LANES < length ? bitmap[step] : 0;
+    }
+    while (turn-- > 0) {
+#pragma unroll
+        for (u32 i = 0; i < TURN; i++) {
+            u32 step = turn * TURN - TURN + i;
+            masks[i] = coming[i];
+            coming[i] = turn && step * LANES < length ? bitmap[step] : 0;
         }
-        free -= __popc(whose);
-        u64 quotient = __umul64hi(state, reciprocal) >> (rest >> 32);
-        if (taken) state = state + bias + quotient * (SLOTS - frequency);
+#pragma unroll
+        for (u32 i = TURN; i-- > 0;) {
+            u32 symbol = masks[i] >> (8 * lane) & 0xffu;
+            bool taken = (turn * TURN + i) * LANES + lane < length;
+            u64 reciprocal = pushes[2 * symbol], rest = pushes[2 * symbol + 1];
+            u32 bias = u32(rest) & 0xffffu, frequency = u32(rest >> 16) & 0xffffu;
+            bool full = taken && state >= u64(frequency) << (63 - PRECISION);
+            u32 whose = __ballot_sync(ALL_LANES, full) >> (group * LANES) & 0xfu;
+            if (full) {
+                words[free - 1 - __popc(whose >> (lane + 1))] = u32(state);
+                state >>= 32;
+            }
+            free -= __popc(whose);
+            u64 quotient = __umul64hi(state, reciprocal) >> (rest >> 32);
+            if (taken) state = state + bias + quotient * (SLOTS - frequency);
+        }
     }
     if (exists) {
         code.states[u64(chunk) * LANES + lane] = state;
@@ -100,9 +128,21 @@ __global__ void __launch_bounds__(128)
     for (u32 i = threadIdx.x; i < length; i += blockDim.x) out[2 * LANES + i] = words[i];
 }
 
+// What decoding keeps in shared memory.
+struct DecodedBeside {
+    u32 slots[SLOTS];
+    u32 words[CHUNKS_OF_WARP][2 * AHEAD];  // of each chunk those that come next, by number
+    u32 flag, unused[3];
+};
+static_assert(sizeof(DecodedBeside) == 18448, "tables.py has its size");
+
 // Decodes eight chunks by each warp of one message; false where a chunk does not end as it began.
 // Lengths and places are those of `find_chunks`.
-__device__ __forceinline__ bool decode_group(const Coded& code, u32 chunk, u32 group, u32 lane) {
+__device__ __forceinline__ bool decode_group(const Coded& code, u32 chunk, u32 group, u32 lane,
+                                             DecodedBeside& beside) {
+    const u32* slots = reinterpret_cast<const u32*>(code.slots);
+#pragma unroll 8
+    for (u32 i = threadIdx.x; i < SLOTS; i += 32) beside.slots[i] = slots[i];
     bool exists = chunk < code.n_chunks;
     u64 begin = u64(chunk) * CHUNK;
     u32 length = exists ? u32(min(u64(CHUNK), code.n_symbols - begin)) : 0;
@@ -111,24 +151,40 @@ __device__ __forceinline__ bool decode_group(const Coded& code, u32 chunk, u32 g
     u64 state = LOWEST_STATE;
     if (exists) state = words[2 * lane] | u64(words[2 * lane + 1]) << 32;
     words += 2 * LANES;
-    const u32* slots = reinterpret_cast<const u32*>(code.slots);
-    bool enough = true;
-    for (u32 step = 0; step < CHUNK / LANES; step++) {
-        u32 i = step * LANES + lane;
-        bool taken = i < length;
-        u32 entry = slots[u32(state) & (SLOTS - 1)];
-        if (taken) {
-            code.bitmap[begin + i] = u8(entry & 0xffu);
-            state = u64(entry >> 8 & 0xfffu) * (state >> PRECISION) + (entry >> 20);
+    u32* next = beside.words[group];
+    u32 held = 2 * AHEAD;  // the words before are in `next`, or were
+    for (u32 i = lane; i < held; i += LANES) next[i] = i < n_words ? words[i] : 0;
+    __syncwarp();
+    u32 n_turns = turns_of(length);
+    for (u32 turn = 0; turn < n_turns; turn++) {
+        u32 coming[TURN];
+#pragma unroll
+        for (u32 i = 0; i < TURN; i++) {
+            u32 number = held + LANES * i + lane;
+            coming[i] = number < n_words ? words[number] : 0;
         }
-        bool low = taken && state < LOWEST_STATE;
-        u32 whose = __ballot_sync(ALL_LANES, low) >> (group * LANES) & 0xfu;
-        u32 own = at + __popc(whose & ((1u << lane) - 1));
-        if (low) {
-            enough = enough && own < n_words;
-            state = state << 32 | (own < n_words ? words[own] : 0);
+#pragma unroll
+        for (u32 step = 0; step < TURN; step++) {
+            u32 i = (turn * TURN + step) * LANES + lane;
+            bool taken = i < length;
+            u32 entry = beside.slots[u32(state) & (SLOTS - 1)];
+            if (taken) {
+                code.bitmap[begin + i] = u8(entry & 0xffu);
+                state = u64(entry >> 8 & 0xfffu) * (state >> PRECISION) + (entry >> 20);
+            }
+            bool low = taken && state < LOWEST_STATE;
+            u32 whose = __ballot_sync(ALL_LANES, low) >> (group * LANES) & 0xfu;
+            u32 own = at + __popc(whose & ((1u << lane) - 1));
+            if (low) state = state << 32 | next[own % (2 * AHEAD)];
+            at += __popc(whose);
         }
-        at += __popc(whose);
+        __syncwarp();  // all have read
+        if (held - at <= AHEAD) {
+#pragma unroll
+            for (u32 i = 0; i < TURN; i++) next[(held + LANES * i + lane) % (2 * AHEAD)] = coming[i];
+            held += AHEAD;
+        }
+        __syncwarp();
     }
-    return !exists || (enough && at == n_words && state == LOWEST_STATE);
+    return !exists || (at == n_words && state == LOWEST_STATE);
 }
