@@ -15,8 +15,8 @@ from horovod_fftcomp.backends.gpu import OPTIONS
 # The last that knows sm_70, and the present one: their wheels lie side by side.
 LIBRARIES = {"12": "cuda_nvrtc/lib/libnvrtc.so.12", "13": "cu13/lib/libnvrtc.so.13"}
 _OLD = "Architectures prior to"  # with which CUDA 12 announces that CUDA 13 drops sm_70
-# As the package compiles, and with the flag that CuPy adds to that.
-FLAGS = (*OPTIONS, "-ftz=true", "--ptxas-options=-v")
+# As the package compiles, and with the flags that CuPy adds to that.
+FLAGS = (*OPTIONS, "-ftz=true", "--device-as-default-execution-space", "--ptxas-options=-v")
 
 
 class Resources(NamedTuple):

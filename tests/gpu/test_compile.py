@@ -35,6 +35,7 @@ def compiled():
 def test_kernels_compile_without_warnings_and_spills(compiled, version, arch):
     made = compiled(version, arch)
     assert made.warnings == []
+    assert ".local" not in made.ptx
     assert len(made.resources) == len(gpu.NAMES)
     for kernel in made.resources:
         assert kernel.spilled_nbytes == 0, kernel
@@ -47,4 +48,3 @@ def test_arithmetic_is_what_is_written(compiled):
     flushing = {line.split()[0] for line in ptx.splitlines() if ".ftz" in line}
     assert flushing == {"cvt.ftz.f64.f32"}  # of sums of squares, for statistics
     assert "fma.rn.f32" in ptx  # in complex products, where it is written
-    assert ".local" not in ptx

@@ -6,6 +6,7 @@ tested themselves.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -276,8 +277,9 @@ def test_more_than_2_to_the_31_elements(on_torch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_nvidias_sanitizer_finds_nothing(on_torch, tool):
+    """Allocations of its own for each tensor: beyond one begins what memcheck reports."""
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer is not installed")
     script = (
@@ -286,6 +288,9 @@ def test_nvidias_sanitizer_finds_nothing(on_torch, tool):
         "from horovod_fftcomp import RECIPES, get_scheme;"
         "probe(TorchDevice(torch.device('cuda', 0)), map(get_scheme, RECIPES))"
     )
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c"]
-    ran = subprocess.run([*command, script], capture_output=True, text=True, check=False)
+    # A runtime that is newer than the driver asks it for what it has not: no error of kernels.
+    command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no"]
+    command += ["--error-exitcode", "3", sys.executable, "-c", script]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-5000:]

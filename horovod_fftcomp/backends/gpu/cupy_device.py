@@ -49,7 +49,8 @@ class CupyDevice:
     def upload(self, array: np.ndarray) -> cupy.ndarray:
         """Return a copy on the GPU; goes through pinned memory, so the host does not wait."""
         with self._here():
-            return cupy.array(array.reshape(-1), blocking=False)
+            # Of pinned memory CuPy makes no copy of its own before it returns.
+            return cupy.array(np.array(array).reshape(-1), blocking=False)
 
     def fetch(self, array: cupy.ndarray) -> Callable[[], np.ndarray]:
         """Begin to copy an array to the host; the function that is returned waits for that."""

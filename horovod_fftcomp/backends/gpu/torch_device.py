@@ -46,7 +46,7 @@ class TorchDevice:
 
     def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
         """Begin to copy an array to the host; the function that is returned waits for that."""
-        host = self._pinned(torch.empty_like(array, device="cpu"))
+        host = torch.empty_like(array, device="cpu", pin_memory=self.place.type == "cuda")
         host.copy_(array, non_blocking=True)
         wait = self._mark()
 

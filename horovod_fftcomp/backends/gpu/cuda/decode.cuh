@@ -242,12 +242,11 @@ __global__ void __launch_bounds__(32)
     if (!decode_group(code, chunk, group, threadIdx.x % LANES, beside)) note_corrupt(payload);
 }
 
-// Returns the bits of one word of a bitmap, of which `inside` are of the tensor, and where it came
-// from those beyond.
+// Returns the word of a bitmap that begins at bit `begin`, as it travels; `inside` of its bits are of
+// the tensor.
 __device__ __forceinline__ u32 arrived_bits(const Messages& messages, const Arriving& tensor,
-                                            u32 rank, u64 begin, u32 inside, u32 placed) {
+                                            u32 rank, u64 begin, u32 inside) {
     if (tensor.layout == ALL) return tensor.k && inside ? ALL_LANES >> (32 - inside) : 0;
-    if (tensor.layout != BITMAP) return placed;
     const u8* packed = payload_of(messages, tensor, rank) + tensor.positions_offset;
     // Whole bytes travel; what pads them to words is nobody's.
     u32 held = inside == 0 ? 0 : u32(min(u64(32), (tensor.n + 7) / 8 * 8 - begin));
@@ -271,17 +270,16 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (!is_sound(payload, &sums[33])) return;
     u32 tile = (group - tensor.first_group) * WARPS + threadIdx.x / 32, count = 0;
     u32* bitmap = tensor.bitmaps + u64(rank) * tensor.n_tiles * WORDS;
+    bool placed = tensor.layout == OFFSETS || tensor.layout == ENTROPY;  // there already
 #pragma unroll
     for (u32 own = 0; own < OWN && tile < tensor.n_tiles; own++) {
         u64 word = u64(tile) * WORDS + own * 32 + threadIdx.x % 32, begin = 32 * word;
         u32 inside = begin >= tensor.n ? 0 : u32(min(u64(32), tensor.n - begin));
-        u32 placed = tensor.layout == OFFSETS || tensor.layout == ENTROPY ? bitmap[word] : 0;
-        u32 ones = arrived_bits(messages, tensor, rank, begin, inside, placed);
+        u32 ones = placed ? bitmap[word] : arrived_bits(messages, tensor, rank, begin, inside);
         u32 beyond = inside == 32 ? 0 : ones >> inside << inside;
         if (beyond) note_corrupt(payload);
         ones ^= beyond;
-        if (ones != placed || !(tensor.layout == OFFSETS || tensor.layout == ENTROPY))
-            bitmap[word] = ones;
+        if (beyond || !placed) bitmap[word] = ones;
         count += __popc(ones);
     }
     count = warp_inclusive_sum(count);
@@ -294,7 +292,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 // Where float i of a tile lies in shared memory.
 __device__ __forceinline__ u32 float_slot(u32 i) { return 2 * slot(i / 2) + i % 2; }
 
-// What a tile has of one rank: how its values are written, and where. In shared memory.
+// What one rank has for a tile: how its values are written, and where. In shared memory.
 struct RankTile {
     const u32* values;
     u64 first_bit;  // of `values`, in what the rank sends
@@ -306,7 +304,8 @@ struct RankTile {
 };
 constexpr u32 HELD = 160;  // words of values that are copied there, if they are no more
 
-// Of as many ranks as there are warps. `before`: how many of a tile's values stand before a word.
+// The same of as many ranks as there are warps, with the tile's bitmaps. `before`: how many of the
+// tile's values stand before those of a word.
 template <u32 C>
 struct RankTiles {
     RankTile of[WARPS];
@@ -325,7 +324,8 @@ __device__ __forceinline__ u32 largest_code(const Arriving& tensor, const Coding
     return min((scale + 0x8000u) & 0x7fff0000u, 0x7f7f0000u);
 }
 
-// Reads what a tile has of a rank, by one warp; nothing of a payload that is not sound: false.
+// Reads what a rank has for a tile, by one warp. False of a payload that is not sound: then it has
+// nothing.
 template <u32 C>
 __device__ __forceinline__ bool read_part(const Messages& messages, const Arriving& tensor,
                                           Payload* payload, u32 rank, u32 tile,
@@ -334,6 +334,7 @@ __device__ __forceinline__ bool read_part(const Messages& messages, const Arrivi
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, words[OWN], before = 0;
     bool sound = __shfl_sync(ALL_LANES, lane ? 0 : latest(&payload->status), 0) == SOUND;
     u64 there = u64(part_of(messages, rank)) * tensor.n_tiles + tile;
+    u32 first = sound ? tensor.ranks[there] : 0, scale = payload->scale;
 #pragma unroll
     for (u32 own = 0; own < OWN; own++) {
         words[own] = sound ? tensor.bitmaps[there * WORDS + OWN * lane + own] : 0;
@@ -355,13 +356,13 @@ __device__ __forceinline__ bool read_part(const Messages& messages, const Arrivi
     fields.step = tensor.step;
     RankTile part = {};
     part.payload = payload;
-    part.coding = coding_of(fields, payload->scale);
-    part.first = tensor.ranks[there];
-    part.largest = largest_code(tensor, part.coding, payload->scale);
+    part.coding = coding_of(fields, scale);
+    part.first = first;
+    part.largest = largest_code(tensor, part.coding, scale);
     part.values = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
                                                tensor.values_offset);
-    u64 first_word = u64(C) * part.first * part.coding.bits / 32;
-    u64 end = (u64(C) * (part.first + u64(count)) * part.coding.bits + 31) / 32;
+    u64 first_word = u64(C) * first * part.coding.bits / 32;
+    u64 end = (C * (u64(first) + count) * part.coding.bits + 31) / 32;
     if (end - first_word <= HELD) {
         for (u32 i = lane; i < end - first_word; i += 32)
             parts.held[warp][i] = part.values[first_word + i];
