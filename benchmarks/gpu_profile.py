@@ -68,19 +68,11 @@ def profiled(numel: int) -> tuple[dict[str, Any], str]:
         facts, report = Path(folder, "facts.json"), Path(folder, "report")
         ours = [sys.executable, __file__, "--numel", str(numel), "--facts", str(facts)]
         wanted = ["--metrics", ",".join((READ, WRITTEN, TAKEN))]
-        subprocess.run(["ncu", *NCU, *wanted, "-f", "-o", report, *ours], check=False)
-        if not Path(f"{report}.ncu-rep").exists():
+        ran = subprocess.run(["ncu", *NCU, *wanted, "-f", "-o", report, *ours], check=False)
+        if ran.returncode or not Path(f"{report}.ncu-rep").exists():
             raise SystemExit("ncu made no report, see above; may this user read GPU counters?")
-        table = [
-            "ncu",
-            "--import",
-            f"{report}.ncu-rep",
-            "--csv",
-            "--page",
-            "raw",
-            "--print-units",
-            "base",
-        ]
+        table = ["ncu", "--import", f"{report}.ncu-rep", "--csv", "--page", "raw"]
+        table += ["--print-units", "base"]
         told = subprocess.run(table, check=True, capture_output=True, text=True).stdout
         # Not beside ncu, which makes launches slow.
         copied = seconds_of_copy(random_grads([numel], "cuda"), 21)

@@ -46,7 +46,8 @@ class TorchDevice:
 
     def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
         """Begin to copy an array to the host; the function that is returned waits for that."""
-        host = torch.empty_like(array, device="cpu", pin_memory=self.place.type == "cuda")
+        pinned = self.place.type == "cuda"
+        host = torch.empty(array.shape, dtype=array.dtype, pin_memory=pinned)
         host.copy_(array, non_blocking=True)
         wait = self._mark()
 
