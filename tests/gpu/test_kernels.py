@@ -17,8 +17,8 @@ from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.draws import Place
 from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.elementwise import EliasQSGD
-from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
+from horovod_fftcomp.positions import Layout, unary_bits
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32, RangeFloat
 from horovod_fftcomp.replicas import hash_bytes_reference
 from horovod_fftcomp.sparsifiers import RandomK, TopK
 from horovod_fftcomp.transforms import BLOCK_LENGTHS, BlockDCT, BlockFFT, Identity
@@ -234,6 +234,42 @@ def test_sums_are_the_cpus(key, schedule):
             assert error < 1e-6
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("transform", [Identity(), BlockFFT(256)], ids=repr)
+def test_nearly_all_values_may_lie_in_one_tile(transform, schedule):
+    """More than are listed at a time, beside tiles that have none."""
+    codec, shape = Codec(transform, TopK(0.01), RangeFloat(6)), (200_000,)
+    rng, grads = np.random.default_rng(10), []
+    for begin in (0, 50_000, 150_000, 150_000, *[196_000] * 6):
+        grads.append(np.zeros(shape, np.float32))
+        grads[-1][begin : begin + 4000] = rng.standard_t(3, 4000)
+    made = [Encoded(codec, [grad]) for grad in grads]
+    assert plan_of(codec, made[0].payloads[0]).layout is Layout.OFFSETS
+    (total,), not_finite, status = decoded(
+        codec, [one.message for one in made], made[0].encoder, [shape], schedule
+    )
+    assert (not_finite[0], *status.reshape(-1)) == (0, *[SOUND] * len(made))
+    expected = codec.decode_sum([one.payloads[0] for one in made])
+    np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_positions_may_travel_differently_from_each_rank(schedule):
+    codec, shape, rng = make_codec("threshold"), (30_000,), np.random.default_rng(11)
+    scales = (0.3, 1.5, 0.8, 0.3, 1e3, 0.3, 1.5, 0.0, 0.3, 1.5)
+    made = [
+        Encoded(codec, [scale * rng.standard_normal(shape).astype(np.float32)]) for scale in scales
+    ]
+    layouts = {plan_of(codec, one.payloads[0]).layout for one in made}
+    assert layouts == set(Layout)
+    (total,), not_finite, status = decoded(
+        codec, [one.message for one in made], made[0].encoder, [shape], schedule
+    )
+    assert (not_finite[0], *status.reshape(-1)) == (0, *[SOUND] * len(made))
+    expected = codec.decode_sum([one.payloads[0] for one in made])
+    assert total.tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize(
     "key", ["topk", "topk-entropy", "topk-bitmap", "fft", "dct", "threshold", *CHOSEN, *ELEMENTS]
 )
@@ -291,6 +327,20 @@ def test_corrupt_bytes_never_pass_as_a_sum_of_others(key):
         else:
             assert status[0, 0] == SOUND, place
             np.testing.assert_allclose(sums[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ones_in_what_pads_unary_counts_are_corrupt():
+    codec, shape = make_codec("topk"), (5003,)
+    made = Encoded(codec, [np.random.default_rng(12).standard_normal(shape).astype(np.float32)])
+    plan = plan_of(codec, made.payloads[0])
+    n_bits = unary_bits(plan.positions.n, plan.positions.k, plan.positions.low_bits)
+    assert n_bits % 8
+    made.message[plan.header_nbytes + n_bits // 8] |= 0x80
+    with pytest.raises(PayloadError):
+        codec.decode(made.message[: plan.payload_nbytes])
+    (total,), _, status = decoded(codec, [made.message], made.encoder, [shape], FORWARD)
+    assert status.tolist() == [[CORRUPT]]
+    assert np.isnan(total).all()
 
 
 def test_headers_are_read_by_the_cpu():

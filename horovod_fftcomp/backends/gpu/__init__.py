@@ -23,7 +23,7 @@ _SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decod
             "momentum", "sketch", "lowrank")  # fmt: skip
 
 _OF_COEFFICIENTS = (
-    "mark", "narrow", "settle", "emit", "place_offsets", "decode_chunks", "count_values",
+    "mark", "narrow", "settle", "emit", "count_offsets", "decode_chunks", "count_values",
     "restore", "square",
 )  # fmt: skip
 # All kernels, by name expression; a training compiles those that it uses.

@@ -191,7 +191,6 @@ class _Bodies:
         if found is None:
             self._kernels["read_headers"](self._n_ranks * count, 32, common, 0)
         for group in self._groups:
-            group.clear()
             group.decode(self._kernels, common, not_finite)
             if sign:
                 arguments = [*common, group.owners, np.uint32(sign == "vote")]
@@ -220,21 +219,23 @@ class _GroupOnDevice:
             return
         reals = group.transform.reals_per_bin
         block, domain = tables.block_and_domain(group.transform)
-        self._n_words, self._reals = WORDS // reals, reals
+        self._n_words = WORDS // reals
         self._tables = [device.upload(t) for t in (tables.roots(block), tables.cosines(block))]
         self._sum, self._count = f"sum_payloads<{block}, {domain}>", f"count_values<{reals}>"
-        self._place, self._decode = f"place_offsets<{reals}>", f"decode_chunks<{reals}>"
+        self._offsets, self._decode = f"count_offsets<{reals}>", f"decode_chunks<{reals}>"
         self.names = ["count_unary", "find_chunks", self._sum, self._count]
-        self.names += [self._place, self._decode]
+        self.names += [self._offsets, self._decode]
         self._kept: list[Any] = []
         unary, warps = self._enter_positions(group, plans, rows)
         self._n_unary, self._n_warps, self._n_tensors = len(unary), len(warps), len(rows)
         self._unary = device.upload(np.array(unary or [0], np.uint32))
         self._warps = device.upload(np.array(warps or [0], np.uint32))
-        n_groups = (rows["n_tiles"][group.members] + np.uint32(tables.WARPS - 1)) // tables.WARPS
-        rows["first_group"][group.members] = np.cumsum(n_groups) - n_groups
-        self._tile_groups = device.upload(np.repeat(np.array(group.members, np.uint32), n_groups))
+        placed = [m for m in group.members if rows["layout"][m] != Layout.OFFSETS]
+        n_groups = (rows["n_tiles"][placed] + np.uint32(tables.WARPS - 1)) // tables.WARPS
+        rows["first_group"][placed] = np.cumsum(n_groups) - n_groups
         self._n_groups = int(n_groups.sum())
+        owners = np.repeat(np.array(placed, np.uint32), n_groups)
+        self._tile_groups = device.upload(owners if placed else np.zeros(1, np.uint32))
         self._make_scratch(group, rows)
 
     def _enter_positions(
@@ -260,26 +261,24 @@ class _GroupOnDevice:
 
     def _make_scratch(self, group: Group, rows: Any) -> None:
         """Enter where each tensor's bitmaps and counts of all ranks lie."""
-        for field, each, counts in (
-            ("bitmaps", self._n_words, "n_tiles"),
-            ("ranks", 1, "n_tiles"),
-            ("unary", 1, "n_unary"),
-            ("chunks", 1, "n_chunks"),
+        described = rows[group.members]
+        tiles = described["n_tiles"].astype(np.uint64)
+        by_offsets = described["layout"] == Layout.OFFSETS
+        for field, counts in (
+            ("bitmaps", tiles * ~by_offsets * np.uint64(self._n_words)),
+            ("ranks", tiles * ~by_offsets),
+            ("starts", tiles * by_offsets * np.uint64(tables.START_NBYTES // 4)),
+            ("unary", described["n_unary"]),
+            ("chunks", described["n_chunks"]),
         ):
-            sizes = np.uint64(self._n_ranks * each) * rows[counts][group.members].astype(np.uint64)
-            scratch = self._device.empty(max(1, int(sizes.sum())), np.uint32)
+            sizes = np.uint64(self._n_ranks) * counts
+            # Of bitmaps no kernel writes what is beyond the last byte.
+            scratch = self._device.zeros(max(1, int(sizes.sum())), np.uint32)
             self._kept.append(scratch)
-            begins = np.cumsum(sizes) - sizes
+            first_words = np.cumsum(sizes) - sizes
             rows[field][group.members] = (
-                np.uint64(self._device.address(scratch)) + np.uint64(4) * begins
+                np.uint64(self._device.address(scratch)) + np.uint64(4) * first_words
             )
-            if field == "bitmaps":
-                self._bitmaps = scratch
-
-    def clear(self) -> None:
-        """Clear the bitmaps, of which positions as they come set parts."""
-        if not self._is_raw and (self._n_unary or self._n_warps):
-            self._device.clear(self._bitmaps)
 
     def decode(self, kernels: Any, common: list[Any], not_finite: Any) -> None:
         """Launch everything from headers that are read to sums."""
@@ -289,15 +288,16 @@ class _GroupOnDevice:
         per_rank, shared = self._n_ranks, tables.SUMS_NBYTES
         if self._n_unary:
             arguments = [*common, self._unary, np.uint32(self._n_unary)]
-            for name in ("count_unary", self._place):
+            for name in ("count_unary", self._offsets):
                 kernels[name](per_rank * self._n_unary, WORDS, arguments, shared)
         if self._n_warps:
             kernels["find_chunks"](per_rank * self._n_tensors, 32, common, shared)
             arguments = [*common, self._warps, np.uint32(self._n_warps)]
             nbytes = tables.BESIDE_NBYTES
             kernels[self._decode](per_rank * self._n_warps, 32, arguments, nbytes)
-        arguments = [*common, self._tile_groups, np.uint32(self._n_groups)]
-        kernels[self._count](per_rank * self._n_groups, THREADS, arguments, shared)
+        if self._n_groups:
+            arguments = [*common, self._tile_groups, np.uint32(self._n_groups)]
+            kernels[self._count](per_rank * self._n_groups, THREADS, arguments, shared)
         arguments = [*common, self.owners, not_finite, *self._tables]
-        shared = tables.POINTS_NBYTES + tables.RANK_TILES_NBYTES[self._reals]
+        shared = tables.POINTS_NBYTES + tables.RANK_TILES_NBYTES
         kernels[self._sum](self.n_tiles // self._apart, THREADS, arguments, shared)

@@ -130,9 +130,6 @@ class ElementSums:
         self._threads = WORDS if is_of_signs else THREADS
         self._shared = 0 if is_of_signs else 4 * (int(rows["top"].max()) + 1)
 
-    def clear(self) -> None:
-        """Do nothing: there is no scratch memory."""
-
     def decode(self, kernels: Any, common: list[Any], not_finite: Any) -> None:
         """Launch everything from headers that are read to sums."""
         arguments = [*common, self.owners, self._elements, not_finite]

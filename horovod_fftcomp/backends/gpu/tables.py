@@ -28,7 +28,7 @@ TILE, THREADS = 4096, 256
 WARPS = THREADS // 32
 WORDS = TILE // 32  # of a tile's bit mask, of reals
 CHUNKS_OF_WARP, MOST_WORDS = 8, 1540
-FOUND_NBYTES, TILE_COUNTS_NBYTES = 32 + 4 * 2048, 16
+FOUND_NBYTES, TILE_COUNTS_NBYTES, START_NBYTES = 32 + 4 * 2048, 16, 12
 NESTEROV, MASKING, CHOSEN = 1, 2, 4
 NOTHING, UNSENT, EVERYTHING = range(3)  # what is kept of gradient plus residual
 # Shared memory, in bytes.
@@ -38,7 +38,7 @@ POINTS_NBYTES = 8 * (TILE // 2 + TILE // 32)
 _TURNS = 4  # arrays of the steps before last are free again
 LEVELS_NBYTES = 4 * (TILE + 65)
 PUSHES_NBYTES, BESIDE_NBYTES = 4096 + 16, 18448
-RANK_TILES_NBYTES = {1: 16 + 11712, 2: 16 + 8640}  # by the reals of a coefficient
+RANK_TILES_NBYTES = 16 + 13696
 TALLY_NBYTES, DIGITS_NBYTES = 4 * 2048 + SUMS_NBYTES, 4 * 1024 + SUMS_NBYTES
 
 
@@ -62,7 +62,7 @@ CODED = _struct(
 )
 HEADER = _struct("payload start crc_of_scale nbytes", "")
 ARRIVING = _struct(
-    "sum start crc_of_scale slots bitmaps ranks unary chunks payload_offset numel n k "
+    "sum start crc_of_scale slots bitmaps ranks starts unary chunks payload_offset numel n k "
     "positions_offset values_offset positions_nbytes",
     "header_nbytes first_tile n_tiles first_unary n_unary first_warp n_warps n_chunks layout "
     "low_bits kind bits shift step largest first_group",

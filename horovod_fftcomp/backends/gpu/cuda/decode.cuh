@@ -3,6 +3,13 @@
 
 enum Status : u32 { SOUND, NOT_FINITE_THERE, CORRUPT };
 
+// The values of a tile whose positions travel as offsets. Complements, so that zeros are none.
+struct Start {
+    u32 count;
+    u32 not_first;  // of the values before
+    u32 not_begin;  // of the bit of the unary counts that stands for the first
+};
+
 // One tensor as it arrives: the same of all ranks, whose messages lie one after another; or of one
 // rank, where what it sends depends on its values.
 struct Arriving {
@@ -10,8 +17,9 @@ struct Arriving {
     const u8* start;      // the header for scale 0 and a finite gradient
     const u32* crc_of_scale;
     const u64* slots;     // of the entropy code
-    u32* bitmaps;         // scratch: whole tiles of words for each rank; zeros where offsets come
+    u32* bitmaps;         // scratch: whole tiles of words for each rank, zeros; none for OFFSETS
     u32* ranks;           // scratch: for each rank and tile the values before the tile
+    Start* starts;        // scratch: for each rank and tile, of OFFSETS instead of those two
     u32* unary;           // scratch: for each rank and 32 words of unary counts the ones before
     u32* chunks;          // scratch: for each rank and chunk where it begins
     u64 payload_offset;   // in a message
@@ -27,7 +35,7 @@ struct Arriving {
     u32 step, largest;  // of STEPS: bits of the unit, and no code is larger
     u32 first_group;    // blocks of as many tiles as warps
 };
-static_assert(sizeof(Arriving) == 184, "tables.py describes arriving tensors with the same layout");
+static_assert(sizeof(Arriving) == 192, "tables.py describes arriving tensors with the same layout");
 
 // What is found out of a payload. Zeros before the first launch.
 struct Payload {
@@ -73,6 +81,25 @@ __device__ __forceinline__ bool is_sound(Payload* payload, u32* flag) {
 
 __device__ __forceinline__ void note_corrupt(Payload* payload) {
     atomicMax(&payload->status, u32(CORRUPT));
+}
+
+// Positions that travel as offsets: unary counts for each 2^low_bits places, in whole bytes, then
+// the low bits of each position.
+struct Offsets {
+    const u32* stream;
+    u64 n_bits;   // of unary counts
+    u64 offsets;  // where the first offset begins
+};
+__device__ __forceinline__ Offsets offsets_of(const Messages& messages, const Arriving& tensor,
+                                              u32 rank) {
+    u64 n_bits = tensor.k + ((tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits);
+    const u8* packed = payload_of(messages, tensor, rank) + tensor.positions_offset;
+    return {reinterpret_cast<const u32*>(packed), n_bits, (n_bits + 7) / 8 * 8};
+}
+
+// Returns the bits of a stream from `at` on, at most 32; none from `end` on.
+__device__ __forceinline__ u32 bits_before(const u32* stream, u64 at, u64 end) {
+    return at < end ? get_bits(stream, at, u32(min(u64(32), end - at))) : 0;
 }
 
 // Compares every header with what it has to be. A warp for each tensor of each rank.
@@ -142,24 +169,25 @@ __global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
     const Arriving tensor = tensors[number];
     Payload* payload = payloads + rank * messages.n_tensors + number;
     if (!is_sound(payload, &sums[33])) return;
-    const u32* stream = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
-                                                     tensor.positions_offset);
-    u64 n_bits = tensor.k + ((tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits);
-    n_bits = (n_bits + 7) / 8 * 8;  // whole bytes travel: ones in what pads them are too many
+    Offsets from = offsets_of(messages, tensor, rank);
     u64 at = 32 * (u64(block - tensor.first_unary) * WORDS_OF_REALS + threadIdx.x);
-    u32 count = 0, total;
-    if (at < n_bits) count = __popc(get_bits(stream, at, u32(min(u64(32), n_bits - at))));
+    u32 count = __popc(bits_before(from.stream, at, from.n_bits)), total;
+    bool padded = at == 0 && bits_before(from.stream, from.n_bits, from.offsets);
+    if (padded) note_corrupt(payload);  // ones in what pads whole bytes
     block_exclusive_sum(count, sums, total);
+    u32 n_threads = tensor.n_unary * WORDS_OF_REALS;
+    for (u32 tile = u32(at / 32); tile < tensor.n_tiles; tile += n_threads)
+        tensor.starts[u64(rank) * tensor.n_tiles + tile] = {};
     u32* counts = tensor.unary + u64(rank) * tensor.n_unary;
     if (threadIdx.x == 0) counts[block - tensor.first_unary] = total;
     if (is_last(&payload->ticket, tensor.n_unary, &sums[33]))
         sum_counts(counts, tensor.n_unary, tensor.k, payload, sums);
 }
 
-// Sets the bits of positions that travel as offsets.
+// Counts the values of each tile and finds the first, of positions that travel as offsets.
 template <u32 C>
 __global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
-    place_offsets(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
+    count_offsets(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
                   Payload* __restrict__ payloads, const u32* __restrict__ block_tensor,
                   u32 n_blocks) {
     const Messages messages = *messages_at;
@@ -169,28 +197,45 @@ __global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
     const Arriving tensor = tensors[number];
     Payload* payload = payloads + rank * messages.n_tensors + number;
     if (!is_sound(payload, &sums[33])) return;
-    const u32* stream = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
-                                                     tensor.positions_offset);
-    u64 n_bits = tensor.k + ((tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits);
-    u64 offsets = (n_bits + 7) / 8 * 8;
-    u32 own = block - tensor.first_unary, ones = 0, total;
+    Offsets from = offsets_of(messages, tensor, rank);
+    u32 own = block - tensor.first_unary, low_bits = tensor.low_bits, total;
     u64 at = 32 * (u64(own) * WORDS_OF_REALS + threadIdx.x);
-    if (at < n_bits) ones = get_bits(stream, at, u32(min(u64(32), n_bits - at)));
+    u32 ones = bits_before(from.stream, at, from.n_bits);
     u64 i = tensor.unary[u64(rank) * tensor.n_unary + own] +
             block_exclusive_sum(__popc(ones), sums, total);
-    u32* bitmap = tensor.bitmaps + u64(rank) * tensor.n_tiles * (WORDS_OF_REALS / C);
-    for (; ones; ones &= ones - 1, i++) {
-        u64 bit = at + __popc((ones & (0u - ones)) - 1);
-        u64 offset_at = offsets + i * tensor.low_bits;
-        u32 offset = get_bits(stream, offset_at, tensor.low_bits);
-        u64 place = (bit - i) << tensor.low_bits | offset;
-        bool ascends = bit == 0 || get_bits(stream, bit - 1, 1) == 0 ||
-                       get_bits(stream, offset_at - tensor.low_bits, tensor.low_bits) < offset;
-        if (place < tensor.n && ascends)
-            atomicOr(&bitmap[place / 32], 1u << place % 32);
-        else
-            note_corrupt(payload);
+    Start* starts = tensor.starts + u64(rank) * tensor.n_tiles;
+    // A one after a one is a place in the same 2^low_bits; the offsets there ascend.
+    u32 after = ones && at ? get_bits(from.stream, at - 1, 1) : 0;
+    u32 joined = ones & (ones << 1 | after), before = 0, tile = 0, count = 0;
+    if (joined & 1) before = get_bits(from.stream, from.offsets + (i - 1) * low_bits, low_bits);
+    bool sound = true;
+    while (ones) {
+        u32 offsets[BATCH], n = min(BATCH, u32(__popc(ones)));
+#pragma unroll
+        for (u32 j = 0; j < BATCH; j++) {
+            u64 there = from.offsets + (i + j) * low_bits;
+            offsets[j] = j < n ? get_bits(from.stream, there, low_bits) : 0;
+        }
+#pragma unroll
+        for (u32 j = 0; j < BATCH && ones; j++, ones &= ones - 1) {
+            u32 lowest = ones & (0u - ones);
+            u64 bit = at + __popc(lowest - 1), place = (bit - (i + j)) << low_bits | offsets[j];
+            sound = sound && place < tensor.n && !(joined & lowest && offsets[j] <= before);
+            before = offsets[j];
+            u32 own_tile = u32(place / (TILE / C));
+            if (sound && (count == 0 || own_tile != tile)) {
+                if (count) atomicAdd(&starts[tile].count, count);
+                atomicMax(&starts[own_tile].not_first, ~u32(i + j));
+                atomicMax(&starts[own_tile].not_begin, ~u32(bit));
+                tile = own_tile;
+                count = 0;
+            }
+            count += sound;
+        }
+        i += n;
     }
+    if (count) atomicAdd(&starts[tile].count, count);
+    if (!sound) note_corrupt(payload);
 }
 
 // Where each chunk of the entropy code begins; a warp for each tensor of each rank.
@@ -270,7 +315,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (!is_sound(payload, &sums[33])) return;
     u32 tile = (group - tensor.first_group) * WARPS + threadIdx.x / 32, count = 0;
     u32* bitmap = tensor.bitmaps + u64(rank) * tensor.n_tiles * WORDS;
-    bool placed = tensor.layout == OFFSETS || tensor.layout == ENTROPY;  // there already
+    bool placed = tensor.layout == ENTROPY;  // there already
 #pragma unroll
     for (u32 own = 0; own < OWN && tile < tensor.n_tiles; own++) {
         u64 word = u64(tile) * WORDS + own * 32 + threadIdx.x % 32, begin = 32 * word;
@@ -295,26 +340,35 @@ __device__ __forceinline__ u32 float_slot(u32 i) { return 2 * slot(i / 2) + i % 
 // What one rank has for a tile: how its values are written, and where. In shared memory.
 struct RankTile {
     const u32* values;
-    u64 first_bit;  // of `values`, in what the rank sends
     Payload* payload;
     Coding coding;
-    u32 first;    // values in the tiles before
-    u32 largest;  // no code is larger, or no magnitude
-    u32 unused;
+    u32 begin;     // bits of `values` before the tile's
+    u32 largest;   // no code is larger, or no magnitude
+    u32 n_listed;  // the tile's, or NO_LIST
 };
-constexpr u32 HELD = 160;  // words of values that are copied there, if they are no more
+constexpr u32 HELD = 160;    // words of values that are copied there, if they are no more
+constexpr u32 LISTED = 512;  // values whose places are listed, if they are no more
+constexpr u32 NO_LIST = ALL_LANES;
 
-// The same of as many ranks as there are warps, with the tile's bitmaps. `before`: how many of the
-// tile's values stand before those of a word.
+// Which places of a tile have values. `before`: how many of them stand before those of a word.
+template <u32 C>
+union Places {
+    struct {
+        u32 words[WORDS_OF_REALS / C];
+        u16 before[WORDS_OF_REALS / C];
+    } bits;
+    u16 list[LISTED];
+};
+
+// The same of as many ranks as there are warps.
 template <u32 C>
 struct RankTiles {
     RankTile of[WARPS];
-    u32 words[WARPS][WORDS_OF_REALS / C];
     u32 held[WARPS][HELD];
-    u16 before[WARPS][WORDS_OF_REALS / C];
+    Places<C> places[WARPS];
 };
-static_assert(sizeof(RankTiles<1>) == 11712 && sizeof(RankTiles<2>) == 8640,
-              "tables.py has their sizes");
+static_assert(sizeof(RankTiles<1>) == 13696 && sizeof(RankTiles<2>) == 13696,
+              "tables.py has their size");
 
 __device__ __forceinline__ u32 largest_code(const Arriving& tensor, const Coding& coding,
                                             u32 scale) {
@@ -324,6 +378,40 @@ __device__ __forceinline__ u32 largest_code(const Arriving& tensor, const Coding
     return min((scale + 0x8000u) & 0x7fff0000u, 0x7f7f0000u);
 }
 
+// Finds the `count` places of a tile that travel as offsets, by one warp: lists them, or sets their
+// bits.
+template <u32 C>
+__device__ __forceinline__ void find_places(const Offsets& from, u32 low_bits, const Start& start,
+                                            Places<C>& places) {
+    u32 lane = threadIdx.x % 32, n = 0, count = start.count, first = ~start.not_first;
+    u64 begin = ~start.not_begin;
+    auto place_of = [&](u64 bit, u32 i) {
+        u64 number = u64(first) + i;
+        u32 offset = get_bits(from.stream, from.offsets + number * low_bits, low_bits);
+        return u32(((bit - number) << low_bits | offset) % (TILE / C));
+    };
+    for (u32 i = lane; count > LISTED && i < WORDS_OF_REALS / C; i += 32) places.bits.words[i] = 0;
+    __syncwarp();
+    for (u64 at = begin; n < count && at < from.n_bits;) {
+        u32 words = bits_before(from.stream, at + 32 * lane, from.n_bits);
+        for (u32 i = 0; i < 32 && n < count; i++, at += 32) {
+            u32 ones = __shfl_sync(ALL_LANES, words, i);
+            u32 own = n + __popc(ones & ((1u << lane) - 1));
+            n += __popc(ones);
+            if (!(ones >> lane & 1) || own >= count) continue;
+            if (count <= LISTED) {
+                places.list[own] = u16(at + lane - begin);
+            } else {
+                u32 place = place_of(at + lane, own);
+                atomicOr(&places.bits.words[place / 32], 1u << place % 32);
+            }
+        }
+    }
+    __syncwarp();
+    for (u32 i = lane; count <= LISTED && i < count; i += 32)
+        places.list[i] = u16(place_of(begin + places.list[i], i));
+}
+
 // Reads what a rank has for a tile, by one warp. False of a payload that is not sound: then it has
 // nothing.
 template <u32 C>
@@ -331,24 +419,46 @@ __device__ __forceinline__ bool read_part(const Messages& messages, const Arrivi
                                           Payload* payload, u32 rank, u32 tile,
                                           RankTiles<C>& parts) {
     constexpr u32 WORDS = WORDS_OF_REALS / C, OWN = WORDS / 32;
-    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, words[OWN], before = 0;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, words[OWN], before = 0, count = 0;
+    Places<C>& places = parts.places[warp];
     bool sound = __shfl_sync(ALL_LANES, lane ? 0 : latest(&payload->status), 0) == SOUND;
+    bool by_offsets = tensor.layout == OFFSETS;
     u64 there = u64(part_of(messages, rank)) * tensor.n_tiles + tile;
-    u32 first = sound ? tensor.ranks[there] : 0, scale = payload->scale;
-#pragma unroll
-    for (u32 own = 0; own < OWN; own++) {
-        words[own] = sound ? tensor.bitmaps[there * WORDS + OWN * lane + own] : 0;
-        before += __popc(words[own]);
+    u32 first = sound && !by_offsets ? tensor.ranks[there] : 0, scale = payload->scale;
+    if (by_offsets && sound) {
+        const Start start = tensor.starts[there];
+        count = start.count;
+        first = ~start.not_first;
+        if (count) find_places(offsets_of(messages, tensor, rank), tensor.low_bits, start, places);
+        __syncwarp();
     }
-    u32 up_to = warp_inclusive_sum(before), count = __shfl_sync(ALL_LANES, up_to, 31);
-    before = up_to - before;
+    if (!by_offsets || count > LISTED) {
+        const u32* bitmap = by_offsets ? places.bits.words : tensor.bitmaps + there * WORDS;
 #pragma unroll
-    for (u32 own = 0; own < OWN; own++) {
-        parts.words[warp][OWN * lane + own] = words[own];
-        parts.before[warp][OWN * lane + own] = u16(before);
-        before += __popc(words[own]);
+        for (u32 own = 0; own < OWN; own++) {
+            words[own] = sound ? bitmap[OWN * lane + own] : 0;
+            before += __popc(words[own]);
+        }
+        u32 up_to = warp_inclusive_sum(before);
+        count = __shfl_sync(ALL_LANES, up_to, 31);
+        before = up_to - before;
+#pragma unroll
+        for (u32 own = 0; own < OWN; own++) {
+            u32 word = OWN * lane + own;
+            if (count > LISTED) {
+                places.bits.words[word] = words[own];
+                places.bits.before[word] = u16(before);
+                before += __popc(words[own]);
+            } else {
+                for (u32 ones = words[own]; ones; ones &= ones - 1)
+                    places.list[before++] = u16(32 * word + __popc((ones & (0u - ones)) - 1));
+            }
+        }
     }
-    if (!count) return sound;
+    if (!count) {
+        if (lane == 0) parts.of[warp].n_listed = 0;
+        return sound;
+    }
     Tensor fields = {};
     fields.kind = tensor.kind;
     fields.bits = tensor.bits;
@@ -357,31 +467,50 @@ __device__ __forceinline__ bool read_part(const Messages& messages, const Arrivi
     RankTile part = {};
     part.payload = payload;
     part.coding = coding_of(fields, scale);
-    part.first = first;
     part.largest = largest_code(tensor, part.coding, scale);
+    part.n_listed = count > LISTED ? NO_LIST : count;
+    u64 begin = u64(C) * first * part.coding.bits;
     part.values = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
-                                               tensor.values_offset);
-    u64 first_word = u64(C) * first * part.coding.bits / 32;
-    u64 end = (C * (u64(first) + count) * part.coding.bits + 31) / 32;
-    if (end - first_word <= HELD) {
-        for (u32 i = lane; i < end - first_word; i += 32)
-            parts.held[warp][i] = part.values[first_word + i];
+                                               tensor.values_offset) + begin / 32;
+    part.begin = u32(begin % 32);
+    u32 n_words = (part.begin + C * count * part.coding.bits + 31) / 32;
+    if (n_words <= HELD) {
+        for (u32 i = lane; i < n_words; i += 32) parts.held[warp][i] = part.values[i];
         part.values = parts.held[warp];
-        part.first_bit = 32 * first_word;
     }
     if (lane == 0) parts.of[warp] = part;
     return sound;
 }
 
+// Adds the value of a tile's place; false, and a note, where no payload can have it. `number`: values
+// of the tile before.
+template <u32 C>
+__device__ __forceinline__ bool add_value(const RankTile& part, const Coding& coding, u32 number,
+                                          u32 place, float* sum) {
+    bool of_codes = coding.kind == RANGE || coding.kind == STEPS, sound = true;
+    u32 at = part.begin + C * number * coding.bits;
+#pragma unroll
+    for (u32 c = 0; c < C; c++, at += coding.bits) {
+        u32 code = get_bits(part.values, at, coding.bits);
+        float value = decode_value(coding, code);
+        sound = sound && (of_codes ? code : magnitude(value)) <= part.largest;
+        float* total = &sum[float_slot(C * place + c)];
+        *total = add_rn(*total, value);
+    }
+    if (!sound) note_corrupt(part.payload);
+    return sound;
+}
+
 // Adds a tile's values of all ranks, in their order, to zeros in shared memory; false where one
-// of the payloads is not sound. A thread has the same places of all ranks. `rows`: the tensor's
-// first.
+// of the payloads is not sound. Of many values in a tile a thread has the same places of all ranks.
+// `rows`: the tensor's first.
 template <u32 C>
 __device__ __forceinline__ bool add_values(const Messages& messages, const Arriving* rows,
                                            Payload* payloads, u32 number, u32 tile, float* sum,
                                            u32* flag, RankTiles<C>& parts) {
     constexpr u32 OWN = TILE / C / THREADS;  // bits of a thread
     u32 word = threadIdx.x * OWN / 32, shift = threadIdx.x * OWN % 32;
+    bool sound = true;
     for (u32 i = threadIdx.x; i < TILE; i += THREADS) sum[float_slot(i)] = 0.0f;
     if (threadIdx.x == 0) *flag = 0;
     for (u32 begin = 0; begin < messages.n_ranks; begin += WARPS) {
@@ -390,35 +519,31 @@ __device__ __forceinline__ bool add_values(const Messages& messages, const Arriv
         if (rank < messages.n_ranks) {
             Payload* payload = payloads + rank * messages.n_tensors + number;
             const Arriving& tensor = rows[rank * messages.rows_apart];
-            if (!read_part<C>(messages, tensor, payload, rank, tile, parts)) atomicOr(flag, 1u);
+            if (!read_part<C>(messages, tensor, payload, rank, tile, parts)) sound = false;
         }
         __syncthreads();
         for (u32 i = 0; i < n; i++) {
-            u32 of_word = parts.words[i][word];
-            u32 ones = of_word >> shift & ((1u << OWN) - 1);
-            if (!ones) continue;
             const RankTile& part = parts.of[i];
+            const Places<C>& places = parts.places[i];
             const Coding coding = part.coding;
-            bool of_codes = coding.kind == RANGE || coding.kind == STEPS;
-            u64 place = part.first + u64(parts.before[i][word]) +
-                        __popc(of_word & ((1u << shift) - 1));
-            u64 at = C * place * coding.bits - part.first_bit;
-            for (; ones; ones &= ones - 1) {
-                u32 bit = __popc((ones & (0u - ones)) - 1);
-#pragma unroll
-                for (u32 c = 0; c < C; c++, at += coding.bits) {
-                    u32 code = get_bits(part.values, at, coding.bits);
-                    float value = decode_value(coding, code);
-                    if ((of_codes ? code : magnitude(value)) > part.largest) {
-                        note_corrupt(part.payload);
-                        atomicOr(flag, 1u);
-                    }
-                    float* total = &sum[float_slot(C * (threadIdx.x * OWN + bit) + c)];
-                    *total = add_rn(*total, value);
-                }
+            u32 n_listed = part.n_listed;
+            // Other threads have had these places of the rank before.
+            if (i && (n_listed != NO_LIST || parts.of[i - 1].n_listed != NO_LIST)) __syncthreads();
+            if (n_listed != NO_LIST) {
+                for (u32 j = threadIdx.x; j < n_listed; j += THREADS)
+                    sound &= add_value<C>(part, coding, j, places.list[j], sum);
+                continue;
+            }
+            u32 of_word = places.bits.words[word];
+            u32 ones = of_word >> shift & ((1u << OWN) - 1);
+            u32 j = places.bits.before[word] + __popc(of_word & ((1u << shift) - 1));
+            for (; ones; ones &= ones - 1, j++) {
+                u32 place = threadIdx.x * OWN + __popc((ones & (0u - ones)) - 1);
+                sound &= add_value<C>(part, coding, j, place, sum);
             }
         }
     }
+    if (!sound) atomicOr(flag, 1u);
     __syncthreads();
     return *flag == 0;
 }
@@ -444,7 +569,7 @@ __global__ void __launch_bounds__(THREADS, DOMAIN == COSINES ? 3 : RESIDENT)
     u32 number = tile_tensor[blockIdx.x];
     const Arriving tensor = tensors[number];
     u32 own_tile = blockIdx.x - tensor.first_tile;
-    const Arriving* rows = DOMAIN == ELEMENTS ? tensors + number : &tensor;
+    const Arriving* rows = tensors + number;
     bool sound = add_values<C>(messages, rows, payloads, number, own_tile, floats, flag, parts);
     if constexpr (DOMAIN != ELEMENTS) {
         float2 z[OWN];
