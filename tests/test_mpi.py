@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launch import patient_ranks
+
 pytestmark = [pytest.mark.parallel, pytest.mark.mpi]
 
 ROOT = Path(__file__).parents[1]
@@ -25,15 +27,16 @@ def mpirun(n: int, *command: str) -> str:
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
-    run = subprocess.run(
-        ["mpirun", "--oversubscribe", "-np", str(n), sys.executable, "-m", "mpi4py", *command],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    with patient_ranks(environment):
+        run = subprocess.run(
+            ["mpirun", "--oversubscribe", "-np", str(n), sys.executable, "-m", "mpi4py", *command],
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
     return run.stdout
 
