@@ -48,7 +48,9 @@ test-core: install ## run the tests that need no framework, no MPI and no emulat
 test-parallel: install ## run the tests that start several processes
 	pytest -m parallel $(JOBS) $(ARGS)
 
-test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON: one that has CuPy and PyTorch
+test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON: one that has CuPy and PyTorch, gets the rest
+	@$(PYTHON) -c "import hypothesis, matplotlib, ml_dtypes, numba, pytest, rich, scipy" || \
+		$(PYTHON) -m pip install -e '.[dev]'
 	$(PYTHON) -m pytest -m gpu tests/gpu tests/test_parallel.py $(ARGS)
 
 horovod-cuda: ## build Horovod for the CUDA PyTorch of PYTHON, and install it there; ARGS="--help"
