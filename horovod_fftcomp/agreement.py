@@ -14,6 +14,8 @@ from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.exchanges import Send
 from horovod_fftcomp.schemes import Round
 
+ADDRESS = "address"  # a fact that is told, not compared
+
 
 class Handshake:
     """The comparison of all ranks' ``facts``, under way.
@@ -40,10 +42,27 @@ class Handshake:
             time.sleep(0.001)
         return self._pending.is_done()
 
-    def compare(self, timeout_s: float) -> None:
-        """Raise ConfigMismatchError, the same on all ranks, if they differ."""
-        handshake.compare(self._pending.wait(timeout_s))
-        own, meeting = describe(self._own), describe(self._meeting)
+    def compare(self, timeout_s: float) -> dict[str, Any]:
+        """Raise ConfigMismatchError, the same on all ranks, if they differ.
+
+        Returns the address that the first rank has told.
+        """
+        facts = handshake.unpack(self._pending.wait(timeout_s))
+        addresses = [told.pop(ADDRESS, {}) for told in facts]
+        handshake.compare_facts(facts)
+        self._check_set(self._meeting)
+        return addresses[0]
+
+    def check_set(self, optimizers: Any | None) -> None:
+        """Raise ConfigMismatchError at once where it was begun before ``optimizers`` was known.
+
+        In another set than the compressor's own it would wait for ranks that never come.
+        """
+        if optimizers is not None and self._meeting is self._own:
+            self._check_set(optimizers)
+
+    def _check_set(self, optimizers: Any) -> None:
+        own, meeting = describe(self._own), describe(optimizers)
         if own != meeting:
             raise ConfigMismatchError(
                 f"the compressor's process set is {own}, but that of its DistributedOptimizer is "

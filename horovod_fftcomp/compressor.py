@@ -26,6 +26,7 @@ from horovod_fftcomp.recovery import Recovery
 from horovod_fftcomp.replica_check import Replicas
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.settings import Settings
+from horovod_fftcomp.watch import Watch
 
 # Every rank makes its compressors in the same order, so equal numbers mean the same one.
 _numbers = itertools.count()
@@ -173,7 +174,9 @@ class Compressor:
         """
         self._steps.settle()
         handshake.compare_facts(
-            self._connection.gather({"step": self._engine.step, "density": density})
+            self._connection.gather(
+                "set_density()", {"step": self._engine.step, "density": density}
+            )
         )
         self._use_density(density)
 
@@ -185,7 +188,7 @@ class Compressor:
         if self._recovery is None:
             raise ValueError("report() needs recover=Recover(...) when the compressor is made")
         self._steps.settle()
-        first = self._connection.gather(float(metric))[0]
+        first = self._connection.gather("report()", float(metric))[0]
         density, step = self._policy.density(self._engine.step), self._engine.step
         if density is None or step < self._policy.warmup_steps:
             return  # nothing is compressed yet that could be to blame
@@ -208,7 +211,9 @@ class Compressor:
 
         It can be loaded by any number of ranks; the sum of the residuals stays what it was.
         """
-        return checkpoint.gathered(self._connection.gather(self.state_dict()))
+        return checkpoint.gathered(
+            self._connection.gather("gathered_state_dict()", self.state_dict())
+        )
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned on the same rank, or a gathered state."""
@@ -241,7 +246,7 @@ class Compressor:
         kept = state.pop("state")
         state["common"] = checkpoint.common(kept)
         self._connection.recount()
-        present = self._connection.gather(state)
+        present = self._connection.gather("rejoin()", state)
         survivors = [old for old in present if old["step"] > 0]
         engine.rank, engine.world_size = self._set.rank(), self._set.size()
         first = (survivors or present)[0]
@@ -269,6 +274,12 @@ class Compressor:
     def _new_name() -> str:
         """Return the name with which this compressor's operations begin; once, when it is whole."""
         return f"fftcomp.{next(_numbers)}"
+
+    def _watch(self, name: str, shutdown: Callable[[], None]) -> Watch:
+        """Return what watches over the steps; ``shutdown`` ends Horovod."""
+        settings = self._settings
+        ends = settings.on_timeout == "raise"
+        return Watch(name, self._policy.recipe, settings.timeout_s, ends, shutdown)
 
     @property
     def _buckets(self) -> list[Bucket]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp import agreement
+from horovod_fftcomp import agreement, handshake
 from horovod_fftcomp.backends import Array
-from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.exchanges import Pending, Send
 from horovod_fftcomp.process_sets import size_of
 from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.watch import Watch
 
 # Compressors of this process whose handshake is not over. Hooks of several may come first in
 # another order on another rank, so none of them may then wait for long; ranks that begin
@@ -46,13 +47,31 @@ class _NoPart:
         return self._nothing
 
 
+class _Watched:
+    """A round that is waited for as long as the watch allows, and fails with what it has found."""
+
+    def __init__(self, pending: Pending, watch: Watch) -> None:
+        self._pending, self._watch = pending, watch
+        self.is_done = pending.is_done
+
+    def wait(self, timeout_s: float) -> Array:
+        """Return the output; ConfigMismatchError if the watch has ended the job."""
+        try:
+            return self._pending.wait(max(timeout_s, self._watch.limit_s))
+        except Exception as error:
+            if self._watch.verdict:
+                raise ConfigMismatchError(self._watch.verdict) from error
+            raise
+
+
 class Connection:
     """One compressor's link to its like on the other ranks of ``process_set``.
 
     ``name``: that of the compressor, with which all its operations begin. Steps that begin after
     another handshake use other names, so nothing that a dropped step has left on its way, on some
-    ranks or on all, can meet them. ``groups`` makes the process sets, by their ranks, of rounds
-    among some ranks alone; it is called once, by all ranks, when they have greeted each other.
+    ranks or on all, can meet them. ``watch`` says how long ranks wait for each other. ``groups``
+    makes the process sets, by their ranks, of rounds among some ranks alone; it is called once, by
+    all ranks, when they have greeted each other.
     """
 
     def __init__(
@@ -60,16 +79,18 @@ class Connection:
         send: Send,
         name: str,
         process_set: Any,
-        timeout_s: float,
+        watch: Watch,
         groups: Callable[[], Mapping[tuple[int, ...], Any]] = dict,
     ) -> None:
+        self.watch = watch
         self._start = send
         self._make_groups = groups
         self._groups: Mapping[tuple[int, ...], Any] = {}
         self._name = name
+        self._facts: Callable[[], Callable[[], dict[str, Any]] | None] = lambda: None
         self._epoch = 0  # how many handshakes this rank has begun
         self._set = process_set
-        self._timeout_s = timeout_s
+        self._timeout_s = watch.timeout_s
         self._handshake: agreement.Handshake | None = None
         self._roll_call: Pending | None = None
         self._agreements = itertools.cycle(range(2))  # they block: more names are not needed
@@ -80,7 +101,12 @@ class Connection:
         """Forget a roll call under way, and compare configurations again."""
         self._handshake, self._roll_call = None, None
         self.is_up = False
+        self.watch.part()
         _unconnected.add(self)
+
+    def introduce(self, facts: Callable[[], dict[str, Any]]) -> None:
+        """Tell what ``connect`` will be given, so that the ranks can compare it before."""
+        self._facts = weakref.WeakMethod(facts)
 
     def connect(self, facts: Callable[[], dict[str, Any]], optimizers: Any | None) -> None:
         """Compare ``facts()`` with the other ranks'; raise ConfigMismatchError if they differ.
@@ -89,6 +115,10 @@ class Connection:
         ``optimizers``: the process set of the optimizer that is served, if it is known.
         """
         if self._handshake is None:
+            # All compressors together: if another rank made them in another order, the first
+            # one's hook there waits for one of these.
+            for other in _unconnected - {self}:
+                other._greet_early()
             self._epoch += 1
             self.greet(self.send, facts, optimizers)
             is_alone = len(_unconnected) <= 1
@@ -96,8 +126,15 @@ class Connection:
         else:
             is_alone, patience_s = False, 0.0
         assert self._handshake is not None
+        self._handshake.check_set(optimizers)
         if is_alone or self._handshake.is_done(patience_s):
             self._hear()
+
+    def _greet_early(self) -> None:
+        facts = self._facts()
+        if facts is not None and self._handshake is None and self._set.included():
+            self._epoch += 1
+            self.greet(self.send, facts, None)
 
     def send(self, round_: Round, name: str, process_set: Any) -> Pending:
         """Start a round of the present step, or of an agreement between two; see ``Send``."""
@@ -105,18 +142,26 @@ class Connection:
             if not round_.among:
                 return _NoPart(round_)
             process_set = self._groups[round_.among]
-        return self._start(round_, f"{name}.{self._epoch}" if self._epoch else name, process_set)
+        name = f"{name}.{self._epoch}" if self._epoch else name
+        return _Watched(self._start(round_, name, process_set), self.watch)
+
+    def check(self) -> None:
+        """Raise ConfigMismatchError if the watch has ended the job."""
+        if self.watch.verdict:
+            raise ConfigMismatchError(self.watch.verdict)
 
     def greet(
         self, send: Send, facts: Callable[[], dict[str, Any]], optimizers: Any | None
     ) -> None:
         """Begin to compare ``facts()`` by ``send``, without a wait; ``open`` ends it."""
         name = f"{self._name}.handshake"
-        self._handshake = agreement.Handshake(send, facts(), name, self._set, optimizers)
+        told = {**facts(), agreement.ADDRESS: self.watch.start()}
+        self._handshake = agreement.Handshake(send, told, name, self._set, optimizers)
 
     def _hear(self) -> None:
         assert self._handshake is not None
-        self._handshake.compare(self._timeout_s)
+        first = self._handshake.compare(self._timeout_s)
+        self.watch.meet(first, self._set.rank(), size_of(self._set))
         self._groups = self._groups or self._make_groups()
         self.is_up, self._handshake = True, None
         _unconnected.discard(self)
@@ -153,12 +198,23 @@ class Connection:
             ones = Round("allreduce", np.ones(1, np.float32))
             self.send(ones, f"{self._name}.parted", self._set).wait(self._timeout_s)
 
-    def gather(self, thing: object) -> list[Any]:
-        """Return the ``thing`` of every rank, in rank order; all have to call it alike."""
+    def gather(self, call: str, thing: object) -> list[Any]:
+        """Return the ``thing`` of every rank, in rank order; all have to make this ``call``."""
+        self.check()
         name = f"{self._name}.agreement.{next(self._agreements)}"
-        return agreement.gather_objects(self.send, thing, name, self._set, self._timeout_s)
+        self.watch.start()
+        self.watch.calls(call)
+        try:
+            found = agreement.gather_objects(
+                self.send, (call, thing), name, self._set, self._timeout_s
+            )
+        finally:
+            self.watch.calls("")
+        handshake.compare_facts([{"call": made} for made, _ in found])
+        return [one for _, one in found]
 
     def recount(self) -> None:
         """Count from 0 again, as ranks do that are new after an elastic reset."""
+        self.watch.part()
         self._epoch = 0
         self._agreements = itertools.cycle(range(2))

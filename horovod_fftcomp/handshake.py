@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,12 @@ def _shortened(value: object) -> object:
 
 def compare(gathered: Array) -> None:
     """Raise ConfigMismatchError if the gathered messages differ; the same text on all ranks."""
-    compare_facts([json.loads(m.tobytes()) for m in gathered.reshape(-1, MESSAGE_NBYTES)])
+    compare_facts(unpack(gathered))
+
+
+def unpack(gathered: Array) -> list[dict[str, Any]]:
+    """Return the facts of each rank, of the gathered messages."""
+    return [json.loads(m.tobytes()) for m in gathered.reshape(-1, MESSAGE_NBYTES)]
 
 
 def compare_facts(facts: Sequence[Mapping[str, object]]) -> None:

@@ -26,7 +26,8 @@ class Settings:
     rank writes its gradients at every ``record_every``-th step. ``live_view``: a file to which the
     first rank appends a line of JSON at every ``live_every``-th step; ``scalars``: a writer that
     gets the same numbers, with ``add_scalar(name, value, step)``, or for TensorFlow one of
-    ``tf.summary``. ``timeout_s``: an exchange without an answer for so long ends the run.
+    ``tf.summary``. ``timeout_s``: seconds that a rank waits for the others before every rank says
+    who is late; then the job ends, or with ``on_timeout="warn"`` goes on waiting.
     """
 
     min_numel: int = MIN_NUMEL
@@ -42,12 +43,15 @@ class Settings:
     scalars: Any = None
     live_every: int = 50
     timeout_s: float = 600.0
+    on_timeout: str = "raise"
 
     def __post_init__(self) -> None:
         if self.replica_check not in ("warn", "broadcast", "off"):
             raise ValueError(
                 f"replica_check must be 'warn', 'broadcast' or 'off', got {self.replica_check!r}"
             )
+        if self.on_timeout not in ("raise", "warn"):
+            raise ValueError(f"on_timeout must be 'raise' or 'warn', got {self.on_timeout!r}")
         if self.process_set is not None and self.process_set.process_set_id is None:
             raise ValueError(
                 "process_set is not registered; make it by hvd.add_process_set, or give it to "

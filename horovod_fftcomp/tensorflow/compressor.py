@@ -56,7 +56,8 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         self._set = settings.process_set or hvd.global_process_set
         self._name = self._new_name()
         self._make_groups = process_sets.makers(policy, settings)
-        self._connection = Connection(PendingRound, self._name, self._set, settings.timeout_s)
+        watch = self._watch(self._name, hvd.shutdown)
+        self._connection = Connection(PendingRound, self._name, self._set, watch)
         with tf.init_scope(), tf.device("/CPU:0"):
             self._counter = tf.Variable(0, dtype=tf.int64, trainable=False, name=self._name)
         self._model = model
@@ -259,7 +260,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             return {}
         if self._policy.ranks_per_node > 1:
             told = {"ranks_per_node": self._policy.ranks_per_node}
-            handshake.compare_facts(self._connection.gather(told))
+            handshake.compare_facts(self._connection.gather("the first step", told))
         return self._make_groups()
 
     def _shown(self, variables: Sequence[Any], numbers: Sequence[int]) -> dict[int, tf.Tensor]:

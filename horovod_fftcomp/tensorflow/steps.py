@@ -27,9 +27,9 @@ from horovod_fftcomp.record import Recorder
 from horovod_fftcomp.replica_check import ReplicaCheck
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.settings import Settings
+from horovod_fftcomp.stalls import Progress
 from horovod_fftcomp.tensorflow import rounds
 from horovod_fftcomp.tensorflow.variables import Variables
-from horovod_fftcomp.tensorflow.watch import Watch
 
 if TYPE_CHECKING:
     from horovod_fftcomp.tensorflow.device import TensorFlowMemory
@@ -61,16 +61,20 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: Steps, *arguments: Any) -> Any:
         with self.lock:
+            self._connection.check()
             self.check_unbroken()
+            self._is_busy = True
             try:
                 return method(self, *arguments)
             except BaseException as error:
                 self.broken_by = repr(error)
-                self._watch.rest()
+                self._doing = ""
                 if isinstance(error, FFTCompError) and rounds.is_elastic():
                     # Horovod's elastic loop takes TensorFlow's UnknownError for the end of the job.
                     raise NotImplementedError(repr(error)) from error
                 raise
+            finally:
+                self._is_busy = False
 
     return run
 
@@ -113,7 +117,11 @@ class Steps:
         self._set = self.meeting = process_set
         self._greet, self._rejoin, self.memory = greet, rejoin, memory
         self._greeting, self.hashes = rounds.GraphRound(), hashes
-        self._watch = Watch(self, settings.timeout_s)
+        connection.watch.follow(self, variables.names)
+        self._doing = ""  # what of a step is under way, in words
+        self._is_busy = False
+        self._at_step = self._handed = self._returned = 0  # for ``progress``
+        self._encoded: set[int] = set()  # buckets of this step
         self._scale = 1.0
         self._alone = False  # elastic, and no other rank is left
         self._sent: dict[int, Round | None] = {}  # each bucket's round that is under way
@@ -141,6 +149,7 @@ class Steps:
         self._close_last(load, memory)
         if self._connection.is_up and not rounds.is_elastic():
             if not self._compares(self._engine.step):
+                self._note("a step that Horovod exchanges", self._engine.step, 1, 1)
                 self._enter(load, scale)
                 return np.False_
         return np.True_
@@ -151,8 +160,8 @@ class Steps:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return what this rank hands in to a roll call, and its greeting if one is due."""
         del step, early  # order the calls
-        self._watch.rest()  # what a step that was broken off has left is dead
-        self._watch.sent("the roll call of a step")
+        is_over = self._begun and not self._left
+        self._note("the roll call of a step", self._engine.step + is_over, 1)
         if not self._connection.is_up and size_of(self._set) > 1:
             self._greet(self._greeting)
         return np.array([1, scale], np.float32), self._greeting.take()
@@ -170,8 +179,8 @@ class Steps:
     ) -> Any:
         """Close the last step and begin one, when all ranks have arrived; return 0 and hashes."""
         del step  # orders the steps
-        self._watch.answered()
         self._close_last(load, memory)
+        self._note(f"step {self._engine.step}", self._engine.step, 2)
         if greetings.size:
             self._greeting.output = greetings
             self._connection.open()
@@ -235,6 +244,8 @@ class Steps:
             made[bucket] = None if self._alone else self._start(bucket, arrived, worst)
             worst = 0.0
         messages = self._messages(made)
+        self._encoded.update(members)
+        self._handed += len(members)
         if not self._alone:
             self._idle_since = time.perf_counter()
             self._spans.append((began, self._idle_since))
@@ -276,11 +287,10 @@ class Steps:
             else:
                 sums = self._engine.sums(bucket)
             self._left.discard(bucket)
+            self._returned += 1
             for position in positions:
                 self._check_limit(sums[position], limits[len(given)])
                 given.append(self._tensor(sums[position]))
-        if self.ends_together and not self._left:
-            self._watch.sent("the end of a step")
         self._wait()
         return [np.int64(0), *given]
 
@@ -294,8 +304,7 @@ class Steps:
     def end(self, hashes: np.ndarray, *decoded: np.ndarray) -> np.ndarray:
         """Do what comes after a step's last decoding; return the number of steps: 1."""
         del decoded  # orders this after all of them
-        if self.ends_together:
-            self._watch.answered()
+        self._doing = ""
         self.hashes.output = hashes
         self._replicas.finish(self._timeout_s)
         return np.int64(1)
@@ -305,8 +314,6 @@ class Steps:
         given: list[Any] = [np.array([rounds.code_of(round_) for round_ in made.values()])]
         for bucket, round_ in made.items():
             self._sent[bucket] = round_
-            if rounds.code_of(round_) != rounds.NOTHING:
-                self._watch.sent(f"bucket {bucket}")
             given.append(self._tensor(rounds.message_of(round_, self._engine.rank)))
         self._wait()
         return given
@@ -331,14 +338,34 @@ class Steps:
         if self.memory is not None:
             there = self.memory.device.owns(sent.data)
             output = self._array(output) if there else output.numpy()
-        if rounds.code_of(sent) != rounds.NOTHING:
-            self._watch.answered()
         now = time.perf_counter()
         if self._n_encoded == self._n_buckets:  # before, gradients are still being computed
             self._wait_s += now - self._idle_since
         following = self._engine.advance(bucket, output.view(sent.data.dtype))
         self._idle_since = time.perf_counter()
         return following
+
+    # The watch calls these, from a thread of its own.
+
+    def progress(self) -> Progress:
+        """Return how far this rank is; it counts buckets."""
+        counts = (self._at_step, self._handed, self._returned)
+        return Progress(*counts, bool(self._doing), self._is_busy, doing=self._doing)
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the variables of buckets that are not encoded in this step."""
+        buckets = enumerate(self._engine.buckets)
+        left = [bucket for number, bucket in buckets if number not in self._encoded]
+        names = {tensor.name for bucket in left for tensor in bucket.tensors}
+        return [n for n, name in enumerate(self._variables.names) if name in names]
+
+    def may_wait(self, stacks: str) -> bool:
+        """Tell whether a thread waits for TensorFlow: if none does, an error has ended the step."""
+        return "in quick_execute\n" in stacks
+
+    def _note(self, doing: str, step: int, handed: int, returned: int = 0) -> None:
+        self._at_step, self._handed, self._returned = step, handed, returned
+        self._doing, self._encoded = doing, set()
 
     # The compressor calls these.
 
@@ -374,7 +401,7 @@ class Steps:
         with self.lock:
             self._engine.abandon()
             self._replicas.abandon()
-            self._watch.rest()
+            self._doing = ""
             self._sent, self._left, self._spans, self._n_encoded = {}, set(), [], 0
             self._begun, self._recorded, self.broken_by = False, None, ""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from horovod.torch import mpi_ops
 
 from horovod_fftcomp import process_sets
 from horovod_fftcomp.compressor import Compressor
@@ -49,7 +50,9 @@ class TorchCompressor(Compressor):
         closed = self._closed() if member else None
         name = self._new_name()
         groups = process_sets.makers(policy, settings) if buckets else dict
-        self._connection = Connection(PendingRound, name, self._set, settings.timeout_s, groups)
+        watch = self._watch(name, mpi_ops._basics.shutdown)
+        self._connection = Connection(PendingRound, name, self._set, watch, groups)
+        self._connection.introduce(self._facts)
         replicas = ReplicaCheck(
             self._connection.send, parameters, settings.replica_check, self._set, name
         )

@@ -20,6 +20,7 @@ from horovod_fftcomp.record import Recorder
 from horovod_fftcomp.replica_check import ReplicaCheck
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.settings import Settings
+from horovod_fftcomp.stalls import Progress
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.parameters import Parameters
 from horovod_fftcomp.torch.rounds import come_after_horovod
@@ -74,6 +75,7 @@ class Steps:
             return connection.send(round_, f"{name}.{bucket}.{number}", process_set)
 
         self.exchanges = Exchanges(engine, send, settings.timeout_s)
+        connection.watch.follow(self, parameters.names)
         # An exchange of allreduces alone goes through a join as it does in Horovod.
         self._gathers = settings.replica_check != "off" or any(
             set(bucket.policy.at(bucket.policy.warmup_steps).rounds) != {"allreduce"}
@@ -90,6 +92,23 @@ class Steps:
     def under_way(self) -> bool:
         """Whether a gradient of a step that is not closed has come."""
         return bool(self._parameters.seen)
+
+    def progress(self) -> Progress:
+        """Return how far this rank is; for the watch, which looks from another thread."""
+        handed, out = len(self._parameters.seen), self._out
+        counts = (self._engine.step, handed, handed - out)
+        doing = f"step {self._engine.step}"
+        return Progress(*counts, out > 0, self.exchanges.is_computing, doing=doing)
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the parameters whose gradients have not come in this step."""
+        seen = set(list(self._parameters.seen))  # copied at once: it grows meanwhile
+        return [number for number in range(len(self._parameters)) if number not in seen]
+
+    def may_wait(self, stacks: str) -> bool:
+        """Tell whether a step that is under way goes on: without TensorFlow's threads it does."""
+        del stacks
+        return True
 
     def times(self) -> dict[str, float]:
         """Return the seconds of ``stats`` that the engine does not know."""
@@ -231,6 +250,7 @@ class Steps:
         self._replicas.finish(self._settings.timeout_s)
 
     def _check_unbroken(self) -> None:
+        self._connection.check()
         if self._broken_by:
             raise UnsupportedError(
                 f"a step was broken off by {self._broken_by}; to go on, drop it: load a "

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_fftcomp import simulate
-from horovod_fftcomp.tensorflow import Compression, compressor, watch
+from horovod_fftcomp import simulate, watch
+from horovod_fftcomp.tensorflow import Compression, compressor
 from horovod_fftcomp.tensorflow.device import TensorFlowMemory
 from tests import payloads
 from tests.gpu.emulator import Emulator
@@ -19,6 +19,7 @@ from tests.parallel.tensorflow_models import Layers, small_buckets, train
 def _looks_often(monkeypatch):
     """A look at other threads has to be safe at any moment."""
     monkeypatch.setattr(watch, "_LOOK_S", 0.002)
+    monkeypatch.setattr(watch, "_TELL_S", 0.0)  # each time at the stacks of all threads as well
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,385 @@
+"""Watches over a training's progress: says which rank is late, and ends a job that stands still.
+
+One daemon thread of each process looks at its compressors four times a second, and once a second
+sends a datagram (UDP) with what it sees to the first rank, which alone judges and tells all. That
+goes on beside Horovod's collectives and needs none of them, so it works while these wait for a rank
+that sleeps, loops or has left. Training threads are never slowed: they are only looked at.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import fcntl
+import hmac
+import json
+import os
+import re
+import secrets
+import select
+import site
+import socket
+import struct
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from horovod_fftcomp.exchanges import no_answer
+from horovod_fftcomp.stalls import Progress, Report, diagnose, ranges
+
+_LOOK_S, _TELL_S = 0.25, 1.0
+_RANKS_A_SECOND = 64  # more would keep the first rank's thread busy
+_MOST_NBYTES = 1400  # fits one packet of Ethernet
+_NOTICE_S = 8.0  # in which ranks that begin together have met
+_MARGIN_S = 6.0  # that the first rank has to tell what it found, before a rank speaks for itself
+_LAST_WORDS_S = 3.0  # launchers drop what a rank writes just before another one ends the job
+# How long a wait may outlast ``timeout_s``: by then the watch has ended it.
+BACKSTOP_S = _MARGIN_S + 2 * _LAST_WORDS_S
+# Two threads in Horovod's shutdown at once hang; Horovod calls it when the interpreter exits.
+_shutting_down = threading.Lock()
+
+_ADVICE = (
+    " Give all ranks the same number of batches (PyTorch: DistributedSampler with drop_last=True, "
+    "TensorFlow: drop_remainder=True), and let all of them make the same calls. If a rank is only "
+    "slow, raise timeout_s, now {timeout_s:.0f} s; on_timeout='warn' goes on waiting."
+)
+
+
+class Watched(Protocol):
+    """The course of an adapter's steps, as far as it is watched."""
+
+    def progress(self) -> Progress:
+        """Return how far this rank is; called from another thread than the training's."""
+        ...
+
+    def missing(self) -> Sequence[int]:
+        """Return the numbers of the tensors that are not handed in yet in this step."""
+        ...
+
+    def may_wait(self, stacks: str) -> bool:
+        """Tell whether a step that is under way goes on, of what the threads are doing."""
+        ...
+
+
+class Watch:
+    """Watches over one compressor's steps on this rank.
+
+    ``name`` of the compressor, the same on all ranks, and ``recipe`` are for messages. After
+    ``timeout_s`` seconds in which a rank waits for others in vain, every rank writes to stderr who
+    is late. If ``ends``, ``shutdown`` then ends Horovod, which fails all that waits, and
+    ``verdict`` has the message.
+    """
+
+    def __init__(
+        self, name: str, recipe: str, timeout_s: float, ends: bool, shutdown: Callable[[], None]
+    ) -> None:
+        self.name, self.timeout_s, self.ends = name, timeout_s, ends
+        self.verdict = ""
+        self._label = f"compressor {name.rpartition('.')[2]} ({recipe})"
+        self._shutdown = shutdown
+        self._names: Sequence[str] = ()
+        self._steps: Callable[[], Watched | None] = lambda: None
+        self._call = ""
+        self._seen: tuple[Progress, str] | None = None
+        self._since = time.monotonic()  # of the last change
+        self._next_s = self._end_at = 0.0
+        self._noticed = False
+        self._spoke_at = -float("inf")
+        self._rank, self._n_ranks = 0, 0  # 0: the ranks have not met
+        self._token = b""
+        self._hubs: list[tuple[str, int]] = []  # addresses at which the first rank may answer
+        self._heard_at = 0.0  # when it did
+        self._reports: dict[int, tuple[float, Report]] = {}  # of the first rank: when, and what
+        self._peers: dict[int, tuple[str, int]] = {}
+        self._told = (0, "")  # number and text of the last message to all
+
+    def follow(self, steps: Watched, names: Sequence[str]) -> None:
+        """Look at the progress of ``steps``, which are not kept alive; ``names`` of the tensors."""
+        self._steps, self._names = weakref.ref(steps), names
+
+    def start(self) -> dict[str, Any]:
+        """Begin to look; return what the other ranks have to know to report to this one."""
+        return _Post.started(self).address
+
+    def meet(self, first: Mapping[str, Any], rank: int, n_ranks: int) -> None:
+        """Report to the rank whose ``start`` returned ``first`` from now on."""
+        now = time.monotonic()
+        self._token = bytes.fromhex(first["token"])
+        self._hubs = [(host, first["port"]) for host in first["hosts"]]
+        self._rank, self._n_ranks, self._heard_at = rank, n_ranks, now
+        silent = Report(Progress(-1, 0, 0, False), 0.0)
+        self._reports = {other: (now, silent) for other in range(n_ranks)}
+        self._peers = {}
+        self._told = (0, "")
+
+    def part(self) -> None:
+        """Report to nobody until the ranks meet again."""
+        self._n_ranks, self.verdict, self._end_at, self._noticed = 0, "", 0.0, False
+
+    @property
+    def limit_s(self) -> float:
+        """How long a wait of the training thread may take before it gives up by itself."""
+        if not self.ends:
+            return float("inf")
+        return self.timeout_s + (BACKSTOP_S if self._n_ranks else 0.0)
+
+    def calls(self, call: str) -> None:
+        """Note a call in which this rank waits for all others; "" when it has returned."""
+        self._call = call
+
+    def look(self, post: _Post) -> None:
+        """Notice progress, report it, and act on what is known; called by the watching thread."""
+        steps = self._steps()
+        now = time.monotonic()
+        progress = Progress(0, 0, 0, False) if steps is None else steps.progress()
+        if self._call:
+            progress = progress._replace(call=self._call)
+        if (seen := (progress, self._call)) != self._seen:
+            self._seen, self._since = seen, now
+        quiet_s = now - self._since
+        if self._end_at and now >= self._end_at:
+            self._end(progress)
+        if now < self._next_s:
+            return
+        self._next_s = now + max(_TELL_S, self._n_ranks / _RANKS_A_SECOND)
+        report = _report(steps, progress, quiet_s)
+        if self._n_ranks and self._rank == 0:
+            self._heard_at = now
+            self._reports[0] = (now, report)
+            self._judge(post, now)
+        elif self._n_ranks:
+            values = {"to": self.name, "rank": self._rank, "report": report.pack()}
+            for hub in self._hubs:
+                post.send(self._token, values, hub)
+        self._speak_for_itself(report, now)
+
+    def take(self, post: _Post, token: bytes, values: Mapping[str, Any], sender: Any) -> None:
+        """Take a datagram for this compressor; what is not from one of its ranks is ignored."""
+        if not self._n_ranks or not hmac.compare_digest(token, self._token):
+            return
+        now = time.monotonic()
+        if "report" in values and self._rank == 0:
+            rank = int(values["rank"])
+            if rank not in self._reports:
+                return
+            self._reports[rank] = (now, Report.unpack(values["report"]))
+            self._peers[rank] = sender
+            post.send(self._token, self._message(), sender)
+        elif "told" in values and self._rank != 0:
+            self._heard_at, self._hubs = now, [sender]
+            number, text = int(values["told"]), str(values["text"])
+            if number > self._told[0]:
+                self._told = (number, text)
+                self._speak(text, now)
+
+    def _message(self) -> dict[str, Any]:
+        number, text = self._told
+        return {"to": self.name, "told": number, "text": text}
+
+    def _judge(self, post: _Post, now: float) -> None:
+        """Tell all ranks what keeps them from going on, if something does."""
+        if self.verdict or now - self._spoke_at < self.timeout_s:
+            return
+        age_s = 3 * (self._next_s - now) + 2
+        fresh = {rank: report for rank, (at, report) in self._reports.items() if now - at <= age_s}
+        silent = [rank for rank in self._reports if rank not in fresh]
+        text = diagnose(fresh, silent, self._names, self.timeout_s)[: _MOST_NBYTES // 2]
+        if not text:
+            return
+        self._told = (self._told[0] + 1, text)
+        for peer in self._peers.values():
+            post.send(self._token, self._message(), peer)
+        self._speak(text, now)
+
+    def _speak_for_itself(self, report: Report, now: float) -> None:
+        """Speak where the first rank does not: before the ranks have met, or if it is gone."""
+        if not report.is_waiting or self.verdict:
+            return
+        doing, quiet_s = report.progress.call or report.progress.doing, report.quiet_s
+        if self._n_ranks == 0 and not self._noticed and _NOTICE_S <= quiet_s < self.timeout_s:
+            self._noticed = True
+            self._write(
+                f"{self._label} has waited for {quiet_s:.0f} s in {doing} for an answer of all "
+                f"ranks, and goes on for {self.timeout_s:.0f} s. A rank may be slow to begin; else "
+                "it has no compressor, made its compressors in another order, or did not make this "
+                "call"
+            )
+        if now - self._spoke_at < self.timeout_s:
+            return
+        if self._n_ranks == 0 and quiet_s >= self.timeout_s + _TELL_S:
+            self._speak(no_answer(f"{self._label}: {doing!r}", self.timeout_s), now)
+        elif self._n_ranks and quiet_s >= self.timeout_s + _MARGIN_S:
+            self._speak(
+                f"no progress for {quiet_s:.0f} s in {doing}. Which rank is late is not known: the "
+                f"first one was heard last {now - self._heard_at:.0f} s ago (by UDP). It may have "
+                "been stopped, its host may be unreachable, or UDP does not pass between hosts.",
+                now,
+            )
+
+    def _speak(self, text: str, now: float) -> None:
+        """Write to stderr, and have the job end soon if that is wanted."""
+        self._spoke_at = now
+        if "timeout_s" not in text:
+            text += _ADVICE.format(timeout_s=self.timeout_s)
+        if self._label not in text:
+            text = f"{self._label}: {text}"
+        if not self.ends:
+            self._write(text)
+            return
+        self._write(f"ConfigMismatchError: {text}")
+        self.verdict, self._end_at = text, now + _LAST_WORDS_S
+
+    def give_up(self, error: Exception) -> None:
+        """Say that this watch has failed: nobody looks after its steps from now on."""
+        self._n_ranks = 0
+        self._write(f"{self._label}: hangs are no longer found, since the watch failed: {error!r}")
+
+    def _write(self, text: str) -> None:
+        rank = f" on rank {self._rank}" if self._n_ranks else ""
+        # One write, so that no line of another rank comes in between.
+        sys.stderr.write(f"horovod_fftcomp{rank}: {text}\n")
+        sys.stderr.flush()
+
+    def _end(self, progress: Progress) -> None:
+        """Shut Horovod down, so that all that waits on this rank fails."""
+        self._end_at = 0.0
+        if progress.inside or progress.call:
+            with _shutting_down:
+                self._shutdown()
+
+
+class _Post:
+    """The socket and the thread of this process, for all its watches."""
+
+    _present: _Post | None = None
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._token = secrets.token_bytes(16)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(("", 0))
+        self._watches: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
+        self._stops = threading.Event()
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="fftcomp-watch", daemon=True)
+        atexit.register(self._stop)  # later than Horovod's, so it is called first
+        self._thread.start()
+
+    @classmethod
+    def started(cls, watch: Watch) -> _Post:
+        """Return this process's, which looks after ``watch`` from now on."""
+        with cls._lock:
+            if cls._present is None or cls._present._process != os.getpid():
+                cls._present = cls()
+            cls._present._watches[watch.name] = watch
+            return cls._present
+
+    @property
+    def address(self) -> dict[str, Any]:
+        """Where this process can be reached, as JSON values."""
+        hosts = ["127.0.0.1", *_own_addresses()][:8]
+        return {
+            "hosts": hosts,
+            "port": self._socket.getsockname()[1],
+            "token": self._token.hex(),
+        }
+
+    def send(self, token: bytes, values: Mapping[str, Any], to: tuple[str, int]) -> None:
+        """Send a datagram; what cannot be sent is lost, as others may be: they are repeated."""
+        try:
+            self._socket.sendto(token + json.dumps(values).encode()[:_MOST_NBYTES], to)
+        except OSError:
+            return
+
+    def _run(self) -> None:
+        while not self._stops.is_set():
+            self._look()
+            select.select([self._socket], [], [], _LOOK_S)
+            self._receive()
+
+    def _look(self) -> None:
+        for watch in list(self._watches.values()):
+            try:
+                watch.look(self)
+            except Exception as error:  # whatever it is, the other watches go on
+                del self._watches[watch.name]
+                watch.give_up(error)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                data, sender = self._socket.recvfrom(2 * _MOST_NBYTES)
+            except (BlockingIOError, ConnectionError):
+                return
+            try:
+                values = json.loads(data[16:])
+                if (watch := self._watches.get(values["to"])) is not None:
+                    watch.take(self, data[:16], values, sender)
+            except (ValueError, TypeError, KeyError):
+                continue  # of a stranger
+
+    def _stop(self) -> None:
+        self._stops.set()
+        self._thread.join(2 * _LOOK_S)
+        with _shutting_down:
+            pass
+
+
+def _own_addresses() -> list[str]:
+    """Return this host's IPv4 addresses but the loopback's."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name[:15].encode())
+            try:
+                answer = fcntl.ioctl(asking.fileno(), 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue  # an interface without an address
+            found.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in found if not address.startswith("127.")]
+
+
+def _report(steps: Watched | None, progress: Progress, quiet_s: float) -> Report:
+    """Return this rank's report; where nothing stands still, without what costs time."""
+    if quiet_s < _TELL_S or steps is None:
+        return Report(progress, quiet_s)
+    threads = stacks()
+    if progress.inside and not steps.may_wait(threads):
+        progress = progress._replace(inside=False)
+    waits, where = main_thread_at(threads)
+    return Report(progress, quiet_s, waits, where, ranges(steps.missing()))
+
+
+def stacks() -> str:
+    """Return the stacks of all threads, innermost frames first, as one consistent picture.
+
+    ``faulthandler`` reads them without letting another thread run; whoever walks frames in Python
+    may read some that are gone, on which CPython 3.11 crashes.
+    """
+    with os.fdopen(os.memfd_create("stacks"), "w+b") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+_LIBRARIES = (sysconfig.get_paths()["stdlib"], *site.getsitepackages(), "<frozen ")
+_OWN = str(Path(__file__).parent)
+
+
+def main_thread_at(threads: str) -> tuple[bool, str]:
+    """Return whether the main thread is inside Horovod or this package, and the script's line."""
+    main = threading.main_thread().ident
+    found = re.search(rf"hread 0x{main:016x}.*\n((?:  File .*\n)*)", threads)
+    frames = re.findall(r'  File "(.*)", line (\d+) in (.*)', found[1] if found else "")
+    waits = False
+    for path, line, function in frames:
+        if not path.startswith((*_LIBRARIES, _OWN)):
+            return waits, f"{os.path.basename(path)}:{line} in {function}"
+        waits = waits or "/horovod/" in path or path.startswith(_OWN)
+    return waits, ""

@@ -1,0 +1,186 @@
+"""Which rank keeps the others waiting, and that they say so and end."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from horovod_fftcomp.stalls import Progress, Report, diagnose, expanded, ranges
+from tests.test_parallel import run_ranks
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "stall.py")
+NAMES = ["a", "b", "c", "d", "e", "f"]
+TIMEOUT_S = 4.0
+
+
+def report(step, handed, returned, inside, quiet_s=20.0, waits=True, **more):
+    call = more.pop("call", "")
+    busy = more.pop("busy", False)
+    return Report(Progress(step, handed, returned, inside, busy, call), quiet_s, waits, **more)
+
+
+def test_a_rank_that_has_not_begun_the_step_is_late():
+    asleep = report(3, 6, 6, False, waits=False, where="train.py:9 in load")
+    waiting = report(4, 6, 0, True)
+    text = diagnose({0: asleep, 1: waiting, 2: waiting}, [], NAMES, 15)
+    assert text == (
+        "no progress for 20 s in step 4. Rank 0 is late: it has not begun step 4. Its main thread "
+        "is at train.py:9 in load. Ranks 1, 2 wait for gradients of 'a', 'b', 'c', 'd' and 2 more."
+    )
+
+
+def test_a_rank_that_stays_in_its_backward_pass_is_late_with_what_it_has_not_handed_in():
+    stuck = report(4, 4, 0, True, waits=False, missing="0-1")
+    text = diagnose({0: report(4, 6, 0, True), 1: stuck}, [], NAMES, 15)
+    assert "Rank 1 is late: it has handed in 4 of its gradients of step 4" in text
+    assert "Rank 0 waits for gradients of 'a', 'b'." in text
+
+
+def test_a_rank_that_has_handed_in_everything_and_does_not_wait_is_late():
+    away = report(4, 6, 0, True, waits=False, where="train.py:12 in clip")
+    text = diagnose({0: away, 1: report(4, 6, 0, True)}, [], NAMES, 15)
+    assert "Rank 0 is late: it has handed in all of its gradients of step 4" in text
+    assert "train.py:12 in clip. Rank 1 waits for the sums of step 4." in text
+
+
+def test_a_rank_that_encodes_for_long_is_late_but_waits_for_nobody():
+    busy = report(4, 6, 0, True, busy=True)
+    text = diagnose({0: busy, 1: report(4, 6, 0, True)}, [], NAMES, 15)
+    assert "Rank 0 is late: it has handed in all" in text
+    assert "Rank 1 waits" in text
+
+
+def test_a_rank_that_does_not_answer_is_late():
+    text = diagnose({0: report(4, 6, 0, True), 2: report(4, 6, 0, True)}, [1], NAMES, 15)
+    assert "Rank 1 is late: it does not answer at all" in text
+    assert "Ranks 0, 2 wait for gradients of 'a'" in text
+
+
+def test_where_all_wait_alike_the_network_is_named():
+    text = diagnose({n: report(4, 6, 0, True) for n in range(2)}, [], NAMES, 15)
+    assert "All ranks wait in the same place" in text
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        {0: report(3, 6, 6, False), 1: report(4, 6, 0, True, quiet_s=14.9)},
+        {0: report(3, 6, 6, False, quiet_s=999), 1: report(3, 6, 6, False, quiet_s=999)},
+        # In TensorFlow, where nothing is compressed: all may be busy with something else.
+        {n: report(4, 1, 1, True, quiet_s=999) for n in range(2)},
+        {n: report(0, 6, 0, True, quiet_s=999, busy=True) for n in range(2)},
+    ],
+    ids=["before the limit", "between steps", "nobody behind", "all compile"],
+)
+def test_nobody_is_late(reports):
+    assert diagnose(reports, [], NAMES, 15) == ""
+
+
+def test_a_call_that_some_ranks_do_not_make_is_told_at_once():
+    calling = report(5, 0, 0, False, quiet_s=5, call="set_density()")
+    training = report(5, 6, 0, True, quiet_s=5)
+    text = diagnose({0: training, 1: calling}, [], NAMES, 600)
+    assert text == (
+        "Rank 1 waits in set_density() for all ranks, but rank 0 did not call it and began step 5 "
+        "instead. Call set_density() on every rank, between the same two steps."
+    )
+
+
+def test_a_rank_that_may_still_make_the_call_is_waited_for():
+    calling = report(5, 0, 0, False, quiet_s=5, call="set_density()")
+    behind = report(4, 6, 0, True, quiet_s=5)
+    assert diagnose({0: behind, 1: calling}, [], NAMES, 15) == ""
+    text = diagnose({0: behind, 1: calling._replace(quiet_s=15)}, [], NAMES, 15)
+    assert "no progress for 15 s in set_density(). Rank 0 is late: it has not called" in text
+
+
+@pytest.mark.parametrize("numbers", [[], [3], [0, 1, 2, 7, 9, 10]])
+def test_ranges_are_read_back(numbers):
+    assert expanded(ranges(numbers)) == numbers
+
+
+def test_ranges_are_cut_between_two_of_them():
+    assert expanded(ranges(range(0, 1000, 2), 20)) == [0, 2, 4, 6, 8, 10, 12, 14]
+
+
+def test_a_report_is_read_back():
+    told = report(4, 4, 0, True, missing="0-1", where="x.py:1 in f", call="report()")
+    assert Report.unpack(told.pack()) == told
+
+
+CASES = [
+    ("torch", "mpi", "sleep"),
+    ("torch", "gloo", "between"),
+    ("torch", "mpi", "loop"),
+    ("torch", "gloo", "uneven"),
+    pytest.param("tensorflow", "gloo", "sleep", marks=pytest.mark.tf),
+    pytest.param("tensorflow", "mpi", "uneven", marks=pytest.mark.tf),
+]
+
+
+@pytest.mark.parallel
+@pytest.mark.torch
+@pytest.mark.parametrize(("framework", "controller", "mode"), CASES)
+def test_ranks_that_wait_in_vain_say_who_is_late_and_end(framework, controller, mode):
+    check_stall(framework, controller, mode)
+
+
+def check_stall(framework: str, controller: str, mode: str, timeout_s: float = TIMEOUT_S) -> float:
+    """Run a job of three ranks in which rank 0 stalls; return after how many seconds they told."""
+    command = (SCRIPT, framework, mode, str(timeout_s))
+    code, output = run_ranks(3, controller, *command, timeout_s=120, framework=framework)
+    assert code != 0, output[-8000:]
+    assert "ends well" not in output
+    late = "Rank 0 is late: it has "
+    late += "handed in all of its gradients of step 3" if mode == "between" else "not begun step 3"
+    for rank in range(3):
+        found = re.search(rf"horovod_fftcomp on rank {rank}: ConfigMismatchError: .*", output)
+        assert found, f"rank {rank} says nothing:\n{output[-8000:]}"
+        assert re.search(r"compressor 0 \(topk\): no progress for \d+ s in step 3\. ", found[0])
+        assert late in found[0]
+        assert mode == "uneven" or "Its main thread is at stall.py:" in found[0]
+        assert "Ranks 1, 2 wait for" in found[0]
+        assert "raise timeout_s, now 4 s; on_timeout='warn' goes on waiting" in found[0]
+    waited = [float(s) for s in re.findall(r"no progress for (\d+) s", output)]
+    assert max(waited) <= timeout_s + 10
+    return max(waited)
+
+
+@pytest.mark.parallel
+@pytest.mark.torch
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+def test_a_job_whose_rank_is_killed_ends_within_ten_seconds(controller):
+    code, output = run_ranks(3, controller, SCRIPT, "torch", "killed", "600", timeout_s=60)
+    assert code != 0
+    assert time.time() - float(re.search(r"killed at ([\d.]+)", output)[1]) < 10
+
+
+@pytest.mark.parallel
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("framework", "controller"),
+    [("torch", "mpi"), pytest.param("tensorflow", "gloo", marks=pytest.mark.tf)],
+)
+def test_a_rank_that_is_late_within_the_limit_is_waited_for(framework, controller):
+    code, output = run_ranks(2, controller, SCRIPT, framework, "late", "4", framework=framework)
+    assert code == 0, output[-4000:]
+    assert output.count("ends well") == 2
+    assert "is late" not in output
+
+
+def repeat(n: int = 20) -> None:
+    """Run each stall ``n`` times, in turns over MPI and Gloo, PyTorch and TensorFlow."""
+    ways = itertools.cycle(itertools.product(("torch", "tensorflow"), ("mpi", "gloo")))
+    for mode in ("sleep", "uneven", "loop"):
+        for number in range(1, n + 1):
+            framework, controller = next(ways)
+            told_s = check_stall(framework, controller, mode)
+            print(f"{mode} {number}/{n} {framework} {controller}: told after {told_s:.0f} s")
+
+
+if __name__ == "__main__":
+    repeat()
