@@ -83,6 +83,7 @@ class Compressor:
         self._recovery = Recovery(settings.recover) if settings.recover else None
         self._changed_density: float | None = None
         self._listeners: list[Callable[[], None]] = []
+        self._told_of_momentum = False
 
     def check_differences(self) -> None:
         """Raise UnsupportedError unless differences of weights may be sent, as of local steps."""
@@ -90,6 +91,22 @@ class Compressor:
             bucket.policy.at(self._policy.warmup_steps).check_differences(repr(self))
         if self._settings.grad_scaler is not None:
             raise UnsupportedError("weights have no loss scale: leave grad_scaler out")
+
+    def warn_of_two_momenta(self, optimizer: str, momenta: Mapping[str, object]) -> None:
+        """Warn once if the recipe keeps a momentum and the ``optimizer`` too: ``momenta``."""
+        own = self._policy.at(self._policy.warmup_steps).own_momentum()
+        if not own or not momenta or self._told_of_momentum:
+            return
+        self._told_of_momentum = True
+        given = ", ".join(f"{option}={value}" for option, value in momenta.items())
+        warnings.warn(
+            f"recipe {self._policy.recipe!r} keeps a momentum of its own ({own}), and the "
+            f"optimizer {optimizer} has one too ({given}): gradients are averaged over steps "
+            "twice, which trains another way than either alone. Take an optimizer without "
+            "momentum, such as SGD(momentum=0), or a recipe without",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def tensors(self) -> list[Tensor]:
         """Return names and shapes of all parameters, dense ones included, in their order."""

@@ -20,6 +20,7 @@ from horovod_fftcomp.alarm import DEFAULT_THRESHOLD, ResidualAlarm
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.buckets import Bucket
+from horovod_fftcomp.not_finite import bad_tensors
 from horovod_fftcomp.schemes import (
     GRADIENT_UNITS,
     MEASURE_EVERY,
@@ -126,6 +127,8 @@ class Engine:
         self._running: dict[int, Exchange] = {}
         self._inside: set[int] = set()  # buckets whose present round stays within a node
         self._outcomes: dict[int, Outcome] = {}
+        self._sent: dict[int, list[Round]] = {}  # of buckets under way
+        self.bad: dict[str, bool] = {}  # of this step, see ``bad_tensors``
         self._finite = True
         self._observed = False
 
@@ -182,9 +185,14 @@ class Engine:
             self.costs.decode_s += seconds
             self._outcomes[result.bucket] = result.made
             del self._running[result.bucket]
+            sent = self._sent.pop(result.bucket, [])
+            if not result.made.finite:
+                tensors = self.buckets[result.bucket].tensors
+                self.bad |= bad_tensors(tensors, result.made.sums, sent)
             return None
         self.costs.encode_s += seconds
         round_ = result.made
+        self._sent.setdefault(result.bucket, []).append(round_)
         self.costs.collectives += round_.among != ()
         if round_.inside:
             self._inside.add(result.bucket)
@@ -313,7 +321,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Forget a step that was broken off; its new state vanishes."""
-        self._running, self._outcomes = {}, {}
+        self._running, self._outcomes, self._sent, self.bad = {}, {}, {}, {}
         self._finite, self._observed = True, False
         if self._verdicts is not None:
             self._verdicts.forget()

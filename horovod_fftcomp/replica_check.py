@@ -11,7 +11,9 @@ import numpy as np
 
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, on_host
+from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.exchanges import Pending, Send
+from horovod_fftcomp.process_sets import size_of
 from horovod_fftcomp.replicas import Rotation, describe, find_differences, hash_bytes
 from horovod_fftcomp.schemes import Round
 
@@ -49,7 +51,8 @@ class ReplicaCheck:
         self._action = action
         self._set = process_set
         self._name = f"{name}.replicas"
-        self._rotation = Rotation(parameters.sizes())
+        self._rotation = Rotation(sizes := parameters.sizes())
+        self._n_sizes = len(sizes)
         self.seconds = 0.0  # spent here in all, for stats
         self._due: Sequence[int] = ()
         self._pending: Pending | None = None
@@ -72,6 +75,9 @@ class ReplicaCheck:
         ``in_place`` returns one's values there, uint8 1-D at a multiple of 8 bytes.
         """
         self._device = device
+        if len(self._parameters.names) != self._n_sizes:  # the optimizer was given more of them
+            self._rotation = Rotation(sizes := self._parameters.sizes())
+            self._n_sizes = len(sizes)
         self._due = self._rotation.due(step) if self.is_due(step) else ()
         if self._due:
             start = time.perf_counter()
@@ -91,8 +97,14 @@ class ReplicaCheck:
             return
         start = time.perf_counter()
         hashes = on_host(self._pending.wait(timeout_s), self._device)
-        gathered = hashes.view(np.uint64).reshape(-1, len(self._due))
         self._pending = None
+        found = hashes.view(np.uint64)
+        if found.size != size_of(self._set) * len(self._due):
+            raise ConfigMismatchError(
+                f"the optimizers of the ranks have different parameters: this one has "
+                f"{self._n_sizes}; call add_param_group() alike on all ranks"
+            )
+        gathered = found.reshape(-1, len(self._due))
         self.seconds += time.perf_counter() - start
         names = [self._parameters.names[number] for number in self._due]
         differences = find_differences(gathered, names)

@@ -36,8 +36,8 @@ class Progress(NamedTuple):
 class Report(NamedTuple):
     """What one rank tells the first one: its progress, and since when nothing has changed.
 
-    ``waits``: whether its main thread is inside Horovod or this package; ``where``: the line of the
-    script that its main thread is at. ``missing``: numbers of tensors not handed in, as ranges.
+    ``waits``: whether its main thread is inside Horovod or this package; ``where``: the line that
+    its main thread is at. ``missing``: numbers of tensors not handed in, as ranges.
     """
 
     progress: Progress

@@ -9,24 +9,21 @@ that sleeps, loops or has left. Training threads are never slowed: they are only
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import fcntl
 import hmac
 import json
 import os
-import re
 import secrets
 import select
-import site
 import socket
 import struct
 import sys
-import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any, Protocol
 
 from horovod_fftcomp.exchanges import no_answer
@@ -61,8 +58,8 @@ class Watched(Protocol):
         """Return the numbers of the tensors that are not handed in yet in this step."""
         ...
 
-    def may_wait(self, stacks: str) -> bool:
-        """Tell whether a step that is under way goes on, of what the threads are doing."""
+    def may_wait(self, running: Collection[CodeType]) -> bool:
+        """Tell whether a step that is under way goes on, of what the threads are running."""
         ...
 
 
@@ -349,37 +346,32 @@ def _report(steps: Watched | None, progress: Progress, quiet_s: float) -> Report
     """Return this rank's report; where nothing stands still, without what costs time."""
     if quiet_s < _TELL_S or steps is None:
         return Report(progress, quiet_s)
-    threads = stacks()
-    if progress.inside and not steps.may_wait(threads):
+    threads = innermost_frames()
+    if progress.inside and not steps.may_wait({code for code, _ in threads.values()}):
         progress = progress._replace(inside=False)
-    waits, where = main_thread_at(threads)
+    waits, where = _main_thread_at(threads)
     return Report(progress, quiet_s, waits, where, ranges(steps.missing()))
 
 
-def stacks() -> str:
-    """Return the stacks of all threads, innermost frames first, as one consistent picture.
+def innermost_frames() -> dict[int, tuple[CodeType, int]]:
+    """Return the code and the line that each thread is at, by its number.
 
-    ``faulthandler`` reads them without letting another thread run; whoever walks frames in Python
-    may read some that are gone, on which CPython 3.11 crashes.
+    What is below a thread's innermost frame is not looked at: other threads may run meanwhile, and
+    CPython 3.11 then crashes on frames that are gone. ``faulthandler`` crashes on threads that are
+    just being made.
     """
-    with os.fdopen(os.memfd_create("stacks"), "w+b") as file:
-        faulthandler.dump_traceback(file)
-        file.seek(0)
-        return file.read().decode(errors="replace")
+    frames = sys._current_frames()
+    return {thread: (frame.f_code, frame.f_lineno) for thread, frame in frames.items()}
 
 
-_LIBRARIES = (sysconfig.get_paths()["stdlib"], *site.getsitepackages(), "<frozen ")
 _OWN = str(Path(__file__).parent)
 
 
-def main_thread_at(threads: str) -> tuple[bool, str]:
-    """Return whether the main thread is inside Horovod or this package, and the script's line."""
+def _main_thread_at(threads: Mapping[int, tuple[CodeType, int]]) -> tuple[bool, str]:
+    """Return whether the main thread is inside Horovod or this package, and its place."""
     main = threading.main_thread().ident
-    found = re.search(rf"hread 0x{main:016x}.*\n((?:  File .*\n)*)", threads)
-    frames = re.findall(r'  File "(.*)", line (\d+) in (.*)', found[1] if found else "")
-    waits = False
-    for path, line, function in frames:
-        if not path.startswith((*_LIBRARIES, _OWN)):
-            return waits, f"{os.path.basename(path)}:{line} in {function}"
-        waits = waits or "/horovod/" in path or path.startswith(_OWN)
-    return waits, ""
+    if main is None or main not in threads:
+        return False, ""
+    code, line = threads[main]
+    waits = "/horovod/" in code.co_filename or code.co_filename.startswith(_OWN)
+    return waits, f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"

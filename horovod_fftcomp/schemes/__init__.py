@@ -196,6 +196,10 @@ class Scheme(Protocol):
         """Return by how much what is to be sent outgrows steady gradients before any selection."""
         return 1.0
 
+    def own_momentum(self) -> float:
+        """Return the decay of the momentum that the scheme keeps itself; 0 if it keeps none."""
+        return 0.0
+
     def fits_differences(self) -> bool:
         """Tell whether differences of weights may be sent: no momentum of its own, no signs."""
         return True

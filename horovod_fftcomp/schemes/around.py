@@ -35,6 +35,10 @@ class Around(Scheme):
         """Return (dtype, elements) of each array of the state; see ``Scheme``."""
         return self.scheme.state_arrays(tensor, state)
 
+    def own_momentum(self) -> float:
+        """Return the decay of the momentum that the scheme keeps itself; see ``Scheme``."""
+        return self.scheme.own_momentum()
+
     def accumulation(self) -> float:
         """Return by how much what is to be sent outgrows steady gradients; see ``Scheme``."""
         return self.scheme.accumulation()

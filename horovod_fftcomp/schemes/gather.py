@@ -262,6 +262,10 @@ class Gather(Scheme):
             raise ValueError(f"decay must lie in (0, 1], got {self.decay!r}; 1 forgets nothing")
         object.__setattr__(self, "decay", float(self.decay))
 
+    def own_momentum(self) -> float:
+        """Return the decay of the momentum that the scheme keeps itself; see ``Scheme``."""
+        return self.decay if self.decay < 1 or self.momentum else 0.0
+
     def exchange(
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:

@@ -105,6 +105,10 @@ class MomentumScheme(Scheme):
         """Return SGD with the same momentum, by allreduce."""
         return MomentumSum(correction=self.correction)
 
+    def own_momentum(self) -> float:
+        """Return the decay of the momentum that the scheme keeps itself; see ``Scheme``."""
+        return self.correction.momentum
+
     def accumulation(self) -> float:
         """Return by how much velocities outgrow steady gradients; see ``Scheme``."""
         return self.correction.growth

@@ -36,6 +36,7 @@ class Call(NamedTuple):
     variables: Sequence[Any] | None
     process_set: Any
     op: Any
+    optimizer: Any  # of Keras, if one is calling
 
 
 def find_call() -> Call:
@@ -50,13 +51,24 @@ def find_call() -> Call:
         if process_set is None and "process_set" in known and "compression" in known:
             process_set, op = known["process_set"], known.get("op")  # of its (grouped_)allreduce
         if name.endswith("allreduce_grads") and "grads" in known and "vars" in known:
-            return Call(known["grads"], known["vars"], process_set, op)
+            optimizer = _optimizer_around(frame)
+            return Call(known["grads"], known["vars"], process_set, op, optimizer)
         frame = frame.f_back
     raise UnsupportedError(
         "compression= of a compressor works in hvd.DistributedOptimizer and "
         "hvd.DistributedGradientTape, which know the variables; to reduce single tensors, use "
         "horovod_fftcomp.mpi"
     )
+
+
+def _optimizer_around(frame: FrameType | None) -> Any:
+    """Return the optimizer of Keras that a frame is called by; None if there is none."""
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if hasattr(owner, "apply_gradients") and hasattr(owner, "get_config"):
+            return owner
+        frame = frame.f_back
+    return None
 
 
 def graph_around() -> tf.Graph:

@@ -13,15 +13,19 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from tensorflow.python.eager.execute import quick_execute
 
 from horovod_fftcomp.backends.gpu import on_host
 from horovod_fftcomp.connection import JOINED, Connection
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
+from horovod_fftcomp.not_finite import NotFiniteWarning
 from horovod_fftcomp.process_sets import size_of
 from horovod_fftcomp.record import Recorder
 from horovod_fftcomp.replica_check import ReplicaCheck
@@ -68,7 +72,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                 return method(self, *arguments)
             except BaseException as error:
                 self.broken_by = repr(error)
-                self._doing = ""
+                self._course.doing = ""
                 if isinstance(error, FFTCompError) and rounds.is_elastic():
                     # Horovod's elastic loop takes TensorFlow's UnknownError for the end of the job.
                     raise NotImplementedError(repr(error)) from error
@@ -77,6 +81,17 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                 self._is_busy = False
 
     return run
+
+
+@dataclass
+class _Course:
+    """How far a step is, for the watch; ``doing``: what is under way, in words."""
+
+    doing: str = ""
+    step: int = 0
+    handed: int = 0
+    returned: int = 0
+    encoded: set[int] = field(default_factory=set)  # buckets
 
 
 class Steps:
@@ -107,22 +122,17 @@ class Steps:
     ) -> None:
         self.lock = threading.RLock()
         self._variables = variables
-        self._engine = engine
-        self._connection = connection
-        self._replicas = replicas
-        self._recorder = recorder
+        self._engine, self._connection, self._replicas = engine, connection, replicas
+        self._recorder, self._closed = recorder, closed
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
-        self._closed = closed
         self._timeout_s = settings.timeout_s
+        self._not_finite = NotFiniteWarning(settings.grad_scaler is not None)
         self._set = self.meeting = process_set
         self._greet, self._rejoin, self.memory = greet, rejoin, memory
         self._greeting, self.hashes = rounds.GraphRound(), hashes
         connection.watch.follow(self, variables.names)
-        self._doing = ""  # what of a step is under way, in words
-        self._is_busy = False
-        self._at_step = self._handed = self._returned = 0  # for ``progress``
-        self._encoded: set[int] = set()  # buckets of this step
-        self._scale = 1.0
+        self._course = _Course()
+        self._scale, self._is_busy = 1.0, False
         self._alone = False  # elastic, and no other rank is left
         self._sent: dict[int, Round | None] = {}  # each bucket's round that is under way
         self._left: set[int] = set()  # buckets of this step that are not decoded
@@ -244,8 +254,8 @@ class Steps:
             made[bucket] = None if self._alone else self._start(bucket, arrived, worst)
             worst = 0.0
         messages = self._messages(made)
-        self._encoded.update(members)
-        self._handed += len(members)
+        self._course.encoded.update(members)
+        self._course.handed += len(members)
         if not self._alone:
             self._idle_since = time.perf_counter()
             self._spans.append((began, self._idle_since))
@@ -287,7 +297,7 @@ class Steps:
             else:
                 sums = self._engine.sums(bucket)
             self._left.discard(bucket)
-            self._returned += 1
+            self._course.returned += 1
             for position in positions:
                 self._check_limit(sums[position], limits[len(given)])
                 given.append(self._tensor(sums[position]))
@@ -304,9 +314,10 @@ class Steps:
     def end(self, hashes: np.ndarray, *decoded: np.ndarray) -> np.ndarray:
         """Do what comes after a step's last decoding; return the number of steps: 1."""
         del decoded  # orders this after all of them
-        self._doing = ""
+        self._course.doing = ""
         self.hashes.output = hashes
         self._replicas.finish(self._timeout_s)
+        self._not_finite.observe(self._engine.bad, self._engine.rank)
         return np.int64(1)
 
     def _messages(self, made: Mapping[int, Round | None]) -> list[Any]:
@@ -349,23 +360,23 @@ class Steps:
 
     def progress(self) -> Progress:
         """Return how far this rank is; it counts buckets."""
-        counts = (self._at_step, self._handed, self._returned)
-        return Progress(*counts, bool(self._doing), self._is_busy, doing=self._doing)
+        course = self._course
+        counts = (course.step, course.handed, course.returned)
+        return Progress(*counts, bool(course.doing), self._is_busy, doing=course.doing)
 
     def missing(self) -> list[int]:
         """Return the numbers of the variables of buckets that are not encoded in this step."""
         buckets = enumerate(self._engine.buckets)
-        left = [bucket for number, bucket in buckets if number not in self._encoded]
+        left = [bucket for number, bucket in buckets if number not in self._course.encoded]
         names = {tensor.name for bucket in left for tensor in bucket.tensors}
         return [n for n, name in enumerate(self._variables.names) if name in names]
 
-    def may_wait(self, stacks: str) -> bool:
+    def may_wait(self, running: Collection[CodeType]) -> bool:
         """Tell whether a thread waits for TensorFlow: if none does, an error has ended the step."""
-        return "in quick_execute\n" in stacks
+        return quick_execute.__code__ in running
 
     def _note(self, doing: str, step: int, handed: int, returned: int = 0) -> None:
-        self._at_step, self._handed, self._returned = step, handed, returned
-        self._doing, self._encoded = doing, set()
+        self._course = _Course(doing, step, handed, returned)
 
     # The compressor calls these.
 
@@ -401,7 +412,7 @@ class Steps:
         with self.lock:
             self._engine.abandon()
             self._replicas.abandon()
-            self._doing = ""
+            self._course = _Course()
             self._sent, self._left, self._spans, self._n_encoded = {}, set(), [], 0
             self._begun, self._recorded, self.broken_by = False, None, ""
 

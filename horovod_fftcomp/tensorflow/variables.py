@@ -52,8 +52,9 @@ class Variables:
         if number is None:
             raise UnsupportedError(
                 f"variable {variable.name!r} of shape {tuple(variable.shape)} is none of the "
-                f"{len(self)} variables of this compressor; it serves one model: make another for "
-                "the second"
+                f"{len(self)} variables of this compressor: it was not trainable when the "
+                "compressor was made, or belongs to another model. Make the compressor while all "
+                "layers that will ever train are trainable, and one for each model"
             )
         return number
 

@@ -24,7 +24,8 @@ from horovod_fftcomp.replica_check import ReplicaCheck
 from horovod_fftcomp.settings import Settings
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.device import device_of
-from horovod_fftcomp.torch.parameters import Parameters
+from horovod_fftcomp.torch.parameters import Parameters, with_plain_names
+from horovod_fftcomp.torch.replicas import OptimizedParameters
 from horovod_fftcomp.torch.rounds import PendingRound
 from horovod_fftcomp.torch.steps import GradientContext, Steps
 
@@ -38,7 +39,8 @@ class TorchCompressor(Compressor):
         super().__init__(policy, settings)
         _check_scaler(settings.grad_scaler)
         self._set = settings.process_set or hvd.global_process_set
-        self._parameters = parameters = Parameters(model)
+        parameters = Parameters(model)
+        self._parameters: OptimizedParameters = OptimizedParameters(parameters)
         self._tensors = parameters.specs()
         self._dtypes = [str(parameter.dtype) for parameter in parameters.tensors]
         buckets = self._buckets_of(self._tensors)
@@ -54,10 +56,11 @@ class TorchCompressor(Compressor):
         self._connection = Connection(PendingRound, name, self._set, watch, groups)
         self._connection.introduce(self._facts)
         replicas = ReplicaCheck(
-            self._connection.send, parameters, settings.replica_check, self._set, name
+            self._connection.send, self._parameters, settings.replica_check, self._set, name
         )
         self._steps = Steps(
             parameters,
+            self._parameters,
             self._places,
             self._engine,
             self._connection,
@@ -77,7 +80,10 @@ class TorchCompressor(Compressor):
         if not self._steps.under_way and process_sets.size_of(self._set) != self._engine.world_size:
             self.rejoin()  # an elastic reset that removed ranks: Horovod then skips ``sync``
         if not self._connection.is_up:
-            self._connection.connect(self._facts, _process_set_of_optimizer(self))
+            optimizer = _calling_optimizer(self)
+            self._parameters.follow(optimizer)
+            self._warn_of_momentum(optimizer)
+            self._connection.connect(self._facts, getattr(optimizer, "process_set", None))
         return self._steps.take(tensor)
 
     def decompress(self, tensor: torch.Tensor, ctx: GradientContext | None) -> torch.Tensor:
@@ -100,20 +106,32 @@ class TorchCompressor(Compressor):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned on the same rank, or a gathered state."""
-        super().load_state_dict(arrays.to_numpy(saved))
+        super().load_state_dict(with_plain_names(arrays.to_numpy(saved)))
+
+    def _warn_of_momentum(self, optimizer: Any | None) -> None:
+        """Warn if the optimizer has a momentum for tensors for which the recipe keeps one."""
+        momenta: dict[str, object] = {}
+        tensors = zip(self._parameters.tensors, self._places, strict=False)  # the frozen come last
+        compressed = {id(tensor) for tensor, place in tensors if place is not None}
+        for group in [] if optimizer is None else optimizer.param_groups:
+            if compressed.isdisjoint(map(id, group["params"])):
+                continue
+            momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
+            momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
+        self.warn_of_two_momenta(type(optimizer).__name__, momenta)
 
 
-def _process_set_of_optimizer(compression: object) -> hvd.ProcessSet | None:
-    """Return the process set of the optimizer whose hook is calling, if one is.
+def _calling_optimizer(compression: object) -> Any | None:
+    """Return the optimizer whose hook is calling, if one is.
 
-    Horovod does not tell it. A compressor on another set would wait for ranks that never come,
-    so the handshake runs on the optimizer's own set and compares.
+    Horovod does not tell it. A compressor on another process set would wait for ranks that never
+    come, so the handshake runs on the optimizer's own set and compares.
     """
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if getattr(owner, "_compression", None) is compression:
-            return getattr(owner, "process_set", None)
+            return owner
         frame = frame.f_back
     return None
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
 from horovod_fftcomp.errors import UnsupportedError
@@ -28,7 +27,8 @@ class Parameters:
             )
         items = list(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
         pairs = [
-            item if isinstance(item, tuple) else (f"{i}", item) for i, item in enumerate(items)
+            (plain_name(item[0]), item[1]) if isinstance(item, tuple) else (f"{i}", item)
+            for i, item in enumerate(items)
         ]
         _check(pairs)
         trainable = [(name, parameter) for name, parameter in pairs if parameter.requires_grad]
@@ -39,6 +39,7 @@ class Parameters:
             )
         self.names = [name for name, _ in trainable]
         self.tensors = [parameter for _, parameter in trainable]
+        self.frozen = [pair for pair in pairs if not pair[1].requires_grad]
         self.seen: dict[int, None] = {}  # numbers, in this step's order
         self._last_order: list[int] = []
         self._cursor = 0  # where in the last order the next one is expected
@@ -52,26 +53,6 @@ class Parameters:
             Tensor(name, tuple(parameter.shape))
             for name, parameter in zip(self.names, self.tensors, strict=True)
         ]
-
-    def sizes(self) -> list[int]:
-        """Return the bytes of each parameter."""
-        return [parameter.numel() * parameter.element_size() for parameter in self.tensors]
-
-    def read(self, number: int) -> np.ndarray:
-        """Return a parameter's present values as bytes, uint8 1-D."""
-        flat = self.tensors[number].detach().to("cpu").contiguous().reshape(-1)
-        return flat.view(torch.uint8).numpy()
-
-    def read_in_place(self, number: int) -> torch.Tensor:
-        """Return the same where it is, at a multiple of 8 bytes; its own memory or a copy."""
-        flat = self.tensors[number].detach().contiguous().reshape(-1).view(torch.uint8)
-        return flat if flat.data_ptr() % 8 == 0 else flat.clone()
-
-    def write(self, number: int, values: np.ndarray) -> None:
-        """Overwrite a parameter by bytes."""
-        parameter = self.tensors[number]
-        with torch.no_grad():
-            parameter.copy_(torch.from_numpy(values).view(parameter.dtype).view(parameter.shape))
 
     def begin_step(self) -> None:
         """Forget which gradients have come, but not their order."""
@@ -133,6 +114,26 @@ class Parameters:
             "parameters given to this compressor; give it all parameters of the optimizer: the "
             "model, model.named_parameters() or a list"
         )
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter has in the model that ``torch.compile`` has wrapped."""
+    return name.replace("_orig_mod.", "")
+
+
+def with_plain_names(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved state, or all ranks' gathered ones, with ``plain_name`` of each tensor."""
+    if "ranks" in saved:
+        return {**saved, "ranks": [with_plain_names(each) for each in saved["ranks"]]}
+    renamed = dict(saved)
+    if "formats" in saved:
+        renamed["formats"] = {plain_name(n): format_ for n, format_ in saved["formats"].items()}
+    if "state" in saved:
+        renamed["state"] = {
+            kind: {plain_name(n): array for n, array in named.items()}
+            for kind, named in saved["state"].items()
+        }
+    return renamed
 
 
 def _check(pairs: list[tuple[str, Any]]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from types import CodeType
 from typing import NamedTuple
 
 import horovod.torch as hvd
@@ -16,6 +17,7 @@ from horovod_fftcomp.connection import Connection
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.exchanges import Exchanges, Pending, Place
+from horovod_fftcomp.not_finite import NotFiniteWarning
 from horovod_fftcomp.record import Recorder
 from horovod_fftcomp.replica_check import ReplicaCheck
 from horovod_fftcomp.schemes import Round
@@ -23,6 +25,7 @@ from horovod_fftcomp.settings import Settings
 from horovod_fftcomp.stalls import Progress
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.parameters import Parameters
+from horovod_fftcomp.torch.replicas import OptimizedParameters
 from horovod_fftcomp.torch.rounds import come_after_horovod
 
 # A rank that ends shuts Horovod down on all of them. One that begins an operation at that moment
@@ -36,6 +39,7 @@ class GradientContext(NamedTuple):
 
     grad: torch.Tensor
     place: Place | None  # None: exchanged densely, by Horovod
+    number: int  # of the parameter
 
 
 class Steps:
@@ -51,6 +55,7 @@ class Steps:
     def __init__(
         self,
         parameters: Parameters,
+        optimized: OptimizedParameters,
         places: Sequence[Place | None],
         engine: Engine,
         connection: Connection,
@@ -61,7 +66,9 @@ class Steps:
         name: str,
         process_set: hvd.ProcessSet,
     ) -> None:
-        self._parameters = parameters
+        self._parameters, self._optimized = parameters, optimized
+        self._not_finite = NotFiniteWarning(settings.grad_scaler is not None)
+        self._bad: dict[str, bool] = {}  # dense tensors of this step, see ``NotFiniteWarning``
         self._places = places
         self._engine = engine
         self._connection = connection
@@ -105,9 +112,9 @@ class Steps:
         seen = set(list(self._parameters.seen))  # copied at once: it grows meanwhile
         return [number for number in range(len(self._parameters)) if number not in seen]
 
-    def may_wait(self, stacks: str) -> bool:
-        """Tell whether a step that is under way goes on: without TensorFlow's threads it does."""
-        del stacks
+    def may_wait(self, running: Collection[CodeType]) -> bool:
+        """Tell whether a step that is under way goes on: until its last sum is given back."""
+        del running
         return True
 
     def times(self) -> dict[str, float]:
@@ -151,7 +158,7 @@ class Steps:
         if self._opened or self._connection.may_open():
             self._open()
             self.exchanges.advance()
-        return sent, GradientContext(grad, place)
+        return sent, GradientContext(grad, place, number)
 
     def give_back(self, reduced: torch.Tensor, context: GradientContext | None) -> torch.Tensor:
         """Return the reduced gradient; ``reduced`` is what Horovod made of ``take``'s."""
@@ -164,11 +171,18 @@ class Steps:
         if not self._finished:
             self._finish()
         self._out -= 1
+        grad = self._restored(reduced, context)
+        if not self._out:
+            self._not_finite.observe(self._bad, self._engine.rank)
+        return grad
+
+    def _restored(self, reduced: torch.Tensor, context: GradientContext) -> torch.Tensor:
+        """Return a gradient's reduced value like the gradient, and observe whether it is finite."""
         if context.place is None:
-            if self._engine.buckets:
-                self._observe(reduced)
-            else:
+            if not self._engine.buckets:
                 self._engine.observe(True)  # nothing depends on it
+            elif not self._observe(reduced):
+                self._bad[self._parameters.names[context.number]] = False
             return arrays.restored(reduced, context.grad)
         total = self._engine.take_sum(*context.place)
         grad = arrays.gradient_like(total, reduced / self._engine.world_size, context.grad)
@@ -199,12 +213,17 @@ class Steps:
             stacklevel=2,
         )
 
-    def _observe(self, tensor: torch.Tensor) -> None:
-        """Report whether ``tensor`` is finite; on a GPU that computes steps, without a wait."""
-        if self._engine.device is None:
-            self._engine.observe(bool(torch.isfinite(tensor).all()))
-        else:
+    def _observe(self, tensor: torch.Tensor) -> bool:
+        """Report whether ``tensor`` is finite; return False if it is known not to be.
+
+        On a GPU that computes steps it reports without a wait, and so knows nothing.
+        """
+        if self._engine.device is not None:
             self._engine.observe_on_device(arrays.not_finite(tensor))
+            return True
+        finite = bool(torch.isfinite(tensor).all())
+        self._engine.observe(finite)
+        return finite
 
     def _stream(self) -> torch.cuda.Stream | None:
         """Return the stream that a GPU's kernels are given to now; None if none computes steps."""
@@ -226,7 +245,7 @@ class Steps:
         if not self._opened:
             self._connection.open()
             self._opened = True
-            in_place = self._parameters.read_in_place
+            in_place = self._optimized.read_in_place
             self._replicas.begin(self._engine.step, self._engine.device, in_place)
 
     def _finish(self) -> None:
@@ -248,6 +267,8 @@ class Steps:
                 time.sleep(_GRACE_S)
             raise
         self._replicas.finish(self._settings.timeout_s)
+        self._optimized.warn_of_unexchanged()
+        self._not_finite.observe(self._engine.bad, self._engine.rank)
 
     def _check_unbroken(self) -> None:
         self._connection.check()
@@ -296,6 +317,7 @@ class Steps:
         self.count += 1
         self._parameters.begin_step()
         self._opened = self._finished = False
+        self._bad = {}
         if self._closed is not None:
             self._closed()
 

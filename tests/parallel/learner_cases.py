@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from horovod_fftcomp import get_scheme
 from horovod_fftcomp.torch import Compression, SimulatedLearners
 from tests import payloads
-from tests.parallel.models import distributed, flat, synchronized_step
+from tests.parallel.models import distributed, flat, momentum_beside, synchronized_step
 
 STEPS = 12
 
@@ -48,7 +49,8 @@ def trained_by_ranks(recipe, options):
 def trained_by_learners(recipe, options):
     model = make_model()
     learners = SimulatedLearners(model, 2, recipe, bucket_nbytes=8_000, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    momentum = momentum_beside(get_scheme(recipe))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     for step in range(STEPS):
         for rank in range(2):
             with learners.turn_of(rank):

@@ -35,10 +35,20 @@ def order_of(step: int, layers: int = 6) -> list[int]:
     return np.random.default_rng([hvd.rank(), step]).permutation(layers).tolist()
 
 
+def momentum_beside(scheme):
+    """Return the momentum of an optimizer that goes with a scheme: none, if that keeps one."""
+    return 0.0 if scheme.own_momentum() else 0.9
+
+
 def distributed(model, compression, lr=0.05, **options):
-    """Return stock Horovod's optimizer; models start equal by their seed."""
+    """Return stock Horovod's optimizer; models start equal by their seed.
+
+    It has a momentum unless the recipe keeps one.
+    """
+    policy = getattr(compression, "_policy", None)
+    momentum = 0.9 if policy is None else momentum_beside(policy.at(policy.warmup_steps))
     return hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
+        torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum),
         named_parameters=model.named_parameters(),
         compression=compression,
         **options,

@@ -10,6 +10,7 @@ import tensorflow as tf
 from horovod_fftcomp import UnsupportedError, get_scheme, simulate
 from horovod_fftcomp.tensorflow import Compression
 from tests import payloads
+from tests.parallel import told_of_nan
 from tests.parallel.tensorflow_models import (
     EXACT,
     Layers,
@@ -86,6 +87,7 @@ def test_groups_of_variables(same_everywhere):
     same_everywhere(*compressed)
 
 
+@told_of_nan
 @pytest.mark.transport
 @pytest.mark.parametrize(
     ("recipe", "graph", "where"),
@@ -122,6 +124,7 @@ def test_a_bad_gradient_on_one_rank_is_a_step_that_never_was(recipe, graph, wher
     assert all(np.isfinite(tf.convert_to_tensor(g)).all() for g in grads)
 
 
+@told_of_nan
 @pytest.mark.parametrize("kind", ["vector", "rows"])
 def test_a_bad_gradient_that_horovod_exchanges_makes_the_whole_step_bad(kind):
     weight, other = tf.Variable(tf.zeros([60, 60])), tf.Variable(tf.zeros([50]))
@@ -168,6 +171,7 @@ def test_gradients_of_other_dtypes(dtype, same_everywhere):
     same_everywhere(tf.cast(grad, tf.float32))
 
 
+@told_of_nan
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_half_precision_overflow_is_a_step_that_never_was(op):
     weight = tf.Variable(tf.zeros([60, 60], tf.float16))

@@ -10,7 +10,9 @@ import pytest
 import tensorflow as tf
 import tf_keras as keras
 
+from horovod_fftcomp import UnsupportedError
 from horovod_fftcomp.tensorflow import Compression
+from tests.parallel import told_of_nan
 from tests.parallel.tensorflow_models import digits_accuracy
 
 # Horovod's callbacks take the backend of whatever `import keras` finds, which is Keras 3 by now.
@@ -100,6 +102,7 @@ def test_lossless_compression_equals_horovods_own_training(same_everywhere):
     np.testing.assert_allclose(*weights, rtol=1e-3, atol=1e-4)
 
 
+@told_of_nan
 @pytest.mark.transport
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "Inf in one pass"])
 def test_aggregation_of_passes_compresses_once_a_step(bad, same_everywhere):
@@ -233,3 +236,37 @@ def test_digits_are_learned_as_well_as_by_the_other_keras(same_everywhere):
     )
     same_everywhere(*weights)
     assert accuracy > 0.94  # Keras 2 and 3 begin with other weights
+
+
+def test_a_layer_unfrozen_later_is_refused_by_name():
+    model = make_model()
+    model.layers[0].trainable = False
+    compression = small(model, "topk")
+    compiled(model, compression).fit(*data(64), batch_size=32, verbose=0)
+    model.layers[0].trainable = True
+    with pytest.raises(UnsupportedError, match=r"'dense/kernel:0' .* was not trainable when the"):
+        compiled(model, compression).fit(*data(64), batch_size=32, verbose=0)
+
+
+def test_two_momenta_are_named():
+    model = make_model()
+    compiled(model, small(model, "dgc"))
+    with pytest.warns(RuntimeWarning, match=r"'dgc' keeps a momentum .* SGD has .* \(momentum=0.9"):
+        model.fit(*data(64), batch_size=32, verbose=0)
+
+
+@pytest.mark.transport
+def test_the_first_nan_is_told_once_with_its_tensor_and_rank():
+    model = make_model()
+    compiled(model, small(model, "topk"))
+    x, y = data(96)
+    if hvd.rank() == 1:
+        x[40:] = np.nan
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(x, y, batch_size=32, shuffle=False, verbose=0)
+    told = [str(w.message) for w in caught if "NaN or Inf" in str(w.message)]
+    assert len(told) == 1
+    assert "dense/kernel" in told[0]
+    origin = "another rank brought" if hvd.rank() == 0 else "rank 1 brought NaN or Inf in the grad"
+    assert origin in told[0]

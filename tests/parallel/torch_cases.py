@@ -12,6 +12,7 @@ from torch import nn
 
 from horovod_fftcomp.torch import Compression
 from tests import payloads
+from tests.parallel import told_of_nan
 from tests.parallel.models import (
     EXACT,
     batches,
@@ -145,6 +146,7 @@ def test_gradient_accumulation_compresses_once_a_step(same_everywhere):
     assert compression.stats()["collectives"] == 4 * 3
 
 
+@told_of_nan
 @pytest.mark.parametrize(
     ("bad", "step"), [(float("nan"), 0), (float("inf"), 3), (-float("inf"), 3)]
 )
@@ -239,6 +241,7 @@ def test_sparse_embeddings_travel_dense_or_gathered(sparse_as_dense, same_everyw
     assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
+@told_of_nan
 def test_nan_in_a_gathered_sparse_gradient_is_a_step_that_never_was():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 40, sparse=True), nn.Linear(40, 40))

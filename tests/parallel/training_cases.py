@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from horovod_fftcomp import (
 )
 from horovod_fftcomp.recovery import Recover
 from horovod_fftcomp.torch import Compression
+from tests.parallel import told_of_nan
 from tests.parallel.models import (
     ScriptedScaler,
     batches,
@@ -85,6 +87,7 @@ def test_grad_scaler_skips_bad_steps_on_all_ranks(recipe, same_everywhere):
     assert torch.isfinite(flat(model)).all()
 
 
+@told_of_nan
 def test_half_precision_overflow_is_a_step_that_never_was():
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False).to(torch.float16)
@@ -367,3 +370,151 @@ def test_relative_error_and_ratios_are_told():
     ratios = compression.residual_ratios()
     assert set(ratios) == {f"layers.{i}.weight" for i in range(6)}
     assert all(np.isfinite(list(ratios.values())))
+
+
+ONE = torch.tensor([1])
+
+
+def late_bloomer(frozen):
+    """Return (model, compression, optimizer) of a model whose first layer is frozen or left out."""
+    model = make_model()
+    kept = [p for n, p in model.named_parameters() if not n.startswith("layers.0")]
+    if frozen:
+        model.layers[0].requires_grad_(False)
+    compression = small_buckets(model, "topk")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters() if frozen else kept, lr=0.05),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+    )
+    return model, compression, optimizer
+
+
+@pytest.mark.transport
+@pytest.mark.parametrize("frozen", [True, False], ids=["unfrozen later", "added to the optimizer"])
+def test_a_parameter_that_trains_unexchanged_is_named_at_its_first_step_and_checked(frozen):
+    model, _, optimizer = late_bloomer(frozen)
+    train(model, optimizer, 2)
+    if frozen:
+        model.layers[0].requires_grad_(True)
+    else:
+        optimizer.add_param_group({"params": list(model.layers[0].parameters())})
+    with pytest.warns(RuntimeWarning, match="each rank trains these parameters alone") as caught:
+        train(model, optimizer, 1)
+    [text] = {str(warning.message) for warning in caught}
+    assert "'layers.0.weight', 'layers.0.bias'" in text
+    assert "without compression Horovod would not reduce them either" in text
+    with pytest.warns(RuntimeWarning, match="the ranks no longer hold the same parameters") as more:
+        train(model, optimizer, 110)
+    named = " ".join(str(warning.message) for warning in more)
+    assert "'layers.0.weight' on rank 1" in named
+    assert "each rank trains" not in named  # once
+
+
+def test_a_frozen_layer_that_differs_between_ranks_is_named():
+    model = make_model()
+    model.layers[0].requires_grad_(False)
+    if hvd.rank() == 1:
+        model.layers[0].weight.data.add_(1.0)
+    optimizer = distributed(model, small_buckets(model, "topk"))
+    with pytest.warns(RuntimeWarning, match=r"'layers\.0\.weight' on rank 1"):
+        train(model, optimizer, 101)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "make", "given"),
+    [
+        ("dgc", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), r"SGD has .*momentum=0\.9"),
+        ("sketchsgd", lambda p: torch.optim.Adam(p), r"Adam has .*betas=\(0\.9"),
+        ("signum", lambda p: torch.optim.AdamW(p, lr=1e-4), r"AdamW has .*betas=\(0\.9"),
+        ("demo", lambda p: torch.optim.Adam(p), r"'demo' keeps a momentum of its own \(0\.999\)"),
+    ],
+)
+def test_two_momenta_are_named(recipe, make, given):
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters()),
+        named_parameters=model.named_parameters(),
+        compression=small_buckets(model, recipe),
+    )
+    with pytest.warns(RuntimeWarning, match=given):
+        train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("recipe", ["dgc", "topk"])
+def test_one_momentum_is_no_reason_to_warn(recipe):
+    model = make_model()
+    of_matrices = {"params": [p for p in model.parameters() if p.numel() >= 1024]}
+    others = {"params": [p for p in model.parameters() if p.numel() < 1024], "momentum": 0.9}
+    momentum = 0.9 if recipe == "topk" else 0.0
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([of_matrices, others], lr=0.01, momentum=momentum),
+        named_parameters=model.named_parameters(),
+        compression=small_buckets(model, recipe),
+    )
+    train(model, optimizer, 1)
+
+
+@pytest.mark.transport
+@pytest.mark.parametrize("recipe", ["topk", "fft", "qsgd", "random_k", "scalecom", "powersgd"])
+def test_the_first_nan_is_told_once_with_its_tensor_and_rank(recipe):
+    model = make_model()
+    optimizer = distributed(model, small_buckets(model, recipe))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, 1)
+        if hvd.rank() == 1:
+            model.layers[3].weight.register_hook(lambda grad: grad.index_fill(0, ONE, math.nan))
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            loss_of(model, x, y, 0).backward()
+            optimizer.synchronize()
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == 1
+    assert "layers.3.weight" in told[0]
+    origin = "another rank brought" if hvd.rank() == 0 else "rank 1 brought NaN or Inf in the grad"
+    assert origin in told[0]
+
+
+def test_nan_in_a_dense_tensor_is_told_by_the_first_rank():
+    model = make_model()
+    optimizer = distributed(model, small_buckets(model, "topk"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if hvd.rank() == 1:
+            model.head.bias.register_hook(lambda grad: grad * math.nan)
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            loss_of(model, x, y, 0).backward()
+            optimizer.synchronize()
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == (hvd.rank() == 0)
+    assert all("the sums of 'head.bias' over the ranks have NaN or Inf" in text for text in told)
+
+
+def test_a_scaler_deals_with_nan_without_a_warning():
+    model = make_model()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = distributed(model, small_buckets(model, "topk", grad_scaler=scaler))
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, x, y, 0) * float("inf")).backward()
+        optimizer.synchronize()
+
+
+def test_a_compiled_models_state_fits_the_plain_model_and_the_other_way_round():
+    plain, compiled = make_model(), torch.compile(make_model(), backend="eager")
+    states = []
+    for model in (plain, compiled):
+        compression = small_buckets(model, "topk")
+        train(plain if model is plain else compiled._orig_mod, distributed(model, compression), 3)
+        states.append(compression.state_dict())
+    assert set(states[0]["state"]["residual"]) == set(states[1]["state"]["residual"])
+    older = dict(states[1])  # as saved before names were made plain
+    older["formats"] = {f"_orig_mod.{n}": f for n, f in older["formats"].items()}
+    older["state"] = {
+        kind: {f"_orig_mod.{n}": array for n, array in arrays.items()}
+        for kind, arrays in older["state"].items()
+    }
+    for model, state in ((plain, states[1]), (compiled, states[0]), (plain, older)):
+        small_buckets(model, "topk").load_state_dict(state)

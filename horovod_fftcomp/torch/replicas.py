@@ -1,0 +1,110 @@
+"""All parameters that an optimizer changes, exchanged or not: ranks must hold the same of them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_fftcomp.torch.parameters import Parameters
+
+_SHOWN = 8
+
+
+class OptimizedParameters:
+    """The parameters that a compressor was given, frozen ones too, and its optimizer's others.
+
+    ``names`` and ``tensors`` grow where the optimizer is given more of them.
+    """
+
+    def __init__(self, given: Parameters) -> None:
+        self._given = given
+        self.names = [*given.names, *(name for name, _ in given.frozen)]
+        self.tensors = [*given.tensors, *(parameter for _, parameter in given.frozen)]
+        self._optimizer: Callable[[], Any] = lambda: None
+        self._n_counted = 0  # of the optimizer's parameters
+        self._own: list[int] = []  # numbers of the optimizer's
+        self._told: set[int] = set()
+
+    def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Watch over the parameters of ``optimizer`` as well, which is not kept alive."""
+        if optimizer is not None:
+            self._optimizer, self._n_counted = weakref.ref(optimizer), 0
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Take in parameters that the optimizer has been given since the last time."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        groups = [group["params"] for group in optimizer.param_groups]
+        if (count := sum(map(len, groups))) == self._n_counted:
+            return
+        self._n_counted = count
+        known = {id(tensor): number for number, tensor in enumerate(self.tensors)}
+        self._own = []
+        for i, group in enumerate(groups):
+            for j, parameter in enumerate(group):
+                if id(parameter) not in known:
+                    known[id(parameter)] = len(self.tensors)
+                    self.names.append(f"param_groups[{i}]['params'][{j}]")
+                    self.tensors.append(parameter)
+                self._own.append(known[id(parameter)])
+
+    def warn_of_unexchanged(self) -> None:
+        """Warn once of each parameter that trains although no rank has exchanged its gradient.
+
+        To be called when Horovod has handed over all gradients of the step.
+        """
+        self.refresh()
+        if len(self._own) == len(self._given.seen):
+            return
+        alone = [
+            number
+            for number in self._own
+            if number not in self._given.seen
+            and number not in self._told
+            and self.tensors[number].requires_grad
+            and self.tensors[number].grad is not None
+            and not self.tensors[number].grad.is_sparse  # which Horovod gathers itself
+        ]
+        if not alone:
+            return
+        self._told.update(alone)
+        listed = ", ".join(repr(self.names[number]) for number in alone[:_SHOWN])
+        more = f" and {len(alone) - _SHOWN} more" if len(alone) > _SHOWN else ""
+        warnings.warn(
+            f"each rank trains these parameters alone, and the ranks will differ: {listed}{more}. "
+            "Their gradients are not exchanged, since they were frozen or not in the optimizer "
+            "when hvd.DistributedOptimizer was made; without compression Horovod would not reduce "
+            "them either. Make the optimizer with all parameters that will ever train, and the "
+            "compressor and hvd.DistributedOptimizer while all of them have requires_grad=True; "
+            "freeze layers after that",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each parameter."""
+        return [tensor.numel() * tensor.element_size() for tensor in self.tensors]
+
+    def read(self, number: int) -> np.ndarray:
+        """Return a parameter's present values as bytes, uint8 1-D."""
+        flat = self.tensors[number].detach().to("cpu").contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy()
+
+    def read_in_place(self, number: int) -> torch.Tensor:
+        """Return the same on the device of the first parameter, at a multiple of 8 bytes."""
+        place = self.tensors[0].device
+        flat = self.tensors[number].detach().to(place).contiguous().reshape(-1).view(torch.uint8)
+        return flat if flat.data_ptr() % 8 == 0 else flat.clone()
+
+    def write(self, number: int, values: np.ndarray) -> None:
+        """Overwrite a parameter by bytes."""
+        parameter = self.tensors[number]
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(values).view(parameter.dtype).view(parameter.shape))
