@@ -37,6 +37,14 @@ PYTHONS = ("3.11", "3.12")  # those that the pinned NumPy, torch and TensorFlow 
 HOROVOD, NAME = "horovod==0.28.1", "horovod-0.28.1"
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
+# Python runs a .pth file's lines that begin with "import" when it starts. Open MPI's package was
+# built for another prefix, and without a launcher, which sets the variable, MPI_Init would abort.
+OPEN_MPI = SITE / "open_mpi_prefix.pth"
+OPEN_MPI_LINE = (
+    'import os, sys; os.path.exists(f"{sys.prefix}/lib/libmpi.so.40") and '
+    'os.environ.setdefault("OPAL_PREFIX", sys.prefix)\n'
+)
+
 # torch 2.13 needs C++17, and TensorFlow 2.21 no longer ships the header that xla_mpi_ops.cc
 # includes. (file, expected text, replacement); Horovod's Python side stays as published.
 ADJUSTMENTS = (
@@ -348,6 +356,7 @@ def install() -> None:
         make_venv()
     with step(3, f"Installing {len(PINS)} packages (about 1 GB)"):
         install_packages()
+        OPEN_MPI.write_text(OPEN_MPI_LINE, encoding="utf-8")
     with step(4, f"Installing {HOROVOD}, {built}"):
         install_horovod(wheels)
     with step(5, "Installing this package, editable"):

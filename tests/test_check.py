@@ -251,10 +251,13 @@ def answers(only, monkeypatch):
     only("torch", "horovod")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
 
-    def ask(torch: str = "print(MARK + '[]')", horovod: str = "") -> dict[str, Finding]:
+    def ask(
+        torch: str = "print(MARK + '[]')", horovod: str = "", one: str = "print(MARK + '1')"
+    ) -> dict[str, Finding]:
         start = f"MARK = {frameworks._MARK!r}\n"
         monkeypatch.setattr(frameworks, "_ASK_TORCH", start + torch)
         monkeypatch.setattr(frameworks, "_ASK_HOROVOD", start + horovod)
+        monkeypatch.setattr(frameworks, "_INITIALIZE", start + one)
         return by_topic(frameworks.findings())
 
     return ask
@@ -294,6 +297,33 @@ def test_an_import_that_hangs_is_a_finding(answers, monkeypatch):
     monkeypatch.setattr(frameworks, "_TIMEOUT_S", 1)
     found = answers(torch="import time; time.sleep(600)", horovod="print(MARK + '{\"MPI\": true}')")
     assert found["torch runs"].found == "the import did not end in 1 s"
+
+
+BUILT = "print(MARK + '{\"MPI\": true}')"
+
+
+def test_a_process_that_mpi_ends_without_a_launcher_is_a_warning(answers, monkeypatch, tmp_path):
+    aborts = "import sys; print('Local abort before MPI_INIT', file=sys.stderr); sys.exit(1)"
+    found = answers(horovod=BUILT, one=aborts)["one process"]
+    assert found.level is Level.WARNING
+    assert found.found.endswith("without a launcher: Local abort before MPI_INIT")
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert answers(horovod=BUILT, one=aborts)["one process"].remedy == (
+        "start scripts by horovodrun -np 1"
+    )
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libmpi.so.40").touch()
+    remedy = answers(horovod=BUILT, one=aborts)["one process"].remedy
+    assert remedy.startswith(f"export OPAL_PREFIX={tmp_path}, or make install")
+    monkeypatch.setattr(frameworks, "_INITIALIZE_TIMEOUT_S", 1)
+    found = answers(horovod=BUILT, one="import time; time.sleep(600)")["one process"]
+    assert found.found.endswith("hvd.init() did not end in 1 s")
+
+
+def test_one_process_is_tried_without_a_launcher_alone(answers, monkeypatch):
+    assert answers(horovod=BUILT)["one process"].level is Level.OK
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    assert "one process" not in answers(horovod=BUILT)
 
 
 @pytest.mark.torch

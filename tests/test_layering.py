@@ -127,6 +127,7 @@ ALLOWED = {
     "bench/plot.py": {"matplotlib"},
     "health/": {"numpy", "__init__", "backends", "codec", "gradients", "machine", "recipes",
                 "schemes", "threads"},
+    "health/frameworks.py": {"health", "jobs"},
     "cli/": {"rich", "recipes", "__init__", "schemes"},
     "cli/check.py": {"rich", "health", "jobs", "torch"},
     "cli/run.py": {"rich", "errors", "jobs", "step_report", "threads", "wrapping"},

@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from horovod_fftcomp.health.finding import Finding, Level
+from horovod_fftcomp.jobs import launched_rank
 
 _TIMEOUT_S = 120  # a first import from a network's file system
 _MARK = "fftcomp-found "  # imports may print lines of their own
@@ -28,6 +30,12 @@ import json, horovod.torch as hvd
 built = dict(MPI=hvd.mpi_built(), Gloo=hvd.gloo_built(), NCCL=bool(hvd.nccl_built()))
 print({_MARK!r} + json.dumps(built))
 """
+_INITIALIZE = f"""
+import horovod.torch as hvd
+hvd.init()
+print({_MARK!r} + str(hvd.size()))
+"""
+_INITIALIZE_TIMEOUT_S = 60  # the import has been done once by then
 _REBUILD = (
     "build Horovod anew, for the PyTorch that is installed: HOROVOD_WITH_PYTORCH=1 pip install "
     "--no-cache-dir --force-reinstall --no-deps horovod==0.28.1, or make install in a clone"
@@ -47,7 +55,9 @@ def findings() -> Iterator[Finding]:
         return
     yield _gpus()
     if importlib.util.find_spec("horovod") is not None:
-        yield _horovod()
+        yield (built := _horovod())
+        if built.level is Level.OK and launched_rank() is None:
+            yield _one_process()
 
 
 def _gpus() -> Finding:
@@ -72,17 +82,32 @@ def _horovod() -> Finding:
     return Finding("horovod.torch", Level.FAIL, found, f"HOROVOD_WITH_GLOO=1; {_REBUILD}")
 
 
-def _ask(script: str) -> _Answer:
+def _one_process() -> Finding:
+    """Return whether a script starts without a launcher, where MPI may end it."""
+    topic = "one process"
+    answer = _ask(_INITIALIZE, "hvd.init()", _INITIALIZE_TIMEOUT_S)
+    if not answer.error:
+        return Finding(topic, Level.OK, "hvd.init() works without a launcher")
+    remedy = "start scripts by horovodrun -np 1"
+    if list(Path(sys.prefix, "lib").glob("libmpi.so*")):
+        remedy = f"export OPAL_PREFIX={sys.prefix}, or make install in a clone; else {remedy}"
+    found = f"hvd.init() does not work without a launcher: {answer.error}"
+    return Finding(topic, Level.WARNING, found, remedy)
+
+
+def _ask(script: str, what: str = "the import", timeout_s: int | None = None) -> _Answer:
+    """Return what ``script`` prints; ``what`` it does, for the message if it does not."""
+    timeout_s = timeout_s or _TIMEOUT_S
     try:
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=_TIMEOUT_S
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout_s
         )
     except subprocess.TimeoutExpired:
-        return _Answer(None, f"the import did not end in {_TIMEOUT_S} s")
+        return _Answer(None, f"{what} did not end in {timeout_s} s")
     for line in done.stdout.splitlines():
         if line.startswith(_MARK) and done.returncode == 0:
             return _Answer(json.loads(line.removeprefix(_MARK)), "")
     last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
     if done.returncode < 0:
-        return _Answer(None, f"the import ends in {signal.Signals(-done.returncode).name}: {last}")
+        return _Answer(None, f"{what} ends in {signal.Signals(-done.returncode).name}: {last}")
     return _Answer(None, last)
