@@ -30,7 +30,6 @@ _WRAPPERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "horovod.tensorflow.keras": _KERAS,
     "horovod.keras": _KERAS,
 }
-_BY_HAND = "give compression= in the script itself and run it without `horovod-fftcomp run`"
 
 
 class Wrapping:
@@ -62,6 +61,8 @@ class Wrapping:
         for name in names:
             if hasattr(module, name):
                 setattr(module, name, self._wrapped(module, name, adapter))
+        if adapter == "tensorflow":
+            _mend_callbacks(module)
 
     def _wrapped(self, module: ModuleType, name: str, adapter: str) -> Callable[..., Any]:
         plain = getattr(module, name)
@@ -97,8 +98,8 @@ class Wrapping:
         return self._compressor("torch", named, arguments)
 
     def _for_tensorflow(self, name: str, arguments: dict[str, Any]) -> Any:
-        # Without a model it binds to the variables that are exchanged first.
-        if name != "DistributedGradientTape":
+        # Without a model it binds to the variables that are exchanged first, so not to local ones.
+        if not name.endswith("GradientTape"):
             return self._compressor("tensorflow", None, arguments)
         if self._of_tapes is None:
             self._of_tapes = self._compressor("tensorflow", None, arguments)
@@ -127,14 +128,21 @@ def _check(name: str, arguments: Mapping[str, Any], module: ModuleType) -> None:
         raise UnsupportedError(
             f"{name}(op=hvd.Adasum) cannot be compressed; use op=hvd.Average or op=hvd.Sum"
         )
-    if "Partial" in name:
-        raise UnsupportedError(
-            f"{name} keeps some layers local, which a compressor has to be told of: {_BY_HAND}"
-        )
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise UnsupportedError(
-            f"an elastic job has to keep the residuals in its state (compression=...): {_BY_HAND}"
+            "an elastic job has to keep the residuals in its state (compression=...): give "
+            "compression= in the script itself and run it without `horovod-fftcomp run`"
         )
+
+
+def _mend_callbacks(module: ModuleType) -> None:
+    """Give Horovod's callbacks the backend of ``tf.keras``.
+
+    They take that of the package ``keras``; Keras 3's lacks functions that they call.
+    """
+    callbacks = getattr(module, "callbacks", None)
+    if callbacks is not None and not hasattr(callbacks.K, "constant"):
+        callbacks.K = callbacks.tf.keras.backend
 
 
 def _described(compression: Any) -> str:

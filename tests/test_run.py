@@ -138,7 +138,15 @@ def load_model(path, compression=Compression.none):
 def DistributedGradientTape(gradtape, compression=Compression.none):
     return gradtape, compression
 def PartialDistributedOptimizer(optimizer, compression=Compression.none):
-    return optimizer
+    return optimizer, compression
+def PartialDistributedGradientTape(gradtape, compression=Compression.none):
+    return DistributedGradientTape(gradtape, compression)
+class callbacks:
+    class K:
+        pass
+    class tf:
+        class keras:
+            backend = "the backend of tf.keras"
 """
 
 
@@ -211,8 +219,23 @@ def test_keras_optimizers_and_the_tapes_of_a_loop_bind_late(horovod, made):
     assert first.model is None
     tapes = [tensorflow.DistributedGradientTape(n) for n in range(3)]
     assert [tape for tape, _ in tapes] == [0, 1, 2]
+    tapes += [tensorflow.PartialDistributedGradientTape(3)]
     assert len({compression for _, compression in tapes}) == 1
     assert len(made) == 3
+    optimizer, compression = keras.PartialDistributedOptimizer("sgd")
+    assert (optimizer, compression.model) == ("sgd", None)  # so it binds to what is exchanged
+
+
+def test_horovods_callbacks_get_the_backend_that_has_their_functions(horovod, made):
+    assert horovod("horovod.tensorflow.keras").callbacks.K == "the backend of tf.keras"
+
+
+def test_a_backend_that_horovods_callbacks_can_use_stays(horovod, tmp_path, made):
+    path = tmp_path / "horovod" / "tensorflow" / "keras" / "__init__.py"
+    path.write_text(
+        FAKE.replace("    class K:\n        pass", "    class K:\n        constant = 1")
+    )
+    assert horovod("horovod.tensorflow.keras").callbacks.K.constant == 1
 
 
 def test_a_wrapper_that_calls_another_makes_one_compressor(horovod, made):
@@ -230,13 +253,11 @@ def test_a_module_that_is_there_already_is_wrapped(horovod):
 
 
 def test_what_cannot_be_wrapped_is_refused(horovod, made, monkeypatch):
-    hvd, keras = horovod("horovod.torch"), horovod("horovod.tensorflow.keras")
+    hvd = horovod("horovod.torch")
     with pytest.raises(UnsupportedError, match=r"a compression= of its own .*take that out"):
         hvd.DistributedOptimizer("sgd", [], compression=hvd.Compression.fp16)
     with pytest.raises(UnsupportedError, match="Adasum"):
         hvd.DistributedOptimizer("sgd", [], op=hvd.Adasum)
-    with pytest.raises(UnsupportedError, match="keeps some layers local"):
-        keras.PartialDistributedOptimizer("sgd")
     with pytest.raises(TypeError, match="missing a required argument"):
         hvd.DistributedOptimizer()
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
@@ -467,3 +488,22 @@ def test_tensorflow_trains_compressed_with_equal_bits_on_all_ranks(script):
     assert all(report["dense_nbytes"] > 5 * report["sent_nbytes"] for report in reports)
     losses = [float.fromhex(text) for text in re.findall(r"loss (\S+)", output)]
     assert losses[-1] < 0.95 * losses[0]
+
+
+@pytest.mark.parallel
+@pytest.mark.tf
+def test_local_layers_stay_out_of_the_exchange():
+    """Sent whole, gradients are what Horovod makes of them, and local layers differ as before."""
+    script, hashes = "tests/scripts/local_layers.py", []
+    for run in ((), ("-m", "horovod_fftcomp", "run", "--compression",
+                     "topk:density=1,bits=32,error_feedback=False")):  # fmt: skip
+        code, output = run_ranks(2, "gloo", *run, script, framework="tensorflow")
+        assert code == 0, output[-8000:]
+        assert "Warning" not in output
+        found = re.findall(r"(optimizer|tape): (shared|local) (\d) (\w+)\.", output)
+        hashes.append({(what, kind, rank): weights for what, kind, rank, weights in found})
+    assert len(hashes[0]) == 8
+    assert hashes[0] == hashes[1]
+    for what in ("optimizer", "tape"):
+        assert hashes[1][what, "shared", "0"] == hashes[1][what, "shared", "1"]
+        assert hashes[1][what, "local", "0"] != hashes[1][what, "local", "1"]

@@ -36,8 +36,12 @@ class PrintLoss(tf.keras.callbacks.Callback):
         print(f"loss {float(logs['loss']).hex()}", flush=True)
 
 
-# Horovod: broadcast initial variable states from rank 0 to all other processes.
-callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+callbacks = [
+    # Horovod: broadcast initial variable states from rank 0 to all other processes.
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    # Horovod: average metrics among workers at the end of every epoch.
+    hvd.callbacks.MetricAverageCallback(),
+]
 if hvd.rank() == 0:
     callbacks.append(PrintLoss())
 model.fit(dataset, steps_per_epoch=15, callbacks=callbacks, verbose=0)
