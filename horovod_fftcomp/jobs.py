@@ -25,6 +25,7 @@ _MARK = "fftcomp-report "
 _PIECE, _PAUSE_S = 1000, 0.02
 _LEFT_BEHIND_S = 2.0  # that what a launcher has started may outlive it
 _GRACE_S = 20.0  # that ranks have to end after all of them have reported, or were told to
+_LAST_WORDS_S = 3.0  # that a rank has before it ends by SIGTERM; horovodrun kills it after 5
 
 
 def launched_rank() -> int | None:
@@ -42,6 +43,57 @@ def report(values: Mapping[str, Any]) -> None:
         # One write, so that no line of another rank comes in between.
         sys.stdout.write(f"{_MARK}{values['rank']} {number} {len(pieces)} {piece}\n")
         sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def last_words(say: Callable[[], None]) -> Iterator[None]:
+    """Call ``say`` before SIGTERM ends this process, as launchers end ranks.
+
+    In a thread, since the main one may wait for other ranks where no Python code runs. A handler
+    that the process has, or sets meanwhile, counts in its place; forked children have none.
+    """
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    mask, sigterm = signal.pthread_sigmask, {signal.SIGTERM}
+
+    def handler(number: int, frame: object) -> None:
+        """Leave it to the thread, which is woken whenever a signal has a handler."""
+
+    def is_ours() -> bool:
+        return signal.getsignal(signal.SIGTERM) is handler
+
+    def forget() -> None:
+        if is_ours():
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        mask(signal.SIG_UNBLOCK, sigterm)
+
+    def listen() -> None:
+        while number := os.read(woken, 1):
+            if number[0] == signal.SIGTERM and is_ours():
+                timer = threading.Timer(_LAST_WORDS_S, os._exit, (128 + signal.SIGTERM,))
+                timer.daemon = True
+                timer.start()
+                say()
+                os._exit(128 + signal.SIGTERM)
+
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGTERM, handler)
+    signal.set_wakeup_fd(wake)
+    os.register_at_fork(
+        before=lambda: mask(signal.SIG_BLOCK, sigterm),  # until a child has forgotten
+        after_in_parent=lambda: mask(signal.SIG_UNBLOCK, sigterm),
+        after_in_child=forget,
+    )
+    threading.Thread(target=listen, name="fftcomp-last-words", daemon=True).start()
+    try:
+        yield
+    finally:
+        forget()
+        os.close(wake)
 
 
 class _Reports:
@@ -112,7 +164,10 @@ def launch(
             code = process.wait()
     finally:
         patience.cancel()
-        _end(process)
+        try:
+            _end(process)
+        finally:  # a second Ctrl-C does not wait
+            _kill(process, signal.SIGKILL)
         process.stdout.close()
     return Ended(code, [reports.whole[rank] for rank in sorted(reports.whole)])
 
@@ -153,7 +208,6 @@ def _end(process: subprocess.Popen[str]) -> None:
             process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             continue
-    _kill(process, signal.SIGKILL)
 
 
 def _kill(process: subprocess.Popen[str], which: signal.Signals) -> None:

@@ -14,6 +14,7 @@ import pytest
 from horovod_fftcomp import gradients, recipes, simulate, threads
 from horovod_fftcomp.bench import RecipeSession, added, measure, memcpy, n_ticks, peers
 from horovod_fftcomp.bench.measurement import entropy_bits
+from horovod_fftcomp.cli import bench as bench_command
 from horovod_fftcomp.cli import bench_report, main
 from horovod_fftcomp.cli.arguments import numels, recipe_choices
 from horovod_fftcomp.gradients import History
@@ -242,6 +243,34 @@ def test_the_plot_is_a_picture(bench, tmp_path):
     path = tmp_path / "plot.png"
     bench("-n", "2000", "--recipes", "none,topk,fft", "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_run_prints_the_tensors_that_are_done(bench, capsys, monkeypatch, tmp_path):
+    whole = bench_command.bench.measure
+    path = tmp_path / "interrupted.json"
+
+    def until(n_done: int) -> tuple[str, str]:
+        done = iter(range(n_done))
+
+        def measured(*arguments):
+            if next(done, None) is None:
+                raise KeyboardInterrupt
+            return whole(*arguments)
+
+        monkeypatch.setattr(bench_command.bench, "measure", measured)
+        with pytest.raises(SystemExit) as caught:
+            main(["bench", "--no-peers", "--repeat", "1", "--recipes", "fp16", "--json", str(path),
+                  "-n", "1100,1200,1300"])  # fmt: skip
+        assert caught.value.code == 130
+        return capsys.readouterr()
+
+    printed, errors = until(2)
+    assert printed.count("1 memcpy") == 2
+    assert "Interrupted: 2 of 3 tensors." in printed
+    assert "interrupted" in errors
+    assert len(json.loads(path.read_text())["tensors"]) == 2
+    printed, errors = until(0)
+    assert (printed, errors) == ("", "horovod-fftcomp: interrupted\n")
 
 
 def test_the_table_fits_into_120_columns_however_long_the_options(bench, monkeypatch):

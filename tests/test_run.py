@@ -6,6 +6,8 @@ import argparse
 import importlib
 import json
 import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from horovod_fftcomp import jobs
-from horovod_fftcomp.cli import main
+from horovod_fftcomp.cli import main, run
 from horovod_fftcomp.cli.arguments import as_setting, setting, settings
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.step_report import StepReport
@@ -421,6 +423,127 @@ def test_ranks_that_do_not_end_after_their_reports_are_ended(monkeypatch):
         wait_for_the_end_of(found["pid"])
 
 
+# What ends too early.
+
+START = """
+import os, subprocess, sys, time
+ranks = [subprocess.Popen(sys.argv[3:], env=os.environ | {"HOROVOD_RANK": str(r)})
+         for r in range(int(sys.argv[2]))]
+while not any(rank.poll() for rank in ranks) and any(rank.poll() is None for rank in ranks):
+    time.sleep(0.01)
+for rank in ranks:
+    rank.terminate()
+sys.exit(max(abs(rank.wait()) for rank in ranks))
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path, monkeypatch):
+    """Return a launcher that starts ranks here, and ends all when one has failed."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    path = tmp_path / "launcher.py"
+    path.write_text(START)
+    return f"{sys.executable} {path}"
+
+
+def test_a_failed_jobs_own_exception_is_named(capsys, script, launcher, tmp_path):
+    script.write_text(
+        "import os, time\n"
+        "if os.environ['HOROVOD_RANK'] == '1': raise ValueError('my bug')\n"
+        "time.sleep(300)\n"
+    )
+    path = tmp_path / "compared.json"
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--compare", "none", "--launcher", launcher, "--json", str(path), str(script)])
+    assert caught.value.code == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^ none .* failed *$", printed, re.M), printed
+    assert "\nnone: rank 1: ValueError: my bug; exit status" in printed
+    [row] = json.loads(path.read_text())
+    assert "my bug" in row["trouble"]
+    assert row["status"] != 0
+
+
+def test_what_other_ranks_raise_because_of_a_failure_is_left_out():
+    def told(*failures: str, code: int = 1, n_ranks: int = 3) -> str:
+        reports = [
+            {"rank": rank, "steps": 0} | ({"failure": failure} if failure else {})
+            for rank, failure in enumerate(failures)
+        ]
+        return run.trouble(jobs.Ended(code, reports), n_ranks)
+
+    internal = "HorovodInternalError: Horovod has been shut down"
+    assert told(internal, "KeyError: 'x'", "SIGTERM") == "rank 1: KeyError: 'x'; exit status 1"
+    assert told("sys.exit(3)", "sys.exit(3)", code=3) == (
+        "ranks 0, 1: sys.exit(3); 1 of 3 ranks gave no report; exit status 3"
+    )
+    assert told(internal, "", internal).startswith(f"ranks 0, 2: {internal}; ")
+    assert told("", "", "", code=0).startswith("nothing was exchanged")
+    assert "start it as" not in told("", "", "", code=0)
+
+
+def test_an_interrupted_comparison_prints_what_there_is(script, launcher, tmp_path):
+    script.write_text(
+        "import os, time\n"
+        "if os.path.exists('again'):\n"
+        "    os.write(1, f'sleeps {os.getpid()}\\n'.encode())\n"
+        "    time.sleep(300)\n"
+        "time.sleep(1)\n"
+        "open('again', 'w')\n"
+    )
+    command = [sys.executable, "-m", "horovod_fftcomp", "run", "--compare", "none,fft,topk",
+               "--launcher", launcher, str(script)]  # fmt: skip
+    process = subprocess.Popen(
+        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    pids = []
+    for line in process.stdout:
+        if line.startswith("sleeps "):
+            pids.append(int(line.split()[1]))
+        if len(pids) == 2:
+            process.send_signal(signal.SIGINT)
+            break
+    printed, errors = process.communicate(timeout=100)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "1 of 3 jobs have ended." in errors
+    assert re.findall(r"^ ?(none|fft|topk) ", printed, re.M) == ["none"]
+    for pid in pids:
+        wait_for_the_end_of(pid)
+
+
+def test_sigterm_which_launchers_send_does_not_take_the_report_away(script, tmp_path):
+    script.write_text(
+        "import os, signal, time\n"
+        "child = os.fork() or time.sleep(300)\n"
+        "os.kill(child, signal.SIGTERM)\n"
+        "print('child ended by', os.waitpid(child, 0)[1], flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    command = [sys.executable, "-m", "horovod_fftcomp", "run", "--compression", "fft", str(script)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.readline() == f"child ended by {signal.SIGTERM.value}\n"
+    process.terminate()
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "nothing was exchanged through horovod_fftcomp: the script ended in SIGTERM" in errors
+
+
+def test_a_scripts_own_handler_of_sigterm_counts(script):
+    script.write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('handled', flush=True))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(1)\n"
+        "raise SystemExit(5)\n"
+    )
+    command = [sys.executable, "-m", "horovod_fftcomp", "run", "--compression", "fft", str(script)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=100)
+    assert (done.returncode, done.stdout) == (5, "handled\n"), done.stderr
+
+
 # On two ranks: an unedited script of PyTorch, and one of Keras.
 
 
@@ -495,9 +618,9 @@ def test_tensorflow_trains_compressed_with_equal_bits_on_all_ranks(script):
 def test_local_layers_stay_out_of_the_exchange():
     """Sent whole, gradients are what Horovod makes of them, and local layers differ as before."""
     script, hashes = "tests/scripts/local_layers.py", []
-    for run in ((), ("-m", "horovod_fftcomp", "run", "--compression",
+    for how in ((), ("-m", "horovod_fftcomp", "run", "--compression",
                      "topk:density=1,bits=32,error_feedback=False")):  # fmt: skip
-        code, output = run_ranks(2, "gloo", *run, script, framework="tensorflow")
+        code, output = run_ranks(2, "gloo", *how, script, framework="tensorflow")
         assert code == 0, output[-8000:]
         assert "Warning" not in output
         found = re.findall(r"(optimizer|tape): (shared|local) (\d) (\w+)\.", output)

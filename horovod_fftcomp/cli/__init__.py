@@ -27,4 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parsed = parser.parse_args(arguments)
     parsed.arguments = arguments
-    parsed.run(parsed)
+    try:
+        parsed.run(parsed)
+    except KeyboardInterrupt:
+        if getattr(parsed, "compression", None):
+            raise  # it is the script's, as all of its errors
+        print("horovod-fftcomp: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None

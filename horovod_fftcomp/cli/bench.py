@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +106,18 @@ def run(parsed: argparse.Namespace) -> None:
     if has_peers:
         peers.set_num_threads(threads.get_num_threads())
     facts = machine.describe()  # before the load that this run makes
+    results: list[Result] = []
+    interrupted = False
     try:
-        results = _measure_all(parsed, choices, histories, n_histories, has_peers)
+        for result in _measured(parsed, choices, histories, n_histories, has_peers):
+            results.append(result)
     except MemoryError as error:
         parsed.fail(f"{str(error) or 'the memory is full'}; take smaller tensors or fewer recipes")
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        interrupted = True
+        data = f"Interrupted: {len(results)} of {n_histories} tensors. {data}"
     shown = [_total(results, data)] if parsed.gradients else results
     _print((results if parsed.per_tensor else []) + shown, choices, data, facts, parsed)
     if parsed.json:
@@ -118,6 +126,8 @@ def run(parsed: argparse.Namespace) -> None:
         largest = max(shown, key=lambda result: result.ours[0].numel)
         title = f"{largest.title}, threads: {facts['threads']}, {facts['cpu']}"
         plot.write(parsed.plot, largest.ours + largest.peers, title)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def _histories(parsed: argparse.Namespace) -> tuple[Iterable[History], int, str]:
@@ -156,14 +166,13 @@ def _compressed(histories: list[History], min_numel: int) -> list[History]:
     ]
 
 
-def _measure_all(
+def _measured(
     parsed: argparse.Namespace,
     choices: Sequence[RecipeChoice],
     histories: Iterable[History],
     n_histories: int,
     has_peers: bool,
-) -> list[Result]:
-    results = []
+) -> Iterator[Result]:
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("")
@@ -193,8 +202,7 @@ def _measure_all(
             found = bench.measure(
                 history, ours + theirs, parsed.repeat, functools.partial(progress.advance, task)
             )
-            results.append(Result(history.name, found[: len(ours)], found[len(ours) :]))
-    return results
+            yield Result(history.name, found[: len(ours)], found[len(ours) :])
 
 
 def _matrix(numel: int) -> tuple[int, ...]:

@@ -40,9 +40,13 @@ docs/run.md tells what a script may contain.
 """
 _NOTHING = (
     "nothing was exchanged through horovod_fftcomp: the script took no step with "
-    "hvd.DistributedOptimizer or hvd.DistributedGradientTape on several ranks (start it as "
-    "horovodrun -np 2 horovod-fftcomp run ...)"
+    "hvd.DistributedOptimizer or hvd.DistributedGradientTape on several ranks"
 )
+_START = " (start it as horovodrun -np 2 horovod-fftcomp run ...)"
+# What a rank raises, or ends by, when another one has failed.
+_CONSEQUENCES = ("HorovodInternalError", "Horovod has been shut down", "SIGTERM")
+_MOST_SHOWN = 500  # characters of an exception; its traceback has all
+_DIFFER = "PARAMETERS DIFFER"
 _TIMES = ("encode", "wait", "decode")
 _END_S = 5.0  # that the end of Horovod may take
 
@@ -142,11 +146,24 @@ def _run_script(parsed: argparse.Namespace) -> None:
     Wrapping(choice.name, {**choice.options, **options}, steps.watch).install()
     sys.argv = [parsed.script, *parsed.script_arguments]
     sys.path[0] = str(Path(parsed.script).resolve().parent)
-    try:
-        runpy.run_path(parsed.script, run_name="__main__")
-    finally:
-        steps.disarm()
-        _report(parsed, steps)
+    failure = ""
+    with jobs.last_words(lambda: _report(parsed, steps, "SIGTERM")):
+        try:
+            runpy.run_path(parsed.script, run_name="__main__")
+        except BaseException as error:
+            failure = _described(error)
+            raise
+        finally:
+            steps.disarm()
+            _report(parsed, steps, failure)
+
+
+def _described(error: BaseException) -> str:
+    """Return in one line what ended the script; nothing if it is the usual end."""
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r})" if error.code else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:_MOST_SHOWN].removesuffix(": ")
 
 
 def _end_after_steps(parsed: argparse.Namespace, steps: StepReport) -> None:
@@ -164,12 +181,14 @@ def _end_after_steps(parsed: argparse.Namespace, steps: StepReport) -> None:
     os._exit(0)  # the script would take the end of Horovod for an error
 
 
-def _report(parsed: argparse.Namespace, steps: StepReport) -> None:
+def _report(parsed: argparse.Namespace, steps: StepReport, failure: str = "") -> None:
     """Print what the steps took: JSON on every rank, or text on the first one."""
     try:
         found = steps.values()
     except Exception as error:  # the script was broken off in the midst of a step, say
         found = {"steps": 0, "error": str(error) or repr(error)}
+    if failure:
+        found["failure"] = failure
     rank = jobs.launched_rank() or 0
     if rank != 0:
         found.pop("tensors", None)  # the same on all ranks, and long
@@ -184,8 +203,11 @@ def _report(parsed: argparse.Namespace, steps: StepReport) -> None:
 def _told(label: str, found: dict[str, Any]) -> str:
     if "error" in found:
         return f"horovod-fftcomp run: {label}: no report: {found['error']}"
+    if not found["steps"] and "failure" in found:
+        nothing = _NOTHING.partition(":")[0]
+        return f"horovod-fftcomp run: {label}: {nothing}: the script ended in {found['failure']}"
     if not found["steps"]:
-        return f"horovod-fftcomp run: {label}: {_NOTHING}"
+        return f"horovod-fftcomp run: {label}: {_NOTHING}{_START}"
     sent, took = found["sent_nbytes"], {what: in_ms(found[f"{what}_s"]) for what in _TIMES}
     return (
         f"horovod-fftcomp run: {label}: {found['steps']} steps on {found['world_size']} ranks, "
@@ -197,40 +219,57 @@ def _told(label: str, found: dict[str, Any]) -> str:
 
 def _compare(parsed: argparse.Namespace) -> None:
     """Run a job for each recipe; exit with status 1 if one failed or its ranks differ."""
+    n_ranks, rows, interrupted = parsed.np or 2, [], False
+    try:
+        for choice in parsed.compare:
+            print(f"horovod-fftcomp run: {choice.label}", file=sys.stderr, flush=True)
+            ended = launch(parsed, choice, n_ranks, _pass_on)
+            told = {"trouble": trouble(ended, n_ranks), "status": ended.code}
+            rows.append({"recipe": choice.label, **told, "ranks": ended.reports})
+    except KeyboardInterrupt:
+        interrupted = True
+    if rows:
+        _print_comparison(rows)
+    if parsed.json:
+        parsed.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if interrupted:
+        print(f"{len(rows)} of {len(parsed.compare)} jobs have ended.", file=sys.stderr)
+        raise KeyboardInterrupt
+    if any(row["trouble"] for row in rows):
+        raise SystemExit(1)
+
+
+def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table of the jobs, and below it what went wrong with them."""
     names = (
         "ms a step", "speed-up", "MB sent", "ratio", "encode ms", "wait ms", "decode ms", "ranks"
     )  # fmt: skip
     table = make_table("recipe", names)
-    first_s, bad = None, False
-    rows = []
-    for choice in parsed.compare:
-        print(f"horovod-fftcomp run: {choice.label}", file=sys.stderr, flush=True)
-        ended = launch(parsed, choice, parsed.np or 2, _pass_on)
-        wrong = trouble(ended, parsed.np or 2)
-        rows.append({"recipe": choice.label, "trouble": wrong, "ranks": ended.reports})
-        bad = bad or bool(wrong)
-        if not ended.reports or not ended.reports[0].get("steps"):
-            table.add_row(choice.label, *["-"] * 7, wrong)
+    first_s = None
+    for row in rows:
+        wrong = row["trouble"]
+        ranks = _DIFFER if wrong == _DIFFER else "failed" if wrong else "equal bits"
+        if not row["ranks"] or not row["ranks"][0].get("steps"):
+            table.add_row(row["recipe"], *["-"] * 7, ranks)
             continue
-        found = ended.reports[0]
+        found = row["ranks"][0]
         step_s, sent = found["step_s"], found["sent_nbytes"]
         first_s = first_s or step_s
         table.add_row(
-            choice.label,
+            row["recipe"],
             in_ms(step_s),
             f"{first_s / step_s:.2f}" if first_s and step_s else "-",
             f"{sent / 1e6:.3f}",
             f"{found['dense_nbytes'] / sent:.1f}",
             *(in_ms(found[f"{what}_s"]) for what in _TIMES),
-            wrong or "equal bits",
+            ranks,
         )
     console = make_console()
     console.print(table)
-    if parsed.json:
-        parsed.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    for row in rows:
+        if row["trouble"]:
+            console.print(Text(f"{row['recipe']}: {row['trouble']}."))
     console.print(Text("Medians; bytes and times of a step, of the first rank."))
-    if bad:
-        raise SystemExit(1)
 
 
 def _pass_on(line: str) -> None:
@@ -265,11 +304,27 @@ def launch(
 
 def trouble(ended: jobs.Ended, n_ranks: int) -> str:
     """Return what is wrong with a job in words; nothing if all is well."""
-    if len(ended.reports) < n_ranks:
-        return f"{n_ranks - len(ended.reports)} of {n_ranks} ranks gave no report"
-    if not all(found["steps"] for found in ended.reports):
-        errors = {found.get("error", _NOTHING) for found in ended.reports}
-        return "; ".join(sorted(errors))
-    if len({found["digest"] for found in ended.reports}) > 1:
-        return "PARAMETERS DIFFER"
-    return f"failed, status {ended.code}" if ended.code else ""
+    reports = ended.reports
+    wrong = _failures(reports)
+    if len(reports) < n_ranks:
+        wrong.append(f"{n_ranks - len(reports)} of {n_ranks} ranks gave no report")
+    elif not wrong and not all(found["steps"] for found in reports):
+        wrong += sorted({found.get("error", _NOTHING) for found in reports})
+    elif not wrong and len({found["digest"] for found in reports}) > 1:
+        wrong.append(_DIFFER)
+    if ended.code:
+        wrong.append(f"exit status {ended.code}")
+    return "; ".join(wrong)
+
+
+def _failures(reports: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what ended the script and on which ranks, consequences left out if there is more."""
+    ranks: dict[str, list[str]] = {}
+    for found in reports:
+        if "failure" in found:
+            ranks.setdefault(found["failure"], []).append(str(found["rank"]))
+    causes = [text for text in ranks if not any(mark in text for mark in _CONSEQUENCES)]
+    return [
+        f"rank{'s' if len(ranks[text]) > 1 else ''} {', '.join(ranks[text])}: {text}"
+        for text in causes or ranks
+    ]
