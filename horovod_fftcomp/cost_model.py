@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -239,6 +240,14 @@ def _encoded(compute: Compute, order: Sequence[Part]) -> tuple[list[float], floa
 def free_codecs(parts: Sequence[Part]) -> list[Part]:
     """Return the parts as if encoding and decoding took no time: the ceiling."""
     return [replace(part, encode_s=0.0, decode_s=0.0, decode_each_s=0.0) for part in parts]
+
+
+def spread(times_s: Sequence[float]) -> float:
+    """Return half the distance of the quartiles over the median; 0 of fewer than three times."""
+    if len(times_s) < 3:
+        return 0.0
+    low, median, high = statistics.quantiles(times_s, n=4, method="inclusive")
+    return (high - low) / 2 / median
 
 
 def crossover(network: Network, gathered: Message, reduced: Message) -> int | None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from horovod_fftcomp.cost_model import spread
+
 # The first steps compile, allocate and make connections.
 _WARM_UP = 3
 _SUMMED = ("steps", "dense_nbytes", "sent_nbytes", "encode_s", "wait_s", "decode_s")
@@ -61,8 +63,9 @@ class StepReport:
 
         ``steps``: how many there were; if none, there is nothing else. The first three do not count
         in what follows, if there were more. ``step_s``: median time from one step's end to the
-        next one's. Means, over all compressors: bytes and seconds as ``stats`` explains them.
-        ``digest``: of the parameters. ``tensors``: names and shapes.
+        next one's; ``step_spread``: as ``cost_model.spread`` has it. Means, over all compressors:
+        bytes and seconds as ``stats`` explains them. ``digest``: of the parameters. ``tensors``:
+        names and shapes.
         """
         bound = self._bound()
         found = self._so_far() if bound else {"steps": 0}
@@ -72,17 +75,17 @@ class StepReport:
         before = self._before if steps > _WARM_UP else dict.fromkeys(_SUMMED, 0)
         counted = steps - before["steps"]
         means = {key: (found[key] - before[key]) / counted for key in _SUMMED}
+        times = self._times_s()
         return means | {
             "steps": steps,
-            "step_s": self._step_s(),
+            "step_s": statistics.median(times) if times else None,
+            "step_spread": spread(times),
             "digest": " ".join(compressor.digest() for compressor in bound),
             "world_size": bound[0].place()["world_size"],
             "tensors": [[t.name, list(t.shape)] for c in bound for t in c.tensors()],
         }
 
-    def _step_s(self) -> float | None:
-        """Return the median time of a step in seconds; None if there were not two."""
-        at = self._closed_at
-        times = [end - begin for begin, end in itertools.pairwise(at)]
-        usual = times[_WARM_UP - 1 :] or times
-        return statistics.median(usual) if usual else None
+    def _times_s(self) -> list[float]:
+        """Return the seconds of the steps that count; none if there were not two."""
+        times = [end - begin for begin, end in itertools.pairwise(self._closed_at)]
+        return times[_WARM_UP - 1 :] or times

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from horovod_fftcomp import advice, get_scheme, gradients, threads
 from horovod_fftcomp.advice import Forecast, Option
+from horovod_fftcomp.cli import advise as advise_command
 from horovod_fftcomp.cli import main
 from horovod_fftcomp.cli.advise_report import Findings, print_report
 from horovod_fftcomp.cost_model import Compute, Line, Message, Network, Part, StepTime
@@ -160,9 +162,14 @@ def test_a_script_and_the_network_are_measured(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     path = tmp_path / "advice.json"
     launcher = f"{sys.executable} -m tests.launch --gloo"
-    main(["advise", "--recipes", "topk", "--steps", "8", "--launcher", launcher, "--json",
-          str(path), "tests/scripts/torch_digits.py", "--epochs", "1000"])  # fmt: skip
-    found = json.loads(path.read_text())
+    for _ in range(5):  # on a busy machine a measurement may be refused
+        with contextlib.suppress(SystemExit):
+            main(["advise", "--recipes", "topk", "--steps", "8", "--launcher", launcher, "--json",
+                  str(path), "tests/scripts/torch_digits.py", "--epochs", "1000"])  # fmt: skip
+        found = json.loads(path.read_text())
+        if found["valid"]:
+            break
+    assert found["valid"]
     none, topk = found["recipes"]
     n_parameters = 64 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10
     assert none["sent_nbytes"] == 4 * n_parameters
@@ -217,9 +224,9 @@ def test_a_sum_is_decoded_once_however_many_ranks_there_are(recipe):
 # The advice.
 
 
-def forecast(label, total_s, exposed_s=0.0, exchange_s=0.0, error=0.0):
+def forecast(label, total_s, exposed_s=0.0, exchange_s=0.0, error=0.0, off_by=0.0):
     time = StepTime(total_s, 0.1, 0.01, exposed_s, 0.02, exchange_s)
-    return Forecast(Option(label, label, {}, [], 1, error), time, total_s)
+    return Forecast(Option(label, label, {}, [], 1, error), time, total_s, off_by)
 
 
 def test_the_fastest_is_advised_if_it_is_worth_it():
@@ -233,6 +240,50 @@ def test_the_fastest_is_advised_if_it_is_worth_it():
     assert "at most 100.0 of 200.0 ms" in found.why
     assert "; a, the fastest recipe, takes 30.0 ms" in found.why
     assert advice.advise([none]).best is None
+
+
+def test_a_gain_within_the_accuracy_of_the_forecast_is_no_clear_one():
+    none, close = forecast("a", 1.2, off_by=0.2), forecast("b", 1.0, off_by=0.2)
+    fast = forecast("c", 0.9, off_by=0.2)
+    found = advice.advise([none, close])
+    assert (found.best, found.unclear) == (None, close)
+    assert found.why == (
+        "no clear gain: b, the fastest recipe, is forecast to make a step 1.20 times as fast, "
+        "which may be 0.96 to 1.44"
+    )
+    found = advice.advise([none, close, fast])
+    assert (found.best, found.unclear) == (fast, None)
+    assert found.why.endswith("1.33 times as fast (1.07 to 1.60)")
+    found = advice.advise([none, close, fast._replace(error=0.3)])
+    assert found.best is None
+
+
+def test_a_forecast_is_as_uncertain_as_what_it_was_made_of():
+    network = Network(Line(1e-4, 1e-9), Line(1e-4, 1e-9))
+    parts = [Part(1.0, (Message("allreduce", 10_000_000),), 0.01, 0.01)]
+    option = Option("x", "x", {}, parts, 10_000_000, 0.0, spread=0.5)
+    [usual] = advice.forecasts([option], Compute(0.1), network, 2)
+    assert usual.error == advice.ACCURACY == 0.2
+    [wide] = advice.forecasts([option], Compute(0.1), network, 2, 0.8, 0.3)
+    time = wide.time
+    varies_s = 0.8 * time.compute_s + 0.3 * time.exposed_s + 0.5 * (time.encode_s + time.decode_s)
+    assert wide.error == pytest.approx(varies_s / time.total_s)
+    assert wide.error > 0.6
+    assert wide.speed_up(wide) == pytest.approx((1 - wide.error, 1, 1 + wide.error))
+
+
+def test_the_stated_accuracy_is_that_of_the_benchmark():
+    results = json.loads((ROOT / "benchmarks" / "results" / "forecast.json").read_text())
+    steps, speed_ups = [], []
+    for none, *others in (result["rows"] for result in results):
+        steps += [row["error"] for row in (none, *others)]
+        speed_ups += [(1 + none["error"]) / (1 + row["error"]) - 1 for row in others]
+    (near, n), (near_too, m) = (
+        (sum(abs(error) <= advice.ACCURACY for error in errors), len(errors))
+        for errors in (steps, speed_ups)
+    )
+    page = " ".join((ROOT / "docs" / "advise.md").read_text().split())
+    assert f"{near} of {n} were within 20 %, and {near_too} of their {m} speed-ups" in page
 
 
 @pytest.mark.parametrize(("b_s", "best"), [(0.1, "b"), (0.104, "b"), (0.107, "a")])
@@ -275,9 +326,74 @@ def test_a_network_slower_alone_than_in_the_steps_is_told(capsys):
         steps = {"none": step_s, "random_block": step_s}
         findings = Findings(compute, network, 4, found, advice.advise(found), [], steps, None)
         print_report(findings, None)
-        assert (
-            "The network alone was slower than in the script's" in capsys.readouterr().out
-        ) == told
+        printed = capsys.readouterr().out
+        assert ("The network alone was slower than in the script's" in printed) == told
+        assert ("The measurement is invalid" in printed) == told
+        assert ("speed-up" in printed) != told
+
+
+def disturbed(script_s=0.01, none_s=0.01):
+    """Return findings of a network that took longer alone than in the script's steps."""
+    network = Network(Line(1e-2, 1e-9), Line(1e-2, 1e-9))
+    option = advice.dense(TENSORS)
+    own = advice.compute_of(none_s, option, network, 4, True)
+    compute = advice.compute_of(script_s, option, network, 4, True)
+    found = advice.forecasts([option._replace(compute=own)], compute, network, 4)
+    times = [(Message("allreduce", DENSE_NBYTES), 0.07)]
+    best = advice.Advice(found[0], "none is expected to make a step 2.05 times as fast")
+    steps = {"none": none_s, "random_block": script_s}
+    return Findings(compute, network, 4, found, best, times, steps, "train.py")
+
+
+@pytest.mark.parametrize("steps", [{}, {"script_s": 0.5}])
+def test_an_invalid_measurement_is_refused(capsys, monkeypatch, tmp_path, file, steps):
+    monkeypatch.setattr(advise_command, "_findings", lambda *_: disturbed(**steps))
+    path, picture = tmp_path / "advice.json", tmp_path / "steps.png"
+    with pytest.raises(SystemExit) as caught:
+        main(["advise", "--gradients", str(file), "--compute-ms", "5", "--json", str(path),
+              "--plot", str(picture)])  # fmt: skip
+    assert caught.value.code == 3
+    printed = capsys.readouterr().out
+    assert "Measure again" in printed
+    assert "times as fast" not in printed
+    assert "Compression." not in printed
+    assert "computing takes" not in printed
+    found = json.loads(path.read_text())
+    assert found["valid"] is False
+    assert found["advice"]["recipe"] is None
+    assert "slower" in found["advice"]["why"]
+    assert "recipes" not in found
+    assert not picture.exists()
+
+
+def test_a_gain_that_is_not_clear_is_to_be_measured(advise):
+    arguments = [*SLOW, "--recipes", "fp16"]
+    arguments[arguments.index("--compute-ms") + 1] = 4000
+    printed, found = advise(*arguments)
+    assert found["valid"]
+    assert found["advice"]["recipe"] is None
+    assert "no clear gain: fp16" in printed
+    assert "horovod-fftcomp run --compare none,fp16 -np 4 train.py" in printed
+    assert "Compression." not in printed
+    [_, fp16] = found["recipes"]
+    assert fp16["speed_up"]["low"] < 1 < 1.05 < fp16["speed_up"]["expected"]
+    assert "±20 %" in printed
+
+
+def test_a_bandwidth_that_noise_would_decide_is_not_told(capsys):
+    option, compute = advice.dense(TENSORS), Compute(0.1)
+    for beta_s, mentioned in ((0.0, False), (8e-9 / 882, False), (8e-9 / 0.05, True)):
+        line = Line(1e-3, beta_s)
+        network = Network(line, Line(2e-3, 0.0))
+        kinds = ("allreduce", "allgather")
+        times = [(m, network.seconds(m, 4)) for m in (Message(k, 10**6) for k in kinds)]
+        found = advice.forecasts([option], compute, network, 4)
+        findings = Findings(compute, network, 4, found, advice.advise(found), times, {}, None)
+        print_report(findings, None)
+        printed = capsys.readouterr().out
+        assert ("summing: 0.05 Gbit/s" in printed) == mentioned
+        assert ("summing: too fast to measure with 1 MB" in printed) != mentioned
+        assert "gathering: too fast to measure with 1 MB" in printed
 
 
 def test_numbers_of_ranks_are_doubled_up_to_the_last():

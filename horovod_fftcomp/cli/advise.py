@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import statistics
 import sys
 import tempfile
 from collections import Counter
@@ -58,7 +59,11 @@ examples:
 
 The first two start the script several times, for --steps steps each. docs/advise.md tells what is
 measured, and what the forecast leaves out.
+
+exit status: 0 when there is a forecast, be it of no gain; 2 when something cannot be measured; 3
+when the measurement is invalid, since other work disturbed it: then there is no forecast.
 """
+_INVALID = 3  # the exit status
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -129,6 +134,8 @@ def run(parsed: argparse.Namespace) -> None:
         content = {"command": command, "machine": machine.describe()}
         content |= advise_report.as_json(found, parsed.nodes)
         parsed.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if advise_report.invalid(found):
+        raise SystemExit(_INVALID)
     if parsed.plot:
         advise_plot.write(parsed.plot, found, parsed.nodes or range(2, 65))
 
@@ -156,13 +163,14 @@ def _check(parsed: argparse.Namespace) -> None:
 class _Model(NamedTuple):
     """Tensors, gradients by name (flat), and of jobs, if there were, steps by recipe.
 
-    ``cores``: how many their first rank had for itself.
+    ``cores``: how many their first rank had for itself. ``spread``: of the steps' times.
     """
 
     tensors: list[Tensor]
     grads: Mapping[str, Array]
     step_s: Mapping[str, float]
     cores: int | None = None
+    spread: float = 0.0
 
 
 def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
@@ -178,7 +186,7 @@ def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
         options.append(_option(choice, model, parsed))
     nothing = _option(_NEXT_TO_NOTHING, model, parsed)
     tell("the network")
-    network, times = _network(parsed, options)
+    network, times, varies = _network(parsed, options)
     if parsed.compute_ms is not None:
         compute = Compute(parsed.compute_ms / 1e3, cores > 1)
     else:
@@ -187,10 +195,9 @@ def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
         compute = advice.compute_of(step_s, nothing, where, parsed.np, cores > 1)
         own = advice.compute_of(model.step_s["none"], options[0], where, parsed.np, cores > 1)
         options[0] = options[0]._replace(compute=own)
-    found = advice.forecasts(options, compute, network, ranks)
-    return Findings(
-        compute, network, ranks, found, advice.advise(found), times, model.step_s, parsed.script
-    )
+    found = advice.forecasts(options, compute, network, ranks, model.spread, varies)
+    told = advice.advise(found)
+    return Findings(compute, network, ranks, found, told, times, model.step_s, parsed.script)
 
 
 def _option(choice: RecipeChoice, model: _Model, parsed: argparse.Namespace) -> Option:
@@ -220,7 +227,8 @@ def _from_script(parsed: argparse.Namespace) -> _Model:
     tensors = [Tensor(name, tuple(shape)) for name, shape in dense["tensors"]]
     step_s = {"none": dense["step_s"], "random_block": bare["step_s"]}
     grads = {h.name: h.steps[-1].reshape(-1) for h in recorded}
-    return _Model(tensors, grads, step_s, dense["cores"])
+    spread = max(dense["step_spread"], bare["step_spread"])
+    return _Model(tensors, grads, step_s, dense["cores"], spread)
 
 
 def _job(parsed: argparse.Namespace, choice: RecipeChoice) -> dict[str, Any]:
@@ -236,13 +244,15 @@ def _job(parsed: argparse.Namespace, choice: RecipeChoice) -> dict[str, Any]:
     return ended.reports[0]
 
 
-def _network(
-    parsed: argparse.Namespace, options: list[Option]
-) -> tuple[Network, list[tuple[Message, float]]]:
-    """Return the network, given or probed, and the times of the probe."""
+_Probe = tuple[Network, list[tuple[Message, float]], float]
+
+
+def _network(parsed: argparse.Namespace, options: list[Option]) -> _Probe:
+    """Return the network, given or probed, the times of the probe and their usual spread."""
     if parsed.gbit_per_s is None:
         return _probed(parsed, options)
-    return given_network(parsed.gbit_per_s, (parsed.latency_us or 50) / 1e6, _cycle_s(parsed)), []
+    latency_s = (parsed.latency_us or 50) / 1e6
+    return given_network(parsed.gbit_per_s, latency_s, _cycle_s(parsed)), [], 0.0
 
 
 def _cycle_s(parsed: argparse.Namespace) -> float:
@@ -273,9 +283,7 @@ def _planned(options: list[Option], ranks: int) -> Iterator[Message]:
             yield Message(collective, nbytes, dtype)
 
 
-def _probed(
-    parsed: argparse.Namespace, options: list[Option]
-) -> tuple[Network, list[tuple[Message, float]]]:
+def _probed(parsed: argparse.Namespace, options: list[Option]) -> _Probe:
     """Time small and large collectives, and fake payloads of the planned sizes."""
     messages = sorted(_planned(options, parsed.np))
     command = [sys.executable, "-m", "horovod_fftcomp.torch.network", json.dumps(messages)]
@@ -294,4 +302,5 @@ def _probed(
     # The slowest rank's times are those of a step.
     times = [max(found) for found in zip(*(r["times"] for r in ended.reports), strict=True)]
     measured = list(zip(messages, times, strict=True))
-    return fitted_network(measured, parsed.np, _cycle_s(parsed)), measured
+    spread = statistics.median(varies for r in ended.reports for varies in r["spreads"])
+    return fitted_network(measured, parsed.np, _cycle_s(parsed)), measured, spread

@@ -36,6 +36,8 @@ def _draw_parts(axes: Axes, found: Findings) -> None:
         widths = [1e3 * getattr(forecast.time, key) for forecast in found.forecasts]
         axes.barh(labels, widths, left=left, label=what)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    errors = [1e3 * forecast.error * forecast.time.total_s for forecast in found.forecasts]
+    axes.errorbar(left, labels, xerr=errors, fmt="none", ecolor="black", capsize=3)
     axes.invert_yaxis()
     axes.set_xlabel(f"ms of a step on {found.ranks} ranks")
     axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=4, frameon=False)

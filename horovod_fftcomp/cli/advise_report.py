@@ -12,10 +12,16 @@ from horovod_fftcomp import advice
 from horovod_fftcomp.advice import Advice, Forecast, Option
 from horovod_fftcomp.cli.arguments import RecipeChoice, as_setting
 from horovod_fftcomp.cli.console import in_ms, make_console, make_table
-from horovod_fftcomp.cost_model import Compute, Message, Network, crossover
+from horovod_fftcomp.cost_model import Compute, Line, Message, Network, crossover
 
 # A computation below this share of the measured steps is none that was told from the exchange.
 _TOO_LITTLE = 0.01
+# A bandwidth is known if it makes up this share of the largest message's time; else noise does.
+_TOO_FAST = 0.2
+_DISTURBED = (
+    "The network alone was slower than in the script's steps, so that nothing is left for "
+    "computing: other work disturbed it"
+)
 
 
 class Findings(NamedTuple):
@@ -34,9 +40,26 @@ class Findings(NamedTuple):
     script: str | None
 
 
+def invalid(found: Findings) -> str:
+    """Return why nothing can be forecast by what was measured; nothing if it can."""
+    if not found.step_s:
+        return ""
+    if found.compute.total_s < _TOO_LITTLE * min(found.step_s.values()):
+        return _DISTURBED
+    dense_s = found.forecasts[0].time.total_s
+    if found.times and dense_s > (1 + advice.ACCURACY) * found.step_s["none"]:
+        return _DISTURBED  # ``compute_of`` finds no step as short as the measured one
+    return ""
+
+
 def print_report(found: Findings, nodes: range | None) -> None:
-    """Print what was found, the forecast and the advice."""
+    """Print what was found, the forecast and the advice; or why there is none."""
     console = make_console()
+    if why := invalid(found):
+        console.print(Text("The measurement is invalid, so there is no forecast.", "bold"))
+        for line in (f"{why}.", *_facts(found), "Measure again on machines at rest."):
+            console.print(Text(line))
+        return
     console.print(_table(found))
     for line in _facts(found):
         console.print(Text(line))
@@ -47,7 +70,7 @@ def print_report(found: Findings, nodes: range | None) -> None:
             console.print(Text(line))
     console.print()
     console.print(Text(f"{found.advice.why}.", "bold"))
-    for line in _to_paste(found):
+    for line in [*_to_paste(found), *_to_measure(found)]:
         console.print(Text(line))
 
 
@@ -57,16 +80,18 @@ def _table(found: Findings) -> Table:
         f"{in_ms(found.compute.total_s)} ms of it"
     )
     columns = (
-        "step\nms", "speed-up", "encode\nms", "exchange\nms", "exposed\nms", "decode\nms",
+        "step\nms", "speed-up\n(range)", "encode\nms", "exchange\nms", "exposed\nms", "decode\nms",
         "free codec\nms", "MB\nsent", "ratio", "rel.\nerror",
     )  # fmt: skip
     table = make_table("recipe", columns, title)
     none = found.forecasts[0]
-    for option, time, ceiling_s in found.forecasts:
+    for forecast in found.forecasts:
+        option, time, ceiling_s, error = forecast
+        low, gain, high = forecast.speed_up(none)
         table.add_row(
             option.label,
-            in_ms(time.total_s),
-            f"{none.time.total_s / time.total_s:.2f}",
+            f"{in_ms(time.total_s)} ±{100 * error:.0f} %",
+            "1.00" if forecast is none else f"{gain:.2f} ({low:.2f}-{high:.2f})",
             in_ms(time.encode_s),
             in_ms(time.exchange_s),
             in_ms(time.exposed_s),
@@ -82,26 +107,33 @@ def _table(found: Findings) -> Table:
 def _facts(found: Findings) -> Iterator[str]:
     network = found.network
     how = "measured" if found.times else "given"
-    lines = [(network.gather, "gathering")]
+    lines = [("allgather", network.gather, "gathering")]
     if network.reduce != network.gather:
-        lines.insert(0, (network.reduce, "summing"))
-    for line, what in lines:
-        speed = "endless" if not line.beta_s else f"{8e-9 / line.beta_s:.3g} Gbit/s"
+        lines.insert(0, ("allreduce", network.reduce, "summing"))
+    for collective, line, what in lines:
+        speed = _speed(found, collective, line)
         yield f"Network, {how}, {what}: {speed}, latency {1e6 * line.alpha_s:.0f} us a message."
     if "none" in found.step_s:
         yield f"The script's step without compression took {in_ms(found.step_s['none'])} ms here."
-    if found.step_s and found.compute.total_s < _TOO_LITTLE * min(found.step_s.values()):
-        yield (
-            "The network alone was slower than in the script's steps, so that nothing is left for "
-            "computing: other work disturbed it. Measure again on machines at rest."
-        )
     if not found.compute.spare_core:
         yield "A rank has one core: encoding does not hide behind the backward pass."
 
 
+def _speed(found: Findings, collective: str, line: Line) -> str:
+    """Return a link's speed in words; of a measured one only if bytes took a good part of time."""
+    p, kind = found.ranks, (collective, "float32")
+    if same := [(m.nbytes, time_s) for m, time_s in found.times if m[::2] == kind]:
+        nbytes, time_s = max(same)
+        passed = nbytes * (p - 1) * (2 / p if collective == "allreduce" else 1)
+        if passed * line.beta_s < _TOO_FAST * time_s:
+            return f"too fast to measure with {nbytes / 1e6:.3g} MB"
+    return f"{8e-9 / line.beta_s:.3g} Gbit/s"
+
+
 def _growth(found: Findings, nodes: range) -> Table:
     ranks = list(advice.powers_of_two(nodes.start, nodes.stop - 1))
-    table = make_table("recipe", map(str, ranks), "Step in ms by number of ranks")
+    title = f"Step in ms by number of ranks, ±{100 * max(f.error for f in found.forecasts):.0f} %"
+    table = make_table("recipe", map(str, ranks), title)
     for option, steps in growth(found, ranks):
         table.add_row(option.label, *(f"{1e3 * step_s:.0f}" for step_s in steps))
     return table
@@ -123,7 +155,7 @@ def crossovers(found: Findings) -> dict[str, int | None]:
     dense = Message("allreduce", found.forecasts[0].option.sent_nbytes)
     return {
         option.label: crossover(found.network, Message("allgather", option.sent_nbytes), dense)
-        for option, _, _ in found.forecasts
+        for option in (forecast.option for forecast in found.forecasts)
         if option.kind == "allgather"
     }
 
@@ -143,16 +175,29 @@ def _to_paste(found: Findings) -> Iterator[str]:
     option = best.option
     arguments = "".join(f", {name}={value!r}" for name, value in option.options.items())
     yield f"    compression=Compression.{option.recipe}(model{arguments})"
-    setting = as_setting(RecipeChoice(option.label, option.recipe, option.options))
-    script = found.script or "train.py"
+    script, setting = found.script or "train.py", _setting(option)
     yield "or, without an edit:"
-    yield (f"    horovodrun -np {found.ranks} horovod-fftcomp run --compression {setting} {script}")
+    yield f"    horovodrun -np {found.ranks} horovod-fftcomp run --compression {setting} {script}"
     yield "Compare the loss with that of none first: rel. error is what a single step loses."
+
+
+def _to_measure(found: Findings) -> Iterator[str]:
+    if found.advice.unclear is not None:
+        setting = _setting(found.advice.unclear.option)
+        script = found.script or "train.py"
+        yield "Measure it:"
+        yield f"    horovod-fftcomp run --compare none,{setting} -np {found.ranks} {script}"
+
+
+def _setting(option: Option) -> str:
+    return as_setting(RecipeChoice(option.label, option.recipe, option.options))
 
 
 def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:
     """Return every number as JSON values."""
+    why = invalid(found)
     content: dict[str, Any] = {
+        "valid": not why,
         "ranks": found.ranks,
         "compute_s": found.compute.total_s,
         "spare_core": found.compute.spare_core,
@@ -163,21 +208,13 @@ def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:
         "overhead_s": found.network.overhead_s,
         "probe": [[*message, seconds] for message, seconds in found.times],
         "measured_step_s": dict(found.step_s),
-        "recipes": [
-            {
-                "recipe": option.recipe,
-                "options": dict(option.options),
-                "sent_nbytes": option.sent_nbytes,
-                "relative_error": option.relative_error,
-                "ceiling_s": ceiling_s,
-                **time._asdict(),
-            }
-            for option, time, ceiling_s in found.forecasts
-        ],
-        "advice": {
-            "recipe": found.advice.best.option.label if found.advice.best else None,
-            "why": found.advice.why,
-        },
+    }
+    if why:
+        return content | {"advice": {"recipe": None, "why": f"invalid measurement: {why}"}}
+    best = found.advice.best
+    content |= {
+        "recipes": [_row(forecast, found.forecasts[0]) for forecast in found.forecasts],
+        "advice": {"recipe": best.option.label if best else None, "why": found.advice.why},
         "crossover_ranks": crossovers(found),
     }
     if nodes:
@@ -185,3 +222,17 @@ def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:
         steps = {option.label: row for option, row in growth(found, ranks)}
         content["nodes"] = {"ranks": ranks, "step_s": steps}
     return content
+
+
+def _row(forecast: Forecast, none: Forecast) -> dict[str, Any]:
+    option, time, ceiling_s, error = forecast
+    return {
+        "recipe": option.recipe,
+        "options": dict(option.options),
+        "sent_nbytes": option.sent_nbytes,
+        "relative_error": option.relative_error,
+        "ceiling_s": ceiling_s,
+        "forecast_error": error,
+        "speed_up": dict(zip(("low", "expected", "high"), forecast.speed_up(none), strict=True)),
+        **time._asdict(),
+    }

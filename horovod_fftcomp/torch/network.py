@@ -1,7 +1,8 @@
 """Times of collectives between the ranks of a job; ``advise`` starts it as a module.
 
 Its argument is JSON: a list of [collective, bytes that each rank hands in, dtype of sums]. Every
-rank reports for ``jobs.launch``; ``times`` are medians in seconds, in the order of the list.
+rank reports for ``jobs.launch``; ``times`` are medians in seconds, in the order of the list, and
+``spreads`` what ``cost_model.spread`` makes of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import horovod.torch as hvd
 import torch
 
 from horovod_fftcomp import jobs
+from horovod_fftcomp.cost_model import spread
 
 _AT_LEAST, _AT_MOST = 3, 20  # times of each
 _BUDGET_S = 1.0
@@ -26,8 +28,9 @@ def main() -> None:
     messages = json.loads(sys.argv[1])
     hvd.init()
     torch.set_num_threads(1)
-    times = [_median_s(_collective(*message)) for message in messages]
-    found = {"world_size": hvd.size(), "local_size": hvd.local_size(), "times": times}
+    times = [_times_s(_collective(*message)) for message in messages]
+    found = {"world_size": hvd.size(), "local_size": hvd.local_size()}
+    found |= {"times": list(map(statistics.median, times)), "spreads": list(map(spread, times))}
     jobs.report({"rank": hvd.rank(), **found})
     hvd.shutdown()
 
@@ -43,8 +46,8 @@ def _collective(kind: str, nbytes: int, dtype: str) -> Callable[[], object]:
     return lambda: hvd.allgather(data, name=name)
 
 
-def _median_s(collective: Callable[[], object]) -> float:
-    """Return a median; all ranks take as many times, by what the slowest needs for one."""
+def _times_s(collective: Callable[[], object]) -> list[float]:
+    """Return times in seconds, as many on all ranks, by what the slowest needs for one."""
     collective()  # makes connections and buffers
     begin = time.perf_counter()
     collective()
@@ -55,7 +58,7 @@ def _median_s(collective: Callable[[], object]) -> float:
         begin = time.perf_counter()
         collective()
         times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return times
 
 
 if __name__ == "__main__":
