@@ -201,8 +201,8 @@ def make_page(result: Mapping[str, Any], store: convergence.Store) -> str:
         "`fp16` stands there too, untrained.",
         "- The network is so slow that more steps are cheap: a recipe of the second table, and "
         "more steps, or some dense steps first (`warmup_steps`).",
-        "- Gathered payloads grow with the ranks. On many ranks take one that sums: see `rounds` "
-        "in `horovod-fftcomp recipes`, or exchange less often (`LocalSteps`).",
+        "- Gathered payloads grow with the ranks. On many ranks take one that sums: see "
+        "`collectives` in `horovod-fftcomp recipes`, or exchange less often (`LocalSteps`).",
         "",
     ]
     for title, limits in (("As good as dense", SAME), ("Good with more steps", NEAR)):

@@ -1,7 +1,7 @@
 """Gradient compression for data-parallel training on stock Horovod.
 
-The adapters live in ``horovod_fftcomp.torch`` and import their framework; this package alone
-imports NumPy.
+The adapters live in ``horovod_fftcomp.torch`` and ``horovod_fftcomp.tensorflow`` and import their
+framework; this package alone imports NumPy.
 """
 
 from horovod_fftcomp import schedules

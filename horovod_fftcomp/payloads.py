@@ -1,6 +1,7 @@
 """What all codecs share: the door, the header and its checks, sums of payloads.
 
-How the body of a payload is made and read is the codecs' own: ``codec`` and ``element_codec``.
+How the body of a payload is made and read is the codecs' own: ``codec``, ``element_codec`` and
+``chosen_codec``.
 """
 
 from __future__ import annotations

@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_fftcomp import RECIPES, buckets, get_codec, get_scheme, schedules
+import horovod_fftcomp
+from horovod_fftcomp import RECIPES, advice, buckets, get_codec, get_scheme, payloads, schedules
 from horovod_fftcomp.backends import reference
 from horovod_fftcomp.cli import main as command_line
+from horovod_fftcomp.cli.recipes import near_square, ratio
 from horovod_fftcomp.schemes import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,13 +50,12 @@ def recipes_table() -> str:
     for name, recipe in RECIPES.items():
         scheme = get_scheme(name)
         options = ", ".join(f"`{option}={value}`" for option, value in recipe.options.items())
-        ratio = 4 * NUMEL / scheme.sent_nbytes(Tensor(name, (1000, NUMEL // 1000)))
         cells = (
             f"`{name}`",
             recipe.summary,
             options or "none",
             ", ".join(scheme.rounds),
-            f"{ratio:.1f}",
+            f"{ratio(name, NUMEL):.1f}",
             recipe.source,
         )
         rows.append(f"| {' | '.join(cells)} |")
@@ -83,6 +84,60 @@ def test_the_table_of_recipes_is_fresh():
     text = README.read_text(encoding="utf-8")
     assert len(TABLE.findall(text)) == 1
     assert text == with_fresh_table(text), "run: python -m tests.test_docs"
+
+
+def test_the_command_and_the_readme_have_the_same_ratios(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    command_line(["recipes"])
+    printed = capsys.readouterr().out
+    told = dict(re.findall(r"^│ (\w+) .* ([\d.]+) │$", printed, re.M))
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \| [^|]+ \|$", README.read_text("utf-8"), re.M)
+    assert told == dict(rows)
+    assert set(told) == set(RECIPES)
+    assert float(told["powersgd"]) > 100
+    assert "a tensor of 1,000 x 1,000" in printed
+    assert near_square(NUMEL) == (1000, 1000)
+    assert near_square(50_000) == (200, 250)
+    assert near_square(7) == (7,)
+
+
+def grows_with_the_ranks(name: str) -> bool:
+    """Tell whether a recipe gathers what each rank hands in, and not only parts of one whole."""
+    tensor = Tensor("w", (200, 200))
+    parts = advice.compressed(name, name, {}, [tensor], {}, 1).parts
+    return "allgather" in {message.collective for part in parts for message in part.messages}
+
+
+def test_recipes_for_many_ranks_are_those_that_do_not_grow_with_them():
+    text = " ".join(read("README.md").split())
+    [sentence] = re.findall(r"does not grow with the ranks for (.*?):", text)
+    named = set(re.findall(r"`(\w+)`", sentence))
+    assert named == {name for name in RECIPES if not grows_with_the_ranks(name)}
+
+
+def test_a_recipe_has_one_round_or_two():
+    assert "A recipe has one or two rounds" in read("docs/horovod.md")
+    assert {len(get_scheme(name).rounds) for name in RECIPES} == {1, 2}
+
+
+def test_the_folders_that_import_a_framework_are_named():
+    [rule] = re.findall(r"Only (.*?) import a framework", read("CONTRIBUTING.md"), re.S)
+    named = set(re.findall(r"`(horovod_fftcomp/\w+)`", rule))
+    with_framework = {
+        path.parent.relative_to(ROOT).as_posix()
+        for path in (ROOT / "horovod_fftcomp").rglob("*.py")
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.Import)
+        if {alias.name.split(".")[0] for alias in node.names} & {"torch", "tensorflow", "horovod"}
+    }
+    assert with_framework - {"horovod_fftcomp/backends/gpu"} == named  # the GPU's arrays
+    for folder in named:
+        assert folder.replace("/", ".") in horovod_fftcomp.__doc__
+
+
+def test_every_codec_is_named_where_they_have_their_common_part():
+    codecs = {path.stem for path in (ROOT / "horovod_fftcomp").glob("*codec.py")}
+    assert codecs == set(re.findall(r"``(\w*codec)``", payloads.__doc__))
 
 
 def test_the_two_commands_stand_in_the_readme():

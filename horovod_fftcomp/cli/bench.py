@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from horovod_fftcomp.cli.arguments import (
 )
 from horovod_fftcomp.cli.bench_report import Result
 from horovod_fftcomp.cli.console import make_console
+from horovod_fftcomp.cli.recipes import near_square
 from horovod_fftcomp.gradients import History
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
@@ -179,7 +179,7 @@ def _measured(
         for number, history in enumerate(histories, 1):
             first = history.steps[0].reshape(-1)
             other = first[::-1].copy()
-            shape = history.steps[0].shape if parsed.gradients else _matrix(first.size)
+            shape = history.steps[0].shape if parsed.gradients else near_square(first.size)
             tensor = Tensor(history.name, shape)
             ours: list[Session] = [
                 RecipeSession(choice.label, choice.name, choice.options, tensor, other)
@@ -203,12 +203,6 @@ def _measured(
                 history, ours + theirs, parsed.repeat, functools.partial(progress.advance, task)
             )
             yield Result(history.name, found[: len(ours)], found[len(ours) :])
-
-
-def _matrix(numel: int) -> tuple[int, ...]:
-    """Return the shape nearest to a square: to made-up elements it makes no other difference."""
-    rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
-    return (rows, numel // rows) if rows > 1 else (numel,)
 
 
 def _total(results: Sequence[Result], title: str) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from rich.console import Console
 from rich.table import Table
@@ -27,18 +28,29 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Print the table."""
+    shape = " x ".join(f"{length:,}" for length in near_square(parsed.numel))
     table = Table(
-        caption=f"Ratio: float32 bytes / bytes as sent, {parsed.numel:,} elements; forecasts for "
+        caption=f"Ratio: float32 bytes / bytes as sent, {parsed.numel:,} elements in a tensor of "
+        f"{shape}, as near to a square matrix as their number allows; forecasts for "
         "hard_threshold, strom, adacomp and wangni, where the values decide."
     )
     for column in ("recipe", "what is sent", "options = default", "collectives", "source"):
         table.add_column(column)
     table.add_column("ratio", justify="right")
     for name, recipe in RECIPES.items():
-        scheme = get_scheme(name)
+        rounds = ", ".join(get_scheme(name).rounds)
         options = ", ".join(f"{option}={default}" for option, default in recipe.options.items())
-        ratio = 4 * parsed.numel / scheme.sent_nbytes(Tensor(name, (parsed.numel,)))
-        table.add_row(
-            name, recipe.summary, options, ", ".join(scheme.rounds), recipe.source, f"{ratio:.1f}"
-        )
+        cells = (name, recipe.summary, options, rounds, recipe.source)
+        table.add_row(*cells, f"{ratio(name, parsed.numel):.1f}")
     Console().print(table)
+
+
+def ratio(name: str, numel: int) -> float:
+    """Return float32 bytes over bytes as sent with a recipe's defaults, for a matrix."""
+    return 4 * numel / get_scheme(name).sent_nbytes(Tensor(name, near_square(numel)))
+
+
+def near_square(numel: int) -> tuple[int, ...]:
+    """Return the shape of ``numel`` elements nearest to a square; of a prime number a vector's."""
+    rows = next((rows for rows in range(math.isqrt(numel), 1, -1) if numel % rows == 0), 1)
+    return (rows, numel // rows) if rows > 1 else (numel,)
