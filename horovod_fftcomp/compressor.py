@@ -92,7 +92,7 @@ class Compressor:
         if self._settings.grad_scaler is not None:
             raise UnsupportedError("weights have no loss scale: leave grad_scaler out")
 
-    def warn_of_two_momenta(self, optimizer: str, momenta: Mapping[str, object]) -> None:
+    def _warn_of_two_momenta(self, optimizer: str, momenta: Mapping[str, object]) -> None:
         """Warn once if the recipe keeps a momentum and the ``optimizer`` too: ``momenta``."""
         own = self._policy.at(self._policy.warmup_steps).own_momentum()
         if not own or not momenta or self._told_of_momentum:

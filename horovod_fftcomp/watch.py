@@ -221,7 +221,7 @@ class Watch:
     def _speak(self, text: str, now: float) -> None:
         """Write to stderr, and have the job end soon if that is wanted."""
         self._spoke_at = now
-        if "timeout_s" not in text:
+        if text.startswith("no progress"):
             text += _ADVICE.format(timeout_s=self.timeout_s)
         if self._label not in text:
             text = f"{self._label}: {text}"

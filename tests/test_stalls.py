@@ -172,6 +172,31 @@ def test_a_rank_that_is_late_within_the_limit_is_waited_for(framework, controlle
     assert "is late" not in output
 
 
+CALLS = str(Path(__file__).parent / "scripts" / "calls.py")
+
+
+@pytest.mark.parallel
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("framework", "controller", "what", "told"),
+    [
+        ("torch", "gloo", "density", "Rank 0 waits in set_density() for all ranks, but rank 1 did"),
+        ("torch", "mpi", "order", "names, shapes, dtypes and order of the tensors"),
+        ("torch", "gloo", "forgotten", "Mismatched ALLREDUCE tensor shapes"),  # by Horovod, at once
+        pytest.param("tensorflow", "mpi", "density", "but rank 1 did not", marks=pytest.mark.tf),
+        pytest.param("tensorflow", "gloo", "order", "has waited for 8 s in", marks=pytest.mark.tf),
+        pytest.param("tensorflow", "mpi", "forgotten", "waited for 8 s in", marks=pytest.mark.tf),
+    ],
+)
+def test_ranks_that_make_other_calls_are_told_within_ten_seconds(framework, controller, what, told):
+    """They end after a ``timeout_s`` of 40 s, or at once where all is known."""
+    code, output = run_ranks(2, controller, "-m", "tests.scripts.calls", framework, what)
+    assert code != 0
+    assert told in output, output[-8000:]
+    waited = [float(s) for s in re.findall(r"has waited for (\d+) s", output)]
+    assert max(waited, default=0) <= 10
+
+
 def repeat(n: int = 20) -> None:
     """Run each stall ``n`` times, in turns over MPI and Gloo, PyTorch and TensorFlow."""
     ways = itertools.cycle(itertools.product(("torch", "tensorflow"), ("mpi", "gloo")))

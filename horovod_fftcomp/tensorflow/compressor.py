@@ -191,11 +191,11 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
                 means.append(None)
         return means
 
-    def check_optimizer(self, optimizer: Any) -> None:
+    def _check_optimizer(self, optimizer: Any) -> None:
         """Warn if both the recipe and an optimizer of Keras have a momentum."""
         found = {option: getattr(optimizer, option, None) for option in ("momentum", "beta_1")}
         momenta = {o: value for o, value in found.items() if isinstance(value, float) and value}
-        self.warn_of_two_momenta(type(optimizer).__name__, momenta)
+        self._warn_of_two_momenta(type(optimizer).__name__, momenta)
 
     def _size(self) -> tf.Tensor:
         if is_elastic():
@@ -205,7 +205,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     def _traced(self) -> graph.Exchange:
         """Put the exchange of all gradients of a call of Horovod's into the graph around it."""
         call = graph.find_call()
-        self.check_optimizer(call.optimizer)
+        self._check_optimizer(call.optimizer)
         if call.op == hvd.Adasum:
             raise UnsupportedError(
                 "op=hvd.Adasum cannot be compressed; use op=hvd.Average or op=hvd.Sum"

@@ -26,7 +26,7 @@ def DistributedOptimizer(optimizer: Any, compression: TensorFlowCompressor) -> A
     every call of ``apply``, before they are accumulated.
     """
     kind = type(optimizer)
-    compression.check_optimizer(optimizer)
+    compression._check_optimizer(optimizer)
 
     class Distributed(kind):  # type: ignore[misc,valid-type]
         def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:

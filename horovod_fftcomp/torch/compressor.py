@@ -118,7 +118,7 @@ class TorchCompressor(Compressor):
                 continue
             momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
             momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
-        self.warn_of_two_momenta(type(optimizer).__name__, momenta)
+        self._warn_of_two_momenta(type(optimizer).__name__, momenta)
 
 
 def _calling_optimizer(compression: object) -> Any | None:
