@@ -77,6 +77,7 @@ class Compressor:
     def __init__(self, policy: Scheduled, settings: Settings) -> None:
         self._policy = self._first_policy = policy
         self._settings = settings
+        self._rules = check_rules(settings.rules, policy)
         self._set: Any = settings.process_set
         if settings.recover and policy.density(policy.warmup_steps) is None:
             raise ValueError(f"recover was given, but recipe {policy.recipe!r} has no density")
@@ -338,11 +339,10 @@ class Compressor:
 
     def _buckets_of(self, tensors: Sequence[Tensor]) -> list[Bucket]:
         settings = self._settings
-        rules = check_rules(settings.rules, self._policy)
-        for pattern in unmatched(rules, tensors):
+        for pattern in unmatched(self._rules, tensors):
             warnings.warn(f"rules: no parameter's name matches {pattern!r}", stacklevel=5)
         return make_buckets(
-            tensors, self._policy, rules, settings.min_numel, settings.bucket_nbytes
+            tensors, self._policy, self._rules, settings.min_numel, settings.bucket_nbytes
         )
 
     def _recorder(self) -> Recorder | None:

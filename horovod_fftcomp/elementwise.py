@@ -210,8 +210,7 @@ class TernGrad(_OneScale):
     packing: str = "base3"
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.clip, (int, float)) and not isinstance(self.clip, bool)
-        if not is_number or not 0 <= self.clip < math.inf:
+        if not 0 <= self.clip < math.inf:
             raise ValueError(f"clip must be 0 (never) or more, got {self.clip!r}; 2.5 is usual")
         object.__setattr__(self, "clip", float(self.clip))
         if self.packing not in ("base3", "bits"):

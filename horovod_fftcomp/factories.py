@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from horovod_fftcomp.policy import Scheduled, make_policy
+from horovod_fftcomp.options import check_names
+from horovod_fftcomp.policy import KEYWORDS, Scheduled, make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.settings import Settings
 
-_SETTINGS = {field.name for field in fields(Settings)}
+_SETTINGS = [field.name for field in fields(Settings)]
 
 
 class Factories(type):
@@ -29,6 +30,7 @@ def _factory(
     recipe: str, make_compressor: Callable[[Any, Scheduled, Settings], Any]
 ) -> Callable[..., Any]:
     def make(model: Any = None, **options: Any) -> Any:
+        check_names(recipe, options, RECIPES[recipe].options, [*KEYWORDS, *_SETTINGS])
         settings = {name: options.pop(name) for name in list(options) if name in _SETTINGS}
         return make_compressor(model, make_policy(recipe, **options), Settings(**settings))
 

@@ -22,6 +22,7 @@ from horovod_fftcomp.engine import Costs, Engine
 from horovod_fftcomp.policy import Always, make_policy
 from horovod_fftcomp.schemes import Round, Tensor
 from horovod_fftcomp.schemes.dense import Dense
+from horovod_fftcomp.settings import Settings
 
 
 class Reducer:
@@ -45,7 +46,7 @@ class Reducer:
     ) -> None:
         self._policy = make_policy(recipe, **options)
         self._comm = comm
-        self._min_numel = min_numel
+        self._min_numel = Settings(min_numel).min_numel
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._engine = Engine([], comm.Get_rank(), comm.Get_size())
         self._saved: dict[str, Any] | None = None

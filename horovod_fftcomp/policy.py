@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from horovod_fftcomp.recipes import RECIPES, get_scheme
+from horovod_fftcomp.options import check_names, checked
+from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Schedule, as_schedule
 from horovod_fftcomp.schemes import Scheme, Tensor
 from horovod_fftcomp.schemes.dense import Dense
@@ -18,6 +20,9 @@ from horovod_fftcomp.schemes.nodes import PerNode
 # "dense", another density, or {"recipe": name, option: value, ...}.
 Action = str | float | Mapping[str, Any]
 Rule = tuple[str | Callable[[Tensor], bool], Action]
+
+# What ``make_policy`` takes besides a recipe's options.
+KEYWORDS = ("warmup_steps", "density_schedule", "ranks_per_node")
 
 
 class Policy(Protocol):
@@ -138,8 +143,12 @@ def make_policy(
     ``schedules``, or a mapping {step: density}; its step 0 is the first compressed one.
     ``ranks_per_node``: sum dense within nodes of so many ranks in a row, compress between them.
     """
-    if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
+    warmup_steps = checked("warmup_steps", warmup_steps, int, 0)
+    if warmup_steps < 0:
         raise ValueError(f"warmup_steps must be a whole number from 0 up, got {warmup_steps!r}")
+    ranks_per_node = checked("ranks_per_node", ranks_per_node, int, 8)
+    check_names(recipe, options, get_recipe(recipe).options, KEYWORDS)
+    options = get_recipe(recipe).checked(options)
     get_scheme(recipe, **options)
     schedule = None
     if density_schedule is not None:
@@ -147,7 +156,7 @@ def make_policy(
         if "density" in options:
             raise ValueError("give either density or density_schedule, not both")
         schedule = as_schedule(density_schedule)
-    if ranks_per_node is True or ranks_per_node != 1:
+    if ranks_per_node != 1:
         PerNode(get_scheme(recipe, **options), ranks_per_node)  # refuses what it cannot do
     return Scheduled(recipe, tuple(sorted(options.items())), schedule, warmup_steps, ranks_per_node)
 
@@ -190,7 +199,7 @@ def policy_of(action: Action, policy: Scheduled) -> Scheduled | None:
             raise ValueError("ranks_per_node holds for all tensors: give it without a rule")
         inherited = {"warmup_steps": policy.warmup_steps, "ranks_per_node": policy.ranks_per_node}
         return make_policy(**{"recipe": policy.recipe, **inherited, **action})
-    if isinstance(action, str) or isinstance(action, bool):
+    if not isinstance(action, numbers.Real) or isinstance(action, bool):
         raise ValueError(
             f"a rule's action is 'dense', a density or a dict with a recipe; got {action!r}"
         )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from horovod_fftcomp.choices import AdaComp, Chooser, Strom, Wangni
 from horovod_fftcomp.chosen_codec import ChosenCodec
@@ -23,7 +23,8 @@ from horovod_fftcomp.elementwise import (
     Sign,
     TernGrad,
 )
-from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat, is_whole
+from horovod_fftcomp.options import check_names, checked, kinds_of
+from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat
 from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dense import Dense
@@ -46,6 +47,7 @@ from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity
 class Recipe:
     """A named way to exchange gradients; its options are the keywords of ``make``.
 
+    Their annotations are what ``get_scheme`` checks; ranges are checked where an option is used.
     ``spares_first``: the first convolution of a model travels dense unless a rule names it.
     """
 
@@ -60,21 +62,25 @@ class Recipe:
         parameters = inspect.signature(self.make).parameters
         return {name: parameter.default for name, parameter in parameters.items()}
 
+    def checked(self, options: Mapping[str, object]) -> dict[str, Any]:
+        """Return known options as built-in objects; TypeError for one of another type."""
+        kinds, defaults = kinds_of(self.make), self.options
+        return {
+            name: checked(name, value, kinds[name], defaults[name])
+            for name, value in options.items()
+        }
+
+
+_Scope = Literal["tensor", "bucket", "model"]
+
 
 def _values(bits: int) -> Quantizer:
-    return Float32() if is_whole(bits) and bits == 32 else RangeFloat(bits)
+    return Float32() if bits == 32 else RangeFloat(bits)
 
 
-def _one_of(option: str, value: object, choices: dict[Any, Any]) -> Any:
-    if value not in choices:
-        raise ValueError(f"{option} must be one of {', '.join(map(str, choices))}; got {value!r}")
-    return choices[value]
-
-
-def _within(scope: str, scheme: Gather | Shared) -> Scheme:
+def _within(scope: _Scope, scheme: Gather | Shared) -> Scheme:
     """Return what applies ``scheme`` to each tensor, each bucket, or all of the model at once."""
-    joins = _one_of("scope", scope, {"tensor": False, "bucket": True, "model": True})
-    return Joined(scheme, scope) if joins else scheme
+    return scheme if scope == "tensor" else Joined(scheme, scope)
 
 
 def _none() -> Scheme:
@@ -92,7 +98,7 @@ def _bf16() -> Scheme:
 # The defaults send as many bytes as the papers' settings (density 0.01 in float32; 0.15 in 10 bits)
 # and lose least of recorded gradients: benchmarks/README.md, defaults.py.
 def _topk(
-    density: float = 0.038, bits: int = 4, error_feedback: bool = True, scope: str = "tensor"
+    density: float = 0.038, bits: int = 4, error_feedback: bool = True, scope: _Scope = "tensor"
 ) -> Scheme:
     return _within(scope, Gather(Codec(Identity(), TopK(density), _values(bits)), error_feedback))
 
@@ -124,24 +130,24 @@ def _drawn(
     density: float = 0.01,
     error_feedback: bool = True,
     unbiased: bool = False,
-    exchange: str = "reduce",
-    scope: str = "tensor",
+    exchange: Literal["reduce", "gather"] = "reduce",
+    scope: _Scope = "tensor",
     seed: int = 0,
 ) -> Scheme:
-    collective = _one_of("exchange", exchange, {"reduce": "allreduce", "gather": "allgather"})
     drawn = selection(density, seed)
-    return _within(scope, Shared(drawn, error_feedback, unbiased, collective=collective))
+    scheme = Shared(drawn, error_feedback, unbiased, collective=f"all{exchange}")
+    return _within(scope, scheme)
 
 
 def _scalecom(
     density: float = 0.01,
     beta: float = 0.1,
-    selector: str = "chunk",
+    selector: Literal["chunk", "exact"] = "chunk",
     bits: int = 32,
     error_feedback: bool = True,
-    scope: str = "tensor",
+    scope: _Scope = "tensor",
 ) -> Scheme:
-    choose = _one_of("selector", selector, {"chunk": ChunkWinners, "exact": Largest})
+    choose = ChunkWinners if selector == "chunk" else Largest
     return _within(scope, Shared(choose(density), error_feedback, beta=beta, bits=bits))
 
 
@@ -149,7 +155,7 @@ def _demo(
     density: float = 0.03, bits: int = 4, block: int = 64, decay: float = 0.999, sign: bool = False
 ) -> Scheme:
     codec = Codec(BlockDCT(block), TopK(density), _values(bits))
-    return Gather(codec, decay=decay, sign=_one_of("sign", sign, {True: True, False: False}))
+    return Gather(codec, decay=decay, sign=sign)
 
 
 def _elementwise(method: Method, seed: int = 0, **options: Any) -> Scheme:
@@ -159,17 +165,19 @@ def _elementwise(method: Method, seed: int = 0, **options: Any) -> Scheme:
 def _qsgd(
     levels: int = 7,
     bucket: int = 1024,
-    norm: str = "max",
-    packing: str = "fixed",
+    norm: Literal["max", "l2"] = "max",
+    packing: Literal["fixed", "elias"] = "fixed",
     error_feedback: bool = False,
     seed: int = 0,
 ) -> Scheme:
-    method = _one_of("packing", packing, {"fixed": QSGD, "elias": EliasQSGD})
+    method = QSGD if packing == "fixed" else EliasQSGD
     return _elementwise(method(levels, bucket, norm), seed, error_feedback=error_feedback)
 
 
 # Without feedback, which would grow: what is sent differs from a value by more than the value.
-def _terngrad(clip: float = 2.5, packing: str = "base3", seed: int = 0) -> Scheme:
+def _terngrad(
+    clip: float = 2.5, packing: Literal["base3", "bits"] = "base3", seed: int = 0
+) -> Scheme:
     return _elementwise(TernGrad(clip, packing), seed, error_feedback=False)
 
 
@@ -181,7 +189,7 @@ def _natural(error_feedback: bool = False, seed: int = 0) -> Scheme:
     return _elementwise(Natural(), seed, error_feedback=error_feedback)
 
 
-def _onebit(group: str = "tensor", error_feedback: bool = True) -> Scheme:
+def _onebit(group: Literal["tensor", "column"] = "tensor", error_feedback: bool = True) -> Scheme:
     return _elementwise(OneBit(group), error_feedback=error_feedback)
 
 
@@ -236,15 +244,15 @@ def _dgc(
 
 
 def _powersgd(rank: int = 4, error_feedback: bool = True, seed: int = 0) -> Scheme:
-    return PowerSgd(rank, _one_of("error_feedback", error_feedback, _YES_NO), seed)
+    return PowerSgd(rank, error_feedback, seed)
 
 
 def _gtopk(density: float = 0.01, error_feedback: bool = True) -> Scheme:
-    return GTopK(density, _one_of("error_feedback", error_feedback, _YES_NO))
+    return GTopK(density, error_feedback)
 
 
 def _sparcml(density: float = 0.01, error_feedback: bool = True) -> Scheme:
-    return SparCml(density, _one_of("error_feedback", error_feedback, _YES_NO))
+    return SparCml(density, error_feedback)
 
 
 def _sketchsgd(
@@ -259,9 +267,6 @@ def _sketchsgd(
 ) -> Scheme:
     correction = MomentumCorrection(momentum, nesterov, masking)
     return SketchSgd(density, rows, columns, candidates, seed, correction=correction)
-
-
-_YES_NO = {True: True, False: False}
 
 
 RECIPES: dict[str, Recipe] = {
@@ -345,19 +350,22 @@ def list_compressors() -> list[str]:
     return list(RECIPES)
 
 
+def get_recipe(name: str) -> Recipe:
+    """Return the recipe called ``name``; ValueError if there is none."""
+    if not isinstance(name, str) or name not in RECIPES:
+        raise ValueError(f"unknown recipe {name!r}; choose one of {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
 def get_scheme(name: str, **options: object) -> Scheme:
     """Return the scheme of recipe ``name``; ``options`` are the recipe's own.
 
-    Raises ValueError for an unknown recipe or an option's value, TypeError for an unknown option.
+    Raises ValueError for an unknown recipe and for a value out of range, TypeError for an unknown
+    option and for a value of another type.
     """
-    if name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; choose one of {', '.join(RECIPES)}")
-    recipe = RECIPES[name]
-    unknown = sorted(set(options) - set(recipe.options))
-    if unknown:
-        known = ", ".join(recipe.options) or "none"
-        raise TypeError(f"recipe {name!r} has no option {', '.join(unknown)}; it has: {known}")
-    return recipe.make(**options)
+    recipe = get_recipe(name)
+    check_names(name, options, recipe.options)
+    return recipe.make(**recipe.checked(options))
 
 
 def get_codec(name: str, **options: object) -> AnyCodec:

@@ -214,9 +214,10 @@ def _sorted_pairs(
 def _density(name: str, value: Any) -> float:
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0.0 < value <= 1.0 or float(value) == 0.0:
+        of_type = "" if is_number else f"; it has to be a number, not a {type(value).__name__}"
         raise ValueError(
             f"{name} must lie in (0, 1], got {value!r}; "
-            "0.01 keeps 1 % of the coefficients, 1.0 all of them"
+            f"0.01 keeps 1 % of the coefficients, 1.0 all of them{of_type}"
         )
     return float(value)
 

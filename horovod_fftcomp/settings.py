@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from horovod_fftcomp.buckets import BUCKET_NBYTES, MIN_NUMEL
+from horovod_fftcomp.options import checked, kinds_of
 from horovod_fftcomp.policy import Rule
 from horovod_fftcomp.recovery import Recover
+
+_COUNTS = {
+    "min_numel": "elements",
+    "bucket_nbytes": "bytes",
+    "record_every": "steps",
+    "live_every": "steps",
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class Settings:
     rules: Sequence[Rule] = ()
     process_set: Any = None
     grad_scaler: Any = None
-    replica_check: str = "warn"
+    replica_check: Literal["warn", "broadcast", "off"] = "warn"
     recover: Recover | None = None
     record: str | os.PathLike[str] | None = None
     record_every: int = 50
@@ -43,27 +52,38 @@ class Settings:
     scalars: Any = None
     live_every: int = 50
     timeout_s: float = 600.0
-    on_timeout: str = "raise"
+    on_timeout: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:
-        if self.replica_check not in ("warn", "broadcast", "off"):
+        kinds = kinds_of(type(self))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            given = checked(field.name, value, kinds[field.name], field.default)
+            object.__setattr__(self, field.name, given)
+        for name, counted in _COUNTS.items():
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be a whole number of {counted} from 1 up, "
+                    f"got {getattr(self, name)}"
+                )
+        if not 0 < self.timeout_s <= threading.TIMEOUT_MAX:
             raise ValueError(
-                f"replica_check must be 'warn', 'broadcast' or 'off', got {self.replica_check!r}"
+                f"timeout_s must be a number of seconds above 0 and at most "
+                f"{threading.TIMEOUT_MAX:.0f}, got {self.timeout_s!r}"
             )
-        if self.on_timeout not in ("raise", "warn"):
-            raise ValueError(f"on_timeout must be 'raise' or 'warn', got {self.on_timeout!r}")
-        if self.process_set is not None and self.process_set.process_set_id is None:
-            raise ValueError(
-                "process_set is not registered; make it by hvd.add_process_set, or give it to "
-                "hvd.init(process_sets=...)"
-            )
-        for name in ("record", "live_view"):
-            path = getattr(self, name)
-            if path is not None and not isinstance(path, str | os.PathLike):
-                raise TypeError(f"{name} must be a path, got {path!r}")
-        for name in ("record_every", "live_every"):
-            steps = getattr(self, name)
-            if type(steps) is not int or steps < 1:
-                raise ValueError(f"{name} must be a whole number of steps from 1, got {steps!r}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be above 0, got {self.timeout_s!r}")
+        _check_process_set(self.process_set)
+
+
+def _check_process_set(process_set: Any) -> None:
+    if process_set is None:
+        return
+    if not hasattr(process_set, "process_set_id"):
+        raise TypeError(
+            "process_set must be a hvd.ProcessSet or None, got "
+            f"{process_set!r} ({type(process_set).__name__}); make one by hvd.add_process_set"
+        )
+    if process_set.process_set_id is None:
+        raise ValueError(
+            "process_set is not registered; make it by hvd.add_process_set, or give it to "
+            "hvd.init(process_sets=...)"
+        )

@@ -415,7 +415,7 @@ def test_recipes_are_written_with_their_options():
         ("fast", "unknown recipe 'fast'; choose one of none, fp16"),
         ("topk(colour=1)", "recipe 'topk' has no option colour; it has: density, bits"),
         ("topk(density=2)", "density must lie in"),
-        ("topk(density='a')", "is no recipe"),
+        ("topk(density='a')", "density must be a number, got 'a'"),
         ("topk(density=0.1,density=0.2)", "is no recipe"),
         ("topk(density=print())", "is no recipe"),
         ("topk(0.1)", "is no recipe"),

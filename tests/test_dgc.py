@@ -177,18 +177,18 @@ def test_velocities_are_summed_when_ranks_become_fewer():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
-        ({"momentum": "0.9"}, r"momentum must lie in \[0, 1\)"),
-        ({"nesterov": 1}, "nesterov must be True or False, got 1"),
-        ({"masking": None}, "masking must be True or False, got None"),
-        ({"max_norm": 0}, "max_norm must be above 0 or None, got 0"),
-        ({"bits": 2}, "bits must be a whole number from 3 to 16"),
+        ({"momentum": 1.0}, ValueError, r"momentum must lie in \[0, 1\), got 1.0"),
+        ({"momentum": "0.9"}, TypeError, "momentum must be a number, got '0.9'"),
+        ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
+        ({"masking": None}, TypeError, "masking must be True or False, got None"),
+        ({"max_norm": 0}, ValueError, "max_norm must be above 0 or None, got 0"),
+        ({"bits": 2}, ValueError, "bits must be a whole number from 3 to 16"),
     ],
 )
-def test_wrong_options_are_told_by_name(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_options_are_told_by_name(options, error, message):
+    with pytest.raises(error, match=message):
         get_scheme("dgc", **options)
 
 

@@ -164,7 +164,7 @@ def test_a_bad_value_on_any_rank_makes_the_step_vanish(bad, bad_rank):
     [
         ({"rows": 4}, "rows must be 1, 3, 5, 7 or 9"),
         ({"columns": 0}, "columns must be a whole number from 1 to 64, got 0"),
-        ({"candidates": 2.0}, "candidates must be a whole number from 1 to 64, got 2.0"),
+        ({"candidates": 65}, "candidates must be a whole number from 1 to 64, got 65"),
         ({"momentum": -1}, r"momentum must lie in \[0, 1\)"),
         ({"seed": -1}, "seed must be a whole number"),
         ({"density": 0}, "density must lie in"),
@@ -173,6 +173,8 @@ def test_a_bad_value_on_any_rank_makes_the_step_vanish(bad, bad_rank):
 def test_wrong_options_are_told_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         get_scheme("sketchsgd", **options)
+    with pytest.raises(TypeError, match=r"candidates must be a whole number, got 2\.0"):
+        get_scheme("sketchsgd", candidates=2.0)
 
 
 @pytest.fixture(params=[1, 3])

@@ -9,11 +9,14 @@ import os
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import NamedTuple
+from types import NoneType
+from typing import NamedTuple, get_args
 
-from horovod_fftcomp.recipes import get_scheme
+from horovod_fftcomp.options import kinds_of
+from horovod_fftcomp.recipes import get_recipe, get_scheme
 
 _PICTURES = (".png", ".svg", ".pdf")
+_BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9}
 
 
@@ -101,18 +104,36 @@ def _recipe_choice(node: ast.expr) -> RecipeChoice:
     for keyword in keywords:
         if keyword.arg is None or keyword.arg in options:
             raise _not_a_recipe(ast.unparse(node))
-        if isinstance(keyword.value, ast.Name):  # a word, as in scope=model
-            options[keyword.arg] = keyword.value.id
-        elif isinstance(keyword.value, ast.Constant) and _is_plain(keyword.value.value):
-            options[keyword.arg] = keyword.value.value
-        else:
-            raise _not_a_recipe(ast.unparse(node))
+        options[keyword.arg] = _value(keyword.value, node)
     try:
+        recipe = get_recipe(name.id)
+        kinds = kinds_of(recipe.make)
+        options = {o: _converted(value, kinds.get(o)) for o, value in options.items()}
         get_scheme(name.id, **options)
+        options = recipe.checked(options)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     written = ", ".join(f"{option}={value}" for option, value in options.items())
     return RecipeChoice(f"{name.id}({written})" if written else name.id, name.id, options)
+
+
+def _value(node: ast.expr, recipe: ast.expr) -> object:
+    """Return the value of an option: a word, as in ``scope=model``, or what Python makes of it."""
+    if isinstance(node, ast.Name):
+        return node.id
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise _not_a_recipe(ast.unparse(recipe)) from None
+
+
+def _converted(value: object, kind: object) -> object:
+    """Return the bool or None that a word or 0 or 1 stands for where one is wanted."""
+    if kind is bool and not isinstance(value, float):
+        return _BOOLS.get(str(value).lower(), value)
+    if isinstance(value, str) and value.lower() == "none" and NoneType in get_args(kind):
+        return None
+    return value
 
 
 def setting(text: str) -> RecipeChoice:
@@ -154,12 +175,8 @@ def as_setting(choice: RecipeChoice) -> str:
 def _not_a_recipe(text: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(
         f"{text!r} is no recipe; write its name, and options as in topk(density=0.01,bits=8), "
-        "each once, inside quotation marks; True, False and words as in scope=model are values too"
+        "each once, inside quotation marks; true, false and words as in scope=model are values too"
     )
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, (bool, int, float))
 
 
 def output_path(text: str) -> Path:

@@ -65,13 +65,11 @@ class Auto(Scheme):
     begins: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_number(self.ratio) or not 1 <= self.ratio <= 10_000:
+        if not 1 <= self.ratio <= 10_000:
             raise ValueError(f"ratio must lie in [1, 10000], got {self.ratio!r}")
         if type(self.every) is not int or self.every < 1:
             raise ValueError(f"every must be a whole number of steps from 1, got {self.every!r}")
-        if self.gbit_per_s is not None and not (
-            _is_number(self.gbit_per_s) and self.gbit_per_s > 0
-        ):
+        if self.gbit_per_s is not None and not self.gbit_per_s > 0:
             raise ValueError(f"gbit_per_s must be above 0 or None, got {self.gbit_per_s!r}")
         object.__setattr__(self, "ratio", float(self.ratio))
 
@@ -262,10 +260,6 @@ class Auto(Scheme):
             return "dense"
         transform, bits = CANDIDATES[choice - 1]
         return f"{transform!r}, {bits} bits"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _chosen(state: OldState, tensor: Tensor) -> int:

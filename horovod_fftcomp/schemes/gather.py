@@ -257,8 +257,7 @@ class Gather(Scheme):
     rounds = ("allgather",)
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.decay, (int, float)) and not isinstance(self.decay, bool)
-        if not is_number or not 0.0 < self.decay <= 1.0:
+        if not 0.0 < self.decay <= 1.0:
             raise ValueError(f"decay must lie in (0, 1], got {self.decay!r}; 1 forgets nothing")
         object.__setattr__(self, "decay", float(self.decay))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,13 +42,10 @@ class MomentumCorrection:
     max_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.momentum) or not 0.0 <= self.momentum < 1.0:
+        if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum must lie in [0, 1), got {self.momentum!r}; 0 for none")
-        for name in ("nesterov", "masking"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.max_norm is not None:
-            if not _is_number(self.max_norm) or not 0.0 < self.max_norm < math.inf:
+            if not 0.0 < self.max_norm < math.inf:
                 raise ValueError(f"max_norm must be above 0 or None, got {self.max_norm!r}")
             object.__setattr__(self, "max_norm", float(self.max_norm))
         object.__setattr__(self, "momentum", float(self.momentum))
@@ -89,10 +85,6 @@ class MomentumCorrection:
         _, _, squares = load_backend("cpu").moments(grad)
         square = ordered_sum(squares)
         return 1.0 if square <= most * most else most / math.sqrt(square)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ class Shared(Scheme):
                 "unbiased=True scales what is sent by n/k, which error feedback would take back "
                 "and overshoot; give error_feedback=False with it"
             )
-        if not isinstance(self.beta, (int, float)) or not 0.0 < self.beta <= 1.0:
+        if not 0.0 < self.beta <= 1.0:
             raise ValueError(f"beta must lie in (0, 1], got {self.beta!r}; 1 filters nothing")
         if type(self.bits) is not int or self.bits not in (16, 32):
             raise ValueError(f"bits must be 16 or 32, which can be summed; got {self.bits!r}")

@@ -14,6 +14,7 @@ import torch
 from horovod_fftcomp.buckets import BUCKET_NBYTES, MIN_NUMEL, make_buckets
 from horovod_fftcomp.engine import Costs, Engine
 from horovod_fftcomp.policy import Rule, check_rules, make_policy
+from horovod_fftcomp.settings import Settings
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.parameters import Parameters
 from horovod_fftcomp.world import exchange_once
@@ -51,8 +52,9 @@ class SimulatedLearners:
         self._model = model
         self._parameters = Parameters(model)
         specs = self._parameters.specs()
-        rules = check_rules(rules, policy)
-        buckets = make_buckets(specs, policy, rules, min_numel, bucket_nbytes)
+        settings = Settings(min_numel, bucket_nbytes, rules)
+        rules = check_rules(settings.rules, policy)
+        buckets = make_buckets(specs, policy, rules, settings.min_numel, settings.bucket_nbytes)
         self._engines = [Engine(buckets, rank, n_learners) for rank in range(n_learners)]
         self._buckets = [[tensor.name for tensor in bucket.tensors] for bucket in buckets]
         self._numels = {t.name: math.prod(t.shape) for t in specs}

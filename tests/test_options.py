@@ -1,0 +1,237 @@
+"""No option and no setting takes a value that is not meant: of another type, or out of range."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import os
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp import Recover, get_scheme, schedules, simulate
+from horovod_fftcomp.cli.arguments import as_setting, setting
+from horovod_fftcomp.factories import Factories
+from horovod_fftcomp.options import kinds_of
+from horovod_fftcomp.policy import KEYWORDS, check_rules, make_policy
+from horovod_fftcomp.recipes import RECIPES
+from horovod_fftcomp.settings import Settings
+
+HUGE = 10**400  # beyond float
+OPTIONS = [(recipe, option) for recipe in RECIPES for option in RECIPES[recipe].options]
+SETTINGS = {field.name: field.default for field in dataclasses.fields(Settings)}
+
+# Numbers out of range, by option; those of a recipe before those of all. Each number has an entry.
+OUT_OF_RANGE = {
+    "density": [0, -0.1, 1.0000001],
+    "bits": [-1, 0, 1, 2, 17, 31, 33, 64],
+    "dorefa.bits": [-1, 0, 13, 32],
+    "scalecom.bits": [-1, 0, 1, 4, 8, 17, 64],
+    "block": [-64, 0, 1, 32, 63, 100, 1 << 30],
+    "seed": [-1, 2**64],
+    "threshold": [0, -1, 1e-40, 1e39],
+    "calibrate_steps": [0, -1],
+    "beta": [0, -0.1, 1.1],
+    "decay": [0, -0.1, 1.1],
+    "levels": [0, -1, 2048],
+    "bucket": [0, -64, 1, 100, 1 << 30],
+    "clip": [-0.1],
+    "quanta": [0, -1, (1 << 15) + 1],
+    "bin": [0, -1],
+    "ratio": [0, 0.5, -50, 10_001],
+    "every": [0, -1],
+    "gbit_per_s": [0, -1],
+    "momentum": [-0.1, 1.0, 2],
+    "max_norm": [0, -1],
+    "rank": [0, -1, 1025],
+    "rows": [-1, 0, 2, 4, 10, 11],
+    "columns": [0, -1, 65],
+    "candidates": [0, -1, 65],
+    "warmup_steps": [-1],
+    "ranks_per_node": [0, -1],
+    "min_numel": [0, -1],
+    "bucket_nbytes": [0, -1],
+    "record_every": [0, -1],
+    "live_every": [0, -1],
+    "timeout_s": [0, -1, 1e10],
+}
+# What is neither a number, a bool nor one of some words.
+OTHERS = {
+    "density_schedule": ["0.1", "yes", True, [0.1], {}, {5: 0.1}, {0: "0.1"}, {0: 2}, 0, 1.5],
+    "rules": ["conv*", "", {"conv*": "dense"}, 3, None, True, iter(())],
+    "process_set": [0, "global", True, [0, 1]],
+    "recover": [0, False, True, "yes", 2.0, {"factor": 2.0}, Recover],
+    "record": [0, False, True, 3, b"grads.npz", ["grads.npz"]],
+    "live_view": [0, False, True, 3, b"live.jsonl", ["live.jsonl"]],
+}
+ELSEWHERE = {"grad_scaler", "scalars"}  # the adapters know what these have to have
+
+
+def wrong_for(kind, name, recipe=None):
+    """Return what an option of this annotated type may not be."""
+    kinds = {get_origin(one) or one for one in get_args(kind)} or {get_origin(kind) or kind}
+    common = [[], {}, object(), b"1", 1j, np.ones(2), np.array([])]
+    if type(None) not in kinds:
+        common.append(None)
+    if bool in kinds:
+        return [*common, 0, 1, 0.0, 1.0, "true", "false", "no", "", np.True_, np.False_]
+    if Literal in (get_origin(kind), *kinds):
+        return [*common, "", "nonsense", 0, 1, 0.5, True, False]
+    strings = ["1", "0.1", "4", "", "yes", "nan"]
+    bounds = OUT_OF_RANGE[f"{recipe}.{name}" if f"{recipe}.{name}" in OUT_OF_RANGE else name]
+    if kinds & {int}:
+        return [*common, *strings, True, False, 1.0, 64.0, math.nan, np.float32(8), *bounds]
+    assert kinds & {float}, f"{name}: say here what a {kind} may not be"
+    broken = [math.nan, math.inf, -math.inf, np.float32("nan"), HUGE, -HUGE]
+    return [*common, *strings, True, False, np.True_, *broken, *bounds]
+
+
+def assert_refused(make, name, wrong):
+    """Check that each value of ``wrong`` ends with an error that names the option and the value."""
+    for value in wrong:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            print(name, repr(value)[:50], make(**{name: value}))
+        text = str(caught.value)
+        assert name in text
+        assert "got" in text or "density=" in text
+        types = (str, bool, type(None), np.bool_)
+        if isinstance(value, types) and "one of" not in text:
+            assert isinstance(caught.value, TypeError), text
+
+
+@pytest.mark.parametrize(("recipe", "option"), OPTIONS)
+def test_no_option_takes_a_value_of_another_type_or_out_of_range(recipe, option):
+    wrong = wrong_for(kinds_of(RECIPES[recipe].make)[option], option, recipe)
+    assert_refused(lambda **given: get_scheme(recipe, **given), option, wrong)
+    assert_refused(lambda **given: make_policy(recipe, **given), option, wrong)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_setting_takes_a_value_of_another_type_or_out_of_range(name):
+    if name not in ELSEWHERE:
+        kind = kinds_of(Settings)[name]
+        assert_refused(Settings, name, OTHERS[name] if name in OTHERS else wrong_for(kind, name))
+
+
+@pytest.mark.parametrize("name", KEYWORDS)
+def test_no_keyword_of_a_policy_takes_a_value_of_another_type_or_out_of_range(name):
+    wrong = OTHERS[name] if name in OTHERS else wrong_for(int, name)
+    for value in wrong:
+        with pytest.raises((TypeError, ValueError), match=r"got|say the density"):
+            make_policy("topk", **{name: value})
+    assert {*KEYWORDS, "recipe", "options"} == set(inspect.signature(make_policy).parameters)
+
+
+@pytest.mark.parametrize(("recipe", "option"), OPTIONS)
+def test_every_option_has_a_type_and_a_default_of_it(recipe, option):
+    default = RECIPES[recipe].options[option]
+    assert RECIPES[recipe].checked({option: default}) == {option: default}
+    kind = kinds_of(RECIPES[recipe].make)[option]
+    for choice in get_args(kind) if get_origin(kind) is Literal else ():
+        get_scheme(recipe, **{option: choice})
+
+
+def test_numbers_of_numpy_become_built_in_ones():
+    plain = get_scheme("auto", ratio=20, every=3, gbit_per_s=10.0)
+    numpys = get_scheme("auto", ratio=np.float32(20), every=np.int64(3), gbit_per_s=np.int32(10))
+    assert repr(numpys) == repr(plain)
+    assert repr(get_scheme("fft", bits=np.uint8(8))) == repr(get_scheme("fft", bits=8))
+    policy = make_policy("fft", bits=np.int64(8), warmup_steps=np.int64(2))
+    assert policy == make_policy("fft", bits=8, warmup_steps=2)
+    settings = Settings(min_numel=np.int64(5), timeout_s=np.float32(2), record=Path("a"))
+    assert settings == Settings(5, timeout_s=2.0, record=Path("a"))
+    assert type(settings.min_numel) is int
+    assert isinstance(settings.record, os.PathLike)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"error_feedback": "false"},
+            r"must be True or False, got 'false' \(str\); for example er",
+        ),
+        ({"density": "0.1"}, r"density must be a number, got '0.1' \(str\); for example density=0"),
+        ({"bits": 8.0}, r"bits must be a whole number, got 8.0 \(float\); for example bits=4"),
+        ({"bits": None}, "bits must be a whole number, got None; for example bits=4"),
+        ({"densty": 0.1}, r"no option densty \(did you mean density\?\); it has: density, bits"),
+        ({"warmup_step": 5}, r"\(did you mean warmup_steps\?\); it .* settings warmup_steps, dens"),
+    ],
+)
+def test_what_is_wrong_with_an_option_is_told(options, message):
+    with pytest.raises(TypeError, match=message):
+        simulate("fft", np.ones((1, 2, 64), np.float32), **options)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [("*", None), ("*", True), ("*", np.True_), ("*", "0.5"), ("*", [0.5]), ("*", 0), ("*", 2),
+     ("*", {"bits": "8"}), ("*", {"recipe": 3}), ("*", {"recipe": []}), (3, 0.5), ["*", 0.5]],
+)  # fmt: skip
+def test_no_rule_takes_another_action(rule):
+    with pytest.raises((TypeError, ValueError)):
+        check_rules([rule], make_policy("topk"))
+
+
+def test_a_string_in_a_schedule_is_told_by_its_type():
+    with pytest.raises(ValueError, match=r"Linear.start must lie .* got '0.1'; .* number.* str"):
+        schedules.Linear("0.1", 0.2, 5)
+
+
+@pytest.mark.parametrize("recipe", [r for r, o in OPTIONS if o == "error_feedback"])
+@pytest.mark.parametrize("word", ["false", "False", "NO", "0", "true", "Yes", "1"])
+def test_the_command_line_reads_what_is_meant_by_yes_and_no(recipe, word):
+    wanted = word.lower() in ("true", "yes", "1")
+    for text in (f"{recipe}:error_feedback={word}", f"{recipe}(error_feedback={word})"):
+        choice = setting(text)
+        assert choice.options == {"error_feedback": wanted}
+        assert choice.label == f"{recipe}(error_feedback={wanted})"
+        assert setting(as_setting(choice)) == choice
+
+
+def test_the_command_line_shows_the_values_in_force():
+    assert setting("adacomp:bin=none").options == {"bin": None}
+    assert setting("adacomp:bin=None").label == "adacomp(bin=None)"
+    assert setting("topk:density=1,scope=model").label == "topk(density=1.0, scope=model)"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fft:error_feedback=maybe", "error_feedback must be True or False, got 'maybe'"),
+        ("fft:error_feedback=2", "error_feedback must be True or False, got 2"),
+        ("fft:error_feedback=0.0", "error_feedback must be True or False, got 0.0"),
+        ("fft:error_feedback=none", "error_feedback must be True or False, got 'none'"),
+        ("fft:bits=true", "bits must be a whole number, got 'true'"),
+        ("fft:bits=none", "bits must be a whole number, got 'none'"),
+        ("fft:bits=8.0", "bits must be a whole number, got 8.0"),
+        ("fft:density=-0.1", r"density must lie in \(0, 1\], got -0.1"),
+        ("fft:density=nan", "density must be a number, got 'nan'"),
+        ("fft:density='0.1'", "density must be a number, got '0.1'"),
+        ("topk:scope=layer", "scope must be one of tensor, bucket, model; got 'layer'"),
+        ("fft:densty=0.1", r"no option densty \(did you mean density\?\)"),
+    ],
+)
+def test_the_command_line_refuses_what_it_cannot_mean(text, message):
+    with pytest.raises(Exception, match=message):
+        setting(text)
+
+
+class Compression(metaclass=Factories):
+    """Makes no compressor, but what it would be made of."""
+
+    _make = staticmethod(lambda *given: given)
+
+
+def test_factories_take_options_and_settings_and_name_what_is_meant():
+    model, policy, settings = Compression.fft("model", bits=8, warmup_steps=2, min_numel=3)
+    assert (model, settings) == ("model", Settings(min_numel=3))
+    assert policy == make_policy("fft", bits=8, warmup_steps=2)
+    for name, meant in (("warmup_step", "warmup_steps"), ("recrd", "record"), ("bit", "bits")):
+        with pytest.raises(TypeError, match=rf"no option {name} \(did you mean {meant}\?\)"):
+            Compression.fft("model", **{name: 1})
+    with pytest.raises(TypeError, match=r"it has: none; and the settings .*, rules, .*, timeout_s"):
+        Compression.none("model", levels=1)
