@@ -282,9 +282,10 @@ class Compressor:
         return lost
 
     def __repr__(self) -> str:
-        places = self._places
+        places, density = self._places, self._policy.density(self._engine.step)
+        now = "" if density is None else f"density {density:g} now, "
         return (
-            f"Compression.{self._policy.recipe}: {self._policy!r}, {len(self._buckets)} buckets, "
+            f"Compression.{self._policy.written()}: {now}{len(self._buckets)} buckets, "
             f"{sum(p is None for p in places)} of {len(places)} tensors dense"
         )
 
@@ -311,7 +312,7 @@ class Compressor:
         """Return what has to be the same on all ranks, for the handshake."""
         places = self._places
         layout = list(zip(self._tensors, self._dtypes, places, strict=True))
-        ruled = [bucket.policy.facts() for bucket in self._buckets]
+        ruled = [bucket.policy.facts() for bucket in self._buckets if bucket.ruled]
         return {
             **self._policy.facts(),
             "rules' policies (hash)": f"{wire.fnv1a(str(ruled)):x}",

@@ -48,9 +48,15 @@ def unpack(gathered: Array) -> list[dict[str, Any]]:
 
 
 def compare_facts(facts: Sequence[Mapping[str, object]]) -> None:
-    """Raise ConfigMismatchError if the ranks' facts differ, naming values and ranks."""
+    """Raise ConfigMismatchError if the ranks' facts differ, naming values and ranks.
+
+    If recipes differ, facts that some ranks do not have are options of the others: left out.
+    """
     differences = []
+    recipes = {rank_facts.get("recipe") for rank_facts in facts}
     for key in dict.fromkeys(key for rank_facts in facts for key in rank_facts):
+        if len(recipes) > 1 and any(key not in rank_facts for rank_facts in facts):
+            continue
         ranks_by_value: dict[str, list[int]] = {}
         for rank, rank_facts in enumerate(facts):
             ranks_by_value.setdefault(str(rank_facts.get(key, "absent")), []).append(rank)

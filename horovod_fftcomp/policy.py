@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from horovod_fftcomp.options import check_names, checked
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
-from horovod_fftcomp.schedules import Schedule, as_schedule
+from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
 from horovod_fftcomp.schemes import Scheme, Tensor
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.nodes import PerNode
@@ -100,14 +100,33 @@ class Scheduled:
         """What shares one k: "tensor", "bucket" or "model"."""
         return dict(self.options).get("scope", "tensor")
 
+    def in_force(self) -> dict[str, object]:
+        """Return the options with their defaults, as ``make_policy`` would take them."""
+        options = {**RECIPES[self.recipe].options, **dict(self.options)}
+        if isinstance(self.schedule, Constant):
+            options["density"] = self.schedule.at(0)
+        elif self.schedule is not None:
+            del options["density"]
+            options["density_schedule"] = self.schedule
+        if self.warmup_steps:
+            options["warmup_steps"] = self.warmup_steps
+        if self.ranks_per_node > 1:
+            options["ranks_per_node"] = self.ranks_per_node
+        return options
+
     def facts(self) -> dict[str, object]:
-        """Return what has to be equal on all ranks, defaults included, in words."""
+        """Return what has to be equal on all ranks, defaults included: one fact an option."""
+        settings = {"warmup_steps": self.warmup_steps, "ranks_per_node": self.ranks_per_node}
+        facts = {"recipe": self.recipe, **settings, **self.in_force()}
         return {
-            "recipe": self.recipe,
-            "options": repr(self.at(self.warmup_steps)),
-            "density_schedule": repr(self.schedule),
-            "warmup_steps": self.warmup_steps,
+            name: repr(value) if isinstance(value, Schedule) else value
+            for name, value in facts.items()
         }
+
+    def written(self) -> str:
+        """Return the recipe with what is in force, as a call of a factory: ``fft(bits=4)``."""
+        written = ", ".join(f"{name}={value!r}" for name, value in self.in_force().items())
+        return f"{self.recipe}({written})"
 
     def with_density(self, density: float) -> Scheduled:
         """Return the same policy at a constant density from now on."""

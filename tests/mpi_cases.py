@@ -152,7 +152,7 @@ def test_a_saved_state_goes_on():
 
 def test_ranks_that_differ_stop_with_one_message():
     reducer = Reducer("topk", density=0.1 if COMM.rank == 0 else 0.2)
-    with pytest.raises(ConfigMismatchError, match="options is") as raised:
+    with pytest.raises(ConfigMismatchError, match="differently: density is") as raised:
         reducer.sum({"w": np.ones(3000, np.float32)})
     same_everywhere(np.frombuffer(str(raised.value).encode(), np.uint8))
     reducer = Reducer("topk")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from horovod_fftcomp import ConfigMismatchError, handshake
+from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.recipes import RECIPES
 
 
 def test_equal_facts_pass():
@@ -36,3 +40,49 @@ def test_long_facts_are_cut_and_still_compared():
         handshake.compare(np.concatenate(messages))
     with pytest.raises(ValueError, match=r"take .* bytes"):
         handshake.pack({str(i): "x" * 100 for i in range(50)})
+
+
+def _difference(*policies):
+    with pytest.raises(ConfigMismatchError) as caught:
+        handshake.compare(np.concatenate([handshake.pack(policy.facts()) for policy in policies]))
+    return str(caught.value).partition("differently: ")[2].partition(". Start every rank")[0]
+
+
+def test_options_that_differ_are_named_alone_defaults_included():
+    assert _difference(make_policy("fft"), make_policy("fft", density=0.2)) == (
+        "density is 0.33 on rank 0 but 0.2 on rank 1"
+    )
+    two = make_policy("topk", bits=8, error_feedback=False), make_policy("topk", bits=4)
+    assert _difference(*two) == (
+        "bits is 8 on rank 0 but 4 on rank 1; error_feedback is False on rank 0 but True on rank 1"
+    )
+    nodes = make_policy("topk"), make_policy("topk", ranks_per_node=4, warmup_steps=5)
+    assert _difference(*nodes) == (
+        "warmup_steps is 0 on rank 0 but 5 on rank 1; ranks_per_node is 1 on rank 0 but 4 on rank 1"
+    )
+
+
+def test_of_other_recipes_no_options_are_listed_that_one_of_them_lacks():
+    powersgd = make_policy("powersgd", rank=8)
+    assert _difference(make_policy("fft"), powersgd) == (
+        "recipe is fft on rank 0 but powersgd on rank 1"
+    )
+
+
+def test_a_schedule_is_named_by_what_was_given():
+    scheduled = make_policy("topk", density_schedule={0: 0.5, 9: 0.1})
+    text = _difference(scheduled, make_policy("topk", density=0.5))
+    assert "density_schedule is Steps(densities=((0, 0.5), (9, 0.1))) on rank 0" in text
+    # The same density, however it came about.
+    changed = make_policy("topk").with_density(0.5)
+    assert changed.facts() == make_policy("topk", density=0.5).facts()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_facts_of_a_policy_leave_room_in_the_message(name):
+    options = {"density_schedule": {step: 0.1 for step in range(100)}}
+    options = options if "density" in RECIPES[name].options else {}
+    facts = make_policy(name, warmup_steps=10**6, **options).facts()
+    assert json.loads(json.dumps(facts)) == facts
+    left = handshake.MESSAGE_NBYTES - len(handshake.pack(facts).tobytes().rstrip())
+    assert left >= 1400

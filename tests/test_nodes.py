@@ -216,4 +216,4 @@ def test_warm_up_and_schedules_go_through_nodes_as_well():
     )
     assert [policy.at(s).scheme.rounds for s in range(3)] == [("allreduce",)] * 2 + [("allgather",)]
     assert policy.density(3) == 0.1
-    assert "ranks_per_node=2" in policy.facts()["options"]
+    assert policy.facts()["ranks_per_node"] == 2

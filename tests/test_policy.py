@@ -208,3 +208,14 @@ def test_a_residual_that_keeps_growing_is_told_by_name():
     with pytest.warns(RuntimeWarning, match="'w'"):
         train()
     assert engine.alarm.ratios()["w"] > 10
+
+
+def test_a_policy_is_written_as_it_would_be_given():
+    policy = make_policy("fft", bits=8, warmup_steps=3)
+    written = "fft(density=0.33, bits=8, block=64, error_feedback=True, warmup_steps=3)"
+    assert policy.written() == written
+    assert make_policy("fft", **policy.in_force()).facts() == policy.facts()
+    assert policy.with_density(0.1).written() == written.replace("0.33", "0.1")
+    scheduled = make_policy("wangni", density_schedule={0: 0.5, 9: 0.1}, ranks_per_node=2)
+    assert make_policy("wangni", **scheduled.in_force()).facts() == scheduled.facts()
+    assert make_policy("none").written() == "none()"

@@ -108,7 +108,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     def __repr__(self) -> str:
         if self.is_bound:
             return super().__repr__()
-        return f"Compression.{self._policy.recipe}: {self._policy!r}, without variables yet"
+        return f"Compression.{self._policy.written()}: without variables yet"
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_engine", "_steps", "_parameters", "_tensors", "_dtypes"):

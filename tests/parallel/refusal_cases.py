@@ -46,10 +46,23 @@ def wide(width=40):
 @pytest.mark.parametrize(
     ("rank_options", "message"),
     [
-        ([("fft", {}, 0), ("fft", {"density": 0.1}, 0)], "options is .*0.33.* on rank 0 but"),
-        ([("fft", {}, 0), ("dct", {}, 0)], "recipe is fft on rank 0 but dct on rank 1"),
+        (
+            [("fft", {}, 0), ("fft", {"density": 0.1}, 0)],
+            "differently: density is 0.33 on rank 0 but 0.1 on rank 1. Start",
+        ),
+        (
+            [("fft", {}, 0), ("dct", {"density": 0.33}, 0)],
+            "differently: recipe is fft on rank 0 but dct on rank 1. Start",
+        ),
+        (
+            [("topk", {}, 0), ("powersgd", {}, 0)],
+            "differently: recipe is topk on rank 0 but powersgd on rank 1. Start",
+        ),
         ([("none", {}, 0), ("topk", {}, 0)], "recipe is none on rank 0 but topk on rank 1"),
-        ([("topk", {"bits": 8}, 0), ("topk", {}, 0)], "options is"),
+        (
+            [("topk", {"bits": 8}, 0), ("topk", {}, 0)],
+            "differently: bits is 8 on rank 0 but 4 on rank 1. Start",
+        ),
         ([("topk", {"min_numel": 1}, 0), ("topk", {}, 0)], "compressed tensors is 7 on rank 0"),
         ([("topk", {"bucket_nbytes": 100}, 0), ("topk", {}, 0)], "buckets is 6 on rank 0"),
         ([("topk", {}, 40), ("topk", {}, 48)], "names, shapes, dtypes and order"),
@@ -181,3 +194,16 @@ def test_models_without_parameters_and_unknown_recipes():
     with pytest.raises(ValueError, match="bits must be"):
         Compression.fft(make_model(), bits=40)
     assert {"fft", "topk"} <= set(dir(Compression))
+
+
+def test_a_compressor_shows_what_is_in_force():
+    compression = Compression.fft(make_model(), bits=8, min_numel=1)
+    shown = "Compression.fft(density=0.33, bits=8, block=64, error_feedback=True): density 0.33 now"
+    assert repr(compression) == f"{shown}, 1 buckets, 7 of 14 tensors dense"
+    compression.set_density(0.1)
+    assert "fft(density=0.1, bits=8, " in repr(compression)
+    scheduled = Compression.topk(make_model(), density_schedule={0: 0.5, 9: 0.1}, warmup_steps=3)
+    assert (
+        "=Steps(densities=((0, 0.5), (9, 0.1))), warmup_steps=3): density 1 now" in f"{scheduled}"
+    )
+    assert "Compression.none(): 0 buckets" in repr(Compression.none(make_model()))

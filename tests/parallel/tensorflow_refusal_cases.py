@@ -48,7 +48,8 @@ def test_ranks_that_differ_all_stop_with_the_same_message(recipe, same_everywher
     text, seconds = stop_of(model, compression)
     assert seconds < 60
     same_everywhere(text)
-    named = {"options": "options is ", "recipe": "recipe is topk on rank 0 but fft on rank 1",
+    named = {"options": "differently: density is 0.038 on rank 0 but 0.5 on rank 1. Start",
+             "recipe": "recipe is topk on rank 0 but fft on rank 1",
              "none": "recipe is topk on rank 0 but none on rank 1", "buckets": "buckets is ",
              "order": "(hash)", "version": "but 9.9.9 on rank 1"}  # fmt: skip
     assert named[recipe] in text
