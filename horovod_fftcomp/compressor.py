@@ -73,6 +73,7 @@ class Compressor:
     _parameters: Replicas
     _tensors: Sequence[Tensor]
     _dtypes: Sequence[str]
+    _IN_ELASTIC_JOBS = ""  # what takes a compressor there
 
     def __init__(self, policy: Scheduled, settings: Settings) -> None:
         self._policy = self._first_policy = policy
@@ -287,6 +288,13 @@ class Compressor:
         return (
             f"Compression.{self._policy.written()}: {now}{len(self._buckets)} buckets, "
             f"{sum(p is None for p in places)} of {len(places)} tensors dense"
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a compressor is bound to this rank and cannot be pickled or broadcast; save its "
+            "state_dict() on every rank, or on one of them gathered_state_dict(), which all have "
+            f"to call, and load it into a new compressor{self._IN_ELASTIC_JOBS}"
         )
 
     @staticmethod

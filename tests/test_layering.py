@@ -115,7 +115,7 @@ ALLOWED = {
     "compressor.py": {"buckets", "checkpoint", "connection", "engine", "errors", "exchanges",
                       "handshake", "live_view", "policy", "record", "recovery", "replica_check",
                       "schemes", "settings", "watch", "wire"},
-    "factories.py": {"options", "policy", "recipes", "settings"},
+    "factories.py": {"errors", "options", "policy", "recipes", "settings"},
     "mpi.py": {"numpy", "mpi4py", "backends", "buckets", "engine", "handshake", "policy",
                "schemes", "settings", "wire"},
     "threads.py": set(),

@@ -12,8 +12,9 @@ from typing import Literal, get_args, get_origin
 import numpy as np
 import pytest
 
-from horovod_fftcomp import Recover, get_scheme, schedules, simulate
+from horovod_fftcomp import Recover, UnsupportedError, get_scheme, schedules, simulate
 from horovod_fftcomp.cli.arguments import as_setting, setting
+from horovod_fftcomp.errors import FFTCompError
 from horovod_fftcomp.factories import Factories
 from horovod_fftcomp.options import kinds_of
 from horovod_fftcomp.policy import KEYWORDS, check_rules, make_policy
@@ -235,3 +236,19 @@ def test_factories_take_options_and_settings_and_name_what_is_meant():
             Compression.fft("model", **{name: 1})
     with pytest.raises(TypeError, match=r"it has: none; and the settings .*, rules, .*, timeout_s"):
         Compression.none("model", levels=1)
+
+
+@pytest.mark.parametrize("given", [Compression, Compression.topk])
+def test_a_factory_in_the_place_of_a_compressor_names_the_mend(given):
+    factory = "Compression.fft" if given is Compression else "Compression.topk"
+    for use in (given.compress, given.reduced, lambda grad: given.decompress(grad, None)):
+        with pytest.raises(UnsupportedError, match=rf"give compression={factory}\(model\)"):
+            use(None)
+    assert {given: 1}[given] == 1
+    assert issubclass(UnsupportedError, FFTCompError)
+
+
+def test_help_shows_a_factory_as_a_function():
+    assert list(inspect.signature(Compression.fft).parameters) == ["model", "options"]
+    assert inspect.isroutine(Compression.fft)
+    assert inspect.getdoc(Compression.fft).startswith("Return a compressor: the largest bins of a")

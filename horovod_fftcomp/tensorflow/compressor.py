@@ -50,6 +50,8 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     part of a ``tf.train.Checkpoint``, of this rank alone.
     """
 
+    _IN_ELASTIC_JOBS = "; in elastic jobs use horovod_fftcomp.tensorflow.TensorFlowKerasState"
+
     def __init__(self, model: Any, policy: Scheduled, settings: Settings) -> None:
         super().__init__(policy, settings)
         _check_scaler(settings.grad_scaler)
@@ -321,13 +323,6 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         saved = pickle.loads(string_value)
         if saved is not None:
             self.load_state_dict(saved)
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a compressor is bound to this rank and cannot be pickled or broadcast; save its "
-            "state_dict(), and in elastic jobs use "
-            "horovod_fftcomp.tensorflow.TensorFlowKerasState"
-        )
 
 
 def _add_scalar(writer: tf.summary.SummaryWriter, name: str, value: float, step: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -94,7 +94,14 @@ def _address(buffer: Any) -> int:
 
 def pairs_of(model: Any) -> list[tuple[str, Any]]:
     """Return (name, variable) of a Keras model, of variables, or of such pairs."""
-    items = list(getattr(model, "trainable_variables", model))
+    variables = getattr(model, "trainable_variables", model)
+    if not isinstance(variables, Iterable):
+        raise TypeError(
+            "model must be a Keras model, its trainable_variables or (name, variable) pairs, got a "
+            f"{type(model).__name__} of {type(model).__module__}; for a PyTorch model take "
+            "Compression of horovod_fftcomp.torch"
+        )
+    items = list(variables)
     if any(isinstance(item, tuple) for item in items):
         return items
     return _told_apart([(_name(item), item) for item in items])

@@ -33,6 +33,8 @@ from horovod_fftcomp.torch.steps import GradientContext, Steps
 class TorchCompressor(Compressor):
     """One policy bound to the parameters of one optimizer; made by ``Compression``."""
 
+    _IN_ELASTIC_JOBS = "; in elastic jobs give hvd.elastic.TorchState compression=compression"
+
     def __init__(
         self, model: torch.nn.Module | Iterable[Any] | None, policy: Scheduled, settings: Settings
     ) -> None:

@@ -25,6 +25,12 @@ class Parameters:
                 "model is missing: Compression.<recipe>(model) takes the model whose gradients the "
                 "optimizer exchanges, its named_parameters() or a list of parameters"
             )
+        if not isinstance(model, Iterable | torch.nn.Module):
+            raise TypeError(
+                "model must be a torch.nn.Module, its named_parameters() or a list of parameters, "
+                f"got a {type(model).__name__} of {type(model).__module__}; "
+                "for a Keras model take Compression of horovod_fftcomp.tensorflow"
+            )
         items = list(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
         pairs = [
             (plain_name(item[0]), item[1]) if isinstance(item, tuple) else (f"{i}", item)

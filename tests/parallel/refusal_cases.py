@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import time
 
@@ -191,9 +193,32 @@ def test_models_without_parameters_and_unknown_recipes():
         Compression.fft([nn.Parameter(torch.ones(40, 40, dtype=torch.complex64))])
     with pytest.raises(ValueError, match="recipe 'fp16' has no density"):
         Compression.fp16(make_model(), recover=Recover())
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module.*, got a int"):
+        Compression.fft(3)
+    with pytest.raises(TypeError, match=r"process_set must be a hvd.ProcessSet or None, got 0"):
+        Compression.fft(make_model(), process_set=0)
+    with pytest.raises(TypeError, match=r"no option warmup_step \(did you mean warmup_steps\?\)"):
+        Compression.fft(make_model(), warmup_step=5)
+    with pytest.raises(TypeError, match="rules must be a list, got"):
+        Compression.fft(make_model(), rules=iter([("*", 0.5)]))
     with pytest.raises(ValueError, match="bits must be"):
         Compression.fft(make_model(), bits=40)
     assert {"fft", "topk"} <= set(dir(Compression))
+
+
+@pytest.mark.parametrize("given", [Compression, Compression.topk])
+def test_a_factory_is_no_compressor(given):
+    model = make_model()
+    optimizer = distributed(model, given)
+    with pytest.raises(UnsupportedError, match=r"give compression=Compression\..*\(model\)"):
+        model(torch.ones(4, 40), range(6)).sum().backward()
+    del optimizer
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_a_compressor_is_not_pickled(copied):
+    with pytest.raises(TypeError, match=r"cannot be pickled .* save its state_dict.*TorchState"):
+        copied(Compression.fft(make_model()))
 
 
 def test_a_compressor_shows_what_is_in_force():

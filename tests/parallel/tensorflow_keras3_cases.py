@@ -119,6 +119,17 @@ def test_horovods_own_wrapper_is_refused():
         )
 
 
+@pytest.mark.parametrize("given", [Compression, Compression.fft])
+def test_a_factory_is_no_compressor(given):
+    mend = r"give compression=Compression\.fft\(model\)"
+    with pytest.raises(UnsupportedError, match=mend):
+        horovod.tensorflow.keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=given)
+    model = make_model()
+    compiled(model, DistributedOptimizer(keras.optimizers.SGD(0.1), given))
+    with pytest.raises(UnsupportedError, match=mend):
+        model.fit(*data(), batch_size=32, verbose=0)
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
 def test_a_saved_model_loads_without_us(tmp_path):
     model = make_model()

@@ -186,6 +186,12 @@ def test_resumed_from_a_checkpoint_equals_uninterrupted(recipe, tmp_path, same_e
     assert compression.state_dict()["step"] == 32
 
 
+@pytest.mark.parametrize("given", [Compression, Compression.fft])
+def test_a_factory_is_no_compressor(given):
+    with pytest.raises(UnsupportedError, match=r"give compression=Compression\.fft\(model\)"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=given)
+
+
 def test_jit_compile_is_refused():
     model = make_model()
     compiled(model, small(model, "topk"))

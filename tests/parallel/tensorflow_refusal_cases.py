@@ -83,6 +83,8 @@ def test_models_without_variables_and_unknown_recipes():
         Compression.fft([("a", np.zeros(3))])
     with pytest.raises(TypeError, match="str is not a variable"):
         Compression.fft("abc")
+    with pytest.raises(TypeError, match=r"model must be a Keras model.*, got a int of builtins"):
+        Compression.fft(3)
     with pytest.raises(UnsupportedError, match="complex64"):
         Compression.fft([tf.Variable(tf.zeros([3, 3], tf.complex64))])
     with pytest.raises(ValueError, match="recipe 'fp16' has no density"):
@@ -90,6 +92,23 @@ def test_models_without_variables_and_unknown_recipes():
     with pytest.raises(TypeError, match="grad_scaler must have loss_scale"):
         Compression.fft([weight], grad_scaler=3.0)
     assert {"fft", "topk"} <= set(dir(Compression))
+
+
+@pytest.mark.parametrize("given", [Compression, Compression.topk])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_factory_is_no_compressor(given, traced):
+    weight = tf.Variable(tf.ones([40, 40]))
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * weight)
+        return hvd.DistributedGradientTape(tape, compression=given).gradient(loss, [weight])
+
+    mend = r"give compression=Compression\..*\(model\), or with TensorFlow compression="
+    with pytest.raises(UnsupportedError, match=mend):
+        (tf.function(step) if traced else step)()
+    with pytest.raises(UnsupportedError, match=mend):
+        hvd.allreduce(weight, compression=given)
 
 
 def test_a_compressor_is_not_pickled():

@@ -1,7 +1,7 @@
 """Two ranks that do not make the same calls: ``calls.py FRAMEWORK WHAT``.
 
-``density``: rank 0 calls ``set_density`` and the other one goes on training. ``order``: rank 1 makes
-its two compressors in another order. ``forgotten``: rank 1 has no compressor.
+``density``: rank 0 calls ``set_density`` and the other one goes on training. ``order``: rank 1
+makes its two compressors in another order. ``forgotten``: rank 1 has no compressor.
 """
 
 from __future__ import annotations
