@@ -16,7 +16,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help install demo demo-tf cluster cluster-netns test test-core test-parallel test-gpu horovod-cuda lint format golden size clean
+.PHONY: help install demo demo-tf cluster cluster-netns test test-core test-parallel test-stalls test-gpu horovod-cuda lint format golden size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -47,6 +47,9 @@ test-core: install ## run the tests that need no framework, no MPI and no emulat
 
 test-parallel: install ## run the tests that start several processes
 	pytest -m parallel $(JOBS) $(ARGS)
+
+test-stalls: install ## run jobs whose first rank stalls, 20 times each: a quarter of an hour
+	python -m tests.test_stalls
 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON: one that has CuPy and PyTorch, gets the rest
 	@$(PYTHON) -c "import hypothesis, matplotlib, ml_dtypes, numba, pytest, rich, scipy" || \

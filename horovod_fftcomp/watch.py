@@ -36,7 +36,7 @@ _NOTICE_S = 8.0  # in which ranks that begin together have met
 _MARGIN_S = 6.0  # that the first rank has to tell what it found, before a rank speaks for itself
 _LAST_WORDS_S = 3.0  # launchers drop what a rank writes just before another one ends the job
 # How long a wait may outlast ``timeout_s``: by then the watch has ended it.
-BACKSTOP_S = _MARGIN_S + 2 * _LAST_WORDS_S
+_BACKSTOP_S = _MARGIN_S + 2 * _LAST_WORDS_S
 # Two threads in Horovod's shutdown at once hang; Horovod calls it when the interpreter exits.
 _shutting_down = threading.Lock()
 
@@ -108,11 +108,12 @@ class Watch:
         now = time.monotonic()
         self._token = bytes.fromhex(first["token"])
         self._hubs = [(host, first["port"]) for host in first["hosts"]]
-        self._rank, self._n_ranks, self._heard_at = rank, n_ranks, now
+        self._rank, self._heard_at = rank, now
         silent = Report(Progress(-1, 0, 0, False), 0.0)
         self._reports = {other: (now, silent) for other in range(n_ranks)}
         self._peers = {}
         self._told = (0, "")
+        self._n_ranks = n_ranks  # last: the watching thread looks at it first
 
     def part(self) -> None:
         """Report to nobody until the ranks meet again."""
@@ -122,8 +123,9 @@ class Watch:
     def limit_s(self) -> float:
         """How long a wait of the training thread may take before it gives up by itself."""
         if not self.ends:
-            return float("inf")
-        return self.timeout_s + (BACKSTOP_S if self._n_ranks else 0.0)
+            return threading.TIMEOUT_MAX
+        margin_s = _BACKSTOP_S if self._n_ranks else 0.0
+        return min(self.timeout_s + margin_s, threading.TIMEOUT_MAX)
 
     def calls(self, call: str) -> None:
         """Note a call in which this rank waits for all others; "" when it has returned."""

@@ -172,7 +172,20 @@ def test_a_rank_that_is_late_within_the_limit_is_waited_for(framework, controlle
     assert "is late" not in output
 
 
-CALLS = str(Path(__file__).parent / "scripts" / "calls.py")
+@pytest.mark.parallel
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("framework", "controller"),
+    [("torch", "gloo"), pytest.param("tensorflow", "mpi", marks=pytest.mark.tf)],
+)
+def test_ranks_that_are_to_go_on_waiting_say_who_is_late_and_do(framework, controller):
+    code, output = run_ranks(2, controller, SCRIPT, framework, "warn", "4", framework=framework)
+    assert code == 0, output[-4000:]
+    assert output.count("ends well") == 2
+    told = re.findall(r"on rank 1: compressor 0 \(topk\): no progress for (\d+) s", output)
+    assert len(told) == 2
+    assert "Rank 0 is late: it has not begun step 3" in output
+    assert "ConfigMismatchError" not in output
 
 
 @pytest.mark.parallel

@@ -26,7 +26,6 @@ def DistributedOptimizer(optimizer: Any, compression: TensorFlowCompressor) -> A
     every call of ``apply``, before they are accumulated.
     """
     kind = type(optimizer)
-    compression._check_optimizer(optimizer)
 
     class Distributed(kind):  # type: ignore[misc,valid-type]
         def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> Any:
@@ -35,7 +34,9 @@ def DistributedOptimizer(optimizer: Any, compression: TensorFlowCompressor) -> A
             _check_caller(self)
             if not self.built:
                 self.build(variables)  # makes the loss scale, which the exchange asks for
-            return super().apply(compression.reduced(grads, variables), variables)
+            means = compression.reduced(grads, variables)
+            compression._check_optimizer(self)
+            return super().apply(means, variables)
 
     Distributed.__name__, Distributed.__qualname__ = kind.__name__, kind.__qualname__
     Distributed.__module__ = kind.__module__

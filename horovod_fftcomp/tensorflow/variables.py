@@ -54,7 +54,8 @@ class Variables:
                 f"variable {variable.name!r} of shape {tuple(variable.shape)} is none of the "
                 f"{len(self)} variables of this compressor: it was not trainable when the "
                 "compressor was made, or belongs to another model. Make the compressor while all "
-                "layers that will ever train are trainable, and one for each model"
+                "layers that will ever train are trainable; it serves one model: make another for "
+                "the second"
             )
         return number
 

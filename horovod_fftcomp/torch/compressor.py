@@ -82,10 +82,11 @@ class TorchCompressor(Compressor):
         if not self._steps.under_way and process_sets.size_of(self._set) != self._engine.world_size:
             self.rejoin()  # an elastic reset that removed ranks: Horovod then skips ``sync``
         if not self._connection.is_up:
-            optimizer = _calling_optimizer(self)
-            self._parameters.follow(optimizer)
-            self._warn_of_momentum(optimizer)
-            self._connection.connect(self._facts, getattr(optimizer, "process_set", None))
+            caller = _caller(self)
+            if isinstance(caller, torch.optim.Optimizer):
+                self._parameters.follow(caller)
+                self._warn_of_momentum(caller)
+            self._connection.connect(self._facts, getattr(caller, "process_set", None))
         return self._steps.take(tensor)
 
     def decompress(self, tensor: torch.Tensor, ctx: GradientContext | None) -> torch.Tensor:
@@ -110,12 +111,12 @@ class TorchCompressor(Compressor):
         """Restore what ``state_dict`` returned on the same rank, or a gathered state."""
         super().load_state_dict(with_plain_names(arrays.to_numpy(saved)))
 
-    def _warn_of_momentum(self, optimizer: Any | None) -> None:
+    def _warn_of_momentum(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if the optimizer has a momentum for tensors for which the recipe keeps one."""
         momenta: dict[str, object] = {}
         tensors = zip(self._parameters.tensors, self._places, strict=False)  # the frozen come last
         compressed = {id(tensor) for tensor, place in tensors if place is not None}
-        for group in [] if optimizer is None else optimizer.param_groups:
+        for group in optimizer.param_groups:
             if compressed.isdisjoint(map(id, group["params"])):
                 continue
             momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
@@ -123,8 +124,8 @@ class TorchCompressor(Compressor):
         self._warn_of_two_momenta(type(optimizer).__name__, momenta)
 
 
-def _calling_optimizer(compression: object) -> Any | None:
-    """Return the optimizer whose hook is calling, if one is.
+def _caller(compression: object) -> Any | None:
+    """Return the optimizer whose hook is calling, or whatever else has the compressor.
 
     Horovod does not tell it. A compressor on another process set would wait for ranks that never
     come, so the handshake runs on the optimizer's own set and compares.

@@ -30,11 +30,10 @@ class OptimizedParameters:
         self._own: list[int] = []  # numbers of the optimizer's
         self._told: set[int] = set()
 
-    def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Watch over the parameters of ``optimizer`` as well, which is not kept alive."""
-        if optimizer is not None:
-            self._optimizer, self._n_counted = weakref.ref(optimizer), 0
-            self.refresh()
+        self._optimizer, self._n_counted = weakref.ref(optimizer), 0
+        self.refresh()
 
     def refresh(self) -> None:
         """Take in parameters that the optimizer has been given since the last time."""

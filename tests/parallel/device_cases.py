@@ -14,7 +14,7 @@ import torch
 
 from horovod_fftcomp import ConfigMismatchError
 from horovod_fftcomp.torch import compressor
-from horovod_fftcomp.torch.parameters import Parameters
+from horovod_fftcomp.torch.replicas import OptimizedParameters
 from tests.gpu.torch_emulator import TorchEmulator
 from tests.parallel import models
 from tests.parallel.models import distributed, make_model, small_buckets, synchronized_step
@@ -148,7 +148,7 @@ def test_a_flipped_bit_is_found_where_it_is(monkeypatch):
         if hvd.rank() == 1:
             weight.data.view(-1).view(torch.int32)[7] ^= 1 << 20  # sums do not round it away
         # Nothing may bring parameters to the host.
-        monkeypatch.setattr(Parameters, "read", lambda parameters, number: pytest.fail("copied"))
+        monkeypatch.setattr(OptimizedParameters, "read", lambda *number: pytest.fail("copied"))
         with pytest.warns(RuntimeWarning, match=r"layers\.2\.weight' on rank 1"):
             summed(model, optimizer, 100)
 
