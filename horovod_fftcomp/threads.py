@@ -6,9 +6,11 @@ from several threads at once and survives beside any framework's own.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -16,6 +18,10 @@ Result = TypeVar("Result")
 
 _LOCAL_SIZE = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _MOST = 8  # more do not get more out of a memory
+
+_FENV_NBYTES = 64  # enough for fenv_t of any processor; 32 on x86-64
+_DEFAULT_FENV = ctypes.c_void_p(-1)  # FE_DFL_ENV
+_libm = ctypes.CDLL("libm.so.6")
 
 _num_threads: int | None = None
 _pool: ThreadPoolExecutor | None = None
@@ -73,11 +79,30 @@ def each(work: Callable[..., Result], arguments: Iterable[tuple]) -> list[Result
     return [work(*first), *(future.result() for future in futures)]
 
 
+@contextlib.contextmanager
+def ieee_arithmetic() -> Iterator[None]:
+    """Let this thread compute with denormal numbers meanwhile, as IEEE 754 has it.
+
+    TensorFlow's threads flush them to zero, and others where ``torch.set_flush_denormal`` was
+    called; bytes must not depend on the thread.
+    """
+    before = ctypes.create_string_buffer(_FENV_NBYTES)
+    _libm.fegetenv(before)
+    _libm.fesetenv(_DEFAULT_FENV)
+    try:
+        yield
+    finally:
+        _libm.fesetenv(before)
+
+
 def _get_pool() -> ThreadPoolExecutor:
     global _pool
     pool = _pool
     if pool is None:
-        pool = _pool = ThreadPoolExecutor(get_num_threads(), "fftcomp-kernel")
+        # Threads begin with the settings of the one that starts them.
+        pool = _pool = ThreadPoolExecutor(
+            get_num_threads(), "fftcomp-kernel", _libm.fesetenv, (_DEFAULT_FENV,)
+        )
     return pool
 
 

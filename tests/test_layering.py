@@ -149,7 +149,7 @@ ALLOWED = {
     "tensorflow/": {"numpy", "tensorflow", "horovod", "backends", "buckets", "compressor",
                     "connection", "engine", "errors", "exchanges", "factories", "handshake",
                     "live_view", "not_finite", "policy", "probe", "process_sets", "record",
-                    "replica_check", "schemes", "settings", "stalls"},
+                    "replica_check", "schemes", "settings", "stalls", "threads"},
     "tensorflow/keras3.py": {"horovod", "keras", "errors"},
     "torch/network.py": {"torch", "horovod", "cost_model", "jobs"},
     "torch/health.py": {"numpy", "torch", "horovod", "errors", "handshake", "health", "machine",

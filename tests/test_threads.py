@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import platform
 import threading
 
 import numpy as np
@@ -49,6 +51,35 @@ def test_parts_run_at_the_same_time_and_errors_come_through():
     assert sorted(threads.each(lambda i: barrier.wait() * 0 + i, [(0,), (1,), (2,)])) == [0, 1, 2]
     with pytest.raises(ZeroDivisionError):
         threads.each(lambda i: 1 // i, [(1,), (0,)])
+
+
+def _flush_denormals():
+    """Let this thread flush them to zero, as TensorFlow does with its own."""
+    libm, settings = ctypes.CDLL("libm.so.6"), (ctypes.c_uint32 * 16)()
+    libm.fegetenv(settings)
+    settings[7] |= 0x8040  # MXCSR: flush to zero, denormals are zero
+    libm.fesetenv(settings)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="sets bits of x86-64")
+def test_denormals_count_in_threads_of_the_pool_and_where_ieee_arithmetic_is_asked_for():
+    found, tiny = [], np.full(8, 1e-41, np.float32)
+
+    def double():
+        return bool((tiny + tiny).all())
+
+    def run():
+        _flush_denormals()
+        set_num_threads(3)
+        found.append(threads.each(double, [()] * 3))
+        with threads.ieee_arithmetic():
+            found.append(threads.each(double, [()] * 3))
+        found.append(double())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [[False, True, True], [True, True, True], False]
 
 
 @pytest.mark.parametrize(("recipe", "options"), [

@@ -34,6 +34,7 @@ from horovod_fftcomp.settings import Settings
 from horovod_fftcomp.stalls import Progress
 from horovod_fftcomp.tensorflow import rounds
 from horovod_fftcomp.tensorflow.variables import Variables
+from horovod_fftcomp.threads import ieee_arithmetic
 
 if TYPE_CHECKING:
     from horovod_fftcomp.tensorflow.device import TensorFlowMemory
@@ -60,11 +61,11 @@ class Load(NamedTuple):
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a method alone; an error in it breaks the step off for good."""
+    """Run a method alone, in IEEE arithmetic; an error in it breaks the step off for good."""
 
     @functools.wraps(method)
     def run(self: Steps, *arguments: Any) -> Any:
-        with self.lock:
+        with self.lock, ieee_arithmetic():
             self._connection.check()
             self.check_unbroken()
             self._is_busy = True
