@@ -135,7 +135,8 @@ class Compressor:
         ``encode_s``; ``encode_hidden_s``, those of them that passed before the step's last
         gradient came; ``encode_wait_s``, in which the training thread waited for an encoding;
         ``wait_s`` (for other ranks and the network; dense tensors, which Horovod exchanges,
-        excluded), ``decode_s``, ``check_s`` (of parameters between ranks).
+        excluded), ``decode_s``, ``check_s`` (of parameters between ranks, and of a GPU
+        by the CPU).
         ``relative_error``: norm of what the last measured step left unsent over the norm of what
         it was to send; ``total_error``: sum over all steps of the square of what each left unsent.
         ``similarity``: of the positions that other ranks chose for all in the
@@ -146,7 +147,7 @@ class Compressor:
         """
         self._steps.close_if_complete()
         self._engine.read_device()
-        costs, times = self._engine.costs, self._steps.times()
+        costs, times, shadow = self._engine.costs, self._steps.times(), self._engine.shadow
         sent = costs.sent_nbytes + self._steps.other_nbytes
         return {
             "steps": self._steps.count,
@@ -160,7 +161,7 @@ class Compressor:
             "encode_wait_s": times["encode_wait_s"],
             "wait_s": times["wait_s"],
             "decode_s": costs.decode_s,
-            "check_s": times["check_s"],
+            "check_s": times["check_s"] + (0.0 if shadow is None else shadow.seconds),
             "relative_error": costs.relative_error,
             "total_error": costs.total_error,
             "similarity": costs.similarity,
@@ -331,6 +332,7 @@ class Compressor:
             # Their sums may differ in the last bits, which ranks must not.
             "steps computed on": "the host" if self._engine.device is None else "the GPU",
             "replica_check": self._settings.replica_check,
+            "shadow_check": self._settings.shadow_check,
             "grad_scaler": self._settings.grad_scaler is not None,
             "loss scale": self._steps.loss_scale(),
             "recover": repr(self._settings.recover),

@@ -89,6 +89,7 @@ class Connection:
         self._name = name
         self._facts: Callable[[], Callable[[], dict[str, Any]] | None] = lambda: None
         self._epoch = 0  # how many handshakes this rank has begun
+        self.greetings = 0  # so many as well, however ranks are counted
         self._set = process_set
         self._timeout_s = watch.timeout_s
         self._handshake: agreement.Handshake | None = None
@@ -155,6 +156,7 @@ class Connection:
     ) -> None:
         """Begin to compare ``facts()`` by ``send``, without a wait; ``open`` ends it."""
         name = f"{self._name}.handshake"
+        self.greetings += 1
         told = {**facts(), agreement.ADDRESS: self.watch.start()}
         self._handshake = agreement.Handshake(send, told, name, self._set, optimizers)
 

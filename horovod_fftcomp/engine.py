@@ -34,6 +34,7 @@ from horovod_fftcomp.schemes import (
 )
 
 if TYPE_CHECKING:
+    from horovod_fftcomp.shadow_check import ShadowCheck
     from horovod_fftcomp.verdicts import Verdicts
 
 
@@ -111,6 +112,7 @@ class Engine:
     ) -> None:
         self.device = device
         self._verdicts = None if device is None else _verdicts_of(device)
+        self.shadow: ShadowCheck | None = None  # of what the device computes
         self._there: frozenset[int] = frozenset()  # the buckets that it computes
         self._skipped_there = 0  # steps that the device is known to have skipped
         # Of steps that were measured there: what waits for the verdict, outcomes, loss scale.
@@ -159,6 +161,8 @@ class Engine:
             grads = [None if grad is None else on_host(grad, device) for grad in grads]
             self._state[bucket] = self._state_on_host(bucket)
             device = None
+        if self.shadow is not None and device is not None:
+            scheme = self.shadow.followed(bucket, scheme)
         context = Context(self.step, self.rank, self.world_size, self.loss_scale, device)
         exchange = scheme.exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket] = exchange

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from horovod_fftcomp import differences
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.buckets import Bucket
@@ -75,11 +76,10 @@ def probe(device: Device, schemes: Iterable[Scheme]) -> None:
     grad = (np.sin(0.37 * steps) * np.exp2(steps % 13)).astype(np.float32)
     for asked, tolerance in itertools.chain.from_iterable(map(_questions, schemes)):
         expected, total = (_exchanged(asked, (grad, -grad[::-1]), on) for on in (None, device))
-        error, peak = float(np.abs(total - expected).max()), float(np.abs(expected).max())
-        if not error <= tolerance * peak:
-            raise UnsupportedError(
-                f"a sum with values up to {peak:.3g} is wrong by {error:.3g}: {asked!r}"
-            )
+        peak = differences.peak_of(expected)
+        what = f"a sum with values up to {peak:.3g}"
+        if text := differences.of_finite(what, total, expected, tolerance * peak):
+            raise UnsupportedError(f"{text}: {asked!r}")
 
 
 def _questions(scheme: Scheme) -> Iterator[tuple[Scheme, float]]:
@@ -92,9 +92,9 @@ def _questions(scheme: Scheme) -> Iterator[tuple[Scheme, float]]:
     elif isinstance(scheme, HardThreshold):
         yield replace(scheme, threshold=1.0), 0.0
     elif isinstance(scheme, Gather) and not isinstance(scheme.codec.transform, Identity):
-        yield replace(scheme, sign=False), 1e-5  # a rounding might change a sign
-    elif isinstance(scheme, PowerSgd):  # users may let PyTorch multiply in TF32, of 11 bits
-        yield replace(scheme, rank=min(scheme.rank, 8)), 0.01
+        yield replace(scheme, sign=False), differences.TRANSFORMED  # a rounding might change a sign
+    elif isinstance(scheme, PowerSgd):
+        yield replace(scheme, rank=min(scheme.rank, 8)), differences.MULTIPLIED
     else:
         yield scheme, 0.0
 

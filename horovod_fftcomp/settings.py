@@ -31,6 +31,8 @@ class Settings:
     {"recipe": ..., options}. ``process_set``: the optimizer's; None: all ranks. ``grad_scaler``:
     what scales the loss in mixed precision; the residuals follow its scale. ``replica_check``:
     "warn" or "broadcast" (from the first rank) where ranks' parameters differ, or "off".
+    ``shadow_check``: of every so many steps of a GPU the CPU computes one as well, a tensor of it,
+    and compares; 0: of none.
     ``recover``: how ``report`` raises the density. ``record``: a new .npz file into which the first
     rank writes its gradients at every ``record_every``-th step. ``live_view``: a file to which the
     first rank appends a line of JSON at every ``live_every``-th step; ``scalars``: a writer that
@@ -45,6 +47,7 @@ class Settings:
     process_set: Any = None
     grad_scaler: Any = None
     replica_check: Literal["warn", "broadcast", "off"] = "warn"
+    shadow_check: int = 1000
     recover: Recover | None = None
     record: str | os.PathLike[str] | None = None
     record_every: int = 50
@@ -70,6 +73,11 @@ class Settings:
             raise ValueError(
                 f"timeout_s must be a number of seconds above 0 and at most "
                 f"{threading.TIMEOUT_MAX:.0f}, got {self.timeout_s!r}"
+            )
+        if self.shadow_check < 0:
+            raise ValueError(
+                f"shadow_check must be a whole number of steps from 1 up, or 0 for no check, "
+                f"got {self.shadow_check}"
             )
         _check_process_set(self.process_set)
 

@@ -138,6 +138,10 @@ class Auto(Scheme):
         transform, bits = CANDIDATES[(choice or FIRST_CHOICE) - 1]
         return _codec(transform, bits, shape, self.ratio)
 
+    def codec_of(self, tensor: Tensor, state: OldState) -> Codec:
+        """Return the codec of the present choice of a tensor."""
+        return self.codec(tensor.shape, _chosen(state, tensor))
+
     def _dense(
         self,
         tensors: Sequence[Tensor],
@@ -244,13 +248,12 @@ class Auto(Scheme):
             "trials": (np.dtype(np.float32), 2 * len(CANDIDATES) + 1),
         }
         if self.error_feedback:
-            codec = self.codec(tensor.shape, _chosen(state, tensor))
-            arrays["residual"] = codec.coeffs_format(tensor.shape)
+            arrays["residual"] = self.codec_of(tensor, state).coeffs_format(tensor.shape)
         return arrays
 
     def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
         """Return the elements of a tensor's residual; see ``Scheme``."""
-        transform = self.codec(tensor.shape, _chosen(state, tensor)).transform
+        transform = self.codec_of(tensor, state).transform
         return transform.inverse(residual, math.prod(tensor.shape), load_backend("cpu"))
 
     def choice_of(self, state: OldState, tensor: Tensor) -> str:

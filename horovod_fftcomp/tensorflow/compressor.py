@@ -29,6 +29,7 @@ from horovod_fftcomp.policy import Scheduled
 from horovod_fftcomp.replica_check import ReplicaCheck
 from horovod_fftcomp.schemes.nodes import Ranks
 from horovod_fftcomp.settings import Settings
+from horovod_fftcomp.shadow_check import ShadowCheck
 from horovod_fftcomp.tensorflow import graph
 from horovod_fftcomp.tensorflow.device import memory_of
 from horovod_fftcomp.tensorflow.rounds import GraphRound, PendingRound, is_elastic
@@ -81,6 +82,10 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         device = None if memory is None else memory.device
         self._engine = Engine(buckets, rank, self._set.size(), device)
         settings = self._settings
+        # Where ranks may join, nothing is gathered by which to tell what a GPU computes.
+        if device is not None and self._gathers and (every := settings.shadow_check):
+            of_job = (self._connection.send, self._name, self._set, settings.timeout_s)
+            self._engine.shadow = ShadowCheck(self._engine, every, *of_job)
         hashes = GraphRound()
         replicas = ReplicaCheck(hashes, variables, settings.replica_check, self._set, self._name)
         self._steps = Steps(
@@ -235,11 +240,6 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         if len(variables) != len(grads):
             raise UnsupportedError(f"{len(grads)} gradients came for {len(variables)} variables")
         places = self._places
-        gathers = self._settings.replica_check != "off" or any(
-            set(bucket.policy.at(step).rounds) != {"allreduce"}
-            for bucket in self._buckets
-            for step in (0, self._policy.warmup_steps)
-        )
         self._steps.meeting = meeting or self._set
         numbers = [known.number(variable) for variable in variables]
         return graph.Exchange(
@@ -254,8 +254,17 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             counter=self._counter,
             scale=self._loss_scale(),
             averages=averages,
-            calls_roll=gathers,
+            calls_roll=self._gathers,
             mends=self._settings.replica_check == "broadcast",
+        )
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether steps have other collectives than sums."""
+        return self._settings.replica_check != "off" or any(
+            set(bucket.policy.at(step).rounds) != {"allreduce"}
+            for bucket in self._buckets
+            for step in (0, self._policy.warmup_steps)
         )
 
     @functools.cached_property

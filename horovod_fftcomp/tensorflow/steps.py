@@ -204,7 +204,11 @@ class Steps:
         self._enter(load, scale)
         if not self._alone and self._compares(self._engine.step):
             self._replicas.begin(self._engine.step)
-        return np.int32(0), self.hashes.take()
+        message, shadow = self.hashes.take(), self._engine.shadow
+        if shadow is not None and not self._alone:
+            shadow.begin(self._connection.greetings)
+            message = shadow.with_record(message)
+        return np.int32(0), message
 
     def _close_last(self, load: Load, memory: Sequence[np.ndarray]) -> None:
         """Close the last step; UnsupportedError if it is not over, or this one is of others."""
@@ -316,6 +320,8 @@ class Steps:
         """Do what comes after a step's last decoding; return the number of steps: 1."""
         del decoded  # orders this after all of them
         self._course.doing = ""
+        if self._engine.shadow is not None and not self._alone:
+            hashes = self._engine.shadow.without_record(hashes)
         self.hashes.output = hashes
         self._replicas.finish(self._timeout_s)
         self._not_finite.observe(self._engine.bad, self._engine.rank)

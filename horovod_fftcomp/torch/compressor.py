@@ -22,6 +22,7 @@ from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.policy import Scheduled
 from horovod_fftcomp.replica_check import ReplicaCheck
 from horovod_fftcomp.settings import Settings
+from horovod_fftcomp.shadow_check import ShadowCheck
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.device import device_of
 from horovod_fftcomp.torch.parameters import Parameters, with_plain_names
@@ -57,6 +58,10 @@ class TorchCompressor(Compressor):
         watch = self._watch(name, mpi_ops._basics.shutdown)
         self._connection = Connection(PendingRound, name, self._set, watch, groups)
         self._connection.introduce(self._facts)
+        send, every = self._connection.send, settings.shadow_check
+        if device is not None and every:
+            shadow = ShadowCheck(self._engine, every, send, name, self._set, settings.timeout_s)
+            self._engine.shadow = shadow
         replicas = ReplicaCheck(
             self._connection.send, self._parameters, settings.replica_check, self._set, name
         )

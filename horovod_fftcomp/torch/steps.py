@@ -234,6 +234,8 @@ class Steps:
     def _begin(self) -> None:
         """Do what comes before a step's first gradient."""
         self._engine.follow_loss_scale(self.loss_scale())
+        if self._engine.shadow is not None:
+            self._engine.shadow.begin(self._connection.greetings)
         if self._recorder is not None:
             self._recorder.check()
             self._recorded = {} if self._recorder.wants(self._engine.step) else None
@@ -255,6 +257,8 @@ class Steps:
             self.exchanges.complete()
             self._open()
             self.exchanges.finish()
+            if self._engine.shadow is not None:
+                self._engine.shadow.finish()
             self._connection.part()
             if self._recorder is not None and self._recorded:
                 # Nobody changes these any more: Horovod gives parameters other memory for sums.
