@@ -51,20 +51,18 @@ class TorchCompressor(Compressor):
         device = device_of(parameters.tensors, buckets) if member else None
         rank = self._set.rank() if member else 0
         self._engine = Engine(buckets, rank, self._set.size(), device)
-        recorder = self._recorder() if member else None
-        closed = self._closed() if member else None
+        recorder, closed = (self._recorder(), self._closed()) if member else (None, None)
         name = self._new_name()
         groups = process_sets.makers(policy, settings) if buckets else dict
         watch = self._watch(name, mpi_ops._basics.shutdown)
         self._connection = Connection(PendingRound, name, self._set, watch, groups)
         self._connection.introduce(self._facts)
-        send, every = self._connection.send, settings.shadow_check
-        if device is not None and every:
+        send = self._connection.send
+        if device is not None and (every := settings.shadow_check):
             shadow = ShadowCheck(self._engine, every, send, name, self._set, settings.timeout_s)
             self._engine.shadow = shadow
-        replicas = ReplicaCheck(
-            self._connection.send, self._parameters, settings.replica_check, self._set, name
-        )
+        action, own = settings.replica_check, self._set
+        replicas = ReplicaCheck(send, self._parameters, action, own, name)
         self._steps = Steps(
             parameters,
             self._parameters,
