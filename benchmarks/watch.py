@@ -55,7 +55,7 @@ def main() -> None:
     share = (watch_s() - cpu_s) / (time.perf_counter() - began)
     step_s = (time.perf_counter() - began) / STEPS
     checks_s = seconds_of(compression._parameters.warn_of_unexchanged)
-    checks_s += seconds_of(lambda: NotFiniteWarning(False).observe({}, 0))
+    checks_s += seconds_of(lambda: NotFiniteWarning(False).observe({}, 0, [0]))
     if hvd.rank() == 0:
         result = {
             "command": f"horovodrun -np {hvd.size()} python benchmarks/watch.py",

@@ -15,7 +15,7 @@ from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.exchanges import Pending, Send
 from horovod_fftcomp.process_sets import size_of
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.watch import Watch
+from horovod_fftcomp.watch import Watch, await_shutdown
 
 # Compressors of this process whose handshake is not over. Hooks of several may come first in
 # another order on another rank, so none of them may then wait for long; ranks that begin
@@ -60,6 +60,7 @@ class _Watched:
             return self._pending.wait(max(timeout_s, self._watch.limit_s))
         except Exception as error:
             if self._watch.verdict:
+                await_shutdown()
                 raise ConfigMismatchError(self._watch.verdict) from error
             raise
 
@@ -106,7 +107,7 @@ class Connection:
         _unconnected.add(self)
 
     def introduce(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """Tell what ``connect`` will be given, so that the ranks can compare it before."""
+        """Remember ``facts`` for a handshake that begins before this compressor's first step."""
         self._facts = weakref.WeakMethod(facts)
 
     def connect(self, facts: Callable[[], dict[str, Any]], optimizers: Any | None) -> None:
@@ -149,6 +150,7 @@ class Connection:
     def check(self) -> None:
         """Raise ConfigMismatchError if the watch has ended the job."""
         if self.watch.verdict:
+            await_shutdown()
             raise ConfigMismatchError(self.watch.verdict)
 
     def greet(
@@ -162,8 +164,12 @@ class Connection:
 
     def _hear(self) -> None:
         assert self._handshake is not None
-        first = self._handshake.compare(self._timeout_s)
-        self.watch.meet(first, self._set.rank(), size_of(self._set))
+        self.watch.calls("the first exchange of all ranks")
+        try:
+            first = self._handshake.compare(self._timeout_s)
+        finally:
+            self.watch.calls("")
+        self.watch.meet(first, self._set.rank(), self._set.ranks)
         self._groups = self._groups or self._make_groups()
         self.is_up, self._handshake = True, None
         _unconnected.discard(self)

@@ -196,7 +196,9 @@ class Engine:
             return None
         self.costs.encode_s += seconds
         round_ = result.made
-        self._sent.setdefault(result.bucket, []).append(round_)
+        sent = self._sent.setdefault(result.bucket, [])
+        if not sent or sent[-1].data.dtype == np.uint8:  # no values yet; more is not looked at
+            sent.append(round_)
         self.costs.collectives += round_.among != ()
         if round_.inside:
             self._inside.add(result.bucket)

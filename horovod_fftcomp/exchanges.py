@@ -95,14 +95,14 @@ class Exchanges:
         self._encoding: dict[int, Future[Result]] = {}  # by bucket, in the worker's order
         self._pending: dict[int, Pending] = {}  # by bucket, in the order in which they were sent
         self._inner: set[int] = set()  # those whose pending round is not their last
-        self._decodes = False
+        self._computes = False
         self._last_came = 0.0  # when a gradient of this step came last
         self._spans: list[tuple[float, float]] = []  # when this step's encodings began and ended
 
     @property
     def is_computing(self) -> bool:
         """Whether something is being encoded or decoded; another thread may ask."""
-        return self._decodes or any(not work.done() for work in list(self._encoding.values()))
+        return self._computes or any(not work.done() for work in list(self._encoding.values()))
 
     def note_gradient(self) -> None:
         """Note that a gradient comes, be it one that is exchanged elsewhere."""
@@ -180,8 +180,14 @@ class Exchanges:
         self._encode(bucket, self._engine.begin(bucket, grads))
 
     def _encode(self, bucket: int, work: Work) -> None:
-        there = self._engine.computes_on_device(bucket)
-        self._encoding[bucket] = (_Inline() if there else self._worker).submit(work)
+        if not self._engine.computes_on_device(bucket):
+            self._encoding[bucket] = self._worker.submit(work)
+            return
+        self._computes = True  # compiles kernels, at first
+        try:
+            self._encoding[bucket] = _Inline().submit(work)
+        finally:
+            self._computes = False
 
     def _submit(self, bucket: int, result: Result) -> None:
         round_ = self._engine.accept(result)
@@ -202,11 +208,11 @@ class Exchanges:
             self._number[bucket] += 1
             self._encode(bucket, self._engine.proceed(bucket, output))
         else:
-            self._decodes = True
+            self._computes = True
             try:
                 self._engine.advance(bucket, output)
             finally:
-                self._decodes = False
+                self._computes = False
 
     def _wait_for_encoding(self) -> None:
         """Wait for the worker's present work, or until a round may have come in."""

@@ -13,6 +13,7 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.schemes import Round, Tensor
 
 _SHOWN = 8
+DENSE = "tensors that Horovod exchanges itself"
 
 
 def bad_tensors(
@@ -52,8 +53,11 @@ class NotFiniteWarning:
     def __init__(self, has_scaler: bool) -> None:
         self._is_over = has_scaler
 
-    def observe(self, bad: Mapping[str, bool], rank: int) -> None:
-        """Take a step's tensors that came out not finite, and whether ``rank`` brought that in."""
+    def observe(self, bad: Mapping[str, bool], rank: int, ranks: Sequence[int]) -> None:
+        """Take a step's tensors that came out not finite, and whether this rank brought that in.
+
+        ``rank``: its place among ``ranks``.
+        """
         own = [name for name, is_own in bad.items() if is_own]
         if self._is_over or not bad:
             return
@@ -64,9 +68,9 @@ class NotFiniteWarning:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         listed = ", ".join(map(repr, names[:_SHOWN])) + more
         origin = (
-            f"rank {rank} brought NaN or Inf in the gradients of {listed}"
+            f"rank {ranks[rank]} brought NaN or Inf in the gradients of {listed}"
             if own
-            else f"the sums of {listed} over the ranks have NaN or Inf, which another rank "
+            else f"the sums of {listed} over the ranks have NaN or Inf, which some rank "
             "brought, or an overflow of the sum"
         )
         warnings.warn(

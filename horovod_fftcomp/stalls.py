@@ -54,10 +54,7 @@ class Report(NamedTuple):
     def unpack(values: Any) -> Report:
         """Return what ``pack`` made; ValueError or TypeError for anything else."""
         progress, quiet_s, waits, where, missing = values
-        step, handed, returned, inside, busy, call, doing = progress
-        counts = Progress(int(step), int(handed), int(returned), bool(inside), bool(busy))
-        counts = counts._replace(call=str(call), doing=str(doing))
-        return Report(counts, float(quiet_s), bool(waits), str(where), str(missing))
+        return Report(Progress(*progress), float(quiet_s), bool(waits), str(where), str(missing))
 
     @property
     def is_waiting(self) -> bool:
@@ -67,17 +64,22 @@ class Report(NamedTuple):
 
     @property
     def position(self) -> tuple[int, int, int, bool]:
-        """What is smaller on a rank that is behind."""
-        return (*self.progress[:3], self.waits and not self.progress.busy)
+        """Steps, gradients and sums so far, and whether it waits: smaller on a rank behind."""
+        waits = self.waits and not self.progress.busy
+        return (*self.progress[:3], bool(self.progress.call) or waits)
 
 
 def diagnose(
-    reports: Mapping[int, Report], silent: Sequence[int], names: Sequence[str], timeout_s: float
+    reports: Mapping[int, Report],
+    silent: Sequence[int],
+    unheard: Sequence[int],
+    names: Sequence[str],
+    timeout_s: float,
 ) -> str:
     """Return what keeps the ranks from going on, in words; "" if nothing does, or not long enough.
 
-    ``reports`` by rank; ``silent``: the ranks that have stopped reporting, which are not among
-    those. ``names``: all tensors'.
+    ``reports`` by rank; not among those are ``silent`` ranks, which have stopped reporting, and
+    ``unheard`` ones, which never did. ``names``: all tensors'.
     """
     if clash := _clash(reports):
         return clash
@@ -87,8 +89,8 @@ def diagnose(
     first = max(reports.values(), key=lambda report: report.position)
     least = min(report.position for report in reports.values())
     behind = [r for r in sorted(reports) if reports[r].position == least != first.position]
-    late = sorted(silent) or behind
-    if not late and all(r.progress.returned >= r.progress.handed for r in waiting.values()):
+    late = sorted({*silent, *behind}) or sorted(unheard)
+    if not behind and all(r.progress.returned >= r.progress.handed for r in waiting.values()):
         return ""  # each may be busy with something of its own
     longest = max(report.quiet_s for report in waiting.values())
     parts = [f"no progress for {longest:.0f} s in {_what(first, waiting)}."]
@@ -110,11 +112,12 @@ def _clash(reports: Mapping[int, Report]) -> str:
     callers = [rank for rank, report in quiet.items() if report.progress.call]
     if not callers:
         return ""
-    call, step = quiet[callers[0]].progress.call, quiet[callers[0]].progress.step
+    caller = quiet[callers[0]].progress
+    call = caller.call
     training = [
         rank
         for rank, report in quiet.items()
-        if report.progress.inside and report.progress[:2] > (step, 0)
+        if not report.progress.call and report.progress.inside and report.progress[:2] > caller[:2]
     ]
     if not training:
         return ""
@@ -137,8 +140,8 @@ def _described(rank: int, report: Report | None, first: Progress) -> str:
     if report is None:
         return (
             f"Rank {rank} is late: it does not answer at all; its process has been stopped or "
-            "killed, its host cannot be reached, or its interpreter is held by a call that never "
-            "returns."
+            "killed, its host cannot be reached (by UDP), or its interpreter is held by a call "
+            "that never returns."
         )
     progress = report.progress
     place = f" Its main thread is at {report.where}." if report.where else ""
@@ -203,8 +206,7 @@ def expanded(text: str) -> list[int]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
-    listed = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-    return ("rank " if len(ranks) == 1 else "ranks ") + listed + more
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN_RANKS]))}{more}"
 
 
 def _wait(ranks: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ that sleeps, loops or has left. Training threads are never slowed: they are only
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import hmac
 import json
@@ -37,6 +38,9 @@ _MARGIN_S = 6.0  # that the first rank has to tell what it found, before a rank 
 _LAST_WORDS_S = 3.0  # launchers drop what a rank writes just before another one ends the job
 # How long a wait may outlast ``timeout_s``: by then the watch has ended it.
 _BACKSTOP_S = _MARGIN_S + 2 * _LAST_WORDS_S
+# Where a rank's process or host has been stopped, Horovod's shutdown waits for it for ever.
+_SHUTDOWN_S = 20.0
+_SUSPENDED_S = 5.0  # between two looks: the process, or all of the job, has been suspended
 # Two threads in Horovod's shutdown at once hang; Horovod calls it when the interpreter exits.
 _shutting_down = threading.Lock()
 
@@ -59,7 +63,7 @@ class Watched(Protocol):
         ...
 
     def may_wait(self, running: Collection[CodeType]) -> bool:
-        """Tell whether a step that is under way goes on, of what the threads are running."""
+        """Return False if none of the functions that threads are in can belong to a step."""
         ...
 
 
@@ -83,11 +87,12 @@ class Watch:
         self._steps: Callable[[], Watched | None] = lambda: None
         self._call = ""
         self._seen: tuple[Progress, str] | None = None
-        self._since = time.monotonic()  # of the last change
+        self._since = self._looked_at = time.monotonic()  # the last change; the last look
         self._next_s = self._end_at = 0.0
         self._noticed = False
         self._spoke_at = -float("inf")
         self._rank, self._n_ranks = 0, 0  # 0: the ranks have not met
+        self._ranks: Sequence[int] = ()  # their numbers among all of Horovod's
         self._token = b""
         self._hubs: list[tuple[str, int]] = []  # addresses at which the first rank may answer
         self._heard_at = 0.0  # when it did
@@ -100,23 +105,33 @@ class Watch:
         self._steps, self._names = weakref.ref(steps), names
 
     def start(self) -> dict[str, Any]:
-        """Begin to look; return what the other ranks have to know to report to this one."""
-        return _Post.started(self).address
+        """Begin to look; return what the other ranks have to know to report to this one.
 
-    def meet(self, first: Mapping[str, Any], rank: int, n_ranks: int) -> None:
-        """Report to the rank whose ``start`` returned ``first`` from now on."""
+        Where the system grants no socket, that is nothing, and nobody watches.
+        """
+        try:
+            return _Post.started(self).address
+        except OSError:
+            return {}
+
+    def meet(self, first: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> None:
+        """Report to the rank whose ``start`` returned ``first`` from now on.
+
+        ``rank``: this one's place among ``ranks``.
+        """
+        if not first:
+            return
         now = time.monotonic()
         self._token = bytes.fromhex(first["token"])
         self._hubs = [(host, first["port"]) for host in first["hosts"]]
-        self._rank, self._heard_at = rank, now
-        silent = Report(Progress(-1, 0, 0, False), 0.0)
-        self._reports = {other: (now, silent) for other in range(n_ranks)}
-        self._peers = {}
-        self._told = (0, "")
-        self._n_ranks = n_ranks  # last: the watching thread looks at it first
+        self._rank, self._ranks, self._since, self._heard_at = rank, list(ranks), now, now
+        self._reports, self._peers, self._told = {}, {}, (0, "")
+        self._n_ranks = len(ranks)  # last: the watching thread looks at it first
 
     def part(self) -> None:
         """Report to nobody until the ranks meet again."""
+        if self.verdict:
+            await_shutdown()
         self._n_ranks, self.verdict, self._end_at, self._noticed = 0, "", 0.0, False
 
     @property
@@ -135,6 +150,10 @@ class Watch:
         """Notice progress, report it, and act on what is known; called by the watching thread."""
         steps = self._steps()
         now = time.monotonic()
+        if (gap_s := now - self._looked_at) > _SUSPENDED_S:
+            self._since += gap_s
+            self._reports = {rank: (now, report) for rank, (_, report) in self._reports.items()}
+        self._looked_at = now
         progress = Progress(0, 0, 0, False) if steps is None else steps.progress()
         if self._call:
             progress = progress._replace(call=self._call)
@@ -164,7 +183,7 @@ class Watch:
         now = time.monotonic()
         if "report" in values and self._rank == 0:
             rank = int(values["rank"])
-            if rank not in self._reports:
+            if not 0 < rank < self._n_ranks:
                 return
             self._reports[rank] = (now, Report.unpack(values["report"]))
             self._peers[rank] = sender
@@ -185,11 +204,14 @@ class Watch:
         if self.verdict or now - self._spoke_at < self.timeout_s:
             return
         age_s = 3 * (self._next_s - now) + 2
-        fresh = {rank: report for rank, (at, report) in self._reports.items() if now - at <= age_s}
-        silent = [rank for rank in self._reports if rank not in fresh]
-        text = diagnose(fresh, silent, self._names, self.timeout_s)[: _MOST_NBYTES // 2]
+        ages = {self._ranks[rank]: now - at for rank, (at, _) in self._reports.items()}
+        found = {self._ranks[rank]: report for rank, (_, report) in self._reports.items()}
+        silent = [rank for rank, age in ages.items() if age > age_s and found.pop(rank)]
+        unheard = [rank for rank in self._ranks if rank not in ages]
+        text = diagnose(found, silent, unheard, self._names, self.timeout_s)
         if not text:
             return
+        text = text.encode()[: _MOST_NBYTES // 2].decode(errors="ignore")
         self._told = (self._told[0] + 1, text)
         for peer in self._peers.values():
             post.send(self._token, self._message(), peer)
@@ -212,7 +234,7 @@ class Watch:
             return
         if self._n_ranks == 0 and quiet_s >= self.timeout_s + _TELL_S:
             self._speak(no_answer(f"{self._label}: {doing!r}", self.timeout_s), now)
-        elif self._n_ranks and quiet_s >= self.timeout_s + _MARGIN_S:
+        elif now - self._heard_at >= _MARGIN_S and quiet_s >= self.timeout_s + _MARGIN_S:
             self._speak(
                 f"no progress for {quiet_s:.0f} s in {doing}. Which rank is late is not known: the "
                 f"first one was heard last {now - self._heard_at:.0f} s ago (by UDP). It may have "
@@ -227,11 +249,9 @@ class Watch:
             text += _ADVICE.format(timeout_s=self.timeout_s)
         if self._label not in text:
             text = f"{self._label}: {text}"
-        if not self.ends:
-            self._write(text)
-            return
-        self._write(f"ConfigMismatchError: {text}")
-        self.verdict, self._end_at = text, now + _LAST_WORDS_S
+        if self.ends:
+            self.verdict, self._end_at = text, now + _LAST_WORDS_S
+        self._write(f"ConfigMismatchError: {text}" if self.ends else text)
 
     def give_up(self, error: Exception) -> None:
         """Say that this watch has failed: nobody looks after its steps from now on."""
@@ -239,17 +259,27 @@ class Watch:
         self._write(f"{self._label}: hangs are no longer found, since the watch failed: {error!r}")
 
     def _write(self, text: str) -> None:
-        rank = f" on rank {self._rank}" if self._n_ranks else ""
-        # One write, so that no line of another rank comes in between.
-        sys.stderr.write(f"horovod_fftcomp{rank}: {text}\n")
-        sys.stderr.flush()
+        rank = f" on rank {self._ranks[self._rank]}" if self._n_ranks else ""
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
+            # One write, so that no line of another rank comes in between.
+            sys.stderr.write(f"horovod_fftcomp{rank}: {text}\n")
+            sys.stderr.flush()
 
     def _end(self, progress: Progress) -> None:
         """Shut Horovod down, so that all that waits on this rank fails."""
         self._end_at = 0.0
-        if progress.inside or progress.call:
-            with _shutting_down:
-                self._shutdown()
+        if not (progress.inside or progress.call):
+            return
+        ending = threading.Thread(target=self._shut_down, name="fftcomp-end", daemon=True)
+        ending.start()
+        ending.join(_SHUTDOWN_S)
+        if ending.is_alive():
+            self._write(f"Horovod does not end within {_SHUTDOWN_S:.0f} s: this process is ended")
+            os._exit(1)
+
+    def _shut_down(self) -> None:
+        with _shutting_down:
+            self._shutdown()
 
 
 class _Post:
@@ -263,6 +293,8 @@ class _Post:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(("", 0))
+        self._poll = select.poll()  # which takes numbers of 1024 and above, as ``select`` does not
+        self._poll.register(self._socket, select.POLLIN)
         self._watches: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
         self._stops = threading.Event()
         self._process = os.getpid()
@@ -282,28 +314,27 @@ class _Post:
     @property
     def address(self) -> dict[str, Any]:
         """Where this process can be reached, as JSON values."""
-        hosts = ["127.0.0.1", *_own_addresses()][:8]
         return {
-            "hosts": hosts,
+            "hosts": ["127.0.0.1", *_own_addresses()][:8],
             "port": self._socket.getsockname()[1],
             "token": self._token.hex(),
         }
 
     def send(self, token: bytes, values: Mapping[str, Any], to: tuple[str, int]) -> None:
         """Send a datagram; what cannot be sent is lost, as others may be: they are repeated."""
-        try:
-            self._socket.sendto(token + json.dumps(values).encode()[:_MOST_NBYTES], to)
-        except OSError:
-            return
+        with contextlib.suppress(OSError):
+            self._socket.sendto(token + json.dumps(values, ensure_ascii=False).encode(), to)
 
     def _run(self) -> None:
         while not self._stops.is_set():
-            self._look()
-            select.select([self._socket], [], [], _LOOK_S)
+            self._poll.poll(1000 * _LOOK_S)
             self._receive()
+            self._look()
 
     def _look(self) -> None:
-        for watch in list(self._watches.values()):
+        with self._lock:
+            watches = list(self._watches.values())
+        for watch in watches:
             try:
                 watch.look(self)
             except Exception as error:  # whatever it is, the other watches go on
@@ -314,20 +345,25 @@ class _Post:
         while True:
             try:
                 data, sender = self._socket.recvfrom(2 * _MOST_NBYTES)
-            except (BlockingIOError, ConnectionError):
-                return
+            except OSError:
+                return  # nothing more is there
             try:
                 values = json.loads(data[16:])
                 if (watch := self._watches.get(values["to"])) is not None:
                     watch.take(self, data[:16], values, sender)
-            except (ValueError, TypeError, KeyError):
-                continue  # of a stranger
+            except Exception:  # a stranger's, whatever it may be
+                continue
 
     def _stop(self) -> None:
         self._stops.set()
         self._thread.join(2 * _LOOK_S)
-        with _shutting_down:
-            pass
+        await_shutdown()
+
+
+def await_shutdown() -> None:
+    """Wait until Horovod's shutdown by a watch is over, if one is under way."""
+    if _shutting_down.acquire(timeout=_SHUTDOWN_S + _LAST_WORDS_S):
+        _shutting_down.release()
 
 
 def _own_addresses() -> list[str]:
@@ -375,5 +411,6 @@ def _main_thread_at(threads: Mapping[int, tuple[CodeType, int]]) -> tuple[bool, 
     if main is None or main not in threads:
         return False, ""
     code, line = threads[main]
-    waits = "/horovod/" in code.co_filename or code.co_filename.startswith(_OWN)
+    horovod = getattr(sys.modules.get("horovod"), "__path__", ["/horovod/"])
+    waits = code.co_filename.startswith((_OWN, *horovod))
     return waits, f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"

@@ -25,7 +25,7 @@ from horovod_fftcomp.backends.gpu import on_host
 from horovod_fftcomp.connection import JOINED, Connection
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
-from horovod_fftcomp.not_finite import NotFiniteWarning
+from horovod_fftcomp.not_finite import DENSE, NotFiniteWarning
 from horovod_fftcomp.process_sets import size_of
 from horovod_fftcomp.record import Recorder
 from horovod_fftcomp.replica_check import ReplicaCheck
@@ -132,7 +132,7 @@ class Steps:
         self._greet, self._rejoin, self.memory = greet, rejoin, memory
         self._greeting, self.hashes = rounds.GraphRound(), hashes
         connection.watch.follow(self, variables.names)
-        self._course = _Course()
+        self._course, self._is_poisoned = _Course(), False
         self._scale, self._is_busy = 1.0, False
         self._alone = False  # elastic, and no other rank is left
         self._sent: dict[int, Round | None] = {}  # each bucket's round that is under way
@@ -275,6 +275,7 @@ class Steps:
                 values, tensor = on_host(grad, self._engine.device), tensors[position]
                 self._recorded[tensor.name] = values.reshape(tensor.shape)
         if not math.isfinite(poison):
+            self._is_poisoned = True
             first = min(arrived)
             arrived[first] = np.full(math.prod(tensors[first].shape), np.nan, np.float32)
         return self._engine.start(bucket, [arrived.get(n) for n in range(len(tensors))])
@@ -324,7 +325,8 @@ class Steps:
             hashes = self._engine.shadow.without_record(hashes)
         self.hashes.output = hashes
         self._replicas.finish(self._timeout_s)
-        self._not_finite.observe(self._engine.bad, self._engine.rank)
+        bad = {DENSE: True} if self._is_poisoned else self._engine.bad
+        self._not_finite.observe(bad, self._engine.rank, self._set.ranks)
         return np.int64(1)
 
     def _messages(self, made: Mapping[int, Round | None]) -> list[Any]:
@@ -379,11 +381,11 @@ class Steps:
         return [n for n, name in enumerate(self._variables.names) if name in names]
 
     def may_wait(self, running: Collection[CodeType]) -> bool:
-        """Tell whether a thread waits for TensorFlow: if none does, an error has ended the step."""
+        """Return False if no thread is in TensorFlow: an error has ended the step then."""
         return quick_execute.__code__ in running
 
     def _note(self, doing: str, step: int, handed: int, returned: int = 0) -> None:
-        self._course = _Course(doing, step, handed, returned)
+        self._course, self._is_poisoned = _Course(doing, step, handed, returned), False
 
     # The compressor calls these.
 

@@ -61,8 +61,7 @@ class TorchCompressor(Compressor):
         if device is not None and (every := settings.shadow_check):
             shadow = ShadowCheck(self._engine, every, send, name, self._set, settings.timeout_s)
             self._engine.shadow = shadow
-        action, own = settings.replica_check, self._set
-        replicas = ReplicaCheck(send, self._parameters, action, own, name)
+        replicas = ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name)
         self._steps = Steps(
             parameters,
             self._parameters,

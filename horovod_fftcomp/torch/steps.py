@@ -68,6 +68,7 @@ class Steps:
     ) -> None:
         self._parameters, self._optimized = parameters, optimized
         self._not_finite = NotFiniteWarning(settings.grad_scaler is not None)
+        self._ranks = process_set.ranks
         self._bad: dict[str, bool] = {}  # dense tensors of this step, see ``NotFiniteWarning``
         self._places = places
         self._engine = engine
@@ -105,7 +106,8 @@ class Steps:
         handed, out = len(self._parameters.seen), self._out
         counts = (self._engine.step, handed, handed - out)
         doing = f"step {self._engine.step}"
-        return Progress(*counts, out > 0, self.exchanges.is_computing, doing=doing)
+        inside = out > 0 and not self._broken_by
+        return Progress(*counts, inside, self.exchanges.is_computing, doing=doing)
 
     def missing(self) -> list[int]:
         """Return the numbers of the parameters whose gradients have not come in this step."""
@@ -113,7 +115,7 @@ class Steps:
         return [number for number in range(len(self._parameters)) if number not in seen]
 
     def may_wait(self, running: Collection[CodeType]) -> bool:
-        """Tell whether a step that is under way goes on: until its last sum is given back."""
+        """Return True: a step is under way until its last sum is given back."""
         del running
         return True
 
@@ -173,7 +175,7 @@ class Steps:
         self._out -= 1
         grad = self._restored(reduced, context)
         if not self._out:
-            self._not_finite.observe(self._bad, self._engine.rank)
+            self._not_finite.observe(self._bad, self._engine.rank, self._ranks)
         return grad
 
     def _restored(self, reduced: torch.Tensor, context: GradientContext) -> torch.Tensor:
@@ -272,7 +274,7 @@ class Steps:
             raise
         self._replicas.finish(self._settings.timeout_s)
         self._optimized.warn_of_unexchanged()
-        self._not_finite.observe(self._engine.bad, self._engine.rank)
+        self._not_finite.observe(self._engine.bad, self._engine.rank, self._ranks)
 
     def _check_unbroken(self) -> None:
         self._connection.check()

@@ -1,12 +1,14 @@
 """Two ranks that do not make the same calls: ``calls.py FRAMEWORK WHAT``.
 
 ``density``: rank 0 calls ``set_density`` and the other one goes on training. ``order``: rank 1
-makes its two compressors in another order. ``forgotten``: rank 1 has no compressor.
+makes its two compressors in another order. ``forgotten``: rank 1 has no compressor. ``never``:
+there is one compressor alone, and rank 1 begins no step.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 
 FRAMEWORK, WHAT = sys.argv[1:]
 
@@ -22,7 +24,10 @@ def with_torch() -> None:
     torch.manual_seed(0)
     models = [torch.nn.Linear(64, 64), torch.nn.Linear(64, 96)]
     numbers = [1, 0] if WHAT == "order" and hvd.rank() == 1 else [0, 1]
-    made = {number: Compression.topk(models[number], timeout_s=40) for number in numbers}
+    numbers = [0] if WHAT == "never" else numbers
+    made = {number: Compression.topk(models[number], timeout_s=20) for number in numbers}
+    if WHAT == "never" and hvd.rank() == 1:
+        time.sleep(600)
     if WHAT == "forgotten" and hvd.rank() == 1:
         made[0] = hvd.Compression.none
     optimizer = hvd.DistributedOptimizer(
@@ -46,7 +51,7 @@ def with_tensorflow() -> None:
     hvd.init()
     models = [Layers(), Layers(n_layers=5)]
     numbers = [1, 0] if WHAT == "order" and hvd.rank() == 1 else [0, 1]
-    made = {n: small_buckets(models[n], "topk", timeout_s=40) for n in numbers}
+    made = {n: small_buckets(models[n], "topk", timeout_s=20) for n in numbers}
     if WHAT == "forgotten" and hvd.rank() == 1:
         made[0] = hvd.Compression.none
     step = stepper(models[0], made[0])
