@@ -38,9 +38,9 @@ _MARGIN_S = 6.0  # that the first rank has to tell what it found, before a rank 
 _LAST_WORDS_S = 3.0  # launchers drop what a rank writes just before another one ends the job
 # How long a wait may outlast ``timeout_s``: by then the watch has ended it.
 _BACKSTOP_S = _MARGIN_S + 2 * _LAST_WORDS_S
-# Where a rank's process or host has been stopped, Horovod's shutdown waits for it for ever.
-_SHUTDOWN_S = 20.0
-_SUSPENDED_S = 5.0  # between two looks: the process, or all of the job, has been suspended
+# Where a rank's process or host has been stopped, Horovod's shutdown waits for it for ever. And if
+# two looks lie further apart than the second, the process, or all of the job, was suspended.
+_SHUTDOWN_S, _SUSPENDED_S = 20.0, 5.0
 # Two threads in Horovod's shutdown at once hang; Horovod calls it when the interpreter exits.
 _shutting_down = threading.Lock()
 

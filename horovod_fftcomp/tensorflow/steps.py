@@ -132,7 +132,8 @@ class Steps:
         self._greet, self._rejoin, self.memory = greet, rejoin, memory
         self._greeting, self.hashes = rounds.GraphRound(), hashes
         connection.watch.follow(self, variables.names)
-        self._course, self._is_poisoned = _Course(), False
+        self._course = _Course()
+        self._poisoned = ""  # the tensor that stands for a dense one that is not finite; or DENSE
         self._scale, self._is_busy = 1.0, False
         self._alone = False  # elastic, and no other rank is left
         self._sent: dict[int, Round | None] = {}  # each bucket's round that is under way
@@ -275,8 +276,8 @@ class Steps:
                 values, tensor = on_host(grad, self._engine.device), tensors[position]
                 self._recorded[tensor.name] = values.reshape(tensor.shape)
         if not math.isfinite(poison):
-            self._is_poisoned = True
-            first = min(arrived)
+            values = on_host(arrived[first := min(arrived)], self._engine.device)
+            self._poisoned = tensors[first].name if np.isfinite(values).all() else DENSE
             arrived[first] = np.full(math.prod(tensors[first].shape), np.nan, np.float32)
         return self._engine.start(bucket, [arrived.get(n) for n in range(len(tensors))])
 
@@ -325,7 +326,8 @@ class Steps:
             hashes = self._engine.shadow.without_record(hashes)
         self.hashes.output = hashes
         self._replicas.finish(self._timeout_s)
-        bad = {DENSE: True} if self._is_poisoned else self._engine.bad
+        bad = {n: own for n, own in self._engine.bad.items() if n != self._poisoned}
+        bad |= {DENSE: True} if self._poisoned else {}
         self._not_finite.observe(bad, self._engine.rank, self._set.ranks)
         return np.int64(1)
 
@@ -385,7 +387,7 @@ class Steps:
         return quick_execute.__code__ in running
 
     def _note(self, doing: str, step: int, handed: int, returned: int = 0) -> None:
-        self._course, self._is_poisoned = _Course(doing, step, handed, returned), False
+        self._course, self._poisoned = _Course(doing, step, handed, returned), ""
 
     # The compressor calls these.
 

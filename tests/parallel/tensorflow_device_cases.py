@@ -15,6 +15,7 @@ from horovod_fftcomp.tensorflow import compressor
 from horovod_fftcomp.tensorflow.device import TensorFlowMemory, memory_of
 from tests.gpu.emulator import Emulator
 from tests.gpu.faults import Fault
+from tests.parallel import told_of_nan
 from tests.parallel.tensorflow_models import Layers, batches, small_buckets, stepper, train
 
 
@@ -82,6 +83,7 @@ def test_ranks_stay_equal(recipe, on_gpu, same_everywhere):
     assert 0 < compression.stats()["relative_error"] < 1
 
 
+@told_of_nan
 def test_a_step_with_nan_leaves_no_trace(on_gpu, same_everywhere):
     on_gpu()
     model = Layers()
@@ -101,6 +103,7 @@ def test_a_step_with_nan_leaves_no_trace(on_gpu, same_everywhere):
     same_everywhere(*(tf.convert_to_tensor(grad) for grad in grads))
 
 
+@told_of_nan
 def test_a_gradient_that_horovod_exchanges_makes_the_whole_step_bad(on_gpu):
     on_gpu()
     model = Layers()
