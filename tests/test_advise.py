@@ -319,7 +319,8 @@ def test_the_computation_that_explains_a_measured_step(spare_core):
     assert found.spare_core == spare_core
 
 
-def test_a_network_slower_alone_than_in_the_steps_is_told(capsys):
+def test_a_network_slower_alone_than_in_the_steps_is_told(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # workers of pytest-xdist have 80
     network = Network(Line(1e-2, 1e-9), Line(1e-2, 1e-9))
     options = [advice.dense(TENSORS)]
     for step_s, told in ((0.005, True), (0.5, False)):

@@ -446,7 +446,8 @@ def launcher(tmp_path, monkeypatch):
     return f"{sys.executable} {path}"
 
 
-def test_a_failed_jobs_own_exception_is_named(capsys, script, launcher, tmp_path):
+def test_a_failed_jobs_own_exception_is_named(capsys, monkeypatch, script, launcher, tmp_path):
+    monkeypatch.setenv("COLUMNS", "120")  # workers of pytest-xdist have 80
     script.write_text(
         "import os, time\n"
         "if os.environ['HOROVOD_RANK'] == '1': raise ValueError('my bug')\n"
@@ -494,7 +495,13 @@ def test_an_interrupted_comparison_prints_what_there_is(script, launcher, tmp_pa
     command = [sys.executable, "-m", "horovod_fftcomp", "run", "--compare", "none,fft,topk",
                "--launcher", launcher, str(script)]  # fmt: skip
     process = subprocess.Popen(
-        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Shells let what they start in the background ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     pids = []
     for line in process.stdout:
