@@ -50,24 +50,13 @@ class Handshake:
         facts = handshake.unpack(self._pending.wait(timeout_s))
         addresses = [told.pop(ADDRESS, {}) for told in facts]
         handshake.compare_facts(facts)
-        self._check_set(self._meeting)
-        return addresses[0]
-
-    def check_set(self, optimizers: Any | None) -> None:
-        """Raise ConfigMismatchError at once where it was begun before ``optimizers`` was known.
-
-        In another set than the compressor's own it would wait for ranks that never come.
-        """
-        if optimizers is not None and self._meeting is self._own:
-            self._check_set(optimizers)
-
-    def _check_set(self, optimizers: Any) -> None:
-        own, meeting = describe(self._own), describe(optimizers)
+        own, meeting = describe(self._own), describe(self._meeting)
         if own != meeting:
             raise ConfigMismatchError(
                 f"the compressor's process set is {own}, but that of its DistributedOptimizer is "
                 f"{meeting}; give process_set= the same value in both"
             )
+        return addresses[0]
 
 
 def gather_objects(

@@ -88,7 +88,6 @@ class Connection:
         self._make_groups = groups
         self._groups: Mapping[tuple[int, ...], Any] = {}
         self._name = name
-        self._facts: Callable[[], Callable[[], dict[str, Any]] | None] = lambda: None
         self._epoch = 0  # how many handshakes this rank has begun
         self.greetings = 0  # so many as well, however ranks are counted
         self._set = process_set
@@ -106,10 +105,6 @@ class Connection:
         self.watch.part()
         _unconnected.add(self)
 
-    def introduce(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """Remember ``facts`` for a handshake that begins before this compressor's first step."""
-        self._facts = weakref.WeakMethod(facts)
-
     def connect(self, facts: Callable[[], dict[str, Any]], optimizers: Any | None) -> None:
         """Compare ``facts()`` with the other ranks'; raise ConfigMismatchError if they differ.
 
@@ -117,10 +112,6 @@ class Connection:
         ``optimizers``: the process set of the optimizer that is served, if it is known.
         """
         if self._handshake is None:
-            # All compressors together: if another rank made them in another order, the first
-            # one's hook there waits for one of these.
-            for other in _unconnected - {self}:
-                other._greet_early()
             self._epoch += 1
             self.greet(self.send, facts, optimizers)
             is_alone = len(_unconnected) <= 1
@@ -128,15 +119,8 @@ class Connection:
         else:
             is_alone, patience_s = False, 0.0
         assert self._handshake is not None
-        self._handshake.check_set(optimizers)
         if is_alone or self._handshake.is_done(patience_s):
             self._hear()
-
-    def _greet_early(self) -> None:
-        facts = self._facts()
-        if facts is not None and self._handshake is None and self._set.included():
-            self._epoch += 1
-            self.greet(self.send, facts, None)
 
     def send(self, round_: Round, name: str, process_set: Any) -> Pending:
         """Start a round of the present step, or of an agreement between two; see ``Send``."""

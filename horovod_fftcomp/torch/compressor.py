@@ -56,7 +56,6 @@ class TorchCompressor(Compressor):
         groups = process_sets.makers(policy, settings) if buckets else dict
         watch = self._watch(name, mpi_ops._basics.shutdown)
         self._connection = Connection(PendingRound, name, self._set, watch, groups)
-        self._connection.introduce(self._facts)
         send = self._connection.send
         if device is not None and (every := settings.shadow_check):
             shadow = ShadowCheck(self._engine, every, send, name, self._set, settings.timeout_s)
