@@ -58,11 +58,16 @@ class _Watched:
         """Return the output; ConfigMismatchError if the watch has ended the job."""
         try:
             return self._pending.wait(max(timeout_s, self._watch.limit_s))
-        except Exception as error:
-            if self._watch.verdict:
-                await_shutdown()
-                raise ConfigMismatchError(self._watch.verdict) from error
+        except Exception:
+            _check(self._watch)
             raise
+
+
+def _check(watch: Watch) -> None:
+    """Raise ConfigMismatchError if the watch has ended the job."""
+    if watch.verdict:
+        await_shutdown()
+        raise ConfigMismatchError(watch.verdict)
 
 
 class Connection:
@@ -133,9 +138,7 @@ class Connection:
 
     def check(self) -> None:
         """Raise ConfigMismatchError if the watch has ended the job."""
-        if self.watch.verdict:
-            await_shutdown()
-            raise ConfigMismatchError(self.watch.verdict)
+        _check(self.watch)
 
     def greet(
         self, send: Send, facts: Callable[[], dict[str, Any]], optimizers: Any | None
