@@ -87,6 +87,7 @@ class Strom:
     residual is what is left: of one quantum it has no bound. Source: Strom, Interspeech 2015.
     """
 
+    spec_name = "Strom"
     threshold: float
     quanta: int = 1
 
@@ -143,6 +144,7 @@ class AdaComp(_ScaleFree):
     al., AAAI 2018.
     """
 
+    spec_name = "AdaComp"
     bin: int | None = None
     bits = 1
 
@@ -188,6 +190,7 @@ class Wangni(_ScaleFree):
     0, more where a value would be beyond float32. Unbiased.
     """
 
+    spec_name = "Wangni"
     density: float
     bits = 32
 

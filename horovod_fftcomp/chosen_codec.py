@@ -35,6 +35,7 @@ class ChosenCodec(PositionsCodec):
     array([ 0. , -1.5,  1.5,  1.5], dtype=float32)
     """
 
+    spec_name = "ChosenCodec"
     method: Chooser
     seed: int = 0
     transform = Identity()

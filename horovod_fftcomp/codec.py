@@ -107,6 +107,7 @@ class Codec(PositionsCodec):
     array([ 0., -4.,  0.,  0.], dtype=float32)
     """
 
+    spec_name = "Codec"
     transform: Transform
     sparsifier: TopK | Threshold
     quantizer: Quantizer

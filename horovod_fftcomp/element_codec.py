@@ -38,6 +38,7 @@ class ElementCodec(PayloadCodec):
     array([ 2.5, -2.5,  2.5,  2.5], dtype=float32)
     """
 
+    spec_name = "ElementCodec"
     method: Method
     seed: int = 0
     transform = Identity()

@@ -99,6 +99,7 @@ class QSGD:
     ("max"). Unbiased.
     """
 
+    spec_name = "QSGD"
     levels: int = 7
     bucket: int = 1024
     norm: str = "max"
@@ -157,6 +158,8 @@ class EliasQSGD(QSGD):
     fewer bytes. What is sent is what QSGD sends. (Alistarh et al. 2017; Elias 1975.)
     """
 
+    spec_name = "EliasQSGD"
+
     def packed(self, body: Array, shape: Shape, kernels: ModuleType) -> Array:
         """Return the body, uint8, that travels in place of one that ``encode`` wrote."""
         split = 4 * self._n_buckets(shape)
@@ -206,6 +209,7 @@ class TernGrad(_OneScale):
     |x| / s: unbiased for what was clipped. ``packing`` "base3": 20 values in 32 bits; "bits": 16.
     """
 
+    spec_name = "TernGrad"
     clip: float = 2.5
     packing: str = "base3"
 
@@ -250,6 +254,7 @@ class DoReFa(_OneScale):
     Unbiased. Zero has no code of its own: where the scale is not 0 it becomes +-s / (2^bits - 1).
     """
 
+    spec_name = "DoReFa"
     bits: int = 4
 
     def __post_init__(self) -> None:
@@ -281,6 +286,8 @@ class Natural:
     the one that the largest magnitude may become; smaller values become the smallest or 0.
     Unbiased, but for values above 2^127.
     """
+
+    spec_name = "Natural"
 
     def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the words, four values in each."""
@@ -369,6 +376,7 @@ class OneBit(OfSigns):
     first dimension, so the weights of one output.
     """
 
+    spec_name = "OneBit"
     group: str = "tensor"
 
     def __post_init__(self) -> None:
@@ -433,6 +441,8 @@ class ScaledSign(OfSigns):
     ``C(q) = ||q||_1 / n * sign(q)``; the sign of 0 is +1.
     """
 
+    spec_name = "ScaledSign"
+
     def row_length(self, shape: Shape) -> int:
         """Return how many elements have a scale of their own: all."""
         return max(1, math.prod(shape))
@@ -479,6 +489,8 @@ class Sign(ScaledSign):
 
     A tensor of zeros alone, as of a frozen layer, has scale 0: it has no signs.
     """
+
+    spec_name = "Sign"
 
     def _scale_of(self, sums: Array, n: int) -> float:
         del n

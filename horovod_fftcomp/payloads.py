@@ -20,6 +20,7 @@ from horovod_fftcomp.backends import Array, Coefficients, Shape, backend_for, lo
 from horovod_fftcomp.draws import NOWHERE, Place
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Layout
+from horovod_fftcomp.spec import spec_of
 from horovod_fftcomp.wire import Header, Plan
 
 
@@ -46,10 +47,14 @@ class PayloadCodec(abc.ABC):
     It says how ``coeffs_of``, ``encode_coeffs``, ``plan`` and ``_sum`` go.
     """
 
+    def spec(self) -> str:
+        """Return the stages and their options in words; see ``spec_of``."""
+        return spec_of(self)
+
     @functools.cached_property
     def fingerprint(self) -> int:
         """64-bit hash of the stages and their options; travels in every header."""
-        return wire.fnv1a(f"{wire.VERSION}:{self!r}")
+        return wire.fnv1a(f"{wire.VERSION}:{self.spec()}")
 
     def payload_nbytes(self, shape: int | Sequence[int]) -> int:
         """Return the size in bytes of the payload of any array of ``shape``, header included.

@@ -58,7 +58,7 @@ class Always:
 
     def facts(self) -> dict[str, object]:
         """Return what has to be equal on all ranks, in words."""
-        return {"options": repr(self.scheme)}
+        return {"options": self.scheme.spec()}
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class RangeFloat:
     smallest coded magnitude (eps) up; smaller values become 0, an error below eps.
     """
 
+    spec_name = "RangeFloat"
     bits: int = 8
     mantissa: int | None = None
 
@@ -123,6 +124,7 @@ def _cell(limit: float, shift: int) -> int | None:
 class Float32:
     """Send values as they are."""
 
+    spec_name = "Float32"
     bits = 32
 
     def coding(self, scale: float) -> Coding:
@@ -134,6 +136,7 @@ class Float32:
 class BFloat16:
     """Send the upper half of a float32, rounded to nearest even; saturates below infinity."""
 
+    spec_name = "BFloat16"
     bits = 16
 
     def coding(self, scale: float) -> Coding:

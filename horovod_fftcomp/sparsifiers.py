@@ -44,6 +44,8 @@ class TopK(_Share):
     agree. Source: Aji and Heafield 2017; for spectra, Wang et al., HPDC 2020.
     """
 
+    spec_name = "TopK"
+
 
 @dataclass(frozen=True)
 class Threshold:
@@ -52,6 +54,7 @@ class Threshold:
     Source: Dutta et al., AAAI 2020, and Sahu et al., NeurIPS 2021, as hard threshold.
     """
 
+    spec_name = "Threshold"
     value: float
 
     def __post_init__(self) -> None:
@@ -100,6 +103,8 @@ class RandomBlock(_Drawn):
     NeurIPS 2019, as "random block".
     """
 
+    spec_name = "RandomBlock"
+
     def progression(self, n: int, step: int, name: str) -> tuple[int, int]:
         """Return (a, c): the positions are (a j + c) mod n for j < k."""
         return 1, draws.below(draws.draw(self.seed, step, name, 0), n)
@@ -118,6 +123,8 @@ class RandomK(_Drawn):
 
     None is drawn twice, which would send less than k. Source: Stich et al., NeurIPS 2018.
     """
+
+    spec_name = "RandomK"
 
     def progression(self, n: int, step: int, name: str) -> tuple[int, int]:
         """Return (a, c): the positions are (a j + c) mod n for j < k."""

@@ -20,6 +20,7 @@ BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 class Identity:
     """Leave the gradient as it is: a coefficient is an element."""
 
+    spec_name = "Identity"
     reals_per_bin = 1
     bins_per_block = 1
     gain = 1  # the largest element that coefficients of at most 1 can make
@@ -89,6 +90,7 @@ class BlockFFT(_Blocks):
     coefficient never exceeds the largest element.
     """
 
+    spec_name = "BlockFFT"
     reals_per_bin = 2
 
     @property
@@ -125,6 +127,7 @@ class BlockDCT(_Blocks):
     Orthonormal divided by sqrt(L), so the largest coefficient never exceeds the largest element.
     """
 
+    spec_name = "BlockDCT"
     reals_per_bin = 1
 
     def forward(

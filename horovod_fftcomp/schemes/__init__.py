@@ -16,6 +16,7 @@ import numpy as np
 from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device
 from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.spec import spec_of
 
 # Measurements take a pass or more; so seldom they cost nothing. A prime, so that of ranks that
 # take turns in something each is measured in every role.
@@ -171,6 +172,10 @@ class Scheme(Protocol):
         Those to expect, where the values decide.
         """
         ...
+
+    def spec(self) -> str:
+        """Return the scheme and its options in words; see ``spec_of``."""
+        return spec_of(self)
 
     def state_format(self, tensor: Tensor) -> str:
         """Return shape and domain of the state of ``tensor`` in words; equal if states fit."""

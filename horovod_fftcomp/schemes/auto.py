@@ -29,6 +29,7 @@ from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.gather import gather
 from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
 from horovod_fftcomp.sparsifiers import TopK
+from horovod_fftcomp.spec import spec_of
 from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity, Transform
 
 TRANSFORMS: tuple[Transform, ...] = (
@@ -57,6 +58,7 @@ class Auto(Scheme):
     decoding, by the trials' own clock.
     """
 
+    spec_name = "Auto"
     ratio: float = 50.0
     every: int = 2000
     gbit_per_s: float | None = None
@@ -262,7 +264,7 @@ class Auto(Scheme):
         if choice == DENSE:
             return "dense"
         transform, bits = CANDIDATES[choice - 1]
-        return f"{transform!r}, {bits} bits"
+        return f"{spec_of(transform)}, {bits} bits"
 
 
 def _chosen(state: OldState, tensor: Tensor) -> int:

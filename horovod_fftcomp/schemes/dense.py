@@ -37,6 +37,7 @@ class Dense(Scheme):
     would saturate: the scaler has to see that its scale is too large.
     """
 
+    spec_name = "Dense"
     dtype: str = "float32"
     rounds = ("allreduce",)
 

@@ -49,6 +49,7 @@ class Dgc(MomentumScheme):
     gives limits for the threshold, as theirs does, and one pass makes it exact.
     """
 
+    spec_name = "Dgc"
     codec: Codec
     rounds = ("allgather",)
 

@@ -30,6 +30,7 @@ from horovod_fftcomp.schemes import (
     Tensor,
 )
 from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
+from horovod_fftcomp.spec import spec_of
 from horovod_fftcomp.wire import Header
 
 Payload = tuple[Header, Array]
@@ -249,6 +250,7 @@ class Gather(Scheme):
     residual (Signum).
     """
 
+    spec_name = "Gather"
     codec: AnyCodec
     error_feedback: bool = True
     decay: float = 1.0
@@ -327,7 +329,7 @@ class Gather(Scheme):
 
     def state_format(self, tensor: Tensor) -> str:
         """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
-        return f"residual of {list(tensor.shape)} by {self.codec.transform!r}"
+        return f"residual of {list(tensor.shape)} by {spec_of(self.codec.transform)}"
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual's coefficients; see ``Scheme``."""

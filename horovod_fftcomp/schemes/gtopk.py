@@ -94,6 +94,7 @@ class GTopK(Scheme):
     place on is neither summed nor carried on; any number of ranks will do.
     """
 
+    spec_name = "GTopK"
     density: float
     error_feedback: bool = True
     rounds = ("allgather", "allreduce")

@@ -20,6 +20,7 @@ class Joined(Around):
     tensors, so it fits the scheme by itself and other buckets as well.
     """
 
+    spec_name = "Joined"
     scheme: Gather | Shared
     scope: str = "bucket"
 

@@ -34,6 +34,7 @@ class ChunkWinners(TopK):
     Of equal magnitudes the lower index wins. The last chunk may be shorter and sends one as well.
     """
 
+    spec_name = "ChunkWinners"
     collective = "allgather"
 
     def __post_init__(self) -> None:
@@ -71,6 +72,7 @@ class ChunkWinners(TopK):
 class Largest(TopK):
     """The ``density`` share of all elements that is largest, as ``topk`` chooses it."""
 
+    spec_name = "Largest"
     collective = "broadcast"
 
     def nbytes(self, n: int) -> int:

@@ -36,6 +36,7 @@ class MomentumCorrection:
     any loss scale. Source: Lin et al., ICLR 2018 (DGC).
     """
 
+    spec_name = "MomentumCorrection"
     momentum: float = 0.9
     nesterov: bool = False
     masking: bool = True
@@ -124,6 +125,7 @@ class MomentumScheme(Scheme):
 class MomentumSum(MomentumScheme):
     """Sum whole velocities, and what residuals there are: dense steps of schemes with momentum."""
 
+    spec_name = "MomentumSum"
     rounds = ("allreduce",)
 
     def exchange(

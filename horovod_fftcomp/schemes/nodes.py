@@ -66,6 +66,7 @@ class PerNode(Around):
     signs, is refused: on one node it would do something else than on two.
     """
 
+    spec_name = "PerNode"
     scheme: Scheme
     ranks_per_node: int
 

@@ -76,6 +76,7 @@ class PowerSgd(Scheme):
     that it does not grow with what ranks differ in. The sums are the same.
     """
 
+    spec_name = "PowerSgd"
     rank: int = 4
     error_feedback: bool = True
     seed: int = 0

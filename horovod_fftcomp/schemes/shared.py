@@ -68,6 +68,7 @@ class Shared(Scheme):
     value in each step, but the bytes that a rank receives grow with the number of ranks.
     """
 
+    spec_name = "Shared"
     selection: RandomBlock | RandomK | Selector
     error_feedback: bool = True
     unbiased: bool = False

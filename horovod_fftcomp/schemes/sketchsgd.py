@@ -73,6 +73,7 @@ class SketchSgd(MomentumScheme):
     sketch and values would not make smaller travels as it is.
     """
 
+    spec_name = "SketchSgd"
     density: float
     rows: int = 5
     columns: int = 10

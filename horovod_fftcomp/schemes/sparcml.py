@@ -113,6 +113,7 @@ class SparCml(Scheme):
     order of ranks.
     """
 
+    spec_name = "SparCml"
     density: float
     error_feedback: bool = True
     rounds = ("allgather",)

@@ -33,6 +33,7 @@ class HardThreshold(Scheme):
     Bytes depend on the values. Source: Sahu et al., NeurIPS 2021, which minimises the total error.
     """
 
+    spec_name = "HardThreshold"
     quantizer: Quantizer
     density: float
     threshold: float | None = None
