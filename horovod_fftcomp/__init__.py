@@ -12,9 +12,8 @@ from horovod_fftcomp.recovery import Recover
 from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.sparsifiers import formula_threshold
 from horovod_fftcomp.threads import get_num_threads, set_num_threads
+from horovod_fftcomp.version import __version__
 from horovod_fftcomp.world import simulate
-
-__version__ = "0.1.0"
 
 __all__ = [
     "RECIPES",
@@ -25,6 +24,7 @@ __all__ = [
     "Recover",
     "Scheme",
     "UnsupportedError",
+    "__version__",
     "formula_threshold",
     "get_codec",
     "get_num_threads",

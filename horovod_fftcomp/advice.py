@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp import gradients
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.bench import settle_malloc
 from horovod_fftcomp.buckets import Bucket, make_buckets
 from horovod_fftcomp.checkpoint import common
@@ -31,6 +30,7 @@ from horovod_fftcomp.cost_model import (
 from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Round, Scheme, State, Tensor
+from horovod_fftcomp.types import Array
 
 _WORTH = 0.95  # a recipe is advised if it takes less than this share of dense's time
 # What forecasts were off by: 12 of 15 were nearer, see forecast.py in benchmarks/README.md.

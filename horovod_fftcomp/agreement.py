@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-import horovod_fftcomp
 from horovod_fftcomp import handshake, wire
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.exchanges import Send
 from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.version import __version__
 
 ADDRESS = "address"  # a fact that is told, not compared
 
@@ -27,7 +27,7 @@ class Handshake:
         self, send: Send, facts: dict[str, Any], name: str, own: Any, optimizers: Any | None
     ) -> None:
         versions = {
-            "horovod_fftcomp": horovod_fftcomp.__version__,
+            "horovod_fftcomp": __version__,
             "wire format": wire.VERSION,
             "process set": describe(own),
         }

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array, Coefficients, Shape
-from horovod_fftcomp.quantizers import Coding, Float32, is_whole, steps_coding
+from horovod_fftcomp.quantizers import Float32, is_whole, steps_coding
 from horovod_fftcomp.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
+from horovod_fftcomp.types import Array, Coding, Coefficients, Shape
 
 Self = TypeVar("Self")
 

@@ -10,14 +10,14 @@ from types import ModuleType
 import numpy as np
 
 from horovod_fftcomp import draws, wire
-from horovod_fftcomp.backends import Array, Coefficients, Part, Shape
 from horovod_fftcomp.choices import Chooser
 from horovod_fftcomp.codec import PositionsCodec
 from horovod_fftcomp.draws import NOWHERE, Place
 from horovod_fftcomp.payloads import Encoded
 from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Coding
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.transforms import Identity
+from horovod_fftcomp.types import Array, Coding, Coefficients, Part, Shape
 from horovod_fftcomp.wire import Plan
 
 

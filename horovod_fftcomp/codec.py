@@ -16,14 +16,14 @@ from types import ModuleType
 import numpy as np
 
 from horovod_fftcomp import positions, wire
-from horovod_fftcomp.backends import Array, Coefficients, Part, Shape
 from horovod_fftcomp.draws import NOWHERE, Place
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.payloads import Encoded, PayloadCodec, aligned
 from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Coding, Float32, Quantizer
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32, Quantizer
 from horovod_fftcomp.sparsifiers import Threshold, TopK
 from horovod_fftcomp.transforms import Transform
+from horovod_fftcomp.types import Array, Coding, Coefficients, Part, Shape
 from horovod_fftcomp.wire import Header, Plan
 
 # The same few thousand tensors come back every step.

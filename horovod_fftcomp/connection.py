@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp import agreement, handshake
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.exchanges import Pending, Send
 from horovod_fftcomp.process_sets import size_of
 from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.watch import Watch, await_shutdown
 
 # Compressors of this process whose handshake is not over. Hooks of several may come first in

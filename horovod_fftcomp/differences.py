@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.backends.reference import decode_values, encode_values
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.payloads import aligned
-from horovod_fftcomp.quantizers import Coding
+from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire import Header
 
 # Shares of the largest magnitude. A transform adds in another order than the CPU's; a product of

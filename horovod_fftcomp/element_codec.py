@@ -11,7 +11,6 @@ from types import ModuleType
 import numpy as np
 
 from horovod_fftcomp import draws, wire
-from horovod_fftcomp.backends import Array, Coefficients, Shape
 from horovod_fftcomp.draws import NOWHERE, Place
 from horovod_fftcomp.elementwise import EliasQSGD, Method, OfSigns
 from horovod_fftcomp.errors import PayloadError
@@ -19,6 +18,7 @@ from horovod_fftcomp.payloads import Encoded, PayloadCodec, aligned
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.transforms import Identity
+from horovod_fftcomp.types import Array, Coefficients, Shape
 from horovod_fftcomp.wire import Header, Plan
 
 _PLANS_CACHED = 1 << 14  # as in ``codec``

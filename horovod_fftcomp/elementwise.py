@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array, Coefficients, Shape, Signs
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, is_whole
+from horovod_fftcomp.types import Array, Coefficients, Shape, Signs
 from horovod_fftcomp.words import GIVEN, GROUP, L2, LANES, LARGEST, Levels, count_words
 
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)

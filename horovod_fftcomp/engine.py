@@ -17,7 +17,6 @@ import numpy as np
 
 from horovod_fftcomp import checkpoint
 from horovod_fftcomp.alarm import DEFAULT_THRESHOLD, ResidualAlarm
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.not_finite import bad_tensors
@@ -32,6 +31,7 @@ from horovod_fftcomp.schemes import (
     State,
     Tensor,
 )
+from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
     from horovod_fftcomp.shadow_check import ShadowCheck

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.engine import Engine, Result, Work
 from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.types import Array
 
 # While a round may come in as well, that is how long an encoding is waited for at a time.
 _POLL_S = 0.0002

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.types import Array
 
 _KEY = re.compile(r"(\d+)/(.+)", re.S)
 _ROW = 1024  # elements that share a scale, as the weights of one output do

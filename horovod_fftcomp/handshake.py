@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import fnv1a
 
 MESSAGE_NBYTES = 2048

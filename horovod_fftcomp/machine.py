@@ -7,8 +7,8 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-from horovod_fftcomp import __version__
 from horovod_fftcomp.threads import get_num_threads
+from horovod_fftcomp.version import __version__
 
 # The names in the package index of what may change a result or a time.
 PACKAGES = ("numpy", "numba", "llvmlite", "torch", "horovod")

@@ -16,13 +16,13 @@ import numpy as np
 from mpi4py import MPI
 
 from horovod_fftcomp import handshake, wire
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.buckets import MIN_NUMEL, Bucket
 from horovod_fftcomp.engine import Costs, Engine
 from horovod_fftcomp.policy import Always, make_policy
 from horovod_fftcomp.schemes import Round, Tensor
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.settings import Settings
+from horovod_fftcomp.types import Array
 
 
 class Reducer:

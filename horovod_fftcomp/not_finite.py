@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.schemes import Round, Tensor
+from horovod_fftcomp.types import Array
 
 _SHOWN = 8
 DENSE = "tensors that Horovod exchanges itself"

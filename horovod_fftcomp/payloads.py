@@ -16,11 +16,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array, Coefficients, Shape, backend_for, load_backend
+from horovod_fftcomp.backend import backend_for, load_backend
 from horovod_fftcomp.draws import NOWHERE, Place
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.spec import spec_of
+from horovod_fftcomp.types import Array, Coefficients, Shape
 from horovod_fftcomp.wire import Header, Plan
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import entropy
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.types import Array
 
 _WORTH_CODING_PERCENT = 95
 

@@ -13,7 +13,6 @@ from typing import TypeVar
 import numpy as np
 
 from horovod_fftcomp import differences
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.errors import UnsupportedError
@@ -25,6 +24,7 @@ from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.threshold import HardThreshold
 from horovod_fftcomp.transforms import Identity
+from horovod_fftcomp.types import Array
 
 _TENSOR = Tensor("probe", (160, 125))  # a few tiles
 _SWITCH = "HOROVOD_FFTCOMP_GPU"

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from horovod_fftcomp.types import Coding
+
 MIN_NORMAL_BITS = 0x00800000  # 2^-126 as float32
 LARGEST_FINITE_BITS = 0x7F7FFFFF
 LARGEST_BFLOAT16_BITS = 0x7F7F0000
@@ -22,24 +24,6 @@ def is_whole(value: object) -> bool:
 
 
 RANGE, FLOAT32, BFLOAT16, STEPS = range(4)
-
-
-class Coding(NamedTuple):
-    """How the values of one payload are written: what kernels need to know of a quantizer.
-
-    ``kind``: RANGE, FLOAT32, BFLOAT16 or STEPS; then ``bits`` of a code; then, of RANGE alone, the
-    fields of its ``RangeGrid``; of STEPS the step's bit pattern as ``base`` and the most steps of
-    either sign. ``largest``: no code, or of FLOAT32 and BFLOAT16 no magnitude's bit pattern, is
-    larger in a payload that is not corrupt.
-    """
-
-    kind: int
-    bits: int
-    shift: int
-    base: int
-    positives: int
-    negatives: int
-    largest: int
 
 
 class RangeGrid(NamedTuple):

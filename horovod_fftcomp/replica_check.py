@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.exchanges import Pending, Send
 from horovod_fftcomp.process_sets import size_of
 from horovod_fftcomp.replicas import Rotation, describe, find_differences, hash_bytes
 from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.types import Array
 
 
 class Replicas(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.types import Array
 
 # One step is the round of XXH64 (Collet 2012), h -> rotate(h + word * odd) * odd: a bijection in h
 # and in the word, so one changed word always changes the hash. With a single product, before or

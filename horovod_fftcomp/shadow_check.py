@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.exchanges import Place, Send
 from horovod_fftcomp.schemes import Round, Scheme
 from horovod_fftcomp.threads import ieee_arithmetic
 from horovod_fftcomp.twins import Seen, Twin, followed
+from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
     from horovod_fftcomp.engine import Engine

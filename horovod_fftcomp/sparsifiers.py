@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_fftcomp import draws
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.types import Array
 
 LEAST_THRESHOLD = 2.0**-126  # below it float32 has fewer digits
 _LARGEST = float(np.finfo(np.float32).max)

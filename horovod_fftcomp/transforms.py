@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array, Coefficients, Part
+from horovod_fftcomp.types import Array, Coefficients, Part
 
 BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp import differences, wire
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.backends.gpu import Device
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
@@ -23,6 +23,7 @@ from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
 from horovod_fftcomp.schemes.threshold import HardThreshold
 from horovod_fftcomp.transforms import Identity
+from horovod_fftcomp.types import Array
 
 # What these send of a tensor depends on no other one.
 _SEPARABLE = (Gather, HardThreshold, Auto, Dgc, SparCml)

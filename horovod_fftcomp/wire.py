@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import positions
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Layout, Positions
+from horovod_fftcomp.types import Array
 
 VERSION = 2
 MAGIC = b"HFC"

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.policy import Always, Policy, make_policy
 from horovod_fftcomp.schemes import Round, Scheme, Tensor
+from horovod_fftcomp.types import Array
 
 
 class SimulatedStep(NamedTuple):

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, list_compressors, wire
-from horovod_fftcomp.backends import BACKENDS, Coefficients, Part, load_backend
+from horovod_fftcomp.backend import BACKENDS, load_backend
 from horovod_fftcomp.choices import AdaComp, Strom
 from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.elementwise import QSGD, DoReFa, Natural, Sign
 from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import Coding, Float32
+from horovod_fftcomp.quantizers import Float32
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.shared import Shared
 from horovod_fftcomp.sparsifiers import Threshold
+from horovod_fftcomp.types import Coding, Coefficients, Part
 from horovod_fftcomp.wire import Plan
 
 ELEMENT_RECIPES = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from horovod_fftcomp.backends import load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.draws import Place
 from horovod_fftcomp.element_codec import ElementCodec

@@ -9,9 +9,10 @@ from importlib import metadata
 
 import pytest
 
-from horovod_fftcomp import __version__, threads
+from horovod_fftcomp import threads
 from horovod_fftcomp.cli import check, main
 from horovod_fftcomp.health import Finding, Level, frameworks, kernels, packages
+from horovod_fftcomp.version import __version__
 
 LAUNCHER = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -189,7 +190,7 @@ def test_keras_3_needs_its_predecessor(version, has_tf_keras, switch, level, rem
 
 def test_kernels_that_write_other_bytes_fail_by_recipe(monkeypatch):
     monkeypatch.setattr(kernels, "_NUMEL", 300)
-    from horovod_fftcomp.backends import load_backend
+    from horovod_fftcomp.backend import load_backend
 
     reference, cpu = load_backend("reference"), load_backend("cpu")
     for name in ("pack_offsets", "pack_entropy", "pack_bitmap"):

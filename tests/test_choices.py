@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import PayloadError, get_codec, get_scheme, simulate, wire
-from horovod_fftcomp.backends import BACKENDS, load_backend
+from horovod_fftcomp.backend import BACKENDS, load_backend
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.engine import Engine
 from horovod_fftcomp.policy import Always

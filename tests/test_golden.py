@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from horovod_fftcomp.backends import BACKENDS, load_backend
+from horovod_fftcomp.backend import BACKENDS, load_backend
 from horovod_fftcomp.draws import Place
 from tests.contracts import CODECS, make_codec, ranked
 from tests.make_golden import FOLDER, SHAPE, make

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_fftcomp.backends import BACKENDS, load_backend
-from horovod_fftcomp.quantizers import RANGE, Coding, RangeFloat, RangeGrid
+from horovod_fftcomp.backend import BACKENDS, load_backend
+from horovod_fftcomp.quantizers import RANGE, RangeFloat, RangeGrid
+from horovod_fftcomp.types import Coding
 from tests.contracts import dequantize, quantize
 
 VECTORS = [  # bits, mantissa, shift, base, P, eps, codes of (1, .5, -.5, .3), decode(.3), bytes

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from horovod_fftcomp import get_codec, threads
-from horovod_fftcomp.backends import BACKENDS, load_backend
+from horovod_fftcomp.backend import BACKENDS, load_backend
 from horovod_fftcomp.sparsifiers import TopK
 from tests.contracts import positions_chosen
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod_fftcomp import PayloadError, entropy, get_codec, wire
-from horovod_fftcomp.backends import BACKENDS, Part, load_backend
+from horovod_fftcomp.backend import BACKENDS, load_backend
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import Float32, RangeFloat
+from horovod_fftcomp.types import Part
 
 bitmap_of = load_backend("reference").bitmap_of
 

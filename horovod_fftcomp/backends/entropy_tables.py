@@ -7,7 +7,7 @@ import functools
 import numpy as np
 
 from horovod_fftcomp import entropy
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.types import Array
 
 _SLOTS = 1 << entropy.PRECISION
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_fftcomp import entropy
-from horovod_fftcomp.backends import Array, Coefficients, Part
 from horovod_fftcomp.backends.reference_levels import (  # noqa: F401 (kernels as the others)
     add_levels,
     add_octaves,
@@ -38,8 +37,8 @@ from horovod_fftcomp.quantizers import (
     LARGEST_FINITE_BITS,
     RANGE,
     STEPS,
-    Coding,
 )
+from horovod_fftcomp.types import Array, Coding, Coefficients, Part
 from horovod_fftcomp.words import GROUP, sketch_bits
 
 # NaN and Inf in a gradient are told by its coefficients; NumPy need not warn of them as well.

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.draws import mix
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.words import GIVEN, GROUP, L2, LANES, Levels, count_words, digits_of
 
 _LARGEST = np.finfo(np.float32).max

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.bench.measurement import Measurement, Samples, added, entropy_bits
 from horovod_fftcomp.bench.sessions import RecipeSession, Session
 from horovod_fftcomp.gradients import History
 from horovod_fftcomp.threads import get_num_threads
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import Plan
 
 __all__ = [

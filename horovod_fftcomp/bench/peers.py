@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.bench.reduced_peers import (
     Carried,
     Sparse,
@@ -23,6 +22,7 @@ from horovod_fftcomp.bench.reduced_peers import (
     TorchRandomK,
 )
 from horovod_fftcomp.bench.sessions import Session
+from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
     import torch

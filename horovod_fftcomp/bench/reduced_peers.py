@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
     import torch

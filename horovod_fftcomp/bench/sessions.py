@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.checkpoint import common
 from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, State, Tensor
 from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import Plan
 
 # Step 0 and every 53rd measure energies on top; a usual step does not. Where ranks take turns in

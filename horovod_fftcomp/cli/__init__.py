@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import horovod_fftcomp
 from horovod_fftcomp.cli import advise, bench, check, recipes, run
+from horovod_fftcomp.version import __version__
 
 COMMANDS = (recipes, bench, advise, run, check)
 
@@ -18,9 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="horovod-fftcomp",
         description="Gradient compression for data-parallel training on stock Horovod.",
     )
-    parser.add_argument(
-        "--version", action="version", version=f"horovod_fftcomp {horovod_fftcomp.__version__}"
-    )
+    parser.add_argument("--version", action="version", version=f"horovod_fftcomp {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)

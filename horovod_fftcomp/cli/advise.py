@@ -20,7 +20,6 @@ from rich.status import Status
 
 from horovod_fftcomp import advice, gradients, jobs, machine, threads
 from horovod_fftcomp.advice import Option
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.bench import plot
 from horovod_fftcomp.cli import advise_plot, advise_report
 from horovod_fftcomp.cli import run as run_command
@@ -43,6 +42,7 @@ from horovod_fftcomp.cost_model import (
     given_network,
 )
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.types import Array
 
 _RECIPES = "fp16,topk,fft,dct,auto,scalecom"
 # Sends and computes next to nothing, so that its step is computation: what is measured.

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from horovod_fftcomp import machine
-from horovod_fftcomp.backends import load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.gradients import synthetic
 from horovod_fftcomp.health.finding import Finding, Level, told
 from horovod_fftcomp.recipes import RECIPES, get_scheme

@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from horovod_fftcomp import __version__
 from horovod_fftcomp.health.finding import Finding, Level
+from horovod_fftcomp.version import __version__
 
 _OURS = "horovod_fftcomp"
 _COMPARE = {

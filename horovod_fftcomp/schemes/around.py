@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.backends.gpu import Device, on_device
 from horovod_fftcomp.schemes import OldState, Scheme, Tensor
+from horovod_fftcomp.types import Array
 
 
 class Around(Scheme):

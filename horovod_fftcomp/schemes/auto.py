@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.backends.gpu import on_host
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, RangeFloat
@@ -31,6 +31,7 @@ from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
 from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.spec import spec_of
 from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity, Transform
+from horovod_fftcomp.types import Array
 
 TRANSFORMS: tuple[Transform, ...] = (
     Identity(), BlockFFT(64), BlockFFT(256), BlockDCT(64), BlockDCT(256),

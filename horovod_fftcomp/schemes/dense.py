@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.backends.gpu import Device
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import (
@@ -26,6 +26,7 @@ from horovod_fftcomp.schemes import (
 )
 from horovod_fftcomp.schemes.around import join, split
 from horovod_fftcomp.schemes.rows import on_each
+from horovod_fftcomp.types import Array
 
 
 @dataclass(frozen=True)

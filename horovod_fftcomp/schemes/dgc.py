@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import positions, wire
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
@@ -28,6 +28,7 @@ from horovod_fftcomp.schemes import (
 from horovod_fftcomp.schemes.gather import rooms_for, summed
 from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
 from horovod_fftcomp.schemes.momentum import MomentumScheme
+from horovod_fftcomp.types import Array
 
 
 class _Own(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array, Part, backend_for, load_backend
+from horovod_fftcomp.backend import backend_for, load_backend
 from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.draws import Place
@@ -31,6 +31,7 @@ from horovod_fftcomp.schemes import (
 )
 from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
 from horovod_fftcomp.spec import spec_of
+from horovod_fftcomp.types import Array, Part
 from horovod_fftcomp.wire import Header
 
 Payload = tuple[Header, Array]

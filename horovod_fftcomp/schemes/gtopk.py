@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.payloads import check_state
@@ -35,6 +35,7 @@ from horovod_fftcomp.schemes.gather_on_device import serves
 from horovod_fftcomp.schemes.gtopk_on_device import gtopk_on_device
 from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.transforms import Identity
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import Header
 
 

@@ -16,12 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import positions
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Positions
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Grads, Round, Similarity, Tensor
 from horovod_fftcomp.sparsifiers import TopK
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import align
 
 _LARGEST_CHUNK = 1 << 16

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array, Coefficients, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.elementwise import ordered_sum
 from horovod_fftcomp.payloads import check_state
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
@@ -23,6 +23,7 @@ from horovod_fftcomp.schemes import (
     Tensor,
 )
 from horovod_fftcomp.schemes.momentum_on_device import momentum_sum_on_device
+from horovod_fftcomp.types import Array, Coefficients
 
 
 @dataclass(frozen=True)

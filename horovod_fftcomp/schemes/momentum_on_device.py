@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, on_device
 from horovod_fftcomp.quantizers import pattern_of
 from horovod_fftcomp.schemes import Context, OldState, Outcome, Round, Tensor
 from horovod_fftcomp.schemes.around import numels_of
 from horovod_fftcomp.schemes.dense import outcome_on_device
 from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept, placed, state_of
+from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
     from horovod_fftcomp.backends.gpu.encoder import Velocities

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, is_whole
@@ -27,6 +27,7 @@ from horovod_fftcomp.schemes import (
 )
 from horovod_fftcomp.schemes.around import Around, join, numels_of, split
 from horovod_fftcomp.schemes.dense import outcome_on_device
+from horovod_fftcomp.types import Array
 
 Ranks = tuple[int, ...]
 

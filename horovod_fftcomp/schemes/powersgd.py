@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import draws
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.payloads import check_state
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import (
@@ -27,6 +27,7 @@ from horovod_fftcomp.schemes import (
     energy_of,
 )
 from horovod_fftcomp.schemes.powersgd_on_device import powersgd_on_device
+from horovod_fftcomp.types import Array
 
 
 class Matrix(NamedTuple):

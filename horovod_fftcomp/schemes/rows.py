@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, on_device, source
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Tensor
+from horovod_fftcomp.types import Array
 
 _OF_WARPS = ("sum_parts<true>", "clip_factors")  # kernels whose blocks are one warp
 

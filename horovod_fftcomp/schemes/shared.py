@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
@@ -34,6 +34,7 @@ from horovod_fftcomp.schemes.leader import (
 )
 from horovod_fftcomp.schemes.shared_on_device import shared_on_device
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import align
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.schemes import (
@@ -22,6 +21,7 @@ from horovod_fftcomp.schemes import (
 from horovod_fftcomp.schemes.leader import ChunkWinners, lead_of
 from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept
 from horovod_fftcomp.sparsifiers import RandomBlock, RandomK
+from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
     from horovod_fftcomp.schemes.shared import Shared

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import draws
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
@@ -28,6 +28,7 @@ from horovod_fftcomp.schemes.gtopk import largest
 from horovod_fftcomp.schemes.momentum import MomentumScheme
 from horovod_fftcomp.schemes.sketchsgd_on_device import sketchsgd_on_device
 from horovod_fftcomp.sparsifiers import TopK
+from horovod_fftcomp.types import Array
 
 
 class _Plan(NamedTuple):

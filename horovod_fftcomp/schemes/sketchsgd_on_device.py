@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.backends.gpu import Device, on_host
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
@@ -20,6 +20,7 @@ from horovod_fftcomp.schemes.momentum_on_device import clip_factors
 from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept, on_each, state_of
 from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.transforms import Identity
+from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
     from horovod_fftcomp.schemes.sketchsgd import SketchSgd

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from horovod_fftcomp import positions, wire
-from horovod_fftcomp.backends import Array, Part, load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.positions import Layout
@@ -29,6 +29,7 @@ from horovod_fftcomp.schemes import (
 from horovod_fftcomp.schemes.gather import Gather, encode, joined, part_of, summed
 from horovod_fftcomp.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.transforms import Identity
+from horovod_fftcomp.types import Array, Part
 from horovod_fftcomp.wire import Header
 
 # Whose payloads sums of payloads are: of any number of values, or of a whole tensor where that

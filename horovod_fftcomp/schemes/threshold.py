@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import on_host
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.quantizers import Float32, Quantizer
@@ -19,6 +18,7 @@ from horovod_fftcomp.schemes.gather import Gather, gather
 from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
 from horovod_fftcomp.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.transforms import Identity
+from horovod_fftcomp.types import Array
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.exchanges import no_answer
 from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.types import Array
 
 # What a step's graph is told to do with a payload; see ``exchange``. Within a node as well.
 NOTHING, GATHER, REDUCE_FLOAT32, REDUCE_FLOAT16, GATHER_INSIDE, REDUCE_INSIDE = range(6)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import RECIPES, get_codec, get_scheme
-from horovod_fftcomp.backends import load_backend
+from horovod_fftcomp.backend import load_backend
 from horovod_fftcomp.backends.gpu.encoder import Encoder
 from horovod_fftcomp.buckets import Bucket
 from horovod_fftcomp.engine import Engine

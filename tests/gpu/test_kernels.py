@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError
-from horovod_fftcomp.backends import gpu, load_backend
+from horovod_fftcomp.backend import load_backend
+from horovod_fftcomp.backends import gpu
 from horovod_fftcomp.backends.gpu import tables
 from horovod_fftcomp.backends.gpu.decoder import CORRUPT, NOT_FINITE, SOUND
 from horovod_fftcomp.backends.gpu.encoder import Encoder

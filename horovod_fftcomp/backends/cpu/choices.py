@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.codelets import mask_above
 from horovod_fftcomp.backends.cpu.codes import ROOM, encode, write_bits
 from horovod_fftcomp.backends.cpu.jit import inlined, kernel
@@ -13,7 +12,7 @@ from horovod_fftcomp.backends.cpu.levels import fill_random, fold
 from horovod_fftcomp.backends.cpu.memory import empty
 from horovod_fftcomp.backends.cpu.positions import count_bits
 from horovod_fftcomp.backends.cpu.values import collect, joined, put_back
-from horovod_fftcomp.quantizers import Coding
+from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.words import GROUP, LANES
 
 _LEAST_GROUPS = 8  # for a thread of its own

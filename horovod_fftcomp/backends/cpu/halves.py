@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu import codelets
 from horovod_fftcomp.backends.cpu.jit import kernel
 from horovod_fftcomp.backends.cpu.memory import empty
+from horovod_fftcomp.types import Array
 
 _STEP = 64
 _LEAST_STEPS = 1 << 9  # for a thread of its own

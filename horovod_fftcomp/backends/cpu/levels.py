@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.jit import inlined, kernel
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.words import GIVEN, GROUP, L2, LANES, Levels, count_words, digits_of
 
 _LEAST_GROUPS = 8  # for a thread of its own

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.memory import empty
+from horovod_fftcomp.types import Array
 
 _COLUMNS = 2048  # of a row at a time, which stay in the L1 cache while all factors are added
 _LEAST_VALUES = 1 << 15  # for a thread of its own

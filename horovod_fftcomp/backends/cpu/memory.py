@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
+from horovod_fftcomp.types import Array
 
 ALIGNMENT = 64  # of a cache line
 _LEAST_NBYTES = 1 << 20  # smaller ones come from the heap, which keeps its pages itself

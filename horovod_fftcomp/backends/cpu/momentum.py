@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array, Coefficients
 from horovod_fftcomp.backends.cpu.codelets import trailing_zeros
 from horovod_fftcomp.backends.cpu.jit import kernel
 from horovod_fftcomp.backends.cpu.memory import empty
@@ -21,6 +20,7 @@ from horovod_fftcomp.backends.cpu.selection import (
     samples_of,
 )
 from horovod_fftcomp.backends.cpu.values import limits_of, ranked, sampled_places
+from horovod_fftcomp.types import Array, Coefficients
 
 _MAGNITUDE = 0x7FFFFFFF
 _NOTHING = np.empty(0, np.float32)  # stands for zeros

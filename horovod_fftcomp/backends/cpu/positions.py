@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp import entropy, threads
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.codelets import count_ones, high_product, trailing_zeros
 from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.memory import empty, zeros
 from horovod_fftcomp.backends.entropy_tables import decoder_table, encoder_table
 from horovod_fftcomp.positions import unary_bits
+from horovod_fftcomp.types import Array
 
 _LEAST_CHUNKS = 4  # for a thread of its own
 _LOWEST = np.uint64(entropy.LOWEST_STATE)

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.codelets import count_ones, mask_above, trailing_zeros
 from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.memory import empty
+from horovod_fftcomp.types import Array
 
 GROUP = 4096  # coefficients whose keys are computed at a time, into the L1 cache
 LEAST_GROUPS = 8  # for a thread of its own

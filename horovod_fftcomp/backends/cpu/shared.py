@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array, Part
 from horovod_fftcomp.backends.cpu.codelets import trailing_zeros
 from horovod_fftcomp.backends.cpu.codes import ROOM, read_bits, write_bits
 from horovod_fftcomp.backends.cpu.jit import kernel
 from horovod_fftcomp.backends.cpu.memory import empty
 from horovod_fftcomp.backends.cpu.positions import as_words, count_bits
+from horovod_fftcomp.types import Array, Part
 
 _GROUP = 4096  # values at a time, into the L1 cache
 _LEAST_VALUES = 1 << 15  # for a thread of its own

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.levels import fold
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.words import GROUP, LANES
 
 _LEAST_GROUPS = 8  # for a thread of its own

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.cpu.jit import inlined, kernel
 from horovod_fftcomp.backends.cpu.memory import empty
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.words import sketch_bits
 
 _GROUP = 1024  # elements whose estimates of all rows lie in the L1 cache

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array, Coefficients, Part
 from horovod_fftcomp.backends.cpu import codelets as c
 from horovod_fftcomp.backends.cpu.codelets import COMPLEX_NBYTES, LANES, VECTOR_NBYTES
 from horovod_fftcomp.backends.cpu.jit import inlined, kernel
@@ -28,6 +27,7 @@ from horovod_fftcomp.backends.cpu.selection import (
     write_keys,
 )
 from horovod_fftcomp.backends.cpu.values import Streams, add_group, ranked
+from horovod_fftcomp.types import Array, Coefficients, Part
 
 # complex length -> radices of its passes: few passes, and what a radix takes fits the registers
 _RADICES = {

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_fftcomp import threads
-from horovod_fftcomp.backends import Array, Coefficients, Part
 from horovod_fftcomp.backends.cpu.codelets import (
     LANES,
     add_64,
@@ -37,7 +36,8 @@ from horovod_fftcomp.backends.cpu.selection import (
     suggest,
 )
 from horovod_fftcomp.backends.reference import key_exponent
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Coding
+from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.types import Array, Coding, Coefficients, Part
 
 _LEAST_VALUES = 1 << 15  # for a thread of its own
 _MAGNITUDE = 0x7FFFFFFF

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, tables
 from horovod_fftcomp.backends.gpu.groups import TileGroup
 from horovod_fftcomp.backends.gpu.tables import THREADS, WORDS, Group
@@ -23,6 +22,7 @@ from horovod_fftcomp.elementwise import (
     Sign,
     TernGrad,
 )
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import Plan
 from horovod_fftcomp.words import GIVEN, GROUP, L2, digits_of
 

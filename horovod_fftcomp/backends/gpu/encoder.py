@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp import entropy, wire
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.entropy_tables import encoder_table
 from horovod_fftcomp.backends.gpu import Device, source, tables
 from horovod_fftcomp.backends.gpu.elements import ElementGroup
@@ -23,6 +22,7 @@ from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.positions import Layout
 from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.sparsifiers import Threshold
+from horovod_fftcomp.types import Array
 
 
 class Encoded(NamedTuple):

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device, tables
 from horovod_fftcomp.backends.gpu.groups import TileGroup
 from horovod_fftcomp.backends.gpu.tables import THREADS, TILE, WORDS, DeviceCodec, Group
@@ -16,6 +15,7 @@ from horovod_fftcomp.choices import AdaComp, Strom, Wangni
 from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.quantizers import pattern_of
 from horovod_fftcomp.transforms import Transform
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import Plan
 
 _STEPS = ("mark", "narrow", "settle", "emit")

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backends import Array
 from horovod_fftcomp.backends.gpu import Device
 from horovod_fftcomp.chosen_codec import ChosenCodec
 from horovod_fftcomp.codec import Codec
 from horovod_fftcomp.element_codec import ElementCodec
 from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, Coding, RangeFloat
+from horovod_fftcomp.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
 from horovod_fftcomp.transforms import BlockDCT, Identity, Transform
+from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire import Plan
 
 DeviceCodec = Codec | ElementCodec | ChosenCodec  # that a GPU has kernels for
