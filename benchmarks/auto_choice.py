@@ -28,18 +28,18 @@ from torch import nn
 
 import horovod_fftcomp
 from horovod_fftcomp import get_scheme
-from horovod_fftcomp.backends import reference
-from horovod_fftcomp.buckets import Bucket, is_compressed
-from horovod_fftcomp.codec import Codec
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import Always
-from horovod_fftcomp.positions import cheapest
-from horovod_fftcomp.quantizers import RangeFloat
+from horovod_fftcomp.codec.quantizers import RangeFloat
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.engine.buckets import Bucket, is_compressed
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.kernels import reference
 from horovod_fftcomp.schemes import Scheme, Tensor
+from horovod_fftcomp.schemes.allgather import Gather
 from horovod_fftcomp.schemes.auto import BITS, CANDIDATES, TRANSFORMS, TRIAL_STEPS, Auto
-from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.simulation import exchange_once
 from horovod_fftcomp.torch import SimulatedLearners
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.wire.positions import cheapest
 
 RESULTS = Path(__file__).resolve().parent / "results"
 WINDOW = 16

@@ -3,8 +3,8 @@
     python benchmarks/choosing.py            # times all codecs here, then writes the page
     python benchmarks/choosing.py --report   # writes the page from results/choosing.json
 
-Quality is that of results/convergence.json; steps are forecasts of ``horovod_fftcomp.cost_model``,
-from codecs timed on this machine's CPU.
+Quality is that of results/convergence.json; steps are forecasts of
+``horovod_fftcomp.tools.advise.cost_model``, from codecs timed on this machine's CPU.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import convergence
 import numpy as np
 from rich.progress import track
 
-from horovod_fftcomp import advice, machine
 from horovod_fftcomp.cli.arguments import recipe_choices
-from horovod_fftcomp.cost_model import Compute, Message, Part, given_network
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.tools import environment
+from horovod_fftcomp.tools.advise import advice
+from horovod_fftcomp.tools.advise.cost_model import Compute, Message, Part, given_network
 
 HERE = Path(__file__).resolve().parent
 RESULT, PAGE = HERE / "results" / "choosing.json", HERE.parent / "docs" / "choosing.md"
@@ -118,7 +119,7 @@ def measure() -> dict[str, Any]:
         }
     return {
         "command": "python benchmarks/choosing.py",
-        "machine": machine.describe(),
+        "machine": environment.describe(),
         "models": timed,
     }
 

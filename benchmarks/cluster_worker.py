@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from horovod_fftcomp import list_compressors, machine
+from horovod_fftcomp import list_compressors
+from horovod_fftcomp.tools import environment
 from horovod_fftcomp.torch import Compression
 
 WARM_UP = 2
@@ -432,7 +433,7 @@ def main() -> None:
     which.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
     which.add_argument("--every-recipe", action="store_true", help="no classic compressors")
     args = parser.parse_args()
-    facts = machine.describe()
+    facts = environment.describe()
     take_precedence()
     hvd.init()
     cores = sorted(os.sched_getaffinity(0))  # hosts that share a core get equal parts of it

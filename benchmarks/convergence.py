@@ -33,10 +33,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import horovod_fftcomp
 from horovod_fftcomp import Recover, get_scheme
-from horovod_fftcomp.buckets import is_compressed, make_buckets
 from horovod_fftcomp.cli.arguments import recipe_choices
-from horovod_fftcomp.policy import Scheduled, make_policy
-from horovod_fftcomp.recovery import Recovery
+from horovod_fftcomp.engine.buckets import is_compressed, make_buckets
+from horovod_fftcomp.engine.policy import Scheduled, make_policy
+from horovod_fftcomp.monitor.density_recovery import Recovery
 from horovod_fftcomp.schemes import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

@@ -22,12 +22,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from record_gradients import MODELS, WINDOWS
 
-from horovod_fftcomp import get_codec, gradients, machine
-from horovod_fftcomp.bench import RecipeSession
-from horovod_fftcomp.buckets import is_compressed
-from horovod_fftcomp.gradients import History
+from horovod_fftcomp import get_codec
+from horovod_fftcomp.engine.buckets import is_compressed
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.tools import environment, gradient_files
+from horovod_fftcomp.tools.bench import RecipeSession
+from horovod_fftcomp.tools.gradient_files import History
 
 RESULTS = Path(__file__).resolve().parent / "results"
 # What the papers send, in blocks of a middle length: a budget of bytes to do better with.
@@ -63,7 +64,7 @@ def read(folder: Path, model: str, window: str) -> Recording:
         sys.exit(f"{path} is missing; run: python benchmarks/record_gradients.py")
     histories = [
         history
-        for history in gradients.read(path)
+        for history in gradient_files.read(path)
         if is_compressed(Tensor(history.name, history.steps[0].shape))
     ]
     return Recording(path.stem, histories)
@@ -235,7 +236,7 @@ def main() -> None:
     result = {
         "command": " ".join(["python benchmarks/defaults.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),
-        "machine": machine.describe(),
+        "machine": environment.describe(),
         "papers": PAPERS,
         "recordings": {recording.name: recording.numel for recording in recordings},
         "cells": cells,

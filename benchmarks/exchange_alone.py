@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from horovod_fftcomp import get_scheme, machine
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp import get_scheme
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.schemes import Round, Tensor
+from horovod_fftcomp.tools import environment
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "results" / "exchange_alone.json"
@@ -84,7 +85,7 @@ def work(out: Path) -> None:
         if hvd.rank() == 0:
             print(hvd.size(), "hosts", recipe, found[recipe], flush=True)
     if hvd.rank() == 0:
-        out.write_text(json.dumps({"machine": machine.describe(), "recipes": found}))
+        out.write_text(json.dumps({"machine": environment.describe(), "recipes": found}))
 
 
 def measure(hosts: int) -> dict[str, Any]:
@@ -94,8 +95,8 @@ def measure(hosts: int) -> dict[str, Any]:
         cluster = [HERE.parent / "docker" / "netns", "-n", str(hosts), "-r", f"{MBIT_PER_S}mbit"]
         command = [*cluster, "--gloo", sys.executable, __file__, "--worker", out]
         patience = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(TIME_LIMIT_S), "OMP_NUM_THREADS": "1"}
-        environment = {**os.environ, **patience}
-        subprocess.run(command, check=True, timeout=TIME_LIMIT_S, env=environment)
+        variables = {**os.environ, **patience}
+        subprocess.run(command, check=True, timeout=TIME_LIMIT_S, env=variables)
         return json.loads(out.read_text(encoding="utf-8"))
 
 

@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from horovod_fftcomp import machine
 from horovod_fftcomp.cli import main as command_line
+from horovod_fftcomp.tools import environment
 
 NEAR, BEST = 0.20, 0.10  # the error of a forecast, and what the pick may be slower than the best
 
@@ -48,7 +48,7 @@ def main() -> None:
         forecast = found("advise", "--recipes", args.recipes)
         after = found("run", "--compare", f"none,{args.recipes}")
         result = beside(forecast, before, after)
-    result = {"label": args.label, "machine": machine.describe(), **result}
+    result = {"label": args.label, "machine": environment.describe(), **result}
     print_table(result)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(args.out.read_text()) if args.out.exists() else []

@@ -27,12 +27,12 @@ from rich.progress import track
 
 import horovod_fftcomp
 from horovod_fftcomp import RECIPES, get_codec
-from horovod_fftcomp.backends.gpu.decoder import Decoder
-from horovod_fftcomp.backends.gpu.encoder import Encoder
-from horovod_fftcomp.backends.gpu.torch_device import TorchDevice
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.kernels.cuda.decoder import Decoder
+from horovod_fftcomp.kernels.cuda.encoder import Encoder
+from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
 from horovod_fftcomp.schemes import Round, Tensor
 
 RESULTS = Path(__file__).resolve().parent / "results"

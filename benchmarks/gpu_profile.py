@@ -32,7 +32,7 @@ from gpu import (
 )
 from matplotlib.figure import Figure
 
-from horovod_fftcomp.backends.gpu.torch_device import TorchDevice
+from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
 
 # By these names ncu knows what it counts; the first two in bytes, the last in nanoseconds.
 READ, WRITTEN, TAKEN = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"

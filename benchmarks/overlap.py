@@ -20,7 +20,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from horovod_fftcomp import machine
+from horovod_fftcomp.tools import environment
 from horovod_fftcomp.torch import Compression
 
 WIDTH, LAYERS = 1024, 9
@@ -122,7 +122,7 @@ def main() -> None:
     if hvd.rank() == 0:
         result = {
             "command": f"horovodrun -np {hvd.size()} python benchmarks/overlap.py",
-            "machine": machine.describe(),
+            "machine": environment.describe(),
             "parameters": LAYERS * WIDTH * (WIDTH + 1) + 10 * (WIDTH + 1),
             "warm_up": WARM_UP,
             "steps": STEPS,

@@ -16,7 +16,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from horovod_fftcomp import machine
+from horovod_fftcomp.tools import environment
 from horovod_fftcomp.torch import Compression
 
 STEPS = 200  # every parameter is compared twice
@@ -55,7 +55,7 @@ def main() -> None:
     if hvd.rank() == 0:
         result = {
             "command": f"horovodrun -np {hvd.size()} python benchmarks/replica_check.py",
-            "machine": machine.describe(),
+            "machine": environment.describe(),
             "parameters": sum(p.numel() for p in model.parameters()),
             "steps": STEPS,
             "median_step_ms": round(1e3 * sorted(step_s)[len(step_s) // 2], 2),

@@ -24,8 +24,8 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_fftcomp import machine
 from horovod_fftcomp.tensorflow import Compression
+from horovod_fftcomp.tools import environment
 
 WIDTH, LAYERS, ROWS = 256, 20, 256
 WARM_UP, STEPS = 10, 400
@@ -81,7 +81,7 @@ def main() -> None:
         yardstick = statistics.median(timed[HOROVODS])
         result = {
             "command": f"horovodrun -np {hvd.size()} python benchmarks/tensorflow_step.py",
-            "machine": machine.describe(),
+            "machine": environment.describe(),
             "parameters": LAYERS * WIDTH * (WIDTH + 1),
             "steps": STEPS,
             "times": {

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp import gradients, machine, set_num_threads
-from horovod_fftcomp.bench import RecipeSession, memcpy
+from horovod_fftcomp import set_num_threads
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.tools import environment, gradient_files
+from horovod_fftcomp.tools.bench import RecipeSession, memcpy
 
 NUMEL, ROUNDS, THREADS = 25_000_000, 15, (1, 2)
 RECIPES: dict[str, tuple[str, dict[str, object]]] = {
@@ -69,8 +70,8 @@ def measure(session: RecipeSession, grad: np.ndarray, copied: np.ndarray) -> dic
 
 def main() -> None:
     """Measure each recipe, print and write the result."""
-    facts = machine.describe()  # before the load that this run makes
-    first, grad = (step.reshape(-1) for step in gradients.synthetic(NUMEL).steps[:2])
+    facts = environment.describe()  # before the load that this run makes
+    first, grad = (step.reshape(-1) for step in gradient_files.synthetic(NUMEL).steps[:2])
     copied = np.empty_like(grad)
     times = {}
     for label, (recipe, options) in RECIPES.items():

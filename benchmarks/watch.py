@@ -18,9 +18,9 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from horovod_fftcomp import machine
-from horovod_fftcomp.not_finite import NotFiniteWarning
-from horovod_fftcomp.stalls import Progress, Report
+from horovod_fftcomp.adapter.stalls import Progress, Report
+from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
+from horovod_fftcomp.tools import environment
 from horovod_fftcomp.torch import Compression
 
 STEPS, STEP_S = 600, 0.05
@@ -59,7 +59,7 @@ def main() -> None:
     if hvd.rank() == 0:
         result = {
             "command": f"horovodrun -np {hvd.size()} python benchmarks/watch.py",
-            "machine": machine.describe(),
+            "machine": environment.describe(),
             "tensors": len(list(model.parameters())),
             "mean_step_ms": round(1e3 * step_s, 2),
             "watch_share_of_step": round(share, 6),

@@ -5,15 +5,15 @@ framework; this package alone imports NumPy.
 """
 
 from horovod_fftcomp import schedules
-from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import formula_threshold
 from horovod_fftcomp.errors import ConfigMismatchError, FFTCompError, PayloadError, UnsupportedError
+from horovod_fftcomp.kernels.threads import get_num_threads, set_num_threads
+from horovod_fftcomp.monitor.density_recovery import Recover
 from horovod_fftcomp.recipes import RECIPES, get_codec, get_scheme, list_compressors
-from horovod_fftcomp.recovery import Recover
 from horovod_fftcomp.schemes import Scheme
-from horovod_fftcomp.sparsifiers import formula_threshold
-from horovod_fftcomp.threads import get_num_threads, set_num_threads
+from horovod_fftcomp.simulation import simulate
 from horovod_fftcomp.version import __version__
-from horovod_fftcomp.world import simulate
 
 __all__ = [
     "RECIPES",

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from horovod_fftcomp import handshake, wire
-from horovod_fftcomp.buckets import MIN_NUMEL, Bucket
-from horovod_fftcomp.engine import Costs, Engine
-from horovod_fftcomp.policy import Always, make_policy
+from horovod_fftcomp import wire
+from horovod_fftcomp.adapter import handshake
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.engine.buckets import MIN_NUMEL, Bucket
+from horovod_fftcomp.engine.engine import Costs, Engine
+from horovod_fftcomp.engine.policy import Always, make_policy
 from horovod_fftcomp.schemes import Round, Tensor
 from horovod_fftcomp.schemes.dense import Dense
-from horovod_fftcomp.settings import Settings
 from horovod_fftcomp.types import Array
 
 

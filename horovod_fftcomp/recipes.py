@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from horovod_fftcomp.choices import AdaComp, Chooser, Strom, Wangni
-from horovod_fftcomp.chosen_codec import ChosenCodec
-from horovod_fftcomp.codec import Codec
-from horovod_fftcomp.element_codec import ElementCodec
-from horovod_fftcomp.elementwise import (
+from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.adaptive_methods import AdaComp, Chooser, Strom, Wangni
+from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.dense_methods import (
     QSGD,
     DoReFa,
     EliasQSGD,
@@ -23,24 +22,25 @@ from horovod_fftcomp.elementwise import (
     Sign,
     TernGrad,
 )
-from horovod_fftcomp.options import check_names, checked, kinds_of
-from horovod_fftcomp.quantizers import BFloat16, Float32, Quantizer, RangeFloat
+from horovod_fftcomp.codec.quantizers import BFloat16, Float32, Quantizer, RangeFloat
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK, TopK
+from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity
 from horovod_fftcomp.schemes import Scheme
+from horovod_fftcomp.schemes.allgather import AnyCodec, Gather
 from horovod_fftcomp.schemes.auto import Auto
+from horovod_fftcomp.schemes.bucket_scope import Joined
+from horovod_fftcomp.schemes.clt_selection import ChunkWinners, Largest
+from horovod_fftcomp.schemes.common_index import Shared
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.dgc import Dgc
-from horovod_fftcomp.schemes.gather import AnyCodec, Gather
 from horovod_fftcomp.schemes.gtopk import GTopK
-from horovod_fftcomp.schemes.joined import Joined
-from horovod_fftcomp.schemes.leader import ChunkWinners, Largest
+from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.momentum import MomentumCorrection
+from horovod_fftcomp.schemes.options import check_names, checked, kinds_of
 from horovod_fftcomp.schemes.powersgd import PowerSgd
-from horovod_fftcomp.schemes.shared import Shared
 from horovod_fftcomp.schemes.sketchsgd import SketchSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
-from horovod_fftcomp.schemes.threshold import HardThreshold
-from horovod_fftcomp.sparsifiers import RandomBlock, RandomK, TopK
-from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, list_compressors, wire
-from horovod_fftcomp.backend import BACKENDS, load_backend
-from horovod_fftcomp.choices import AdaComp, Strom
-from horovod_fftcomp.chosen_codec import ChosenCodec
-from horovod_fftcomp.element_codec import ElementCodec
-from horovod_fftcomp.elementwise import QSGD, DoReFa, Natural, Sign
-from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import Float32
+from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.adaptive_methods import AdaComp, Strom
+from horovod_fftcomp.codec.backend import BACKENDS, load_backend
+from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.dense_methods import QSGD, DoReFa, Natural, Sign
+from horovod_fftcomp.codec.quantizers import Float32
+from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes.gather import Gather
-from horovod_fftcomp.schemes.shared import Shared
-from horovod_fftcomp.sparsifiers import Threshold
+from horovod_fftcomp.schemes.allgather import Gather
+from horovod_fftcomp.schemes.common_index import Shared
 from horovod_fftcomp.types import Coding, Coefficients, Part
-from horovod_fftcomp.wire import Plan
+from horovod_fftcomp.wire.header import Plan
+from horovod_fftcomp.wire.positions import Layout
 
 ELEMENT_RECIPES = [
     name

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from horovod_fftcomp.backend import load_backend
-from horovod_fftcomp.chosen_codec import ChosenCodec
-from horovod_fftcomp.draws import Place
-from horovod_fftcomp.element_codec import ElementCodec
+from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.wire.counter_rng import Place
 from tests.contracts import CODECS, make_codec, ranked
 
 FOLDER = Path(__file__).parent / "golden"

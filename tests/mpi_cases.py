@@ -16,8 +16,8 @@ from horovod_fftcomp import (
     list_compressors,
     simulate,
 )
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.mpi import LocalSteps, Reducer
-from horovod_fftcomp.policy import make_policy
 from horovod_fftcomp.schemes import Tensor
 from tests import payloads
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import list_compressors
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.simulation import exchange_once
 
 SHAPE = (60, 100)
 STEPS = 5

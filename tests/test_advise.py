@@ -11,14 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_fftcomp import advice, get_scheme, gradients, threads
-from horovod_fftcomp.advice import Forecast, Option
+from horovod_fftcomp import get_scheme
 from horovod_fftcomp.cli import advise as advise_command
 from horovod_fftcomp.cli import main
 from horovod_fftcomp.cli.advise_report import Findings, print_report
-from horovod_fftcomp.cost_model import Compute, Line, Message, Network, Part, StepTime
-from horovod_fftcomp.cost_model import step_time as forecast_step
+from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.tools import gradient_files
+from horovod_fftcomp.tools.advise import advice
+from horovod_fftcomp.tools.advise.advice import Forecast, Option
+from horovod_fftcomp.tools.advise.cost_model import Compute, Line, Message, Network, Part, StepTime
+from horovod_fftcomp.tools.advise.cost_model import step_time as forecast_step
 
 ROOT = Path(__file__).resolve().parent.parent
 TENSORS = [
@@ -216,7 +219,7 @@ def test_dense_gradients_come_last_layer_first():
 @pytest.mark.parametrize("recipe", ["topk", "scalecom"])
 def test_a_sum_is_decoded_once_however_many_ranks_there_are(recipe):
     tensor = Tensor("w", (1000, 500))
-    grads = {"w": gradients.synthetic(500_000).steps[0]}
+    grads = {"w": gradient_files.synthetic(500_000).steps[0]}
     part = advice.compressed(recipe, recipe, {}, [tensor], grads, 3).parts[2]
     assert part.decode_s + part.decode_each_s > 0
     if recipe == "scalecom":

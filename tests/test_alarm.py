@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_fftcomp.alarm import ResidualAlarm
+from horovod_fftcomp.monitor.residual_alarm import ResidualAlarm
 
 
 def warned(alarm, ratios, name="w"):

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import get_scheme, simulate
-from horovod_fftcomp.backends import cpu
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import Always, make_policy
+from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always, make_policy
+from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.auto import CANDIDATES, TRIAL_STEPS
-from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.simulation import exchange_once
 
 N = 20_000
 

@@ -11,16 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_fftcomp import gradients, recipes, simulate, threads
-from horovod_fftcomp.bench import RecipeSession, added, measure, memcpy, n_ticks, peers
-from horovod_fftcomp.bench.measurement import entropy_bits
+from horovod_fftcomp import recipes, simulate
 from horovod_fftcomp.cli import bench as bench_command
 from horovod_fftcomp.cli import bench_report, main
 from horovod_fftcomp.cli.arguments import numels, recipe_choices
-from horovod_fftcomp.gradients import History
+from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.recipes import get_codec, get_scheme
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.schemes.allgather import Gather
+from horovod_fftcomp.tools import gradient_files
+from horovod_fftcomp.tools.bench import RecipeSession, added, measure, memcpy, n_ticks, peers
+from horovod_fftcomp.tools.bench.measurement import entropy_bits
+from horovod_fftcomp.tools.gradient_files import History
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,7 +53,7 @@ RECIPES = "none,fp16,bf16,topk(density=0.05),fft(density=0.2,bits=6),dct(block=6
 
 def test_bytes_errors_and_bits_are_those_of_the_codec(bench):
     _, result = bench("-n", "5000", "--seed", 3, "--recipes", RECIPES)
-    x = gradients.synthetic(5000, seed=3).steps[1].astype(np.float64)
+    x = gradient_files.synthetic(5000, seed=3).steps[1].astype(np.float64)
     [tensor] = result["tensors"]
     assert [row["recipe"] for row in tensor["recipes"]] == [
         "none", "fp16", "bf16", "topk", "fft", "dct",
@@ -81,7 +83,7 @@ def test_bytes_errors_and_bits_are_those_of_the_codec(bench):
 def test_dense_recipes_have_their_errors_and_no_feedback(bench):
     printed, result = bench("-n", "3000", "--recipes", "none,fp16")
     none, fp16 = result["tensors"][0]["recipes"]
-    x = gradients.synthetic(3000).steps[1]
+    x = gradient_files.synthetic(3000).steps[1]
     assert (none["ratio"], none["relative_error"]) == (1, 0)
     error = np.linalg.norm(x.astype(np.float16).astype(np.float64) - x) / np.linalg.norm(x)
     assert (fp16["ratio"], fp16["relative_error"]) == (2, pytest.approx(error, rel=1e-3))
@@ -284,7 +286,7 @@ def test_the_table_fits_into_120_columns_however_long_the_options(bench, monkeyp
 def test_every_column_and_option_is_explained(capsys):
     page = (ROOT / "docs" / "bench.md").read_text()
     scheme = recipe_choices("topk")[0]
-    tensor, grad = Tensor("w", (2000,)), gradients.synthetic(2000).steps[0]
+    tensor, grad = Tensor("w", (2000,)), gradient_files.synthetic(2000).steps[0]
     session = RecipeSession(*scheme, tensor, grad)
     rows = measure(History("w", [grad]), [session], 1, lambda: None)
     columns = bench_report.table(bench_report.Result("w", rows, [])).columns[1:]
@@ -436,7 +438,7 @@ def test_steps_are_read_in_order_of_their_numbers(tmp_path):
     keys = ["10/b/c", "9/b/c", "9/a", "10/a"]
     arrays = {key: np.full((2, 3), float(key[:2].strip("/")), np.float32) for key in keys}
     np.savez(tmp_path / "g.npz", **arrays)
-    histories = gradients.read(tmp_path / "g.npz")
+    histories = gradient_files.read(tmp_path / "g.npz")
     assert {history.name for history in histories} == {"b/c", "a"}
     for history in histories:
         assert [float(step[0, 0]) for step in history.steps] == [9, 10]
@@ -445,7 +447,7 @@ def test_steps_are_read_in_order_of_their_numbers(tmp_path):
 def test_arrays_of_any_order_and_width_become_float32_in_c_order(tmp_path):
     array = np.asfortranarray(np.arange(12.0).reshape(3, 4))
     np.savez(tmp_path / "g.npz", w=array, scalar=np.float64(3))
-    w, scalar = gradients.read(tmp_path / "g.npz")
+    w, scalar = gradient_files.read(tmp_path / "g.npz")
     assert w.steps[0].dtype == np.float32
     assert w.steps[0].flags.c_contiguous
     assert w.steps[0].reshape(-1).tolist() == list(range(12))
@@ -508,13 +510,13 @@ def test_a_full_memory_is_told(capsys, monkeypatch):
     def fails(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr(gradients, "synthetic", fails)
+    monkeypatch.setattr(gradient_files, "synthetic", fails)
     assert "the memory is full; take smaller tensors" in refusal(capsys, "-n", "100G")
 
 
 def test_made_up_gradients_are_heavy_tailed_and_a_function_of_the_seed():
-    first, again = (gradients.synthetic(100_000, seed=5).steps for _ in range(2))
-    other = gradients.synthetic(100_000, seed=6).steps
+    first, again = (gradient_files.synthetic(100_000, seed=5).steps for _ in range(2))
+    other = gradient_files.synthetic(100_000, seed=6).steps
     for one, same, different in zip(first, again, other, strict=True):
         assert one.dtype == np.float32
         assert np.isfinite(one).all()
@@ -524,7 +526,7 @@ def test_made_up_gradients_are_heavy_tailed_and_a_function_of_the_seed():
         assert kurtosis > 6  # a normal distribution has 3, a Laplace distribution 6
     assert abs(np.corrcoef(*first)[0, 1]) < 0.05
     for n in (1, 1023, 1025):
-        assert gradients.synthetic(n).steps[0].shape == (n,)
+        assert gradient_files.synthetic(n).steps[0].shape == (n,)
 
 
 def testmemcpy_copies_with_any_number_of_threads(monkeypatch):

@@ -17,36 +17,36 @@ GUARDED = """
 import ctypes, mmap
 import numpy as np
 import horovod_fftcomp as hfc
-from horovod_fftcomp import threads
-from horovod_fftcomp.backends.cpu import memory
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu import buffer_pool
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 PAGE = mmap.PAGESIZE
 
-class Guarded(memory._Pool):
+class Guarded(buffer_pool._Pool):
     def take(self, size):
-        used = -(-(size - memory.ALIGNMENT) // memory.ALIGNMENT) * memory.ALIGNMENT
+        used = -(-(size - buffer_pool.ALIGNMENT) // buffer_pool.ALIGNMENT) * buffer_pool.ALIGNMENT
         room = -(-used // PAGE) * PAGE
         # One page more, since the block seems to be larger than what the array may use.
         whole = np.frombuffer(mmap.mmap(-1, int(room + 2 * PAGE)), np.uint8)
         guard = int(whole.ctypes.data + room)
         assert libc.mprotect(guard, PAGE, 0) == 0
         block = whole[room - used : room - used + size]
-        assert block.ctypes.data % memory.ALIGNMENT == 0
+        assert block.ctypes.data % buffer_pool.ALIGNMENT == 0
         return block
 
     def give(self, block):
         pass
 
-memory._pool, memory._LEAST_NBYTES = Guarded(), 0
+buffer_pool._pool, buffer_pool._LEAST_NBYTES = Guarded(), 0
 
 def guarded(values):
-    array = memory.empty(values.size, values.dtype)
+    array = buffer_pool.empty(values.size, values.dtype)
     array[:] = values
     return array
 
-array = memory.empty(1000)
+array = buffer_pool.empty(1000)
 array[999] = 1
 if TOUCH:
     ctypes.c_float.from_address(array.ctypes.data + 4 * 1024).value = 1.0

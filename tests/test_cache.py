@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from horovod_fftcomp.backends.cpu import jit, values
+from horovod_fftcomp.kernels.cpu import jit, sparse
 
 SCRIPT = """
 import hashlib
 import numpy as np
 import horovod_fftcomp as hfc
-from horovod_fftcomp import threads
-from horovod_fftcomp.schemes.gather import Gather
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.schemes.allgather import Gather
 
 digest = hashlib.sha256()
 for n_threads in (1, 2):
@@ -36,7 +36,7 @@ print(digest.hexdigest())
 
 def test_without_numbas_compiler_the_error_names_the_mend():
     ran = subprocess.run(
-        [sys.executable, "-c", "from horovod_fftcomp.backends import cpu"],
+        [sys.executable, "-c", "from horovod_fftcomp.kernels import cpu"],
         env=os.environ | {"NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 1
@@ -52,8 +52,10 @@ def test_a_change_of_any_source_compiles_all_kernels_anew(tmp_path):
             file.write_text(text)
         digests.add(jit.digest_of(files))
     assert len(digests) == 4
-    assert {"codelets.py", "codes.py", "quantizers.py"} <= {path.name for path in jit._SOURCES}
-    assert values._take.py_func.__qualname__ == f"_take.{jit._DIGEST}"
+    assert {"vector_ir.py", "value_codes.py", "quantizers.py"} <= {
+        path.name for path in jit._SOURCES
+    }
+    assert sparse._take.py_func.__qualname__ == f"_take.{jit._DIGEST}"
 
 
 @pytest.mark.slow
@@ -72,7 +74,7 @@ def test_processes_that_compile_at_the_same_time_agree(tmp_path):
 
 ORTHONORMAL = """
 import numpy as np
-from horovod_fftcomp.backends.cpu import lowrank
+from horovod_fftcomp.kernels.cpu import lowrank
 columns = np.arange(1, 13, dtype=np.float64).reshape(3, 4) ** 0.5
 lowrank._orthonormalize({columns})
 print(sum(lowrank._orthonormalize.stats.cache_hits.values()))

@@ -9,9 +9,9 @@ from importlib import metadata
 
 import pytest
 
-from horovod_fftcomp import threads
 from horovod_fftcomp.cli import check, main
-from horovod_fftcomp.health import Finding, Level, frameworks, kernels, packages
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.tools.check import Finding, Level, frameworks, kernels, packages
 from horovod_fftcomp.version import __version__
 
 LAUNCHER = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -190,7 +190,7 @@ def test_keras_3_needs_its_predecessor(version, has_tf_keras, switch, level, rem
 
 def test_kernels_that_write_other_bytes_fail_by_recipe(monkeypatch):
     monkeypatch.setattr(kernels, "_NUMEL", 300)
-    from horovod_fftcomp.backend import load_backend
+    from horovod_fftcomp.codec.backend import load_backend
 
     reference, cpu = load_backend("reference"), load_backend("cpu")
     for name in ("pack_offsets", "pack_entropy", "pack_bitmap"):
@@ -340,15 +340,15 @@ def test_the_real_frameworks_answer():
 
 HANGS = """
 import sys, time
-from horovod_fftcomp import health
 from horovod_fftcomp.cli import main
-from horovod_fftcomp.health import Finding, Level
+from horovod_fftcomp.tools import check
+from horovod_fftcomp.tools.check import Finding, Level
 
 def findings():
     yield Finding("first", Level.OK, "fine")
     {hang}
 
-health.findings = findings
+check.findings = findings
 main(["check", "--timeout", "1"])
 """
 

@@ -29,11 +29,11 @@ def test_a_sound_job_is_told_once(controller):
 # Rank 1 claims another NumPy.
 UNLIKE = """
 import os
-from horovod_fftcomp import machine
+from horovod_fftcomp.tools import environment
 from horovod_fftcomp.cli import main
 rank = os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
 if rank == "1":
-    machine.versions = lambda: {"numpy": "1.0"}
+    environment.versions = lambda: {"numpy": "1.0"}
 main(["check", "--timeout", "280"])
 """
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import PayloadError, get_codec, get_scheme, simulate, wire
-from horovod_fftcomp.backend import BACKENDS, load_backend
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import Always
+from horovod_fftcomp.codec.backend import BACKENDS, load_backend
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.schemes import Tensor
 
 N_DRAWS = 400

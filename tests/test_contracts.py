@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from horovod_fftcomp.backend import BACKENDS
+from horovod_fftcomp.codec.backend import BACKENDS
 from tests import contracts
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from horovod_fftcomp.cost_model import (
+from horovod_fftcomp.tools.advise.cost_model import (
     CYCLE_S,
     Compute,
     Line,

@@ -7,15 +7,15 @@ import threading
 import numpy as np
 import pytest
 
-from horovod_fftcomp.backends.cpu import memory
+from horovod_fftcomp.kernels.cpu import buffer_pool
 
 N = 1 << 20  # float32: 4 MiB
 
 
 @pytest.fixture
 def pool(monkeypatch):
-    fresh = memory._Pool()
-    monkeypatch.setattr(memory, "_pool", fresh)
+    fresh = buffer_pool._Pool()
+    monkeypatch.setattr(buffer_pool, "_pool", fresh)
     return fresh
 
 
@@ -24,37 +24,37 @@ def address(array) -> int:
 
 
 def test_freed_memory_serves_the_next_array_of_its_size(pool):
-    stays, first = memory.empty(N), memory.empty(N)
+    stays, first = buffer_pool.empty(N), buffer_pool.empty(N)
     place = address(first)
     view = first[10:]
     del first
-    assert address(memory.empty(N)) != place, "a view still uses it"
+    assert address(buffer_pool.empty(N)) != place, "a view still uses it"
     del view
-    assert address(memory.empty(N)) == place
-    assert address(memory.zeros(N // 2, np.complex64)) == place, "whatever the dtype"
+    assert address(buffer_pool.empty(N)) == place
+    assert address(buffer_pool.zeros(N // 2, np.complex64)) == place, "whatever the dtype"
     assert stays.size == N
 
 
 def test_arrays_are_aligned_and_writable(pool):
     for n in (1, 1000, N, N + 1):
-        array = memory.empty(n)
+        array = buffer_pool.empty(n)
         array[:] = 1
         assert array.dtype == np.float32
         assert array.shape == (n,)
-        assert n < N or address(array) % memory.ALIGNMENT == 0
+        assert n < N or address(array) % buffer_pool.ALIGNMENT == 0
 
 
 def test_what_is_kept_is_bounded(pool):
-    stays = [memory.empty(N)]
+    stays = [buffer_pool.empty(N)]
     for n in range(N, 3 * N, N // 7):
-        stays[:] = memory.empty(n), memory.empty(N)
+        stays[:] = buffer_pool.empty(n), buffer_pool.empty(N)
         held = pool._used_nbytes + pool._kept_nbytes
-        assert held <= memory._SLACK * pool._most_nbytes
+        assert held <= buffer_pool._SLACK * pool._most_nbytes
         assert pool._kept_nbytes == sum(size * len(b) for size, b in pool._kept.items())
 
 
 def test_nothing_is_kept_when_nothing_is_in_use(pool):
-    arrays = [memory.empty(N) for _ in range(3)]
+    arrays = [buffer_pool.empty(N) for _ in range(3)]
     arrays.pop()
     assert pool._kept_nbytes > 4 * N
     arrays.clear()
@@ -66,7 +66,7 @@ def test_threads_get_memory_of_their_own(pool):
 
     def work(number: int) -> None:
         for _ in range(300):
-            array = memory.empty(N // 4)
+            array = buffer_pool.empty(N // 4)
             array[::1024] = number
             if (array[::1024] != number).any():
                 errors.append(number)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from horovod_fftcomp import threads
-from horovod_fftcomp.backends import cpu, reference
+from horovod_fftcomp.kernels import cpu, reference, threads
 
 SIZES = [0, 1, 2, 63, 64, 65, 4095, 4097, 70_001]
 

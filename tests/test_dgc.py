@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from horovod_fftcomp import get_scheme, simulate, threads
-from horovod_fftcomp.backends import cpu, reference
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import Always, make_policy
+from horovod_fftcomp import get_scheme, simulate
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always, make_policy
+from horovod_fftcomp.kernels import cpu, reference, threads
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.simulation import exchange_once
 
 SIZES = [0, 1, 63, 64, 65, 4095, 4097, 70_001]
 
@@ -160,7 +160,7 @@ def test_a_tensor_that_travels_whole_keeps_its_velocity(n, density):
 
 
 def test_velocities_are_summed_when_ranks_become_fewer():
-    from horovod_fftcomp import checkpoint
+    from horovod_fftcomp.engine import checkpoint
 
     bucket = Bucket((Tensor("w", (2000,)),), make_policy("dgc", density=0.01))
     engines = [Engine([bucket], rank, 3) for rank in range(3)]

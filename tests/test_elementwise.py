@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import PayloadError, get_codec, get_scheme, list_compressors, simulate
-from horovod_fftcomp.backend import BACKENDS, load_backend
-from horovod_fftcomp.draws import draw
+from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.words import GROUP, count_words, digits_of
+from horovod_fftcomp.wire.counter_rng import draw
+from horovod_fftcomp.wire.radix import GROUP, count_words, digits_of
 
 N_DRAWS = 400
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import get_scheme, list_compressors, simulate
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import Always, make_policy
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always, make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Tensor
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.simulation import exchange_once
 from tests.contracts import CODECS, DRAWN_RECIPES, GATHER_RECIPES, SHARED_RECIPES
 
 # Of those that do without error feedback by default, the ones that contract can be given it.

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import get_scheme, list_compressors
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.exchanges import Exchanges, Place
-from horovod_fftcomp.policy import Always
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.overlap import Exchanges, Place
+from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.schemes import Outcome, Round, Scheme, Tensor
-from horovod_fftcomp.world import InProcessWorld, exchange_once
+from horovod_fftcomp.simulation import InProcessWorld, exchange_once
 
 TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]
 SIZES = {"a": 2000, "b": 3, "c": 1001}

@@ -75,8 +75,8 @@ def test_own_rates_are_taken_and_have_to_reach_down_to_zero():
 
 
 def test_the_rules_are_legal_for_a_compressor():
-    from horovod_fftcomp.buckets import make_buckets
-    from horovod_fftcomp.policy import check_rules, make_policy
+    from horovod_fftcomp.engine.buckets import make_buckets
+    from horovod_fftcomp.engine.policy import check_rules, make_policy
     from horovod_fftcomp.schemes import Tensor
 
     model = convolutions()

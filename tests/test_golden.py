@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from horovod_fftcomp.backend import BACKENDS, load_backend
-from horovod_fftcomp.draws import Place
+from horovod_fftcomp.codec.backend import BACKENDS, load_backend
+from horovod_fftcomp.wire.counter_rng import Place
 from tests.contracts import CODECS, make_codec, ranked
 from tests.make_golden import FOLDER, SHAPE, make
 

@@ -8,7 +8,7 @@ import pytest
 from horovod_fftcomp import PayloadError, get_codec, get_scheme, simulate
 from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.schemes.gtopk import Entries, merge, merge_all
-from horovod_fftcomp.wire import align
+from horovod_fftcomp.wire.header import align
 
 
 def normal(*shape, seed=0):

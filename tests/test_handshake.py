@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from horovod_fftcomp import ConfigMismatchError, handshake
-from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp import ConfigMismatchError
+from horovod_fftcomp.adapter import handshake
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 
 

@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 
-from horovod_fftcomp.live_view import LiveView, figures
-from horovod_fftcomp.settings import Settings
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.monitor.step_log import LiveView, figures
 
 START = {
     "steps": 0, "dense_nbytes": 0, "sent_nbytes": 0, "received_nbytes": 0, "encode_s": 0.0,

@@ -17,9 +17,9 @@ STEPS = """
 import random, re, sys
 import numpy as np
 from horovod_fftcomp import get_scheme
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import Always
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.schemes import Tensor
 
 N = 8_000_000

@@ -7,13 +7,14 @@ import random
 import numpy as np
 import pytest
 
-from horovod_fftcomp import UnsupportedError, checkpoint, get_scheme, simulate
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp import UnsupportedError, get_scheme, simulate
+from horovod_fftcomp.engine import checkpoint
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.schemes.nodes import Layout
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.schemes.hierarchical import Layout
+from horovod_fftcomp.simulation import exchange_once
 from tests import payloads
 
 OPTIONS = {**payloads.TOGETHER, **{name: {} for name in payloads.EACH}}

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Recover, UnsupportedError, get_scheme, schedules, simulate
+from horovod_fftcomp.adapter.factories import Factories
+from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.cli.arguments import as_setting, setting
+from horovod_fftcomp.engine.policy import KEYWORDS, check_rules, make_policy
 from horovod_fftcomp.errors import FFTCompError
-from horovod_fftcomp.factories import Factories
-from horovod_fftcomp.options import kinds_of
-from horovod_fftcomp.policy import KEYWORDS, check_rules, make_policy
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.settings import Settings
+from horovod_fftcomp.schemes.options import kinds_of
 
 HUGE = 10**400  # beyond float
 OPTIONS = [(recipe, option) for recipe in RECIPES for option in RECIPES[recipe].options]

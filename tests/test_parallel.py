@@ -211,7 +211,7 @@ BREAKING = """
 import sys
 import time
 import horovod.torch as hvd
-from horovod_fftcomp.schemes import gather
+from horovod_fftcomp.schemes import allgather
 from tests.parallel.models import batches, distributed, loss_of, make_model, small_buckets, train
 def told(*error):
     sys.__excepthook__(*error)
@@ -221,12 +221,12 @@ hvd.init()
 model = make_model()
 optimizer = distributed(model, small_buckets(model, "topk"))
 train(model, optimizer, 2)
-plain = gather.encode
+plain = allgather.encode
 def encode(*arguments):
     time.sleep(0.2)
     {broken}
     return plain(*arguments)
-gather.encode = encode
+allgather.encode = encode
 optimizer.zero_grad()
 loss_of(model, *next(batches(1))).backward()
 {end}

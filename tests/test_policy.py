@@ -7,13 +7,14 @@ import random
 import numpy as np
 import pytest
 
-from horovod_fftcomp import checkpoint, get_scheme, schedules, simulate
-from horovod_fftcomp.buckets import Bucket, make_buckets
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import Always, check_rules, make_policy
+from horovod_fftcomp import get_scheme, schedules, simulate
+from horovod_fftcomp.engine import checkpoint
+from horovod_fftcomp.engine.buckets import Bucket, make_buckets
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always, check_rules, make_policy
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.dense import Dense
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.simulation import exchange_once
 
 
 def test_warm_up_is_dense_and_the_schedule_starts_after_it():

@@ -7,13 +7,14 @@ import random
 import numpy as np
 import pytest
 
-from horovod_fftcomp import draws, get_scheme, simulate, threads
-from horovod_fftcomp.backends import cpu, reference
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import Always
+from horovod_fftcomp import get_scheme, simulate
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.kernels import cpu, reference, threads
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.simulation import exchange_once
+from horovod_fftcomp.wire import counter_rng
 
 SHAPE = (30, 40)
 
@@ -57,7 +58,7 @@ def by_the_paper(step_grads, rank, right):
 @pytest.mark.parametrize("rank", [1, 4, 10])
 def test_steps_are_those_of_the_paper(ranks, rank):
     grads = normal(5, ranks, *SHAPE)
-    right = draws.even(0, 0, "w", SHAPE[1] * rank).reshape(SHAPE[1], rank).astype(np.float64)
+    right = counter_rng.even(0, 0, "w", SHAPE[1] * rank).reshape(SHAPE[1], rank).astype(np.float64)
     engines = engines_of(ranks, rank=rank)
     for step, (mean, residual) in zip(grads, by_the_paper(grads, rank, right), strict=True):
         np.testing.assert_allclose(mean_of(engines, step), mean, atol=2e-4)
@@ -221,9 +222,9 @@ def test_columns_are_orthonormal_even_where_they_depend():
 
 
 def test_draws_are_even_and_the_same_everywhere():
-    found = draws.even(42, 0, "layer1.weight", 4)
-    numbers = [draws.draw(42, 0, "layer1.weight", place) for place in range(4)]
+    found = counter_rng.even(42, 0, "layer1.weight", 4)
+    numbers = [counter_rng.draw(42, 0, "layer1.weight", place) for place in range(4)]
     assert found.tolist() == [(number >> 40) * 2.0**-23 - 1 for number in numbers]
-    many = draws.even(1, 2, "w", 100_000)
+    many = counter_rng.even(1, 2, "w", 100_000)
     assert -1 <= many.min() < -0.999 < 0.999 < many.max() < 1
     assert abs(many.mean()) < 4 * (1 / 3 / 100_000) ** 0.5

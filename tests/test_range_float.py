@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_fftcomp.backend import BACKENDS, load_backend
-from horovod_fftcomp.quantizers import RANGE, RangeFloat, RangeGrid
+from horovod_fftcomp.codec.backend import BACKENDS, load_backend
+from horovod_fftcomp.codec.quantizers import RANGE, RangeFloat, RangeGrid
 from horovod_fftcomp.types import Coding
 from tests.contracts import dequantize, quantize
 

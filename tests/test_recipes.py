@@ -7,37 +7,34 @@ import dataclasses
 import numpy as np
 import pytest
 
-from horovod_fftcomp import (
-    Codec,
-    choices,
-    elementwise,
-    get_codec,
-    get_scheme,
-    list_compressors,
+from horovod_fftcomp import Codec, get_codec, get_scheme, list_compressors
+from horovod_fftcomp.codec import (
+    adaptive_methods,
+    dense_methods,
     quantizers,
     sparsifiers,
     transforms,
 )
-from horovod_fftcomp.buckets import is_compressed, make_buckets
-from horovod_fftcomp.chosen_codec import ChosenCodec
-from horovod_fftcomp.element_codec import ElementCodec
-from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.sparsifiers import Threshold
+from horovod_fftcomp.engine.buckets import is_compressed, make_buckets
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes import Tensor, leader
+from horovod_fftcomp.schemes import Tensor, clt_selection
+from horovod_fftcomp.schemes.allgather import Gather
 from horovod_fftcomp.schemes.auto import Auto
+from horovod_fftcomp.schemes.common_index import Shared
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.dgc import Dgc
-from horovod_fftcomp.schemes.gather import Gather
 from horovod_fftcomp.schemes.gtopk import GTopK
+from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.momentum import MomentumCorrection
 from horovod_fftcomp.schemes.powersgd import PowerSgd
-from horovod_fftcomp.schemes.shared import Shared
 from horovod_fftcomp.schemes.sketchsgd import SketchSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
-from horovod_fftcomp.schemes.threshold import HardThreshold
-from horovod_fftcomp.sparsifiers import Threshold
 
-STAGES = (transforms, sparsifiers, quantizers, leader, elementwise, choices)
+STAGES = (transforms, sparsifiers, quantizers, clt_selection, dense_methods, adaptive_methods)
 
 
 @pytest.mark.parametrize("name", list_compressors())

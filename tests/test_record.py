@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import horovod_fftcomp as hfc
-from horovod_fftcomp import record
-from horovod_fftcomp.record import Recorder
+from horovod_fftcomp.monitor import gradient_recorder
+from horovod_fftcomp.monitor.gradient_recorder import Recorder
 
 SHAPES = {"layers.0.weight": (40, 50), "a/b": (3,), "größe": (2, 3, 4), "empty": (0, 7)}
 
@@ -111,7 +111,7 @@ def test_an_error_of_the_disk_comes_out_and_costs_one_step(tmp_path, monkeypatch
 FILLING = """
 import resource, sys
 import numpy as np
-from horovod_fftcomp.record import Recorder
+from horovod_fftcomp.monitor.gradient_recorder import Recorder
 recorder = Recorder(sys.argv[1], every=1)
 def append(step):
     grads = {f"layers.{i}.weight": np.full(100, step, np.float32) for i in range(300)}
@@ -149,7 +149,9 @@ def test_a_full_disk_costs_one_step_whenever_it_is_full(tmp_path, share):
 
 def test_check_raises_without_waiting(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path / "grads.npz", every=1)
-    monkeypatch.setattr(record, "_append", lambda path, members: time.sleep(0.1) or 1 / 0)
+    monkeypatch.setattr(
+        gradient_recorder, "_append", lambda path, members: time.sleep(0.1) or 1 / 0
+    )
     recorder.append(0, grads_of(0))
     recorder.check()
     time.sleep(0.3)
@@ -161,7 +163,7 @@ def test_check_raises_without_waiting(tmp_path, monkeypatch):
 WRITING = """
 import itertools, sys
 import numpy as np
-from horovod_fftcomp.record import Recorder
+from horovod_fftcomp.monitor.gradient_recorder import Recorder
 recorder = Recorder(sys.argv[1], every=1)
 for step in itertools.count():
     recorder.append(step, {f"t{i}": np.full((300, 1000), step, np.float32) for i in range(5)})

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_fftcomp.recovery import Recover, Recovery
+from horovod_fftcomp.monitor.density_recovery import Recover, Recovery
 
 NAN, INF = math.nan, math.inf
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_fftcomp.replicas import (
+from horovod_fftcomp.monitor.parameter_hash import (
     Rotation,
     describe,
     find_differences,
@@ -147,7 +147,7 @@ def test_positive_and_negative_zero_are_different_bytes():
 
 
 def test_importing_the_module_does_not_load_numba():
-    script = "import sys, horovod_fftcomp.replicas; sys.exit('numba' in sys.modules)"
+    script = "import sys, horovod_fftcomp.monitor.parameter_hash; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from horovod_fftcomp import jobs
 from horovod_fftcomp.cli import main, run
 from horovod_fftcomp.cli.arguments import as_setting, setting, settings
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.step_report import StepReport
-from horovod_fftcomp.wrapping import Wrapping
+from horovod_fftcomp.tools.run import launcher as jobs
+from horovod_fftcomp.tools.run.import_hook import Wrapping
+from horovod_fftcomp.tools.run.step_report import StepReport
 from tests.test_parallel import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -182,7 +182,9 @@ def horovod(tmp_path, monkeypatch):
             return argparse.Namespace(Compression=FakeFactories())
         return importing(name)
 
-    monkeypatch.setattr("horovod_fftcomp.wrapping.importlib.import_module", import_module)
+    monkeypatch.setattr(
+        "horovod_fftcomp.tools.run.import_hook.importlib.import_module", import_module
+    )
     yield importing
     for name in list(sys.modules):
         if name.split(".")[0] == "horovod":
@@ -371,7 +373,7 @@ def wait_for_the_end_of(pid: int):
 def test_ranks_report_through_their_output(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     body = (
-        "import sys; from horovod_fftcomp import jobs; r = int(sys.argv[1]);"
+        "import sys; from horovod_fftcomp.tools.run import launcher as jobs; r = int(sys.argv[1]);"
         r"sys.stdout.write(f'hello {r}\n');"  # at once; print would write it in pieces
         "jobs.report({'rank': r, 'twice': 2 * r}); sys.exit(3 * r)"
     )
@@ -386,7 +388,7 @@ def test_long_reports_come_in_lines_that_launchers_leave_whole(monkeypatch, caps
     jobs.report(values)
     assert max(map(len, capsys.readouterr().out.splitlines())) < 1100
     body = (
-        "from horovod_fftcomp import jobs; print('fftcomp-report of my own');"
+        "from horovod_fftcomp.tools.run import launcher as jobs; print('fftcomp-report of my own');"
         "jobs.report({'rank': 0, 'tensors': [[f'layer{i}.weight', [64, 64, 3, 3]]"
         " for i in range(300)]})"
     )
@@ -398,7 +400,7 @@ def test_long_reports_come_in_lines_that_launchers_leave_whole(monkeypatch, caps
 def test_what_a_launcher_leaves_behind_does_not_keep_it_waiting(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     body = (
-        "import subprocess; from horovod_fftcomp import jobs;"
+        "import subprocess; from horovod_fftcomp.tools.run import launcher as jobs;"
         "jobs.report({'rank': 0, 'pid': subprocess.Popen(['sleep', '300']).pid})"
     )
     begin = time.monotonic()
@@ -412,7 +414,7 @@ def test_ranks_that_do_not_end_after_their_reports_are_ended(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(jobs, "_GRACE_S", 1.0)
     body = (
-        "import os, sys, time; from horovod_fftcomp import jobs;"
+        "import os, sys, time; from horovod_fftcomp.tools.run import launcher as jobs;"
         "jobs.report({'rank': int(sys.argv[1]), 'pid': os.getpid()}); time.sleep(300)"
     )
     begin = time.monotonic()

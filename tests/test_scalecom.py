@@ -7,7 +7,7 @@ import pytest
 
 from horovod_fftcomp import PayloadError, get_scheme, simulate
 from horovod_fftcomp.schemes import Context, Tensor
-from horovod_fftcomp.schemes.leader import ChunkWinners, Largest, lead_of
+from horovod_fftcomp.schemes.clt_selection import ChunkWinners, Largest, lead_of
 
 SELECTORS = ("chunk", "exact")
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from horovod_fftcomp import get_codec, threads
-from horovod_fftcomp.backend import BACKENDS, load_backend
-from horovod_fftcomp.sparsifiers import TopK
+from horovod_fftcomp import get_codec
+from horovod_fftcomp.codec.backend import BACKENDS, load_backend
+from horovod_fftcomp.codec.sparsifiers import TopK
+from horovod_fftcomp.kernels import threads
 from tests.contracts import positions_chosen
 
 

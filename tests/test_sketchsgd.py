@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from horovod_fftcomp import draws, get_scheme, simulate, threads
-from horovod_fftcomp.backends import cpu, reference
+from horovod_fftcomp import get_scheme, simulate
+from horovod_fftcomp.kernels import cpu, reference, threads
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.wire import counter_rng
 from tests.test_dgc import momentum_sgd
 
 
@@ -22,7 +23,7 @@ def whole_numbers(n, seed=0):
 
 
 def hashes(rows=5, step=0):
-    drawn = [draws.draw(0, step, "w", place) for place in range(2 * rows)]
+    drawn = [counter_rng.draw(0, step, "w", place) for place in range(2 * rows)]
     return np.array(drawn, np.uint64).reshape(rows, 2)
 
 

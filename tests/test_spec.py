@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.codec.transforms import BlockFFT
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.spec import spec_of
-from horovod_fftcomp.transforms import BlockFFT
+from horovod_fftcomp.wire.spec import spec_of
 from tests.contracts import CODECS, make_codec
 
 FILE = Path(__file__).parent / "golden" / "specs.txt"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_fftcomp.stalls import Progress, Report, diagnose, expanded, ranges
+from horovod_fftcomp.adapter.stalls import Progress, Report, diagnose, expanded, ranges
 from tests.test_parallel import run_ranks
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "stall.py")

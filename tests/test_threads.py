@@ -10,7 +10,8 @@ import threading
 import numpy as np
 import pytest
 
-from horovod_fftcomp import get_codec, get_num_threads, set_num_threads, threads
+from horovod_fftcomp import get_codec, get_num_threads, set_num_threads
+from horovod_fftcomp.kernels import threads
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import formula_threshold, get_codec, get_scheme, simulate, wire
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import Always
+from horovod_fftcomp.codec.sparsifiers import Threshold
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.sparsifiers import Threshold
 
 
 def normal(*shape, seed=0):

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from horovod_fftcomp import PayloadError, entropy, get_codec, wire
-from horovod_fftcomp.backend import BACKENDS, load_backend
-from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import Float32, RangeFloat
+from horovod_fftcomp import PayloadError, get_codec, wire
+from horovod_fftcomp.codec.backend import BACKENDS, load_backend
+from horovod_fftcomp.codec.quantizers import Float32, RangeFloat
 from horovod_fftcomp.types import Part
+from horovod_fftcomp.wire import rans
+from horovod_fftcomp.wire.positions import Layout
 
 bitmap_of = load_backend("reference").bitmap_of
 
@@ -64,7 +65,7 @@ def test_positions_survive_every_layout(chosen, low_bits):
             (kernels.pack_bitmap(bitmap, n), kernels.unpack_bitmap, ()),
             (kernels.pack_offsets(bitmap, n, k, low_bits), kernels.unpack_offsets, (low_bits,)),
         ]
-        if entropy.can_code(n, k):
+        if rans.can_code(n, k):
             layouts.append((kernels.pack_entropy(bitmap, n, k), kernels.unpack_entropy, ()))
         for sent, unpack, options in layouts:
             assert unpack(sent.copy(), n, k, *options).tolist() == bitmap.tolist()
@@ -83,7 +84,7 @@ def test_the_entropy_code_holds_every_bitmap_of_k_ones(n, density):
     for positions in worst:
         bitmap = bitmap_of(positions, n)
         packed = [load_backend(name).pack_entropy(bitmap, n, k) for name in BACKENDS]
-        assert packed[0].nbytes == entropy.coded_nbytes(n, k)
+        assert packed[0].nbytes == rans.coded_nbytes(n, k)
         assert packed[0].tobytes() == packed[1].tobytes()
         for name in BACKENDS:
             unpacked = load_backend(name).unpack_entropy(packed[1], n, k)
@@ -95,10 +96,10 @@ def test_frequencies_add_up_and_none_is_missing():
     for n in (1, 10, 1000, 25_000_000, 1 << 40):
         for share in (0, 0.001, 0.03, 0.15, 0.3, 0.35, 0.46, 0.5, 0.51, 0.8, 0.999, 1):
             k = int(n * share)
-            found = entropy.frequencies(n, k)
+            found = rans.frequencies(n, k)
             assert sum(f * count for f, count in zip(found, counts, strict=True)) == 4096
-            assert entropy.can_code(n, k) == (min(found) >= 1)
-            assert entropy.can_code(n, k) or 0.37 < k / n < 0.63
+            assert rans.can_code(n, k) == (min(found) >= 1)
+            assert rans.can_code(n, k) or 0.37 < k / n < 0.63
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -7,7 +7,7 @@ import pytest
 
 from horovod_fftcomp import ConfigMismatchError, get_scheme, simulate
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.world import InProcessWorld
+from horovod_fftcomp.simulation import InProcessWorld
 
 
 def _world(*rounds):

@@ -18,9 +18,6 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.status import Status
 
-from horovod_fftcomp import advice, gradients, jobs, machine, threads
-from horovod_fftcomp.advice import Option
-from horovod_fftcomp.bench import plot
 from horovod_fftcomp.cli import advise_plot, advise_report
 from horovod_fftcomp.cli import run as run_command
 from horovod_fftcomp.cli.advise_report import Findings
@@ -33,7 +30,12 @@ from horovod_fftcomp.cli.arguments import (
     positive,
     settings,
 )
-from horovod_fftcomp.cost_model import (
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.tools import environment, gradient_files
+from horovod_fftcomp.tools.advise import advice
+from horovod_fftcomp.tools.advise.advice import Option
+from horovod_fftcomp.tools.advise.cost_model import (
     CYCLE_S,
     Compute,
     Message,
@@ -41,7 +43,8 @@ from horovod_fftcomp.cost_model import (
     fitted_network,
     given_network,
 )
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.tools.bench import plot
+from horovod_fftcomp.tools.run import launcher
 from horovod_fftcomp.types import Array
 
 _RECIPES = "fp16,topk,fft,dct,auto,scalecom"
@@ -131,7 +134,7 @@ def run(parsed: argparse.Namespace) -> None:
     advise_report.print_report(found, parsed.nodes)
     if parsed.json:
         command = shlex.join(["horovod-fftcomp", *parsed.arguments])
-        content = {"command": command, "machine": machine.describe()}
+        content = {"command": command, "machine": environment.describe()}
         content |= advise_report.as_json(found, parsed.nodes)
         parsed.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if advise_report.invalid(found):
@@ -154,7 +157,7 @@ def _check(parsed: argparse.Namespace) -> None:
         parsed.fail("--gbit-per-s needs --ranks P, at least 2")
     if parsed.np < 2:
         parsed.fail("-np must be at least 2: one rank exchanges nothing")
-    if jobs.launched_rank() is not None:
+    if launcher.launched_rank() is not None:
         parsed.fail("advise starts its jobs itself: leave horovodrun out, and give -np N")
     if parsed.plot and not plot.matplotlib_is_installed():
         parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
@@ -178,7 +181,7 @@ def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
     tell("the model")
     model = _from_script(parsed) if parsed.script else _from_file(parsed)
     cores = parsed.cores_per_rank or model.cores
-    cores = cores or max(1, machine.n_cores() // (1 if parsed.ranks else ranks))
+    cores = cores or max(1, environment.n_cores() // (1 if parsed.ranks else ranks))
     threads.set_num_threads(parsed.threads or min(8, cores))
     options = [advice.dense(model.tensors)]
     for choice in parsed.recipes or settings(_RECIPES):
@@ -208,7 +211,7 @@ def _option(choice: RecipeChoice, model: _Model, parsed: argparse.Namespace) -> 
 
 def _from_file(parsed: argparse.Namespace) -> _Model:
     try:
-        histories = gradients.read(parsed.gradients)
+        histories = gradient_files.read(parsed.gradients)
     except (OSError, ValueError) as error:
         parsed.fail(str(error))
     tensors = [Tensor(history.name, history.steps[0].shape) for history in histories]
@@ -223,7 +226,7 @@ def _from_script(parsed: argparse.Namespace) -> _Model:
         parsed.record = Path(folder) / "gradients.npz"
         bare = _job(parsed, _NEXT_TO_NOTHING)
         # The first rank of a job on other hosts writes there: then the gradients are made up.
-        recorded = gradients.read(parsed.record) if parsed.record.exists() else []
+        recorded = gradient_files.read(parsed.record) if parsed.record.exists() else []
     tensors = [Tensor(name, tuple(shape)) for name, shape in dense["tensors"]]
     step_s = {"none": dense["step_s"], "random_block": bare["step_s"]}
     grads = {h.name: h.steps[-1].reshape(-1) for h in recorded}
@@ -288,9 +291,9 @@ def _probed(parsed: argparse.Namespace, options: list[Option]) -> _Probe:
     messages = sorted(_planned(options, parsed.np))
     command = [sys.executable, "-m", "horovod_fftcomp.torch.network", json.dumps(messages)]
     lines: list[str] = []
-    launcher = parsed.launcher or jobs.default_launcher()
+    start = parsed.launcher or launcher.default_launcher()
     try:
-        ended = jobs.launch(launcher, parsed.np, command, lines.append)
+        ended = launcher.launch(start, parsed.np, command, lines.append)
     except FileNotFoundError as error:
         parsed.fail(f"{error.filename!r} was not found; install Horovod, or give --gbit-per-s X")
     if len(ended.reports) < parsed.np:

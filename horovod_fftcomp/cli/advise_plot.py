@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from horovod_fftcomp import advice
 from horovod_fftcomp.cli.advise_report import Findings, growth
+from horovod_fftcomp.tools.advise import advice
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from horovod_fftcomp import advice
-from horovod_fftcomp.advice import Advice, Forecast, Option
 from horovod_fftcomp.cli.arguments import RecipeChoice, as_setting
 from horovod_fftcomp.cli.console import in_ms, make_console, make_table
-from horovod_fftcomp.cost_model import Compute, Line, Message, Network, crossover
+from horovod_fftcomp.tools.advise import advice
+from horovod_fftcomp.tools.advise.advice import Advice, Forecast, Option
+from horovod_fftcomp.tools.advise.cost_model import Compute, Line, Message, Network, crossover
 
 # A computation below this share of the measured steps is none that was told from the exchange.
 _TOO_LITTLE = 0.01

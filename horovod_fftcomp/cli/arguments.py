@@ -12,8 +12,8 @@ from pathlib import Path
 from types import NoneType
 from typing import NamedTuple, get_args
 
-from horovod_fftcomp.options import kinds_of
 from horovod_fftcomp.recipes import get_recipe, get_scheme
+from horovod_fftcomp.schemes.options import kinds_of
 
 _PICTURES = (".png", ".svg", ".pdf")
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}

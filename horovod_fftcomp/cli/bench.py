@@ -14,9 +14,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from horovod_fftcomp import bench, gradients, machine, threads
-from horovod_fftcomp.bench import RecipeSession, Session, peers, plot
-from horovod_fftcomp.buckets import MIN_NUMEL, is_compressed
 from horovod_fftcomp.cli import bench_report
 from horovod_fftcomp.cli.arguments import (
     RecipeChoice,
@@ -30,9 +27,13 @@ from horovod_fftcomp.cli.arguments import (
 from horovod_fftcomp.cli.bench_report import Result
 from horovod_fftcomp.cli.console import make_console
 from horovod_fftcomp.cli.recipes import near_square
-from horovod_fftcomp.gradients import History
+from horovod_fftcomp.engine.buckets import MIN_NUMEL, is_compressed
+from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.tools import bench, environment, gradient_files
+from horovod_fftcomp.tools.bench import RecipeSession, Session, peers, plot
+from horovod_fftcomp.tools.gradient_files import History
 
 _RECIPES = "fp16,bf16,topk(density=0.01,bits=32),topk,fft,dct"
 _BUSY = 0.7  # processes; what a run just before this one leaves of its own load is less
@@ -105,7 +106,7 @@ def run(parsed: argparse.Namespace) -> None:
     has_peers = not parsed.no_peers and peers.torch_is_installed()
     if has_peers:
         peers.set_num_threads(threads.get_num_threads())
-    facts = machine.describe()  # before the load that this run makes
+    facts = environment.describe()  # before the load that this run makes
     results: list[Result] = []
     interrupted = False
     try:
@@ -136,10 +137,10 @@ def _histories(parsed: argparse.Namespace) -> tuple[Iterable[History], int, str]
         parsed.fail("--per-tensor is for a file of --gradients")
     if not parsed.gradients:
         sizes = parsed.numel or numels(_SIZES)
-        made = (gradients.synthetic(size, seed=parsed.seed) for size in sizes)
+        made = (gradient_files.synthetic(size, seed=parsed.seed) for size in sizes)
         return made, len(sizes), f"made-up gradients (Student's t, seed {parsed.seed})"
     try:
-        histories = gradients.read(parsed.gradients)
+        histories = gradient_files.read(parsed.gradients)
     except (OSError, ValueError) as error:
         parsed.fail(str(error))
     kept = _compressed(histories, parsed.min_numel)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from horovod_fftcomp.bench import Measurement
-from horovod_fftcomp.bench.peers import PEERS
 from horovod_fftcomp.cli.arguments import RecipeChoice
 from horovod_fftcomp.cli.console import make_table
 from horovod_fftcomp.recipes import RECIPES, get_scheme
+from horovod_fftcomp.tools.bench import Measurement
+from horovod_fftcomp.tools.bench.peers import PEERS
 
 
 class Result(NamedTuple):

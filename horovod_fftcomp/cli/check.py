@@ -13,11 +13,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from horovod_fftcomp import health
 from horovod_fftcomp.cli.arguments import count
 from horovod_fftcomp.cli.console import make_console
-from horovod_fftcomp.health import Finding, Level
-from horovod_fftcomp.jobs import launched_rank
+from horovod_fftcomp.tools import check
+from horovod_fftcomp.tools.check import Finding, Level
+from horovod_fftcomp.tools.run.launcher import launched_rank
 
 _STYLES = {Level.OK: "green", Level.ABSENT: "dim", Level.WARNING: "yellow", Level.FAIL: "bold red"}
 _TRY_JOB = "horovodrun -np 2 horovod-fftcomp check"
@@ -47,7 +47,7 @@ def run(parsed: argparse.Namespace) -> None:
     report = Report(launched_rank())
     watchdog = Watchdog(parsed.timeout, report)
     watchdog.expect("the first check", _BUSY)
-    for finding in health.findings():
+    for finding in check.findings():
         report.add(finding)
         watchdog.expect(f"the check after {finding.topic!r}", _BUSY)
     finish = _check_job(report, watchdog, parsed.timeout)
@@ -75,14 +75,14 @@ def _check_job(
         report.add(Finding("job", Level.FAIL, found, "mend what is said of it"))
         return None
     try:
-        from horovod_fftcomp.torch import health as job
+        from horovod_fftcomp.torch import check as job
 
         for finding in job.findings(watchdog.expect, lambda: report.failed, timeout_s):
             report.add(finding)
         return job.finish
     except Exception as error:
         # The other ranks may be in a collective that this one will not reach: no use to go on.
-        report.add(Finding("job", Level.FAIL, health.told(error), "look at all ranks' output"))
+        report.add(Finding("job", Level.FAIL, check.told(error), "look at all ranks' output"))
         return None
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.text import Text
 
-from horovod_fftcomp import jobs, threads
 from horovod_fftcomp.cli.arguments import (
     RecipeChoice,
     as_setting,
@@ -27,8 +26,10 @@ from horovod_fftcomp.cli.arguments import (
     settings,
 )
 from horovod_fftcomp.cli.console import in_ms, make_console, make_table
-from horovod_fftcomp.step_report import StepReport
-from horovod_fftcomp.wrapping import Wrapping
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.tools.run import launcher
+from horovod_fftcomp.tools.run.import_hook import Wrapping
+from horovod_fftcomp.tools.run.step_report import StepReport
 
 _EXAMPLES = """\
 examples:
@@ -119,7 +120,7 @@ def run(parsed: argparse.Namespace) -> None:
                     f"horovodrun -np 2 horovod-fftcomp run --compression ... {parsed.script}"
                 )
         _run_script(parsed)
-    elif jobs.launched_rank() is not None:
+    elif launcher.launched_rank() is not None:
         parsed.fail("--compare starts the jobs itself: leave horovodrun out, and give -np N")
     elif parsed.report_json:
         parsed.fail("--report-json belongs to --compression: with --compare give --json FILE")
@@ -147,7 +148,7 @@ def _run_script(parsed: argparse.Namespace) -> None:
     sys.argv = [parsed.script, *parsed.script_arguments]
     sys.path[0] = str(Path(parsed.script).resolve().parent)
     failure = ""
-    with jobs.last_words(lambda: _report(parsed, steps, "SIGTERM")):
+    with launcher.last_words(lambda: _report(parsed, steps, "SIGTERM")):
         try:
             runpy.run_path(parsed.script, run_name="__main__")
         except BaseException as error:
@@ -189,12 +190,12 @@ def _report(parsed: argparse.Namespace, steps: StepReport, failure: str = "") ->
         found = {"steps": 0, "error": str(error) or repr(error)}
     if failure:
         found["failure"] = failure
-    rank = jobs.launched_rank() or 0
+    rank = launcher.launched_rank() or 0
     if rank != 0:
         found.pop("tensors", None)  # the same on all ranks, and long
     if parsed.report_json:
         launched = {"rank": rank, "cores": threads.get_own_cores()}
-        jobs.report({**launched, "recipe": as_setting(parsed.compression), **found})
+        launcher.report({**launched, "recipe": as_setting(parsed.compression), **found})
     elif rank == 0:
         sys.stdout.flush()
         print(_told(parsed.compression.label, found), file=sys.stderr, flush=True)
@@ -278,7 +279,7 @@ def _pass_on(line: str) -> None:
 
 def launch(
     parsed: argparse.Namespace, choice: RecipeChoice, n_ranks: int, line: Callable[[str], None]
-) -> jobs.Ended:
+) -> launcher.Ended:
     """Run the script with one recipe in a job of its own; ``line`` gets what it prints."""
     own: Sequence[str] = [sys.executable, "-m", "horovod_fftcomp", "run", "--report-json"]
     given = {
@@ -291,8 +292,8 @@ def launch(
     options = [part for key, value in given.items() if value for part in (key, str(value))]
     command = [*own, *options, "--compression", as_setting(choice), parsed.script]
     try:
-        return jobs.launch(
-            parsed.launcher or jobs.default_launcher(),
+        return launcher.launch(
+            parsed.launcher or launcher.default_launcher(),
             n_ranks,
             [*command, *parsed.script_arguments],
             line,
@@ -302,7 +303,7 @@ def launch(
         raise
 
 
-def trouble(ended: jobs.Ended, n_ranks: int) -> str:
+def trouble(ended: launcher.Ended, n_ranks: int) -> str:
     """Return what is wrong with a job in words; nothing if all is well."""
     reports = ended.reports
     wrong = _failures(reports)

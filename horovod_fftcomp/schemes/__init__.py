@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_fftcomp.backends.gpu import Device
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.spec import spec_of
+from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire.spec import spec_of
 
 # Measurements take a pass or more; so seldom they cost nothing. A prime, so that of ranks that
 # take turns in something each is measured in every role.

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backend import load_backend
-from horovod_fftcomp.backends.gpu import on_host
-from horovod_fftcomp.codec import Codec
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, RangeFloat
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, RangeFloat
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import TopK
+from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform
+from horovod_fftcomp.kernels.cuda import on_host
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -25,13 +27,11 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
 )
+from horovod_fftcomp.schemes.allgather import gather
+from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
 from horovod_fftcomp.schemes.dense import Dense
-from horovod_fftcomp.schemes.gather import gather
-from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
-from horovod_fftcomp.sparsifiers import TopK
-from horovod_fftcomp.spec import spec_of
-from horovod_fftcomp.transforms import BlockDCT, BlockFFT, Identity, Transform
 from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire.spec import spec_of
 
 TRANSFORMS: tuple[Transform, ...] = (
     Identity(), BlockFFT(64), BlockFFT(256), BlockDCT(64), BlockDCT(256),

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.backend import load_backend
-from horovod_fftcomp.backends.gpu import Device
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -24,8 +24,8 @@ from horovod_fftcomp.schemes import (
     State,
     Tensor,
 )
-from horovod_fftcomp.schemes.around import join, split
-from horovod_fftcomp.schemes.rows import on_each
+from horovod_fftcomp.schemes.device_rows import on_each
+from horovod_fftcomp.schemes.wrapper import join, split
 from horovod_fftcomp.types import Array
 
 

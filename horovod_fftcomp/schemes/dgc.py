@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp import positions, wire
-from horovod_fftcomp.backend import load_backend
-from horovod_fftcomp.codec import Codec
-from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -25,10 +24,12 @@ from horovod_fftcomp.schemes import (
     Tensor,
     energy_of,
 )
-from horovod_fftcomp.schemes.gather import rooms_for, summed
-from horovod_fftcomp.schemes.gather_on_device import gather_on_device, serves
+from horovod_fftcomp.schemes.allgather import rooms_for, summed
+from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
 from horovod_fftcomp.schemes.momentum import MomentumScheme
 from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire import positions
+from horovod_fftcomp.wire.positions import Layout
 
 
 class _Own(NamedTuple):

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backend import load_backend
-from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.base import check_state
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import TopK
+from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.payloads import check_state
-from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -30,13 +31,12 @@ from horovod_fftcomp.schemes import (
     Tensor,
     energy_of,
 )
-from horovod_fftcomp.schemes.gather import part_of, rooms_for
-from horovod_fftcomp.schemes.gather_on_device import serves
+from horovod_fftcomp.schemes.allgather import part_of, rooms_for
+from horovod_fftcomp.schemes.allgather_on_device import serves
 from horovod_fftcomp.schemes.gtopk_on_device import gtopk_on_device
-from horovod_fftcomp.sparsifiers import TopK
-from horovod_fftcomp.transforms import Identity
 from horovod_fftcomp.types import Array
-from horovod_fftcomp.wire import Header
+from horovod_fftcomp.wire.header import Header
+from horovod_fftcomp.wire.positions import Layout
 
 
 class Entries(NamedTuple):

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horovod_fftcomp.backends.gpu import Device, on_device, on_host
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels.cuda import Device, on_device, on_host
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
-from horovod_fftcomp.schemes.around import numels_of
-from horovod_fftcomp.schemes.rows import on_each, placed, state_of
+from horovod_fftcomp.schemes.device_rows import on_each, placed, state_of
+from horovod_fftcomp.schemes.wrapper import numels_of
 
 if TYPE_CHECKING:
-    from horovod_fftcomp.backends.gpu.encoder import Encoded, Encoder
+    from horovod_fftcomp.kernels.cuda.encoder import Encoded, Encoder
     from horovod_fftcomp.schemes.gtopk import Entries, GTopK
 
 _KERNELS = ("find_beyond", "take_places", "fill_sum", "put_places")
@@ -123,7 +123,7 @@ def gtopk_on_device(
 
 
 def _encoder(device: Device, scheme: GTopK, tensors: Sequence[Tensor]) -> Encoder:
-    from horovod_fftcomp.backends.gpu.encoder import Encoder  # not for whoever has no GPU
+    from horovod_fftcomp.kernels.cuda.encoder import Encoder  # not for whoever has no GPU
 
     key = ("lists", tuple(tensors))
     if key not in device.cache or device.cache[key][0] != scheme.codec:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horovod_fftcomp.backends.gpu import Device, on_device
-from horovod_fftcomp.quantizers import pattern_of
+from horovod_fftcomp.codec.quantizers import pattern_of
+from horovod_fftcomp.kernels.cuda import Device, on_device
 from horovod_fftcomp.schemes import Context, OldState, Outcome, Round, Tensor
-from horovod_fftcomp.schemes.around import numels_of
 from horovod_fftcomp.schemes.dense import outcome_on_device
-from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept, placed, state_of
+from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, kept, placed, state_of
+from horovod_fftcomp.schemes.wrapper import numels_of
 from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
-    from horovod_fftcomp.backends.gpu.encoder import Velocities
+    from horovod_fftcomp.kernels.cuda.encoder import Velocities
     from horovod_fftcomp.schemes.momentum import MomentumCorrection
 
 
@@ -54,7 +54,7 @@ def velocities_of(
     context: Context,
 ) -> Velocities | None:
     """Return the momentum that gradients pass, of which ``carried`` has the last velocities."""
-    from horovod_fftcomp.backends.gpu.encoder import Velocities  # not for whoever has no GPU
+    from horovod_fftcomp.kernels.cuda.encoder import Velocities  # not for whoever has no GPU
 
     if correction is None:
         return None

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp import draws
-from horovod_fftcomp.backend import load_backend
-from horovod_fftcomp.payloads import check_state
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.base import check_state
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -28,6 +27,7 @@ from horovod_fftcomp.schemes import (
 )
 from horovod_fftcomp.schemes.powersgd_on_device import powersgd_on_device
 from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire import counter_rng
 
 
 class Matrix(NamedTuple):
@@ -86,7 +86,7 @@ class PowerSgd(Scheme):
     def __post_init__(self) -> None:
         if type(self.rank) is not int or not 1 <= self.rank <= 1024:
             raise ValueError(f"rank must be a whole number from 1 to 1024, got {self.rank!r}")
-        draws.check_seed(self.seed)
+        counter_rng.check_seed(self.seed)
 
     def exchange(
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
@@ -165,7 +165,7 @@ class PowerSgd(Scheme):
         kept = state.get("factor", {}).get(tensor.name)
         check_state("factor", kept, (np.dtype(np.float32), numel))
         if kept is None:
-            kept = draws.even(self.seed, 0, tensor.name, numel)
+            kept = counter_rng.even(self.seed, 0, tensor.name, numel)
         return kept.reshape(matrix.columns, matrix.rank) if matrix.rank else kept
 
     def _project(self, part: _Part, reduced: Array, share: Array, measures: bool) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horovod_fftcomp.backends.gpu import Device, on_device
 from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.kernels.cuda import Device, on_device
 from horovod_fftcomp.schemes import Context, OldState, OnDevice, Outcome, Round, Tensor
-from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept, state_of
+from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, kept, state_of
 
 if TYPE_CHECKING:
     from horovod_fftcomp.schemes.powersgd import PowerSgd

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp import draws
-from horovod_fftcomp.backend import load_backend
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -27,8 +27,8 @@ from horovod_fftcomp.schemes import (
 from horovod_fftcomp.schemes.gtopk import largest
 from horovod_fftcomp.schemes.momentum import MomentumScheme
 from horovod_fftcomp.schemes.sketchsgd_on_device import sketchsgd_on_device
-from horovod_fftcomp.sparsifiers import TopK
 from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire import counter_rng
 
 
 class _Plan(NamedTuple):
@@ -92,7 +92,7 @@ class SketchSgd(MomentumScheme):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= 64:
                 raise ValueError(f"{name} must be a whole number from 1 to 64, got {value!r}")
-        draws.check_seed(self.seed)
+        counter_rng.check_seed(self.seed)
 
     def exchange(
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
@@ -141,7 +141,7 @@ class SketchSgd(MomentumScheme):
     def hashes(self, tensor: Tensor, context: Context) -> Array:
         """Return what the hash of each row multiplies by and adds, uint64 ``[rows, 2]``."""
         drawn = [
-            draws.draw(self.seed, context.step, tensor.name, place)
+            counter_rng.draw(self.seed, context.step, tensor.name, place)
             for place in range(2 * self.rows)
         ]
         return np.array(drawn, np.uint64).reshape(self.rows, 2)

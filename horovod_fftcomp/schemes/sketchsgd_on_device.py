@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.backend import load_backend
-from horovod_fftcomp.backends.gpu import Device, on_host
-from horovod_fftcomp.codec import Codec
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import TopK
+from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
+from horovod_fftcomp.kernels.cuda import Device, on_host
 from horovod_fftcomp.schemes import Context, OldState, OnDevice, Outcome, Round, Tensor
-from horovod_fftcomp.schemes.gather import part_of
+from horovod_fftcomp.schemes.allgather import part_of
+from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, kept, on_each, state_of
 from horovod_fftcomp.schemes.gtopk import largest
 from horovod_fftcomp.schemes.momentum_on_device import clip_factors
-from horovod_fftcomp.schemes.rows import BucketRows, ExchangeRows, kept, on_each, state_of
-from horovod_fftcomp.sparsifiers import TopK
-from horovod_fftcomp.transforms import Identity
 from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class _Bucket(BucketRows):
     """
 
     def __init__(self, device: Device, tensors: Sequence[Tensor], scheme: SketchSgd) -> None:
-        from horovod_fftcomp.backends.gpu.encoder import Encoder  # not for whoever has no GPU
+        from horovod_fftcomp.kernels.cuda.encoder import Encoder  # not for whoever has no GPU
 
         names = ["accumulate", "sketch", "write_sketch", "check_sketch", f"estimate<{scheme.rows}>"]
         super().__init__(device, "SKETCH", tensors, names)

@@ -10,12 +10,13 @@ from functools import partial
 
 import numpy as np
 
-from horovod_fftcomp import positions, wire
-from horovod_fftcomp.backend import load_backend
-from horovod_fftcomp.codec import Codec
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
+from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.positions import Layout
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -26,11 +27,11 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
 )
-from horovod_fftcomp.schemes.gather import Gather, encode, joined, part_of, summed
-from horovod_fftcomp.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
-from horovod_fftcomp.transforms import Identity
+from horovod_fftcomp.schemes.allgather import Gather, encode, joined, part_of, summed
 from horovod_fftcomp.types import Array, Part
-from horovod_fftcomp.wire import Header
+from horovod_fftcomp.wire import positions
+from horovod_fftcomp.wire.header import Header
+from horovod_fftcomp.wire.positions import Layout
 
 # Whose payloads sums of payloads are: of any number of values, or of a whole tensor where that
 # takes fewer bytes.

@@ -19,17 +19,17 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import size_op
 
-from horovod_fftcomp import handshake, process_sets
-from horovod_fftcomp.compressor import Compressor
-from horovod_fftcomp.connection import Connection
-from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.adapter import handshake, process_sets
+from horovod_fftcomp.adapter.compressor import Compressor
+from horovod_fftcomp.adapter.connection import Connection
+from horovod_fftcomp.adapter.replica_check import ReplicaCheck
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Scheduled
+from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.live_view import AddScalar
-from horovod_fftcomp.policy import Scheduled
-from horovod_fftcomp.replica_check import ReplicaCheck
-from horovod_fftcomp.schemes.nodes import Ranks
-from horovod_fftcomp.settings import Settings
-from horovod_fftcomp.shadow_check import ShadowCheck
+from horovod_fftcomp.monitor.step_log import AddScalar
+from horovod_fftcomp.schemes.hierarchical import Ranks
 from horovod_fftcomp.tensorflow import graph
 from horovod_fftcomp.tensorflow.device import memory_of
 from horovod_fftcomp.tensorflow.rounds import GraphRound, PendingRound, is_elastic

@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import DTypeLike
 
-from horovod_fftcomp.backends.gpu import Device
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.probe import trusted
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.device_selftest import trusted
+from horovod_fftcomp.kernels.cuda import Device
 
 _pointer_in = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_in.restype, _pointer_in.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -82,7 +82,7 @@ def memory_of(
         return None
 
     def make() -> LendingDevice:
-        from horovod_fftcomp.backends.gpu.cupy_device import CupyDevice, gpu_at
+        from horovod_fftcomp.kernels.cuda.cupy_device import CupyDevice, gpu_at
 
         with tf.init_scope(), tf.device(place):
             return CupyDevice(gpu_at(_address(tf.fill([1], 0.0))))

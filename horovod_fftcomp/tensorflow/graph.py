@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from horovod_fftcomp.buckets import Bucket
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.overlap import Place
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.exchanges import Place
-from horovod_fftcomp.schemes.nodes import Layout, Ranks
+from horovod_fftcomp.schemes.hierarchical import Layout, Ranks
 from horovod_fftcomp.tensorflow import rounds
 from horovod_fftcomp.tensorflow.steps import Load, Steps
 

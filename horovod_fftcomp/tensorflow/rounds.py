@@ -12,8 +12,8 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError
-from horovod_fftcomp.exchanges import no_answer
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array
 

@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tensorflow.python.eager.execute import quick_execute
 
-from horovod_fftcomp.backends.gpu import on_host
-from horovod_fftcomp.connection import JOINED, Connection
-from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.adapter.connection import JOINED, Connection
+from horovod_fftcomp.adapter.process_sets import size_of
+from horovod_fftcomp.adapter.replica_check import ReplicaCheck
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.adapter.stalls import Progress
+from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
-from horovod_fftcomp.not_finite import DENSE, NotFiniteWarning
-from horovod_fftcomp.process_sets import size_of
-from horovod_fftcomp.record import Recorder
-from horovod_fftcomp.replica_check import ReplicaCheck
+from horovod_fftcomp.kernels.cuda import on_host
+from horovod_fftcomp.kernels.threads import ieee_arithmetic
+from horovod_fftcomp.monitor.gradient_recorder import Recorder
+from horovod_fftcomp.monitor.not_finite import DENSE, NotFiniteWarning
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.settings import Settings
-from horovod_fftcomp.stalls import Progress
 from horovod_fftcomp.tensorflow import rounds
 from horovod_fftcomp.tensorflow.variables import Variables
-from horovod_fftcomp.threads import ieee_arithmetic
 
 if TYPE_CHECKING:
     from horovod_fftcomp.tensorflow.device import TensorFlowMemory

@@ -3,8 +3,8 @@
 from horovod_fftcomp.torch import elastic
 from horovod_fftcomp.torch.compression import Compression
 from horovod_fftcomp.torch.flops import rules_by_flops
-from horovod_fftcomp.torch.learners import SimulatedLearners
 from horovod_fftcomp.torch.local_steps import LocalSteps
+from horovod_fftcomp.torch.simulated_ranks import SimulatedLearners
 
 __all__ = ["Compression", "LocalSteps", "SimulatedLearners", "rules_by_flops"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horovod_fftcomp.factories import Factories
+from horovod_fftcomp.adapter.factories import Factories
 from horovod_fftcomp.torch.compressor import TorchCompressor
 
 

@@ -15,14 +15,14 @@ import horovod.torch as hvd
 import torch
 from horovod.torch import mpi_ops
 
-from horovod_fftcomp import process_sets
-from horovod_fftcomp.compressor import Compressor
-from horovod_fftcomp.connection import Connection
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import Scheduled
-from horovod_fftcomp.replica_check import ReplicaCheck
-from horovod_fftcomp.settings import Settings
-from horovod_fftcomp.shadow_check import ShadowCheck
+from horovod_fftcomp.adapter import process_sets
+from horovod_fftcomp.adapter.compressor import Compressor
+from horovod_fftcomp.adapter.connection import Connection
+from horovod_fftcomp.adapter.replica_check import ReplicaCheck
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Scheduled
+from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.device import device_of
 from horovod_fftcomp.torch.parameters import Parameters, with_plain_names

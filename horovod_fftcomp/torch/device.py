@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from horovod_fftcomp.backends.gpu.torch_device import TorchDevice
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.probe import trusted
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.device_selftest import trusted
+from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
 
 
 def device_of(parameters: Sequence[torch.Tensor], buckets: Sequence[Bucket]) -> TorchDevice | None:

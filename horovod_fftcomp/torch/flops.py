@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from horovod_fftcomp.policy import Rule
+from horovod_fftcomp.engine.policy import Rule
 
 # (multiplications a step and weight, from which on; compression rate). The fewer multiplications a
 # weight takes, the more of the time goes into exchanging its gradient.

@@ -7,7 +7,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_fftcomp.compressor import Compressor
+from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.torch.parameters import Parameters
 
 

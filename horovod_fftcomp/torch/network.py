@@ -16,8 +16,8 @@ from collections.abc import Callable
 import horovod.torch as hvd
 import torch
 
-from horovod_fftcomp import jobs
-from horovod_fftcomp.cost_model import spread
+from horovod_fftcomp.tools.advise.cost_model import spread
+from horovod_fftcomp.tools.run import launcher
 
 _AT_LEAST, _AT_MOST = 3, 20  # times of each
 _BUDGET_S = 1.0
@@ -31,7 +31,7 @@ def main() -> None:
     times = [_times_s(_collective(*message)) for message in messages]
     found = {"world_size": hvd.size(), "local_size": hvd.local_size()}
     found |= {"times": list(map(statistics.median, times)), "spreads": list(map(spread, times))}
-    jobs.report({"rank": hvd.rank(), **found})
+    launcher.report({"rank": hvd.rank(), **found})
     hvd.shutdown()
 
 

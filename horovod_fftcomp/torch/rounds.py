@@ -9,8 +9,8 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError
-from horovod_fftcomp.exchanges import no_answer
 from horovod_fftcomp.schemes import Round
 
 # Horovod's own synchronize spins on a core; a poll this often costs nothing and delays no step.

@@ -13,16 +13,16 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from horovod_fftcomp.connection import Connection
-from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.adapter.connection import Connection
+from horovod_fftcomp.adapter.replica_check import ReplicaCheck
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.adapter.stalls import Progress
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.overlap import Exchanges, Pending, Place
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
-from horovod_fftcomp.exchanges import Exchanges, Pending, Place
-from horovod_fftcomp.not_finite import NotFiniteWarning
-from horovod_fftcomp.record import Recorder
-from horovod_fftcomp.replica_check import ReplicaCheck
+from horovod_fftcomp.monitor.gradient_recorder import Recorder
+from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.settings import Settings
-from horovod_fftcomp.stalls import Progress
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.parameters import Parameters
 from horovod_fftcomp.torch.replicas import OptimizedParameters

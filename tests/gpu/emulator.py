@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec
-from horovod_fftcomp.backends import gpu
-from horovod_fftcomp.backends.gpu.decoder import Decoder, ThresholdDecoder
-from horovod_fftcomp.backends.gpu.encoder import Encoder
+from horovod_fftcomp.kernels import cuda
+from horovod_fftcomp.kernels.cuda.decoder import Decoder, ThresholdDecoder
+from horovod_fftcomp.kernels.cuda.encoder import Encoder
 
 HERE = Path(__file__).parent
 FORWARD, BACKWARD, SHUFFLED = range(3)
@@ -45,7 +45,7 @@ class DeviceArray(np.ndarray):
 
 
 class Emulator:
-    """A device whose arrays are NumPy's; the same face as ``horovod_fftcomp.backends.gpu.Device``.
+    """A device whose arrays are NumPy's; the same face as ``horovod_fftcomp.kernels.cuda.Device``.
 
     ``schedule``: in which order the threads run between two synchronisations.
     """
@@ -123,15 +123,15 @@ class Emulator:
 
         Those of the package are built all at once, since one build serves all tests.
         """
-        of_package = set(names) <= set(gpu.NAMES)
-        built = gpu.NAMES if of_package else tuple(names)
+        of_package = set(names) <= set(cuda.NAMES)
+        built = cuda.NAMES if of_package else tuple(names)
         library = ctypes.CDLL(str(_built(source, built, self.flags)))
         library.emulator_error.restype = ctypes.c_char_p
         return {name: _Function(library, built.index(name), name, self) for name in names}
 
 
 def decoder_for(
-    device: gpu.Device, codec: Codec, shapes: list, encoder: Encoder, n_ranks: int
+    device: cuda.Device, codec: Codec, shapes: list, encoder: Encoder, n_ranks: int
 ) -> Decoder | ThresholdDecoder:
     """Return what sums messages of ``encoder``, all of whose tensors have the same codec."""
     codecs = [codec] * len(shapes)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from horovod_fftcomp.backends.gpu import OPTIONS
+from horovod_fftcomp.kernels.cuda import OPTIONS
 
 # The last that knows sm_70, and the present one: their wheels lie side by side.
 LIBRARIES = {"12": "cuda_nvrtc/lib/libnvrtc.so.12", "13": "cu13/lib/libnvrtc.so.13"}

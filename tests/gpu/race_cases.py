@@ -13,13 +13,13 @@ import sys
 
 import numpy as np
 
-from horovod_fftcomp.backends import gpu, reference
-from horovod_fftcomp.backends.gpu.hashes import hashes_on_device
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.kernels import cuda, reference
+from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.simulation import exchange_once
 from tests.gpu.emulator import SHUFFLED, Emulator
 
 BARRIER = "__syncthreads();"
@@ -53,7 +53,7 @@ CASES = (
 TENSORS = (Tensor("a", (50, 100)), Tensor("b", (300,)))
 
 
-def run_steps(device: gpu.Device, recipe: str, options: dict, n_steps: int = 2) -> None:
+def run_steps(device: cuda.Device, recipe: str, options: dict, n_steps: int = 2) -> None:
     """Run steps of two ranks, with residuals, the first of them measured."""
     bucket, rng = Bucket(TENSORS, make_policy(recipe, **options)), np.random.default_rng(2)
     engines = [Engine([bucket], rank, 2, device) for rank in range(2)]
@@ -72,7 +72,7 @@ def run_steps(device: gpu.Device, recipe: str, options: dict, n_steps: int = 2) 
 
 def without_barrier(number: int) -> str:
     """Return the sources without their ``number``-th barrier."""
-    text = gpu.source()
+    text = cuda.source()
     places = [found.start() for found in re.finditer(re.escape(BARRIER), text)]
     if number < 0:
         return text
@@ -83,7 +83,7 @@ def without_barrier(number: int) -> str:
 class Edited(Emulator):
     """Builds other sources than the package's."""
 
-    text = gpu.source()
+    text = cuda.source()
 
     def functions(self, source: str, names: list[str]) -> dict:
         del source
@@ -93,7 +93,7 @@ class Edited(Emulator):
 def main(number: int) -> None:
     """Run ``RACES``, or one without a barrier; races are the sanitizer's to report."""
     # Numba's code is not the sanitizer's; what the host computes the reference can do as well.
-    sys.modules["horovod_fftcomp.backends.cpu"] = reference
+    sys.modules["horovod_fftcomp.kernels.cpu"] = reference
     device = Edited(SHUFFLED, 3, "-fsanitize=thread")
     device.text = without_barrier(number)
     for recipe, options in RACES if number < 0 else RACES[:1]:

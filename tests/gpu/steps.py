@@ -8,11 +8,11 @@ import random
 import numpy as np
 import pytest
 
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.simulation import exchange_once
 
 TENSORS = (Tensor("a", (100, 90)), Tensor("b", (3000,)), Tensor("c", (50, 70)))
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from horovod_fftcomp.backends import gpu
+from horovod_fftcomp.kernels import cuda
 from tests.gpu import nvrtc
 
 # CUDA 12 is the last that knows sm_70.
@@ -25,7 +25,7 @@ def compiled():
         if library is None:
             pytest.skip(f"NVRTC {version} is not installed")
         if (version, arch) not in found:
-            found[version, arch] = nvrtc.compile_for(library, gpu.source(), gpu.NAMES, arch)
+            found[version, arch] = nvrtc.compile_for(library, cuda.source(), cuda.NAMES, arch)
         return found[version, arch]
 
     return get
@@ -36,7 +36,7 @@ def test_kernels_compile_without_warnings_and_spills(compiled, version, arch):
     made = compiled(version, arch)
     assert made.warnings == []
     assert ".local" not in made.ptx
-    assert len(made.resources) == len(gpu.NAMES)
+    assert len(made.resources) == len(cuda.NAMES)
     for kernel in made.resources:
         assert kernel.spilled_nbytes == 0, kernel
         assert kernel.registers <= REGISTERS_OF_A_PROCESSOR / (3 * MOST_THREADS), kernel

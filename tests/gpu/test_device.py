@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import RECIPES, get_codec, get_scheme
-from horovod_fftcomp.backend import load_backend
-from horovod_fftcomp.backends.gpu.encoder import Encoder
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import make_policy
-from horovod_fftcomp.probe import probe
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.device_selftest import probe
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.schemes import Tensor
 from tests.contracts import make_codec
 from tests.gpu import steps
@@ -44,7 +44,7 @@ def device(request):
     if not pytest.importorskip("cupy").cuda.is_available():
         pytest.skip("no GPU is available")
     if request.param == "cupy":
-        from horovod_fftcomp.backends.gpu.cupy_device import CupyDevice
+        from horovod_fftcomp.kernels.cuda.cupy_device import CupyDevice
 
         return CupyDevice()
     return torch_device()
@@ -54,7 +54,7 @@ def torch_device():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no GPU is available")
-    from horovod_fftcomp.backends.gpu.torch_device import TorchDevice
+    from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
 
     return TorchDevice(torch.device("cuda", 0))
 
@@ -283,8 +283,8 @@ def test_nvidias_sanitizer_finds_nothing(on_torch, tool):
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer is not installed")
     script = (
-        "import torch; from horovod_fftcomp.backends.gpu.torch_device import TorchDevice;"
-        "from horovod_fftcomp.probe import probe;"
+        "import torch; from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice;"
+        "from horovod_fftcomp.engine.device_selftest import probe;"
         "from horovod_fftcomp import RECIPES, get_scheme;"
         "probe(TorchDevice(torch.device('cuda', 0)), map(get_scheme, RECIPES))"
     )

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import RECIPES, PayloadError, get_scheme
-from horovod_fftcomp.backends import gpu
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.device_selftest import probe, trusted
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.policy import make_policy
-from horovod_fftcomp.probe import probe, trusted
+from horovod_fftcomp.kernels import cuda
 from horovod_fftcomp.schemes import MEASURE_EVERY, Tensor
 from horovod_fftcomp.schemes.auto import TRIAL_STEPS
-from horovod_fftcomp.schemes.nodes import Layout
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.schemes.hierarchical import Layout
+from horovod_fftcomp.simulation import exchange_once
 from tests.gpu.emulator import DeviceArray, Emulator
 from tests.gpu.steps import (
     TENSORS,
@@ -436,7 +436,7 @@ def test_the_probe_finds_a_device_that_computes_wrong():
     schemes = [get_scheme(recipe) for recipe in RECIPES if recipe != "none"]
     device = Asked()
     probe(device, schemes)
-    assert device.names <= set(gpu.NAMES)
+    assert device.names <= set(cuda.NAMES)
 
     class Wrong(Emulator):
         def functions(self, source, names):

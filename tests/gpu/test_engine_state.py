@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import PayloadError
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import make_policy
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.schemes.auto import TRIAL_STEPS
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.simulation import exchange_once
 from tests.gpu.emulator import Emulator
 from tests.gpu.steps import TENSORS, assert_same_step, make_engines, random_grads, run_step
 

@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError
-from horovod_fftcomp.backend import load_backend
-from horovod_fftcomp.backends import gpu
-from horovod_fftcomp.backends.gpu import tables
-from horovod_fftcomp.backends.gpu.decoder import CORRUPT, NOT_FINITE, SOUND
-from horovod_fftcomp.backends.gpu.encoder import Encoder
-from horovod_fftcomp.backends.gpu.hashes import hashes_on_device
-from horovod_fftcomp.chosen_codec import ChosenCodec
-from horovod_fftcomp.draws import Place
-from horovod_fftcomp.element_codec import ElementCodec
-from horovod_fftcomp.elementwise import EliasQSGD
-from horovod_fftcomp.positions import Layout, unary_bits
-from horovod_fftcomp.quantizers import LARGEST_FINITE_BITS, Float32, RangeFloat
-from horovod_fftcomp.replicas import hash_bytes_reference
-from horovod_fftcomp.sparsifiers import RandomK, TopK
-from horovod_fftcomp.transforms import BLOCK_LENGTHS, BlockDCT, BlockFFT, Identity
-from horovod_fftcomp.wire import DTYPES, read_header
+from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.dense_methods import EliasQSGD
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32, RangeFloat
+from horovod_fftcomp.codec.sparsifiers import RandomK, TopK
+from horovod_fftcomp.codec.transforms import BLOCK_LENGTHS, BlockDCT, BlockFFT, Identity
+from horovod_fftcomp.kernels import cuda
+from horovod_fftcomp.kernels.cuda import structs
+from horovod_fftcomp.kernels.cuda.decoder import CORRUPT, NOT_FINITE, SOUND
+from horovod_fftcomp.kernels.cuda.encoder import Encoder
+from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device
+from horovod_fftcomp.monitor.parameter_hash import hash_bytes_reference
+from horovod_fftcomp.wire.counter_rng import Place
+from horovod_fftcomp.wire.header import DTYPES, read_header
+from horovod_fftcomp.wire.positions import Layout, unary_bits
 from tests.contracts import CASES, CODECS, make_codec, plan_of
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
 
@@ -355,10 +355,10 @@ def test_tables_of_twiddles_are_the_same_everywhere():
     """Other ones would let the ranks of a job drift apart."""
     import zlib
 
-    from horovod_fftcomp.backends.gpu import tables
+    from horovod_fftcomp.kernels.cuda import structs
 
     whole = b"".join(
-        t(b).tobytes() for b in (64, 256, 4096) for t in (tables.roots, tables.cosines)
+        t(b).tobytes() for b in (64, 256, 4096) for t in (structs.roots, structs.cosines)
     )
     assert f"{zlib.crc32(whole):08x}" == "caf4feb4"
 
@@ -382,22 +382,22 @@ def test_positions_lie_beyond_2_to_the_31():
     k, positions = selection.count(n), selection.positions(n, 3, "w")
     assert positions.max() > 1 << 31
     grad[positions] = values = np.arange(1, k + 1, dtype=np.float32)
-    share, row = device.empty(k), np.zeros(1, tables.SHARED)
+    share, row = device.empty(k), np.zeros(1, structs.SHARED)
     row["factor"], row["first"] = selection.progression(n, 3, "w")
-    row["n"], row["k"], row["n_groups"] = n, k, -(-k // tables.THREADS)
+    row["n"], row["k"], row["n_groups"] = n, k, -(-k // structs.THREADS)
     row["grad"], row["sum"], row["share"] = map(device.address, (grad, total, share))
-    kernels = device.functions(gpu.source(), ["take_shares", "add_shares"])
+    kernels = device.functions(cuda.source(), ["take_shares", "add_shares"])
     table, owners = device.upload(row.view(np.uint8)), device.zeros(row["n_groups"][0], np.uint32)
     for name, more in (("take_shares", 2), ("add_shares", 1)):
         flat = [table, owners, np.uint32(0), *(device.zeros(4, np.uint32) for _ in range(more))]
-        kernels[name](owners.size, tables.THREADS, flat, 0)
+        kernels[name](owners.size, structs.THREADS, flat, 0)
     np.testing.assert_array_equal(share, values)
     np.testing.assert_array_equal(total[positions], values)
 
 
 def test_halves_are_those_of_the_cpu():
     device, every = Emulator(), np.arange(1 << 16, dtype=np.uint16)
-    kernels = device.functions(gpu.source(), ["find_beyond", "write_halves", "read_halves"])
+    kernels = device.functions(cuda.source(), ["find_beyond", "write_halves", "read_halves"])
 
     def launch(name, values, *more):
         kernels[name](-(-values.size // 256), 256, [values, np.uint64(values.size), *more], 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_fftcomp.backends import gpu
+from horovod_fftcomp.kernels import cuda
 from tests.gpu.emulator import FORWARD, Emulator
 from tests.gpu.race_cases import BARRIER, CASES, run_steps
 
@@ -50,7 +50,7 @@ def test_there_are_no_races():
 
 
 def test_a_barrier_that_is_left_out_is_reported():
-    in_tally = gpu.source()[: gpu.source().index("flush_counts(found, tally.digits")]
+    in_tally = cuda.source()[: cuda.source().index("flush_counts(found, tally.digits")]
     status, report = races(len(re.findall(re.escape(BARRIER), in_tally)) - 1)
     assert status == 66, report[-5000:]
     assert "data race" in report

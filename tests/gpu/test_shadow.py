@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import RECIPES, UnsupportedError, wire
-from horovod_fftcomp.buckets import Bucket
-from horovod_fftcomp.engine import Engine
-from horovod_fftcomp.policy import make_policy
-from horovod_fftcomp.schemes.gather import Gather
-from horovod_fftcomp.settings import Settings
-from horovod_fftcomp.shadow_check import ShadowCheck
-from horovod_fftcomp.world import exchange_once
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.engine.shadow_check import ShadowCheck
+from horovod_fftcomp.schemes.allgather import Gather
+from horovod_fftcomp.simulation import exchange_once
 from tests.gpu.emulator import Emulator
 from tests.gpu.faults import Fault
 from tests.gpu.steps import TENSORS, random_grads

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from horovod_fftcomp.backends.gpu import Launch
-from horovod_fftcomp.backends.gpu.torch_device import TorchDevice, values_of
+from horovod_fftcomp.kernels.cuda import Launch
+from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice, values_of
 from tests.gpu.emulator import Emulator
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from horovod_fftcomp.live_view import figures
+from horovod_fftcomp.monitor.step_log import figures
 from tests.parallel.models import distributed, flat, make_model, small_buckets, train
 
 

@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_fftcomp import (
-    ConfigMismatchError,
-    UnsupportedError,
-    get_scheme,
-    process_sets,
-    simulate,
-)
-from horovod_fftcomp.policy import make_policy
-from horovod_fftcomp.settings import Settings
+from horovod_fftcomp import ConfigMismatchError, UnsupportedError, get_scheme, simulate
+from horovod_fftcomp.adapter import process_sets
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.torch import Compression, compressor
 from tests import payloads
 from tests.gpu.torch_emulator import TorchEmulator

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from horovod_fftcomp import UnsupportedError, simulate
-from horovod_fftcomp.schemes import gather
+from horovod_fftcomp.schemes import allgather
 from horovod_fftcomp.torch import Compression
 from tests.parallel.models import (
     ScriptedScaler,
@@ -48,14 +48,14 @@ def inline(compression):
 @pytest.fixture
 def slow(monkeypatch):
     """Let every encoding of a bucket take 50 ms more; return the threads in which they ran."""
-    plain, threads = gather.encode, []
+    plain, threads = allgather.encode, []
 
     def encode(*arguments):
         threads.append(threading.current_thread())
         time.sleep(0.05)
         return plain(*arguments)
 
-    monkeypatch.setattr(gather, "encode", encode)
+    monkeypatch.setattr(allgather, "encode", encode)
     return threads
 
 
@@ -218,7 +218,7 @@ def test_an_error_in_the_worker_is_raised_after_backward_and_the_step_can_be_dro
         raise TypeError(f"no such dtype on rank {hvd.rank()}")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gather, "encode", broken)
+        patch.setattr(allgather, "encode", broken)
         model.zero_grad()
         loss_of(model, *next(batches(1))).backward()
         named = list(model.named_parameters())

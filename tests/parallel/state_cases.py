@@ -9,7 +9,7 @@ import pytest
 import torch
 from horovod.torch import elastic
 
-from horovod_fftcomp import checkpoint
+from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.torch import arrays
 from tests.parallel.models import (
     ScriptedScaler,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_fftcomp.live_view import figures
+from horovod_fftcomp.monitor.step_log import figures
 from horovod_fftcomp.tensorflow import Compression
 from tests.parallel.tensorflow_models import Layers, batches, small_buckets, stepper, train
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_fftcomp import simulate, watch
+from horovod_fftcomp import simulate
+from horovod_fftcomp.adapter import watch
 from horovod_fftcomp.tensorflow import Compression, compressor
 from horovod_fftcomp.tensorflow.device import TensorFlowMemory
 from tests import payloads

@@ -12,12 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from horovod_fftcomp import (
-    ConfigMismatchError,
-    get_scheme,
-    schedules,
-)
-from horovod_fftcomp.recovery import Recover
+from horovod_fftcomp import ConfigMismatchError, get_scheme, schedules
+from horovod_fftcomp.monitor.density_recovery import Recover
 from horovod_fftcomp.torch import Compression
 from tests.parallel import told_of_nan
 from tests.parallel.models import (

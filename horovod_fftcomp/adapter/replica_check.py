@@ -1,0 +1,124 @@
+"""Do all ranks still hold the same parameters? Asks in turns, beside the steps, and acts."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from horovod_fftcomp.adapter.process_sets import size_of
+from horovod_fftcomp.engine.overlap import Pending, Send
+from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.kernels.cuda import Device, on_host
+from horovod_fftcomp.monitor.parameter_hash import Rotation, describe, find_differences, hash_bytes
+from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.types import Array
+
+
+class Replicas(Protocol):
+    """An adapter's parameters as bytes, each by its number."""
+
+    names: Sequence[str]
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each."""
+        ...
+
+    def read(self, number: int) -> Array:
+        """Return its present values, uint8 1-D."""
+        ...
+
+    def write(self, number: int, values: Array) -> None:
+        """Overwrite its values by these bytes."""
+        ...
+
+
+class ReplicaCheck:
+    """Compares parameters between ranks, in turns, all within 100 steps.
+
+    The exchange of a turn's hashes runs beside the step. ``action``: "warn", "broadcast" (the
+    first rank's values replace the others') or "off".
+    """
+
+    def __init__(
+        self, send: Send, parameters: Replicas, action: str, process_set: Any, name: str
+    ) -> None:
+        self._send = send
+        self._parameters = parameters
+        self._action = action
+        self._set = process_set
+        self._name = f"{name}.replicas"
+        self._rotation = Rotation(sizes := parameters.sizes())
+        self._n_sizes = len(sizes)
+        self.seconds = 0.0  # spent here in all, for stats
+        self._due: Sequence[int] = ()
+        self._pending: Pending | None = None
+        self._device: Device | None = None
+
+    def abandon(self) -> None:
+        """Forget an exchange that was broken off."""
+        self._pending = None
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether ``begin`` would compare anything; the same on all ranks."""
+        return self._action != "off" and len(self._rotation.due(step)) > 0
+
+    def begin(
+        self, step: int, device: Device | None = None, in_place: Callable[[int], Any] | None = None
+    ) -> None:
+        """Start comparing what is due before ``step``'s update; every rank calls it alike.
+
+        ``device``: the GPU that holds all parameters and computes steps, if one does; then
+        ``in_place`` returns one's values there, uint8 1-D at a multiple of 8 bytes.
+        """
+        self._device = device
+        if len(self._parameters.names) != self._n_sizes:  # the optimizer was given more of them
+            self._rotation = Rotation(sizes := self._parameters.sizes())
+            self._n_sizes = len(sizes)
+        self._due = self._rotation.due(step) if self.is_due(step) else ()
+        if self._due:
+            start = time.perf_counter()
+            if device is not None and in_place is not None:
+                from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device  # not without one
+
+                hashes = hashes_on_device(device, [in_place(number) for number in self._due])
+            else:
+                found = [hash_bytes(self._parameters.read(number)) for number in self._due]
+                hashes = np.array(found, np.uint64).view(np.uint8)
+            self._pending = self._send(Round("allgather", hashes), self._name, self._set)
+            self.seconds += time.perf_counter() - start
+
+    def finish(self, timeout_s: float) -> None:
+        """Act on a difference, if one was found."""
+        if self._pending is None:
+            return
+        start = time.perf_counter()
+        hashes = on_host(self._pending.wait(timeout_s), self._device)
+        self._pending = None
+        found = hashes.view(np.uint64)
+        if found.size != size_of(self._set) * len(self._due):
+            raise ConfigMismatchError(
+                f"the optimizers of the ranks have different parameters: this one has "
+                f"{self._n_sizes}; call add_param_group() alike on all ranks"
+            )
+        gathered = found.reshape(-1, len(self._due))
+        self.seconds += time.perf_counter() - start
+        names = [self._parameters.names[number] for number in self._due]
+        differences = find_differences(gathered, names)
+        if not differences:
+            return
+        text = describe(differences)
+        if self._action == "broadcast":
+            for number in self._due:
+                if self._parameters.names[number] in differences:
+                    self._broadcast(number, timeout_s)
+            text += " They have been replaced by the first rank's."
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _broadcast(self, number: int, timeout_s: float) -> None:
+        own = self._parameters.read(number)  # bytes: Horovod sends no bfloat16
+        values = self._send(Round("broadcast", own), f"{self._name}.mend", self._set)
+        self._parameters.write(number, values.wait(timeout_s))

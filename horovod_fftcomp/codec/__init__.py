@@ -1,0 +1,1 @@
+"""Codecs: arrays to payloads and back."""

@@ -1,0 +1,284 @@
+"""What all codecs share: the door, the header and its checks, sums of payloads.
+
+How the body of a payload is made and read is the codecs' own: ``sparse``, ``dense`` and
+``adaptive``.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.backend import backend_for, load_backend
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.types import Array, Coefficients, Shape
+from horovod_fftcomp.wire.counter_rng import NOWHERE, Place
+from horovod_fftcomp.wire.header import Header, Plan
+from horovod_fftcomp.wire.positions import Layout
+from horovod_fftcomp.wire.spec import spec_of
+
+
+class Encoded(NamedTuple):
+    """What ``Codec.encode_coeffs`` returns."""
+
+    payload: Array
+    residual: Array | None
+
+
+Self = TypeVar("Self", bound="PayloadCodec")
+
+
+def check_state(kind: str, array: Array | None, expected: tuple[np.dtype, int]) -> None:
+    """Raise ValueError for a state of another (dtype, elements): kernels would read beyond it."""
+    if array is not None and (array.dtype, array.size) != expected:
+        found = (array.dtype, array.size)
+        raise ValueError(f"the {kind} is (dtype, elements) {found}, expected {expected}")
+
+
+class PayloadCodec(abc.ABC):
+    """Turns arrays into payloads and back; a frozen dataclass of options inherits from it.
+
+    It says how ``coeffs_of``, ``encode_coeffs``, ``plan`` and ``_sum`` go.
+    """
+
+    def spec(self) -> str:
+        """Return the stages and their options in words; see ``spec_of``."""
+        return spec_of(self)
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """64-bit hash of the stages and their options; travels in every header."""
+        return wire.fnv1a(f"{wire.VERSION}:{self.spec()}")
+
+    def payload_nbytes(self, shape: int | Sequence[int]) -> int:
+        """Return the size in bytes of the payload of any array of ``shape``, header included.
+
+        Raises ValueError where the size is left to the values, as under a threshold.
+        """
+        dims = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        return self.plan(tuple(int(dim) for dim in dims)).payload_nbytes
+
+    def expected_nbytes(self, shape: Shape) -> int:
+        """Return ``payload_nbytes``, or what to expect where the values decide."""
+        return self.payload_nbytes(shape)
+
+    def at_loss_scale(self: Self, scale: float) -> Self:
+        """Return the codec of gradients that a loss scale has multiplied."""
+        del scale
+        return self
+
+    @property
+    @abc.abstractmethod
+    def has_fixed_size(self) -> bool:
+        """Whether a payload's size depends on the shape alone."""
+
+    @abc.abstractmethod
+    def plan(self, shape: Shape, k: int | None = None) -> Plan:
+        """Return the layout and the sizes for a tensor of ``shape``.
+
+        ``k``: what the header tells, where the sizes depend on the values.
+        """
+
+    @abc.abstractmethod
+    def coeffs_of(
+        self,
+        flat: Array,
+        shape: Shape,
+        kernels: ModuleType,
+        residual: Array | None = None,
+        own: bool = True,
+    ) -> Coefficients:
+        """Return the coefficients of a flat float32 gradient, plus ``residual``'s."""
+
+    @abc.abstractmethod
+    def encode_coeffs(
+        self,
+        coeffs: Coefficients,
+        shape: Shape,
+        dtype: str = "float32",
+        *,
+        kernels: ModuleType,
+        keep_residual: bool = True,
+        out: Array | None = None,
+        place: Place = NOWHERE,
+    ) -> Encoded:
+        """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent."""
+
+    @abc.abstractmethod
+    def _sum(
+        self,
+        payloads: Sequence[Array],
+        plans: Sequence[Plan],
+        headers: Sequence[Header],
+        kernels: ModuleType,
+    ) -> Array:
+        """Return the sum of checked payloads of finite values, not all RAW, flat float32."""
+
+    @abc.abstractmethod
+    def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
+        """Return (dtype, elements) of what a tensor of ``shape`` leaves unsent."""
+
+    def _check_residual(self, residual: Array | None, shape: Shape) -> None:
+        """Raise ValueError if there is one of another dtype or size."""
+        if residual is not None:
+            check_state("residual", residual, self.coeffs_format(shape))
+
+    def encode(
+        self, x: Array, step: int = 0, name: str = "", backend: str | None = None, rank: int = 0
+    ) -> Array:
+        """Return the payload of ``x``, uint8 1-D.
+
+        ``x``: any shape; float16, bfloat16 (``ml_dtypes``), float32 or float64. ``step``,
+        ``name`` and ``rank`` seed random choices. NaN or Inf inside is legal: the payload says so
+        and decodes to NaN everywhere. Raises TypeError, with the name, for other dtypes.
+        """
+        kernels = _kernels(backend, x)
+        x = np.asarray(x)
+        flat = _as_flat_float32(x, name)
+        coeffs = self.coeffs_of(flat, x.shape, kernels, own=False)
+        return self.encode_coeffs(
+            coeffs,
+            x.shape,
+            x.dtype.name,
+            kernels=kernels,
+            keep_residual=False,
+            place=Place(step, name, rank),
+        ).payload
+
+    def decode(self, payload: Array, backend: str | None = None) -> Array:
+        """Return the array that ``payload`` stands for, in the shape and dtype encoded.
+
+        A value that rounding made too large for the dtype becomes its largest finite one.
+        Raises PayloadError for bytes that this codec did not write, and where a transform of
+        values near float32's largest overflows.
+        """
+        header = _header_of(payload)
+        total = self.decode_sum([payload], backend, [header])
+        if header.finite and np.isnan(total).any():
+            raise PayloadError("body: the values overflow in the inverse transform")
+        return _cast_back(total, header.dtype)
+
+    def decode_sum(
+        self,
+        payloads: Sequence[Array],
+        backend: str | None = None,
+        headers: Sequence[Header] | None = None,
+    ) -> Array:
+        """Return the sum of the decoded ``payloads``, float32, in the order given.
+
+        Coefficients are added and transformed back once, however many payloads there are. If
+        one was made of non-finite values, every element of the sum is NaN. ``headers``: those of
+        the payloads where they have been read already.
+        """
+        if not payloads:
+            raise ValueError("payloads must not be empty: the shape of the sum would be unknown")
+        kernels = _kernels(backend, payloads[0])
+        if headers is None:
+            headers = [_header_of(payload) for payload in payloads]
+        plans = [self.checked_plan(*pair) for pair in zip(payloads, headers, strict=True)]
+        shape = headers[0].shape
+        for number, header in enumerate(headers):
+            if header.shape != shape:
+                raise PayloadError(
+                    f"payload {number}: header field 'shape' is {header.shape}, "
+                    f"expected {shape} as in payload 0"
+                )
+        if not all(header.finite for header in headers):
+            return np.full(shape, np.nan, np.float32)
+        if all(plan.layout is Layout.RAW for plan in plans):
+            return self._sum_raw(payloads, headers, plans[0], kernels).reshape(shape)
+        return self._sum(payloads, plans, headers, kernels).reshape(shape)
+
+    def _sum_raw(
+        self, payloads: Sequence[Array], headers: Sequence[Header], plan: Plan, kernels: ModuleType
+    ) -> Array:
+        """Return the sum of tensors that travelled as they are."""
+        total = np.zeros(plan.numel, np.float32)
+        for number, (payload, header) in enumerate(zip(payloads, headers, strict=True)):
+            try:
+                total += self._raw_values(payload, plan, header, kernels)
+            except ValueError as error:
+                raise PayloadError(f"payload {number}: body: {error}") from error
+        return total
+
+    def _raw_values(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Array:
+        """Return the values of a tensor that travelled as it is; ValueError if one cannot be."""
+        values = aligned(payload)[plan.values_offset :].view(np.float32)
+        if kernels.peak_bits(values) > int(np.float32(header.scale).view(np.uint32)):
+            raise ValueError("a value lies beyond the scale")
+        return values
+
+    def checked_plan(self, payload: Array, header: Header) -> Plan:
+        """Return the plan of a payload; PayloadError unless this codec wrote this header."""
+        if header.fingerprint != self.fingerprint:
+            raise PayloadError(
+                f"header field 'fingerprint' is {header.fingerprint:016x}, expected "
+                f"{self.fingerprint:016x}; run the same recipe and options on all ranks "
+                f"(here: {self!r})"
+            )
+        if not self.has_fixed_size and header.k > math.prod(header.shape):
+            raise PayloadError(f"header field 'k' is {header.k}, more than there are elements")
+        if not self.has_fixed_size and header.layout == Layout.RAW:
+            plan = wire.raw_plan(header.shape)  # its k is that of all elements, not what was chosen
+        else:
+            plan = self.plan(header.shape, header.k)
+        for field, found, expected in (
+            ("k", header.k, plan.k),
+            ("layout", header.layout, plan.layout),
+            ("payload length", header.payload_nbytes, plan.payload_nbytes),
+            ("payload length", len(payload), plan.payload_nbytes),
+        ):
+            if found != expected:
+                raise PayloadError(f"header field {field!r} is {found}, expected {expected}")
+        return plan
+
+
+def _header_of(payload: Array) -> Header:
+    if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.ndim != 1:
+        raise TypeError(
+            "a payload is a 1-D uint8 array (of bytes: np.frombuffer(data, np.uint8)); got "
+            f"{getattr(payload, 'dtype', type(payload).__name__)}"
+        )
+    return wire.read_header(payload)
+
+
+def _kernels(backend: str | None, array: object) -> ModuleType:
+    return backend_for(array) if backend is None else load_backend(backend)
+
+
+def _as_flat_float32(x: Array, name: str) -> Array:
+    """Return ``x`` in C order as float32 1-D, without a copy where it is that already."""
+    if x.dtype.name not in wire.DTYPES:
+        raise TypeError(
+            f"tensor {name!r} has dtype {x.dtype}; "
+            f"a codec takes {', '.join(wire.DTYPES)}: cast it or leave it uncompressed"
+        )
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf and is flagged
+        return np.require(x, np.float32, ["C", "A", "W"]).reshape(-1)  # as kernels are compiled for
+
+
+def _cast_back(total: Array, dtype: str) -> Array:
+    """Return ``total`` in ``dtype``, saturating: what was finite stays finite."""
+    if dtype == "bfloat16":
+        import ml_dtypes  # only whoever encoded bfloat16 needs it
+
+        target = np.dtype(ml_dtypes.bfloat16)
+        limit = np.float32(ml_dtypes.finfo(target).max)
+    else:
+        target = np.dtype(dtype)
+        limit = np.float32(min(np.finfo(target).max, np.finfo(np.float32).max))
+    return np.clip(total, -limit, limit, out=total).astype(target, copy=False)
+
+
+def aligned(payload: Array) -> Array:
+    """Return ``payload``, or a copy that kernels take: writable, at a place for 64-bit words."""
+    if payload.ctypes.data % 8 == 0 and payload.strides == (1,) and payload.flags.writeable:
+        return payload
+    return payload.copy()

@@ -1,0 +1,211 @@
+"""A codec without positions: every element is sent, in few bits, by one method."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.base import Encoded, PayloadCodec, aligned
+from horovod_fftcomp.codec.dense_methods import EliasQSGD, Method, OfSigns
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.transforms import Identity
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.types import Array, Coefficients, Shape
+from horovod_fftcomp.wire import counter_rng
+from horovod_fftcomp.wire.counter_rng import NOWHERE, Place
+from horovod_fftcomp.wire.header import Header, Plan
+from horovod_fftcomp.wire.positions import Layout
+
+_PLANS_CACHED = 1 << 14  # as in ``codec``
+_UNKNOWN = -1  # a peak that the method finds while it encodes
+
+
+@dataclass(frozen=True)
+class ElementCodec(PayloadCodec):
+    """Turn arrays into payloads by a method that sends every element.
+
+    Has the methods of ``Codec``. What a method draws is a function of ``seed`` and of step, name
+    and rank: other numbers on each rank, so that their errors do not add up.
+
+    >>> import numpy as np, horovod_fftcomp as hfc
+    >>> codec = hfc.get_codec("efsignsgd")
+    >>> codec.decode(codec.encode(np.array([1.0, -4.0, 2.0, 3.0], np.float32)))
+    array([ 2.5, -2.5,  2.5,  2.5], dtype=float32)
+    """
+
+    spec_name = "ElementCodec"
+    method: Method
+    seed: int = 0
+    transform = Identity()
+
+    def __post_init__(self) -> None:
+        counter_rng.check_seed(self.seed)
+
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether a payload's size depends on the shape alone."""
+        return not isinstance(self.method, EliasQSGD)
+
+    def plan(self, shape: Shape, k: int | None = None) -> Plan:
+        """Return the layout and the sizes for a tensor of ``shape``; see ``PayloadCodec``.
+
+        ``k``: 32-bit words of the body, where their number depends on the values.
+        """
+        if self.has_fixed_size:
+            return _plan(self, shape)
+        if k is None:
+            raise ValueError("the size of a payload in Elias's code depends on the values")
+        plan = wire.dense_plan(shape, 4 * k)
+        if plan.layout is Layout.RAW:
+            return plan
+        return replace(plan, positions=plan.positions._replace(k=k))
+
+    def expected_nbytes(self, shape: Shape) -> int:
+        """Return the size of a payload, or what it would be without Elias's code."""
+        return _plan(self, shape).payload_nbytes
+
+    def coeffs_of(
+        self,
+        flat: Array,
+        shape: Shape,
+        kernels: ModuleType,
+        residual: Array | None = None,
+        own: bool = True,
+    ) -> Coefficients:
+        """Return the elements of a flat float32 gradient, plus ``residual``'s.
+
+        In a new array; unless ``own`` maybe ``flat`` itself. Raises ValueError if the residual has
+        another dtype or size.
+        """
+        self._check_residual(residual, shape)
+        if residual is None and not own:
+            return Coefficients(flat, _UNKNOWN, 0, flat.size)
+        if isinstance(self.method, OfSigns) and residual is not None:
+            return self.method.sum_of(flat, residual, shape, kernels)
+        return kernels.add(flat, residual, 0)
+
+    def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
+        """Return (dtype, elements) of what a tensor of ``shape`` leaves unsent."""
+        return np.dtype(np.float32), math.prod(shape)
+
+    def key_at(self, place: Place) -> int:
+        """Return the 64 bits that what the method draws at ``place`` follows from."""
+        return counter_rng.draw(self.seed, place.step, place.name, place.rank)
+
+    def energy(self, coeffs: Array, shape: Shape) -> float:
+        """Return the sum of squares of the gradient with these elements."""
+        del shape
+        return self.transform.energy(coeffs)
+
+    def encode_coeffs(
+        self,
+        coeffs: Coefficients,
+        shape: Shape,
+        dtype: str = "float32",
+        *,
+        kernels: ModuleType,
+        keep_residual: bool = True,
+        out: Array | None = None,
+        place: Place = NOWHERE,
+    ) -> Encoded:
+        """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent.
+
+        As ``Codec.encode_coeffs``; ``place`` seeds what the method draws.
+        """
+        key = self.key_at(place)
+        if isinstance(self.method, EliasQSGD):
+            return self._encode_packed(
+                self.method, coeffs, shape, dtype, kernels, keep_residual, key
+            )
+        plan, array, peak = self.plan(shape), coeffs.array, coeffs.peak
+        if out is None:
+            out = np.zeros(plan.payload_nbytes, np.uint8)
+        payload = out[: plan.payload_nbytes]
+        body = payload[plan.values_offset :]
+        is_raw = plan.layout is Layout.RAW
+        if is_raw:
+            peak = kernels.peak_bits(array)
+            finite, scale = peak <= LARGEST_FINITE_BITS, float(np.uint32(peak).view(np.float32))
+            body[:] = array.view(np.uint8)
+        elif peak > LARGEST_FINITE_BITS:
+            finite = False
+        elif isinstance(self.method, OfSigns) and coeffs.signs is not None:
+            finite, scale = self.method.encode_found(
+                array, coeffs.signs, shape, body, kernels, keep_residual
+            )
+        else:
+            finite, scale = self.method.encode(array, shape, body, key, kernels, keep_residual)
+        if not finite:
+            body[:] = 0
+            wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
+            return Encoded(payload, None)
+        wire.write_header(payload, plan, self.fingerprint, dtype, scale, True)
+        return Encoded(payload, array if keep_residual and not is_raw else None)
+
+    def _encode_packed(
+        self,
+        method: EliasQSGD,
+        coeffs: Coefficients,
+        shape: Shape,
+        dtype: str,
+        kernels: ModuleType,
+        keep_residual: bool,
+        key: int,
+    ) -> Encoded:
+        """As ``encode_coeffs``, of a method whose body is packed once more, to any size.
+
+        Where that is longer than the tensor, what it stands for travels, not the tensor: sent
+        otherwise by what was drawn, it would not be unbiased.
+        """
+        array, finite, scale = coeffs.array, coeffs.peak <= LARGEST_FINITE_BITS, 0.0
+        body = np.zeros(method.body_nbytes(shape), np.uint8)
+        if finite and array.size:
+            finite, scale = method.encode(array, shape, body, key, kernels, keep_residual)
+        sent = method.packed(body, shape, kernels) if finite and array.size else body[:0]
+        plan = self.plan(shape, sent.size // 4)
+        if plan.layout is Layout.RAW:
+            total = np.zeros(array.size, np.float32)
+            method.add(total, shape, sent, scale, kernels)
+            sent = total.view(np.uint8)
+            scale = float(np.abs(total).max(initial=0))
+        payload = np.zeros(plan.payload_nbytes, np.uint8)
+        payload[plan.values_offset :] = sent
+        wire.write_header(payload, plan, self.fingerprint, dtype, scale, finite)
+        return Encoded(payload, array if keep_residual and finite else None)
+
+    def _sum(
+        self,
+        payloads: Sequence[Array],
+        plans: Sequence[Plan],
+        headers: Sequence[Header],
+        kernels: ModuleType,
+    ) -> Array:
+        total = kernels.empty(plans[0].numel)
+        total.fill(0)
+        for number, (payload, plan, header) in enumerate(
+            zip(payloads, plans, headers, strict=True)
+        ):
+            body = aligned(payload)[plan.values_offset :]
+            try:
+                if plan.layout is Layout.RAW:  # beside others that were smaller in Elias's code
+                    total += self._raw_values(payload, plan, header, kernels)
+                else:
+                    self.method.add(total, header.shape, body, header.scale, kernels)
+            except ValueError as error:
+                raise PayloadError(f"payload {number}: body: {error}") from error
+        return total
+
+    def may_overflow(self, headers: Sequence[Header]) -> bool:
+        """Tell whether a sum of payloads with these headers could exceed float32."""
+        return sum(header.scale for header in headers) > 2.0**127
+
+
+@functools.lru_cache(_PLANS_CACHED)
+def _plan(codec: ElementCodec, shape: Shape) -> Plan:
+    return wire.dense_plan(shape, codec.method.body_nbytes(shape))

@@ -1,0 +1,232 @@
+"""Codec: an array to bytes and back, by a transform, a sparsifier and a quantizer.
+
+Owns the order of the stages and the checks at the door; knows no byte's place (``wire``) and no
+arithmetic (``backends``).
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.base import Encoded, PayloadCodec, aligned
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32, Quantizer
+from horovod_fftcomp.codec.sparsifiers import Threshold, TopK
+from horovod_fftcomp.codec.transforms import Transform
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.types import Array, Coding, Coefficients, Part, Shape
+from horovod_fftcomp.wire import positions
+from horovod_fftcomp.wire.counter_rng import NOWHERE, Place
+from horovod_fftcomp.wire.header import Header, Plan
+from horovod_fftcomp.wire.positions import Layout
+
+# The same few thousand tensors come back every step.
+_PLANS_CACHED = 1 << 14
+
+
+class PositionsCodec(PayloadCodec):
+    """What codecs share that send the positions of some coefficients and a code for each."""
+
+    transform: Transform
+
+    @abc.abstractmethod
+    def coding(self, scale: float) -> Coding:
+        """Return how values are written in a payload of this scale."""
+
+    def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
+        """Return (dtype, elements) of the coefficients that a tensor of ``shape`` leaves unsent."""
+        kind = np.complex64 if self.transform.reals_per_bin == 2 else np.float32
+        return np.dtype(kind), self.transform.n_bins(math.prod(shape))
+
+    def energy(self, coeffs: Array, shape: Shape) -> float:
+        """Return the sum of squares of the gradient with these coefficients."""
+        del shape
+        return self.transform.energy(coeffs)
+
+    def _write_body(
+        self, payload: Array, plan: Plan, bitmap: Array, codes: Array, kernels: ModuleType
+    ) -> None:
+        """Write where a bitmap has ones, and the packed codes of what is there."""
+        packed = positions.pack(bitmap, plan.positions, kernels)
+        payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes] = packed
+        payload[plan.values_offset :] = codes
+
+    def _sum(
+        self,
+        payloads: Sequence[Array],
+        plans: Sequence[Plan],
+        headers: Sequence[Header],
+        kernels: ModuleType,
+    ) -> Array:
+        """Add the coefficients and transform back once, however many payloads there are."""
+        parts = []
+        whole = zip(payloads, plans, headers, strict=True)
+        for number, (payload, plan, header) in enumerate(whole):
+            try:
+                parts.append(self.part(aligned(payload), plan, header, kernels))
+            except ValueError as error:
+                raise PayloadError(f"payload {number}: body: {error}") from error
+        try:
+            return self.transform.sum(parts, plans[0].numel, kernels)
+        except ValueError as error:
+            raise PayloadError(f"body: {error}") from error
+
+    def part(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Part:
+        """Return the body of a payload; ValueError if its positions cannot be."""
+        if plan.layout is Layout.RAW:  # beside others of which less was chosen
+            values = payload[plan.values_offset :]
+            everywhere = positions.first_ones(plan.numel, plan.numel)
+            return Part(everywhere, values, Float32().coding(header.scale))
+        end = plan.header_nbytes + plan.positions.nbytes
+        bitmap = positions.unpack(payload[plan.header_nbytes : end], plan.positions, kernels)
+        return Part(bitmap, payload[plan.values_offset :], self.coding(header.scale))
+
+    def may_overflow(self, headers: Sequence[Header]) -> bool:
+        """Tell whether a sum of payloads with these headers could exceed float32."""
+        return sum(header.scale for header in headers) * self.transform.gain > 2.0**127
+
+
+@dataclass(frozen=True)
+class Codec(PositionsCodec):
+    """Turn arrays into payloads: ``transform``, then ``sparsifier``, then ``quantizer``.
+
+    Holds parameters and no data; equal codecs on all ranks make payloads that fit together.
+    Every method takes NumPy arrays and leaves them unchanged. ``backend`` ("reference" or "cpu")
+    overrides the choice by the array's type; it is there for tests.
+
+    >>> import numpy as np, horovod_fftcomp as hfc
+    >>> codec = hfc.get_codec("topk", density=0.25)
+    >>> payload = codec.encode(np.array([1.0, -4.0, 2.0, 3.0], np.float32))
+    >>> codec.decode(payload)
+    array([ 0., -4.,  0.,  0.], dtype=float32)
+    """
+
+    spec_name = "Codec"
+    transform: Transform
+    sparsifier: TopK | Threshold
+    quantizer: Quantizer
+
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether a payload's size depends on the shape alone."""
+        return isinstance(self.sparsifier, TopK)
+
+    def plan(self, shape: Shape, k: int | None = None) -> Plan:
+        """Return the layout and the sizes for a tensor of ``shape``.
+
+        ``k``: how many coefficients are sent, where that depends on the values.
+        """
+        if isinstance(self.sparsifier, TopK):
+            return _plan(self, shape)
+        if k is None:
+            raise ValueError("the size of a payload under a threshold depends on the values")
+        return wire.make_plan(shape, math.prod(shape), k, self.quantizer.bits)
+
+    def at_loss_scale(self, scale: float) -> Codec:
+        """Return the codec of gradients that a loss scale has multiplied."""
+        if scale == 1 or isinstance(self.sparsifier, TopK):
+            return self
+        return _at_loss_scale(self, scale)
+
+    def coeffs_of(
+        self,
+        flat: Array,
+        shape: Shape,
+        kernels: ModuleType,
+        residual: Array | None = None,
+        own: bool = True,
+    ) -> Coefficients:
+        """Return the coefficients of a flat float32 gradient, plus ``residual``'s.
+
+        In a new array; unless ``own`` maybe in ``flat`` itself. Those of a tensor that travels as
+        it is are its elements. A residual always lies in the transform's domain, since only other
+        tensors leave one; a changed density may bring both together. Raises ValueError if it has
+        another dtype or size.
+        """
+        self._check_residual(residual, shape)
+        if isinstance(self.sparsifier, Threshold):
+            key = int(np.float32(self.sparsifier.value).view(np.uint32)) - 1
+            coeffs = self.transform.forward(flat, residual, 0, kernels, own)
+            return coeffs._replace(key=key, ties=0)
+        plan = self.plan(shape)
+        if plan.layout is not Layout.RAW:
+            k = 0 if plan.layout is Layout.ALL else plan.k
+            return self.transform.forward(flat, residual, k, kernels, own)
+        if residual is not None:
+            residual = self.transform.inverse(residual, plan.numel, kernels)
+        return kernels.rank(flat, 0, 1) if residual is None else kernels.add(flat, residual, 0)
+
+    def coding(self, scale: float) -> Coding:
+        """Return how values are written in a payload of this scale."""
+        return self.quantizer.coding(scale)
+
+    def energy(self, coeffs: Array, shape: Shape) -> float:
+        """Return the sum of squares of the gradient with these coefficients."""
+        if self.has_fixed_size and self.plan(shape).layout is Layout.RAW:
+            return float(np.dot(coeffs, coeffs))
+        return self.transform.energy(coeffs)
+
+    def encode_coeffs(
+        self,
+        coeffs: Coefficients,
+        shape: Shape,
+        dtype: str = "float32",
+        *,
+        kernels: ModuleType,
+        keep_residual: bool = True,
+        out: Array | None = None,
+        place: Place = NOWHERE,
+    ) -> Encoded:
+        """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent.
+
+        With ``keep_residual`` the array of ``coeffs`` itself becomes the residual: the sent values
+        are subtracted in place. None is left by a tensor that travels as it is, all of which is
+        sent, and by non-finite coefficients. The payload is written to the front of ``out``,
+        zeros uint8, where that is given.
+        """
+        del place  # nothing is drawn
+        array, peak = coeffs.array, coeffs.peak
+        k = None
+        if not self.has_fixed_size:
+            finite = peak <= LARGEST_FINITE_BITS
+            k = kernels.count_above(array, coeffs.key) if finite else 0
+        plan = self.plan(shape, k)
+        if out is None:
+            out = np.zeros(plan.payload_nbytes, np.uint8)
+        payload = out[: plan.payload_nbytes]
+        if peak > LARGEST_FINITE_BITS:
+            wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
+            return Encoded(payload, None)
+        scale = float(np.uint32(peak).view(np.float32))
+        is_raw = plan.layout is Layout.RAW
+        if is_raw:
+            payload[plan.values_offset :] = array.view(np.uint8)
+        else:
+            bitmap, codes = kernels.take(
+                coeffs, self.transform.bins_per_block, self.coding(scale), keep_residual
+            )
+            self._write_body(payload, plan, bitmap, codes, kernels)
+        wire.write_header(payload, plan, self.fingerprint, dtype, scale, True)
+        return Encoded(payload, array if keep_residual and not is_raw else None)
+
+
+@functools.lru_cache(64)
+def _at_loss_scale(codec: Codec, scale: float) -> Codec:
+    """Return a codec that is kept, since its fingerprint takes longer than a small tensor."""
+    assert isinstance(codec.sparsifier, Threshold)
+    return replace(codec, sparsifier=codec.sparsifier.scaled(scale))
+
+
+@functools.lru_cache(_PLANS_CACHED)
+def _plan(codec: Codec, shape: Shape) -> Plan:
+    assert isinstance(codec.sparsifier, TopK)
+    n_bins = codec.transform.n_bins(math.prod(shape))
+    bits_per_bin = codec.transform.reals_per_bin * codec.quantizer.bits
+    return wire.make_plan(shape, n_bins, codec.sparsifier.count(n_bins), bits_per_bin)

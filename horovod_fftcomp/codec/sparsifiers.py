@@ -1,0 +1,146 @@
+"""Which coefficients are sent."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire import counter_rng
+
+LEAST_THRESHOLD = 2.0**-126  # below it float32 has fewer digits
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The ``density`` share of a tensor's coefficients."""
+
+    density: float
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.density, numbers.Real) and not isinstance(self.density, bool)
+        if not is_number or not 0.0 < self.density <= 1.0:
+            raise ValueError(
+                f"density must lie in (0, 1], got {self.density!r}; "
+                "0.01 keeps 1 % of the coefficients"
+            )
+        # 1, 1.0 and np.float64(1) are one density: their fingerprints, by repr, have to be equal.
+        object.__setattr__(self, "density", float(self.density))
+
+    def count(self, n: int) -> int:
+        """Return k for ``n`` coefficients; known before the data, so payload sizes are too."""
+        return 0 if n == 0 else min(n, max(1, math.floor(self.density * n + 1e-9)))
+
+
+@dataclass(frozen=True)
+class TopK(_Share):
+    """Keep the ``density`` share of a tensor's coefficients that is largest in magnitude.
+
+    k = max(1, floor(density * n)); of equal magnitudes the lower index wins, so all backends
+    agree. Source: Aji and Heafield 2017; for spectra, Wang et al., HPDC 2020.
+    """
+
+    spec_name = "TopK"
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Keep what is at least ``value`` in magnitude; how much that is the data tell.
+
+    Source: Dutta et al., AAAI 2020, and Sahu et al., NeurIPS 2021, as hard threshold.
+    """
+
+    spec_name = "Threshold"
+    value: float
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.value, numbers.Real) and not isinstance(self.value, bool)
+        if not is_number or not LEAST_THRESHOLD <= self.value <= _LARGEST:
+            raise ValueError(
+                f"threshold must be a number from {LEAST_THRESHOLD:.3g} to {_LARGEST:.3g}, got "
+                f"{self.value!r}; it has the units of a gradient"
+            )
+        # As float32, in which values are compared: all ranks compare with the same number.
+        object.__setattr__(self, "value", float(np.float32(self.value)))
+
+    def scaled(self, scale: float) -> Threshold:
+        """Return the threshold of gradients that ``scale`` has multiplied, if float32 has it."""
+        return Threshold(min(max(self.value * scale, LEAST_THRESHOLD), _LARGEST))
+
+
+def formula_threshold(numel: int, density: float = 0.001) -> float:
+    """Return 1 / (2 sqrt(k)) for a model of ``numel`` compressed elements, k of them to be sent.
+
+    Source: the published runs of Sahu et al., NeurIPS 2021. It has been tuned to gradients of the
+    size that batch norm and cross entropy make; ``hard_threshold`` can find its own instead.
+
+    >>> round(formula_threshold(11_173_962), 5)
+    0.00473
+    """
+    return 1 / (2 * math.sqrt(TopK(density).count(numel)))
+
+
+@dataclass(frozen=True)
+class _Drawn(_Share):
+    """A share whose positions are drawn anew in each step, alike on all ranks."""
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counter_rng.check_seed(self.seed)
+
+
+@dataclass(frozen=True)
+class RandomBlock(_Drawn):
+    """Keep k consecutive elements from a random one on; after the last comes the first.
+
+    Without the wrap-around those at the ends would be sent less often. Source: Vogels et al.,
+    NeurIPS 2019, as "random block".
+    """
+
+    spec_name = "RandomBlock"
+
+    def progression(self, n: int, step: int, name: str) -> tuple[int, int]:
+        """Return (a, c): the positions are (a j + c) mod n for j < k."""
+        return 1, counter_rng.below(counter_rng.draw(self.seed, step, name, 0), n)
+
+    def positions(self, n: int, step: int, name: str) -> Array:
+        """Return the positions, int64 ``[k]``, of a tensor called ``name`` of ``n`` elements."""
+        _, first = self.progression(n, step, name)
+        found = np.arange(first, first + self.count(n), dtype=np.int64)
+        found[n - first :] -= n
+        return found
+
+
+@dataclass(frozen=True)
+class RandomK(_Drawn):
+    """Keep k elements, each with probability k/n: (a j + c) mod n for j < k, a prime to n.
+
+    None is drawn twice, which would send less than k. Source: Stich et al., NeurIPS 2018.
+    """
+
+    spec_name = "RandomK"
+
+    def progression(self, n: int, step: int, name: str) -> tuple[int, int]:
+        """Return (a, c): the positions are (a j + c) mod n for j < k."""
+        if n <= 1:
+            return 1, 0
+        factor = 1 + counter_rng.below(counter_rng.draw(self.seed, step, name, 1), n - 1)
+        while math.gcd(factor, n) != 1:
+            factor = factor % n + 1
+        return factor, counter_rng.below(counter_rng.draw(self.seed, step, name, 0), n)
+
+    def positions(self, n: int, step: int, name: str) -> Array:
+        """Return the positions, int64 ``[k]``, of a tensor called ``name`` of ``n`` elements."""
+        factor, first = self.progression(n, step, name)
+        # In unsigned 64 bits a product is exact below 2**64: n up to 2**32, density up to 1.
+        found = np.arange(self.count(n), dtype=np.uint64)
+        found *= np.uint64(factor)
+        found += np.uint64(first)
+        found %= np.uint64(max(1, n))
+        return found.view(np.int64)

@@ -1,0 +1,1 @@
+"""The steps of one rank: state, buckets, order of rounds."""

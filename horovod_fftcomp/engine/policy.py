@@ -1,0 +1,225 @@
+"""Which scheme a tensor runs at which step: recipe, density schedule, dense warm-up, rules."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
+from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
+from horovod_fftcomp.schemes import Scheme, Tensor
+from horovod_fftcomp.schemes.dense import Dense
+from horovod_fftcomp.schemes.hierarchical import PerNode
+from horovod_fftcomp.schemes.options import check_names, checked
+
+# Which tensors (a shell pattern of names, or a function of name and shape), and what they get:
+# "dense", another density, or {"recipe": name, option: value, ...}.
+Action = str | float | Mapping[str, Any]
+Rule = tuple[str | Callable[[Tensor], bool], Action]
+
+# What ``make_policy`` takes besides a recipe's options.
+KEYWORDS = ("warmup_steps", "density_schedule", "ranks_per_node")
+
+
+class Policy(Protocol):
+    """A scheme for every step; a function of the step alone, so that all ranks choose alike."""
+
+    def at(self, step: int) -> Scheme:
+        """Return the scheme of the exchange number ``step``."""
+        ...
+
+    def density(self, step: int) -> float | None:
+        """Return the kept share at ``step``; None where there is none."""
+        ...
+
+    def facts(self) -> dict[str, object]:
+        """Return what has to be equal on all ranks, defaults included, in words."""
+        ...
+
+
+@dataclass(frozen=True)
+class Always:
+    """The same scheme at every step."""
+
+    scheme: Scheme
+
+    def at(self, step: int) -> Scheme:
+        """Return the scheme."""
+        return self.scheme.at(step)
+
+    def density(self, step: int) -> float | None:
+        """Return None: the scheme alone knows."""
+        del step
+        return None
+
+    def facts(self) -> dict[str, object]:
+        """Return what has to be equal on all ranks, in words."""
+        return {"options": self.scheme.spec()}
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A recipe whose density may follow a schedule, after ``warmup_steps`` dense steps.
+
+    ``ranks_per_node`` above 1: it runs between nodes of so many ranks; see ``PerNode``.
+    """
+
+    recipe: str
+    options: tuple[tuple[str, Any], ...] = ()
+    schedule: Schedule | None = None
+    warmup_steps: int = 0
+    ranks_per_node: int = 1
+
+    def at(self, step: int) -> Scheme:
+        """Return the scheme of the exchange number ``step``."""
+        scheme = self._between_nodes(step)
+        return scheme if self.ranks_per_node == 1 else PerNode(scheme, self.ranks_per_node)
+
+    def _between_nodes(self, step: int) -> Scheme:
+        if step < self.warmup_steps:
+            return _scheme(self.recipe, self.options).in_warmup() or Dense("float32")
+        if self.schedule is None:
+            return _scheme(self.recipe, self.options).at(step - self.warmup_steps)
+        options = {**dict(self.options), "density": self.density(step)}
+        return _scheme(self.recipe, tuple(options.items()))
+
+    def density(self, step: int) -> float | None:
+        """Return the kept share at ``step``, 1 in the warm-up; None for a recipe without one."""
+        if step < self.warmup_steps and "density" in RECIPES[self.recipe].options:
+            return 1.0
+        if self.schedule is not None:
+            return self.schedule.at(max(0, step - self.warmup_steps))
+        return {**RECIPES[self.recipe].options, **dict(self.options)}.get("density")
+
+    @property
+    def scope(self) -> str:
+        """What shares one k: "tensor", "bucket" or "model"."""
+        return dict(self.options).get("scope", "tensor")
+
+    def in_force(self) -> dict[str, object]:
+        """Return the options with their defaults, as ``make_policy`` would take them."""
+        options = {**RECIPES[self.recipe].options, **dict(self.options)}
+        if isinstance(self.schedule, Constant):
+            options["density"] = self.schedule.at(0)
+        elif self.schedule is not None:
+            del options["density"]
+            options["density_schedule"] = self.schedule
+        if self.warmup_steps:
+            options["warmup_steps"] = self.warmup_steps
+        if self.ranks_per_node > 1:
+            options["ranks_per_node"] = self.ranks_per_node
+        return options
+
+    def facts(self) -> dict[str, object]:
+        """Return what has to be equal on all ranks, defaults included: one fact an option."""
+        settings = {"warmup_steps": self.warmup_steps, "ranks_per_node": self.ranks_per_node}
+        facts = {"recipe": self.recipe, **settings, **self.in_force()}
+        return {
+            name: repr(value) if isinstance(value, Schedule) else value
+            for name, value in facts.items()
+        }
+
+    def written(self) -> str:
+        """Return the recipe with what is in force, as a call of a factory: ``fft(bits=4)``."""
+        written = ", ".join(f"{name}={value!r}" for name, value in self.in_force().items())
+        return f"{self.recipe}({written})"
+
+    def with_density(self, density: float) -> Scheduled:
+        """Return the same policy at a constant density from now on."""
+        _require_density(self.recipe, "density")
+        changed = replace(self, schedule=as_schedule(density))
+        changed.at(self.warmup_steps)
+        return changed
+
+
+@functools.lru_cache(1024)
+def _scheme(recipe: str, options: tuple[tuple[str, Any], ...]) -> Scheme:
+    return get_scheme(recipe, **dict(options))
+
+
+def _require_density(recipe: str, argument: str) -> None:
+    if "density" not in RECIPES[recipe].options:
+        having = ", ".join(name for name, r in RECIPES.items() if "density" in r.options)
+        raise ValueError(
+            f"{argument} was given, but recipe {recipe!r} has no density; these have: {having}"
+        )
+
+
+def make_policy(
+    recipe: str,
+    warmup_steps: int = 0,
+    density_schedule: object = None,
+    ranks_per_node: int = 1,
+    **options: Any,
+) -> Scheduled:
+    """Return the policy of a recipe; ValueError or TypeError names the argument that is wrong.
+
+    ``warmup_steps``: steps sent dense before compression begins. ``density_schedule``: one of
+    ``schedules``, or a mapping {step: density}; its step 0 is the first compressed one.
+    ``ranks_per_node``: sum dense within nodes of so many ranks in a row, compress between them.
+    """
+    warmup_steps = checked("warmup_steps", warmup_steps, int, 0)
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be a whole number from 0 up, got {warmup_steps!r}")
+    ranks_per_node = checked("ranks_per_node", ranks_per_node, int, 8)
+    check_names(recipe, options, get_recipe(recipe).options, KEYWORDS)
+    options = get_recipe(recipe).checked(options)
+    get_scheme(recipe, **options)
+    schedule = None
+    if density_schedule is not None:
+        _require_density(recipe, "density_schedule")
+        if "density" in options:
+            raise ValueError("give either density or density_schedule, not both")
+        schedule = as_schedule(density_schedule)
+    if ranks_per_node != 1:
+        PerNode(get_scheme(recipe, **options), ranks_per_node)  # refuses what it cannot do
+    return Scheduled(recipe, tuple(sorted(options.items())), schedule, warmup_steps, ranks_per_node)
+
+
+def action_for(tensor: Tensor, rules: Sequence[Rule]) -> Action | None:
+    """Return what the first matching rule gives ``tensor``; None if no rule matches."""
+    for which, action in rules:
+        if fnmatch.fnmatchcase(tensor.name, which) if isinstance(which, str) else which(tensor):
+            return action
+    return None
+
+
+def check_rules(rules: Sequence[Rule], policy: Scheduled) -> tuple[Rule, ...]:
+    """Return ``rules`` as a tuple; ValueError or TypeError for one that no tensor could follow."""
+    for rule in rules:
+        if not isinstance(rule, tuple) or len(rule) != 2:
+            raise TypeError(f"a rule is a pair (names, action), got {rule!r}")
+        which, action = rule
+        if not isinstance(which, str) and not callable(which):
+            raise TypeError(f"rule {rule!r}: names are a pattern or a function of the tensor")
+        policy_of(action, policy)
+    return tuple(rules)
+
+
+def unmatched(rules: Sequence[Rule], tensors: Sequence[Tensor]) -> list[str]:
+    """Return the patterns that name no tensor: most likely misspelt."""
+    return [
+        which
+        for which, _ in rules
+        if isinstance(which, str) and not fnmatch.filter([t.name for t in tensors], which)
+    ]
+
+
+def policy_of(action: Action, policy: Scheduled) -> Scheduled | None:
+    """Return the policy that a rule's action makes of the compressor's; None for dense."""
+    if action == "dense":
+        return None
+    if isinstance(action, Mapping):
+        if "ranks_per_node" in action:
+            raise ValueError("ranks_per_node holds for all tensors: give it without a rule")
+        inherited = {"warmup_steps": policy.warmup_steps, "ranks_per_node": policy.ranks_per_node}
+        return make_policy(**{"recipe": policy.recipe, **inherited, **action})
+    if not isinstance(action, numbers.Real) or isinstance(action, bool):
+        raise ValueError(
+            f"a rule's action is 'dense', a density or a dict with a recipe; got {action!r}"
+        )
+    return policy.with_density(float(action))

@@ -1,0 +1,159 @@
+"""Does a GPU compute what the CPU computes? Asks now and then, of one tensor of the training.
+
+``twins`` knows what is computed and compared; here is whose turn it is, and how all ranks learn.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from horovod_fftcomp.engine.overlap import Place, Send
+from horovod_fftcomp.engine.shadow_steps import Seen, Twin, followed
+from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.kernels.threads import ieee_arithmetic
+from horovod_fftcomp.schemes import Round, Scheme
+from horovod_fftcomp.types import Array
+
+if TYPE_CHECKING:
+    from horovod_fftcomp.engine.engine import Engine
+
+# A check is put off while steps do not count or are the host's: as long as a loss scale takes to
+# settle, or `hard_threshold` to find its threshold.
+_PATIENCE = 128
+_RECORD_NBYTES = 1024  # what a rank tells, in UTF-8
+_SAME, _AGAIN, _DIFFERS = range(3)
+
+
+class ShadowCheck:
+    """In every ``every``-th step one tensor of ``engine``'s, in turn, is the CPU's as well.
+
+    A step is: ``begin``, ``followed`` for each bucket that the GPU computes, and when all are
+    decoded ``finish``. Where that cannot wait for other ranks, an allgather of the next step takes
+    along what there is to tell: ``with_record`` and ``without_record``. All ranks have the same
+    turns, and raise the same UnsupportedError.
+    """
+
+    def __init__(
+        self, engine: Engine, every: int, send: Send, name: str, process_set: Any, timeout_s: float
+    ) -> None:
+        self._engine, self._every = engine, every
+        self._send, self._name, self._set = send, f"{name}.shadow", process_set
+        self._timeout_s = timeout_s
+        self._greetings, self._next = -1, 0  # the step from which on a check is due
+        self.turn: Place | None = None
+        self._step = 0  # of the last turn
+        self._seen: Seen | None = None
+        self._is_hosts = False
+        self._record: Array | None = None  # of the last step's turn, to be told in this one
+        self._own_nbytes = 0  # what comes before it
+        self.seconds = 0.0  # spent here in all, for stats
+
+    def begin(self, greetings: int) -> None:
+        """Begin a step; ``greetings``: how often the ranks have met, after which a check is due."""
+        step = self._engine.step
+        if greetings != self._greetings:
+            self._greetings, self._next, self.turn, self._record = greetings, step, None, None
+        if self.turn is not None:
+            self._record = self._judged()
+        if self._record is not None or step < self._next:
+            return
+        if turns := self._turns(step):
+            self.turn, self._step = turns[step // self._every % len(turns)], step
+            self._seen, self._is_hosts = None, False
+        else:
+            self._next = step + 1
+
+    def _turns(self, step: int) -> list[Place]:
+        """Return all tensors that the GPU compresses in a step, but for a whole model's."""
+        return [
+            Place(number, position)
+            for number, bucket in enumerate(self._engine.buckets)
+            if step >= getattr(bucket.policy, "warmup_steps", 0)
+            and getattr(bucket.policy, "scope", "tensor") != "model"
+            and self._engine.scheme(number).runs_on_device(bucket.tensors)
+            for position in range(len(bucket.tensors))
+        ]
+
+    def followed(self, bucket: int, scheme: Scheme) -> Scheme:
+        """Return what carries out ``scheme`` in this step: itself, if it is not its turn."""
+        if self.turn is None or self.turn.bucket != bucket:
+            return scheme
+        return followed(scheme, self.turn.position, self._note)
+
+    def _note(self, seen: Seen | None) -> None:
+        self._seen, self._is_hosts = seen, seen is None
+
+    def finish(self) -> None:
+        """End a step: raise UnsupportedError on all ranks if a GPU is found to compute wrongly."""
+        if self.turn is None:
+            return
+        record = self._judged()
+        own = np.array([record[0] == _DIFFERS, record[0] == _AGAIN], np.float32)
+        differ, again = self._exchanged(Round("allreduce", own))  # by a rank that joins as well
+        if differ:
+            self._hear(self._exchanged(Round("allgather", record)))
+        self._plan(bool(again))
+
+    def _exchanged(self, round_: Round) -> Array:
+        name = f"{self._name}.{round_.collective}"
+        return self._send(round_, name, self._set).wait(self._timeout_s)
+
+    def with_record(self, message: Array) -> Array:
+        """Return a message, uint8, and after it what there is to tell of the last step."""
+        self._own_nbytes = message.size
+        return message if self._record is None else np.concatenate([message, self._record])
+
+    def without_record(self, gathered: Array) -> Array:
+        """Return the messages of all ranks by themselves; raises as ``finish``."""
+        if self._record is None:
+            return gathered
+        rows = gathered.reshape(-1, self._own_nbytes + _RECORD_NBYTES)
+        self._record = None
+        self._plan(self._hear(rows[:, self._own_nbytes :]))
+        return rows[:, : self._own_nbytes].reshape(-1)
+
+    def _plan(self, again: bool) -> None:
+        if not again or self._step - self._next >= _PATIENCE:
+            self._next = (self._step // self._every + 1) * self._every
+
+    def _judged(self) -> Array:
+        """Return what this rank has to tell of the step in which it is ``turn``'s turn."""
+        begin, place, seen = time.perf_counter(), self.turn, self._seen
+        assert place is not None
+        self.turn = self._seen = None
+        status, text = _AGAIN if self._is_hosts else _SAME, ""
+        if seen is not None:
+            with ieee_arithmetic():
+                twin = Twin(seen)
+                found = twin.first_difference()
+            status = _SAME if twin.is_finite else _AGAIN
+            if found is not None:
+                policy = self._engine.buckets[place.bucket].policy
+                recipe = getattr(policy, "recipe", seen.scheme)
+                where = f"rank {self._engine.rank}, step {seen.context.step}, recipe {recipe!r}"
+                status, text = _DIFFERS, f"{where}, tensor {found.tensors}: {found.what}"
+        record = np.zeros(_RECORD_NBYTES, np.uint8)
+        told = np.frombuffer(text.encode()[: _RECORD_NBYTES - 1], np.uint8)
+        record[0], record[1 : 1 + told.size] = status, told
+        self.seconds += time.perf_counter() - begin
+        return record
+
+    def _hear(self, records: Array) -> bool:
+        """Raise if one of all ranks' records tells of a difference; return whether to ask again."""
+        rows = records.reshape(-1, _RECORD_NBYTES)
+        texts = [
+            bytes(row[1:]).rstrip(b"\0").decode(errors="ignore")
+            for row in rows
+            if row[0] == _DIFFERS
+        ]
+        if texts:
+            raise UnsupportedError(
+                f"a GPU computes otherwise than the CPU from the same inputs: {'; '.join(texts)}. "
+                "Either that GPU is faulty or a kernel is wrong there. Set HOROVOD_FFTCOMP_GPU=0 "
+                "on all ranks to compress on the host, go on from the last checkpoint, and report "
+                "this with the model of the GPU and the versions of its driver and CuPy"
+            )
+        return bool((rows[:, 0] == _AGAIN).any())

@@ -1,0 +1,102 @@
+"""The kernels on a CPU, by Numba; same names, arguments and bytes as ``reference``.
+
+They release the GIL and share out large arrays to ``threads``. Each is compiled once, for one
+combination of types, and cached on disk, so that ranks which start together write the same files.
+"""
+
+from horovod_fftcomp.kernels.cpu.adaptive import bin_winners, draw_chosen, sums_below, take_chosen
+from horovod_fftcomp.kernels.cpu.buffer_pool import empty
+from horovod_fftcomp.kernels.cpu.common_index import (
+    chunk_winners,
+    low_pass,
+    merge,
+    pack_bits,
+    positions_of,
+    unpack_bits,
+)
+from horovod_fftcomp.kernels.cpu.count_sketch import estimate, sketch
+from horovod_fftcomp.kernels.cpu.dense import (
+    add_levels,
+    add_octaves,
+    encode_levels,
+    encode_octaves,
+    moments,
+    pack_gamma,
+    pack_words,
+    unpack_gamma,
+    unpack_words,
+)
+from horovod_fftcomp.kernels.cpu.float16 import from_float16, to_float16
+from horovod_fftcomp.kernels.cpu.lowrank import low_rank, orthonormal
+from horovod_fftcomp.kernels.cpu.momentum import accumulate, clear
+from horovod_fftcomp.kernels.cpu.positions import (
+    pack_bitmap,
+    pack_entropy,
+    pack_offsets,
+    unpack_bitmap,
+    unpack_entropy,
+    unpack_offsets,
+)
+from horovod_fftcomp.kernels.cpu.signs import add_signs, encode_signs, keep_signs, subtract_signs
+from horovod_fftcomp.kernels.cpu.sparse import add, count_above, peak_bits, rank, sum_values, take
+from horovod_fftcomp.kernels.cpu.transforms import (
+    dct_blocks,
+    idct_blocks,
+    idct_sum,
+    irfft_blocks,
+    irfft_sum,
+    rfft_blocks,
+)
+
+__all__ = [
+    "accumulate",
+    "add",
+    "add_levels",
+    "add_octaves",
+    "add_signs",
+    "bin_winners",
+    "chunk_winners",
+    "clear",
+    "count_above",
+    "dct_blocks",
+    "draw_chosen",
+    "empty",
+    "encode_levels",
+    "encode_octaves",
+    "encode_signs",
+    "estimate",
+    "from_float16",
+    "idct_blocks",
+    "idct_sum",
+    "irfft_blocks",
+    "irfft_sum",
+    "keep_signs",
+    "low_pass",
+    "low_rank",
+    "merge",
+    "moments",
+    "orthonormal",
+    "pack_bitmap",
+    "pack_bits",
+    "pack_entropy",
+    "pack_gamma",
+    "pack_offsets",
+    "pack_words",
+    "peak_bits",
+    "positions_of",
+    "rank",
+    "rfft_blocks",
+    "sketch",
+    "subtract_signs",
+    "sum_values",
+    "sums_below",
+    "take",
+    "take_chosen",
+    "to_float16",
+    "unpack_bitmap",
+    "unpack_bits",
+    "unpack_entropy",
+    "unpack_gamma",
+    "unpack_offsets",
+    "unpack_words",
+]

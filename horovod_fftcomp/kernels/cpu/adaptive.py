@@ -1,0 +1,181 @@
+"""Choices of elements that are neither the largest nor all, on a CPU; and what is sent of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.buffer_pool import empty
+from horovod_fftcomp.kernels.cpu.dense import fill_random, fold
+from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.positions import count_bits
+from horovod_fftcomp.kernels.cpu.sparse import collect, joined, put_back
+from horovod_fftcomp.kernels.cpu.value_codes import ROOM, encode, write_bits
+from horovod_fftcomp.kernels.cpu.vector_ir import mask_above
+from horovod_fftcomp.types import Array, Coding
+from horovod_fftcomp.wire.radix import GROUP, LANES
+
+_LEAST_GROUPS = 8  # for a thread of its own
+_WORDS = GROUP // 64
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_ABOVE_ALL = np.int32(0x7FFFFFFF)
+
+
+def _ranges(n: int) -> list[tuple[int, int]]:
+    """Return for each thread the first group and the end of those that it takes on."""
+    return threads.ranges(-(-n // GROUP), _LEAST_GROUPS)
+
+
+def _of(array: Array, begin: int, end: int, size: int = GROUP) -> Array:
+    """Return what groups have of an array with ``size`` places for each."""
+    return array[begin * size : end * size]
+
+
+def bin_winners(total: Array, grad: Array, length: int) -> tuple[Array, Array]:
+    """See ``reference.bin_winners``."""
+    n, length = total.size, min(length, total.size)
+    maxima = np.empty(-(-n // length), np.float32)
+    threads.each(
+        lambda a, b: _maxima(_of(total, a, b, length), length, maxima[a:b]),
+        threads.ranges(maxima.size, max(1, _LEAST_GROUPS * GROUP // length)),
+    )
+    bitmap = empty(-(-n // 64), np.uint64)
+    threads.each(
+        lambda a, b: _mark_winners(
+            _of(total, a, b), _of(grad, a, b), maxima, a * GROUP, length, _of(bitmap, a, b, _WORDS)
+        ),
+        _ranges(n),
+    )
+    return bitmap, maxima
+
+
+@kernel
+def _maxima(values, length, maxima):
+    patterns, out = values.view(np.int32), maxima.view(np.int32)
+    for number in range(out.size):
+        peak = np.int32(0)
+        for pattern in patterns[number * length : (number + 1) * length]:
+            peak = max(peak, pattern & _MAGNITUDE)
+        out[number] = peak
+
+
+@kernel
+def _mark_winners(total, grad, maxima, first, length, bitmap):
+    """Set the bits of winners; ``first``: place of the first element among all."""
+    limits, keys = maxima.view(np.int32), np.empty(GROUP, np.int32)
+    sums = np.empty(GROUP, np.float32)
+    for begin in range(0, total.size, GROUP):
+        part, other = total[begin : begin + GROUP], grad[begin : begin + GROUP]
+        for i in range(part.size):
+            sums[i] = part[i] + other[i]
+        at = 0
+        while at < part.size:
+            number = (first + begin + at) // length
+            stop = min((number + 1) * length - first - begin, part.size)
+            limit = limits[number] if limits[number] > 0 else _ABOVE_ALL
+            patterns, out = sums[at:stop].view(np.int32), keys[at:stop]
+            for i in range(patterns.size):
+                out[i] = np.int32(np.int32(patterns[i] & _MAGNITUDE) - limit)
+            at = stop
+        _write_mask(keys, part.size, np.int32(-1), bitmap[begin // 64 :])
+
+
+@inlined
+def _write_mask(keys, n, key, words):
+    """Set the bits of those of ``n`` keys of a group that are above ``key``."""
+    keys[n:] = key
+    at = np.int64(keys.ctypes.data)
+    for word in range((n + 63) // 64):
+        words[word] = np.uint64(mask_above(at + 256 * word, key))
+
+
+def sums_below(values: Array, limit: float) -> tuple[int, Array]:
+    """See ``reference.sums_below``."""
+    sums = np.empty(-(-values.size // GROUP))
+    above = threads.each(
+        lambda a, b: _sums_below(_of(values, a, b), np.float32(limit), sums[a:b]),
+        _ranges(values.size),
+    )
+    return sum(above), sums
+
+
+@kernel
+def _sums_below(values, limit, sums):
+    lanes, total = np.empty(LANES), np.int64(0)
+    for group in range(sums.size):
+        part = values[group * GROUP : (group + 1) * GROUP]
+        lanes[:] = 0.0
+        above = np.int32(0)
+        whole = part.size // LANES * LANES
+        for i in range(0, whole, LANES):
+            for j in range(LANES):
+                size = abs(part[i + j])
+                above += np.int32(size >= limit)
+                lanes[j] += np.float64(size if size < limit else np.float32(0))
+        for j in range(part.size - whole):
+            size = abs(part[whole + j])
+            above += np.int32(size >= limit)
+            lanes[j] += np.float64(size if size < limit else np.float32(0))
+        sums[group] = fold(lanes)
+        total += above
+    return total
+
+
+def draw_chosen(values: Array, limit: float, key: int) -> Array:
+    """See ``reference.draw_chosen``."""
+    bitmap = empty(-(-values.size // 64), np.uint64)
+    factor, number = 2.0**32 / float(limit), np.uint64(key)
+    threads.each(
+        lambda a, b: _draw(_of(values, a, b), factor, number, a, _of(bitmap, a, b, _WORDS)),
+        _ranges(values.size),
+    )
+    return bitmap
+
+
+@kernel
+def _draw(values, factor, key, first_group, bitmap):
+    random, keys = np.empty(GROUP, np.uint32), np.empty(GROUP, np.int32)
+    for begin in range(0, values.size, GROUP):
+        part = values[begin : begin + GROUP]
+        fill_random(key, first_group + begin // GROUP, random)
+        for i in range(part.size):
+            keys[i] = np.int32(np.float64(random[i]) < np.float64(abs(part[i])) * factor)
+        _write_mask(keys, part.size, np.int32(0), bitmap[begin // 64 :])
+
+
+def take_chosen(
+    array: Array, bitmap: Array, least: float, coding: Coding, keep: bool
+) -> tuple[int, Array]:
+    """See ``reference.take_chosen``."""
+    numbers = np.array(coding, np.int64)
+
+    def work(begin: int, end: int) -> tuple[int, Array]:
+        words = _of(bitmap, begin, end, _WORDS)
+        packed = empty(count_bits(words) * coding.bits // 64 + ROOM, np.uint64)
+        part = _of(array, begin, end)
+        return _take_chosen(part, words, np.float32(least), numbers, keep, packed), packed
+
+    parts = threads.each(work, _ranges(array.size))
+    return sum(bits for bits, _ in parts) // coding.bits, joined(parts)
+
+
+@kernel
+def _take_chosen(array, bitmap, least, coding, keep, packed):
+    """Pack and subtract, group after group; return the bits packed."""
+    codes = np.empty(2 * GROUP, np.int32)
+    values, raised = np.empty(2 * GROUP, np.float32), np.empty(2 * GROUP, np.float32)
+    bit = np.int64(0)
+    for begin in range(0, array.size, GROUP):
+        part, words = array[begin : begin + GROUP], bitmap[begin // 64 : (begin + GROUP) // 64]
+        n = collect(part, 1, words, values)
+        for i in range(n):
+            size = max(abs(values[i]), least)
+            raised[i] = np.copysign(size, values[i])
+            values[i] -= raised[i]
+        encode(raised, n, coding, codes)
+        bit = write_bits(codes, n, coding[1], packed, bit)
+        if keep:
+            for i in range(n):
+                values[i] += raised[i]
+            put_back(part, 1, words, values)
+    return bit

@@ -1,0 +1,470 @@
+"""Quantizers that send every element, on a CPU: codes are made and packed group after group.
+
+Loops are written so that they run in lanes: integers of 32 bits at every step, no branch on a
+value, and digits of a word that lie apart in the group.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, LANES, Levels, count_words, digits_of
+
+_LEAST_GROUPS = 8  # for a thread of its own
+_SLACK = 32  # a word's last digits may lie beyond the group
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_LARGEST = np.float64(np.finfo(np.float32).max)
+_LEAST_NORMAL = np.float32(2.0**-126)
+_UNIT = np.float32(2.0**-24)
+_ZERO = np.float32(0)  # a plain 0 would compare in 64 bits
+_U = np.uint32
+
+
+@inlined
+def fill_random(key, group, out):
+    """Write a group's random words; see ``reference.random_words``."""
+    z = np.uint64(key) + np.uint64(group) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    low, high = _U(z & np.uint64(0xFFFFFFFF)), _U(z >> np.uint64(32))
+    for j in range(out.size):
+        x = _U(_U(j) + low)
+        x = _U(x ^ (x >> _U(16)))
+        x = _U(x * _U(0x7FEB352D))
+        x = _U(x ^ high)
+        x = _U(x ^ (x >> _U(15)))
+        x = _U(x * _U(0x846CA68B))
+        out[j] = _U(x ^ (x >> _U(16)))
+
+
+@inlined
+def write_words(codes, m, radix, digits, words):
+    """Write the first ``m`` codes of a group; those beyond, up to the slack, become 0."""
+    width = (m + digits - 1) // digits
+    codes[m : width * digits] = _U(0)
+    out = words[:width]
+    out[:] = codes[(digits - 1) * width : digits * width]
+    for b in range(digits - 2, -1, -1):
+        plane = codes[b * width : (b + 1) * width]
+        for j in range(width):
+            out[j] = _U(_U(out[j] * radix) + plane[j])
+
+
+@inlined
+def read_words(words, m, radix, digits, codes):
+    """Write the codes of a group; return the largest. See ``reference.unpack_words``."""
+    width = (m + digits - 1) // digits
+    rest = np.empty(width, np.uint32)
+    rest[:] = words[:width]
+    power = radix & _U(radix - _U(1)) == 0
+    shift, mask = _U(0), _U(radix - _U(1))
+    while power and _U(1) << shift < radix:
+        shift = _U(shift + _U(1))
+    inverse = 1.0 / np.float64(radix)
+    for b in range(digits - 1):
+        plane = codes[b * width : (b + 1) * width]
+        if power:
+            for j in range(width):
+                plane[j] = rest[j] & mask
+                rest[j] = rest[j] >> shift
+        else:  # (x + 1/2) / radix is never so close to a whole number as to round to it
+            for j in range(width):
+                x = rest[j]
+                q = _U(np.int64((np.float64(x) + 0.5) * inverse))
+                plane[j] = _U(x - _U(q * radix))
+                rest[j] = q
+    codes[(digits - 1) * width : digits * width] = rest
+    top = _U(0)
+    for j in range(m):
+        top = max(top, codes[j])
+    return top
+
+
+def _shares(n: int, radix: int) -> list[tuple[slice, slice, int]]:
+    """Return for each thread the elements, the words and the first group that it takes on."""
+    per_group = count_words(GROUP, radix)
+    return [
+        (slice(a * GROUP, b * GROUP), slice(a * per_group, b * per_group), a)
+        for a, b in threads.ranges(-(-n // GROUP), _LEAST_GROUPS)
+    ]
+
+
+def pack_words(codes: Array, radix: int) -> Array:
+    """See ``reference.pack_words``."""
+    words = np.empty(count_words(codes.size, radix), np.uint32)
+    options = _U(radix), digits_of(radix)
+    threads.each(
+        lambda at, to, _: _pack_words(codes[at], *options, words[to]), _shares(codes.size, radix)
+    )
+    return words
+
+
+@kernel
+def _pack_words(codes, radix, digits, words):
+    group = np.empty(GROUP + _SLACK, np.uint32)
+    to = 0
+    for begin in range(0, codes.size, GROUP):
+        m = min(GROUP, codes.size - begin)
+        group[:m] = codes[begin : begin + m]
+        write_words(group, m, radix, digits, words[to:])
+        to += (m + digits - 1) // digits
+
+
+def unpack_words(words: Array, n: int, radix: int) -> Array:
+    """See ``reference.unpack_words``."""
+    codes = np.empty(n, np.uint32)
+    options = _U(radix), digits_of(radix)
+    threads.each(lambda at, to, _: _unpack_words(words[to], *options, codes[at]), _shares(n, radix))
+    return codes
+
+
+@kernel
+def _unpack_words(words, radix, digits, codes):
+    group = np.empty(GROUP + _SLACK, np.uint32)
+    at = 0
+    for begin in range(0, codes.size, GROUP):
+        m = min(GROUP, codes.size - begin)
+        read_words(words[at:], m, radix, digits, group)
+        codes[begin : begin + m] = group[:m]
+        at += (m + digits - 1) // digits
+
+
+def pack_gamma(codes: Array, half: int) -> Array:
+    """See ``reference.pack_gamma``."""
+    stream = np.empty(codes.size * 3 // 4 + 2, np.uint32)  # 24 bits each, at most
+    return stream[: _pack_gamma(codes, half, stream)].copy()
+
+
+@kernel
+def _pack_gamma(codes, half, stream):
+    """Write the codes' bits; return the words used."""
+    window, filled, at = np.uint64(0), 0, 0
+    for code in codes:
+        number = np.int64(code) - half
+        v = abs(number) + 1
+        length = 0
+        while v >> (length + 1):
+            length += 1
+        one = 1 << length
+        whole = one | (v - one) << (length + 1)
+        if number < 0:
+            whole |= 1 << (2 * length + 1)
+        window |= np.uint64(whole) << np.uint64(filled)
+        filled += 2 * length + 1 + (number != 0)
+        if filled >= 32:
+            stream[at] = _U(window & np.uint64(0xFFFFFFFF))
+            window >>= np.uint64(32)
+            filled -= 32
+            at += 1
+    if filled:
+        stream[at] = _U(window)
+        at += 1
+    return at
+
+
+def unpack_gamma(words: Array, n: int, half: int) -> Array:
+    """See ``reference.unpack_gamma``."""
+    codes = np.empty(n, np.uint32)
+    if not _unpack_gamma(words, half, codes):
+        raise ValueError("the levels are not what an encoder writes")
+    return codes
+
+
+@kernel
+def _unpack_gamma(words, half, codes):
+    """Write the codes; False unless all lie in the range and end in the last word."""
+    window, filled, at = np.uint64(0), np.int64(0), 0
+    for i in range(codes.size):
+        if filled < 32 and at < words.size:
+            window |= np.uint64(words[at]) << np.uint64(filled)
+            filled += 32
+            at += 1
+        length = 0
+        while length < 24 and not window >> np.uint64(length) & np.uint64(1):
+            length += 1
+        low = np.int64(window >> np.uint64(length + 1)) & ((1 << length) - 1)
+        level = (1 << length) - 1 + low
+        used = 2 * length + 1 + (level > 0)
+        if level > half or used > filled:
+            return False
+        negative = level > 0 and window >> np.uint64(used - 1) & np.uint64(1)
+        codes[i] = _U(half - level if negative else half + level)
+        window >>= np.uint64(used)
+        filled -= used
+    return at == words.size and filled < 32
+
+
+def moments(values: Array) -> tuple[int, Array, Array]:
+    """See ``reference.moments``."""
+    n_groups = -(-values.size // GROUP)
+    sums, squares = np.empty(n_groups), np.empty(n_groups)
+    peaks = threads.each(
+        lambda a, b: _moments(values[a * GROUP : b * GROUP], sums[a:b], squares[a:b]),
+        threads.ranges(n_groups, _LEAST_GROUPS),
+    )
+    return max(peaks), sums, squares
+
+
+@kernel
+def _moments(values, sums, squares):
+    first, second = np.empty(LANES), np.empty(LANES)
+    patterns = values.view(np.int32)
+    peak = np.int32(0)
+    for group in range(sums.size):
+        begin, end = group * GROUP, min((group + 1) * GROUP, values.size)
+        peak = max(peak, _largest(patterns[begin:end]))
+        first[:], second[:] = 0.0, 0.0
+        part = values[begin:end]
+        whole = part.size // LANES * LANES
+        for i in range(0, whole, LANES):
+            for j in range(LANES):
+                x = np.float64(part[i + j])
+                first[j] += x
+                second[j] += x * x
+        for j in range(part.size - whole):
+            x = np.float64(part[whole + j])
+            first[j] += x
+            second[j] += x * x
+        sums[group], squares[group] = fold(first), fold(second)
+    return np.int64(peak)
+
+
+@inlined
+def fold(lanes):
+    """Return the sum of partial sums; see ``reference.lane_sums``."""
+    width = LANES // 2
+    while width:
+        for j in range(width):
+            lanes[j] += lanes[width + j]
+        width //= 2
+    return lanes[0]
+
+
+@inlined
+def _largest(patterns):
+    peak = np.int32(0)
+    for pattern in patterns:
+        peak = max(peak, pattern & _MAGNITUDE)
+    return peak
+
+
+@inlined
+def _norm(part, lanes):
+    """Return the L2 norm, float32; see ``reference.bucket_scales``."""
+    lanes[:] = 0.0
+    whole = part.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        for j in range(LANES):
+            x = np.float64(part[i + j])
+            lanes[j] += x * x
+    for j in range(part.size - whole):
+        x = np.float64(part[whole + j])
+        lanes[j] += x * x
+    return np.float32(min(np.sqrt(fold(lanes)), _LARGEST))
+
+
+def encode_levels(
+    values: Array, levels: Levels, scales: Array, words: Array, key: int, keep: bool
+) -> int:
+    """See ``reference.encode_levels``."""
+    numbers = np.array([*levels, digits_of(levels.radix)], np.int64)
+
+    def work(at: slice, to: slice, group: int) -> int:
+        here = scales
+        if levels.norm != GIVEN:
+            here = scales[at.start // levels.bucket : -(-at.stop // levels.bucket)]
+        return _encode_levels(values[at], numbers, here, words[to], np.uint64(key), group, keep)
+
+    return max(threads.each(work, _shares(values.size, levels.radix)))
+
+
+@kernel
+def _encode_levels(values, levels, scales, words, key, first_group, keep):
+    """Write scales and words of whole groups, or up to the end; return bits of the peak."""
+    top, radix, norm, bucket, digits = levels[0], levels[1], levels[2], levels[3], levels[4]
+    random = np.empty(GROUP, np.uint32)
+    codes = np.empty(GROUP + _SLACK, np.uint32)
+    lanes = np.empty(LANES)
+    peak, to = np.int32(0), 0
+    for begin in range(0, values.size, GROUP):
+        part = values[begin : begin + GROUP]
+        fill_random(key, first_group + begin // GROUP, random)
+        if norm == GIVEN:
+            _round(part, scales[0], top, random, codes, keep)
+        else:
+            found = _largest(part.view(np.int32))
+            peak = max(peak, found)
+            if found >= np.int32(0x7F800000):  # nothing of it will be sent
+                break
+            for at in range(0, part.size, bucket):
+                piece = part[at : at + bucket]
+                scale = _norm(piece, lanes) if norm == L2 else _top(piece)
+                scale = np.float32(0) if scale < _LEAST_NORMAL else scale
+                scales[(begin + at) // bucket] = scale
+                _round(piece, scale, top, random[at:], codes[at:], keep)
+        write_words(codes, part.size, _U(radix), digits, words[to:])
+        to += (part.size + digits - 1) // digits
+    return np.int64(peak)
+
+
+@inlined
+def _top(values):
+    top = np.float32(0)
+    for x in values:
+        top = max(top, np.abs(x))
+    return top
+
+
+@inlined
+def _round(values, scale, top, random, codes, keep):
+    """Write the codes of values that share a scale; see ``reference.encode_levels``."""
+    half = np.float32(np.float32(top) * np.float32(0.5))
+    middle = np.int32(top // 2)
+    if scale == 0:
+        codes[: values.size] = _U(middle)
+        if top % 2:
+            one_place = np.int32(half)
+            for i in range(values.size):
+                u = np.float32(np.int32(random[i] >> _U(8))) * _UNIT
+                codes[i] = _U(one_place + np.int32(u < np.float32(half - np.float32(one_place))))
+    elif top % 2:
+        for i in range(values.size):
+            ratio = np.float32(values[i] / scale)
+            ratio = min(max(ratio, np.float32(-1)), np.float32(1))
+            place = np.float32(np.float32(ratio * half) + half)
+            floor = np.int32(place)
+            u = np.float32(np.int32(random[i] >> _U(8))) * _UNIT
+            up = np.int32(u < np.float32(place - np.float32(floor)))
+            codes[i] = _U(min(np.int32(floor + up), np.int32(top)))
+    else:
+        for i in range(values.size):
+            ratio = min(np.abs(np.float32(values[i] / scale)), np.float32(1))
+            place = np.float32(ratio * half)
+            floor = np.int32(place)
+            u = np.float32(np.int32(random[i] >> _U(8))) * _UNIT
+            level = np.int32(floor + np.int32(u < np.float32(place - np.float32(floor))))
+            level = np.int32(-level) if values[i] < _ZERO else level
+            codes[i] = _U(np.int32(middle + level))
+    if keep:
+        for i in range(values.size):
+            twice = np.float32(np.int32(np.int32(2) * np.int32(codes[i]) - np.int32(top)))
+            values[i] -= np.float32(scale * np.float32(twice / np.float32(top)))
+
+
+def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> None:
+    """See ``reference.add_levels``."""
+    numbers = np.array([*levels, digits_of(levels.radix)], np.int64)
+
+    def work(at: slice, to: slice, group: int) -> int:
+        del group
+        here = scales if levels.norm == GIVEN else scales[at.start // levels.bucket :]
+        return _add_levels(total[at], words[to], here, numbers)
+
+    largest = max(threads.each(work, _shares(total.size, levels.radix)))
+    if largest > levels.top:
+        raise ValueError(f"a level is {largest}, above {levels.top}")
+
+
+@kernel
+def _add_levels(total, words, scales, levels):
+    top, radix, norm, bucket, digits = levels[0], levels[1], levels[2], levels[3], levels[4]
+    codes = np.empty(GROUP + _SLACK, np.uint32)
+    largest, at = _U(0), 0
+    for begin in range(0, total.size, GROUP):
+        part = total[begin : begin + GROUP]
+        largest = max(largest, read_words(words[at:], part.size, _U(radix), digits, codes))
+        at += (part.size + digits - 1) // digits
+        step = GROUP if norm == GIVEN else bucket
+        for i in range(0, part.size, step):
+            scale = scales[0] if norm == GIVEN else scales[(begin + i) // bucket]
+            piece, mine = part[i : i + step], codes[i:]
+            for j in range(piece.size):
+                twice = np.float32(np.int32(np.int32(2) * np.int32(mine[j]) - np.int32(top)))
+                piece[j] += np.float32(scale * np.float32(twice / np.float32(top)))
+    return np.int64(largest)
+
+
+def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) -> None:
+    """See ``reference.encode_octaves``."""
+    base, number = max(top - 126, 1), np.uint64(key)
+    threads.each(
+        lambda at, to, group: _encode_octaves(
+            values[at], words[to], base, top, number, group, keep
+        ),
+        _shares(values.size, 255),
+    )
+
+
+@kernel
+def _encode_octaves(values, words, base, top, key, first_group, keep):
+    random = np.empty(GROUP, np.uint32)
+    codes = np.empty(GROUP + _SLACK, np.uint32)
+    powers = np.empty(1, np.int32)
+    powers[0] = np.int32(base << 23)
+    least, lowest = powers.view(np.float32)[0], np.int32(base << 23)
+    last, shift = np.int32(top - base + 1), np.int32(base - 1)
+    to = 0
+    for begin in range(0, values.size, GROUP):
+        part = values[begin : begin + GROUP]
+        patterns = part.view(np.int32)
+        fill_random(key, first_group + begin // GROUP, random)
+        for i in range(part.size):
+            pattern = np.int32(patterns[i] & _MAGNITUDE)
+            carried = _U(_U(_U(pattern) + (random[i] >> _U(9))) >> _U(23))
+            above = min(np.int32(np.int32(carried) - shift), last)
+            u = np.float32(np.int32(random[i] >> _U(8))) * _UNIT
+            below = np.int32(u < np.float32(np.abs(part[i]) / least))
+            level = below if pattern < lowest else above
+            negative = (part[i] < _ZERO) & (level > 0)
+            codes[i] = _U(np.int32(level + np.int32(127)) if negative else level)
+        if keep:
+            _add_values(part, codes, shift, np.float32(-1))
+        write_words(codes, part.size, _U(255), 4, words[to:])
+        to += (part.size + 3) // 4
+
+
+@inlined
+def _add_values(part, codes, shift, sign):
+    """Add the values of codes, times ``sign``; return the highest level."""
+    patterns = np.empty(GROUP, np.int32)
+    highest = np.int32(0)
+    for i in range(part.size):
+        code = np.int32(codes[i])
+        level = np.int32(code - np.int32(127)) if code > 127 else code
+        highest = max(highest, level)
+        pattern = np.int32(np.int32(level + shift) << np.int32(23))
+        patterns[i] = pattern if level > 0 else np.int32(0)
+    magnitudes = patterns.view(np.float32)
+    for i in range(part.size):
+        value = -magnitudes[i] if codes[i] > _U(127) else magnitudes[i]
+        part[i] += np.float32(sign * value)
+    return highest
+
+
+def add_octaves(total: Array, words: Array, top: int) -> None:
+    """See ``reference.add_octaves``."""
+    base = max(top - 126, 1)
+    shares = _shares(total.size, 255)
+    highest = threads.each(lambda at, to, _: _add_octaves(total[at], words[to], base, top), shares)
+    if max(highest) > top - base + 1:
+        raise ValueError("a power of two lies beyond what the scale allows")
+
+
+@kernel
+def _add_octaves(total, words, base, top):
+    codes = np.empty(GROUP + _SLACK, np.uint32)
+    highest, at = np.int32(0), 0
+    for begin in range(0, total.size, GROUP):
+        part = total[begin : begin + GROUP]
+        largest = read_words(words[at:], part.size, _U(255), 4, codes)
+        at += (part.size + 3) // 4
+        if largest > _U(254):
+            return np.int64(255)
+        highest = max(highest, _add_values(part, codes, np.int32(base - 1), np.float32(1)))
+        if highest > top - base + 1:
+            break
+    return np.int64(highest)

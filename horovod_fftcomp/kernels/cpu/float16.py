@@ -1,0 +1,64 @@
+"""float16 on a CPU: to and from float32, without the processor's own instructions for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu import vector_ir
+from horovod_fftcomp.kernels.cpu.buffer_pool import empty
+from horovod_fftcomp.kernels.cpu.jit import kernel
+from horovod_fftcomp.types import Array
+
+_STEP = 64
+_LEAST_STEPS = 1 << 9  # for a thread of its own
+
+
+def to_float16(values: Array, limit: float) -> Array:
+    """See ``reference.to_float16``."""
+    most = np.array([limit], np.float32)
+
+    def convert(source: Array, target: Array) -> None:
+        _to_float16(source, most, target)
+
+    return _converted(values, np.float16, convert)
+
+
+def from_float16(values: Array) -> Array:
+    """See ``reference.from_float16``."""
+    return _converted(values, np.float32, lambda source, target: _from_float16(source, target))
+
+
+def _converted(values: Array, dtype: type, convert: Any) -> Array:
+    out = empty(values.size, dtype)
+    source = values if values.dtype == np.float32 else values.view(np.uint16)
+    target = out if dtype is np.float32 else out.view(np.uint16)
+    done = values.size // _STEP * _STEP
+
+    def work(begin: int, end: int) -> None:
+        here = slice(begin * _STEP, end * _STEP)
+        convert(source[here], target[here])
+
+    threads.each(work, threads.ranges(values.size // _STEP, _LEAST_STEPS))
+    if done < values.size:
+        last = np.zeros(_STEP, source.dtype), np.empty(_STEP, target.dtype)
+        last[0][: values.size - done] = source[done:]
+        convert(*last)
+        target[done:] = last[1][: values.size - done]
+    return out
+
+
+@kernel
+def _to_float16(source, limit, target):
+    src, dst = np.int64(source.ctypes.data), np.int64(target.ctypes.data)
+    for i in range(0, source.size, 64):
+        vector_ir.to_float16(src + 4 * i, dst + 2 * i, np.int64(limit.ctypes.data))
+
+
+@kernel
+def _from_float16(source, target):
+    src, dst = np.int64(source.ctypes.data), np.int64(target.ctypes.data)
+    for i in range(0, source.size, 64):
+        vector_ir.from_float16(src + 2 * i, dst + 4 * i)

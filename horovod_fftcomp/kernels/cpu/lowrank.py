@@ -1,0 +1,92 @@
+"""What low-rank schemes compute on a CPU and all ranks have to compute alike, to the last bit."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.buffer_pool import empty
+from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.types import Array
+
+_COLUMNS = 2048  # of a row at a time, which stay in the L1 cache while all factors are added
+_LEAST_VALUES = 1 << 15  # for a thread of its own
+_LANES = 256  # of a sum, as many as a GPU's block has threads
+
+
+def orthonormal(matrix: Array) -> Array:
+    """See ``reference.orthonormal``."""
+    columns = matrix.T.astype(np.float64, order="C")
+    _orthonormalize(columns)
+    return np.ascontiguousarray(columns.T, np.float32)
+
+
+@kernel
+def _orthonormalize(columns):
+    for k in range(columns.shape[0]):
+        column = columns[k]
+        before = np.sqrt(_dot(column, column))
+        for _ in range(2):
+            for j in range(k):
+                share = _dot(column, columns[j])
+                for i in range(column.size):
+                    column[i] -= share * columns[j, i]
+        norm = np.sqrt(_dot(column, column))
+        if norm > 1e-10 * before:
+            for i in range(column.size):
+                column[i] /= norm
+        else:
+            column[:] = 0.0
+
+
+@inlined
+def _dot(a, b):
+    lanes, whole = np.zeros(_LANES), a.size // _LANES * _LANES
+    for begin in range(0, whole, _LANES):
+        for i in range(_LANES):
+            lanes[i] += a[begin + i] * b[begin + i]
+    for i in range(a.size - whole):
+        lanes[i] += a[whole + i] * b[whole + i]
+    half = _LANES // 2
+    while half:
+        for i in range(half):
+            lanes[i] += lanes[i + half]
+        half //= 2
+    return lanes[0]
+
+
+def low_rank(left: Array, right: Array, minuend: Array | None) -> Array:
+    """See ``reference.low_rank``."""
+    subtracts = minuend is not None
+    out = minuend
+    if out is None:
+        out = empty(left.shape[0] * right.shape[0]).reshape(left.shape[0], right.shape[0])
+    rows = np.ascontiguousarray(right.T)
+    target = out
+
+    def work(begin: int, end: int) -> None:
+        _low_rank(left[begin:end], rows, subtracts, target[begin:end])
+
+    least = max(1, _LEAST_VALUES // max(1, right.shape[0]))
+    threads.each(work, threads.ranges(left.shape[0], least))
+    return out
+
+
+@kernel
+def _low_rank(left, right, subtracts, out):
+    buffer = np.empty(_COLUMNS, np.float32)
+    for begin in range(0, right.shape[1], _COLUMNS):
+        end = min(begin + _COLUMNS, right.shape[1])
+        sums = buffer[: end - begin]
+        for i in range(left.shape[0]):
+            target = out[i, begin:end]
+            sums[:] = np.float32(0)
+            for k in range(left.shape[1]):
+                factor, row = left[i, k], right[k, begin:end]
+                for j in range(sums.size):
+                    sums[j] += factor * row[j]
+            if subtracts:
+                for j in range(sums.size):
+                    target[j] -= sums[j]
+            else:
+                target[:] = sums

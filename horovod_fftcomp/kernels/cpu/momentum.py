@@ -1,0 +1,116 @@
+"""What schemes with momentum compute on a CPU: velocity, residual and its keys in one pass."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.buffer_pool import empty
+from horovod_fftcomp.kernels.cpu.jit import kernel
+from horovod_fftcomp.kernels.cpu.sparse import limits_of, ranked, sampled_places
+from horovod_fftcomp.kernels.cpu.topk import (
+    GROUP,
+    LEAST_GROUPS,
+    SAMPLES,
+    Counts,
+    Limits,
+    count_keys,
+    fill_keys,
+    room_for,
+    samples_of,
+)
+from horovod_fftcomp.kernels.cpu.vector_ir import trailing_zeros
+from horovod_fftcomp.types import Array, Coefficients
+
+_MAGNITUDE = 0x7FFFFFFF
+_NOTHING = np.empty(0, np.float32)  # stands for zeros
+_EVERYTHING = Limits(0, _MAGNITUDE)
+
+
+def accumulate(
+    flat: Array,
+    velocity: Array | None,
+    residual: Array | None,
+    momentum: float,
+    nesterov: bool,
+    factor: float,
+    k: int,
+) -> tuple[Coefficients, Array]:
+    """See ``reference.accumulate``."""
+    n = flat.size
+    options = (np.float32(momentum), nesterov, np.float32(factor))
+    u = _NOTHING if velocity is None else velocity
+    v = _NOTHING if residual is None else residual
+    new_u, new_v = empty(n), empty(n)
+    limits = None
+    if k and n > 2 * SAMPLES:
+        places = sampled_places(n)
+        sample = np.empty(samples_of(n), np.float32)
+        few = (array[places] if array.size else array for array in (flat, u, v))
+        _accumulate(
+            *few, *options, np.empty(samples_of(n), np.float32), sample, False, *_EVERYTHING,
+            np.empty(0, np.int32),
+        )  # fmt: skip
+        limits = limits_of(sample, k, n)
+    room = room_for(n) if limits else 0
+
+    def work(begin: int, end: int) -> tuple[int, Counts]:
+        here = slice(begin * GROUP, end * GROUP)
+        found = empty(room, np.int32)
+        peak, above, between, kept = _accumulate(
+            flat[here], u[here], v[here], *options, new_u[here], new_v[here],
+            room > 0, *(limits or _EVERYTHING), found,
+        )  # fmt: skip
+        return peak, Counts(above, between, found[:kept])
+
+    parts = threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
+    peak = max(peak for peak, _ in parts)
+    counts = [counts for _, counts in parts] if room else None
+    return ranked(new_v, peak, k, 1, counts), new_u
+
+
+@kernel
+def _accumulate(g, u, v, momentum, nesterov, factor, new_u, new_v, counts, low, high, found):
+    """Write both; return (bits of the peak, and what ``count_keys`` returns of all groups)."""
+    above, between, kept = 0, 0, 0
+    keys, nothing = np.empty(GROUP, np.int32), np.zeros(GROUP, np.float32)
+    peak = np.int32(0)
+    for begin in range(0, g.size, GROUP):
+        end = min(begin + GROUP, g.size)
+        a = g[begin:end]
+        b = u[begin:end] if u.size else nothing[: a.size]
+        c = v[begin:end] if v.size else nothing[: a.size]
+        x, y = new_u[begin:end], new_v[begin:end]
+        if nesterov:
+            for i in range(a.size):
+                scaled = factor * a[i]
+                moved = momentum * (b[i] + scaled)
+                x[i] = moved
+                y[i] = c[i] + (moved + scaled)
+        else:
+            for i in range(a.size):
+                moved = momentum * b[i] + factor * a[i]
+                x[i] = moved
+                y[i] = c[i] + moved
+        fill_keys(y, False, 1, np.float32(1), keys)
+        for key in keys:
+            peak = max(peak, key)
+        if counts:
+            more, inside, kept = count_keys(keys, low, high, found, kept)
+            above += more
+            between += inside
+    return np.int64(peak), above, between, kept
+
+
+def clear(values: Array, bitmap: Array) -> None:
+    """See ``reference.clear``."""
+    _clear(values, bitmap)
+
+
+@kernel
+def _clear(values, bitmap):
+    for i in range(bitmap.size):
+        word = np.int64(bitmap[i])
+        while word != 0:
+            values[64 * i + trailing_zeros(word)] = np.float32(0)
+            word &= word - 1

@@ -1,0 +1,277 @@
+"""Positions on a CPU: bitmaps of 64-bit words to and from the layouts that travel."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.buffer_pool import empty, zeros
+from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.vector_ir import count_ones, high_product, trailing_zeros
+from horovod_fftcomp.kernels.rans_tables import decoder_table, encoder_table
+from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire import rans
+from horovod_fftcomp.wire.positions import unary_bits
+
+_LEAST_CHUNKS = 4  # for a thread of its own
+_LOWEST = np.uint64(rans.LOWEST_STATE)
+_SLOTS = 1 << rans.PRECISION
+_LANES, _CHUNK = rans.LANES, rans.CHUNK_SYMBOLS
+
+
+@kernel
+def count_bits(bitmap):
+    """Return the number of ones in 64-bit words."""
+    total = 0
+    for word in bitmap:
+        total += count_ones(np.int64(word))
+    return total
+
+
+def as_words(packed: Array, n_words: int) -> Array:
+    """Return bytes as 64-bit words, zeros after their end."""
+    words = empty(n_words, np.uint64)
+    as_bytes = words.view(np.uint8)
+    used = min(packed.size, as_bytes.size)
+    as_bytes[:used] = packed[:used]
+    as_bytes[used:] = 0
+    return words
+
+
+def pack_bitmap(bitmap: Array, n: int) -> Array:
+    """See ``reference.pack_bitmap``."""
+    return bitmap.view(np.uint8)[: (n + 7) // 8]
+
+
+def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
+    """See ``reference.unpack_bitmap``."""
+    bitmap = as_words(packed, (n + 63) // 64)
+    beyond = n % 64 and int(bitmap[-1]) >> n % 64
+    if beyond or count_bits(bitmap) != k:
+        raise ValueError("the bitmap does not have k bits set")
+    return bitmap
+
+
+def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
+    """See ``reference.pack_offsets``."""
+    n_unary = unary_bits(n, k, low_bits)
+    unary = zeros((n_unary + 63) // 64, np.uint64)
+    offsets = np.zeros((k * low_bits + 63) // 64 + 1, np.uint64)
+    _pack_offsets(bitmap, low_bits, unary, offsets)
+    return np.concatenate(
+        [
+            unary.view(np.uint8)[: (n_unary + 7) // 8],
+            offsets.view(np.uint8)[: (k * low_bits + 7) // 8],
+        ]
+    )
+
+
+@kernel
+def _pack_offsets(bitmap, low_bits, unary, offsets):
+    one, found, bit = np.uint64(1), 0, 0
+    low = (1 << low_bits) - 1
+    for w in range(bitmap.size):
+        word = np.int64(bitmap[w])
+        while word != 0:
+            position = 64 * w + trailing_zeros(word)
+            word &= word - 1
+            at = (position >> low_bits) + found
+            unary[at >> 6] |= one << np.uint64(at & 63)
+            offset, shift = np.uint64(position & low), np.uint64(bit & 63)
+            offsets[bit >> 6] |= offset << shift
+            if (bit & 63) + low_bits > 64:
+                offsets[(bit >> 6) + 1] |= offset >> (np.uint64(64) - shift)
+            bit += low_bits
+            found += 1
+
+
+def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
+    """See ``reference.unpack_offsets``."""
+    n_unary = unary_bits(n, k, low_bits)
+    split = (n_unary + 7) // 8
+    unary = unpack_bitmap(packed[:split], n_unary, k)
+    if (packed.size - split) * 8 < k * low_bits:
+        raise ValueError("the offsets are cut short")
+    offsets = as_words(packed[split:], (k * low_bits + 63) // 64 + 1)
+    bitmap = zeros((n + 63) // 64, np.uint64)
+    if not _unpack_offsets(unary, offsets, low_bits, n, bitmap):
+        raise ValueError("the positions do not ascend below n")
+    return bitmap
+
+
+@kernel
+def _unpack_offsets(unary, offsets, low_bits, n, bitmap):
+    """Set the positions' bits; False unless they ascend below n."""
+    last, found, bit = np.int64(-1), 0, 0
+    low = np.uint64((1 << low_bits) - 1)
+    for w in range(unary.size):
+        word = np.int64(unary[w])
+        while word != 0:
+            high = 64 * w + trailing_zeros(word) - found
+            word &= word - 1
+            shift = np.uint64(bit & 63)
+            both = offsets[bit >> 6] >> shift
+            both |= (offsets[(bit >> 6) + 1] << np.uint64(1)) << (np.uint64(63) - shift)
+            position = (high << low_bits) | np.int64(both & low)
+            if position <= last or position >= n:
+                return False
+            bitmap[position >> 6] |= np.uint64(1) << np.uint64(position & 63)
+            last = position
+            bit += low_bits
+            found += 1
+    return True
+
+
+def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
+    """See ``reference.pack_entropy``."""
+    symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
+    table = encoder_table(rans.frequencies(n, k))
+
+    def work(begin: int, end: int) -> tuple[Array, Array]:
+        part = symbols[begin * _CHUNK : end * _CHUNK]
+        lengths = np.empty(end - begin, np.uint16)
+        room = (end - begin) * 2 * _LANES + part.size // 2 + 4 * (end - begin)
+        out = empty(room, np.uint32)
+        used = _pack_entropy(part, *table, lengths, out)
+        return lengths, out[:used]
+
+    parts = threads.each(work, threads.ranges(rans.n_chunks(n), _LEAST_CHUNKS))
+    packed = np.zeros(rans.coded_nbytes(n, k), np.uint8)
+    at = rans.words_offset(n)
+    lengths = np.concatenate([part for part, _ in parts])
+    packed[: lengths.nbytes] = lengths.view(np.uint8)
+    for _, words in parts:
+        packed[at : at + words.nbytes] = words.view(np.uint8)
+        at += words.nbytes
+    return packed
+
+
+@inlined
+def _push(state, symbol, words, free, freqs, reciprocals, shifts, biases):
+    """Return (the state with a symbol more, the last free word)."""
+    f = freqs[symbol]
+    words[free] = np.uint32(state & np.uint64(0xFFFFFFFF))
+    full = state >= f << np.uint64(63 - rans.PRECISION)
+    if full:
+        state >>= np.uint64(32)
+    product = high_product(np.int64(state), np.int64(reciprocals[symbol]))
+    quotient = product >> shifts[symbol]
+    # quotient * 2^12 + remainder + start
+    return state + biases[symbol] + quotient * (np.uint64(_SLOTS) - f), free - full
+
+
+@kernel
+def _pack_entropy(symbols, freqs, reciprocals, shifts, biases, lengths, out):
+    """Write all chunks, one after another, to ``out``; return the words used."""
+    at = 0
+    words = np.empty(_CHUNK, np.uint32)  # at most 12 bits a symbol
+    for chunk in range(lengths.size):
+        begin = chunk * _CHUNK
+        part = symbols[begin : min(begin + _CHUNK, symbols.size)]
+        a = b = c = d = _LOWEST
+        free, i = words.size - 1, part.size - 1
+        while i >= 0:
+            lane = i % _LANES
+            if lane == 3:
+                d, free = _push(d, part[i], words, free, freqs, reciprocals, shifts, biases)
+                i -= 1
+            if lane >= 2:
+                c, free = _push(c, part[i], words, free, freqs, reciprocals, shifts, biases)
+                i -= 1
+            if lane >= 1:
+                b, free = _push(b, part[i], words, free, freqs, reciprocals, shifts, biases)
+                i -= 1
+            a, free = _push(a, part[i], words, free, freqs, reciprocals, shifts, biases)
+            i -= 1
+        for state in (a, b, c, d):
+            out[at] = np.uint32(state & np.uint64(0xFFFFFFFF))
+            out[at + 1] = np.uint32(state >> np.uint64(32))
+            at += 2
+        n_words = words.size - 1 - free
+        lengths[chunk] = n_words
+        out[at : at + n_words] = words[free + 1 :]
+        at += n_words
+    return at
+
+
+def unpack_entropy(packed: Array, n: int, k: int) -> Array:
+    """See ``reference.unpack_entropy``."""
+    n_chunks, offset = rans.n_chunks(n), rans.words_offset(n)
+    lengths = packed[: 2 * n_chunks].view(np.uint16)
+    ends = np.cumsum(lengths + np.int64(2 * _LANES))
+    words = packed[offset : offset + (packed.size - offset) // 4 * 4].view(np.uint32)
+    if n_chunks and ends[-1] > words.size:
+        raise ValueError("the chunks of positions are longer than their room")
+    table = decoder_table(rans.frequencies(n, k))
+    bitmap = zeros((n + 63) // 64, np.uint64)
+    symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
+
+    def work(begin: int, end: int) -> bool:
+        first = ends[begin - 1] if begin else 0
+        part = symbols[begin * _CHUNK : end * _CHUNK]
+        return _unpack_entropy(words[first:], lengths[begin:end], table, part)
+
+    if not all(threads.each(work, threads.ranges(n_chunks, _LEAST_CHUNKS))):
+        raise ValueError("a chunk of positions does not end where it should")
+    beyond = n % 64 and int(bitmap[-1]) >> n % 64
+    if beyond or count_bits(bitmap) != k:
+        raise ValueError("the positions are not k below n")
+    return bitmap
+
+
+@inlined
+def _state(words, at):
+    return np.uint64(words[at]) | np.uint64(words[at + 1]) << np.uint64(32)
+
+
+@inlined
+def _step(state, table):
+    """Return (the next state before it takes in a word, the symbol)."""
+    entry = np.uint64(table[state & np.uint64(_SLOTS - 1)])
+    frequency = (entry >> np.uint64(8)) & np.uint64(0xFFF)
+    state = frequency * (state >> np.uint64(rans.PRECISION)) + (entry >> np.uint64(20))
+    return state, np.uint8(entry & np.uint64(0xFF))
+
+
+@inlined
+def _refill(state, words, at, end):
+    """Return (state, at) after taking in a word if the state is low; never reads beyond end."""
+    word = np.uint64(words[min(at, end - 1)])
+    low = state < _LOWEST
+    return ((state << np.uint64(32)) | word if low else state), at + low
+
+
+@kernel
+def _unpack_entropy(words, lengths, table, symbols):
+    """Write all chunks' symbols; False if one does not end as it began, at the lowest states."""
+    at = 0
+    for chunk in range(lengths.size):
+        begin = chunk * _CHUNK
+        stop = min(begin + _CHUNK, symbols.size)
+        a, b = _state(words, at), _state(words, at + 2)
+        c, d = _state(words, at + 4), _state(words, at + 6)
+        at += 2 * _LANES
+        end = at + lengths[chunk]
+        i = begin
+        while i + _LANES <= stop:
+            a, symbols[i] = _step(a, table)
+            b, symbols[i + 1] = _step(b, table)
+            c, symbols[i + 2] = _step(c, table)
+            d, symbols[i + 3] = _step(d, table)
+            a, at = _refill(a, words, at, end)
+            b, at = _refill(b, words, at, end)
+            c, at = _refill(c, words, at, end)
+            d, at = _refill(d, words, at, end)
+            i += _LANES
+        if i < stop:
+            a, symbols[i] = _step(a, table)
+            a, at = _refill(a, words, at, end)
+        if i + 1 < stop:
+            b, symbols[i + 1] = _step(b, table)
+            b, at = _refill(b, words, at, end)
+        if i + 2 < stop:
+            c, symbols[i + 2] = _step(c, table)
+            c, at = _refill(c, words, at, end)
+        if at != end or a != _LOWEST or b != _LOWEST or c != _LOWEST or d != _LOWEST:
+            return False
+    return True

@@ -1,0 +1,185 @@
+"""Quantizers of one bit, on a CPU: the signs are packed and each side summed in one pass."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.dense import fold
+from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire.radix import GROUP, LANES
+
+_LEAST_GROUPS = 8  # for a thread of its own
+_DIGITS = 32
+_NOTHING = np.empty(0, np.float32)
+_ZERO = np.float32(0)  # a plain 0 would compare in 64 bits
+_U = np.uint32
+
+
+def encode_signs(
+    values: Array,
+    starts: Array,
+    words: Array,
+    flat: Array | None = None,
+    residual: Array | None = None,
+) -> tuple[Array, Array]:
+    """See ``reference.encode_signs``."""
+    a, b = (_NOTHING if array is None else array for array in (flat, residual))
+    n_groups = -(-values.size // GROUP)
+    sums, counts = np.empty((starts.size - 1, 2)), np.empty(starts.size - 1, np.int64)
+
+    def work(begin: int, end: int) -> None:
+        first, last = np.searchsorted(starts, [begin * GROUP, min(end * GROUP, values.size)])
+        here = slice(begin * GROUP, end * GROUP)
+        _encode_signs(
+            a[here],
+            b[here],
+            values[here],
+            starts[first : last + 1] - begin * GROUP,
+            words[begin * (GROUP // _DIGITS) : end * (GROUP // _DIGITS)],
+            sums[first:last],
+            counts[first:last],
+        )
+
+    threads.each(work, threads.ranges(n_groups, _LEAST_GROUPS))
+    return sums, counts
+
+
+@kernel
+def _encode_signs(a, b, values, starts, words, sums, counts):
+    up, down = np.empty(LANES), np.empty(LANES)
+    rest = np.zeros(GROUP, np.float32)
+    piece, to = 0, 0
+    for begin in range(0, values.size, GROUP):
+        part = values[begin : begin + GROUP]
+        if a.size:
+            grad, addend = a[begin : begin + GROUP], b[begin : begin + GROUP]
+            for i in range(part.size):
+                part[i] = grad[i] + addend[i]
+        while piece < sums.shape[0] and starts[piece] < begin + GROUP:
+            here = part[starts[piece] - begin : starts[piece + 1] - begin]
+            _sides(here, up, down)
+            sums[piece, 0], sums[piece, 1] = up[0], down[0]
+            counts[piece] = _count_negative(here)
+            piece += 1
+        width = (part.size + _DIGITS - 1) // _DIGITS  # later, from the cache: it reads 32 places
+        if part.size < GROUP:
+            rest[: part.size] = part
+            _pack(rest, words[to : to + width])
+        else:
+            _pack(part, words[to : to + width])
+        to += width
+
+
+@inlined
+def _count_negative(values):
+    count = np.int32(0)
+    for i in range(values.size):
+        count = np.int32(count + np.int32(values[i] < _ZERO))
+    return count
+
+
+@inlined
+def _pack(values, words):
+    """Write the signs of as many values as the words have bits."""
+    width = words.size
+    words[:] = _U(0)
+    for b in range(_DIGITS - 4, -4, -4):  # four at a time, so that words are seldom stored
+        first, second = values[b * width : (b + 1) * width], values[(b + 1) * width :]
+        third, fourth = values[(b + 2) * width :], values[(b + 3) * width :]
+        for j in range(width):
+            low = _U(_U(first[j] < _ZERO) | _U(_U(second[j] < _ZERO) << _U(1)))
+            high = _U(_U(third[j] < _ZERO) | _U(_U(fourth[j] < _ZERO) << _U(1)))
+            words[j] = _U(_U(words[j] << _U(4)) | _U(low | _U(high << _U(2))))
+
+
+@inlined
+def _sides(part, up, down):
+    """Write the sums of the values from 0 up, and of those below, to the first lanes."""
+    up[:], down[:] = 0.0, 0.0
+    whole = part.size // LANES * LANES
+    for i in range(0, whole, LANES):
+        for j in range(LANES):
+            x = part[i + j]
+            up[j] += np.float64(_ZERO if x < _ZERO else x)
+            down[j] += np.float64(x if x < _ZERO else _ZERO)
+    for j in range(part.size - whole):
+        x = part[whole + j]
+        up[j] += np.float64(_ZERO if x < _ZERO else x)
+        down[j] += np.float64(x if x < _ZERO else _ZERO)
+    fold(up)
+    fold(down)
+
+
+def subtract_signs(values: Array, sides: Array, length: int) -> None:
+    """See ``reference.subtract_signs``."""
+    ranges = threads.ranges(-(-values.size // GROUP), _LEAST_GROUPS)
+    threads.each(
+        lambda a, b: _subtract_signs(values[a * GROUP : b * GROUP], sides, length, a * GROUP),
+        ranges,
+    )
+
+
+@kernel
+def _subtract_signs(values, sides, length, first):
+    at = 0
+    while at < values.size:
+        row = (first + at) // length
+        end = min(values.size, (row + 1) * length - first)
+        up, down = sides[row, 0], sides[row, 1]
+        part = values[at:end]
+        for i in range(part.size):
+            part[i] -= down if part[i] < _ZERO else up
+        at = end
+
+
+def add_signs(total: Array, words: Array, sides: Array, length: int) -> None:
+    """See ``reference.add_signs``."""
+    ranges = threads.ranges(-(-total.size // GROUP), _LEAST_GROUPS)
+    per_group = GROUP // _DIGITS
+
+    def work(begin: int, end: int) -> None:
+        here = slice(begin * per_group, end * per_group)
+        _add_signs(total[begin * GROUP : end * GROUP], words[here], sides, length, begin * GROUP)
+
+    threads.each(work, ranges)
+
+
+@kernel
+def _add_signs(total, words, sides, length, first):
+    bits = np.empty(GROUP + _DIGITS, np.uint32)
+    at = 0
+    for begin in range(0, total.size, GROUP):
+        part = total[begin : begin + GROUP]
+        width = (part.size + _DIGITS - 1) // _DIGITS
+        mine = words[at : at + width]
+        for b in range(_DIGITS):
+            plane = bits[b * width : (b + 1) * width]
+            for j in range(width):
+                plane[j] = (mine[j] >> _U(b)) & _U(1)
+        at += width
+        i = 0
+        while i < part.size:
+            row = (first + begin + i) // length
+            end = min(part.size, (row + 1) * length - first - begin)
+            up, down = sides[row, 0], sides[row, 1]
+            piece, those = part[i:end], bits[i:end]
+            for j in range(piece.size):
+                piece[j] += down if those[j] else up
+            i = end
+
+
+def keep_signs(values: Array, many: float, tie: float) -> None:
+    """See ``reference.keep_signs``."""
+    ranges = threads.ranges(-(-values.size // GROUP), _LEAST_GROUPS)
+    sizes = np.float32(many), np.float32(tie)
+    threads.each(lambda a, b: _keep_signs(values[a * GROUP : b * GROUP], *sizes), ranges)
+
+
+@kernel
+def _keep_signs(values, many, tie):
+    for i in range(values.size):
+        x = values[i]
+        sign = many if x > _ZERO else -many
+        values[i] = tie if x == _ZERO else sign if x == x else x

@@ -1,0 +1,420 @@
+"""Values on a CPU: gradients plus residuals, and chosen coefficients to packed codes and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.buffer_pool import empty
+from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.positions import count_bits
+from horovod_fftcomp.kernels.cpu.topk import (
+    GROUP,
+    LEAST_GROUPS,
+    SAMPLES,
+    Counts,
+    Limits,
+    count_keys,
+    fill_keys,
+    key_scale,
+    kth_key,
+    room_for,
+    samples_of,
+    settled,
+    suggest,
+)
+from horovod_fftcomp.kernels.cpu.value_codes import ROOM, decode, encode, read_bits, write_bits
+from horovod_fftcomp.kernels.cpu.vector_ir import (
+    LANES,
+    add_64,
+    copy_64,
+    copy_with_keys,
+    mask_above,
+    sum_with_keys,
+    trailing_zeros,
+)
+from horovod_fftcomp.kernels.reference import key_exponent
+from horovod_fftcomp.types import Array, Coding, Coefficients, Part
+
+_LEAST_VALUES = 1 << 15  # for a thread of its own
+_MAGNITUDE = 0x7FFFFFFF
+
+
+def peak_bits(values: Array) -> int:
+    """See ``reference.peak_bits``."""
+    patterns = values.view(np.int32)
+    ranges = threads.ranges(patterns.size, _LEAST_VALUES)
+    return max(threads.each(lambda a, b: _peak_bits(patterns[a:b]), ranges))
+
+
+@kernel
+def _peak_bits(patterns):
+    peak = np.int32(0)
+    for pattern in patterns:
+        peak = max(peak, pattern & np.int32(_MAGNITUDE))
+    return np.int64(peak)
+
+
+def count_above(values: Array, key: int) -> int:
+    """See ``reference.count_above``."""
+    patterns = values.view(np.int32)
+    ranges = threads.ranges(patterns.size, _LEAST_VALUES)
+    return sum(threads.each(lambda a, b: _count_above(patterns[a:b], np.int32(key)), ranges))
+
+
+@kernel
+def _count_above(patterns, key):
+    total = np.int64(0)
+    for begin in range(0, patterns.size, GROUP):  # in lanes of 32 bits, which a group cannot fill
+        count = np.int32(0)
+        for i in range(begin, min(begin + GROUP, patterns.size)):
+            count += np.int32((patterns[i] & np.int32(_MAGNITUDE)) > key)
+        total += count
+    return total
+
+
+def rank(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
+    """See ``reference.rank``."""
+    return ranked(coeffs, peak_bits(coeffs), k, bins_per_block, None)
+
+
+def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
+    """See ``reference.add``."""
+    n = flat.size
+    out = empty(n)
+    addend = _NOTHING if residual is None else residual
+    limits = _limits_of_sum(flat, addend, k) if k and n > 2 * SAMPLES else None
+    room = room_for(n) if limits else 0
+
+    def work(begin: int, end: int) -> tuple[int, Counts]:
+        here = slice(begin * GROUP, end * GROUP)
+        found = empty(room, np.int32)
+        low, high = limits or _EVERYTHING
+        peak, above, between, kept = _add(
+            flat[here], addend[here], out[here], room > 0, low, high, found
+        )
+        return peak, Counts(above, between, found[:kept])
+
+    parts = threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
+    peak = max(peak for peak, _ in parts)
+    return ranked(out, peak, k, 1, [counts for _, counts in parts] if room else None)
+
+
+_NOTHING = np.empty(0, np.float32)
+_EVERYTHING = Limits(0, _MAGNITUDE)
+
+
+def ranked(
+    coeffs: Array, peak: int, k: int, bins_per_block: int, counts: list[Counts] | None
+) -> Coefficients:
+    """Return the coefficients with their k-th key, from ``counts`` if they tell it."""
+    if not k or peak > LARGEST_FINITE_BITS:
+        return Coefficients(coeffs, peak, 0, coeffs.size)
+    exponent = key_exponent(peak) if coeffs.dtype == np.complex64 else 0
+    found = settled(counts, k) if counts and not exponent else None
+    return Coefficients(coeffs, peak, *(found or kth_key(coeffs, k, bins_per_block, exponent)))
+
+
+def _limits_of_sum(flat: Array, addend: Array, k: int) -> Limits | None:
+    places = sampled_places(flat.size)
+    sample = flat[places] + addend[places] if addend.size else flat[places]
+    return limits_of(sample, k, flat.size)
+
+
+def sampled_places(n: int) -> Array:
+    """Return ``samples_of(n)`` places spread over all ``n``, one at random in each stretch."""
+    count = samples_of(n)
+    places = np.arange(count) * (n // count)
+    places += np.random.default_rng(n).integers(n // count, size=count)
+    return places
+
+
+def limits_of(sample: Array, k: int, n: int) -> Limits | None:
+    """Return limits for the k-th of ``n`` magnitudes from a sample of the values."""
+    limits = suggest(sample.view(np.int32) & np.int32(_MAGNITUDE), k, n, 1)
+    return None if limits.low == limits.high else limits  # many ties: they need a pass of their own
+
+
+@kernel
+def _add(a, b, out, counts, low, high, found):
+    """Write a + b; return (bits of the peak, and what ``count_keys`` returns of all groups)."""
+    above, between, kept = 0, 0, 0
+    peaks, keys = np.zeros(LANES, np.int32), np.empty(GROUP, np.int32)
+    peak, to = np.int64(peaks.ctypes.data), np.int64(keys.ctypes.data)
+    x, y, z = np.int64(a.ctypes.data), np.int64(b.ctypes.data), np.int64(out.ctypes.data)
+    for begin in range(0, out.size, GROUP):
+        end = min(begin + GROUP, out.size)
+        whole = (end - begin) // 64 * 64
+        for i in range(0, 4 * whole, 256):
+            if b.size:
+                sum_with_keys(x + i, y + i, z + i, to + i, peak)
+            else:
+                copy_with_keys(x + i, y + i, z + i, to + i, peak)
+        if whole < GROUP:
+            rest = out[begin + whole : end]
+            rest[:] = a[begin + whole : end]
+            if b.size:
+                rest += b[begin + whole : end]
+            fill_keys(rest, False, 1, np.float32(1), keys[whole:])
+            for i in range(whole, end - begin):
+                peaks[0] = max(peaks[0], keys[i])
+        if counts:
+            more, inside, kept = count_keys(keys, low, high, found, kept)
+            above += more
+            between += inside
+        x, y, z = x + 4 * GROUP, y + 4 * GROUP, z + 4 * GROUP
+    return np.int64(peaks.max()), above, between, kept
+
+
+def take(
+    coeffs: Coefficients, bins_per_block: int, coding: Coding, keep: bool
+) -> tuple[Array, Array]:
+    """See ``reference.take``."""
+    array, peak, key, ties = coeffs[:4]
+    reals = array.view(np.float32)
+    is_complex = array.dtype == np.complex64
+    width = 2 if is_complex else 1
+    exponent = key_exponent(peak) if is_complex else 0
+    options = (is_complex, bins_per_block, key_scale(exponent))
+    numbers = np.array(coding, np.int64)
+    ranges = threads.ranges(-(-array.size // GROUP), LEAST_GROUPS)
+    bitmap = empty(ranges[-1][1] * (GROUP // 64), np.uint64)
+
+    def reals_of(begin: int, end: int) -> Array:
+        return reals[begin * GROUP * width : end * GROUP * width]
+
+    def work(begin: int, end: int, ties: int) -> tuple[int, Array]:
+        part = reals_of(begin, end)
+        words = bitmap[begin * (GROUP // 64) : end * (GROUP // 64)]
+        packed = empty(part.size * coding.bits // 64 + ROOM, np.uint64)
+        return _take(part, *options, key, ties, numbers, keep, words, packed), packed
+
+    ties_left = [ties]
+    if len(ranges) > 1:  # of those in earlier ranges, which come first
+        equal = threads.each(lambda a, b: _count_equal(reals_of(a, b), *options, key), ranges)
+        for count in equal[:-1]:
+            ties_left.append(max(0, ties_left[-1] - count))
+    parts = threads.each(
+        work, ((*pair, left) for pair, left in zip(ranges, ties_left, strict=True))
+    )
+    return bitmap[: (array.size + 63) // 64], joined(parts)
+
+
+@kernel
+def _count_equal(reals, is_complex, bins_per_block, scale, key):
+    keys = np.empty(GROUP, np.int32)
+    size = GROUP * (2 if is_complex else 1)
+    count = 0
+    for begin in range(0, reals.size, size):
+        fill_keys(reals[begin : begin + size], is_complex, bins_per_block, scale, keys)
+        for i in range(GROUP):
+            count += keys[i] == key
+    return count
+
+
+@kernel
+def _take(reals, is_complex, bins_per_block, scale, key, ties, coding, keep, bitmap, packed):
+    """Choose, pack and subtract, group after group; return the bits packed."""
+    keys, codes = np.empty(GROUP, np.int32), np.empty(2 * GROUP, np.int32)
+    values = np.empty(2 * GROUP, np.float32)
+    width = 2 if is_complex else 1
+    bit = np.int64(0)
+    for group in range(bitmap.size * 64 // GROUP):
+        part = reals[group * GROUP * width : (group + 1) * GROUP * width]
+        words = bitmap[group * (GROUP // 64) : (group + 1) * (GROUP // 64)]
+        fill_keys(part, is_complex, bins_per_block, scale, keys)
+        ties = _mark(keys, key, ties, words)
+        n = collect(part, width, words, values)
+        encode(values, n, coding, codes)
+        bit = write_bits(codes, n, coding[1], packed, bit)
+        if keep:
+            put_back(part, width, words, values)
+    return bit
+
+
+@inlined
+def _mark(keys, key, ties, words):
+    """Set the bits of keys above ``key``, and of the first ``ties`` equal; return ties left."""
+    at = np.int64(keys.ctypes.data)
+    for word in range(words.size):
+        chosen = np.int64(mask_above(at + 256 * word, key))
+        if ties > 0:
+            equal = np.int64(mask_above(at + 256 * word, key - 1)) ^ chosen
+            while equal != 0 and ties > 0:
+                chosen |= equal & -equal
+                equal &= equal - 1
+                ties -= 1
+        words[word] = np.uint64(chosen)
+    return ties
+
+
+@inlined
+def collect(reals, width, words, values):
+    """Write the chosen reals side by side; return how many."""
+    n = 0
+    at, to = np.int64(reals.ctypes.data), np.int64(values.ctypes.data)
+    for word in range(words.size):
+        chosen = np.int64(words[word])
+        if chosen == -1:
+            for part in range(width):
+                copy_64(at + 256 * (width * word + part), to + 4 * n)
+                n += 64
+            continue
+        while chosen != 0:
+            i = (64 * word + trailing_zeros(chosen)) * width
+            chosen &= chosen - 1
+            values[n] = reals[i]
+            if width == 2:
+                values[n + 1] = reals[i + 1]
+            n += width
+    return n
+
+
+@inlined
+def put_back(reals, width, words, values):
+    """Write values side by side where they were chosen."""
+    n = 0
+    for word in range(words.size):
+        chosen = np.int64(words[word])
+        while chosen != 0:
+            i = (64 * word + trailing_zeros(chosen)) * width
+            chosen &= chosen - 1
+            reals[i] = values[n]
+            if width == 2:
+                reals[i + 1] = values[n + 1]
+            n += width
+
+
+def joined(parts: list[tuple[int, Array]]) -> Array:
+    """Return streams of bits as one, uint8."""
+    total = sum(n_bits for n_bits, _ in parts)
+    _, whole = parts[0]
+    if len(parts) > 1:
+        whole = np.zeros(total // 64 + 2, np.uint64)
+        at = 0
+        for n_bits, words in parts:
+            _append(whole, at, words, n_bits)
+            at += n_bits
+    return whole.view(np.uint8)[: (total + 7) // 8]
+
+
+@kernel
+def _append(whole, at, words, n_bits):
+    shift, to = np.uint64(at & 63), at >> 6
+    for i in range((n_bits + 63) // 64):
+        word = words[i]
+        if 64 * i + 64 > n_bits:  # what follows the end means nothing
+            word &= (np.uint64(1) << np.uint64(n_bits & 63)) - np.uint64(1)
+        whole[to + i] |= word << shift
+        if shift:
+            whole[to + i + 1] |= word >> (np.uint64(64) - shift)
+
+
+def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:
+    """See ``reference.sum_values``."""
+    out = empty(n, np.complex64 if is_complex else np.float32)
+    reals = out.view(np.float32)
+    width = 2 if is_complex else 1
+    streams = Streams(parts, width, GROUP, -(-n // GROUP))
+
+    def work(begin: int, end: int, first_bits: Array) -> int:
+        part = reals[begin * GROUP * width : end * GROUP * width]
+        return _sum_groups(part, begin, width, *streams.arrays, first_bits)
+
+    streams.check(threads.each(work, streams.ranges(LEAST_GROUPS)))
+    return out
+
+
+class Streams:
+    """The bitmaps and codes of several payloads as arrays that kernels take, and where to begin.
+
+    ``arrays``: bitmaps ``[p, words]``, streams of codes ``[p, words]``, codings ``[p, 7]``.
+    """
+
+    def __init__(self, parts: Sequence[Part], width: int, span: int, n_spans: int) -> None:
+        """``span``: bins that a thread takes on together, in whole groups; ``n_spans``: of all."""
+        n_words = n_spans * (span // 64)
+        bitmaps = _rows([part.bitmap for part in parts], n_words)
+        n_codes = max(part.packed.size for part in parts) // 8 + ROOM
+        codes = _rows([part.packed for part in parts], n_codes)
+        self.arrays = bitmaps, codes, np.array([part.coding for part in parts], np.int64)
+        self._width, self._words, self._spans = width, span // 64, n_spans
+
+    def ranges(self, least: int) -> list[tuple[int, int, Array]]:
+        """Return (first span, end, stream bit at which each payload's codes begin there)."""
+        bitmaps, _, codings = self.arrays
+        pairs = threads.ranges(self._spans, least)
+        words = self._words
+        counts = [[count_bits(row[a * words : b * words]) for row in bitmaps] for a, b in pairs]
+        before = np.cumsum([[0] * len(bitmaps), *counts[:-1]], axis=0, dtype=np.int64)
+        bits = before * self._width * codings[:, 1]
+        return [(*pair, first) for pair, first in zip(pairs, bits, strict=True)]
+
+    def check(self, bad: list[int]) -> None:
+        """Raise ValueError for what ``add_group`` has refused."""
+        for number in bad:
+            if number >= 0:
+                raise ValueError(f"payload {number}: a value lies beyond what the scale allows")
+
+
+def _rows(arrays: list[Array], n_words: int) -> Array:
+    """Return arrays of 8- or 64-bit integers as rows of 64-bit words, zeros after their ends."""
+    rows = empty(len(arrays) * n_words, np.uint64).reshape(len(arrays), n_words)
+    for row, array in zip(rows, arrays, strict=True):
+        whole = row.view(array.dtype)
+        whole[: array.size] = array
+        whole[array.size :] = 0
+    return rows
+
+
+@kernel
+def _sum_groups(reals, first_group, width, bitmaps, codes, codings, bits):
+    """Write the sum of all payloads' values, group after group; return the bad payload or -1."""
+    bad = -1
+    size = GROUP * width
+    for begin in range(0, reals.size, size):
+        group = reals[begin : begin + size]
+        group[:] = np.float32(0)
+        first_word = (first_group + begin // size) * (GROUP // 64)
+        bad = max(bad, add_group(group, width, first_word, bitmaps, codes, codings, bits))
+    return bad
+
+
+@inlined
+def add_group(reals, width, first_word, bitmaps, streams, codings, bits):
+    """Add all payloads' values in a group of bins; return the number of a bad one, or -1."""
+    bad = -1
+    codes, values = np.empty(2 * GROUP, np.int32), np.empty(2 * GROUP, np.float32)
+    for p in range(bitmaps.shape[0]):
+        words = bitmaps[p, first_word : first_word + GROUP // 64]
+        n = count_bits(words) * width
+        read_bits(streams[p], bits[p], n, codings[p, 1], codes)
+        if decode(codes, n, codings[p], values) > codings[p, 6]:
+            bad = p
+        bits[p] += n * codings[p, 1]
+        _add_back(reals, width, words, values)
+    return bad
+
+
+@inlined
+def _add_back(reals, width, words, values):
+    """Add values side by side to where they were chosen."""
+    n = 0
+    at, to = np.int64(values.ctypes.data), np.int64(reals.ctypes.data)
+    for word in range(words.size):
+        chosen = np.int64(words[word])
+        if chosen == -1:
+            for part in range(width):
+                add_64(at + 4 * n, to + 256 * (width * word + part))
+                n += 64
+            continue
+        while chosen != 0:
+            i = (64 * word + trailing_zeros(chosen)) * width
+            chosen &= chosen - 1
+            reals[i] += values[n]
+            if width == 2:
+                reals[i + 1] += values[n + 1]
+            n += width

@@ -1,0 +1,215 @@
+"""Which coefficients are largest, on a CPU: their keys, and the k-th key without a sort.
+
+A sample of the keys suggests limits between which the k-th lies. One pass, of its own or while the
+coefficients are made, counts the keys above and collects those between; the k-th key is found among
+these. Where the limits prove wrong all keys are collected: the sample decides speed alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.buffer_pool import empty
+from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.vector_ir import count_ones, mask_above, trailing_zeros
+from horovod_fftcomp.types import Array
+
+GROUP = 4096  # coefficients whose keys are computed at a time, into the L1 cache
+LEAST_GROUPS = 8  # for a thread of its own
+SAMPLES = 1 << 14
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_NO_KEY = np.int32(-2)  # below every key, and below what is above every key
+_ABOVE_ALL = 0x7FFFFFFF
+
+
+class Limits(NamedTuple):
+    """Keys that the k-th lies between, both included."""
+
+    low: int
+    high: int
+
+
+class Counts(NamedTuple):
+    """Keys above the limits, how many lie between them, and these as far as there was room."""
+
+    above: int
+    between: int
+    found: Array
+
+
+def key_scale(exponent: int) -> np.float32:
+    """Return what complex coefficients are multiplied by before they are squared."""
+    return np.float32(2.0**-exponent)
+
+
+def suggest(keys: Array, k: int, n: int, spread: float) -> Limits:
+    """Return limits for the k-th of ``n`` keys from a sample, int32, which is sorted in place.
+
+    ``spread``: of the rank in the sample, in multiples of what independent samples would have.
+    """
+    rank = k * keys.size / n
+    margin = 4 * spread * rank**0.5 + 8
+    low, high = int(rank + margin), int(rank - margin)
+    keys.sort()
+    return Limits(
+        int(keys[-low]) if low <= keys.size else 0, int(keys[-high]) if high >= 1 else _ABOVE_ALL
+    )
+
+
+def samples_of(n: int) -> int:
+    """Return how many of ``n`` keys to sample: sorting them must not cost more than the pass."""
+    return min(SAMPLES, max(2048, n // 64))
+
+
+def room_for(n: int) -> int:
+    """Return how many keys to make room for among ``n``."""
+    return n // 8 + 2 * SAMPLES
+
+
+def settled(parts: list[Counts], k: int) -> tuple[int, int] | None:
+    """Return (k-th key, how many equal to it are of the k largest); None if limits were wrong."""
+    above = sum(part.above for part in parts)
+    between = sum(part.between for part in parts)
+    found = np.concatenate([part.found for part in parts])
+    if above >= k or above + between < k or found.size < between:
+        return None
+    return _kth(found, k - above)
+
+
+def kth_key(coeffs: Array, k: int, bins_per_block: int, exponent: int) -> tuple[int, int]:
+    """Return (the k-th largest key, how many of those equal to it are among the k largest)."""
+    n, reals = coeffs.size, coeffs.view(np.float32)
+    options = (coeffs.dtype == np.complex64, bins_per_block, key_scale(exponent))
+    if n > 2 * SAMPLES:
+        sample = _sample(reals, n, *options, np.empty(samples_of(n), np.int32))
+        limits = suggest(sample, k, n, 1)
+        counts = _count(reals, n, options, limits, room_for(n))
+        above, equal = (sum(column) for column in list(zip(*counts, strict=True))[:2])
+        if limits.low == limits.high and above < k <= above + equal:
+            return limits.low, k - above  # many ties, as among zeros
+        found = settled(counts, k)
+        if found is not None:
+            return found
+    found = settled(_count(reals, n, options, Limits(0, _ABOVE_ALL), n), k)
+    assert found is not None  # there are n keys
+    return found
+
+
+def _count(reals: Array, n: int, options: tuple, limits: Limits, room: int) -> list[Counts]:
+    width = reals.size // n
+
+    def work(begin: int, end: int) -> Counts:
+        part = reals[begin * GROUP * width : end * GROUP * width]
+        found = empty(0 if limits.low == limits.high else room + 64, np.int32)
+        above, between, kept = _count_groups(part, *options, *limits, found)
+        return Counts(above, between, found[:kept])
+
+    return threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
+
+
+@inlined
+def fill_keys(reals, is_complex, bins_per_block, scale, keys):
+    """Write the keys of a group that begins with a block, at most ``keys.size``; pad the rest."""
+    if is_complex:
+        energies = keys.view(np.float32)
+        n = reals.size // 2
+        for i in range(n):
+            re, im = reals[2 * i] * scale, reals[2 * i + 1] * scale
+            energies[i] = re * re + im * im
+        for i in range(0, n, bins_per_block):
+            energies[i] *= np.float32(0.5)
+    else:
+        patterns = reals.view(np.int32)
+        n = patterns.size
+        for i in range(n):
+            keys[i] = patterns[i] & _MAGNITUDE
+    keys[n:] = _NO_KEY
+
+
+@kernel
+def write_keys(reals, is_complex, bins_per_block, keys):
+    """``fill_keys`` for whom it is not part of a larger kernel."""
+    fill_keys(reals, is_complex, bins_per_block, np.float32(1), keys)
+
+
+@kernel
+def _sample(reals, n, is_complex, bins_per_block, scale, keys):
+    """Fill ``keys`` with those of places spread over all ``n``, one at random in each stretch."""
+    random = np.uint64(0x9E3779B97F4A7C15)
+    stretch = n // keys.size
+    for i in range(keys.size):
+        random = random * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        at = i * stretch + np.int64(random >> np.uint64(33)) % stretch
+        if is_complex:
+            re, im = reals[2 * at] * scale, reals[2 * at + 1] * scale
+            energy = re * re + im * im
+            if at % bins_per_block == 0:
+                energy *= np.float32(0.5)
+            keys.view(np.float32)[i] = energy
+        else:
+            keys[i] = reals.view(np.int32)[at] & _MAGNITUDE
+    return keys
+
+
+@kernel
+def _count_groups(reals, is_complex, bins_per_block, scale, low, high, found):
+    above = between = kept = 0
+    keys = np.empty(GROUP, np.int32)
+    size = GROUP * (2 if is_complex else 1)
+    for begin in range(0, reals.size, size):
+        group = reals[begin : begin + size]
+        more, inside, kept = count_group(
+            group, is_complex, bins_per_block, scale, low, high, keys, found, kept
+        )
+        above += more
+        between += inside
+    return above, between, kept
+
+
+@inlined
+def count_group(reals, is_complex, bins_per_block, scale, low, high, keys, found, kept):
+    """Return (keys above high, keys from low to high, keys kept in ``found`` so far)."""
+    fill_keys(reals, is_complex, bins_per_block, scale, keys)
+    return count_keys(keys, low, high, found, kept)
+
+
+@inlined
+def count_keys(keys, low, high, found, kept):
+    """As ``count_group``, of a group's keys."""
+    at = np.int64(keys.ctypes.data)
+    above = between = 0
+    for word in range(GROUP // 64):
+        over = mask_above(at + 256 * word, high)
+        inside = np.int64(mask_above(at + 256 * word, low - 1) ^ over)
+        above += count_ones(np.int64(over))
+        between += count_ones(inside)
+        while inside != 0 and kept < found.size:
+            found[kept] = keys[64 * word + trailing_zeros(inside)]
+            inside &= inside - 1
+            kept += 1
+    return above, between, kept
+
+
+@kernel
+def _kth(keys, k):
+    """Return (the k-th largest key, how many of those equal to it belong to the k largest)."""
+    threshold, prefix_bits, need = np.int64(0), 0, k
+    for digit_bits in (11, 10, 10):
+        shift = 31 - prefix_bits - digit_bits
+        counts = np.zeros(1 << digit_bits, np.int64)
+        mask = (1 << digit_bits) - 1
+        above = 31 - prefix_bits
+        prefix = threshold >> above
+        for key in keys:
+            if np.int64(key) >> above == prefix:
+                counts[(np.int64(key) >> shift) & mask] += 1
+        digit = mask
+        while digit > 0 and counts[digit] < need:
+            need -= counts[digit]
+            digit -= 1
+        threshold |= digit << shift
+        prefix_bits += digit_bits
+    return threshold, need

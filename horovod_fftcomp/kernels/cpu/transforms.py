@@ -1,0 +1,398 @@
+"""Block transforms on a CPU: eight blocks at a time, one in each lane of a vector.
+
+A real FFT of length L is a complex FFT of pairs, of length N = L / 2, and a step that splits the
+pairs' bins; a DCT-II is a real FFT of reordered samples and a rotation (Makhoul 1980).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu import vector_ir as c
+from horovod_fftcomp.kernels.cpu.buffer_pool import empty
+from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.sparse import Streams, add_group, ranked
+from horovod_fftcomp.kernels.cpu.topk import (
+    GROUP,
+    Counts,
+    Limits,
+    count_group,
+    room_for,
+    suggest,
+    write_keys,
+)
+from horovod_fftcomp.kernels.cpu.vector_ir import COMPLEX_NBYTES, LANES, VECTOR_NBYTES
+from horovod_fftcomp.types import Array, Coefficients, Part
+
+# complex length -> radices of its passes: few passes, and what a radix takes fits the registers
+_RADICES = {
+    32: (4, 8),
+    64: (8, 8),
+    128: (8, 16),
+    256: (16, 16),
+    512: (8, 8, 8),
+    1024: (8, 8, 16),
+    2048: (8, 16, 16),
+}
+_LEAST_SPANS = 8  # for a thread of its own
+_SAMPLED_REALS = 1 << 17
+_SPREAD = 3  # neighbours in a block are alike, so a sample of blocks tells less than its size
+
+
+class Tables(NamedTuple):
+    """The constants of a transform of ``length`` samples; complex ones as pairs of float32."""
+
+    length: int
+    radices: Array
+    twiddles: Array  # of the passes, one after another
+    splits: Array  # -i exp(-2 pi i k / L), and its conjugates
+    splits_back: Array
+    turns: Array  # sqrt(2) exp(-i pi k / 2L), and their inverses
+    turns_back: Array
+    scale: Array  # halved, since splitting adds two values
+
+
+@functools.cache
+def _tables(length: int) -> Tables:
+    n = length // 2
+    twiddles, left = [], n
+    for radix in _RADICES[n]:
+        p, k = np.mgrid[: left // radix, 1:radix]
+        twiddles.append(np.exp(-2j * np.pi * p * k / left).ravel())
+        left //= radix
+    k = np.arange(n)
+    splits = -1j * np.exp(-2j * np.pi * k / length)
+    turns = np.sqrt(2) * np.exp(-0.5j * np.pi * k / length)
+    complexes = (np.concatenate(twiddles), splits, splits.conj(), turns, 1 / turns)
+    reals = [part.astype(np.complex64).view(np.float32) for part in complexes]
+    scale = np.array([0.5 / length, 1], np.float32)
+    return Tables._make([length, np.array(_RADICES[n]), *reals, scale])
+
+
+@inlined
+def _passes(src, dst, n, radices, twiddles):
+    """Transform n complex values of eight blocks (Stockham); return where the result lies."""
+    stride, left = 1, n
+    for radix in radices:
+        m = left // radix
+        from_stride, to_stride = stride * m * COMPLEX_NBYTES, stride * COMPLEX_NBYTES
+        for p in range(m):
+            w = twiddles + p * (radix - 1) * 8
+            for q in range(stride):
+                a = src + (q + stride * p) * COMPLEX_NBYTES
+                b = dst + (q + stride * radix * p) * COMPLEX_NBYTES
+                if radix == 16:
+                    if m == 1:
+                        c.butterfly_16(a, from_stride, b, to_stride, w)
+                    else:
+                        c.twiddled_16(a, from_stride, b, to_stride, w)
+                elif radix == 8:
+                    if m == 1:
+                        c.butterfly_8(a, from_stride, b, to_stride, w)
+                    else:
+                        c.twiddled_8(a, from_stride, b, to_stride, w)
+                else:
+                    c.twiddled_4(a, from_stride, b, to_stride, w)
+        twiddles += m * (radix - 1) * 8
+        stride *= radix
+        left = m
+        src, dst = dst, src
+    return src
+
+
+@inlined
+def _places(start, at, length, is_dct):
+    """Return (place and stride of the even samples from ``at`` on, and of the odd ones).
+
+    An FFT takes samples in order. A DCT takes the even ones, then the odd ones backwards.
+    """
+    if is_dct:
+        even, odd = start + at // 2 * VECTOR_NBYTES, start + (length - 1 - at // 2) * VECTOR_NBYTES
+        return even, VECTOR_NBYTES, odd, -VECTOR_NBYTES
+    even = start + at * VECTOR_NBYTES
+    return even, COMPLEX_NBYTES, even + VECTOR_NBYTES, COMPLEX_NBYTES
+
+
+@kernel
+def _forward(x, addend, out, is_dct, length, radices, twiddles, splits, turns, scale, scratch):
+    """Transform whole tiles of eight blocks and add ``addend``; return the peak's bits."""
+    n, row = length // 2, 4 * length
+    tile = LANES * row
+    peaks = np.zeros(LANES, np.int32)
+    first = np.int64(scratch.ctypes.data)
+    second = first + n * COMPLEX_NBYTES
+    peak, factor = np.int64(peaks.ctypes.data), np.int64(scale.ctypes.data)
+    w, s = np.int64(twiddles.ctypes.data), np.int64(splits.ctypes.data)
+    t = np.int64(turns.ctypes.data)
+    src, dst = np.int64(x.ctypes.data), np.int64(out.ctypes.data)
+    add = np.int64(addend.ctypes.data)
+    for _ in range(out.size // (LANES * length)):
+        for at in range(0, length, LANES):
+            c.prefetch(src + tile + at * VECTOR_NBYTES)
+            if addend.size:
+                c.prefetch(add + at * VECTOR_NBYTES)
+            even, even_stride, odd, odd_stride = _places(first, at, length, is_dct)
+            c.gather(src + 4 * at, row, even, even_stride, odd, odd_stride, factor)
+        z = _passes(first, second, n, radices, w)
+        c.split_ends(z, z + n // 2 * COMPLEX_NBYTES)
+        for k in range(1, n // 2):
+            c.split(z + k * COMPLEX_NBYTES, z + (n - k) * COMPLEX_NBYTES, s + 8 * k)
+        if is_dct:
+            z = _rotate_all(z, second if z == first else first, n, t)
+        for at in range(0, length, LANES):
+            here = z + at * VECTOR_NBYTES
+            if addend.size:
+                c.scatter_coeffs_add(here, dst + 4 * at, add + 4 * at, row, peak)
+            else:
+                c.scatter_coeffs(here, dst + 4 * at, add, row, peak)
+        src += tile
+        dst += tile
+        add += tile
+    return np.int64(peaks.max())
+
+
+@inlined
+def _rotate_all(z, dct, n, turns):
+    ends = z + VECTOR_NBYTES  # DC and Nyquist are the DCT's coefficients 0 and N as they are
+    c.copy(z, dct)
+    c.copy(ends, dct + n * VECTOR_NBYTES)
+    for k in range(1, n):
+        low, high = dct + k * VECTOR_NBYTES, dct + (2 * n - k) * VECTOR_NBYTES
+        c.rotate(z + k * COMPLEX_NBYTES, turns + 8 * k, low, high)
+    return dct
+
+
+@kernel
+def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scale, scratch):
+    """Transform whole tiles of eight blocks back."""
+    n, row = length // 2, 4 * length
+    tile = LANES * row
+    first = np.int64(scratch.ctypes.data)
+    second = first + n * COMPLEX_NBYTES
+    one = np.int64(scale.ctypes.data) + 4
+    w, s, t = (
+        np.int64(twiddles.ctypes.data),
+        np.int64(splits.ctypes.data),
+        np.int64(turns.ctypes.data),
+    )
+    src, dst = np.int64(coeffs.ctypes.data), np.int64(out.ctypes.data)
+    for _ in range(out.size // (LANES * length)):
+        start = second if is_dct else first
+        for at in range(0, length, LANES):
+            c.prefetch(src + tile + at * VECTOR_NBYTES)
+            even, even_stride, odd, odd_stride = _places(start, at, length, False)
+            c.gather(src + 4 * at, row, even, even_stride, odd, odd_stride, one)
+        if is_dct:
+            c.copy(second, first)
+            c.copy(second + n * VECTOR_NBYTES, first + VECTOR_NBYTES)
+            for k in range(1, n):
+                low, high = second + k * VECTOR_NBYTES, second + (length - k) * VECTOR_NBYTES
+                c.rotate_back(first + k * COMPLEX_NBYTES, t + 8 * k, low, high)
+        c.split_ends_back(first, first + n // 2 * COMPLEX_NBYTES)
+        for k in range(1, n // 2):
+            c.split_back(first + k * COMPLEX_NBYTES, first + (n - k) * COMPLEX_NBYTES, s + 8 * k)
+        z = _passes(first, second, n, radices, w)
+        for at in range(0, length, LANES):
+            even, even_stride, odd, odd_stride = _places(z, at, length, is_dct)
+            if is_dct:
+                c.scatter_dct(even, even_stride, odd, odd_stride, dst + 4 * at, row)
+            else:
+                c.scatter_fft(even, even_stride, odd, odd_stride, dst + 4 * at, row)
+        src += tile
+        dst += tile
+
+
+@kernel
+def _forward_counted(
+    x, addend, out, span, is_dct, length, radices, twiddles, splits, turns, scale, scratch,
+    low, high, found,
+):  # fmt: skip
+    """Transform span by span; return (bits of the peak, what ``count_group`` returns of all)."""
+    peak, above, between, kept = np.int64(0), 0, 0, 0
+    keys = np.empty(GROUP, np.int32)
+    width = 1 if is_dct else 2
+    bins_per_block = length // width
+    for begin in range(0, out.size, span):
+        end = min(begin + span, out.size)
+        top = _forward(
+            x[begin:end], addend[begin:end], out[begin:end], is_dct, length, radices, twiddles,
+            splits, turns, scale, scratch,
+        )  # fmt: skip
+        peak = max(peak, top)
+        if found.size:
+            for at in range(begin, end, GROUP * width):
+                group = out[at : min(at + GROUP * width, end)]
+                one = np.float32(1)
+                more, inside, kept = count_group(
+                    group, not is_dct, bins_per_block, one, low, high, keys, found, kept
+                )
+                above += more
+                between += inside
+    return peak, above, between, kept
+
+
+@kernel
+def _inverse_of_sum(
+    out, first_span, span, bitmaps, codes, codings, bits,
+    is_dct, length, radices, twiddles, splits, turns, scale, scratch,
+):  # fmt: skip
+    """Add up all payloads' values and transform them back, span by span; the bad payload or -1."""
+    bad = -1
+    width = 1 if is_dct else 2
+    tile = LANES * length
+    coeffs, rest = np.empty(span, np.float32), np.empty(span, np.float32)
+    for begin in range(0, out.size, span):
+        end = min(begin + span, out.size)
+        used = (end - begin + tile - 1) // tile * tile
+        coeffs[:used] = np.float32(0)
+        for at in range(0, used, GROUP * width):
+            word = (first_span * span + begin + at) // width // 64
+            group = coeffs[at : at + GROUP * width]
+            bad = max(bad, add_group(group, width, word, bitmaps, codes, codings, bits))
+        to = out[begin:end] if end - begin == used else rest[:used]
+        _inverse(
+            coeffs[:used], to, is_dct, length, radices, twiddles, splits, turns, scale, scratch
+        )
+        if end - begin < used:
+            out[begin:end] = rest[: end - begin]
+    return bad
+
+
+_NOTHING = np.empty(0, np.float32)
+_NO_KEYS = np.empty(0, np.int32)
+
+
+def _span(block: int, width: int) -> int:
+    """Return the reals that are transformed and ranked while they lie in a cache: whole groups."""
+    return max(GROUP * width, LANES * block)
+
+
+def _forward_blocks(
+    flat: Array, block: int, residual: Array | None, k: int, is_dct: bool
+) -> Coefficients:
+    tables = _tables(block)
+    constants = (is_dct, *tables[:4], tables.turns, tables.scale)
+    tile, width = LANES * block, 1 if is_dct else 2
+    span = _span(block, width)
+    out = empty(-(-flat.size // block) * block)
+    addend = _NOTHING if residual is None else residual.view(np.float32)
+    n_bins = out.size // width
+    limits = _limits_of_sample(flat, addend, k, n_bins, constants)
+    low, high = limits or (0, 0)
+
+    def transform(x: Array, addend: Array, out: Array) -> tuple[int, Counts]:
+        scratch = np.empty(2 * tile, np.float32)
+        found = empty(room_for(n_bins), np.int32) if limits else _NO_KEYS
+        peak, above, between, kept = _forward_counted(
+            x, addend, out, span, *constants, scratch, low, high, found
+        )
+        return peak, Counts(above, between, found[:kept])
+
+    def work(begin: int, end: int) -> tuple[int, Counts]:
+        here = slice(begin * span, min(end * span, done))
+        return transform(flat[here], addend[here], out[here])
+
+    done = flat.size // tile * tile
+    parts = threads.each(work, threads.ranges(-(-done // span), _LEAST_SPANS))
+    if done < out.size:
+        last = np.empty(tile, np.float32)
+        rest = addend if residual is None else _padded(addend[done:], tile)
+        peak, counts = transform(_padded(flat[done:], tile), rest, last)
+        parts.append((peak, counts))
+        out[done:] = last[: out.size - done]
+    coeffs = out if is_dct else out.view(np.complex64)
+    peak = max(peak for peak, _ in parts)
+    counted = [counts for _, counts in parts] if limits else None
+    return ranked(coeffs, peak, k, block // width, counted)
+
+
+def _limits_of_sample(
+    flat: Array, addend: Array, k: int, n_bins: int, constants: tuple
+) -> Limits | None:
+    """Return limits for the k-th key by the coefficients of some blocks, if there are many."""
+    is_dct, block = constants[:2]
+    n_blocks = flat.size // block  # whole ones
+    n_sampled = max(64, _SAMPLED_REALS // block)
+    if not k or n_blocks < 8 * n_sampled:
+        return None
+    chosen = np.arange(n_sampled) * (n_blocks // n_sampled)
+    chosen += np.random.default_rng(n_blocks).integers(n_blocks // n_sampled, size=n_sampled)
+
+    def sampled(array: Array) -> Array:
+        return array[: n_blocks * block].reshape(n_blocks, block)[chosen].reshape(-1)
+
+    out = np.empty(n_sampled * block, np.float32)
+    rest = sampled(addend) if addend.size else addend
+    _forward(sampled(flat), rest, out, *constants, np.empty(2 * LANES * block, np.float32))
+    keys = np.empty(out.size if is_dct else out.size // 2, np.int32)
+    write_keys(out, not is_dct, block if is_dct else block // 2, keys)
+    limits = suggest(keys, k, n_bins, _SPREAD)
+    return None if limits.low == limits.high else limits
+
+
+def _padded(array: Array, size: int) -> Array:
+    padded = np.zeros(size, np.float32)
+    padded[: array.size] = array
+    return padded
+
+
+def _sum_blocks(parts: Sequence[Part], block: int, numel: int, is_dct: bool) -> Array:
+    tables = _tables(block)
+    constants = (is_dct, *tables[:3], tables.splits_back, tables.turns_back, tables.scale)
+    width = 1 if is_dct else 2
+    span = _span(block, width)
+    out = empty(numel)
+    streams = Streams(parts, width, span // width, -(-numel // span))
+
+    def work(begin: int, end: int, first_bits: Array) -> int:
+        scratch = np.empty(2 * LANES * block, np.float32)
+        part = out[begin * span : end * span]
+        return _inverse_of_sum(part, begin, span, *streams.arrays, first_bits, *constants, scratch)
+
+    streams.check(threads.each(work, streams.ranges(_LEAST_SPANS)))
+    return out
+
+
+def _inverse_blocks(coeffs: Array, block: int, numel: int, is_dct: bool) -> Array:
+    tables = _tables(block)
+    constants = (is_dct, *tables[:3], tables.splits_back, tables.turns_back, tables.scale)
+    tile = LANES * block
+    out = np.empty(-(-numel // tile) * tile, np.float32)
+    reals = _padded(coeffs.view(np.float32), out.size)
+    _inverse(reals, out, *constants, np.empty(2 * tile, np.float32))
+    return out[:numel]
+
+
+def rfft_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
+    """See ``reference.rfft_blocks``."""
+    return _forward_blocks(flat, block, residual, k, is_dct=False)
+
+
+def irfft_blocks(coeffs: Array, block: int, numel: int) -> Array:
+    """See ``reference.irfft_blocks``."""
+    return _inverse_blocks(coeffs, block, numel, is_dct=False)
+
+
+def irfft_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+    """See ``reference.irfft_sum``."""
+    return _sum_blocks(parts, block, numel, is_dct=False)
+
+
+def dct_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
+    """See ``reference.dct_blocks``."""
+    return _forward_blocks(flat, block, residual, k, is_dct=True)
+
+
+def idct_blocks(coeffs: Array, block: int, numel: int) -> Array:
+    """See ``reference.idct_blocks``."""
+    return _inverse_blocks(coeffs, block, numel, is_dct=True)
+
+
+def idct_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+    """See ``reference.idct_sum``."""
+    return _sum_blocks(parts, block, numel, is_dct=True)

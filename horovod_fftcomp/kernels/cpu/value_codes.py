@@ -1,0 +1,144 @@
+"""Codes on a CPU: dense values to codes and back, and codes to streams of bits and back.
+
+All work on a group's buffers, which lie in a cache and have room for whole steps of 64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from horovod_fftcomp.codec.quantizers import BFLOAT16, RANGE, STEPS
+from horovod_fftcomp.kernels.cpu import vector_ir
+from horovod_fftcomp.kernels.cpu.jit import inlined
+
+STEP = 64  # values that a codelet takes
+ROOM = STEP // 2 + 2  # words that a stream has to have beyond its end, for the rest of a step
+
+
+@inlined
+def encode(values, n, coding, codes):
+    """Write the codes of ``n`` float32 values, int32; subtract from these what the codes mean."""
+    at, to = np.int64(values.ctypes.data), np.int64(codes.ctypes.data)
+    options = np.int64(coding.ctypes.data)
+    if coding[0] == STEPS:
+        _encode_steps(values, n, coding, codes)
+        return
+    for i in range(0, 4 * n, 4 * STEP):
+        if coding[0] == RANGE:
+            vector_ir.encode_range(at + i, to + i, options)
+        elif coding[0] == BFLOAT16:
+            vector_ir.encode_bfloat16(at + i, to + i)
+        else:
+            vector_ir.encode_float32(at + i, to + i)
+
+
+@inlined
+def decode(codes, n, coding, values):
+    """Write the float32 values of ``n`` codes, int32; return the largest code, or magnitude."""
+    at, to = np.int64(codes.ctypes.data), np.int64(values.ctypes.data)
+    options = np.int64(coding.ctypes.data)
+    codes[n : (n + STEP - 1) // STEP * STEP] = 0
+    if coding[0] == STEPS:
+        return _decode_steps(codes, n, coding, values)
+    largest = np.int64(0)
+    for i in range(0, 4 * n, 4 * STEP):
+        if coding[0] == RANGE:
+            top = vector_ir.decode_range(at + i, to + i, options)
+        elif coding[0] == BFLOAT16:
+            top = vector_ir.decode_bfloat16(at + i, to + i)
+        else:
+            top = vector_ir.decode_float32(at + i, to + i)
+        largest = max(largest, top)
+    return largest
+
+
+@inlined
+def _step(coding):
+    pattern = np.empty(1, np.int32)
+    pattern[0] = np.int32(coding[3])
+    return pattern.view(np.float32)[0]
+
+
+@inlined
+def _encode_steps(values, n, coding, codes):
+    """See ``quantizers.steps_coding``."""
+    step, most = _step(coding), np.float64(coding[4])
+    for i in range(n):
+        x = values[i]
+        ratio = np.float64(abs(x)) / np.float64(step)
+        level = np.int32(max(min(ratio, most), 1.0))
+        size = np.float32(np.float32(level) * step)
+        negative = x < np.float32(0)
+        codes[i] = np.int32(2 * (level - 1) + negative)
+        values[i] = x + size if negative else x - size
+
+
+@inlined
+def _decode_steps(codes, n, coding, values):
+    step, largest = _step(coding), np.int32(0)
+    for i in range(n):
+        code = codes[i]
+        size = np.float32(np.float32((code >> 1) + 1) * step)
+        values[i] = -size if code & 1 else size
+        largest = max(largest, code)
+    return np.int64(largest)
+
+
+@inlined
+def write_bits(codes, n, bits, stream, bit):
+    """Append ``n`` codes of up to 16 or of 32 bits at ``bit``; return where they end.
+
+    ``stream``: 64-bit words; what follows the end is overwritten. So are codes, to a step's end.
+    """
+    if bits == 8 or bits == 16 or bits == 32:
+        at, to = np.int64(codes.ctypes.data), np.int64(stream.ctypes.data) + (bit >> 3)
+        for i in range(0, n, STEP):
+            if bits == 8:
+                vector_ir.narrow_to_bytes(at + 4 * i, to + i)
+            elif bits == 16:
+                vector_ir.narrow_to_shorts(at + 4 * i, to + 2 * i)
+            else:
+                vector_ir.copy_64(at + 4 * i, to + 4 * i)
+    else:
+        at, filled = bit >> 6, bit & 63
+        window = stream[at] if filled else np.uint64(0)
+        b = np.uint64(bits)
+        codes[n : (n + 3) // 4 * 4] = 0
+        for i in range(0, n, 4):
+            low = np.uint64(codes[i]) | (np.uint64(codes[i + 1]) << b)
+            high = np.uint64(codes[i + 2]) | (np.uint64(codes[i + 3]) << b)
+            four = low | (high << (b + b))
+            window |= four << np.uint64(filled)
+            filled += 4 * bits
+            if filled >= 64:
+                stream[at] = window
+                at += 1
+                filled -= 64
+                window = four >> np.uint64(4 * bits - filled)
+        stream[at] = window
+    return bit + n * bits
+
+
+@inlined
+def read_bits(stream, bit, n, bits, codes):
+    """Write the ``n`` codes of a stream of 64-bit words that begin at ``bit``, as int32."""
+    if bits == 8 or bits == 16 or bits == 32:
+        at, to = np.int64(stream.ctypes.data) + (bit >> 3), np.int64(codes.ctypes.data)
+        for i in range(0, n, STEP):
+            if bits == 8:
+                vector_ir.widen_bytes(at + i, to + 4 * i)
+            elif bits == 16:
+                vector_ir.widen_shorts(at + 2 * i, to + 4 * i)
+            else:
+                vector_ir.copy_64(at + 4 * i, to + 4 * i)
+    else:
+        mask, b = np.uint64((1 << bits) - 1), np.uint64(bits)
+        for i in range(0, n, 4):  # 64 bits hold four codes
+            low = np.uint64(bit & 63)
+            word = stream[bit >> 6] >> low
+            word |= (stream[(bit >> 6) + 1] << np.uint64(1)) << (np.uint64(63) - low)
+            codes[i] = np.int32(word & mask)
+            codes[i + 1] = np.int32((word >> b) & mask)
+            codes[i + 2] = np.int32((word >> (b + b)) & mask)
+            codes[i + 3] = np.int32((word >> (b + b + b)) & mask)
+            bit += 4 * bits

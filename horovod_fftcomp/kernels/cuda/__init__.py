@@ -1,0 +1,122 @@
+"""Payloads on a GPU: CUDA kernels in ``cuda``, tables that describe a bucket, launches in order.
+
+Nothing here waits for the device. A device is whoever owns arrays and compiles kernels: CuPy in a
+training, an emulator in the tests.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from horovod_fftcomp.codec.transforms import BLOCK_LENGTHS
+
+_FOLDER = Path(__file__).parent / "src"
+# In the order in which they are joined: each uses what those before it declare.
+_SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode", "step",
+            "shared", "hash", "elements", "chosen", "halves", "places",
+            "momentum", "sketch", "lowrank")  # fmt: skip
+
+_OF_COEFFICIENTS = (
+    "mark", "narrow", "settle", "emit", "count_offsets", "decode_chunks", "count_values",
+    "restore", "square",
+)  # fmt: skip
+# All kernels, by name expression; a training compiles those that it uses.
+NAMES = (
+    *("add_residual", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
+    *("read_headers", "count_unary", "find_chunks", "sum_raw", "keep_signs"),
+    *("choose_winners", "count_common", "filter_low", "take_shares", "check_shares"),
+    *("clear_sums", "add_shares", "take_whole", "check_factors", "orthonormalize"),
+    *("subtract_products", "sum_products", "keep_factors"),
+    *("add_elements", "sum_parts<false>", "sum_parts<true>", "settle_rows"),
+    *("write_signs", "sum_signs", "write_levels", "sum_levels"),
+    *("judge", "find_beyond", "write_halves", "read_halves", "count_corrupt", "count_step"),
+    *("hash_bytes", "add_up", "sums_below", "choose<0>", "choose<1>", "choose<2>"),
+    *("take_places", "fill_sum", "put_places"),
+    *("clip_factors", "accumulate", "sketch", "write_sketch", "check_sketch"),
+    *(f"estimate<{rows}>" for rows in (1, 3, 5, 7, 9)),
+    *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),
+    *(f"forward<{block}, {cosine}>" for block in BLOCK_LENGTHS for cosine in ("false", "true")),
+    "sum_payloads<64, 0>",
+    *(f"sum_payloads<{block}, {domain}>" for block in BLOCK_LENGTHS for domain in (1, 2)),
+)
+
+# What every loader compiles with. Contraction would round otherwise than the CPU or another GPU.
+OPTIONS = ("-std=c++17", "-fmad=false")
+
+Launch = Callable[..., None]  # grid, threads, arguments, shared bytes
+
+
+class Device(Protocol):
+    """Arrays of one device, 1-D, and kernels, all on its current stream.
+
+    ``cache``: what is laid out for its memory, kept as long as the device.
+    """
+
+    cache: dict[Any, Any]
+
+    def empty(self, n: int, dtype: DTypeLike = np.float32) -> Any:
+        """Return ``n`` elements with any contents, at a multiple of 256 bytes."""
+        ...
+
+    def zeros(self, n: int, dtype: DTypeLike = np.float32) -> Any:
+        """Return ``n`` zeros, at a multiple of 256 bytes."""
+        ...
+
+    def upload(self, array: np.ndarray) -> Any:
+        """Return a copy of a host's array, which may be overwritten then."""
+        ...
+
+    def fetch(self, array: Any) -> Callable[[], np.ndarray]:
+        """Begin to copy an array to the host; the function that is returned waits for that."""
+        ...
+
+    def joined(self, arrays: Sequence[Any]) -> Any:
+        """Return arrays of one dtype one after the other, in a new one."""
+        ...
+
+    def clear(self, array: Any) -> None:
+        """Fill an array with zeros."""
+        ...
+
+    def scale(self, array: Any, factor: np.float32) -> None:
+        """Multiply an array by a number."""
+        ...
+
+    def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, turned: bool) -> None:
+        """Overwrite ``out`` by a matrix of so many rows, or turned its transpose, times a factor.
+
+        All are flat, in row-major order.
+        """
+        ...
+
+    def address(self, array: Any) -> int:
+        """Return the device address of an array's first element."""
+        ...
+
+    def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
+        """Return the kernels of ``source`` with these name expressions, compiled."""
+        ...
+
+
+@functools.cache
+def source() -> str:
+    """Return the text of all kernels."""
+    return "".join((_FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in _SOURCES)
+
+
+def on_device(array: Any, device: Device) -> Any:
+    """Return ``array``, brought to the device if it is NumPy's."""
+    return device.upload(array) if isinstance(array, np.ndarray) else array
+
+
+def on_host(array: Any, device: Device | None) -> Any:
+    """Return ``array`` as NumPy's; waits until the device has computed it, if it is there."""
+    if device is None or isinstance(array, np.ndarray):
+        return array
+    return device.fetch(array)()

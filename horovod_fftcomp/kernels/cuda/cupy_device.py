@@ -1,0 +1,166 @@
+"""A GPU by CuPy: its arrays, and kernels compiled by NVRTC."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import cupy
+import cupyx
+import numpy as np
+from numpy.typing import DTypeLike
+
+from horovod_fftcomp.kernels.cuda import NAMES, OPTIONS, Launch
+
+_known: dict[tuple[int, str], dict[str, Launch]] = {}
+
+
+class CupyDevice:
+    """Arrays of one GPU, launches on its default stream, in whatever thread; see ``gpu.Device``.
+
+    ``gpu``: its number, as CUDA counts in this process; None: CuPy's current one.
+    """
+
+    def __init__(self, gpu: int | None = None) -> None:
+        self.cache: dict[Any, Any] = {}
+        self._copies: list[tuple[Any, np.ndarray]] = []  # to the host, perhaps under way
+        self._gpu = cupy.cuda.Device().id if gpu is None else gpu
+
+    @contextlib.contextmanager
+    def _here(self) -> Iterator[None]:
+        # Not set back: that would make a context on the GPU that a thread begins with.
+        if cupy.cuda.runtime.getDevice() != self._gpu:
+            cupy.cuda.runtime.setDevice(self._gpu)
+        with cupy.cuda.Stream.null:
+            yield
+
+    def empty(self, n: int, dtype: DTypeLike = np.float32) -> cupy.ndarray:
+        """Return ``n`` elements with any contents."""
+        with self._here():
+            return cupy.empty(n, dtype)
+
+    def zeros(self, n: int, dtype: DTypeLike = np.float32) -> cupy.ndarray:
+        """Return ``n`` zeros."""
+        with self._here():
+            return cupy.zeros(n, dtype)
+
+    def upload(self, array: np.ndarray) -> cupy.ndarray:
+        """Return a copy on the GPU; goes through pinned memory, so the host does not wait."""
+        with self._here():
+            # Of pinned memory CuPy makes no copy of its own before it returns.
+            return cupy.array(np.array(array).reshape(-1), blocking=False)
+
+    def fetch(self, array: cupy.ndarray) -> Callable[[], np.ndarray]:
+        """Begin to copy an array to the host; the function that is returned waits for that."""
+        with self._here():
+            host = cupyx.empty_like_pinned(array)
+            array.get(out=host, blocking=False)
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record()
+        # Whoever asked may forget it; the memory must not serve others before the copy is done.
+        self._copies = [copy for copy in self._copies if not copy[0].done] + [(event, host)]
+
+        def fetched() -> np.ndarray:
+            event.synchronize()
+            return host
+
+        return fetched
+
+    def joined(self, arrays: Sequence[cupy.ndarray]) -> cupy.ndarray:
+        """Return arrays of one dtype one after the other, in a new one."""
+        with self._here():
+            return cupy.concatenate(arrays)
+
+    def clear(self, array: cupy.ndarray) -> None:
+        """Fill an array with zeros."""
+        with self._here():
+            array.fill(0)
+
+    def scale(self, array: cupy.ndarray, factor: np.float32) -> None:
+        """Multiply an array by a number."""
+        with self._here():
+            array *= factor
+
+    def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, turned: bool) -> None:
+        """Overwrite ``out`` by a matrix, or turned its transpose, times a factor; all flat."""
+        with self._here():
+            left = matrix.reshape(rows, -1).T if turned else matrix.reshape(rows, -1)
+            cupy.matmul(left, factor.reshape(left.shape[1], -1), out=out.reshape(len(left), -1))
+
+    def address(self, array: cupy.ndarray) -> int:
+        """Return where an array lies on the GPU."""
+        return array.data.ptr
+
+    def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
+        """Return the kernels of ``source`` with these name expressions."""
+        with self._here():
+            kernels = compiled(source, names)
+        return {name: self._launcher(kernel) for name, kernel in kernels.items()}
+
+    def _launcher(self, kernel: Launch) -> Launch:
+        def launch(grid: int, threads: int, arguments: Sequence[Any], shared_nbytes: int) -> None:
+            with self._here():
+                kernel(grid, threads, arguments, shared_nbytes)
+
+        return launch
+
+    # For memory that is another library's.
+
+    def borrow(self, address: int, n: int, dtype: DTypeLike, owner: Any) -> cupy.ndarray:
+        """Return ``n`` elements at an address as an array, which keeps their owner alive."""
+        nbytes = n * np.dtype(dtype).itemsize
+        memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self._gpu)
+        return cupy.ndarray(n, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def owns(self, array: Any) -> bool:
+        """Tell whether an array is CuPy's, not NumPy's."""
+        return isinstance(array, cupy.ndarray)
+
+    def copy(self, array: cupy.ndarray, into: cupy.ndarray) -> None:
+        """Overwrite an array by another of its dtype and size."""
+        with self._here():
+            into[...] = array
+
+    def wait(self) -> None:
+        """Wait until everything is done that was launched."""
+        with self._here():
+            cupy.cuda.Stream.null.synchronize()
+
+
+def gpu_at(address: int) -> int:
+    """Return the number of the GPU in whose memory an address lies."""
+    return cupy.cuda.runtime.pointerGetAttributes(address).device
+
+
+def compiled(source: str, names: Sequence[str]) -> dict[str, Launch]:
+    """Return kernels for CuPy's current device; what a process has compiled it keeps."""
+    key = (cupy.cuda.Device().id, source)
+    known = _known.setdefault(key, {})
+    missing = [name for name in names if name not in known]
+    if missing:
+        # All that are no templates are compiled in any case.
+        plain = [name for name in NAMES if "<" not in name and name not in known]
+        missing = [*dict.fromkeys([*missing, *plain])]
+        module = cupy.RawModule(code=source, options=OPTIONS, name_expressions=missing)
+        for name in missing:
+            known[name] = functools.partial(_launch, module.get_function(name))
+    return {name: known[name] for name in names}
+
+
+class Stream(NamedTuple):
+    """A stream that is somebody else's, as CuPy's launches take it."""
+
+    ptr: int
+
+
+def _launch(
+    kernel: cupy.RawKernel,
+    grid: int,
+    threads: int,
+    arguments: Sequence[Any],
+    shared_nbytes: int,
+    stream: Stream | None = None,
+) -> None:
+    kernel((grid,), (threads,), tuple(arguments), shared_mem=shared_nbytes, stream=stream)

@@ -1,0 +1,304 @@
+"""Sums the messages of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.quantizers import Float32
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import TopK
+from horovod_fftcomp.codec.transforms import Identity
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.kernels.cuda import Device, source, structs
+from horovod_fftcomp.kernels.cuda.dense import ElementSums
+from horovod_fftcomp.kernels.cuda.encoder import Encoder
+from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, DeviceCodec, Group
+from horovod_fftcomp.kernels.rans_tables import decoder_table
+from horovod_fftcomp.wire import rans
+from horovod_fftcomp.wire.header import Plan
+from horovod_fftcomp.wire.positions import Layout, Positions, unary_bits
+
+SOUND, NOT_FINITE, CORRUPT = range(3)
+_AS_IT_IS = Codec(Identity(), TopK(1.0), Float32())
+
+
+class Decoder:
+    """Sums what ``n_ranks`` encoders of the same codecs and shapes as ``encoder`` have sent."""
+
+    def __init__(
+        self,
+        device: Device,
+        codecs: Sequence[DeviceCodec],
+        shapes: Sequence[tuple[int, ...]],
+        encoder: Encoder,
+        n_ranks: int,
+    ) -> None:
+        self._nbytes = n_ranks * encoder.message_nbytes
+        plans = [codec.plan(shape) for codec, shape in zip(codecs, shapes, strict=True)]
+        self._bodies = _Bodies(device, plans, codecs, encoder.offsets, n_ranks, len(plans))
+        self._bodies.expect_headers(plans, codecs, encoder.message_nbytes)
+
+    def decode(
+        self, gathered: Any, sums: Sequence[Any], sign: bool | str = False
+    ) -> tuple[Any, Any]:
+        """Write the sums of the messages in ``gathered``, uint8, one of each rank, in rank order.
+
+        ``sign``: leave of each sum its sign, times the number of ranks; see ``Gather``.
+
+        Returns, on the device: for each tensor 1 if its sum is not finite, uint32; for each rank
+        and tensor four words, of which the first is the scale's bits and the second SOUND,
+        NOT_FINITE or CORRUPT. Of a payload that is not sound, or finite, the sum is NaN. Raises
+        PayloadError for a message of another length.
+        """
+        if len(gathered) != self._nbytes and len(sums):
+            raise PayloadError(f"{len(gathered)} bytes arrived, {self._nbytes} were expected")
+        return self._bodies.sum(gathered, sums, sign=sign)
+
+
+class ThresholdDecoder:
+    """As ``Decoder``, of payloads whose sizes their headers tell: each ``decode`` waits for them.
+
+    PayloadError for a bad header comes at once then.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        codecs: Sequence[DeviceCodec],
+        shapes: Sequence[tuple[int, ...]],
+        n_ranks: int,
+    ) -> None:
+        self._device, self._codecs, self._shapes = device, codecs, shapes
+        self._n_ranks = n_ranks
+
+    def decode(
+        self, gathered: Any, sums: Sequence[Any], sign: bool | str = False
+    ) -> tuple[Any, Any]:
+        """See ``Decoder.decode``."""
+        arrived = list(wire.split_payloads(self._device.fetch(gathered)()))
+        n_ranks, count = self._n_ranks, len(self._shapes)
+        if len(arrived) != n_ranks * count:
+            raise PayloadError(f"{len(arrived)} payloads arrived, {n_ranks * count} were expected")
+        plans, codecs = [], list(self._codecs) * n_ranks
+        found = np.zeros((len(arrived), 4), np.uint32)
+        for number, (header, payload) in enumerate(arrived):
+            plan = codecs[number].checked_plan(payload, header)
+            if header.shape != self._shapes[number % count]:
+                who = f"tensor {number % count} of rank {number // count}"
+                raise PayloadError(f"{who}: header field 'shape' is {header.shape}")
+            if plan.layout is Layout.RAW:  # as if all were above the threshold
+                everything = Positions(Layout.ALL, plan.numel, plan.numel, 0, 0)
+                plan = replace(plan, positions=everything)
+                codecs[number] = _AS_IT_IS
+            plans.append(plan)
+            found[number, 0] = np.float32(header.scale).view(np.uint32)
+            found[number, 1] = SOUND if header.finite else NOT_FINITE
+        nbytes = [wire.align(len(payload)) for _, payload in arrived]
+        offsets = np.cumsum([0, *nbytes])[:-1].tolist()
+        bodies = _Bodies(self._device, plans, codecs, offsets, n_ranks, count)
+        bodies.enter_scales(codecs, [header for header, _ in arrived])
+        return bodies.sum(gathered, sums, found, sign)
+
+
+class _Bodies:
+    """Payloads that begin at ``offsets``: of ``n_tensors``, the same of all ranks or each its own.
+
+    In the second case plans, codecs and offsets are those of rank 0, then those of rank 1, ...
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        plans: Sequence[Plan],
+        codecs: Sequence[DeviceCodec],
+        offsets: Sequence[int],
+        n_ranks: int,
+        n_tensors: int,
+    ) -> None:
+        self._device, self._n_ranks, self._n_tensors = device, n_ranks, n_tensors
+        apart = n_ranks if len(plans) > n_tensors else 1  # ranks that have rows of their own
+        self._apart = apart
+        self._uploads = structs.Uploads(device)
+        self._messages = np.zeros(1, structs.MESSAGES)
+        self._messages["n_ranks"], self._messages["n_tensors"] = n_ranks, n_tensors
+        self._messages["rows_apart"] = n_tensors if apart > 1 else 0
+        self._rows = np.zeros(len(plans), structs.ARRIVING)
+        self._kept: list[Any] = []
+        for row, plan, codec, offset in zip(self._rows, plans, codecs, offsets, strict=True):
+            structs.enter_plan(row, plan, codec)
+            row["payload_offset"], row["header_nbytes"] = offset, plan.header_nbytes
+            row["positions_nbytes"] = plan.positions.nbytes
+        groups = structs.grouped(plans, codecs, self._rows)
+        of_elements = [codec for codec in codecs if isinstance(codec, ElementCodec)]  # all or none
+        self._groups = [
+            ElementSums(device, g, plans, of_elements)
+            if of_elements and g.transform is not None
+            else _GroupOnDevice(device, g, plans, self._rows, n_ranks // apart, apart)
+            for g in groups
+        ]
+        names = {name for group in self._groups for name in group.names} | {
+            "read_headers",
+            "keep_signs",
+        }
+        self._kernels = device.functions(source(), sorted(names))
+
+    def expect_headers(
+        self, plans: Sequence[Plan], codecs: Sequence[DeviceCodec], message_nbytes: int
+    ) -> None:
+        """Let the device compare headers with those of ``plans``, in messages of this size."""
+        self._messages["nbytes"] = message_nbytes
+        for row, plan, codec in zip(self._rows, plans, codecs, strict=True):
+            start, changes = structs.header_and_changes(plan, codec.fingerprint)
+            row["start"], row["crc_of_scale"] = self._keep(start), self._keep(changes)
+
+    def enter_scales(self, codecs: Sequence[DeviceCodec], headers: Sequence[wire.Header]) -> None:
+        """Enter how values are written where a header tells."""
+        for row, codec, header in zip(self._rows, codecs, headers, strict=True):
+            if isinstance(codec, ChosenCodec) and header.finite:
+                structs.enter_coding(row, codec.coding(header.scale))
+
+    def _keep(self, array: np.ndarray) -> int:
+        self._kept.append(self._device.upload(array))
+        return self._device.address(self._kept[-1])
+
+    def sum(
+        self,
+        gathered: Any,
+        sums: Sequence[Any],
+        found: np.ndarray | None = None,
+        sign: bool | str = False,
+    ) -> tuple[Any, Any]:
+        """See ``Decoder.decode``. ``found``: what headers tell, where they have been read."""
+        device, count = self._device, self._n_tensors
+        not_finite = device.zeros(max(1, count), np.uint32)
+        if found is None:
+            payloads = device.zeros(max(1, 4 * self._n_ranks * count), np.uint32)
+        else:
+            payloads = device.upload(found)
+        if not count:
+            return not_finite, payloads
+        for row, total in zip(self._rows, sums, strict=False):
+            row["sum"] = device.address(total)
+        self._messages["bytes"] = device.address(gathered)
+        messages = self._uploads.of("messages", self._messages)
+        common = [messages, self._uploads.of("tensors", self._rows), payloads]
+        if found is None:
+            self._kernels["read_headers"](self._n_ranks * count, 32, common, 0)
+        for group in self._groups:
+            group.decode(self._kernels, common, not_finite)
+            if sign:
+                arguments = [*common, group.owners, np.uint32(sign == "vote")]
+                self._kernels["keep_signs"](group.n_tiles // self._apart, THREADS, arguments, 0)
+        return not_finite, payloads
+
+
+class _GroupOnDevice:
+    """A group's kernels and scratch memory."""
+
+    def __init__(
+        self,
+        device: Device,
+        group: Group,
+        plans: Sequence[Plan],
+        rows: Any,
+        n_ranks: int,
+        apart: int,
+    ) -> None:
+        self._device, self._n_ranks, self._apart = device, n_ranks, apart
+        self.n_tiles = group.owners.size
+        self.owners = device.upload(group.owners)
+        self._is_raw = group.transform is None
+        if group.transform is None:
+            self.names = ["sum_raw"]
+            return
+        reals = group.transform.reals_per_bin
+        block, domain = structs.block_and_domain(group.transform)
+        self._n_words = WORDS // reals
+        self._tables = [device.upload(t) for t in (structs.roots(block), structs.cosines(block))]
+        self._sum, self._count = f"sum_payloads<{block}, {domain}>", f"count_values<{reals}>"
+        self._offsets, self._decode = f"count_offsets<{reals}>", f"decode_chunks<{reals}>"
+        self.names = ["count_unary", "find_chunks", self._sum, self._count]
+        self.names += [self._offsets, self._decode]
+        self._kept: list[Any] = []
+        unary, warps = self._enter_positions(group, plans, rows)
+        self._n_unary, self._n_warps, self._n_tensors = len(unary), len(warps), len(rows)
+        self._unary = device.upload(np.array(unary or [0], np.uint32))
+        self._warps = device.upload(np.array(warps or [0], np.uint32))
+        placed = [m for m in group.members if rows["layout"][m] != Layout.OFFSETS]
+        n_groups = (rows["n_tiles"][placed] + np.uint32(structs.WARPS - 1)) // structs.WARPS
+        rows["first_group"][placed] = np.cumsum(n_groups) - n_groups
+        self._n_groups = int(n_groups.sum())
+        owners = np.repeat(np.array(placed, np.uint32), n_groups)
+        self._tile_groups = device.upload(owners if placed else np.zeros(1, np.uint32))
+        self._make_scratch(group, rows)
+
+    def _enter_positions(
+        self, group: Group, plans: Sequence[Plan], rows: Any
+    ) -> tuple[list[int], list[int]]:
+        """Enter what positions need; return the tensor of each tile of bits, of each warp."""
+        unary: list[int] = []
+        warps: list[int] = []
+        for number in group.members:
+            row, how = rows[number], plans[number].positions
+            if how.layout is Layout.OFFSETS:
+                n_bits = unary_bits(how.n, how.k, how.low_bits)
+                row["first_unary"], row["n_unary"] = len(unary), -(-n_bits // (32 * WORDS))
+                unary += [number] * int(row["n_unary"])
+            if how.layout is Layout.ENTROPY:
+                slots = self._device.upload(decoder_table(rans.frequencies(how.n, how.k)))
+                self._kept.append(slots)
+                row["slots"] = self._device.address(slots)
+                row["n_chunks"], row["first_warp"] = rans.n_chunks(how.n), len(warps)
+                row["n_warps"] = -(-int(row["n_chunks"]) // structs.CHUNKS_OF_WARP)
+                warps += [number] * int(row["n_warps"])
+        return unary, warps
+
+    def _make_scratch(self, group: Group, rows: Any) -> None:
+        """Enter where each tensor's bitmaps and counts of all ranks lie."""
+        described = rows[group.members]
+        tiles = described["n_tiles"].astype(np.uint64)
+        by_offsets = described["layout"] == Layout.OFFSETS
+        for field, counts in (
+            ("bitmaps", tiles * ~by_offsets * np.uint64(self._n_words)),
+            ("ranks", tiles * ~by_offsets),
+            ("starts", tiles * by_offsets * np.uint64(structs.START_NBYTES // 4)),
+            ("unary", described["n_unary"]),
+            ("chunks", described["n_chunks"]),
+        ):
+            sizes = np.uint64(self._n_ranks) * counts
+            # Of bitmaps no kernel writes what is beyond the last byte.
+            scratch = self._device.zeros(max(1, int(sizes.sum())), np.uint32)
+            self._kept.append(scratch)
+            first_words = np.cumsum(sizes) - sizes
+            rows[field][group.members] = (
+                np.uint64(self._device.address(scratch)) + np.uint64(4) * first_words
+            )
+
+    def decode(self, kernels: Any, common: list[Any], not_finite: Any) -> None:
+        """Launch everything from headers that are read to sums."""
+        if self._is_raw:
+            kernels["sum_raw"](self.n_tiles, THREADS, [*common, self.owners, not_finite], 0)
+            return
+        per_rank, shared = self._n_ranks, structs.SUMS_NBYTES
+        if self._n_unary:
+            arguments = [*common, self._unary, np.uint32(self._n_unary)]
+            for name in ("count_unary", self._offsets):
+                kernels[name](per_rank * self._n_unary, WORDS, arguments, shared)
+        if self._n_warps:
+            kernels["find_chunks"](per_rank * self._n_tensors, 32, common, shared)
+            arguments = [*common, self._warps, np.uint32(self._n_warps)]
+            nbytes = structs.BESIDE_NBYTES
+            kernels[self._decode](per_rank * self._n_warps, 32, arguments, nbytes)
+        if self._n_groups:
+            arguments = [*common, self._tile_groups, np.uint32(self._n_groups)]
+            kernels[self._count](per_rank * self._n_groups, THREADS, arguments, shared)
+        arguments = [*common, self.owners, not_finite, *self._tables]
+        shared = structs.POINTS_NBYTES + structs.RANK_TILES_NBYTES
+        kernels[self._sum](self.n_tiles // self._apart, THREADS, arguments, shared)

@@ -1,0 +1,136 @@
+"""Methods that send every element in a few bits: their launches, from gradients to sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.dense_methods import (
+    QSGD,
+    DoReFa,
+    EliasQSGD,
+    Method,
+    Natural,
+    OneBit,
+    ScaledSign,
+    Sign,
+    TernGrad,
+)
+from horovod_fftcomp.kernels.cuda import Device, structs
+from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, Group
+from horovod_fftcomp.kernels.cuda.tile_group import TileGroup
+from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire.header import Plan
+from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, digits_of
+
+# As in cuda/elements.cuh.
+_MEANS, _MAGNITUDE, _VOTES, _CLIPPED, _OCTAVES, _PEAKS, _NORMS = range(7)
+
+
+def _described(group: Group, plans: Sequence[Plan], codecs: Sequence[ElementCodec]) -> Array:
+    """Return a row for each tensor of a bucket; zeros for those of other groups."""
+    rows = np.zeros(len(plans), structs.ELEMENTS)
+    n_rows = n_parts = 0
+    for number in group.members:
+        row, plan, method = rows[number], plans[number], codecs[number].method
+        _enter_method(row, plan, method)
+        row["n_rows"] = plan.numel // int(row["length"])
+        row["first_row"], row["first_part"] = n_rows, n_parts
+        n_rows += int(row["n_rows"])
+        n_parts += int(row["n_rows"]) + -(-plan.numel // structs.TILE)
+    return rows
+
+
+def _enter_method(row: np.void, plan: Plan, method: Method) -> None:
+    row["length"], row["bucket_bits"] = plan.numel, (GROUP - 1).bit_length()
+    if isinstance(method, OneBit):
+        row["method"], row["length"] = _MEANS, method.row_length(plan.shape)
+    elif isinstance(method, ScaledSign):
+        row["method"] = _VOTES if isinstance(method, Sign) else _MAGNITUDE
+    elif isinstance(method, Natural):
+        row["method"], row["top"], row["radix"] = _OCTAVES, 254, 255
+    elif isinstance(method, (QSGD, TernGrad, DoReFa)) and not isinstance(method, EliasQSGD):
+        row["top"], row["radix"], norm, bucket = method.grid()
+        if norm != GIVEN:
+            row["bucket_bits"] = bucket.bit_length() - 1
+        row["method"] = _CLIPPED if norm == GIVEN else _NORMS if norm == L2 else _PEAKS
+        if isinstance(method, TernGrad):
+            row["clip"] = np.float64(method.clip).view(np.uint64)
+    else:
+        raise TypeError(f"no kernels for {method!r}")
+    if row["radix"]:
+        row["digits"] = digits_of(int(row["radix"]))
+
+
+class ElementGroup(TileGroup):
+    """Encodes tensors, all by methods of one kind."""
+
+    def __init__(
+        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[ElementCodec]
+    ) -> None:
+        super().__init__(device, group)
+        rows = _described(group, plans, codecs)
+        first = rows[group.members[0]]
+        self._elements = device.upload(rows.view(np.uint8))
+        self._is_of_signs = int(first["method"]) < _CLIPPED
+        self._sum = f"sum_parts<{str(not self._is_of_signs).lower()}>"
+        self._write = "write_signs" if self._is_of_signs else "write_levels"
+        self.names += ["add_elements", self._write]
+        self._parts: Any = None
+        if int(first["method"]) >= _PEAKS:
+            return
+        self.names += [self._sum, "settle_rows"]
+        owners = np.repeat(np.arange(len(rows), dtype=np.uint32), rows["n_rows"])
+        self._n_rows, self._row_owners = owners.size, device.upload(owners)
+        n_parts = self._n_rows + self.n_tiles
+        self._parts = device.empty(n_parts * structs.PART.itemsize, np.uint8)
+
+    def choose(
+        self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
+    ) -> list[Callable[[], np.ndarray]]:
+        """Launch what finds scales, where a bucket has none of its own; see ``TileGroup``."""
+        squares = []
+        if measure:
+            kernels["add_elements"](self.n_tiles, THREADS, [rows, self.owners], 0)
+            squares = [self.squared(kernels, rows, of) for of in (1, 0)]
+        if self._parts is not None:
+            arguments = [rows, self.owners, self._elements, np.uint32(measure), self._parts]
+            kernels[self._sum](self.n_tiles, 32, arguments, 0)
+            arguments = [rows, self._row_owners, self._elements, self._parts, found]
+            kernels["settle_rows"](self._n_rows, 32, arguments, 0)
+        return squares
+
+    def write(
+        self, kernels: Any, rows: Any, found: Any, before: list[Callable[[], np.ndarray]]
+    ) -> Callable[[], np.ndarray]:
+        """Launch what writes the body of payloads; see ``TileGroup``."""
+        arguments = [rows, self.owners, self._elements, np.uint32(bool(before)), found]
+        threads, shared = (WORDS, 0) if self._is_of_signs else (THREADS, structs.LEVELS_NBYTES)
+        kernels[self._write](self.n_tiles, threads, arguments, shared)
+        if not before:
+            return lambda: np.zeros((3, 0))
+        sums = [*before, self.squared(kernels, rows, 0)]
+        return lambda: np.stack([fetch() for fetch in sums])
+
+
+class ElementSums:
+    """Sums a group's payloads of all ranks, all by methods of one kind."""
+
+    def __init__(
+        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[ElementCodec]
+    ) -> None:
+        rows = _described(group, plans, codecs)
+        self.n_tiles, self.owners = group.owners.size, device.upload(group.owners)
+        self._elements = device.upload(rows.view(np.uint8))
+        is_of_signs = int(rows[group.members[0]]["method"]) < _CLIPPED
+        self.names = ["sum_signs" if is_of_signs else "sum_levels"]
+        self._threads = WORDS if is_of_signs else THREADS
+        self._shared = 0 if is_of_signs else 4 * (int(rows["top"].max()) + 1)
+
+    def decode(self, kernels: Any, common: list[Any], not_finite: Any) -> None:
+        """Launch everything from headers that are read to sums."""
+        arguments = [*common, self.owners, self._elements, not_finite]
+        kernels[self.names[0]](self.n_tiles, self._threads, arguments, self._shared)

@@ -1,0 +1,344 @@
+"""Encodes a bucket's tensors into one message."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import Threshold
+from horovod_fftcomp.kernels.cuda import Device, source, structs
+from horovod_fftcomp.kernels.cuda.dense import ElementGroup
+from horovod_fftcomp.kernels.cuda.sparse import CountedGroup, SparseGroup
+from horovod_fftcomp.kernels.cuda.structs import DeviceCodec, Group
+from horovod_fftcomp.kernels.cuda.tile_group import TileGroup
+from horovod_fftcomp.kernels.rans_tables import encoder_table
+from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire import rans
+from horovod_fftcomp.wire.positions import Layout
+
+
+class Encoded(NamedTuple):
+    """What ``Encoder.encode`` returns; arrays are the device's.
+
+    ``message``: uint8. ``not_finite``: for each tensor 1 if it is not finite, uint32. ``restore``
+    takes the verdict on the step, uint32 ``[1]``, and brings the new coefficients back to the old
+    ones if it is not 0. ``squares``: if they were asked for, a function that waits for the device
+    and returns for each tensor, by its number, the sums of squares of gradient, of gradient plus
+    residual, and of what is left. ``left``: of a threshold, what returns the last for all tensors.
+    """
+
+    message: Any
+    not_finite: Any
+    restore: Callable[[Any], None]
+    squares: Callable[[], dict[int, tuple[float, float, float]]] | None
+    left: Callable[[], float] | None
+
+
+class Velocities(NamedTuple):
+    """A momentum that gradients pass before anything else, of codecs without a transform.
+
+    Arithmetic as ``reference.accumulate``. ``old``: None stands for zeros; ``new``: where those
+    of this step go, None of a tensor that has no momentum in it. ``factors``: addresses of what
+    each gradient is multiplied by first, uint64; 0: by nothing. ``masking``: the new ones become 0
+    where something is sent, unless all of the tensor is.
+    """
+
+    old: Sequence[Any]
+    new: Sequence[Any]
+    factors: Array | int
+    momentum: float
+    nesterov: bool
+    masking: bool
+
+
+class Encoder:
+    """Encodes tensors of given shapes, each by its codec, in their order.
+
+    Codecs are all ``Codec``, or all ``ElementCodec`` or ``ChosenCodec`` with methods of one kind.
+
+    ``message_nbytes``: of all payloads, each at a multiple of 16; ``offsets``: where they begin.
+    ``coeffs_formats``: (dtype, elements) of each tensor's coefficients; None for one that travels
+    as it is and leaves nothing unsent. Codecs whose sizes the values decide stand alone: sizes are
+    then those of the last message, and each ``encode`` waits for the device to count what it sends.
+    """
+
+    def __init__(
+        self, device: Device, codecs: Sequence[DeviceCodec], shapes: Sequence[tuple[int, ...]]
+    ) -> None:
+        self._device, self._codecs, self._shapes = device, codecs, shapes
+        self._counts = not all(codec.has_fixed_size for codec in codecs)
+        self._of_elements = all(isinstance(codec, ElementCodec) for codec in codecs)
+        plans = [codec.plan(shape, 0) for codec, shape in zip(codecs, shapes, strict=True)]
+        self.coeffs_formats = [
+            None if plan.layout is Layout.RAW else codec.coeffs_format(shape)
+            for plan, codec, shape in zip(plans, codecs, shapes, strict=True)
+        ]
+        self._rows = np.zeros(len(plans), structs.TENSOR)
+        for row, plan, codec in zip(self._rows, plans, codecs, strict=True):
+            structs.enter_plan(row, plan, codec)
+            row["bins_per_block"] = codec.transform.bins_per_block
+            if isinstance(codec, Codec) and isinstance(codec.sparsifier, Threshold):
+                row["threshold"] = np.float32(codec.sparsifier.value).view(np.uint32)
+        self._gains = [structs.gain_of_squares(codec.transform) for codec in codecs]
+        groups = structs.grouped(plans, codecs, self._rows)
+        self._groups = [self._group(group, plans) for group in groups]
+        names = {name for group in self._groups for name in group.names}
+        names |= {"write_header", "encode_chunks", "copy_chunks"}
+        self._kernels = device.functions(source(), sorted(names))
+        self._found = device.zeros(max(1, len(plans) * structs.FOUND_NBYTES), np.uint8)
+        self._headers = np.zeros(len(plans), structs.HEADER)
+        self._uploads = structs.Uploads(device)
+        self._lay_out(plans)
+        if not self._counts:
+            self._kept = [self._header_tables(*pair) for pair in zip(plans, codecs, strict=True)]
+            for row, pair in zip(self._headers, self._kept, strict=True):
+                row["start"], row["crc_of_scale"] = map(device.address, pair)
+
+    def _group(self, group: Group, plans: Sequence[wire.Plan]) -> TileGroup:
+        if group.transform is None:
+            return TileGroup(self._device, group)
+        if self._of_elements:
+            codecs = [codec for codec in self._codecs if isinstance(codec, ElementCodec)]
+            return ElementGroup(self._device, group, plans, codecs)
+        if self._counts:
+            return CountedGroup(self._device, group, plans, self._codecs, self._rows)
+        return SparseGroup(self._device, group)
+
+    def _header_tables(self, plan: wire.Plan, codec: DeviceCodec) -> tuple[Any, Any]:
+        start, changes = structs.header_and_changes(plan, codec.fingerprint)
+        return self._device.upload(start), self._device.upload(changes)
+
+    def _lay_out(self, plans: Sequence[wire.Plan]) -> None:
+        """Enter the sizes of payloads, and where they begin in a message."""
+        nbytes = [wire.align(plan.payload_nbytes) for plan in plans]
+        self.offsets = (np.cumsum([0, *nbytes])[:-1]).tolist()
+        self.message_nbytes = sum(nbytes)
+        for row, plan, codec in zip(self._rows, plans, self._codecs, strict=True):
+            structs.enter_plan(row, plan, codec)
+        self._headers["nbytes"] = [plan.header_nbytes for plan in plans]
+        sparse = [group for group in self._groups if isinstance(group, SparseGroup)]
+        self._codes = _Codes(self._device, self._rows, sparse)
+
+    def encode(
+        self,
+        grads: Sequence[Any],
+        residuals: Sequence[Any],
+        coeffs: Sequence[Any],
+        measure: bool = False,
+        keys: Sequence[int] | None = None,
+        velocities: Velocities | None = None,
+        decay: float = 1.0,
+        keeps_sent: bool = False,
+    ) -> Encoded:
+        """Launch everything from gradients to a message.
+
+        ``grads``: float32. ``residuals``: coefficients to add, or None. ``coeffs``: where those of
+        gradient plus residual go, or None to throw them away; what is sent is then subtracted
+        from them. Neither they nor the body of a payload mean anything if it is not finite.
+        ``measure``: sum the squares of the tensors whose coefficients are kept. ``keys``: what is
+        drawn for each tensor follows from; see ``ElementCodec.key_at``. ``decay`` multiplies the
+        residuals. With ``keeps_sent``, of signs alone, nothing is subtracted.
+        """
+        self._rows["decay"] = np.float32(decay).view(np.uint32)
+        self._keep = structs.EVERYTHING if keeps_sent else structs.UNSENT
+        if keys is not None:
+            self._rows["key"] = keys
+        self._accelerate(velocities)
+        try:
+            return self._encode(grads, residuals, coeffs, velocities, measure)
+        except BaseException:  # out of memory, midway: the next encoding finds its scratch as new
+            self._device.clear(self._found)
+            raise
+
+    def _accelerate(self, velocities: Velocities | None) -> None:
+        """Enter where velocities lie, and what moves them."""
+        if velocities is None:
+            self._rows["moved"] = 0
+            return
+        self._rows["momentum"] = np.float32(velocities.momentum).view(np.uint32)
+        for row, old, new in zip(self._rows, velocities.old, velocities.new, strict=True):
+            row["velocity"] = 0 if old is None else self._device.address(old)
+            row["moved"] = 0 if new is None else self._device.address(new)
+            masks = velocities.masking and row["layout"] != Layout.ALL
+            row["how"] = structs.NESTEROV * velocities.nesterov + structs.MASKING * masks
+        self._rows["factor"] = velocities.factors
+
+    def _encode(
+        self,
+        grads: Sequence[Any],
+        residuals: Sequence[Any],
+        coeffs: Sequence[Any],
+        velocities: Velocities | None,
+        measure: bool,
+    ) -> Encoded:
+        device, kernels, found = self._device, self._kernels, self._found
+        scratch = self._point_at(grads, residuals, coeffs)
+        totals = device.zeros(max(1, 2 * len(self._rows)), np.uint32) if self._counts else None
+        message = None if self._counts else self._new_message()
+        rows = self._uploads.of("tensors", self._rows)
+        before = [group.choose(kernels, rows, found, measure, totals) for group in self._groups]
+        starts = None  # as all scratch it lives until all is launched; the stream keeps the order
+        if message is None:
+            starts = self._count(device.fetch(totals)().view(np.uint32))
+            message = self._new_message()
+            rows = self._uploads.of("tensors", self._rows)
+        sums = [
+            group.write(kernels, rows, found, squares)
+            for group, squares in zip(self._groups, before, strict=True)
+        ]
+        self._codes.encode(kernels, self._rows, found)
+        not_finite = device.zeros(max(1, len(self._rows)), np.uint32)
+        if len(self._rows):
+            headers = self._uploads.of("headers", self._headers)
+            kernels["write_header"](len(self._rows), 32, [headers, found, not_finite], 0)
+        del scratch, starts
+        measured = (self._rows["keep"] != 0) & (self._rows["layout"] != Layout.RAW)
+        squares = partial(self._squares, sums, measured) if measure else None
+        left = None
+        if any(group.tells_left for group in self._groups if isinstance(group, SparseGroup)):
+            left = lambda: float(sum(of_tiles()[-1].sum() for of_tiles in sums))  # noqa: E731
+        restore = partial(self._restore, rows, (residuals, coeffs, velocities))
+        return Encoded(message, not_finite, restore, squares, left)
+
+    def _point_at(
+        self, grads: Sequence[Any], residuals: Sequence[Any], coeffs: Sequence[Any]
+    ) -> list[Any]:
+        """Enter where arrays lie; return those that are thrown away."""
+        device, scratch = self._device, []
+        for number, (row, form) in enumerate(zip(self._rows, self.coeffs_formats, strict=True)):
+            row["grad"] = device.address(grads[number])
+            residual, kept = residuals[number], coeffs[number]
+            row["residual"] = 0 if residual is None else device.address(residual)
+            row["keep"] = structs.NOTHING if kept is None else self._keep
+            if kept is None and form is not None and not self._of_elements:
+                dtype, n = form
+                kept = device.empty(max(1, n), dtype)
+                scratch.append(kept)
+            row["coeffs"] = 0 if kept is None else device.address(kept)
+        return scratch
+
+    def _new_message(self) -> Any:
+        message = self._device.zeros(max(1, self.message_nbytes), np.uint8)
+        self._rows["payload"] = self._device.address(message) + np.array(self.offsets, np.uint64)
+        self._headers["payload"] = self._rows["payload"]
+        return message
+
+    def _count(self, totals: Array) -> Any:
+        """Lay out a message of ``totals``: how many are sent, and the peak's bits, of each tensor.
+
+        Returns the headers, on the device.
+        """
+        headers, plans = [], []
+        for number, (codec, shape) in enumerate(zip(self._codecs, self._shapes, strict=True)):
+            k, peak = totals[2 * number : 2 * number + 2]
+            finite = bool(peak <= LARGEST_FINITE_BITS)
+            plans.append(codec.plan(shape, int(k) if finite else 0))
+            header = np.zeros(plans[-1].header_nbytes, np.uint8)
+            scale = self._scale(number, float(peak.view(np.float32))) if finite else math.nan
+            wire.write_header(header, plans[-1], codec.fingerprint, "float32", scale, finite)
+            headers.append(header)
+        self._lay_out(plans)
+        starts = self._device.upload(np.concatenate(headers))
+        ends = np.cumsum([0, *(header.size for header in headers)], dtype=np.uint64)
+        self._headers["start"] = self._device.address(starts) + ends[:-1]
+        return starts
+
+    def _scale(self, number: int, peak: float) -> float:
+        """Return the scale of a finite tensor, and enter what follows from it; 0 of zeros."""
+        for group in self._groups:
+            if isinstance(group, CountedGroup) and number in group.members and peak:
+                scale, codec = group.scale(number, peak), self._codecs[number]
+                if isinstance(codec, ChosenCodec):
+                    structs.enter_coding(self._rows[number], codec.coding(scale))
+                return scale
+        return peak
+
+    def _restore(self, rows: Any, pointed_at: Any, verdict: Any) -> None:
+        """Launch what undoes an encoding where the verdict is not 0; see ``Encoded``."""
+        del pointed_at  # by the rows: had to live until now
+        for group in self._groups:
+            group.restore(self._kernels, rows, verdict)
+
+    def _squares(
+        self, sums: Sequence[Callable[[], np.ndarray]], kept: Array
+    ) -> dict[int, tuple[float, float, float]]:
+        found = {}
+        for group, of_tiles in zip(self._groups, sums, strict=True):
+            for number, squares in group.by_tensor(of_tiles()).items():
+                if kept[number]:
+                    gradient, wanted, left = squares
+                    gain = self._gains[number]
+                    found[number] = (gradient, gain * wanted, gain * left)
+        return found
+
+
+class _Codes:
+    """The tensors whose positions travel in the entropy code."""
+
+    def __init__(self, device: Device, rows: Array, groups: Sequence[SparseGroup]) -> None:
+        self._device, self._uploads = device, structs.Uploads(device)
+        coded = [
+            (number, group)
+            for group in groups
+            for number in group.members
+            if rows[number]["layout"] == Layout.ENTROPY
+        ]
+        self._rows = np.zeros(len(coded), structs.CODED)
+        warps: list[int] = []
+        chunks: list[tuple[int, int]] = []
+        self._kept: list[Any] = []
+        for place, (row, (number, group)) in enumerate(zip(self._rows, coded, strict=True)):
+            n, k = int(rows[number]["n"]), int(rows[number]["k"])
+            n_chunks = rans.n_chunks(n)
+            pushes = device.upload(_pushes(n, k))
+            self._kept.append(pushes)
+            row["pushes"], row["tensor"] = device.address(pushes), number
+            first_word = group.n_words * int(rows[number]["first_tile"])
+            row["bitmap"] = device.address(group.chosen) + 4 * first_word
+            row["n_symbols"], row["n_chunks"] = (n + 7) // 8, n_chunks
+            row["first_warp"] = len(warps)
+            row["n_warps"] = -(-n_chunks // structs.CHUNKS_OF_WARP)
+            warps += [place] * int(row["n_warps"])
+            chunks += [(place, chunk) for chunk in range(n_chunks)]
+        if not coded:
+            return
+        before = np.cumsum(self._rows["n_chunks"], dtype=np.uint64) - self._rows["n_chunks"]
+        for field, dtype, each in (
+            ("words", np.uint32, structs.MOST_WORDS),
+            ("states", np.uint64, rans.LANES),
+            ("lengths", np.uint32, 1),
+        ):
+            scratch = device.empty(len(chunks) * each, dtype)
+            self._kept.append(scratch)
+            nbytes = np.uint64(np.dtype(dtype).itemsize * each)
+            self._rows[field] = np.uint64(device.address(scratch)) + nbytes * before
+        self._n_warps, self._n_chunks = len(warps), len(chunks)
+        self._warps = device.upload(np.array(warps, np.uint32))
+        self._chunks = [device.upload(column) for column in np.array(chunks, np.uint32).T.copy()]
+
+    def encode(self, kernels: Any, rows: Array, found: Any) -> None:
+        """Launch what codes the bitmaps of what is chosen."""
+        if not len(self._rows):
+            return
+        tensors = rows[self._rows["tensor"]]
+        self._rows["coded"] = tensors["payload"] + tensors["positions_offset"]
+        codes = self._uploads.of("codes", self._rows)
+        arguments = [codes, self._warps, found]
+        kernels["encode_chunks"](self._n_warps, 32, arguments, structs.PUSHES_NBYTES)
+        kernels["copy_chunks"](self._n_chunks, 128, [codes, *self._chunks, found], 0)
+
+
+def _pushes(n: int, k: int) -> Array:
+    """Return each byte's reciprocal, and its bias, frequency and shift in one word; uint64."""
+    frequencies, reciprocals, shifts, biases = encoder_table(rans.frequencies(n, k))
+    packed = biases | frequencies << np.uint64(16) | shifts << np.uint64(32)
+    return np.stack([reciprocals, packed], 1)

@@ -1,0 +1,172 @@
+"""Tensors some of whose coefficients are sent: launches that choose them and write payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.adaptive_methods import AdaComp, Strom, Wangni
+from horovod_fftcomp.codec.quantizers import pattern_of
+from horovod_fftcomp.codec.transforms import Transform
+from horovod_fftcomp.kernels.cuda import Device, structs
+from horovod_fftcomp.kernels.cuda.structs import THREADS, TILE, WORDS, DeviceCodec, Group
+from horovod_fftcomp.kernels.cuda.tile_group import TileGroup
+from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire.header import Plan
+
+_STEPS = ("mark", "narrow", "settle", "emit")
+# As in cuda/chosen.cuh.
+_ABOVE, _WINNERS, _DRAWN = range(3)
+
+
+class SparseGroup(TileGroup):
+    """Encodes tensors of which a given number of coefficients is sent.
+
+    ``tells_left``: the squares of what is left are summed in any case.
+    """
+
+    tells_left = False
+
+    def __init__(self, device: Device, group: Group) -> None:
+        assert group.transform is not None
+        reals = group.transform.reals_per_bin
+        super().__init__(device, group, reals)
+        self._tables: list[Any] = []
+        self._names = self._launches(group.transform)
+        self.names += self._names
+        self.n_words = WORDS // reals
+        masks = [device.zeros(self.n_tiles * self.n_words, np.uint32) for _ in range(3)]
+        self._above, self._equal, self.chosen = masks  # without a k no ties: zeros stay
+        self._counts = device.empty(self.n_tiles * structs.TILE_COUNTS_NBYTES, np.uint8)
+
+    def _launches(self, transform: Transform) -> list[str]:
+        """Return the kernels from gradients to payloads, in order."""
+        block, domain = structs.block_and_domain(transform)
+        first = "add_residual"
+        if domain:
+            first = f"forward<{block}, {str(domain == 2).lower()}>"
+            both = (structs.roots(block), structs.cosines(block))
+            self._tables = [self.device.upload(table) for table in both]
+        return [first, *(f"{step}<{transform.reals_per_bin}>" for step in _STEPS)]
+
+    def choose(
+        self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
+    ) -> list[Callable[[], np.ndarray]]:
+        """See ``TileGroup``."""
+        common = [rows, self.owners, found]
+        masks = [*common, self._above, self._equal]
+        first, mark, narrow, settle = (kernels[name] for name in self._names[:-1])
+        shared = structs.TALLY_NBYTES + (structs.POINTS_NBYTES if self._tables else 0)
+        first(self.n_tiles, THREADS, [*common, *self._tables], shared)
+        squares = [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
+        mark(self.n_tiles, THREADS, masks, structs.DIGITS_NBYTES)
+        narrow(self.n_tiles, self.n_words, masks, structs.DIGITS_NBYTES)
+        settle(self.n_tiles, self.n_words, [*masks, self._counts], structs.SUMS_NBYTES)
+        return squares
+
+    def write(
+        self, kernels: Any, rows: Any, found: Any, before: list[Callable[[], np.ndarray]]
+    ) -> Callable[[], np.ndarray]:
+        """Launch what writes values, and positions but for entropy codes; see ``TileGroup``."""
+        common = [rows, self.owners, found]
+        written = [*common, self._above, self._equal, self._counts, self.chosen]
+        kernels[self._names[-1]](self.n_tiles, self.n_words, written, structs.SUMS_NBYTES)
+        if not before and not self.tells_left:
+            return lambda: np.zeros((3, 0))
+        sums = [*before, self.squared(kernels, rows, 0)]
+        return lambda: np.stack([fetch() for fetch in sums])
+
+
+class CountedGroup(SparseGroup):
+    """Encodes tensors whose values decide how many of them are sent, by methods of one kind.
+
+    ``rows``: the table of the bucket's tensors, which its owner keeps up to date; entered there is
+    what the values decide.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        group: Group,
+        plans: Sequence[Plan],
+        codecs: Sequence[DeviceCodec],
+        rows: Array,
+    ) -> None:
+        self._methods = {
+            number: codec.method
+            for number in group.members
+            if isinstance(codec := codecs[number], ChosenCodec)
+        }
+        self.tells_left = not self._methods
+        kinds = {type(method) for method in self._methods.values()}
+        self._choice = _WINNERS if AdaComp in kinds else _DRAWN if Wangni in kinds else _ABOVE
+        super().__init__(device, group)
+        self._rows, self._bins = rows, dict[int, slice]()
+        end = 0
+        for number, method in self._methods.items():
+            rows[number]["how"] = structs.CHOSEN
+            if isinstance(method, Strom):
+                rows[number]["threshold"] = pattern_of(method.threshold)
+            if isinstance(method, AdaComp):
+                numel = plans[number].numel
+                length = min(method.length(plans[number].shape), numel)
+                self._bins[number] = slice(end, end := end + -(-numel // length))
+                rows[number]["bin"] = length
+        self._maxima = device.zeros(max(1, end), np.uint32)
+        for number, bins in self._bins.items():
+            rows[number]["maxima"] = device.address(self._maxima) + 4 * bins.start
+        self._limits = np.zeros(len(rows), np.float32)
+        self._fetched: Callable[[], Array] | None = None
+
+    def _launches(self, transform: Transform) -> list[str]:
+        del transform  # of reals alone
+        before = {_ABOVE: [], _WINNERS: ["add_up"], _DRAWN: ["add_up", "sums_below"]}
+        return [*before[self._choice], f"choose<{self._choice}>", "emit<1>"]
+
+    def choose(
+        self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
+    ) -> list[Callable[[], np.ndarray]]:
+        """See ``TileGroup``; waits for sums that a limit of draws follows from."""
+        common, device = [rows, self.owners, found], self.device
+        if self._choice != _ABOVE:
+            device.clear(self._maxima)
+            kernels["add_up"](self.n_tiles, THREADS, common, 0)
+        limits = self._found_limits(kernels) if self._choice == _DRAWN else self._maxima
+        arguments = [*common, self._above, self._counts, totals, limits]
+        kernels[self._names[-2]](self.n_tiles, THREADS, arguments, structs.SUMS_NBYTES)
+        if self._choice == _WINNERS:
+            self._fetched = cache(device.fetch(self._maxima))  # waited for once
+        return [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
+
+    def _found_limits(self, kernels: Any) -> Any:
+        for number, method in self._methods.items():
+            assert isinstance(method, Wangni)
+            n, coeffs = int(self._rows[number]["n"]), self._rows[number]["coeffs"]
+            below = partial(self._sums_below, kernels["sums_below"], coeffs, n)
+            self._limits[number] = method.limit(n, below)
+            self._rows[number]["threshold"] = pattern_of(self._limits[number])
+        return self.device.upload(self._limits.view(np.uint32))
+
+    def _sums_below(
+        self, kernel: Any, coeffs: np.uint64, n: int, limit: float
+    ) -> tuple[int, Array]:
+        """Wait for what ``reference.sums_below`` returns."""
+        n_tiles = -(-n // TILE)
+        parts = self.device.empty(n_tiles * structs.PART.itemsize, np.uint8)
+        kernel(n_tiles, 32, [coeffs, np.uint64(n), np.uint32(pattern_of(limit)), parts], 0)
+        fetched = self.device.fetch(parts)().view(structs.PART)
+        return int(fetched["count"].sum(dtype=np.int64)), fetched["first"].copy()
+
+    def scale(self, number: int, peak: float) -> float:
+        """Return the scale of a tensor's payload; ``peak``: its largest magnitude, above 0."""
+        method = self._methods.get(number)
+        if isinstance(method, Strom):
+            return method.scale(peak)
+        if isinstance(method, AdaComp):
+            assert self._fetched is not None
+            return method.scale(self._fetched().view(np.float32)[self._bins[number]])
+        return max(float(self._limits[number]), peak)  # of a threshold there is no limit

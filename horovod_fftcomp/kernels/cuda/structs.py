@@ -1,0 +1,211 @@
+"""What kernels know of tensors before the data, as arrays of the structs in ``cuda``."""
+
+from __future__ import annotations
+
+import functools
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.transforms import BlockDCT, Identity, Transform
+from horovod_fftcomp.kernels.cuda import Device
+from horovod_fftcomp.types import Array, Coding
+from horovod_fftcomp.wire.header import Plan
+from horovod_fftcomp.wire.positions import Layout
+
+DeviceCodec = Codec | ElementCodec | ChosenCodec  # that a GPU has kernels for
+
+# As in cuda/common.cuh and entropy.cuh.
+TILE, THREADS = 4096, 256
+WARPS = THREADS // 32
+WORDS = TILE // 32  # of a tile's bit mask, of reals
+CHUNKS_OF_WARP, MOST_WORDS = 8, 1540
+FOUND_NBYTES, TILE_COUNTS_NBYTES, START_NBYTES = 32 + 4 * 2048, 16, 12
+NESTEROV, MASKING, CHOSEN = 1, 2, 4
+NOTHING, UNSENT, EVERYTHING = range(3)  # what is kept of gradient plus residual
+# Shared memory, in bytes.
+SUMS_NBYTES = 4 * 36
+SQUARES_NBYTES = 8 * THREADS
+POINTS_NBYTES = 8 * (TILE // 2 + TILE // 32)
+_TURNS = 4  # arrays of the steps before last are free again
+LEVELS_NBYTES = 4 * (TILE + 65)
+PUSHES_NBYTES, BESIDE_NBYTES = 4096 + 16, 18448
+RANK_TILES_NBYTES = 16 + 13696
+TALLY_NBYTES, DIGITS_NBYTES = 4 * 2048 + SUMS_NBYTES, 4 * 1024 + SUMS_NBYTES
+
+
+def _struct(pointers_and_sizes: str, words: str) -> np.dtype:
+    """Return the dtype of a struct: 8-byte fields first, then 4-byte ones."""
+    return np.dtype(
+        [(name, "u8") for name in pointers_and_sizes.split()]
+        + [(name, "u4") for name in words.split()]
+    )
+
+
+TENSOR = _struct(
+    "grad residual coeffs payload numel n k positions_offset values_offset key velocity moved "
+    "factor maxima",
+    "first_tile n_tiles layout low_bits kind bits shift bins_per_block keep threshold momentum how "
+    "decay step most bin",
+)
+CODED = _struct(
+    "bitmap coded slots pushes words states lengths n_symbols nbytes",
+    "first_warp n_warps n_chunks tensor",
+)
+HEADER = _struct("payload start crc_of_scale nbytes", "")
+ARRIVING = _struct(
+    "sum start crc_of_scale slots bitmaps ranks starts unary chunks payload_offset numel n k "
+    "positions_offset values_offset positions_nbytes",
+    "header_nbytes first_tile n_tiles first_unary n_unary first_warp n_warps n_chunks layout "
+    "low_bits kind bits shift step largest first_group",
+)
+SHARED = _struct(
+    "grad residual left wanted share sum own chosen n k factor first",
+    "first_tile n_tiles first_group n_groups chunk bits beta rest gain message_words n_ranks "
+    "unused",
+)
+LOW_RANK = _struct(
+    "grad residual whole first second own right left factor scratch sum n rows columns",
+    "first_tile n_tiles rank unused",
+)
+SKETCH = _struct(
+    "grad residual velocity moved factor whole hashes columns_at first estimates n first_n",
+    "first_tile n_tiles first_group n_groups rows columns momentum how",
+)
+ELEMENTS = _struct(
+    "clip length first_part", "first_row n_rows method top radix digits bucket_bits unused"
+)
+PART = np.dtype([("first", "f8"), ("second", "f8"), ("count", "u4"), ("unused", "u4")])
+HASHED = _struct("bytes nbytes", "")
+LEDGER = _struct("", "skipped corrupt")
+MESSAGES = _struct("bytes nbytes", "n_ranks n_tensors rows_apart unused")
+
+
+class Uploads:
+    """Tables on a device, by name; one is copied there again only when a row of it has changed.
+
+    Of each the last few are kept: arrays that take turns, as residuals do, come back in a while.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._held: dict[object, dict[bytes, Any]] = {}
+
+    def of(self, name: object, rows: Array) -> Any:
+        """Return the copy of a table, uint8; nobody may write to it."""
+        held, wanted = self._held.setdefault(name, {}), rows.tobytes()
+        if wanted not in held:
+            if len(held) == _TURNS:
+                del held[next(iter(held))]
+            held[wanted] = self._device.upload(rows.view(np.uint8))
+        return held[wanted]
+
+
+class Group(NamedTuple):
+    """The tensors of a bucket that are launched together, since they share a transform.
+
+    ``transform``: None of those that travel as they are. ``owners``: the tensor of each tile.
+    """
+
+    transform: Transform | None
+    members: list[int]
+    owners: Array
+
+
+def grouped(plans: Sequence[Plan], codecs: Sequence[DeviceCodec], rows: Array) -> list[Group]:
+    """Return the groups of a bucket; enters in ``rows`` which tiles of its group a tensor has."""
+    by_transform: dict[Transform | None, list[int]] = {}
+    for number, (plan, codec) in enumerate(zip(plans, codecs, strict=True)):
+        if plan.numel:
+            key = None if plan.layout is Layout.RAW else codec.transform
+            by_transform.setdefault(key, []).append(number)
+    groups = []
+    for transform, members in by_transform.items():
+        owners: list[int] = []
+        for number in members:
+            plan = plans[number]
+            floats = plan.numel if transform is None else plan.n_bins * transform.reals_per_bin
+            rows[number]["first_tile"], rows[number]["n_tiles"] = len(owners), -(-floats // TILE)
+            owners += [number] * int(rows[number]["n_tiles"])
+        groups.append(Group(transform, members, np.array(owners, np.uint32)))
+    return groups
+
+
+def enter_plan(row: np.void, plan: Plan, codec: DeviceCodec) -> None:
+    """Enter in a row what senders and receivers both know of a tensor."""
+    if plan.n_bins >= 1 << 32:
+        raise ValueError(f"a tensor of {plan.n_bins} coefficients; a GPU takes fewer than 2^32")
+    row["numel"], row["n"], row["k"] = plan.numel, plan.n_bins, plan.k
+    row["positions_offset"], row["values_offset"] = plan.header_nbytes, plan.values_offset
+    row["layout"], row["low_bits"] = plan.layout, plan.positions.low_bits
+    if not isinstance(codec, Codec):
+        return
+    quantizer = codec.quantizer
+    row["kind"] = BFLOAT16 if isinstance(quantizer, BFloat16) else FLOAT32
+    row["bits"] = quantizer.bits
+    if plan.layout is Layout.RAW:
+        row["bits"] = 32
+    elif isinstance(quantizer, RangeFloat):
+        row["kind"], row["shift"] = RANGE, quantizer.grid(-1.0, 1.0).shift
+
+
+def enter_coding(row: np.void, coding: Coding) -> None:
+    """Enter how the values of one payload are written, where its scale decides that."""
+    row["kind"], row["bits"], row["step"] = coding.kind, coding.bits, coding.base
+    if "most" in (row.dtype.names or ()):
+        row["most"] = coding.positives
+    else:
+        row["largest"] = coding.largest
+
+
+def header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
+    """Return a header of scale 0, uint8, and what its checksum changes by, uint32 ``[33]``.
+
+    CRC-32 is linear: setting a bit of the scale, or (the last) the flag of non-finite values, XORs
+    into the checksum the same word whatever else the header holds.
+    """
+    start = np.zeros(plan.header_nbytes, np.uint8)
+    wire.write_header(start, plan, fingerprint, "float32", 0.0, True)
+    blank = zlib.crc32(bytes(start.size))
+    changes = []
+    for bit in range(33):
+        alone = bytearray(start.size)
+        if bit < 32:
+            struct.pack_into("<I", alone, wire.SCALE_OFFSET, 1 << bit)
+        else:
+            alone[wire.FLAGS_OFFSET] = 1
+        changes.append(zlib.crc32(alone) ^ blank)
+    return start, np.array(changes, np.uint32)
+
+
+@functools.cache
+def roots(block: int) -> Array:
+    """Return exp(-2 pi i j / block) for j below ``block``, complex64, rounded once."""
+    return np.exp(-2j * np.pi * np.arange(block) / block).astype(np.complex64)
+
+
+@functools.cache
+def cosines(block: int) -> Array:
+    """Return sqrt(2) exp(i pi k / (2 block)) for k below block / 2, complex64, rounded once."""
+    angles = np.pi * np.arange(block // 2) / (2 * block)
+    return (np.sqrt(2) * np.exp(1j * angles)).astype(np.complex64)
+
+
+def block_and_domain(transform: Transform) -> tuple[int, int]:
+    """Return what a kernel is made for: the block's length, and 0, 1 or 2: elements, FFT, DCT."""
+    if isinstance(transform, Identity):
+        return 64, 0
+    return transform.block, 2 if isinstance(transform, BlockDCT) else 1
+
+
+def gain_of_squares(transform: Transform) -> int:
+    """Return by what the squares of coefficients are smaller than those of elements."""
+    return 1 if isinstance(transform, Identity) else transform.block

@@ -1,0 +1,578 @@
+"""Every kernel in plain NumPy: slow, and the definition that the other backends are held to.
+
+Given equal coefficients all backends return equal bytes. Transforms alone agree to a tolerance,
+since libraries of FFTs round differently.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from horovod_fftcomp.codec.quantizers import (
+    BFLOAT16,
+    FLOAT32,
+    LARGEST_BFLOAT16_BITS,
+    LARGEST_FINITE_BITS,
+    RANGE,
+    STEPS,
+)
+from horovod_fftcomp.kernels.reference_dense import (  # noqa: F401 (kernels as the others)
+    add_levels,
+    add_octaves,
+    add_signs,
+    encode_levels,
+    encode_octaves,
+    encode_signs,
+    keep_signs,
+    lane_sums,
+    moments,
+    pack_gamma,
+    pack_words,
+    random_words,
+    subtract_signs,
+    unpack_gamma,
+    unpack_words,
+)
+from horovod_fftcomp.types import Array, Coding, Coefficients, Part
+from horovod_fftcomp.wire import rans
+from horovod_fftcomp.wire.positions import unary_bits
+from horovod_fftcomp.wire.radix import GROUP, sketch_bits
+
+# NaN and Inf in a gradient are told by its coefficients; NumPy need not warn of them as well.
+_UNSCALED_EXPONENTS = range(-40, 60)
+_quiet = np.errstate(invalid="ignore", over="ignore")
+
+
+def empty(n: int, dtype: type = np.float32) -> Array:
+    """Return an array of ``n`` elements with any contents."""
+    return np.empty(n, dtype)
+
+
+@_quiet
+def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
+    """Return ``flat`` plus ``residual``, if there is one, in a new array; see ``rank``."""
+    return rank(flat.copy() if residual is None else flat + residual, k, 1)
+
+
+def rank(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
+    """Return ``coeffs``, not copied, with the key and the ties of their ``k`` largest.
+
+    ``coeffs``: float32 or complex64, 1-D, in whole blocks if complex. The key is the k-th largest
+    of ``selection_keys``; ties: how many of those equal to it are among the k largest. With ``k`` 0
+    all are chosen; of non-finite coefficients the choice means nothing.
+    """
+    peak = peak_bits(coeffs)
+    if not k or peak > LARGEST_FINITE_BITS:
+        return Coefficients(coeffs, peak, 0, coeffs.size)
+    keys = selection_keys(coeffs, bins_per_block, key_exponent(peak))
+    key = np.sort(keys)[-k]
+    return Coefficients(coeffs, peak, int(key), k - int((keys > key).sum()))
+
+
+def _rows(flat: Array, length: int) -> Array:
+    """Return ``flat`` as rows of ``length`` values, padded with zeros."""
+    rows = np.zeros((-(-flat.size // length), length), np.float32)
+    rows.reshape(-1)[: flat.size] = flat
+    return rows
+
+
+@_quiet
+def rfft_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
+    """Return packed half-spectra of consecutive blocks plus ``residual``, and their ``k``-th key.
+
+    ``flat``: float32, padded to whole blocks with zeros. Spectra: complex64 ``[B * block / 2]``,
+    scaled by 1 / block; bin 0 of a block holds (DC, Nyquist) as its real and imaginary part.
+    Scaling before the transform keeps every coefficient below the largest input, so that no
+    finite gradient overflows.
+    """
+    full = np.fft.rfft(_rows(flat, block) * np.float32(1 / block), axis=1)
+    packed = full[:, :-1].astype(np.complex64)
+    packed[:, 0] = full[:, 0].real + 1j * full[:, -1].real
+    coeffs = packed.reshape(-1)
+    return rank(coeffs if residual is None else coeffs + residual, k, block // 2)
+
+
+def irfft_blocks(coeffs: Array, block: int, numel: int) -> Array:
+    """Return the first ``numel`` values of the blocks with these spectra, float32."""
+    spectra = coeffs.reshape(-1, block // 2)
+    full = np.empty((len(spectra), block // 2 + 1), np.complex64)
+    full[:, :-1] = spectra
+    full[:, 0] = spectra[:, 0].real
+    full[:, -1] = spectra[:, 0].imag
+    rows = np.fft.irfft(full, n=block, axis=1, norm="forward").astype(np.float32)
+    return rows.reshape(-1)[:numel]
+
+
+@functools.cache
+def _dct_matrix(length: int) -> Array:
+    """Return the orthonormal DCT-II, float64 ``[L, L]``: row j is the j-th cosine."""
+    j, i = np.mgrid[:length, :length]
+    matrix = np.sqrt(2 / length) * np.cos(np.pi * (i + 0.5) * j / length)
+    matrix[0] /= np.sqrt(2)
+    return matrix
+
+
+@_quiet
+def dct_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
+    """Return DCT-IIs of consecutive blocks plus ``residual``, float32, and their ``k``-th key.
+
+    Orthonormal divided by sqrt(block); otherwise as ``rfft_blocks``.
+    """
+    coeffs = _rows(flat, block) @ _dct_matrix(block).T / np.sqrt(block)
+    return add(coeffs.astype(np.float32).reshape(-1), residual, k)
+
+
+def idct_blocks(coeffs: Array, block: int, numel: int) -> Array:
+    """Return the first ``numel`` values of the blocks with these DCTs, float32."""
+    rows = coeffs.reshape(-1, block) @ _dct_matrix(block) * np.sqrt(block)
+    return rows.astype(np.float32).reshape(-1)[:numel]
+
+
+def magnitude_bits(values: Array) -> Array:
+    """Return the bit patterns of the absolute values, uint32; they order as the values do."""
+    return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+
+
+def peak_bits(values: Array) -> int:
+    """Return the largest bit pattern of any |component|; 0x7F800000 or more: Inf or NaN inside."""
+    return int(magnitude_bits(values.view(np.float32)).max(initial=0))
+
+
+def key_exponent(peak: int) -> int:
+    """Return the power of two by which complex keys are scaled down; ``peak``: float32 bits.
+
+    Keys are squares: beyond certain exponents of the largest component they would overflow, or
+    underflow for coefficients that still matter.
+    """
+    exponent = (peak >> 23) - 127
+    return 0 if exponent in _UNSCALED_EXPONENTS else min(max(exponent, -126), 126)
+
+
+def selection_keys(coeffs: Array, bins_per_block: int, exponent: int) -> Array:
+    """Return what a coefficient is ranked by, uint32.
+
+    Reals rank by magnitude. Complex bins rank by the energy that they stand for, re^2 + im^2 in
+    float32 without fused multiply-add, after an exact scaling by 2^-exponent; bin 0 of a block
+    counts half, since an interior bin stands for itself and its mirror image.
+    """
+    if coeffs.dtype == np.float32:
+        return magnitude_bits(coeffs)
+    scaled = coeffs * np.float32(2.0**-exponent)
+    energy = scaled.real * scaled.real + scaled.imag * scaled.imag
+    energy[::bins_per_block] *= np.float32(0.5)
+    return energy.view(np.uint32)
+
+
+def take(
+    coeffs: Coefficients, bins_per_block: int, coding: Coding, keep: bool
+) -> tuple[Array, Array]:
+    """Return (bitmap of the chosen coefficients, their packed codes as ``coding`` has them).
+
+    The bitmap is uint64 ``[ceil(n / 64)]``, coefficient i at bit i mod 64 of word i // 64. With
+    ``keep`` what the codes decode to is subtracted from the array, in place.
+    """
+    array, peak, key, ties = coeffs[:4]
+    keys = selection_keys(array, bins_per_block, key_exponent(peak))
+    chosen = keys > key
+    chosen[np.flatnonzero(keys == key)[:ties]] = True
+    values = array[chosen].view(np.float32)
+    codes = encode_values(values, coding)
+    if keep:
+        array[chosen] = (values - decode_values(codes, coding)).view(array.dtype)
+    return bitmap_of(np.flatnonzero(chosen), array.size), pack_bits(codes, coding.bits)
+
+
+@_quiet
+def bin_winners(total: Array, grad: Array, length: int) -> tuple[Array, Array]:
+    """Return (bitmap of where |total + grad| reaches its bin's maximum; the maxima, float32).
+
+    The maximum is that of |total| in a bin of ``length`` elements, the last one maybe shorter; of a
+    bin of zeros nothing is chosen. (Chen et al. 2018.)
+    """
+    maxima = np.abs(_rows(total, length)).max(1)
+    limits = np.repeat(maxima, length)[: total.size]
+    chosen = (np.abs(total + grad) >= limits) & (limits > 0)
+    return bitmap_of(np.flatnonzero(chosen), total.size), maxima
+
+
+def sums_below(values: Array, limit: float) -> tuple[int, Array]:
+    """Return (how many magnitudes are at least ``limit``; sums of the others by group, float64)."""
+    sizes = np.abs(values)
+    above = sizes >= np.float32(limit)
+    return int(above.sum()), lane_sums(np.where(above, 0, sizes.astype(np.float64)), GROUP)
+
+
+def draw_chosen(values: Array, limit: float, key: int) -> Array:
+    """Return the bitmap of what is drawn: each value with probability min(|value| / limit, 1).
+
+    ``limit``: float32, at least 2^-126. ``key``: 64 bits that the draws follow from.
+    """
+    sizes = np.abs(values).astype(np.float64) * (2.0**32 / float(limit))
+    return bitmap_of(np.flatnonzero(random_words(key, values.size) < sizes), values.size)
+
+
+def take_chosen(
+    array: Array, bitmap: Array, least: float, coding: Coding, keep: bool
+) -> tuple[int, Array]:
+    """Return (how many ones the bitmap has; the packed codes of the float32 values there).
+
+    Values below ``least`` in magnitude are sent as that, with their sign. With ``keep`` what the
+    codes decode to is subtracted from ``array``, in place.
+    """
+    places = positions_of(bitmap)
+    values = array[places]
+    codes = encode_values(
+        np.copysign(np.maximum(np.abs(values), np.float32(least)), values), coding
+    )
+    if keep:
+        array[places] = values - decode_values(codes, coding)
+    return places.size, pack_bits(codes, coding.bits)
+
+
+def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:
+    """Return the sum of the values of ``parts`` in their order, zeros elsewhere, ``n`` in all.
+
+    ValueError with the number of a part that has a code or a magnitude beyond its coding.
+    """
+    total = np.zeros(n, np.complex64 if is_complex else np.float32)
+    for number, (bitmap, packed, coding) in enumerate(parts):
+        positions = positions_of(bitmap)
+        codes = unpack_bits(packed, len(positions) * (2 if is_complex else 1), coding.bits)
+        values = decode_values(codes, coding)
+        largest = codes if coding.kind in (RANGE, STEPS) else magnitude_bits(values)
+        if largest.max(initial=0) > coding.largest:
+            raise ValueError(f"payload {number}: a value lies beyond what the scale allows")
+        total[positions] += values.view(total.dtype)
+    return total
+
+
+def merge(a: Part, b: Part) -> Array:
+    """Return the float32 values of the sum of two parts of such, wherever one of them has any."""
+    total = sum_values([a, b], 64 * a.bitmap.size, False)
+    return total[positions_of(a.bitmap | b.bitmap)]
+
+
+def irfft_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+    """Return the inverse of the sum of ``parts``: ``irfft_blocks`` of ``sum_values``."""
+    n_bins = -(-numel // block) * block // 2
+    return irfft_blocks(sum_values(parts, n_bins, True), block, numel)
+
+
+def idct_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+    """Return the inverse of the sum of ``parts``: ``idct_blocks`` of ``sum_values``."""
+    return idct_blocks(sum_values(parts, -(-numel // block) * block, False), block, numel)
+
+
+def encode_values(values: Array, coding: Coding) -> Array:
+    """Return the code of each float32, uint32."""
+    if coding.kind == FLOAT32:
+        return values.view(np.uint32)
+    sign, magnitude = values.view(np.uint32) & np.uint32(0x80000000), magnitude_bits(values)
+    if coding.kind == BFLOAT16:
+        rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) & np.uint32(0x7FFF0000)
+        return (sign | np.minimum(rounded, np.uint32(LARGEST_BFLOAT16_BITS))) >> 16
+    if coding.kind == STEPS:
+        ratio = np.abs(values.astype(np.float64)) / _step(coding)  # exact enough to floor
+        levels = np.clip(np.floor(ratio), 1, coding.positives).astype(np.uint32)
+        return 2 * (levels - 1) + (values < 0)
+    half = 1 << (coding.shift - 1)
+    cells = (magnitude.astype(np.int64) + half) >> coding.shift
+    negative = sign > 0
+    most = np.where(negative, coding.negatives, coding.positives)
+    levels = np.clip(cells - coding.base + 1, 0, most)
+    return np.where(negative & (levels > 0), coding.positives + levels, levels).astype(np.uint32)
+
+
+def decode_values(codes: Array, coding: Coding) -> Array:
+    """Return the float32 value of each uint32 code."""
+    if coding.kind == FLOAT32:
+        return codes.view(np.float32)
+    if coding.kind == BFLOAT16:
+        return (codes << 16).astype(np.uint32).view(np.float32)
+    if coding.kind == STEPS:
+        sizes = ((codes >> 1) + 1).astype(np.float32) * _step(coding)
+        return np.where(codes & 1, -sizes, sizes)
+    codes = codes.astype(np.int64)
+    negative = codes > coding.positives
+    levels = np.where(negative, codes - coding.positives, codes)
+    patterns = (coding.base + levels - 1) << coding.shift | negative.astype(np.int64) << 31
+    return np.where(codes == 0, 0, patterns).astype(np.uint32).view(np.float32)
+
+
+def _step(coding: Coding) -> np.float32:
+    return np.uint32(coding.base).view(np.float32)
+
+
+def pack_bits(codes: Array, bits: int) -> Array:
+    """Return uint32 codes at ``bits`` bits each, uint8: code j lies at stream bits [j*bits, ...).
+
+    Stream bit b is bit (b mod 8) of byte b // 8.
+    """
+    flags = (codes[:, None] >> np.arange(bits, dtype=np.uint32)) & 1
+    return np.packbits(flags.astype(np.uint8).ravel(), bitorder="little")
+
+
+def unpack_bits(packed: Array, count: int, bits: int) -> Array:
+    """Return the ``count`` codes that ``pack_bits`` packed, uint32."""
+    flags = np.unpackbits(packed, count=count * bits, bitorder="little").reshape(count, bits)
+    return (flags.astype(np.uint32) << np.arange(bits, dtype=np.uint32)).sum(1, dtype=np.uint32)
+
+
+def bitmap_of(positions: Array, n: int) -> Array:
+    """Return the bitmap, uint64 ``[ceil(n / 64)]``, with ones at ``positions``."""
+    flags = np.zeros(-(-n // 64) * 64, np.uint8)
+    flags[positions] = 1
+    return np.packbits(flags, bitorder="little").view(np.uint64)
+
+
+def positions_of(bitmap: Array) -> Array:
+    """Return where a bitmap has ones, int64, ascending."""
+    return np.flatnonzero(np.unpackbits(bitmap.view(np.uint8), bitorder="little"))
+
+
+def pack_bitmap(bitmap: Array, n: int) -> Array:
+    """Return a bitmap of ``n`` places as it travels: uint8, ceil(n / 8)."""
+    return bitmap.view(np.uint8)[: (n + 7) // 8]
+
+
+def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
+    """Return the bitmap that ``pack_bitmap`` packed; ValueError unless it has ``k`` ones."""
+    positions = np.flatnonzero(np.unpackbits(packed, bitorder="little"))
+    if len(positions) != k or (k and positions[-1] >= n):
+        raise ValueError("the bitmap does not have k bits set")
+    return bitmap_of(positions, n)
+
+
+def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
+    """Return the ``k`` positions as offsets in blocks of 2^low_bits places; uint8.
+
+    First the blocks' counts in unary, k ones and one zero for each block: the i-th one lies at
+    stream bit (position_i >> low_bits) + i. Then, from the next whole byte on, the offset of each
+    position in its block, ``low_bits`` bits each. (Elias 1974, Fano 1971.)
+    """
+    positions, n_unary = positions_of(bitmap), unary_bits(n, k, low_bits)
+    unary = bitmap_of((positions >> low_bits) + np.arange(k), n_unary)
+    offsets = (positions & ((1 << low_bits) - 1)).astype(np.uint32)
+    return np.concatenate([pack_bitmap(unary, n_unary), pack_bits(offsets, low_bits)])
+
+
+def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
+    """Return the bitmap of the ``k`` positions that ``pack_offsets`` packed.
+
+    ValueError unless they are ``k`` ascending numbers below ``n``.
+    """
+    n_unary = unary_bits(n, k, low_bits)
+    split = (n_unary + 7) // 8
+    if (packed.size - split) * 8 < k * low_bits:
+        raise ValueError("the offsets are cut short")
+    ones = positions_of(unpack_bitmap(packed[:split], n_unary, k))
+    positions = ((ones - np.arange(k)) << low_bits) | unpack_bits(packed[split:], k, low_bits)
+    if k and (positions[-1] >= n or (np.diff(positions) <= 0).any()):
+        raise ValueError("the positions do not ascend below n")
+    return bitmap_of(positions, n)
+
+
+def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
+    """Return the bitmap's bytes in the code of ``entropy``, uint8, ``coded_nbytes(n, k)`` long."""
+    symbols = pack_bitmap(bitmap, n).tolist()
+    freqs, starts = _symbols(n, k)
+    lengths, body = [], bytearray()
+    for begin in range(0, len(symbols), rans.CHUNK_SYMBOLS):
+        chunk = symbols[begin : begin + rans.CHUNK_SYMBOLS]
+        states, words = [rans.LOWEST_STATE] * rans.LANES, []
+        for i in reversed(range(len(chunk))):
+            f, state = freqs[chunk[i]], states[i % rans.LANES]
+            if state >= f << (63 - rans.PRECISION):
+                words.append(state & 0xFFFFFFFF)
+                state >>= 32
+            state = (state // f << rans.PRECISION) + state % f + starts[chunk[i]]
+            states[i % rans.LANES] = state
+        lengths.append(len(words))
+        body += np.array(states, np.uint64).tobytes() + np.array(words[::-1], np.uint32).tobytes()
+    packed = bytes(np.array(lengths, np.uint16)).ljust(rans.words_offset(n), b"\0") + body
+    return np.frombuffer(packed.ljust(rans.coded_nbytes(n, k), b"\0"), np.uint8)
+
+
+def unpack_entropy(packed: Array, n: int, k: int) -> Array:
+    """Return the bitmap that ``pack_entropy`` packed; ValueError unless it has ``k`` ones."""
+    lengths = packed[: 2 * rans.n_chunks(n)].view(np.uint16).tolist()
+    words = packed[rans.words_offset(n) :]
+    words = words[: words.size // 4 * 4].view(np.uint32).tolist()
+    if sum(lengths) + 2 * rans.LANES * len(lengths) > len(words):
+        raise ValueError("the chunks of positions are longer than their room")
+    freqs, starts = _symbols(n, k)
+    slots = [symbol for symbol, f in enumerate(freqs) for _ in range(f)]
+    left, symbols = (n + 7) // 8, []
+    for length in lengths:
+        states = [words[i] | words[i + 1] << 32 for i in range(0, 2 * rans.LANES, 2)]
+        words = words[2 * rans.LANES :]
+        chunk, words = words[:length][::-1], words[length:]
+        for i in range(min(left, rans.CHUNK_SYMBOLS)):
+            state, lane = states[i % rans.LANES], i % rans.LANES
+            slot = state % (1 << rans.PRECISION)
+            symbol = slots[slot]
+            state = freqs[symbol] * (state >> rans.PRECISION) + slot - starts[symbol]
+            if state < rans.LOWEST_STATE and chunk:
+                state = state << 32 | chunk.pop()
+            states[lane] = state
+            symbols.append(symbol)
+        left -= rans.CHUNK_SYMBOLS
+        if chunk or any(state != rans.LOWEST_STATE for state in states):
+            raise ValueError("a chunk of positions does not end where it should")
+    return unpack_bitmap(np.array(symbols, np.uint8), n, k)
+
+
+def _symbols(n: int, k: int) -> tuple[list[int], list[int]]:
+    """Return each byte's frequency and the sum of those before it."""
+    frequencies = rans.frequencies(n, k)
+    freqs = [frequencies[byte.bit_count()] for byte in range(256)]
+    return freqs, [sum(freqs[:byte]) for byte in range(256)]
+
+
+def count_above(values: Array, key: int) -> int:
+    """Return how many magnitudes have a bit pattern above ``key``."""
+    return int((magnitude_bits(values) > key).sum())
+
+
+@_quiet
+def low_pass(flat: Array, residual: Array | None, beta: float) -> tuple[Array, int]:
+    """Return (``residual`` + ``beta`` * ``flat``, new; bits of the largest |flat + residual|).
+
+    None stands for zeros.
+    """
+    if residual is None:
+        return np.float32(beta) * flat, peak_bits(flat)
+    return residual + np.float32(beta) * flat, peak_bits(flat + residual)
+
+
+@_quiet
+def chunk_winners(flat: Array, residual: Array | None, chunk: int) -> Array:
+    """Return where in each chunk |flat + residual| is largest; ties: the first; uint32."""
+    n_chunks = -(-flat.size // chunk)
+    keys = np.full(n_chunks * chunk, -1, np.int64)  # below every key
+    keys[: flat.size] = magnitude_bits(flat if residual is None else flat + residual)
+    return keys.reshape(n_chunks, chunk).argmax(1).astype(np.uint32)
+
+
+@_quiet
+def to_float16(values: Array, limit: float) -> Array:
+    """Return finite float32 ``values`` as float16, those beyond +-``limit`` as that."""
+    return np.clip(values, -np.float32(limit), np.float32(limit)).astype(np.float16)
+
+
+def from_float16(values: Array) -> Array:
+    """Return float16 ``values`` as float32."""
+    return values.astype(np.float32)
+
+
+@_quiet
+def accumulate(
+    flat: Array,
+    velocity: Array | None,
+    residual: Array | None,
+    momentum: float,
+    nesterov: bool,
+    factor: float,
+    k: int,
+) -> tuple[Coefficients, Array]:
+    """Return (the new residual, with the key of its ``k`` largest; the new velocity).
+
+    Of g = ``factor`` * ``flat``: velocity <- momentum * velocity + g, residual <- residual +
+    velocity; with ``nesterov`` velocity <- momentum * (velocity + g), residual <- residual +
+    (velocity + g). None stands for zeros.
+    """
+    nothing = np.zeros(flat.size, np.float32)
+    old = nothing if velocity is None else velocity
+    scaled, mu = np.float32(factor) * flat, np.float32(momentum)
+    new = mu * (old + scaled) if nesterov else mu * old + scaled
+    total = (nothing if residual is None else residual) + (new + scaled if nesterov else new)
+    return rank(total, k, 1), new
+
+
+def clear(values: Array, bitmap: Array) -> None:
+    """Make ``values`` 0 where the bitmap has ones."""
+    values[positions_of(bitmap)] = 0
+
+
+def orthonormal(matrix: Array) -> Array:
+    """Return ``matrix``, finite float32 ``[rows, columns]``, with orthonormal columns.
+
+    Modified Gram-Schmidt in float64, twice, so that what rounding leaves of a dependent column is
+    orthogonal to the others; a column of which nothing is left becomes zeros. Sums are taken in
+    one order everywhere, that of ``_lane_dot``: all ranks have to compute the same bits.
+    """
+    columns = matrix.T.astype(np.float64)
+    for k, column in enumerate(columns):
+        before = np.sqrt(_lane_dot(column, column))
+        for _ in range(2):
+            for other in columns[:k]:
+                column -= _lane_dot(column, other) * other
+        norm = np.sqrt(_lane_dot(column, column))
+        column[:] = column / norm if norm > 1e-10 * before else 0
+    return np.ascontiguousarray(columns.T, np.float32)
+
+
+def _lane_dot(a: Array, b: Array) -> float:
+    """Return the sum of products: 256 sums of every 256th, then of sums 128 apart, 64 and so on."""
+    lanes = np.zeros((1 + -(-a.size // 256), 256))
+    lanes[1:].reshape(-1)[: a.size] = a * b
+    total = np.cumsum(lanes, axis=0)[-1]
+    while total.size > 1:
+        half = total.size // 2
+        total = total[:half] + total[half:]
+    return float(total[0])
+
+
+@_quiet
+def low_rank(left: Array, right: Array, minuend: Array | None) -> Array:
+    """Return ``left`` ``[rows, r]`` times the transpose of ``right`` ``[columns, r]``, float32.
+
+    Or what is left of ``minuend`` without that, in place. Products are added from the first
+    column of ``left`` on, unfused: all ranks have to compute the same bits.
+    """
+    total = np.zeros((len(left), len(right)), np.float32)
+    for a, b in zip(left.T, right.T, strict=True):
+        total += a[:, None] * b
+    if minuend is None:
+        return total
+    minuend -= total
+    return minuend
+
+
+def _places_in_rows(n: int, hashes: Array, columns: int) -> tuple[Array, Array]:
+    """Return (column, sign) of each element in each row, ``[rows, n]``.
+
+    By the upper half h of factor * i + addend, mod 2^64: bit 0 is the sign, the others make the
+    column, floor(columns * (h >> 1) / 2^31). (Dietzfelbinger 1996.)
+    """
+    words = (hashes[:, :1] * np.arange(n, dtype=np.uint64) + hashes[:, 1:]) >> np.uint64(32)
+    signs = np.where(words & np.uint64(1), np.float32(-1), np.float32(1))
+    at = ((words >> np.uint64(1)) * np.uint64(columns)) >> np.uint64(31)
+    return at.astype(np.int64), signs
+
+
+def sketch(values: Array, hashes: Array, columns: int, peak: int) -> Array:
+    """Return the count sketch of finite ``values``, float32 ``[rows, columns]``.
+
+    In each row each element, times its sign, is added to its column. ``hashes``: uint64
+    ``[rows, 2]``, factor and addend. ``peak``: the bits of the largest magnitude. Elements are
+    rounded to whole multiples of 2^-``sketch_bits``, so that sums are the same in any order.
+    (Charikar et al. 2002.)
+    """
+    bits = sketch_bits(values.size, peak)
+    steps = np.rint(values.astype(np.float64) * 2.0**bits).astype(np.int64)
+    table = np.zeros((len(hashes), columns), np.int64)
+    for row, at, signs in zip(table, *_places_in_rows(values.size, hashes, columns), strict=True):
+        np.add.at(row, at, signs.astype(np.int64) * steps)
+    with np.errstate(over="ignore"):
+        return (table * 2.0**-bits).astype(np.float32)
+
+
+def estimate(table: Array, hashes: Array, n: int) -> Array:
+    """Return the median over rows of what a finite sketch has of each of ``n`` elements."""
+    at, signs = _places_in_rows(n, hashes, table.shape[1])
+    found = signs * np.take_along_axis(table, at, 1)
+    return np.sort(found, 0)[len(table) // 2]

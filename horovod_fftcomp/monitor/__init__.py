@@ -1,0 +1,1 @@
+"""Checks and records of a training while it runs."""

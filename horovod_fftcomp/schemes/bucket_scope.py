@@ -1,0 +1,60 @@
+"""All tensors of a bucket exchanged as if they were one, so that they compete for the same k."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, State, Tensor
+from horovod_fftcomp.schemes.allgather import Gather
+from horovod_fftcomp.schemes.common_index import Shared
+from horovod_fftcomp.schemes.wrapper import Around, join, numels_of, split
+
+
+@dataclass(frozen=True)
+class Joined(Around):
+    """Exchange a bucket's tensors by ``scheme`` as one tensor of all their elements.
+
+    The positions of a step may all lie in a few layers; the others then get zeros. ``scope``:
+    "bucket", or "model" if the bucket holds all tensors of the policy. State belongs to the
+    tensors, so it fits the scheme by itself and other buckets as well.
+    """
+
+    spec_name = "Joined"
+    scheme: Gather | Shared
+    scope: str = "bucket"
+
+    def exchange(
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        numels, whole, device = numels_of(tensors), self._whole(tensors), context.device
+        # A frozen tensor sends zeros: its residual takes no part, and stays as it is.
+        takes_part = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is not None}
+        before = {
+            kind: {
+                whole.name: join(
+                    [arrays.get(t.name) if t.name in takes_part else None for t in tensors],
+                    numels,
+                    device,
+                )
+            }
+            for kind, arrays in state.items()
+        }
+        outcome = yield from self.scheme.exchange(
+            [whole], [join(grads, numels, device)], before, context
+        )
+        after: State = {}
+        for kind, arrays in outcome.state.items():
+            kept = {n: a for n, a in state.get(kind, {}).items() if n not in takes_part}
+            parts = split(arrays[whole.name], numels) if arrays else []
+            new = zip(tensors, parts, strict=False)
+            after[kind] = kept | {t.name: part for t, part in new if t.name in takes_part}
+        return outcome._replace(sums=split(outcome.sums[0], numels), state=after)
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return self.scheme.runs_on_device([self._whole(tensors)])
+
+    def _whole(self, tensors: Sequence[Tensor]) -> Tensor:
+        return Tensor(f"{self.scope} from {tensors[0].name} on", (sum(numels_of(tensors)),))

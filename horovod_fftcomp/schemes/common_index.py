@@ -1,0 +1,268 @@
+"""The values at positions that all ranks know without being told, or that some tell them all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
+from horovod_fftcomp.schemes import (
+    MEASURE_EVERY,
+    Context,
+    Energy,
+    Exchange,
+    Grads,
+    OldState,
+    Outcome,
+    Round,
+    Scheme,
+    Tensor,
+)
+from horovod_fftcomp.schemes.clt_selection import (
+    Choice,
+    ChunkWinners,
+    Largest,
+    Selector,
+    follow_the_leader,
+    share_the_lead,
+)
+from horovod_fftcomp.schemes.common_index_on_device import shared_on_device
+from horovod_fftcomp.schemes.dense import saturated_half
+from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire.header import align
+
+
+class _Part(NamedTuple):
+    """One tensor's part in an exchange: what it sends, and what it leaves as if all were sent."""
+
+    grad: Array | None
+    residual: Array | None
+    positions: Array
+    share: Array  # of the message, float32
+    left: Array | None
+
+
+class _Own(NamedTuple):
+    """What a rank contributes, and what that leaves."""
+
+    message: Array
+    residuals: dict[str, Array]
+    energies: dict[str, Energy]
+
+
+@dataclass(frozen=True)
+class Shared(Scheme):
+    """Send the values at ``selection``'s positions; with ``error_feedback`` carry on the others.
+
+    What a rank sends and receives grows with the ranks by less than 8 bytes of positions for each.
+    ``beta`` below 1 lets through only that part of what a step leaves (low-pass filter of Chen et
+    al., NeurIPS 2020): residual <- (1 - beta) residual + beta (gradient + residual - sent).
+    ``unbiased`` scales what is sent by n/k, so that its mean over all draws is the gradient. Under
+    error feedback that would make residuals grow, so it is refused. With ``collective`` "allgather"
+    each rank draws positions of its own, and the others draw them as well: more elements get a
+    value in each step, but the bytes that a rank receives grow with the number of ranks.
+    """
+
+    spec_name = "Shared"
+    selection: RandomBlock | RandomK | Selector
+    error_feedback: bool = True
+    unbiased: bool = False
+    beta: float = 1.0
+    bits: int = 32
+    collective: str = "allreduce"
+
+    def __post_init__(self) -> None:
+        if self.unbiased and self.error_feedback:
+            raise ValueError(
+                "unbiased=True scales what is sent by n/k, which error feedback would take back "
+                "and overshoot; give error_feedback=False with it"
+            )
+        if not 0.0 < self.beta <= 1.0:
+            raise ValueError(f"beta must lie in (0, 1], got {self.beta!r}; 1 filters nothing")
+        if type(self.bits) is not int or self.bits not in (16, 32):
+            raise ValueError(f"bits must be 16 or 32, which can be summed; got {self.bits!r}")
+        object.__setattr__(self, "beta", float(self.beta))
+
+    @property
+    def rounds(self) -> tuple[str, ...]:
+        """The collectives of every exchange, in order."""
+        if isinstance(self.selection, Selector):
+            return (self.selection.collective, self.collective)
+        return (self.collective,)
+
+    def exchange(
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        carried = state.get("residual", {})
+        if context.device is not None:
+            return (yield from shared_on_device(self, tensors, grads, carried, context))
+        for tensor in tensors:
+            self._check(carried.get(tensor.name), tensor)
+        chosen, similarity = yield from self._agree(tensors, grads, carried, context)
+        own = self._encode(tensors, grads, chosen, carried, context)
+        received = yield Round(self.collective, own.message)
+        if self.bits == 16:
+            received = load_backend("cpu").from_float16(received)
+        sources = [chosen]
+        if self.collective == "allgather":
+            sources = [self._drawn(tensors, context, rank) for rank in range(context.world_size)]
+        numels = [math.prod(tensor.shape) for tensor in tensors]
+        sums, finite = _scattered(received, sources, numels)
+        new_state = {"residual": own.residuals} if self.error_feedback else {}
+        return Outcome(sums, new_state, finite, own.energies, similarity)
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        small = all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
+        return small and self.bits == 32 and not isinstance(self.selection, Largest)
+
+    def _encode(
+        self,
+        tensors: Sequence[Tensor],
+        grads: Grads,
+        chosen: Sequence[Array],
+        carried: Mapping[str, Array],
+        context: Context,
+    ) -> _Own:
+        """Return what this rank contributes, and what that leaves."""
+        measure = context.step % MEASURE_EVERY == 0
+        ends = np.cumsum([positions.size for positions in chosen])
+        kernels = load_backend("cpu")
+        message = kernels.empty(int(ends[-1]))
+        shares = np.split(message, ends[:-1])
+        parts = [
+            self._part(grad, carried.get(tensor.name), positions, share)
+            for tensor, grad, positions, share in zip(tensors, grads, chosen, shares, strict=True)
+        ]
+        sent = message
+        if self.bits == 16:
+            message = saturated_half(message, context)
+            sent = kernels.from_float16(message)
+        residuals: dict[str, Array] = {}
+        energies: dict[str, Energy] = {}
+        for tensor, part, arrives in zip(tensors, parts, np.split(sent, ends[:-1]), strict=True):
+            left = self._settled(part, arrives)
+            if left is not None:
+                residuals[tensor.name] = left
+            if measure and part.grad is not None and not np.isnan(arrives).any():
+                energies[tensor.name] = self._energy(part, arrives)
+        return _Own(message, residuals, energies)
+
+    def _check(self, residual: Array | None, tensor: Tensor) -> None:
+        """Raise ValueError for a residual of another size, beyond whose end kernels would read."""
+        expected = (np.dtype(np.float32), math.prod(tensor.shape))
+        if residual is not None and (residual.dtype, residual.size) != expected:
+            found = (residual.dtype, residual.size)
+            raise ValueError(f"the residual is (dtype, elements) {found}, expected {expected}")
+
+    def _agree(
+        self,
+        tensors: Sequence[Tensor],
+        grads: Grads,
+        carried: Mapping[str, Array],
+        context: Context,
+    ) -> Generator[Round, Array, Choice]:
+        """Return each tensor's positions, after a round if ranks choose them."""
+        if isinstance(self.selection, ChunkWinners):
+            return (yield from share_the_lead(self.selection, tensors, grads, carried, context))
+        if isinstance(self.selection, Largest):
+            return (yield from follow_the_leader(self.selection, tensors, grads, carried, context))
+        return Choice(self._drawn(tensors, context, context.rank), None)
+
+    def _drawn(self, tensors: Sequence[Tensor], context: Context, rank: int) -> list[Array]:
+        """Return the positions that ``rank`` draws."""
+        assert not isinstance(self.selection, Selector)
+        whose = f"#{rank}" if self.collective == "allgather" else ""
+        return [
+            self.selection.positions(math.prod(tensor.shape), context.step, tensor.name + whose)
+            for tensor in tensors
+        ]
+
+    def _part(
+        self, grad: Array | None, residual: Array | None, positions: Array, share: Array
+    ) -> _Part:
+        """Write a tensor's values into ``share``."""
+        left, peak = None, 0
+        if grad is None:
+            share.fill(0)
+            return _Part(None, residual, positions, share, None)
+        if self.error_feedback:
+            left, peak = load_backend("cpu").low_pass(grad, residual, self.beta)
+        else:
+            residual, peak = None, load_backend("cpu").peak_bits(grad)
+        np.take(grad, positions, out=share)
+        if residual is not None:
+            share += residual[positions]
+        if self.unbiased:
+            share *= np.float32(grad.size / max(1, positions.size))
+        if peak > LARGEST_FINITE_BITS:
+            share.fill(np.nan)  # what is bad may lie where nothing is sent
+        return _Part(grad, residual, positions, share, left)
+
+    def _settled(self, part: _Part, arrives: Array) -> Array | None:
+        """Return the new residual, once it is known what arrives of the tensor's values."""
+        if part.left is None:
+            return part.residual  # a frozen tensor's, if there is feedback
+        kept = np.float32(self.beta) * (part.share - arrives)
+        if part.residual is not None:
+            kept += np.float32(1 - self.beta) * part.residual[part.positions]
+        part.left[part.positions] = kept
+        return part.left
+
+    def _energy(self, part: _Part, arrives: Array) -> Energy:
+        """Return the energies of a finite tensor: a pass of its own, so not of every step."""
+        grad = part.grad
+        assert grad is not None
+        wanted = load_backend("cpu").add(grad, part.residual, 0).array
+        total = float(np.dot(wanted, wanted))
+        due = wanted[part.positions]
+        missed = due - arrives
+        # Rounding may leave less than nothing.
+        left = max(0.0, total - float(np.dot(due, due))) + float(np.dot(missed, missed))
+        return Energy(float(np.dot(grad, grad)), total, left)
+
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that a rank hands to collectives for ``tensor`` in each step.
+
+        All of the positions are counted, where ranks share the lead: what arrives of them.
+        """
+        n = math.prod(tensor.shape)
+        values = self.selection.count(n) * self.bits // 8
+        if isinstance(self.selection, Largest):
+            return values + align(self.selection.nbytes(n))
+        if isinstance(self.selection, ChunkWinners):
+            return values + self.selection.nbytes(n)
+        return values
+
+
+def _scattered(
+    received: Array, sources: Sequence[Sequence[Array]], numels: Sequence[int]
+) -> tuple[list[Array], bool]:
+    """Return (sums of the values that came, at their positions; whether all are finite).
+
+    ``sources``: the positions of each tensor in each of the messages that ``received`` consists of.
+    """
+    kernels = load_backend("cpu")
+    sums, finite = [], True
+    messages = [
+        np.split(message, np.cumsum([positions.size for positions in chosen])[:-1])
+        for message, chosen in zip(np.split(received, len(sources)), sources, strict=True)
+    ]
+    for number, numel in enumerate(numels):
+        total = kernels.empty(numel)
+        total.fill(0)
+        for shares, chosen in zip(messages, sources, strict=True):
+            if kernels.peak_bits(shares[number]) > LARGEST_FINITE_BITS:
+                total.fill(np.nan)  # everywhere, so that nobody takes a step with the rest
+                finite = False
+                break
+            total[chosen[number]] += shares[number]
+        sums.append(total)
+    return sums, finite

@@ -1,0 +1,196 @@
+"""What schemes on a GPU share whose state is of elements: a table with a row for each tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from horovod_fftcomp.kernels.cuda import Device, on_device, source
+from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Tensor
+from horovod_fftcomp.types import Array
+
+_OF_WARPS = ("sum_parts<true>", "clip_factors")  # kernels whose blocks are one warp
+
+
+class BucketRows:
+    """What is known of a bucket before the data: rows without addresses, whose the blocks are.
+
+    ``kind``: the name of the struct, which has the fields "grad residual n first_tile n_tiles".
+    ``kernels``: the names of those to launch.
+    """
+
+    def __init__(
+        self, device: Device, kind: str, tensors: Sequence[Tensor], kernels: Sequence[str]
+    ) -> None:
+        from horovod_fftcomp.kernels.cuda import structs  # not for whoever has no GPU
+
+        self.device, self.tables, self.uploads = (
+            device,
+            structs,
+            structs.Uploads(device),
+        )
+        numels = [math.prod(tensor.shape) for tensor in tensors]
+        self.rows = np.zeros(len(tensors), getattr(structs, kind))
+        self.rows["n"] = numels
+        self.tiles = self.owners("tile", numels, structs.TILE)
+        self._tiles = device.upload(self.tiles)
+        self._kernels = device.functions(source(), ["restore<1>", "square<1>", *kernels])
+
+    def owners(self, kind: str, sizes: Sequence[int], each: int) -> Array:
+        """Enter which blocks of ``each`` a tensor has; return the tensor of each block."""
+        counts = np.array([-(-size // each) for size in sizes], np.uint32)
+        self.rows[f"first_{kind}"], self.rows[f"n_{kind}s"] = np.cumsum(counts) - counts, counts
+        return np.repeat(np.arange(len(sizes), dtype=np.uint32), counts)
+
+    def launch(self, name: str, n_blocks: int, arguments: Sequence[Any], nbytes: int = 0) -> None:
+        """Launch a kernel, unless there is nothing to do."""
+        if n_blocks:
+            threads = 32 if name in _OF_WARPS else self.tables.THREADS
+            self._kernels[name](n_blocks, threads, arguments, nbytes)
+
+    def on_tiles(self, name: str, table: Any, *arguments: Any) -> None:
+        """Launch a kernel for all tiles of a table's tensors."""
+        shared = self.tables.SQUARES_NBYTES if name == "square<1>" else 0
+        self.launch(name, self.tiles.size, [table, self._tiles, *arguments], shared)
+
+    def coeffs_table(self, rows: Array, kept: str) -> Any:
+        """Return the table of kernels that take coefficients: those in the field ``kept``."""
+        others = np.zeros(len(rows), self.tables.TENSOR)
+        others["grad"], others["residual"] = rows["grad"], rows["residual"]
+        others["coeffs"], others["keep"] = rows[kept], rows[kept] != 0
+        if "moved" in (rows.dtype.names or ()):
+            others["velocity"], others["moved"] = rows["velocity"], rows["moved"]
+        others["n"] = others["numel"] = np.where(others["coeffs"] | others["moved"], rows["n"], 0)
+        others["first_tile"], others["n_tiles"] = rows["first_tile"], rows["n_tiles"]
+        return self.uploads.of(kept, others)
+
+
+AnyBucket = TypeVar("AnyBucket", bound=BucketRows)
+
+
+def kept(
+    make: Callable[..., AnyBucket], device: Device, tensors: Sequence[Tensor], *made_for: Any
+) -> AnyBucket:
+    """Return ``make`` of all the others, made once; what it made of others is dropped."""
+    key = ("rows", make, tuple(tensors))
+    if key not in device.cache or device.cache[key][0] != made_for:
+        device.cache[key] = (made_for, make(device, tensors, *made_for))
+    return device.cache[key][1]
+
+
+def on_each(device: Device, *names: str) -> Callable[..., None]:
+    """Return what launches one of these kernels with a thread for each of ``n`` values.
+
+    It takes a name, ``n`` and the arguments.
+    """
+    from horovod_fftcomp.kernels.cuda.structs import THREADS  # not for whoever has no GPU
+
+    if names not in device.cache:
+        device.cache[names] = device.functions(source(), names)
+    kernels = device.cache[names]
+
+    def launch(name: str, n: int, *arguments: Any) -> None:
+        if n:
+            kernels[name](-(-n // THREADS), THREADS, list(arguments), 0)
+
+    return launch
+
+
+def placed(grads: Sequence[Any], numels: Sequence[int], device: Device) -> list[Any]:
+    """Return gradients on the device; zeros of a frozen tensor."""
+    return [
+        device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
+        for grad, numel in zip(grads, numels, strict=True)
+    ]
+
+
+def state_of(
+    tensors: Sequence[Tensor], grads: Sequence[Any], old: Mapping[str, Any], new: Sequence[Any]
+) -> dict[str, Any]:
+    """Return the new arrays by name, and the old ones of frozen tensors."""
+    kept = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
+    state = {name: array for name, array in old.items() if name in kept}
+    named = zip(tensors, new, strict=True)
+    return state | {tensor.name: array for tensor, array in named if array is not None}
+
+
+class ExchangeRows:
+    """One exchange of a bucket: its rows with addresses, and what is measured of it.
+
+    ``takes_part``: for each tensor whether it is not frozen; else its row has no gradient yet.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketRows,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Any],
+        carried: Mapping[str, Any],
+        context: Context,
+    ) -> None:
+        self.device, self.tensors, self.context = bucket.device, tensors, context
+        self.rows, self._tiles, self._bucket = bucket.rows.copy(), bucket.tiles, bucket
+        self.measures = context.step % MEASURE_EVERY == 0
+        self.takes_part = [grad is not None for grad in grads]
+        self._alive: list[Any] = []  # what rows point at
+        for row, tensor, grad in zip(self.rows, tensors, grads, strict=True):
+            if grad is not None:
+                row["grad"] = self.address(on_device(grad, self.device))
+                if tensor.name in carried:
+                    row["residual"] = self.address(on_device(carried[tensor.name], self.device))
+        self._squares: list[Callable[[], Array]] = []
+
+    def address(self, array: Any) -> int:
+        """Return where an array lies, which is kept until the exchange is forgotten."""
+        self._alive.append(array)
+        return self.device.address(array)
+
+    def new(self, field: str, wanted: Sequence[bool] | Array) -> list[Any]:
+        """Return an array for each tensor that wants one, and enter it."""
+        made = [
+            self.device.empty(max(1, n))[:n] if is_wanted else None
+            for n, is_wanted in zip(self.rows["n"].tolist(), wanted, strict=True)
+        ]
+        self.point(field, made)
+        return made
+
+    def point(self, field: str, arrays: Sequence[Any]) -> None:
+        """Enter where each tensor's array lies, 0 of None."""
+        self.rows[field] = [0 if array is None else self.address(array) for array in arrays]
+
+    def point_at_old(self, field: str, carried: Mapping[str, Any]) -> None:
+        """Enter where what is carried of each tensor lies, unless the tensor is frozen."""
+        named = zip(self.tensors, self.takes_part, strict=True)
+        old = [carried.get(tensor.name) if takes_part else None for tensor, takes_part in named]
+        self.point(field, [on_device(array, self.device) for array in old])
+
+    def square(self, of_gradient: bool, kept: str) -> None:
+        """Sum the squares of each gradient, or of what is in the field ``kept`` at present."""
+        sums = self.device.empty(max(1, self._tiles.size), np.float64)
+        table = self._bucket.coeffs_table(self.rows, kept)
+        self._bucket.on_tiles("square<1>", table, np.uint32(of_gradient), sums)
+        self._squares.append(self.device.fetch(sums))
+
+    def energies(self) -> Callable[[], dict[str, Any]]:
+        """Return what waits for three squares of each tensor, and returns a field of ``Outcome``.
+
+        It keeps no array alive.
+        """
+        names = [
+            tensor.name if takes_part else ""
+            for tensor, takes_part in zip(self.tensors, self.takes_part, strict=True)
+        ]
+        return partial(_energies, names, self._tiles, self._squares)
+
+
+def _energies(
+    names: Sequence[str], tiles: Array, squares: Sequence[Callable[[], Array]]
+) -> dict[str, Any]:
+    sums = [np.bincount(tiles, of()[: tiles.size], len(names)) for of in squares]
+    named = zip(names, *sums, strict=True)
+    by_name = {name: Energy(*map(float, of_tensor)) for name, *of_tensor in named if name}
+    return {"energies": by_name}

@@ -1,0 +1,151 @@
+"""All values above a threshold that stays: given, or found by Top-k in the first steps."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.quantizers import Float32, Quantizer
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
+from horovod_fftcomp.codec.transforms import Identity
+from horovod_fftcomp.kernels.cuda import on_host
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Scheme, Tensor
+from horovod_fftcomp.schemes.allgather import Gather, gather
+from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
+from horovod_fftcomp.types import Array
+
+
+@dataclass(frozen=True)
+class HardThreshold(Scheme):
+    """Send what is at least ``threshold`` in magnitude; with ``error_feedback`` carry on the rest.
+
+    With ``threshold`` None each tensor begins with ``calibrate_steps`` steps of Top-k at
+    ``density``, not counting those without a gradient. The k-th largest magnitudes of the last
+    half of them, in the mean over steps and ranks, are its threshold from then on. A given one
+    has the units of a gradient before any loss scale.
+
+    Bytes depend on the values. Source: Sahu et al., NeurIPS 2021, which minimises the total error.
+    """
+
+    spec_name = "HardThreshold"
+    quantizer: Quantizer
+    density: float
+    threshold: float | None = None
+    calibrate_steps: int = 100
+    error_feedback: bool = True
+    rounds = ("allgather",)
+
+    def __post_init__(self) -> None:
+        TopK(self.density)
+        if self.threshold is not None:
+            Threshold(self.threshold)
+        if type(self.calibrate_steps) is not int or self.calibrate_steps < 1:
+            raise ValueError(
+                f"calibrate_steps must be a whole number from 1 up, got {self.calibrate_steps!r}"
+            )
+
+    def exchange(
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        levels = dict(state.get("levels", {}))
+        codecs = [self._codec(levels.get(tensor.name), context) for tensor in tensors]
+        carried, device = state.get("residual", {}), context.device
+        if device is not None and not any(codec.has_fixed_size for codec in codecs):
+            outcome = yield from gather_on_device(
+                codecs, tensors, grads, state, context, self.error_feedback
+            )
+            if self.threshold is None:
+                outcome.state["levels"] = levels
+            return outcome
+        grads = [None if grad is None else on_host(grad, device) for grad in grads]
+        carried = {name: on_host(array, device) for name, array in carried.items()}
+        outcome, payloads = yield from gather(
+            codecs, tensors, grads, carried, context, self.error_feedback
+        )
+        for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True)):
+            if codec.has_fixed_size and outcome.finite:
+                seen = [_level(codec, *payload) for payload in payloads[number :: len(tensors)]]
+                levels[tensor.name] = self._with(levels.get(tensor.name), float(np.mean(seen)))
+        if self.threshold is None:
+            outcome.state["levels"] = levels
+        missed = sum(float(np.dot(r, r)) for r in outcome.state.get("residual", {}).values())
+        return outcome._replace(missed=missed if self.error_feedback else None)
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``.
+
+        While thresholds are looked for, it is this scheme that takes arrays to the host.
+        """
+        return serves(_codec(LEAST_THRESHOLD, self.quantizer), tensors)
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of a given threshold; ValueError without one."""
+        if self.threshold is None:
+            raise ValueError("the threshold is found in a run; give threshold= for a codec")
+        return _codec(self.threshold, self.quantizer)
+
+    def _codec(self, levels: Array | None, context: Context) -> Codec:
+        """Return Top-k in float32 for a tensor that calibrates, else the codec of its threshold."""
+        if self.threshold is not None:
+            return _codec(self.threshold, self.quantizer).at_loss_scale(context.loss_scale)
+        if levels is None or np.isnan(levels[-1]):
+            return Codec(Identity(), TopK(self.density), Float32())
+        last = levels[self.calibrate_steps // 2 :]
+        return _codec(max(float(last.mean(dtype=np.float64)), LEAST_THRESHOLD), self.quantizer)
+
+    def _with(self, levels: Array | None, level: float) -> Array:
+        """Return ``levels`` and one more; zero, as of a tensor without gradient, is none."""
+        if levels is None:
+            levels = np.full(self.calibrate_steps, np.nan, np.float32)
+        if level > 0:
+            levels = levels.copy()
+            levels[np.flatnonzero(np.isnan(levels))[0]] = level
+        return levels
+
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that ``density`` would make of ``tensor``; values decide how many."""
+        codec = Codec(Identity(), TopK(self.density), self.quantizer)
+        return wire.align(codec.payload_nbytes(tensor.shape))
+
+    def state_format(self, tensor: Tensor) -> str:
+        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        return self._gather.state_format(tensor)
+
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
+        """Return (dtype, elements) of the residual and the levels; see ``Scheme``."""
+        arrays = dict(self._gather.state_arrays(tensor, state))
+        if self.threshold is None:
+            arrays["levels"] = (np.dtype(np.float32), self.calibrate_steps)
+        return arrays
+
+    def residual(self, state: OldState, tensor: Tensor) -> Array:
+        """Return what is not sent yet of ``tensor``, float32 in its shape."""
+        return self._gather.residual(state, tensor)
+
+    @property
+    def _gather(self) -> Gather:
+        return Gather(Codec(Identity(), TopK(self.density), self.quantizer), self.error_feedback)
+
+
+@functools.lru_cache(1 << 14)
+def _codec(threshold: float, quantizer: Quantizer) -> Codec:
+    """Return a codec that is kept, since its fingerprint takes longer than a small tensor."""
+    return Codec(Identity(), Threshold(threshold), quantizer)
+
+
+def _level(codec: Codec, header: wire.Header, payload: Array) -> float:
+    """Return the k-th largest magnitude of a float32 Top-k payload."""
+    plan = codec.plan(header.shape)
+    n = math.prod(header.shape)
+    values = np.abs(payload[plan.values_offset :].view(np.float32))
+    assert isinstance(codec.sparsifier, TopK)
+    k = codec.sparsifier.count(n)
+    return float(np.sort(values)[-k]) if k else 0.0

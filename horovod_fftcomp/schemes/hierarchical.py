@@ -1,0 +1,195 @@
+"""Two levels: gradients are summed within a node as they are, and compressed between nodes.
+
+A node is a number of ranks in a row. Each bucket has one leader in every node, chosen by its name,
+so that the ranks of a node share the work; leaders exchange by another scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, is_whole
+from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.kernels.cuda import Device, on_host
+from horovod_fftcomp.schemes import (
+    Context,
+    Exchange,
+    Grads,
+    OldState,
+    Outcome,
+    Round,
+    Scheme,
+    Tensor,
+)
+from horovod_fftcomp.schemes.dense import outcome_on_device
+from horovod_fftcomp.schemes.wrapper import Around, join, numels_of, split
+from horovod_fftcomp.types import Array
+
+Ranks = tuple[int, ...]
+
+
+class Layout:
+    """Who is in which node, of ``world_size`` ranks, and who may lead together."""
+
+    def __init__(self, ranks_per_node: int, world_size: int) -> None:
+        firsts = range(0, world_size, ranks_per_node)
+        self.nodes = [tuple(range(f, min(f + ranks_per_node, world_size))) for f in firsts]
+        # The last node may be smaller than the others; every node has so many leaders. Where there
+        # is but one node, nothing is worth compressing.
+        self._leaders: list[Ranks] = (
+            list(zip(*self.nodes, strict=False)) if len(firsts) > 1 else [()]
+        )
+
+    def groups(self) -> Iterator[Ranks]:
+        """Yield all groups of two ranks or more that exchange something of their own."""
+        yield from (ranks for ranks in (*self.nodes, *self._leaders) if len(ranks) > 1)
+
+    def node_of(self, rank: int) -> Ranks:
+        """Return the ranks of a rank's node, itself included."""
+        return next(node for node in self.nodes if rank in node)
+
+    def leaders(self, tensors: Sequence[Tensor]) -> Ranks:
+        """Return a bucket's leaders, one of each node; none where there is but one node."""
+        return self._leaders[wire.fnv1a(tensors[0].name) % len(self._leaders)]
+
+
+@dataclass(frozen=True)
+class PerNode(Around):
+    """Sum within each node of ``ranks_per_node`` ranks, and exchange the sums by ``scheme``.
+
+    To ``scheme`` nodes are what ranks are otherwise: it sees as many ranks as there are nodes.
+    Only a bucket's leaders have state; what another rank has not sent, from a state of other
+    numbers of ranks, goes into the sum of its node. A scheme with a momentum of its own, or of
+    signs, is refused: on one node it would do something else than on two.
+    """
+
+    spec_name = "PerNode"
+    scheme: Scheme
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if not is_whole(self.ranks_per_node) or self.ranks_per_node < 2:
+            raise ValueError(
+                f"ranks_per_node must be a whole number from 2, got {self.ranks_per_node!r}; "
+                "with one rank on every node leave it out"
+            )
+        if not self.scheme.fits_differences():
+            raise UnsupportedError(
+                "ranks_per_node is for recipes without a momentum of their own that send no signs. "
+                "Take another recipe, or sketchsgd or dgc with momentum=0.0"
+            )
+
+    @property
+    def rounds(self) -> tuple[str, ...]:
+        """The collectives of every exchange, in order."""
+        return ("allreduce", *self.scheme.rounds, "allgather")
+
+    def exchange(
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        layout, device = Layout(self.ranks_per_node, context.world_size), context.device
+        node, leaders = layout.node_of(context.rank), layout.leaders(tensors)
+        leads, numels = context.rank in leaders, numels_of(tensors)
+        mine = join(grads if leads else self._owed(tensors, grads, state, device), numels, device)
+        within = yield from _among(node, Round("allreduce", mine, inside=True))
+        if not leads:
+            for collective in self.scheme.rounds:
+                yield Round(collective, mine[:0], among=())
+            last = Round("allgather", mine[:0], inside=True)
+            if leaders:
+                within = yield from _among(node, last)
+            else:
+                yield last._replace(among=(), inside=False)
+            if any(state.values()):  # only the host can take a state back
+                within, device = on_host(within, device), None
+            return _summed(within, numels, _kept(tensors, grads, state), device)
+
+        summed = [
+            None if grad is None and not on_host(part, device).any() else part
+            for part, grad in zip(split(within, numels), grads, strict=True)
+        ]
+        place = context._replace(rank=leaders.index(context.rank), world_size=len(leaders))
+        outcome = yield from _between(leaders, self.scheme.exchange(tensors, summed, state, place))
+        result = join(outcome.sums, numels, device)
+        yield from _among(node, Round("allgather", result, inside=True))
+        return _checked(outcome, result, numels, device)
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return self.scheme.runs_on_device(tensors)
+
+    def _owed(
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, device: Device | None
+    ) -> list[Array | None]:
+        """Return gradients and what a rank that does not lead has not sent, from a loaded state."""
+        owing = {name for arrays in state.values() for name in arrays}
+        return [
+            grad
+            if grad is None or tensor.name not in owing
+            else on_host(grad, device) + self.scheme.residual(state, tensor).reshape(-1)
+            for tensor, grad in zip(tensors, grads, strict=True)
+        ]
+
+    def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
+        """Return in words what is chosen for a tensor; None where this rank does not lead."""
+        return self.scheme.choice_of(state, tensor) if any(state.values()) else None
+
+
+def _kept(tensors: Sequence[Tensor], grads: Grads, state: OldState) -> dict[str, dict[str, Array]]:
+    """Return the state of frozen tensors, which are not summed, of a rank that does not lead."""
+    frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
+    return {
+        kind: {name: array for name, array in arrays.items() if name in frozen}
+        for kind, arrays in state.items()
+    }
+
+
+def _summed(
+    within: Any, numels: Sequence[int], state: dict[str, dict[str, Array]], device: Device | None
+) -> Outcome:
+    """Return what sums of a node are to a rank that does not lead: bad if any is not finite.
+
+    Its leader's are the same, so they decide alike.
+    """
+    if device is not None:
+        return outcome_on_device(within, numels, state, device)
+    finite = load_backend("cpu").peak_bits(within) <= LARGEST_FINITE_BITS
+    return Outcome(split(within, numels), state, finite)
+
+
+def _checked(
+    outcome: Outcome, result: Any, numels: Sequence[int], device: Device | None
+) -> Outcome:
+    """Return a leader's outcome, which is bad if any of its sums, ``result``, is not finite."""
+    if outcome.on_device is None:
+        judged = _summed(on_host(result, device), numels, {}, None)
+        return outcome._replace(finite=outcome.finite and judged.finite)
+    assert device is not None
+    judged = outcome_on_device(result, numels, {}, device)
+    assert judged.on_device is not None
+    flags = [outcome.on_device.not_finite, judged.on_device.not_finite]
+    return outcome._replace(on_device=outcome.on_device._replace(not_finite=device.joined(flags)))
+
+
+def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:
+    """Carry out a round among ``ranks``; nobody is asked to by a rank that is alone."""
+    if len(ranks) == 1:
+        yield round_._replace(data=round_.data[:0], among=())
+        return round_.data
+    return (yield round_._replace(among=ranks))
+
+
+def _between(ranks: Ranks, exchange: Exchange) -> Exchange:
+    """Carry out an exchange among ``ranks``."""
+    round_ = next(exchange)
+    while True:
+        output = yield from _among(ranks, round_)
+        try:
+            round_ = exchange.send(output)
+        except StopIteration as stop:
+            return stop.value

@@ -1,0 +1,87 @@
+"""What a scheme that carries out another one, in its own way, leaves to that one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.kernels.cuda import Device, on_device
+from horovod_fftcomp.schemes import OldState, Scheme, Tensor
+from horovod_fftcomp.types import Array
+
+
+class Around(Scheme):
+    """A scheme around ``scheme``, whose state it keeps."""
+
+    scheme: Scheme
+
+    @property
+    def rounds(self) -> tuple[str, ...]:
+        """The collectives of every exchange, in order."""
+        return self.scheme.rounds
+
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes that a rank would send for ``tensor`` alone in each step."""
+        return self.scheme.sent_nbytes(tensor)
+
+    def state_format(self, tensor: Tensor) -> str:
+        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        return self.scheme.state_format(tensor)
+
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
+        """Return (dtype, elements) of each array of the state; see ``Scheme``."""
+        return self.scheme.state_arrays(tensor, state)
+
+    def own_momentum(self) -> float:
+        """Return the decay of the momentum that the scheme keeps itself; see ``Scheme``."""
+        return self.scheme.own_momentum()
+
+    def accumulation(self) -> float:
+        """Return by how much what is to be sent outgrows steady gradients; see ``Scheme``."""
+        return self.scheme.accumulation()
+
+    def fits_differences(self) -> bool:
+        """Tell whether differences of weights may be sent; see ``Scheme``."""
+        return self.scheme.fits_differences()
+
+    def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
+        """Return in words what is chosen for a tensor; see ``Scheme``."""
+        return self.scheme.choice_of(state, tensor)
+
+    def residual(self, state: OldState, tensor: Tensor) -> Array:
+        """Return what is not sent yet of ``tensor``, float32 in its shape, in a new array."""
+        return self.scheme.residual(state, tensor)
+
+
+def numels_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how many elements each tensor has."""
+    return [math.prod(tensor.shape) for tensor in tensors]
+
+
+def join(parts: Sequence[Any], numels: Sequence[int], device: Device | None) -> Any:
+    """Return flat float32 ``parts`` one after the other, in a new array; zeros for None.
+
+    On the device, if there is one.
+    """
+    if device is not None:
+        return device.joined(
+            [
+                device.zeros(numel) if part is None else on_device(part, device)
+                for part, numel in zip(parts, numels, strict=True)
+            ]
+        )
+    filled = [
+        np.zeros(numel, np.float32) if part is None else part
+        for part, numel in zip(parts, numels, strict=True)
+    ]
+    return np.concatenate(filled, out=load_backend("cpu").empty(sum(numels)))
+
+
+def split(whole: Any, numels: Sequence[int]) -> list[Any]:
+    """Return views of the consecutive parts of an array, the device's or NumPy's."""
+    ends = np.cumsum(numels).tolist()
+    return [whole[end - numel : end] for end, numel in zip(ends, numels, strict=True)]

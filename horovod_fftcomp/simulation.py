@@ -1,0 +1,172 @@
+"""Ranks inside one process, stricter than a network: what would hang a real job raises here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always, Policy, make_policy
+from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.schemes import Round, Scheme, Tensor
+from horovod_fftcomp.types import Array
+
+
+class SimulatedStep(NamedTuple):
+    """One step of ``simulate``.
+
+    ``average``: float32 ``[n]``, as every rank computed it. Bytes of each rank: ``sent_bytes``
+    what it put into collectives, ``received_bytes`` what came out of them. ``residual``: float32
+    ``[ranks, n]``, what each rank still owes.
+    """
+
+    average: Array
+    sent_bytes: list[int]
+    received_bytes: list[int]
+    residual: Array
+
+
+class InProcessWorld:
+    """Named collectives between ``size`` ranks that submit in any order.
+
+    Raises ConfigMismatchError where a real job would hang or mix data: a rank that did not
+    submit a name, another collective, dtype or (where sums are taken) shape.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._submitted: dict[str, dict[int, Round]] = {}
+
+    def submit(self, rank: int, name: str, round_: Round) -> None:
+        """Hand in one rank's part of the collective called ``name``."""
+        parts = self._submitted.setdefault(name, {})
+        if rank in parts:
+            raise ConfigMismatchError(f"rank {rank} submitted {name!r} twice")
+        parts[rank] = round_
+
+    def complete(self, name: str) -> list[Array]:
+        """Return the output of a collective for every rank, in rank order."""
+        parts = self._submitted.pop(name, {})
+        everybody = tuple(range(self.size))
+        missing = sorted(set(everybody) - set(parts))
+        if missing:
+            raise ConfigMismatchError(f"ranks {missing} did not submit {name!r}: a job would hang")
+        among = [parts[rank].among for rank in everybody]
+        groups = [everybody if ranks is None else ranks for ranks in among]
+        outputs = [parts[rank].data[:0] for rank in everybody]
+        for group in set(groups) - {()}:
+            if any(groups[rank] != group for rank in group):
+                raise ConfigMismatchError(f"{name!r}: the ranks' groups differ: {set(groups)}")
+            output = _output(name, [parts[rank] for rank in group])
+            for rank in group:
+                outputs[rank] = output
+        return outputs
+
+
+def _output(name: str, rounds: Sequence[Round]) -> Array:
+    """Return what comes out of a collective for all that take part."""
+    for what, values in (
+        ("collective", {part.collective for part in rounds}),
+        ("dtype", {part.data.dtype.name for part in rounds}),
+        ("root", {part.root for part in rounds}),
+    ):
+        if len(values) > 1:
+            listed = sorted(map(str, values))
+            raise ConfigMismatchError(f"{name!r}: the ranks' {what}s differ: {listed}")
+    if rounds[0].collective == "allgather":
+        return np.concatenate([part.data for part in rounds])
+    shapes = {part.data.shape for part in rounds}
+    if len(shapes) > 1:
+        raise ConfigMismatchError(f"{name!r}: the ranks' shapes differ: {sorted(shapes)}")
+    if rounds[0].collective == "broadcast":
+        return rounds[rounds[0].root].data.copy()
+    total = rounds[0].data.copy()
+    with np.errstate(over="ignore"):  # as in a network, nobody is told
+        for part in rounds[1:]:
+            total += part.data
+    return total
+
+
+def exchange_once(
+    engines: Sequence[Engine],
+    grads: Sequence[Sequence[Sequence[Array | None]]],
+    shuffle: random.Random,
+) -> None:
+    """Run one step on all ranks; ``grads[rank][bucket]`` are that bucket's flat gradients.
+
+    Each rank starts its buckets in an order of its own, as hooks of a real model may.
+    """
+    world = InProcessWorld(len(engines))
+    n_buckets = len(engines[0].buckets)
+    last = [len(engines[0].scheme(bucket).rounds) for bucket in range(n_buckets)]
+    for rank, engine in enumerate(engines):
+        for bucket in shuffle.sample(range(n_buckets), n_buckets):
+            world.submit(rank, f"{bucket}.0", engine.start(bucket, grads[rank][bucket]))
+    for number in range(1, max(last, default=0) + 1):
+        for bucket in (bucket for bucket in range(n_buckets) if number <= last[bucket]):
+            outputs = world.complete(f"{bucket}.{number - 1}")
+            for rank, (engine, output) in enumerate(zip(engines, outputs, strict=True)):
+                following = engine.advance(bucket, output)
+                if following is not None:
+                    world.submit(rank, f"{bucket}.{number}", following)
+
+
+def simulate(
+    recipe: str | Scheme, gradients: Array | Iterable[Array], **options: Any
+) -> Iterator[SimulatedStep]:
+    """Yield, for each step, what ranks that exchange ``gradients`` would compute.
+
+    ``recipe``: a name with its ``options`` (those of the recipe, and ``warmup_steps``,
+    ``density_schedule`` and ``ranks_per_node``, whose bytes within a node do not count), or a
+    scheme. ``gradients``: array ``[steps, ranks, n]`` or an iterable of arrays ``[ranks, n]``; not
+    changed. Raises ValueError for other shapes.
+
+    >>> import numpy as np, horovod_fftcomp as hfc
+    >>> steps = hfc.simulate("topk", np.ones((3, 2, 8), np.float32), density=0.25, bits=32)
+    >>> [int(step.average.sum()) for step in steps]
+    [2, 4, 6]
+    """
+    policy: Policy
+    if isinstance(recipe, str):
+        policy = make_policy(recipe, **options)
+    elif options:
+        raise TypeError("options belong to a recipe's name; a scheme has its own already")
+    else:
+        policy = Always(recipe)
+    return _steps(policy, gradients)
+
+
+def _steps(policy: Policy, gradients: Iterable[Array]) -> Iterator[SimulatedStep]:
+    engines: list[Engine] = []
+    shape: tuple[int, ...] | None = None
+    for step_grads in gradients:
+        step_grads = np.ascontiguousarray(step_grads, np.float32)
+        if step_grads.ndim != 2 or (shape is not None and step_grads.shape != shape):
+            raise ValueError(
+                f"gradients must be [ranks, n] in every step, got {step_grads.shape}"
+                + (f" after {shape}" if shape else "")
+            )
+        if shape is None:
+            shape = step_grads.shape
+            bucket = Bucket((Tensor("gradient", (shape[1],)),), policy)
+            engines = [Engine([bucket], rank, shape[0]) for rank in range(shape[0])]
+        before = _traffic(engines)
+        exchange_once(engines, [[[grad]] for grad in step_grads], random.Random(0))
+        sums = [engine.sums(0)[0] for engine in engines]
+        if any(total.tobytes() != sums[0].tobytes() for total in sums):
+            raise AssertionError("ranks computed different sums from the same payloads")
+        for engine in engines:
+            engine.settle()
+        sent, received = (_traffic(engines) - before).tolist()
+        residual = np.stack([engine.residual("gradient") for engine in engines])
+        yield SimulatedStep(sums[0] / np.float32(shape[0]), sent, received, residual)
+
+
+def _traffic(engines: Sequence[Engine]) -> Array:
+    """Return the bytes that each rank has sent and received so far, ``[2, ranks]``."""
+    costs = [engine.costs for engine in engines]
+    return np.array([[c.sent_nbytes for c in costs], [c.received_nbytes for c in costs]])

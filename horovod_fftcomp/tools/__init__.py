@@ -1,0 +1,1 @@
+"""The work behind each command of the command line."""

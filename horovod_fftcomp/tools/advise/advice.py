@@ -1,0 +1,347 @@
+"""What a recipe would send and cost for a model, as parts of a step for ``cost_model``; the advice.
+
+Codecs are timed here, by the exchanges that a training runs; the network is not needed for that.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.engine.buckets import Bucket, make_buckets
+from horovod_fftcomp.engine.checkpoint import common
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.recipes import RECIPES
+from horovod_fftcomp.schemes import Context, Round, Scheme, State, Tensor
+from horovod_fftcomp.tools import gradient_files
+from horovod_fftcomp.tools.advise.cost_model import (
+    Compute,
+    Message,
+    Network,
+    Part,
+    StepTime,
+    free_codecs,
+    spread,
+    step_time,
+)
+from horovod_fftcomp.tools.bench import settle_malloc
+from horovod_fftcomp.types import Array
+
+_WORTH = 0.95  # a recipe is advised if it takes less than this share of dense's time
+# What forecasts were off by: 12 of 15 were nearer, see forecast.py in benchmarks/README.md.
+ACCURACY = 0.2
+_FEW, _MORE = 2, 6  # ranks whose payloads are decoded, to tell the time of each from the rest
+# Of the steps that usually come: no measurement, no trial, and the turn of the rank that is timed.
+_USUAL_STEP = 6 * _FEW * _MORE
+_PROBE_NBYTES = 4
+_CACHES_NBYTES = 1 << 25
+
+
+class Option(NamedTuple):
+    """One way to exchange a model's gradients.
+
+    ``sent_nbytes``: what a rank hands to collectives in a step, and what the others hand in of what
+    is divided among ranks. ``relative_error``: norm of what a gradient loses over its norm, without
+    error feedback. ``compute``: the computation of such a step, where it was told from the others'.
+    ``spread``: of the codec's times, as ``cost_model.spread`` has it.
+    """
+
+    label: str
+    recipe: str
+    options: Mapping[str, Any]
+    parts: list[Part]
+    sent_nbytes: int
+    relative_error: float
+    compute: Compute | None = None
+    spread: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """The collective that carries most bytes, of those that nothing divides."""
+        messages = [message for part in self.parts for message in part.messages]
+        whole = [message for message in messages if message.collective != "divided"]
+        return max(whole, key=lambda message: message.nbytes).collective
+
+
+def dense(tensors: Sequence[Tensor]) -> Option:
+    """Return Horovod's own exchange, without us."""
+    ready = _ready(tensors)
+    parts = [Part(ready[t.name], (Message("allreduce", _nbytes(t)),)) for t in tensors]
+    return Option("none", "none", {}, parts, sum(map(_nbytes, tensors)), 0.0)
+
+
+def compressed(
+    label: str,
+    recipe: str,
+    options: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    grads: Mapping[str, Array],
+    repeat: int,
+) -> Option:
+    """Return a recipe's exchange; codecs are timed ``repeat`` times on ``grads``, flat float32.
+
+    Tensors without a gradient in ``grads`` get made-up ones.
+    """
+    used = dict(options)
+    if "calibrate_steps" in RECIPES[recipe].options:
+        used["calibrate_steps"] = 1
+    policy = make_policy(recipe, **used)
+    buckets = make_buckets(tensors, policy)
+    inside = {tensor.name for bucket in buckets for tensor in bucket.tensors}
+    rest = sum(_nbytes(tensor) for tensor in tensors if tensor.name not in inside)
+    # Before the first bucket the ranks meet; probes go with what stays dense, at the end.
+    parts = [
+        Part(0.0, (Message("allreduce", _PROBE_NBYTES),)),
+        Part(1.0, (Message("allreduce", rest + _PROBE_NBYTES * len(inside)),)),
+    ]
+    settle_malloc()
+    ready, error, energy, spreads = _ready(tensors), 0.0, 0.0, [0.0]
+    for bucket in buckets:
+        values = [_gradient(tensor, grads) for tensor in bucket.tensors]
+        at = max(ready[tensor.name] for tensor in bucket.tensors)
+        part, varies = _timed(bucket, values, at, repeat)
+        parts.append(part)
+        spreads.append(varies)
+        lost, all_of_it = _lost(bucket, values)
+        error, energy = error + lost, energy + all_of_it
+    sent = sum(message.nbytes for part in parts for message in part.messages)
+    relative_error = math.sqrt(error / energy) if energy else 0.0
+    return Option(label, recipe, options, parts, sent, relative_error, spread=max(spreads))
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return 4 * math.prod(tensor.shape)
+
+
+def _ready(tensors: Sequence[Tensor]) -> dict[str, float]:
+    """Return after which share of the backward pass each gradient is there: the last comes first.
+
+    Each matrix or kernel is taken to need as much of it; a vector comes with the one before.
+    """
+    heavy = [len(tensor.shape) > 1 for tensor in tensors]
+    total, done = max(1, sum(heavy)), 0
+    found = {}
+    for tensor, is_heavy in zip(reversed(tensors), reversed(heavy), strict=True):
+        done += is_heavy
+        found[tensor.name] = min(1.0, done / total)
+    return found
+
+
+def _gradient(tensor: Tensor, grads: Mapping[str, Array]) -> Array:
+    known = grads.get(tensor.name)
+    return gradient_files.synthetic(math.prod(tensor.shape)).steps[0] if known is None else known
+
+
+def _timed(bucket: Bucket, grads: Sequence[Array], ready: float, repeat: int) -> tuple[Part, float]:
+    """Return a bucket's messages and medians of its times, in a usual step, and their spread."""
+    scheme, first = bucket.policy.at(_USUAL_STEP), bucket.policy.at(0)
+    state = _run(first, bucket, grads, {}, 0, 1).state
+    runs: dict[int, list[_Run]] = {
+        ranks: [_run(scheme, bucket, grads, state, _USUAL_STEP, ranks) for _ in range(repeat + 1)]
+        for ranks in (_FEW, _MORE)
+    }
+    encode_s = statistics.median(run.encode_s for found in runs.values() for run in found[1:])
+    few_s, more_s = (statistics.median(run.decode_s for run in runs[n][1:]) for n in (_FEW, _MORE))
+    messages = runs[_FEW][0].messages
+    gathers = messages[-1].collective == "allgather"  # else there is one sum, of however many
+    each_s = max(0.0, (more_s - few_s) / (_MORE - _FEW)) if gathers else 0.0
+    varies = spread([run.encode_s + run.decode_s for run in runs[_FEW][1:]])
+    return Part(ready, messages, encode_s, max(0.0, few_s - _FEW * each_s), each_s), varies
+
+
+def _lost(bucket: Bucket, grads: Sequence[Array]) -> tuple[float, float]:
+    """Return sums of squares of what a first exchange loses, and of the gradients."""
+    sums = _run(bucket.policy.at(0), bucket, grads, {}, 0, 1).sums
+    return (
+        sum(
+            float(np.square(g - s, dtype=np.float64).sum())
+            for g, s in zip(grads, sums, strict=True)
+        ),
+        sum(float(np.square(g, dtype=np.float64).sum()) for g in grads),
+    )
+
+
+class _Run(NamedTuple):
+    """One exchange: messages of this rank, seconds, the sums and the new state."""
+
+    messages: tuple[Message, ...]
+    encode_s: float
+    decode_s: float
+    sums: list[Array]
+    state: State
+
+
+def _run(
+    scheme: Scheme,
+    bucket: Bucket,
+    grads: Sequence[Array],
+    state: Mapping[str, Mapping[str, Array]],
+    step: int,
+    ranks: int,
+) -> _Run:
+    """Exchange ``grads`` with ranks that all send the same.
+
+    The caches hold something else before, as after the forward and backward pass of a training.
+    """
+    np.empty(_CACHES_NBYTES, np.uint8).fill(1)
+    exchange = scheme.exchange(bucket.tensors, grads, state, Context(step, 0, ranks))
+    messages, times = [], []
+    begin = time.perf_counter()
+    round_ = next(exchange)
+    while True:
+        times.append(time.perf_counter() - begin)
+        messages.append(_message(round_, ranks))
+        output = _output(round_, ranks)
+        np.empty(_CACHES_NBYTES, np.uint8).fill(1)
+        begin = time.perf_counter()
+        try:
+            round_ = exchange.send(output)
+        except StopIteration as stop:
+            decode_s = time.perf_counter() - begin
+            outcome = stop.value
+            # Only what a later step of the same recipe would find.
+            kept = outcome.state if step == 0 else common(outcome.state)
+            return _Run(tuple(messages), sum(times), decode_s, outcome.sums, kept)
+
+
+def _message(round_: Round, ranks: int) -> Message:
+    if round_.divided:
+        return Message("divided", ranks * round_.data.nbytes)
+    dtype = round_.data.dtype.name if round_.collective == "allreduce" else "float32"
+    return Message(round_.collective, round_.data.nbytes, dtype)
+
+
+def _output(round_: Round, ranks: int) -> Array:
+    if round_.divided:  # ours may be no legal part of another rank's; zeros are of all
+        return np.concatenate([round_.data, np.zeros((ranks - 1) * round_.data.size, np.uint8)])
+    if round_.collective == "allgather":
+        return np.concatenate([round_.data] * ranks)
+    return round_.data.copy()  # of a sum the values do not matter here, nor of one rank
+
+
+class Forecast(NamedTuple):
+    """What a step takes with an option; ``ceiling_s``: if its codec took no time at all.
+
+    ``error``: the share of ``time.total_s`` by which it may be off, up or down.
+    """
+
+    option: Option
+    time: StepTime
+    ceiling_s: float
+    error: float = ACCURACY
+
+    def speed_up(self, none: Forecast) -> tuple[float, float, float]:
+        """Return how many times as fast as ``none`` a step is: at least, expected, at most.
+
+        Speed-ups are off by as much as the forecasts are of which they are made.
+        """
+        gain, error = none.time.total_s / self.time.total_s, max(self.error, none.error)
+        return gain * max(0.0, 1 - error), gain, gain * (1 + error)
+
+
+def forecasts(
+    options: Sequence[Option],
+    compute: Compute,
+    network: Network,
+    ranks: int,
+    step_spread: float = 0.0,
+    network_spread: float = 0.0,
+) -> list[Forecast]:
+    """Return what a step takes with each option.
+
+    A forecast may be off by ``ACCURACY``, or by as much as the times vary of which it is made:
+    those of the script's steps, of the network and of the codec.
+    """
+    found = []
+    for option in options:
+        own = option.compute or compute
+        time = step_time(own, option.parts, network, ranks)
+        ceiling = step_time(own, free_codecs(option.parts), network, ranks)
+        varies_s = step_spread * time.compute_s + network_spread * time.exposed_s
+        varies_s += option.spread * (time.encode_s + time.decode_s)
+        error = max(ACCURACY, varies_s / time.total_s)
+        found.append(Forecast(option, time, ceiling.total_s, error))
+    return found
+
+
+class Advice(NamedTuple):
+    """The forecast to follow, or None if no gain is clear; ``why`` in words.
+
+    ``unclear``: the fastest one, if it is forecast to gain but may not.
+    """
+
+    best: Forecast | None
+    why: str
+    unclear: Forecast | None = None
+
+
+def advise(found: Sequence[Forecast]) -> Advice:
+    """Return the fastest of the forecasts if it saves 5 % of the first one's time: ``none``.
+
+    And if it still gains where it is off by its ``error``. Of those that save as much and take at
+    most 5 % longer than it, the one that loses least of a gradient.
+    """
+    none, *others = found
+    worth_s = _WORTH * none.time.total_s
+    fast = [forecast for forecast in others if forecast.time.total_s < worth_s]
+    clear = [forecast for forecast in fast if forecast.speed_up(none)[0] > 1]
+    if clear:
+        fastest_s = min(forecast.time.total_s for forecast in clear)
+        near = [forecast for forecast in clear if forecast.time.total_s <= fastest_s / _WORTH]
+        best = min(near, key=lambda forecast: forecast.option.relative_error)
+        low, gain, high = best.speed_up(none)
+        why = f"is expected to make a step {gain:.2f} times as fast ({low:.2f} to {high:.2f})"
+        return Advice(best, f"{best.option.label} {why}")
+    if fast:
+        best = min(fast, key=lambda forecast: forecast.time.total_s)
+        low, gain, high = best.speed_up(none)
+        why = (
+            f"no clear gain: {best.option.label}, the fastest recipe, is forecast to make a step "
+            f"{gain:.2f} times as fast, which may be {low:.2f} to {high:.2f}"
+        )
+        return Advice(None, why, best)
+    return Advice(None, _no_gain(none, min(others, key=lambda f: f.time.total_s, default=none)))
+
+
+def _no_gain(none: Forecast, best: Forecast) -> str:
+    own = none.time
+    hidden_s = max(0.0, own.exchange_s - own.exposed_s)
+    why = (
+        f"no gain expected: the dense exchange takes {1e3 * own.exchange_s:.1f} ms, of which "
+        f"{1e3 * hidden_s:.1f} ms hide behind the backward pass, so at most "
+        f"{1e3 * own.exposed_s:.1f} of {1e3 * own.total_s:.1f} ms could be saved"
+    )
+    if best is not none:
+        codec_s = best.time.encode_s + best.time.decode_s
+        why += (
+            f"; {best.option.label}, the fastest recipe, takes {1e3 * codec_s:.1f} ms to encode "
+            f"and decode and leaves {1e3 * best.time.exposed_s:.1f} ms of exchange"
+        )
+    return why
+
+
+def compute_of(
+    step_s: float, option: Option, network: Network, ranks: int, spare_core: bool
+) -> Compute:
+    """Return the computation that explains a measured step of ``option``, by bisection."""
+    low, high = 0.0, step_s
+    for _ in range(60):
+        middle = (low + high) / 2
+        compute = Compute(middle, spare_core)
+        longer = step_time(compute, option.parts, network, ranks).total_s > step_s
+        low, high = (low, middle) if longer else (middle, high)
+    return Compute(low, spare_core)
+
+
+def powers_of_two(first: int, last: int) -> Iterator[int]:
+    """Yield the numbers of ranks of a forecast: ``first``, its doubles, and ``last``."""
+    ranks = first
+    while ranks < last:
+        yield ranks
+        ranks *= 2
+    yield last

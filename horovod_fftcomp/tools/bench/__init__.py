@@ -1,0 +1,192 @@
+"""What a compressor costs and gives: times beside a memcpy's, bytes and errors.
+
+Gradients come from ``gradients``, the compressors of others from ``peers``, tables from the
+command line.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from horovod_fftcomp.kernels.threads import get_num_threads
+from horovod_fftcomp.tools.bench.measurement import Measurement, Samples, added, entropy_bits
+from horovod_fftcomp.tools.bench.sessions import RecipeSession, Session
+from horovod_fftcomp.tools.gradient_files import History
+from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire.header import Plan
+
+__all__ = [
+    "Measurement",
+    "RecipeSession",
+    "Session",
+    "added",
+    "measure",
+    "memcpy",
+    "n_ticks",
+    "settle_malloc",
+]
+
+# 2**18 elements, 1 MiB: a smaller share of a memcpy is over before a second thread has begun.
+_LEAST_COPIED = 1 << 18
+# The largest block after whose release glibc's malloc keeps blocks of that size for reuse.
+_LARGEST_KEPT_NBYTES = (32 << 20) - (1 << 16)
+_MOST_IN_A_ROW = 3
+_CHUNK = 1 << 20  # elements summed at a time: 8 MiB, against twice the size of a large gradient
+
+
+def measure(
+    history: History, sessions: Sequence[Session], repeat: int, tick: Callable[[], None]
+) -> list[Measurement]:
+    """Return what each session does with the steps of ``history``, in order.
+
+    The first step alone makes the residual that the others find; of a single step, itself. Each
+    of the others is timed so often that every median is of at least ``repeat`` times. Rounds let
+    a drift of the clock hit all sessions alike. In each a session runs a few times in a row, as in
+    a training, next to memcpys; the first time finds the memory that others have left, and does
+    not count. ``tick`` is called after each of a session's turns and once for each first step.
+    """
+    grads = [grad.reshape(-1) for grad in history.steps]
+    measured = grads[1:] or grads
+    settle_malloc()
+    for session in sessions:
+        session.advance(grads[0])
+        tick()
+    samples: list[Samples] = [{} for _ in sessions]
+    sums = [_Sums() for _ in sessions]
+    copied = np.empty_like(grads[0])
+    for grad in measured:
+        rounds, in_a_row = schedule(history, repeat)
+        for _ in range(rounds):
+            for session, taken in zip(sessions, samples, strict=True):
+                _time_once(session, grad)
+                for _ in range(in_a_row):
+                    seconds, _ = _seconds(memcpy, copied, grad)
+                    for what, time_s in {"memcpy": seconds, **_time_once(session, grad)}.items():
+                        taken.setdefault(what, []).append(time_s)
+                tick()
+        for session, total in zip(sessions, sums, strict=True):
+            total.add(session, grad)
+    memcpy_s = statistics.median(itertools.chain(*(taken["memcpy"] for taken in samples)))
+    return [
+        _measurement(session, grads[0].size, memcpy_s, total, taken)
+        for session, total, taken in zip(sessions, sums, samples, strict=True)
+    ]
+
+
+def schedule(history: History, repeat: int) -> tuple[int, int]:
+    """Return (rounds, times in a row) in which each measured step is timed."""
+    times = -(-repeat // max(1, len(history.steps) - 1))
+    in_a_row = min(times, _MOST_IN_A_ROW)
+    return -(-times // in_a_row), in_a_row
+
+
+def n_ticks(history: History, n_sessions: int, repeat: int) -> int:
+    """Return how often ``measure`` calls ``tick``."""
+    n_measured = max(1, len(history.steps) - 1)
+    return n_sessions * (1 + n_measured * schedule(history, repeat)[0])
+
+
+def settle_malloc() -> None:
+    """Bring malloc into the state of a process that trains, which has used large blocks before.
+
+    Else it returns every block of some megabytes to the system at once, and the page faults of
+    the next one can double a time.
+    """
+    np.empty(_LARGEST_KEPT_NBYTES, np.uint8)
+
+
+def _time_once(session: Session, grad: Array) -> dict[str, float]:
+    """Return seconds of one encoding, one with feedback if there is any, and one decoding."""
+    times = {}
+    times["encode"], message = _seconds(session.encode, grad, False)
+    if session.has_feedback:
+        del message  # so that both encodings find the same memory
+        times["feedback"], message = _seconds(session.encode, grad, True)
+    received = session.collect(message)
+    times["decode"], _ = _seconds(session.decode, received)
+    return times
+
+
+def _seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    result = work(*arguments)
+    return time.perf_counter() - begin, result
+
+
+def memcpy(target: Array, source: Array) -> None:
+    """Copy ``source`` into ``target`` with as many threads as the kernels have."""
+    parts = max(1, min(get_num_threads(), source.size // _LEAST_COPIED))
+    if parts == 1:
+        np.copyto(target, source)
+        return
+    bounds = [source.size * part // parts for part in range(parts + 1)]
+    shares = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    copies = [_pool(parts).submit(np.copyto, target[s], source[s]) for s in shares]
+    for copy in copies:
+        copy.result()
+
+
+@functools.cache
+def _pool(n_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(n_threads, "fftcomp-memcpy")
+
+
+class _Sums:
+    """Sums of squares over the steps of one session."""
+
+    def __init__(self) -> None:
+        self.energy = self.decoded = self.error = 0.0
+        self.feedback_energy = self.feedback_error = 0.0
+
+    def add(self, session: Session, grad: Array) -> None:
+        """Add what becomes of ``grad``, without and with feedback; the session goes on."""
+        decoded = session.alone(grad)
+        self.energy += _energy(grad)
+        self.decoded += _energy(decoded)
+        self.error += _energy(grad - decoded)
+        if session.has_feedback:
+            self.feedback_energy += _energy(grad + session.residual())
+            session.advance(grad)
+            self.feedback_error += _energy(session.residual())
+
+
+def _energy(values: Array) -> float:
+    """Return the sum of squares, in float64: that of large or tiny values has to fit too."""
+    chunks = (
+        values[begin : begin + _CHUNK].astype(np.float64) for begin in range(0, values.size, _CHUNK)
+    )
+    return float(sum(np.vdot(chunk, chunk) for chunk in chunks))
+
+
+def _measurement(
+    session: Session, numel: int, memcpy_s: float, sums: _Sums, samples: Samples
+) -> Measurement:
+    plan: Plan | None = getattr(session, "plan", None)
+    has_positions = plan is not None and plan.positions.nbytes > 0
+    medians = {what: statistics.median(taken) for what, taken in samples.items()}
+    return Measurement(
+        label=session.label,
+        numel=numel,
+        sent_nbytes=session.sent_nbytes,
+        memcpy_s=memcpy_s,
+        encode_s=medians["encode"],
+        feedback_s=medians.get("feedback"),
+        decode_s=medians["decode"],
+        energy=sums.energy,
+        decoded_energy=sums.decoded,
+        error_energy=sums.error,
+        feedback_energy=sums.feedback_energy if session.has_feedback else None,
+        feedback_error_energy=sums.feedback_error if session.has_feedback else None,
+        k=plan.k if plan and has_positions else 0,
+        positions_nbytes=plan.positions.nbytes if plan else 0,
+        entropy_bits=entropy_bits(plan.n_bins, plan.k) if plan and has_positions else 0.0,
+        samples_s=samples,
+    )

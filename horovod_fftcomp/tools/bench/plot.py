@@ -1,0 +1,68 @@
+"""The figure of a bench: what each compressor costs, and what error it buys at what ratio."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from horovod_fftcomp.tools.bench.measurement import Measurement
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SMALLEST_ERROR = 1e-7  # of float32 rounding; a logarithmic axis has no 0
+
+
+def matplotlib_is_installed() -> bool:
+    """Tell whether a figure can be drawn; imports nothing."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write(path: Path, measurements: Sequence[Measurement], title: str) -> None:
+    """Write the figure of ``measurements`` of the same tensors to ``path`` (.png, .svg, .pdf)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 1.8 + 0.5 * max(len(measurements), 5)), layout="constrained")
+    figure.suptitle(title)
+    costs, gains = figure.subplots(1, 2)
+    _draw_costs(costs, measurements)
+    _draw_gains(gains, measurements)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_costs(axes: Axes, measurements: Sequence[Measurement]) -> None:
+    labels = [one.label for one in measurements]
+    encode = [one.encode_s / one.memcpy_s for one in measurements]
+    feedback = [
+        max(0.0, ((one.feedback_s or one.encode_s) - one.encode_s) / one.memcpy_s)
+        for one in measurements
+    ]
+    decode = [one.decode_s / one.memcpy_s for one in measurements]
+    left = [0.0] * len(labels)
+    for what, widths in (
+        ("encode", encode),
+        ("error feedback", feedback),
+        ("decode the sum of two", decode),
+    ):
+        axes.barh(labels, widths, left=left, label=what)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    for row, total in enumerate(left):
+        axes.annotate(f" {total:.1f}", (total, row), va="center")
+    axes.margins(x=0.1)
+    axes.invert_yaxis()
+    axes.set_xlabel("cost in memcpys of the gradient (1 = one copy)")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3, frameon=False)
+
+
+def _draw_gains(axes: Axes, measurements: Sequence[Measurement]) -> None:
+    for one, marker in zip(measurements, itertools.cycle("os^vDPX*<"), strict=False):
+        error = max(one.relative_error, _SMALLEST_ERROR)
+        axes.plot(error, one.ratio, marker, markersize=9, fillstyle="none", label=one.label)
+    axes.set(xscale="log", yscale="log")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    axes.set_xlabel("relative error of a gradient, without error feedback")
+    axes.set_ylabel("ratio: float32 bytes / bytes as sent")

@@ -1,0 +1,113 @@
+"""What PyTorch and Horovod say of themselves, asked in a process of its own.
+
+A framework that was built for other libraries may end the interpreter that imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from horovod_fftcomp.tools.check.finding import Finding, Level
+from horovod_fftcomp.tools.run.launcher import launched_rank
+
+_TIMEOUT_S = 120  # a first import from a network's file system
+_MARK = "fftcomp-found "  # imports may print lines of their own
+
+_ASK_TORCH = f"""
+import json, torch
+found = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print({_MARK!r} + json.dumps(found if torch.cuda.is_available() else []))
+"""
+_ASK_HOROVOD = f"""
+import json, horovod.torch as hvd
+built = dict(MPI=hvd.mpi_built(), Gloo=hvd.gloo_built(), NCCL=bool(hvd.nccl_built()))
+print({_MARK!r} + json.dumps(built))
+"""
+_INITIALIZE = f"""
+import horovod.torch as hvd
+hvd.init()
+print({_MARK!r} + str(hvd.size()))
+"""
+_INITIALIZE_TIMEOUT_S = 60  # the import has been done once by then
+_REBUILD = (
+    "build Horovod anew, for the PyTorch that is installed: HOROVOD_WITH_PYTORCH=1 pip install "
+    "--no-cache-dir --force-reinstall --no-deps horovod==0.28.1, or make install in a clone"
+)
+
+
+class _Answer(NamedTuple):
+    """What a process printed as JSON, or why it did not."""
+
+    value: Any
+    error: str
+
+
+def findings() -> Iterator[Finding]:
+    """Yield what GPUs PyTorch sees and what Horovod was built with, if they are installed."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    yield _gpus()
+    if importlib.util.find_spec("horovod") is not None:
+        yield (built := _horovod())
+        if built.level is Level.OK and launched_rank() is None:
+            yield _one_process()
+
+
+def _gpus() -> Finding:
+    answer = _ask(_ASK_TORCH)
+    if answer.error:
+        remedy = "install PyTorch anew: pip install --force-reinstall torch"
+        return Finding("torch runs", Level.FAIL, answer.error, remedy)
+    if not answer.value:
+        return Finding("GPU", Level.ABSENT, "none; gradients are compressed on the CPU")
+    return Finding("GPU", Level.OK, ", ".join(answer.value))
+
+
+def _horovod() -> Finding:
+    answer = _ask(_ASK_HOROVOD)
+    if answer.error:
+        return Finding("horovod.torch", Level.FAIL, answer.error, _REBUILD)
+    built = [name for name, there in answer.value.items() if there]
+    missing = [name for name, there in answer.value.items() if not there]
+    found = f"built with {', '.join(built) or 'nothing'}; without {', '.join(missing) or 'nothing'}"
+    if {"MPI", "Gloo"} & set(built):
+        return Finding("horovod.torch", Level.OK, found)
+    return Finding("horovod.torch", Level.FAIL, found, f"HOROVOD_WITH_GLOO=1; {_REBUILD}")
+
+
+def _one_process() -> Finding:
+    """Return whether a script starts without a launcher, where MPI may end it."""
+    topic = "one process"
+    answer = _ask(_INITIALIZE, "hvd.init()", _INITIALIZE_TIMEOUT_S)
+    if not answer.error:
+        return Finding(topic, Level.OK, "hvd.init() works without a launcher")
+    remedy = "start scripts by horovodrun -np 1"
+    if list(Path(sys.prefix, "lib").glob("libmpi.so*")):
+        remedy = f"export OPAL_PREFIX={sys.prefix}, or make install in a clone; else {remedy}"
+    found = f"hvd.init() does not work without a launcher: {answer.error}"
+    return Finding(topic, Level.WARNING, found, remedy)
+
+
+def _ask(script: str, what: str = "the import", timeout_s: int | None = None) -> _Answer:
+    """Return what ``script`` prints; ``what`` it does, for the message if it does not."""
+    timeout_s = timeout_s or _TIMEOUT_S
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return _Answer(None, f"{what} did not end in {timeout_s} s")
+    for line in done.stdout.splitlines():
+        if line.startswith(_MARK) and done.returncode == 0:
+            return _Answer(json.loads(line.removeprefix(_MARK)), "")
+    last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+    if done.returncode < 0:
+        return _Answer(None, f"{what} ends in {signal.Signals(-done.returncode).name}: {last}")
+    return _Answer(None, last)

@@ -1,0 +1,158 @@
+"""Which packages are there, and whether their versions are among those that were tested."""
+
+from __future__ import annotations
+
+import importlib.util
+import operator
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from horovod_fftcomp.tools.check.finding import Finding, Level
+from horovod_fftcomp.version import __version__
+
+_OURS = "horovod_fftcomp"
+_COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+class _Package(NamedTuple):
+    """The name to import, that of the requirement, and what to do or to say if it is missing."""
+
+    module: str
+    requirement: str
+    remedy: str = ""
+    purpose: str = ""
+
+
+_PACKAGES = (
+    _Package("numpy", "numpy", remedy="pip install numpy"),
+    _Package("numba", "numba", remedy="pip install numba"),
+    _Package("llvmlite", "llvmlite", remedy="pip install llvmlite"),
+    _Package("torch", "torch", remedy="to train with PyTorch: pip install torch"),
+    _Package(
+        "horovod",
+        "horovod",
+        remedy="to train: HOROVOD_WITH_PYTORCH=1 pip install horovod==0.28.1, or make install "
+        "in a clone, which mends its build for new compilers",
+    ),
+    _Package("tensorflow", "tensorflow", purpose="to train with TensorFlow"),
+    _Package("mpi4py", "mpi4py", purpose="for scripts that call MPI themselves"),
+    _Package("cupy", "cupy-cuda12x", purpose="for kernels on a GPU"),
+)
+
+
+def findings() -> Iterator[Finding]:
+    """Yield one finding for Python, for this package and for each of the others."""
+    yield _python()
+    yield _ours()
+    ranges = tested_ranges()
+    yield from (_version(package, ranges) for package in _PACKAGES)
+    if importlib.util.find_spec("tensorflow") is not None:
+        yield _keras()
+
+
+def tested_ranges() -> dict[str, str]:
+    """Return what the installed package requires, extras included: name -> range of versions."""
+    try:
+        required = metadata.requires(_OURS) or []
+    except metadata.PackageNotFoundError:
+        return {}
+    split = (re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*\(?([^;)]*)", one) for one in required)
+    return {found[1]: found[2].strip() for found in split if found}
+
+
+def is_within(version: str, versions: str) -> bool:
+    """Tell whether ``version`` is in a range such as ``>=2.0,<3``; other signs forbid nothing."""
+    for part in versions.split(","):
+        found = re.fullmatch(r"\s*([<>=!]+)\s*([\d.]+)\s*", part)
+        compare = _COMPARE.get(found[1]) if found else None
+        if found and compare and not compare(_release(version), _release(found[2])):
+            return False
+    return True
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, without suffixes; 2 and 2.0 are the same."""
+    numbers = [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    try:
+        required = metadata.metadata(_OURS)["Requires-Python"] or ""
+    except metadata.PackageNotFoundError:
+        required = ""
+    found = f"{version} ({sys.executable})"
+    if is_within(version, required):
+        return Finding("Python", Level.OK, found)
+    return Finding("Python", Level.FAIL, found, f"use Python {required}")
+
+
+def _ours() -> Finding:
+    found = f"{__version__} from {Path(__file__).resolve().parents[2]}"
+    remedy = "pip install . in the clone, which also tells the tested versions of the others"
+    try:
+        installed = metadata.version(_OURS)
+    except metadata.PackageNotFoundError:
+        return Finding(_OURS, Level.WARNING, f"{found}, not installed", remedy)
+    if installed != __version__:
+        return Finding(_OURS, Level.WARNING, f"{found}; {installed} is installed", remedy)
+    return Finding(_OURS, Level.OK, found)
+
+
+def _version(package: _Package, ranges: Mapping[str, str]) -> Finding:
+    topic = package.module
+    if importlib.util.find_spec(package.module) is None:
+        if package.remedy:
+            return Finding(topic, Level.WARNING, "not installed", package.remedy)
+        return Finding(topic, Level.ABSENT, f"not installed; {package.purpose}")
+    version = installed_version(package.module)
+    tested = ranges.get(package.requirement, "")
+    if version is None:
+        return Finding(topic, Level.WARNING, "has no version", f"pip install {topic}")
+    if is_within(version, tested):
+        return Finding(topic, Level.OK, version)
+    remedy = f"pip install '{package.requirement}{tested}'"
+    return Finding(topic, Level.WARNING, f"{version}; tested was {tested}", remedy)
+
+
+def installed_version(module: str) -> str | None:
+    """Return the version of what ``module`` belongs to (tensorflow: tensorflow-cpu, ...)."""
+    for name in [module, *metadata.packages_distributions().get(module, [])]:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _keras() -> Finding:
+    version = installed_version("keras")
+    if version is None:
+        return Finding("keras", Level.ABSENT, "not installed; to train with Keras")
+    if _release(version) < (3,):
+        return Finding("keras", Level.OK, version)
+    found = f"{version}, which Horovod does not know"
+    switch = "export TF_USE_LEGACY_KERAS=1"
+    if importlib.util.find_spec("tf_keras") is None:
+        remedy = f"to train with Keras: pip install tf_keras, and {switch}"
+        return Finding("keras", Level.WARNING, found, remedy)
+    if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() not in ("1", "true"):
+        remedy = f"to train with Keras: {switch}"
+        return Finding("keras", Level.WARNING, f"{found}; tf_keras is installed", remedy)
+    return Finding("keras", Level.OK, f"tf_keras in the place of {version}")

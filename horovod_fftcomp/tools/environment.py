@@ -1,0 +1,55 @@
+"""What a measurement was made on, in words: processor, cores, threads and versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+from horovod_fftcomp.kernels.threads import get_num_threads
+from horovod_fftcomp.version import __version__
+
+# The names in the package index of what may change a result or a time.
+PACKAGES = ("numpy", "numba", "llvmlite", "torch", "horovod")
+
+
+def describe() -> dict[str, object]:
+    """Return the machine as JSON values; of packages that are missing, nothing.
+
+    ``load`` is the number of processes that have wanted a core in the last minute.
+    """
+    return {
+        "cpu": cpu_model(),
+        "cores": n_cores(),
+        "threads": get_num_threads(),
+        "load": os.getloadavg()[0],
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": versions(),
+    }
+
+
+def cpu_model() -> str:
+    """Return the processor's name as Linux tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def n_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, this package and the ``PACKAGES`` that are installed."""
+    found = {"python": platform.python_version(), "horovod_fftcomp": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,1 @@
+"""Compression in a script that does not mention it."""

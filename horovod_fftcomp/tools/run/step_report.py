@@ -1,0 +1,91 @@
+"""What the steps of a script took and sent, of the compressors that it was given."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from horovod_fftcomp.tools.advise.cost_model import spread
+
+# The first steps compile, allocate and make connections.
+_WARM_UP = 3
+_SUMMED = ("steps", "dense_nbytes", "sent_nbytes", "encode_s", "wait_s", "decode_s")
+
+
+class StepReport:
+    """Watches compressors; ``ended`` is called when one has closed ``n_steps``.
+
+    That is the one whose first step ends first; the others may never take one.
+    """
+
+    def __init__(self, n_steps: int | None = None, ended: Callable[[], None] | None = None) -> None:
+        self._n_steps = n_steps
+        self._ended = ended
+        self._compressors: list[Any] = []
+        self._timed: Any = None
+        self._closed_at: list[float] = []
+        self._before: dict[str, float] = dict.fromkeys(_SUMMED, 0)  # the steps that count
+
+    def watch(self, compressor: Any) -> None:
+        """Count the bytes of a compressor, and its steps if it is the first to take one."""
+        compressor.on_step(lambda: self._step_ended(compressor))
+        self._compressors.append(compressor)
+
+    def disarm(self) -> None:
+        """Never call ``ended`` from now on: the script has ended by itself."""
+        self._ended = None
+
+    def _step_ended(self, compressor: Any) -> None:
+        if self._timed is None:
+            self._timed = compressor
+        if compressor is not self._timed:
+            return
+        self._closed_at.append(time.perf_counter())
+        if len(self._closed_at) == _WARM_UP:
+            self._before = self._so_far()
+        if self._ended is not None and len(self._closed_at) == self._n_steps:
+            self._ended()
+
+    def _bound(self) -> list[Any]:
+        return [c for c in self._compressors if getattr(c, "is_bound", True)]
+
+    def _so_far(self) -> dict[str, float]:
+        """Return sums over all compressors, but of steps those of the timed one."""
+        stats = [compressor.stats() for compressor in self._bound()]
+        found = {key: sum(one[key] for one in stats) for key in _SUMMED}
+        return found | {"steps": self._timed.stats()["steps"] if self._timed is not None else 0}
+
+    def values(self) -> dict[str, Any]:
+        """Return what a step of this rank came to, as JSON values.
+
+        ``steps``: how many there were; if none, there is nothing else. The first three do not count
+        in what follows, if there were more. ``step_s``: median time from one step's end to the
+        next one's; ``step_spread``: as ``cost_model.spread`` has it. Means, over all compressors:
+        bytes and seconds as ``stats`` explains them. ``digest``: of the parameters. ``tensors``:
+        names and shapes.
+        """
+        bound = self._bound()
+        found = self._so_far() if bound else {"steps": 0}
+        steps = int(found["steps"])
+        if not steps:
+            return {"steps": 0}
+        before = self._before if steps > _WARM_UP else dict.fromkeys(_SUMMED, 0)
+        counted = steps - before["steps"]
+        means = {key: (found[key] - before[key]) / counted for key in _SUMMED}
+        times = self._times_s()
+        return means | {
+            "steps": steps,
+            "step_s": statistics.median(times) if times else None,
+            "step_spread": spread(times),
+            "digest": " ".join(compressor.digest() for compressor in bound),
+            "world_size": bound[0].place()["world_size"],
+            "tensors": [[t.name, list(t.shape)] for c in bound for t in c.tensors()],
+        }
+
+    def _times_s(self) -> list[float]:
+        """Return the seconds of the steps that count; none if there were not two."""
+        times = [end - begin for begin, end in itertools.pairwise(self._closed_at)]
+        return times[_WARM_UP - 1 :] or times

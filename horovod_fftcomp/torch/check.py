@@ -1,0 +1,163 @@
+"""Whether a job of several ranks works; runs on all ranks, before anything else."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from horovod_fftcomp.adapter import handshake
+from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.tools import environment
+from horovod_fftcomp.tools.check.finding import Finding, Level
+from horovod_fftcomp.torch.compression import Compression
+from horovod_fftcomp.torch.rounds import PendingRound
+
+_LOOK = "look at the other ranks' output: one has ended, hangs, or cannot be reached"
+_STEPS = 3  # the second sends a residual, the third what the second left
+_GATHERED_NBYTES = (1 << 20, 16 << 20)  # a layer's payload, and a large model's
+_RECEIVED_AT_MOST = 256 << 20  # on many ranks less is gathered from each
+
+
+def findings(
+    expect: Callable[[str, str], None], failed: Callable[[], bool], timeout_s: float
+) -> Iterator[Finding]:
+    """Initialize Horovod and yield what this rank finds; ``finish`` comes after it.
+
+    ``expect`` is told what comes next and what to do if it does not end; ``failed`` tells at the
+    end whether this rank has failed. A collective without an answer for ``timeout_s`` seconds
+    raises ConfigMismatchError.
+    """
+    expect("hvd.init()", f"{_LOOK}; check the hosts and network interfaces given to the launcher")
+    hvd.init()
+    controller = "MPI" if hvd.mpi_enabled() else "Gloo"
+    found = f"{hvd.size()} ranks over {controller}, {hvd.local_size()} on this machine"
+    if hvd.size() == 1:
+        remedy = "horovodrun -np 2 horovod-fftcomp check; Horovod compresses nothing on one rank"
+        yield Finding("job", Level.WARNING, found, remedy)
+    else:
+        yield Finding("job", Level.OK, found)
+        expect("the versions of all ranks", _LOOK)
+        yield from _versions(timeout_s)
+        expect("a compressed training step", _LOOK)
+        yield _exchange(timeout_s)
+        expect("allreduces of one number", _LOOK)
+        yield _latency()
+        for nbytes in _GATHERED_NBYTES:
+            nbytes = min(nbytes, _RECEIVED_AT_MOST // hvd.size())
+            expect(f"allgathers of {nbytes} bytes", f"{_LOOK}; or raise --timeout")
+            yield _bandwidth(nbytes)
+        expect("the outcome of all ranks", _LOOK)
+        yield _outcome(failed(), timeout_s)
+
+
+def finish(timeout_s: float) -> None:
+    """Wait until all ranks have printed: a launcher ends the others when the first one fails."""
+    _gather(np.zeros(1, np.uint8), "finish", timeout_s)
+    hvd.shutdown()
+
+
+def _gather(data: np.ndarray, name: str, timeout_s: float) -> np.ndarray:
+    round_ = Round("allgather", data)
+    return PendingRound(round_, f"fftcomp.check.{name}", hvd.global_process_set).wait(timeout_s)
+
+
+def _versions(timeout_s: float) -> Iterator[Finding]:
+    """Compare what makes ranks compute different bits."""
+    gathered = {
+        what: _gather(handshake.pack(facts), what, timeout_s)
+        for what, facts in (
+            ("versions", environment.versions()),
+            ("cpu", {"CPU": environment.cpu_model()}),
+        )
+    }
+    try:
+        handshake.compare(gathered["versions"])
+        yield Finding("versions", Level.OK, "the same on all ranks")
+    except ConfigMismatchError as error:
+        remedy = "install the same versions on all machines"
+        yield Finding("versions", Level.FAIL, str(error), remedy)
+    try:
+        handshake.compare(gathered["cpu"])
+        yield Finding("processors", Level.OK, "the same on all ranks")
+    except ConfigMismatchError as error:
+        remedy = "use machines of one kind, or keep replica_check on: inverse transforms may differ"
+        yield Finding("processors", Level.WARNING, str(error), remedy)
+
+
+def _exchange(timeout_s: float) -> Finding:
+    """Train a layer through stock Horovod; compare the ranks bit by bit, and with dense."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 64, bias=False)
+    compression = Compression.fft(layer, timeout_s=timeout_s, replica_check="off")
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=0.01),
+        named_parameters=layer.named_parameters(),
+        compression=compression,
+    )
+    x = torch.randn(32, 256, generator=torch.Generator().manual_seed(hvd.rank()))
+    digest = hashlib.sha256()
+    error = 0.0
+    for step in range(_STEPS):
+        optimizer.zero_grad()
+        loss = layer(x).square().sum()
+        (own,) = torch.autograd.grad(loss, layer.weight, retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        if step == 0:  # later steps send residuals too
+            dense = hvd.allreduce(own, name="fftcomp.check.dense", op=hvd.Average)
+            error = float((layer.weight.grad - dense).norm() / dense.norm())
+        digest.update(layer.weight.grad.numpy().tobytes() + layer.weight.detach().numpy().tobytes())
+    digests = _gather(np.frombuffer(digest.digest(), np.uint8).copy(), "digests", timeout_s)
+    topic, n_different = "compressed step", len(set(map(bytes, digests.reshape(-1, 32))))
+    if n_different > 1:
+        found = f"{n_different} different results on {hvd.size()} ranks"
+        remedy = "install the same versions of numpy and numba on machines of one kind"
+        return Finding(topic, Level.FAIL, found, remedy)
+    if not error < 1:
+        found = f"the same on all ranks, but its relative error is {error:.2g}"
+        return Finding(topic, Level.FAIL, found, "report this machine")
+    ratio = compression.stats()["ratio"]
+    return Finding(topic, Level.OK, f"recipe fft: the same bits on all ranks, ratio {ratio:.1f}")
+
+
+def _latency() -> Finding:
+    one = torch.ones(1)
+    seconds = _median_s(lambda: hvd.allreduce(one, name="fftcomp.check.latency"), repeat=20)
+    return Finding("latency", Level.OK, f"{1e3 * seconds:.2f} ms for an allreduce of one number")
+
+
+def _bandwidth(nbytes: int) -> Finding:
+    data = torch.zeros(nbytes, dtype=torch.uint8)
+    seconds = _median_s(lambda: hvd.allgather(data, name=f"fftcomp.check.{nbytes}"), repeat=5)
+    received = (hvd.size() - 1) * nbytes / seconds
+    found = (
+        f"{8e-9 * received:.2f} Gbit/s received by a rank: {1e3 * seconds:.1f} ms for an "
+        f"allgather of {nbytes / (1 << 20):.3g} MiB from each"
+    )
+    return Finding("bandwidth", Level.OK, found)
+
+
+def _outcome(failed: bool, timeout_s: float) -> Finding:
+    flags = _gather(np.array([failed], np.uint8), "outcome", timeout_s)
+    ranks = np.flatnonzero(flags).tolist()
+    if ranks:
+        shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
+        return Finding("all ranks", Level.FAIL, f"rank {shown} failed", "see what it printed")
+    return Finding("all ranks", Level.OK, "none has failed")
+
+
+def _median_s(collective: Callable[[], object], repeat: int) -> float:
+    collective()  # connections and buffers are made at the first use
+    times = []
+    for _ in range(repeat):
+        begin = time.perf_counter()
+        collective()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)

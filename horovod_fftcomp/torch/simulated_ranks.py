@@ -1,0 +1,134 @@
+"""Learners that share one process and one model: what a job of many ranks would train, exactly."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.engine.buckets import BUCKET_NBYTES, MIN_NUMEL, make_buckets
+from horovod_fftcomp.engine.engine import Costs, Engine
+from horovod_fftcomp.engine.policy import Rule, check_rules, make_policy
+from horovod_fftcomp.simulation import exchange_once
+from horovod_fftcomp.torch import arrays
+from horovod_fftcomp.torch.parameters import Parameters
+
+
+class SimulatedLearners:
+    """``n_learners`` ranks whose gradients are exchanged as Horovod with a compressor would.
+
+    ``recipe`` and ``options`` as for ``Compression``; ``rules``, ``min_numel`` and
+    ``bucket_nbytes`` as in ``Settings``. Each learner keeps residuals and buffers (running means of
+    batch norm) of its own; all share the weights, which are equal on all ranks of a job.
+
+    >>> model = torch.nn.Linear(50, 30)
+    >>> learners = SimulatedLearners(model, 4, "topk", density=0.05)
+    >>> for rank in range(4):
+    ...     with learners.turn_of(rank):
+    ...         model(torch.randn(8, 50)).square().mean().backward()
+    >>> learners.reduce()  # the gradients are the means now: optimizer.step() comes next
+    >>> learners.costs[0].sent_nbytes < 0.1 * 4 * 50 * 30
+    True
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        n_learners: int,
+        recipe: str,
+        *,
+        rules: Sequence[Rule] = (),
+        min_numel: int = MIN_NUMEL,
+        bucket_nbytes: int = BUCKET_NBYTES,
+        **options: Any,
+    ) -> None:
+        policy = make_policy(recipe, **options)
+        self._model = model
+        self._parameters = Parameters(model)
+        specs = self._parameters.specs()
+        settings = Settings(min_numel, bucket_nbytes, rules)
+        rules = check_rules(settings.rules, policy)
+        buckets = make_buckets(specs, policy, rules, settings.min_numel, settings.bucket_nbytes)
+        self._engines = [Engine(buckets, rank, n_learners) for rank in range(n_learners)]
+        self._buckets = [[tensor.name for tensor in bucket.tensors] for bucket in buckets]
+        self._numels = {t.name: math.prod(t.shape) for t in specs}
+        self._dense = {t.name for t in specs}.difference(*self._buckets)
+        self._grads: list[dict[str, np.ndarray]] = [{} for _ in range(n_learners)]
+        self._buffers = [self._copied_buffers() for _ in range(n_learners)]
+        self.dense_nbytes = 0  # sent of tensors that travel dense, by each rank since the start
+
+    @property
+    def costs(self) -> list[Costs]:
+        """What each rank has sent, spent and left unsent so far."""
+        return [engine.costs for engine in self._engines]
+
+    @contextmanager
+    def turn_of(self, rank: int) -> Iterator[None]:
+        """Run one learner's forward and backward pass inside; gradients begin as None."""
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(self._buffers[rank][name])
+        for parameter in self._parameters.tensors:
+            parameter.grad = None
+        yield
+        self._buffers[rank] = self._copied_buffers()
+        self._grads[rank] = {
+            name: arrays.flat_float32(parameter.grad).copy()
+            for name, parameter in zip(
+                self._parameters.names, self._parameters.tensors, strict=True
+            )
+            if parameter.grad is not None
+        }
+
+    def reduce(self) -> None:
+        """Exchange what the learners' turns have left; the parameters' gradients are the means."""
+        wanted = [
+            [
+                [grads.get(name, np.zeros(self._numels[name], np.float32)) for name in bucket]
+                for bucket in self._buckets
+            ]
+            for grads in self._grads
+        ]
+        exchange_once(self._engines, wanted, random.Random(0))
+        totals = {
+            name: total
+            for number, bucket in enumerate(self._buckets)
+            for name, total in zip(bucket, self._engines[0].sums(number), strict=True)
+        }
+        for name in self._dense:
+            parts = [grads[name] for grads in self._grads if name in grads]
+            if parts:
+                totals[name] = np.sum(parts, axis=0, dtype=np.float32)
+                self.dense_nbytes += totals[name].nbytes
+        finite = all(np.isfinite(totals[name]).all() for name in self._dense & set(totals))
+        for name, parameter in zip(self._parameters.names, self._parameters.tensors, strict=True):
+            parameter.grad = None
+            if name in totals:
+                mean = totals[name] / np.float32(len(self._engines))
+                parameter.grad = torch.from_numpy(mean.reshape(parameter.shape)).to(parameter)
+        for engine in self._engines:
+            engine.observe(finite)
+            engine.settle()
+        self._grads = [{} for _ in self._engines]
+
+    def residual_norms(self) -> list[float]:
+        """Return the norm of what each rank has not sent yet, all tensors together."""
+        return [engine.residual_norm() for engine in self._engines]
+
+    def set_density(self, density: float) -> None:
+        """Compress with ``density`` from the next step on, but for tensors that a rule names."""
+        for engine in self._engines:
+            engine.buckets = [
+                bucket
+                if bucket.ruled
+                else bucket._replace(policy=bucket.policy.with_density(density))
+                for bucket in engine.buckets
+            ]
+
+    def _copied_buffers(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.clone() for name, buffer in self._model.named_buffers()}

@@ -1,0 +1,37 @@
+"""The bytes of a payload: header, positions, entropy code, packed words, random numbers."""
+
+from horovod_fftcomp.wire.header import (
+    DTYPES,
+    FLAGS_OFFSET,
+    MAGIC,
+    SCALE_OFFSET,
+    VERSION,
+    Header,
+    Plan,
+    align,
+    dense_plan,
+    fnv1a,
+    make_plan,
+    raw_plan,
+    read_header,
+    split_payloads,
+    write_header,
+)
+
+__all__ = [
+    "DTYPES",
+    "FLAGS_OFFSET",
+    "MAGIC",
+    "SCALE_OFFSET",
+    "VERSION",
+    "Header",
+    "Plan",
+    "align",
+    "dense_plan",
+    "fnv1a",
+    "make_plan",
+    "raw_plan",
+    "read_header",
+    "split_payloads",
+    "write_header",
+]

@@ -1,0 +1,231 @@
+"""Where every byte of a payload lies: header, positions, values, sizes. See docs/wire-format.md."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.types import Array
+from horovod_fftcomp.wire import positions
+from horovod_fftcomp.wire.positions import Layout, Positions
+
+VERSION = 2
+MAGIC = b"HFC"
+ALIGNMENT = 16  # of a payload within a bucket, so that kernels read whole words
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# magic, version, dtype, flags, ndim, layout | fingerprint, numel, k, payload bytes | scale, CRC-32
+_FIXED = struct.Struct("<3sBBBBBQQQQfI")
+_CRC_OFFSET = _FIXED.size - 4
+SCALE_OFFSET, FLAGS_OFFSET = _FIXED.size - 8, 5
+_NOT_FINITE = 1
+_MAX_DIMS = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes of one tensor's payload; a pure function of shape and options."""
+
+    shape: tuple[int, ...]
+    numel: int
+    positions: Positions
+    header_nbytes: int
+    values_offset: int
+    payload_nbytes: int
+
+    @property
+    def layout(self) -> Layout:
+        """How the body tells which coefficients follow."""
+        return self.positions.layout
+
+    @property
+    def n_bins(self) -> int:
+        """Of how many coefficients the values are some."""
+        return self.positions.n
+
+    @property
+    def k(self) -> int:
+        """How many values there are."""
+        return self.positions.k
+
+
+class Header(NamedTuple):
+    """The decoded header of a payload."""
+
+    dtype: str
+    finite: bool
+    layout: int
+    fingerprint: int
+    shape: tuple[int, ...]
+    k: int
+    payload_nbytes: int
+    scale: float
+
+
+def align(nbytes: int, to: int = ALIGNMENT) -> int:
+    """Return ``nbytes`` rounded up to a multiple of ``to``."""
+    return -(-nbytes // to) * to
+
+
+def fnv1a(text: str) -> int:
+    """Return the 64-bit FNV-1a hash of ``text`` as UTF-8."""
+    digest = 0xCBF29CE484222325
+    for byte in text.encode():
+        digest = ((digest ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    return digest
+
+
+def make_plan(shape: tuple[int, ...], n_bins: int, k: int, bits_per_bin: int) -> Plan:
+    """Return the cheapest way to send ``k`` of ``n_bins`` coefficients of a tensor.
+
+    Where no layout is smaller than the tensor itself in float32, the plan is to send that.
+    """
+    numel = math.prod(shape)
+    header = align(_FIXED.size + len(_encode_dims(shape)))
+    chosen = positions.cheapest(n_bins, k)
+    values_offset = header + align(chosen.nbytes, 8)
+    payload = values_offset + (k * bits_per_bin + 7) // 8
+    if payload - header >= 4 * numel:
+        return raw_plan(shape)
+    return Plan(shape, numel, chosen, header, values_offset, payload)
+
+
+def raw_plan(shape: tuple[int, ...]) -> Plan:
+    """Return the plan to send a tensor of ``shape`` as it is."""
+    numel = math.prod(shape)
+    header = align(_FIXED.size + len(_encode_dims(shape)))
+    chosen = Positions(Layout.RAW, numel, numel, 0, 0)
+    return Plan(shape, numel, chosen, header, header, header + 4 * numel)
+
+
+def dense_plan(shape: tuple[int, ...], body_nbytes: int) -> Plan:
+    """Return the plan of a tensor all of whose elements are in a body of ``body_nbytes``.
+
+    Where the body would be longer than the tensor in float32, the plan is to send that.
+    """
+    raw = raw_plan(shape)
+    if body_nbytes > 4 * raw.numel or not raw.numel:
+        return raw
+    everything = Positions(Layout.ALL, raw.numel, raw.numel, 0, 0)
+    header = raw.header_nbytes
+    return Plan(shape, raw.numel, everything, header, header, header + body_nbytes)
+
+
+def write_header(
+    payload: Array, plan: Plan, fingerprint: int, dtype: str, scale: float, finite: bool
+) -> None:
+    """Write the header of ``plan`` into the first bytes of ``payload``, uint8."""
+    dims = _encode_dims(plan.shape)
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        DTYPES.index(dtype),
+        0 if finite else _NOT_FINITE,
+        len(plan.shape),
+        plan.layout,
+        fingerprint,
+        plan.numel,
+        plan.k,
+        plan.payload_nbytes,
+        scale,
+        0,
+    )
+    header = bytearray((fixed + dims).ljust(plan.header_nbytes, b"\0"))
+    struct.pack_into("<I", header, _CRC_OFFSET, zlib.crc32(header))
+    payload[: plan.header_nbytes] = np.frombuffer(header, np.uint8)
+
+
+def read_header(payload: Array) -> Header:
+    """Return the header at the front of ``payload``, uint8 1-D, every field checked.
+
+    ``payload`` may be longer than the payload that the header describes.
+    """
+    if len(payload) < _FIXED.size:
+        raise PayloadError(
+            f"header is cut short: {len(payload)} bytes, at least {_FIXED.size} expected"
+        )
+    start = payload[: _FIXED.size + 10 * _MAX_DIMS].tobytes()
+    fields = _FIXED.unpack_from(start)
+    magic, version, dtype, flags, ndim, layout, fingerprint, numel, k, nbytes, scale, crc = fields
+    if magic != MAGIC:
+        raise PayloadError(f"header field 'magic' is {magic!r}, expected {MAGIC!r}: not a payload")
+    if version != VERSION:
+        raise PayloadError(
+            f"header field 'version' is {version}, expected {VERSION}; "
+            "install the same horovod_fftcomp on all ranks"
+        )
+    shape, end = _decode_dims(start, ndim)
+    header = bytearray(start[: align(end)])
+    header[_CRC_OFFSET : _CRC_OFFSET + 4] = bytes(4)
+    if len(header) < align(end) or zlib.crc32(header) != crc:
+        raise PayloadError("header field 'checksum' does not match: the payload is corrupt")
+    for name, found, bad in (
+        ("dtype", dtype, dtype >= len(DTYPES)),
+        ("flags", flags, flags > _NOT_FINITE),
+        ("layout", layout, layout > max(Layout)),
+        ("numel", numel, numel != math.prod(shape)),
+        ("k", k, k > 2 * numel + 8192),  # a transform pads to whole blocks
+        ("scale", scale, flags == 0 and not 0 <= scale < math.inf),
+        ("payload length", nbytes, nbytes < len(header)),
+    ):
+        if bad:
+            raise PayloadError(f"header field {name!r} is {found}, which no payload has")
+    finite = flags & _NOT_FINITE == 0
+    return Header(DTYPES[dtype], finite, layout, fingerprint, shape, k, nbytes, scale)
+
+
+def split_payloads(gathered: Array) -> Iterator[tuple[Header, Array]]:
+    """Yield header and bytes of each payload in a buffer; every one starts at ``ALIGNMENT``."""
+    offset = 0
+    while offset < len(gathered):
+        header = read_header(gathered[offset:])
+        nbytes = header.payload_nbytes
+        if offset + nbytes > len(gathered):
+            raise PayloadError(
+                f"header field 'payload length' is {nbytes}, "
+                f"but {len(gathered) - offset} bytes are left"
+            )
+        yield header, gathered[offset : offset + nbytes]
+        offset += align(nbytes)
+
+
+def _encode_dims(shape: tuple[int, ...]) -> bytes:
+    """Return the dimensions as variable-length integers: 7 bits a byte, low ones first."""
+    if len(shape) > _MAX_DIMS:
+        raise ValueError(f"a tensor of {len(shape)} dimensions; at most {_MAX_DIMS} can be sent")
+    out = bytearray()
+    for dim in shape:
+        while dim > 0x7F:
+            out.append(dim & 0x7F | 0x80)
+            dim >>= 7
+        out.append(dim)
+    return bytes(out)
+
+
+def _decode_dims(header: bytes, ndim: int) -> tuple[tuple[int, ...], int]:
+    """Return (shape, end of the dimensions in ``header``)."""
+    if ndim > _MAX_DIMS:
+        raise PayloadError(f"header field 'ndim' is {ndim}, at most {_MAX_DIMS} can be")
+    shape, offset = [], _FIXED.size
+    for _ in range(ndim):
+        dim, shift = 0, 0
+        while True:
+            if offset >= len(header) or shift > 63:
+                raise PayloadError("header field 'shape' is cut short or too large")
+            byte = header[offset]
+            offset += 1
+            dim |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+        shape.append(dim)
+    if math.prod(max(dim, 1) for dim in shape) >= 1 << 60:
+        raise PayloadError(f"header field 'shape' is {tuple(shape)}, which no memory holds")
+    return tuple(shape), offset
