@@ -35,7 +35,7 @@ from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.kernels import reference
 from horovod_fftcomp.schemes import Scheme, Tensor
-from horovod_fftcomp.schemes.allgather import Gather
+from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import BITS, CANDIDATES, TRANSFORMS, TRIAL_STEPS, Auto
 from horovod_fftcomp.simulation import exchange_once
 from horovod_fftcomp.torch import SimulatedLearners
@@ -79,7 +79,7 @@ def errors_of(steps: list[dict[str, np.ndarray]], ratio: float) -> dict[str, dic
         for bits in BITS:
             choice = 1 + CANDIDATES.index((transform, bits))
             codecs = {name: auto.codec(steps[0][name].shape, choice) for name in names}
-            schemes = {name: Gather(codec) for name, codec in codecs.items()}
+            schemes = {name: Allgather(codec) for name, codec in codecs.items()}
             tried["with_feedback"].append(left_by_ranks(ranks, schemes)[0])
             tried["without_feedback"].append(left_alone(ranks, codecs))
         for kind, errors in tried.items():

@@ -24,7 +24,7 @@ from horovod_fftcomp.cli.arguments import recipe_choices
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.advise import advice
-from horovod_fftcomp.tools.advise.cost_model import Compute, Message, Part, given_network
+from horovod_fftcomp.tools.advise.cost_model import Compute, Message, Transfer, given_network
 
 HERE = Path(__file__).resolve().parent
 RESULT, PAGE = HERE / "results" / "choosing.json", HERE.parent / "docs" / "choosing.md"
@@ -129,7 +129,7 @@ def options_of(model: Model, timed: Mapping[str, Any]) -> dict[str, advice.Optio
     found = {"none": advice.dense(model.tensors)}
     for recipe, one in timed[str(model.numel)].items():
         parts = [
-            Part(**part | {"messages": tuple(Message(*m) for m in part["messages"])})
+            Transfer(**part | {"messages": tuple(Message(*m) for m in part["messages"])})
             for part in one["parts"]
         ]
         found[recipe] = advice.Option(recipe, recipe, {}, parts, one["sent_nbytes"], 0.0)

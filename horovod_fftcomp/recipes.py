@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.adaptive_methods import AdaComp, Chooser, Strom, Wangni
-from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.dense_methods import (
     QSGD,
     DoReFa,
@@ -27,11 +27,11 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK, TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity
 from horovod_fftcomp.schemes import Scheme
-from horovod_fftcomp.schemes.allgather import AnyCodec, Gather
+from horovod_fftcomp.schemes.allgather import Allgather, AnyCodec
 from horovod_fftcomp.schemes.auto import Auto
-from horovod_fftcomp.schemes.bucket_scope import Joined
+from horovod_fftcomp.schemes.bucket_scope import BucketScope
 from horovod_fftcomp.schemes.clt_selection import ChunkWinners, Largest
-from horovod_fftcomp.schemes.common_index import Shared
+from horovod_fftcomp.schemes.common_index import CommonIndex
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.gtopk import GTopK
@@ -78,9 +78,9 @@ def _values(bits: int) -> Quantizer:
     return Float32() if bits == 32 else RangeFloat(bits)
 
 
-def _within(scope: _Scope, scheme: Gather | Shared) -> Scheme:
+def _within(scope: _Scope, scheme: Allgather | CommonIndex) -> Scheme:
     """Return what applies ``scheme`` to each tensor, each bucket, or all of the model at once."""
-    return scheme if scope == "tensor" else Joined(scheme, scope)
+    return scheme if scope == "tensor" else BucketScope(scheme, scope)
 
 
 def _none() -> Scheme:
@@ -92,7 +92,7 @@ def _fp16() -> Scheme:
 
 
 def _bf16() -> Scheme:
-    return Gather(Codec(Identity(), TopK(1.0), BFloat16()), error_feedback=False)
+    return Allgather(Codec(Identity(), TopK(1.0), BFloat16()), error_feedback=False)
 
 
 # The defaults send as many bytes as the papers' settings (density 0.01 in float32; 0.15 in 10 bits)
@@ -100,19 +100,21 @@ def _bf16() -> Scheme:
 def _topk(
     density: float = 0.038, bits: int = 4, error_feedback: bool = True, scope: _Scope = "tensor"
 ) -> Scheme:
-    return _within(scope, Gather(Codec(Identity(), TopK(density), _values(bits)), error_feedback))
+    return _within(
+        scope, Allgather(Codec(Identity(), TopK(density), _values(bits)), error_feedback)
+    )
 
 
 def _fft(
     density: float = 0.33, bits: int = 4, block: int = 64, error_feedback: bool = True
 ) -> Scheme:
-    return Gather(Codec(BlockFFT(block), TopK(density), _values(bits)), error_feedback)
+    return Allgather(Codec(BlockFFT(block), TopK(density), _values(bits)), error_feedback)
 
 
 def _dct(
     density: float = 0.3, bits: int = 4, block: int = 64, error_feedback: bool = True
 ) -> Scheme:
-    return Gather(Codec(BlockDCT(block), TopK(density), _values(bits)), error_feedback)
+    return Allgather(Codec(BlockDCT(block), TopK(density), _values(bits)), error_feedback)
 
 
 def _hard_threshold(
@@ -135,7 +137,7 @@ def _drawn(
     seed: int = 0,
 ) -> Scheme:
     drawn = selection(density, seed)
-    scheme = Shared(drawn, error_feedback, unbiased, collective=f"all{exchange}")
+    scheme = CommonIndex(drawn, error_feedback, unbiased, collective=f"all{exchange}")
     return _within(scope, scheme)
 
 
@@ -148,18 +150,18 @@ def _scalecom(
     scope: _Scope = "tensor",
 ) -> Scheme:
     choose = ChunkWinners if selector == "chunk" else Largest
-    return _within(scope, Shared(choose(density), error_feedback, beta=beta, bits=bits))
+    return _within(scope, CommonIndex(choose(density), error_feedback, beta=beta, bits=bits))
 
 
 def _demo(
     density: float = 0.03, bits: int = 4, block: int = 64, decay: float = 0.999, sign: bool = False
 ) -> Scheme:
     codec = Codec(BlockDCT(block), TopK(density), _values(bits))
-    return Gather(codec, decay=decay, sign=sign)
+    return Allgather(codec, decay=decay, sign=sign)
 
 
 def _elementwise(method: Method, seed: int = 0, **options: Any) -> Scheme:
-    return Gather(ElementCodec(method, seed), **options)
+    return Allgather(DenseCodec(method, seed), **options)
 
 
 def _qsgd(
@@ -206,7 +208,7 @@ def _signum(decay: float = 0.9) -> Scheme:
 
 
 def _chosen(method: Chooser, seed: int = 0, error_feedback: bool = True) -> Scheme:
-    return Gather(ChosenCodec(method, seed), error_feedback)
+    return Allgather(AdaptiveCodec(method, seed), error_feedback)
 
 
 # No threshold suits every model: this one only serves to try it out.
@@ -375,11 +377,11 @@ def get_codec(name: str, **options: object) -> AnyCodec:
     ``get_scheme`` does.
     """
     scheme = get_scheme(name, **options)
-    if isinstance(scheme, Joined):
+    if isinstance(scheme, BucketScope):
         scheme = scheme.scheme
     if isinstance(scheme, HardThreshold):
         return scheme.codec
-    if not isinstance(scheme, Gather):
+    if not isinstance(scheme, Allgather):
         raise ValueError(
             f"recipe {name!r} exchanges values by {' and '.join(scheme.rounds)} and has no "
             "payload to encode; use get_scheme or simulate"

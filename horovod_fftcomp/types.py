@@ -53,7 +53,7 @@ class Coding(NamedTuple):
     largest: int
 
 
-class Part(NamedTuple):
+class Body(NamedTuple):
     """A payload's body: bitmap, uint64 ``[ceil(n / 64)]``; packed codes, uint8; their coding."""
 
     bitmap: Array

@@ -10,27 +10,27 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, list_compressors, wire
-from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.adaptive_methods import AdaComp, Strom
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
-from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.dense_methods import QSGD, DoReFa, Natural, Sign
 from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes.allgather import Gather
-from horovod_fftcomp.schemes.common_index import Shared
-from horovod_fftcomp.types import Coding, Coefficients, Part
+from horovod_fftcomp.schemes.allgather import Allgather
+from horovod_fftcomp.schemes.common_index import CommonIndex
+from horovod_fftcomp.types import Body, Coding, Coefficients
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout
 
 ELEMENT_RECIPES = [
     name
     for name in list_compressors()
-    if isinstance(scheme := get_scheme(name), Gather) and isinstance(scheme.codec, ElementCodec)
+    if isinstance(scheme := get_scheme(name), Allgather) and isinstance(scheme.codec, DenseCodec)
 ]
-GATHER_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), Gather)]
-SHARED_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), Shared)]
+GATHER_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), Allgather)]
+SHARED_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), CommonIndex)]
 DRAWN_RECIPES = [name for name in SHARED_RECIPES if "seed" in RECIPES[name].options]
 
 # Codecs beyond the recipes' defaults: every layout of positions and the ends of every option.
@@ -134,29 +134,29 @@ def copied(coeffs: Coefficients) -> Coefficients:
 
 def ranked(kernels: ModuleType, codec: Codec, array: np.ndarray) -> Coefficients:
     """Return a copy of coefficients with what ``kernels`` say of them."""
-    if isinstance(codec, (ElementCodec, ChosenCodec)):
-        return kernels.add(array, None, 0)
+    if isinstance(codec, (DenseCodec, AdaptiveCodec)):
+        return kernels.add_residual(array, None, 0)
     if isinstance(codec.sparsifier, Threshold):
         key = int(np.float32(codec.sparsifier.value).view(np.uint32)) - 1
-        return kernels.rank(array.copy(), 0, 1)._replace(key=key, ties=0)
+        return kernels.topk_threshold(array.copy(), 0, 1)._replace(key=key, ties=0)
     k = codec.sparsifier.count(array.size)
     k = 0 if k == array.size else k
-    return kernels.rank(array.copy(), k, codec.transform.bins_per_block)
+    return kernels.topk_threshold(array.copy(), k, codec.transform.bins_per_block)
 
 
 def positions_chosen(
     kernels: ModuleType, array: np.ndarray, k: int, bins_per_block: int = 1
 ) -> list[int]:
     """Return the positions of the ``k`` largest coefficients, as ``kernels`` choose them."""
-    coeffs = kernels.rank(array, k, bins_per_block)
-    bitmap, _ = kernels.take(coeffs, bins_per_block, Float32().coding(1.0), False)
+    coeffs = kernels.topk_threshold(array, k, bins_per_block)
+    bitmap, _ = kernels.select_quantize_pack(coeffs, bins_per_block, Float32().coding(1.0), False)
     return load_backend("reference").positions_of(bitmap).tolist()
 
 
 def quantize(kernels: ModuleType, values: np.ndarray, coding: Coding) -> np.ndarray:
     """Return the code of every value, as ``kernels`` write them."""
-    everything = Coefficients(values, kernels.peak_bits(values), 0, values.size)
-    bitmap, packed = kernels.take(everything, 1, coding, False)
+    everything = Coefficients(values, kernels.max_abs_bits(values), 0, values.size)
+    bitmap, packed = kernels.select_quantize_pack(everything, 1, coding, False)
     assert load_backend("reference").positions_of(bitmap).size == values.size
     return load_backend("reference").unpack_bits(packed, values.size, coding.bits)
 
@@ -165,7 +165,7 @@ def dequantize(kernels: ModuleType, codes: np.ndarray, coding: Coding) -> np.nda
     """Return the value of every code, as ``kernels`` read them."""
     reference = load_backend("reference")
     everywhere = reference.bitmap_of(np.arange(codes.size), codes.size)
-    part = Part(everywhere, reference.pack_bits(codes, coding.bits), coding)
+    part = Body(everywhere, reference.pack_bits(codes, coding.bits), coding)
     return kernels.sum_values([part], codes.size, False)
 
 
@@ -198,9 +198,9 @@ def check_round_trip(codec: Codec, x: np.ndarray, backend: str) -> None:
     assert decoded.shape == x.shape
     assert decoded.dtype == x.dtype
     assert np.isfinite(decoded.astype(np.float64)).all()
-    if isinstance(codec, ElementCodec):
+    if isinstance(codec, DenseCodec):
         check_element_error(codec, plan, x, decoded)
-    elif isinstance(codec, ChosenCodec):
+    elif isinstance(codec, AdaptiveCodec):
         check_choice(codec, x, decoded)
     elif isinstance(codec.sparsifier, Threshold):
         check_threshold(codec, x, decoded)
@@ -221,7 +221,7 @@ def check_threshold(codec: Codec, x: np.ndarray, decoded: np.ndarray) -> None:
     assert (arrived[np.abs(wanted) < codec.sparsifier.value] == 0).all() or x.size * 4 <= 64
 
 
-def check_choice(codec: ChosenCodec, x: np.ndarray, decoded: np.ndarray) -> None:
+def check_choice(codec: AdaptiveCodec, x: np.ndarray, decoded: np.ndarray) -> None:
     """What arrives is what the formulas say; of a draw, one of the two values that it can be."""
     with np.errstate(over="ignore"):
         wanted = x.astype(np.float32).astype(np.float64).ravel()
@@ -249,9 +249,7 @@ def check_choice(codec: ChosenCodec, x: np.ndarray, decoded: np.ndarray) -> None
     np.testing.assert_allclose(arrived, expected, rtol=rounding, atol=1e-44)
 
 
-def check_element_error(
-    codec: ElementCodec, plan: Plan, x: np.ndarray, decoded: np.ndarray
-) -> None:
+def check_element_error(codec: DenseCodec, plan: Plan, x: np.ndarray, decoded: np.ndarray) -> None:
     """No error is larger than the method allows for a single element."""
     wanted, arrived = x.astype(np.float64).ravel(), decoded.astype(np.float64).ravel()
     peak, error = np.abs(wanted).max(initial=0), np.abs(wanted - arrived)

@@ -20,7 +20,14 @@ from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import gradient_files
 from horovod_fftcomp.tools.advise import advice
 from horovod_fftcomp.tools.advise.advice import Forecast, Option
-from horovod_fftcomp.tools.advise.cost_model import Compute, Line, Message, Network, Part, StepTime
+from horovod_fftcomp.tools.advise.cost_model import (
+    Compute,
+    Line,
+    Message,
+    Network,
+    StepTime,
+    Transfer,
+)
 from horovod_fftcomp.tools.advise.cost_model import step_time as forecast_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -265,7 +272,7 @@ def test_a_gain_within_the_accuracy_of_the_forecast_is_no_clear_one():
 
 def test_a_forecast_is_as_uncertain_as_what_it_was_made_of():
     network = Network(Line(1e-4, 1e-9), Line(1e-4, 1e-9))
-    parts = [Part(1.0, (Message("allreduce", 10_000_000),), 0.01, 0.01)]
+    parts = [Transfer(1.0, (Message("allreduce", 10_000_000),), 0.01, 0.01)]
     option = Option("x", "x", {}, parts, 10_000_000, 0.0, spread=0.5)
     [usual] = advice.forecasts([option], Compute(0.1), network, 2)
     assert usual.error == advice.ACCURACY == 0.2
@@ -304,7 +311,7 @@ def test_one_that_loses_less_but_saves_too_little_takes_no_place():
 
 def test_an_option_may_have_a_computation_of_its_own():
     network = Network(Line(1e-4, 1e-9), Line(1e-4, 1e-9))
-    option = Option("x", "x", {}, [Part(1.0, (Message("allreduce", 4000),))], 4000, 0.0)
+    option = Option("x", "x", {}, [Transfer(1.0, (Message("allreduce", 4000),))], 4000, 0.0)
     others = option._replace(compute=Compute(0.01))
     usual, own = advice.forecasts([option, others], Compute(0.08), network, 2)
     assert usual.time.total_s - own.time.total_s == pytest.approx(0.07)
@@ -313,7 +320,7 @@ def test_an_option_may_have_a_computation_of_its_own():
 @pytest.mark.parametrize("spare_core", [False, True])
 def test_the_computation_that_explains_a_measured_step(spare_core):
     network = Network(Line(1e-4, 1e-9), Line(1e-4, 1e-9))
-    parts = [Part(s, (Message("allreduce", 4000),), 0.002, 0.001) for s in (0.3, 1.0)]
+    parts = [Transfer(s, (Message("allreduce", 4000),), 0.002, 0.001) for s in (0.3, 1.0)]
     option = Option("x", "x", {}, parts, 8000, 0.0)
     truth = Compute(0.08, spare_core)
     step_s = forecast_step(truth, parts, network, 4).total_s

@@ -18,7 +18,7 @@ from horovod_fftcomp.cli.arguments import numels, recipe_choices
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.recipes import get_codec, get_scheme
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.schemes.allgather import Gather
+from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.tools import gradient_files
 from horovod_fftcomp.tools.bench import RecipeSession, added, measure, memcpy, n_ticks, peers
 from horovod_fftcomp.tools.bench.measurement import entropy_bits
@@ -373,7 +373,7 @@ def test_sums_leave_out_what_one_of_them_lacks():
     rows = []
     for options in ({}, {"error_feedback": False}):
         session = RecipeSession("topk", "topk", options, tensor, history.steps[0])
-        assert isinstance(get_scheme("topk", **options), Gather)
+        assert isinstance(get_scheme("topk", **options), Allgather)
         rows += measure(history, [session], 1, lambda: None)
     assert rows[0].feedback_s is not None
     assert added(rows).feedback_s is None

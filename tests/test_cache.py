@@ -15,7 +15,7 @@ import hashlib
 import numpy as np
 import horovod_fftcomp as hfc
 from horovod_fftcomp.kernels import threads
-from horovod_fftcomp.schemes.allgather import Gather
+from horovod_fftcomp.schemes.allgather import Allgather
 
 digest = hashlib.sha256()
 for n_threads in (1, 2):
@@ -23,7 +23,7 @@ for n_threads in (1, 2):
     for recipe in ("topk", "fft", "hard_threshold", "qsgd", "powersgd", "sketchsgd"):
         for n in (5000, 300_000):
             grads = np.random.default_rng(n).standard_normal((2, 2, n)).astype(np.float32)
-            if isinstance(hfc.get_scheme(recipe), Gather):
+            if isinstance(hfc.get_scheme(recipe), Allgather):
                 codec = hfc.get_codec(recipe)
                 payload = codec.encode(grads[0, 0])
                 from_file = np.frombuffer(payload.tobytes(), np.uint8)

@@ -13,7 +13,7 @@ from horovod_fftcomp.tools.advise.cost_model import (
     Line,
     Message,
     Network,
-    Part,
+    Transfer,
     crossover,
     fitted_network,
     free_codecs,
@@ -126,7 +126,8 @@ def test_bad_numbers_are_refused(bad):
 
 def gathers(n_parts=10, nbytes=100_000, **times):
     return [
-        Part((i + 1) / n_parts, (Message("allgather", nbytes),), **times) for i in range(n_parts)
+        Transfer((i + 1) / n_parts, (Message("allgather", nbytes),), **times)
+        for i in range(n_parts)
     ]
 
 
@@ -150,7 +151,7 @@ def test_a_slow_network_hides_all_of_the_backward_pass_it_can():
 
 
 def test_messages_that_wait_go_as_one():
-    many = [Part(1.0, (Message("allreduce", 1000),)) for _ in range(50)]
+    many = [Transfer(1.0, (Message("allreduce", 1000),)) for _ in range(50)]
     found = step_time(Compute(0.1), many, NETWORK, 2)
     assert found.exchange_s == pytest.approx(NETWORK.seconds(Message("allreduce", 50_000), 2))
 
@@ -162,7 +163,7 @@ def test_sums_of_another_dtype_have_times_of_their_own():
     assert found.seconds(Message("allreduce", 500), 2) == pytest.approx(1e-3)
     assert found.seconds(Message("allreduce", 500, "float16"), 2) == pytest.approx(1e-2)
     assert found.reduce.beta_s < 1e-9  # the others do not count
-    parts = [Part(1.0, (Message("allreduce", 500, dtype),)) for dtype in ("float16", "float32")]
+    parts = [Transfer(1.0, (Message("allreduce", 500, dtype),)) for dtype in ("float16", "float32")]
     assert step_time(Compute(0.1), parts, found, 2).exchange_s == pytest.approx(11e-3)
 
 
@@ -186,7 +187,7 @@ def test_decoding_costs_for_each_rank_and_waits_for_the_backward_pass():
 
 
 def test_rounds_follow_one_another():
-    part = Part(1.0, (Message("broadcast", 1000), Message("allreduce", 50_000)))
+    part = Transfer(1.0, (Message("broadcast", 1000), Message("allreduce", 50_000)))
     found = step_time(Compute(0.1), [part], NETWORK, 4)
     expected = sum(NETWORK.seconds(message, 4) for message in part.messages)
     assert found.exchange_s == pytest.approx(expected)

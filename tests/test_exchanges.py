@@ -17,7 +17,7 @@ import pytest
 from horovod_fftcomp import get_scheme, list_compressors
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.overlap import Exchanges, Place
+from horovod_fftcomp.engine.overlap import Slot, StepPipeline
 from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.schemes import Outcome, Round, Scheme, Tensor
 from horovod_fftcomp.simulation import InProcessWorld, exchange_once
@@ -25,9 +25,9 @@ from horovod_fftcomp.simulation import InProcessWorld, exchange_once
 TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]
 SIZES = {"a": 2000, "b": 3, "c": 1001}
 PLACES = [
-    (place, tensor.name)
+    (slot, tensor.name)
     for bucket, tensors in enumerate(TENSORS)
-    for place, tensor in ((Place(bucket, i), t) for i, t in enumerate(tensors))
+    for slot, tensor in ((Slot(bucket, i), t) for i, t in enumerate(tensors))
 ]
 
 
@@ -127,7 +127,7 @@ def alone(scheme):
         sent.append((bucket, number))
         return send(round_, bucket, number)
 
-    return Exchanges(engine_of(scheme), noting, timeout_s=100), sent
+    return StepPipeline(engine_of(scheme), noting, timeout_s=100), sent
 
 
 def grads_of(seed):
@@ -135,13 +135,13 @@ def grads_of(seed):
     return {name: rng.standard_normal(n).astype(np.float32) for name, n in SIZES.items()}
 
 
-def run_step(exchanges, grads, order=PLACES):
-    for place, name in order:
-        exchanges.note_gradient()
-        exchanges.add(place, grads[name])
-        exchanges.advance()
-    exchanges.finish()
-    engine = exchanges._engine
+def run_step(pipeline, grads, order=PLACES):
+    for slot, name in order:
+        pipeline.note_gradient()
+        pipeline.add(slot, grads[name])
+        pipeline.advance()
+    pipeline.finish()
+    engine = pipeline._engine
     sums = [array.tobytes() for bucket in range(len(TENSORS)) for array in engine.sums(bucket)]
     engine.settle()
     return sums
@@ -182,9 +182,9 @@ def test_a_worker_changes_no_byte(scheme):
     engines = [engine_of(scheme, rank, 2) for rank in range(2)]
 
     def train(rank):
-        exchanges = Exchanges(engines[rank], network.sender(rank), timeout_s=100)
+        pipeline = StepPipeline(engines[rank], network.sender(rank), timeout_s=100)
         return [
-            run_step(exchanges, grads_of((step, rank)), PLACES if rank else PLACES[::-1])
+            run_step(pipeline, grads_of((step, rank)), PLACES if rank else PLACES[::-1])
             for step in range(3)
         ]
 
@@ -199,40 +199,40 @@ def test_a_worker_changes_no_byte(scheme):
 
 def test_gradients_are_taken_while_an_encoding_is_under_way():
     scheme = Gated()
-    exchanges, sent = alone(scheme)
+    pipeline, sent = alone(scheme)
     grads = grads_of(0)
-    for place, name in PLACES:
-        exchanges.add(place, grads[name])
-        exchanges.advance()
+    for slot, name in PLACES:
+        pipeline.add(slot, grads[name])
+        pipeline.advance()
     wait_until(lambda: scheme.begun)
     assert scheme.begun == ["a"]  # one after the other
     assert sent == []
     assert threading.current_thread() not in scheme.threads
     scheme.gate.set()
-    wait_until(lambda: exchanges.advance() or len(sent) == 2)
+    wait_until(lambda: pipeline.advance() or len(sent) == 2)
     assert sent == [(0, 0), (1, 0)]
-    exchanges.finish()
-    assert exchanges._engine.sums(1)[0].tobytes() == grads["c"].tobytes()
+    pipeline.finish()
+    assert pipeline._engine.sums(1)[0].tobytes() == grads["c"].tobytes()
 
 
 def test_later_rounds_are_sent_before_the_step_is_finished():
-    exchanges, sent = alone(Shifted())
+    pipeline, sent = alone(Shifted())
     grads = grads_of(0)
-    for place, name in PLACES:
-        exchanges.add(place, grads[name])
-    wait_until(lambda: exchanges.advance() or len(sent) == 4)
+    for slot, name in PLACES:
+        pipeline.add(slot, grads[name])
+    wait_until(lambda: pipeline.advance() or len(sent) == 4)
     assert sorted(sent) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    exchanges.finish()
+    pipeline.finish()
     assert len(sent) == 4
-    np.testing.assert_allclose(exchanges._engine.sums(1)[0], grads["c"] - grads["c"].mean())
+    np.testing.assert_allclose(pipeline._engine.sums(1)[0], grads["c"] - grads["c"].mean())
 
 
 def test_zeros_are_sent_for_what_is_missing_and_empty_buckets_are_left_out():
-    exchanges, sent = alone(get_scheme("topk", density=1.0, bits=32))
+    pipeline, sent = alone(get_scheme("topk", density=1.0, bits=32))
     grads = grads_of(0)
-    exchanges.add(PLACES[0][0], grads["a"])
-    exchanges.finish()
-    a, b = exchanges._engine.sums(0)
+    pipeline.add(PLACES[0][0], grads["a"])
+    pipeline.finish()
+    a, b = pipeline._engine.sums(0)
     assert a.tobytes() == grads["a"].tobytes()
     assert not b.any()
     assert sent == [(0, 0)]
@@ -241,22 +241,22 @@ def test_zeros_are_sent_for_what_is_missing_and_empty_buckets_are_left_out():
 @pytest.mark.parametrize("error", [TypeError("no float16 here"), KeyError("w"), MemoryError("1")])
 def test_an_error_in_the_worker_comes_out_of_finish_as_it_was(error):
     scheme = Gated(error=error, seconds=0)
-    exchanges, sent = alone(scheme)
+    pipeline, sent = alone(scheme)
     grads = grads_of(0)
-    for place, name in PLACES:
-        exchanges.add(place, grads[name])
+    for slot, name in PLACES:
+        pipeline.add(slot, grads[name])
     wait_until(lambda: len(scheme.begun) == 2)
-    exchanges.advance()
+    pipeline.advance()
     with pytest.raises(type(error)) as caught:
-        exchanges.finish()
+        pipeline.finish()
     assert caught.value is error
     assert sent == []
     with pytest.raises(ValueError, match="under way"):
-        exchanges._engine.settle()
+        pipeline._engine.settle()
     scheme.error = None
-    exchanges.abandon()
-    exchanges._engine.abandon()
-    assert run_step(exchanges, grads) == [grads[name].tobytes() for name in "abc"]
+    pipeline.abandon()
+    pipeline._engine.abandon()
+    assert run_step(pipeline, grads) == [grads[name].tobytes() for name in "abc"]
 
 
 def test_an_error_in_a_later_round_comes_out_too():
@@ -265,41 +265,41 @@ def test_an_error_in_a_later_round_comes_out_too():
             yield Round("allreduce", np.ones(1, np.float32))
             raise RuntimeError("second round of " + tensors[0].name)
 
-    exchanges, _ = alone(Breaking())
+    pipeline, _ = alone(Breaking())
     with pytest.raises(RuntimeError, match=r"second round of [ac]"):
-        run_step(exchanges, grads_of(0))
+        run_step(pipeline, grads_of(0))
 
 
 def test_abandoning_drops_what_waits_and_waits_for_what_runs():
     scheme = Gated()
-    exchanges, sent = alone(scheme)
+    pipeline, sent = alone(scheme)
     grads = grads_of(0)
-    for place, name in PLACES:
-        exchanges.add(place, grads[name])
+    for slot, name in PLACES:
+        pipeline.add(slot, grads[name])
     wait_until(lambda: scheme.begun)
     opener = threading.Timer(0.1, scheme.gate.set)
     opener.start()
-    exchanges.abandon()
+    pipeline.abandon()
     assert scheme.gate.is_set()
     assert scheme.begun == ["a"]
-    exchanges._engine.abandon()
-    assert run_step(exchanges, grads) == [grads[name].tobytes() for name in "abc"]
+    pipeline._engine.abandon()
+    assert run_step(pipeline, grads) == [grads[name].tobytes() for name in "abc"]
     assert sent == [(0, 0), (1, 0)]
     opener.join()
 
 
 def test_what_is_hidden_and_what_is_waited_for_are_measured():
-    exchanges, sent = alone(Gated(seconds=0.4))
+    pipeline, sent = alone(Gated(seconds=0.4))
     grads = grads_of(0)
-    for place, name in PLACES[:2]:
-        exchanges.note_gradient()
-        exchanges.add(place, grads[name])
-    wait_until(lambda: exchanges.advance() or sent)  # as long as backward goes on
-    exchanges.note_gradient()
-    exchanges.add(*PLACES[2][:1], grads["c"])
-    exchanges.finish()
-    encode_s = exchanges._engine.costs.encode_s
-    hidden_s, wait_s = exchanges.encode_hidden_s, exchanges.encode_wait_s
+    for slot, name in PLACES[:2]:
+        pipeline.note_gradient()
+        pipeline.add(slot, grads[name])
+    wait_until(lambda: pipeline.advance() or sent)  # as long as backward goes on
+    pipeline.note_gradient()
+    pipeline.add(*PLACES[2][:1], grads["c"])
+    pipeline.finish()
+    encode_s = pipeline._engine.costs.encode_s
+    hidden_s, wait_s = pipeline.encode_hidden_s, pipeline.encode_wait_s
     assert encode_s > 0.8
     assert min(hidden_s, wait_s) > 0.3
     assert hidden_s + wait_s == pytest.approx(encode_s, rel=0.3)
@@ -307,12 +307,12 @@ def test_what_is_hidden_and_what_is_waited_for_are_measured():
 
 def test_the_thread_ends_with_its_exchanges():
     before = set(threading.enumerate())
-    exchanges, _ = alone(get_scheme("topk"))
+    pipeline, _ = alone(get_scheme("topk"))
     assert set(threading.enumerate()) <= before  # none before there is work
-    run_step(exchanges, grads_of(0))
+    run_step(pipeline, grads_of(0))
     [thread] = set(threading.enumerate()) - before
     assert thread.name.startswith("fftcomp-encode")
-    del exchanges
+    del pipeline
     gc.collect()
     thread.join(20)
     assert not thread.is_alive()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
-from horovod_fftcomp.wire.counter_rng import Place
+from horovod_fftcomp.wire.counter_rng import RngKey
 from tests.contracts import CODECS, make_codec, ranked
 from tests.make_golden import FOLDER, SHAPE, make
 
@@ -19,7 +19,9 @@ def test_payloads_equal_the_golden_ones(key, backend):
     assert coeffs.tobytes() == make(key)["coeffs"].tobytes()
     kernels = load_backend(backend)
     whole = ranked(kernels, make_codec(key), coeffs)
-    encoded = make_codec(key).encode_coeffs(whole, SHAPE, kernels=kernels, place=Place(5, "w", 3))
+    encoded = make_codec(key).encode_coeffs(
+        whole, SHAPE, kernels=kernels, rng_key=RngKey(5, "w", 3)
+    )
     assert encoded.payload.tobytes() == payload.tobytes()
     assert encoded.residual.tobytes() == residual.tobytes()
     decoded = make_codec(key).decode(payload, backend=backend)

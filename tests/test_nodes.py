@@ -13,7 +13,7 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.schemes.hierarchical import Layout
+from horovod_fftcomp.schemes.hierarchical import NodeLayout
 from horovod_fftcomp.simulation import exchange_once
 from tests import payloads
 
@@ -96,9 +96,9 @@ def test_buckets_have_leaders_of_their_own_and_groups_are_told_once():
     assert sum(sent) == 2 * 12 * one
     inside = [engine.costs.inside_nbytes for engine in those]
     assert sum(inside) == 12 * (6 * 8000 + 2 * 8000)
-    layout = Layout(3, 7)
+    layout = NodeLayout(3, 7)
     assert list(layout.groups()) == [(0, 1, 2), (3, 4, 5), (0, 3, 6)]
-    assert list(Layout(4, 3).groups()) == [(0, 1, 2)]
+    assert list(NodeLayout(4, 3).groups()) == [(0, 1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_tensor_that_is_frozen_everywhere_keeps_its_residual():
 
 def test_a_gradient_counts_where_the_leaders_is_frozen():
     those = engines(4, 2, density=1.0, bits=32)
-    leaders = Layout(2, 4).leaders([Tensor("a", SHAPE)])
+    leaders = NodeLayout(2, 4).leaders([Tensor("a", SHAPE)])
     grads = gradients(4)[0]
     [total] = step(those, [[None if rank in leaders else grads[rank]] for rank in range(4)])
     rest = [rank for rank in range(4) if rank not in leaders]
@@ -166,7 +166,7 @@ def test_what_leaders_alone_know_is_found_again():
     names = ("a", "b", "c", "d")
     straight, saved_by = engines(4, 2, "powersgd", names), engines(4, 2, "powersgd", names)
     steps = [[[g] * 4 for g in grad] for grad in gradients(4, 4)]
-    leaders = {Layout(2, 4).leaders([Tensor(name, SHAPE)]) for name in names}
+    leaders = {NodeLayout(2, 4).leaders([Tensor(name, SHAPE)]) for name in names}
     assert len(leaders) == 2
     for grads in steps[:2]:
         step(straight, grads)

@@ -58,7 +58,9 @@ def by_the_paper(step_grads, rank, right):
 @pytest.mark.parametrize("rank", [1, 4, 10])
 def test_steps_are_those_of_the_paper(ranks, rank):
     grads = normal(5, ranks, *SHAPE)
-    right = counter_rng.even(0, 0, "w", SHAPE[1] * rank).reshape(SHAPE[1], rank).astype(np.float64)
+    right = (
+        counter_rng.uniform(0, 0, "w", SHAPE[1] * rank).reshape(SHAPE[1], rank).astype(np.float64)
+    )
     engines = engines_of(ranks, rank=rank)
     for step, (mean, residual) in zip(grads, by_the_paper(grads, rank, right), strict=True):
         np.testing.assert_allclose(mean_of(engines, step), mean, atol=2e-4)
@@ -222,9 +224,9 @@ def test_columns_are_orthonormal_even_where_they_depend():
 
 
 def test_draws_are_even_and_the_same_everywhere():
-    found = counter_rng.even(42, 0, "layer1.weight", 4)
+    found = counter_rng.uniform(42, 0, "layer1.weight", 4)
     numbers = [counter_rng.draw(42, 0, "layer1.weight", place) for place in range(4)]
     assert found.tolist() == [(number >> 40) * 2.0**-23 - 1 for number in numbers]
-    many = counter_rng.even(1, 2, "w", 100_000)
+    many = counter_rng.uniform(1, 2, "w", 100_000)
     assert -1 <= many.min() < -0.999 < 0.999 < many.max() < 1
     assert abs(many.mean()) < 4 * (1 / 3 / 100_000) ** 0.5

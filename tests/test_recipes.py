@@ -15,16 +15,16 @@ from horovod_fftcomp.codec import (
     sparsifiers,
     transforms,
 )
-from horovod_fftcomp.codec.adaptive import ChosenCodec
-from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.engine.buckets import is_compressed, make_buckets
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor, clt_selection
-from horovod_fftcomp.schemes.allgather import Gather
+from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import Auto
-from horovod_fftcomp.schemes.common_index import Shared
+from horovod_fftcomp.schemes.common_index import CommonIndex
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.gtopk import GTopK
@@ -54,7 +54,16 @@ def test_repr_rebuilds_the_scheme(name):
              for cls in vars(module).values() if dataclasses.is_dataclass(cls)}  # fmt: skip
     names |= {
         cls.__name__: cls
-        for cls in (Auto, ChosenCodec, Codec, Dense, ElementCodec, Gather, HardThreshold, Shared)
+        for cls in (
+            Auto,
+            AdaptiveCodec,
+            Codec,
+            Dense,
+            DenseCodec,
+            Allgather,
+            HardThreshold,
+            CommonIndex,
+        )
     }
     names |= {
         cls.__name__: cls for cls in (Dgc, GTopK, MomentumCorrection, PowerSgd, SketchSgd, SparCml)
@@ -71,14 +80,14 @@ def test_every_stage_is_in_some_recipe():
                 continue  # bits or packings of their own
             if set(options) <= set(RECIPES[name].options):
                 scheme = get_scheme(name, **options)
-                if isinstance(scheme, Gather) and not isinstance(scheme.codec, Codec):
+                if isinstance(scheme, Allgather) and not isinstance(scheme.codec, Codec):
                     used.add(type(scheme.codec.method))
-                elif isinstance(scheme, Gather):
+                elif isinstance(scheme, Allgather):
                     codec = scheme.codec
                     used |= {type(codec.transform), type(codec.sparsifier), type(codec.quantizer)}
                 elif isinstance(scheme, HardThreshold):
                     used.add(Threshold)
-                elif isinstance(scheme, Shared):
+                elif isinstance(scheme, CommonIndex):
                     used.add(type(scheme.selection))
     stages = {
         cls

@@ -28,7 +28,7 @@ def hashes(rows=5, step=0):
 
 
 def sketch_of(values, drawn, columns, kernels=cpu):
-    return kernels.sketch(values, drawn, columns, cpu.peak_bits(values))
+    return kernels.sketch(values, drawn, columns, cpu.max_abs_bits(values))
 
 
 def test_sketches_add_up():

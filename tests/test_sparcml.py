@@ -13,7 +13,7 @@ from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.schemes.sparcml import SUMS, merge, merge_all
-from horovod_fftcomp.types import Part
+from horovod_fftcomp.types import Body
 from horovod_fftcomp.wire.positions import Layout, first_ones
 
 TENSORS = [Tensor("w", (60, 100)), Tensor("v", (7, 11, 13)), Tensor("none", (0,))]
@@ -192,7 +192,7 @@ def test_messages_that_cannot_be_are_refused():
 
 def part_of(values, places, n):
     bitmap = load_backend("reference").bitmap_of(places, n)
-    return Part(
+    return Body(
         bitmap, values.view(np.uint8), Float32().coding(float(np.abs(values).max(initial=0)))
     )
 
@@ -207,21 +207,21 @@ def test_merged_values_are_those_of_the_definition(n, shares):
         values[::5] = -0.0
         parts.append(part_of(values, places, n))
         whole[places] += values
-    found = [load_backend(name).merge(*parts).tobytes() for name in BACKENDS]
+    found = [load_backend(name).sum_sparse(*parts).tobytes() for name in BACKENDS]
     assert found[0] == found[1]
     union = load_backend("cpu").positions_of(parts[0].bitmap | parts[1].bitmap)
     assert found[0] == whole[union].astype(np.float32).tobytes()
-    backwards = load_backend("cpu").merge(*parts[::-1])
+    backwards = load_backend("cpu").sum_sparse(*parts[::-1])
     assert backwards.tobytes() == found[0]
 
 
 def test_values_of_whole_tensors_merge_as_well():
     everything = first_ones(130, 130)
     parts = [
-        Part(everything, normal(130, seed=s).view(np.uint8), Float32().coding(9)) for s in (1, 2)
+        Body(everything, normal(130, seed=s).view(np.uint8), Float32().coding(9)) for s in (1, 2)
     ]
     for name in BACKENDS:
-        merged = load_backend(name).merge(*parts)
+        merged = load_backend(name).sum_sparse(*parts)
         assert merged.tobytes() == (normal(130, seed=1) + normal(130, seed=2)).tobytes()
 
 

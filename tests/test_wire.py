@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from horovod_fftcomp import PayloadError, get_codec, wire
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.quantizers import Float32, RangeFloat
-from horovod_fftcomp.types import Part
+from horovod_fftcomp.types import Body
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.positions import Layout
 
@@ -43,8 +43,8 @@ def test_backends_pack_any_width_alike(bits):
     for values in (x, x.view(np.complex64)):
         made, totals = [], []
         for name in BACKENDS:
-            coeffs = load_backend(name).rank(values.copy(), 600, 1)
-            part = Part(*load_backend(name).take(coeffs, 1, coding, True), coding)
+            coeffs = load_backend(name).topk_threshold(values.copy(), 600, 1)
+            part = Body(*load_backend(name).select_quantize_pack(coeffs, 1, coding, True), coding)
             made.append(part.bitmap.tobytes() + part.packed.tobytes() + coeffs.array.tobytes())
             for backend in BACKENDS:
                 sums = load_backend(backend).sum_values([part], values.size, values is not x)

@@ -22,7 +22,7 @@ from horovod_fftcomp.adapter.watch import Watch
 from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.buckets import Bucket, make_buckets
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.overlap import Place
+from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.engine.policy import Scheduled, check_rules, unmatched
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.monitor.density_recovery import Recovery
@@ -34,7 +34,7 @@ from horovod_fftcomp.schemes import Tensor
 _numbers = itertools.count()
 
 
-class Steps(Protocol):
+class StepDriver(Protocol):
     """The course of an adapter's steps; what it has counted since the start."""
 
     count: int
@@ -71,7 +71,7 @@ class Compressor:
 
     _engine: Engine
     _connection: Connection
-    _steps: Steps
+    _steps: StepDriver
     _parameters: Replicas
     _tensors: Sequence[Tensor]
     _dtypes: Sequence[str]
@@ -286,11 +286,11 @@ class Compressor:
         return lost
 
     def __repr__(self) -> str:
-        places, density = self._places, self._policy.density(self._engine.step)
+        slots, density = self._slots, self._policy.density(self._engine.step)
         now = "" if density is None else f"density {density:g} now, "
         return (
             f"Compression.{self._policy.written()}: {now}{len(self._buckets)} buckets, "
-            f"{sum(p is None for p in places)} of {len(places)} tensors dense"
+            f"{sum(slot is None for slot in slots)} of {len(slots)} tensors dense"
         )
 
     def __reduce__(self) -> Any:
@@ -316,19 +316,19 @@ class Compressor:
         return self._engine.buckets
 
     @property
-    def _places(self) -> list[Place | None]:
-        return places_in(self._buckets, [tensor.name for tensor in self._tensors])
+    def _slots(self) -> list[Slot | None]:
+        return slots_in(self._buckets, [tensor.name for tensor in self._tensors])
 
     def _facts(self) -> dict[str, Any]:
         """Return what has to be the same on all ranks, for the handshake."""
-        places = self._places
-        layout = list(zip(self._tensors, self._dtypes, places, strict=True))
+        slots = self._slots
+        layout = list(zip(self._tensors, self._dtypes, slots, strict=True))
         ruled = [bucket.policy.facts() for bucket in self._buckets if bucket.ruled]
         return {
             **self._policy.facts(),
             "rules' policies (hash)": f"{wire.fnv1a(str(ruled)):x}",
             "number of tensors": len(layout),
-            "compressed tensors": sum(place is not None for place in places),
+            "compressed tensors": sum(slot is not None for slot in slots),
             "buckets": len(self._buckets),
             "names, shapes, dtypes and order of the tensors (hash)": f"{wire.fnv1a(str(layout)):x}",
             # Their sums may differ in the last bits, which ranks must not.
@@ -403,11 +403,11 @@ class Compressor:
         return None if scalars is None else scalars.add_scalar
 
 
-def places_in(buckets: Sequence[Bucket], names: Sequence[str]) -> list[Place | None]:
+def slots_in(buckets: Sequence[Bucket], names: Sequence[str]) -> list[Slot | None]:
     """Return the place of each named tensor; None if it lies in no bucket."""
-    places: Mapping[str, Place] = {
-        tensor.name: Place(number, index)
+    slots: Mapping[str, Slot] = {
+        tensor.name: Slot(number, index)
         for number, bucket in enumerate(buckets)
         for index, tensor in enumerate(bucket.tensors)
     }
-    return [places.get(name) for name in names]
+    return [slots.get(name) for name in names]

@@ -107,7 +107,7 @@ class Connection:
         """Forget a roll call under way, and compare configurations again."""
         self._handshake, self._roll_call = None, None
         self.is_up = False
-        self.watch.part()
+        self.watch.leave()
         _unconnected.add(self)
 
     def connect(self, facts: Callable[[], dict[str, Any]], optimizers: Any | None) -> None:
@@ -156,12 +156,12 @@ class Connection:
             first = self._handshake.compare(self._timeout_s)
         finally:
             self.watch.calls("")
-        self.watch.meet(first, self._set.rank(), self._set.ranks)
+        self.watch.join_ranks(first, self._set.rank(), self._set.ranks)
         self._groups = self._groups or self._make_groups()
         self.is_up, self._handshake = True, None
         _unconnected.discard(self)
 
-    def call_roll(self) -> None:
+    def barrier(self) -> None:
         """Ask whether all ranks have begun this step: an allgather without one crashes Horovod.
 
         A rank that has left by ``hvd.join`` takes part in allreduces alone, with zeros.
@@ -184,7 +184,7 @@ class Connection:
         if present[0] != size_of(self._set):
             raise UnsupportedError(JOINED)
 
-    def part(self) -> None:
+    def leave_together(self) -> None:
         """Wait, where some ranks exchange without the others, until all have ended their step.
 
         A rank that leaves the job before would take Horovod from those that have not.
@@ -210,6 +210,6 @@ class Connection:
 
     def recount(self) -> None:
         """Count from 0 again, as ranks do that are new after an elastic reset."""
-        self.watch.part()
+        self.watch.leave()
         self._epoch = 0
         self._agreements = itertools.cycle(range(2))

@@ -13,7 +13,7 @@ from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.schemes.hierarchical import Layout, Ranks
+from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
@@ -46,7 +46,7 @@ def makers(policy: Scheduled, settings: Settings) -> Callable[[], Mapping[Ranks,
 
 def _made(ranks_per_node: int, timeout_s: float) -> Mapping[Ranks, Any]:
     found: dict[Ranks, Any] = {}
-    for ranks in Layout(ranks_per_node, process_sets._basics.size()).groups():
+    for ranks in NodeLayout(ranks_per_node, process_sets._basics.size()).groups():
         # A second compressor has the sets of the first.
         known = process_sets._basics._get_process_set_ids_and_ranks().items()
         number = {tuple(have): number for number, have in known}.get(ranks)

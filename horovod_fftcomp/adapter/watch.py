@@ -114,7 +114,7 @@ class Watch:
         except OSError:
             return {}
 
-    def meet(self, first: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> None:
+    def join_ranks(self, first: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> None:
         """Report to the rank whose ``start`` returned ``first`` from now on.
 
         ``rank``: this one's place among ``ranks``.
@@ -128,7 +128,7 @@ class Watch:
         self._reports, self._peers, self._told = {}, {}, (0, "")
         self._n_ranks = len(ranks)  # last: the watching thread looks at it first
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Report to nobody until the ranks meet again."""
         if self.verdict:
             await_shutdown()

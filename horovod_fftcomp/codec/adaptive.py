@@ -15,18 +15,18 @@ from horovod_fftcomp.codec.base import Encoded
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparse import PositionsCodec
 from horovod_fftcomp.codec.transforms import Identity
-from horovod_fftcomp.types import Array, Coding, Coefficients, Part, Shape
+from horovod_fftcomp.types import Array, Body, Coding, Coefficients, Shape
 from horovod_fftcomp.wire import counter_rng
-from horovod_fftcomp.wire.counter_rng import NOWHERE, Place
+from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout
 
 
 @dataclass(frozen=True)
-class ChosenCodec(PositionsCodec):
+class AdaptiveCodec(PositionsCodec):
     """Turn arrays into payloads of what ``method`` chooses of them.
 
-    Has the methods of ``Codec``; ``seed`` is that of ``ElementCodec``. Where positions and codes
+    Has the methods of ``Codec``; ``seed`` is that of ``DenseCodec``. Where positions and codes
     would be no smaller than the tensor, it is what they stand for that travels as float32, so that
     the choice alone decides what arrives.
 
@@ -55,13 +55,13 @@ class ChosenCodec(PositionsCodec):
         """Return the size of a payload of as many elements as the method expects."""
         return self.plan(shape, self.method.expected_count(shape)).payload_nbytes
 
-    def at_loss_scale(self, scale: float) -> ChosenCodec:
+    def at_loss_scale(self, scale: float) -> AdaptiveCodec:
         """Return the codec of gradients that a loss scale has multiplied."""
         return self if scale == 1 else _at_loss_scale(self, scale)
 
-    def key_at(self, place: Place) -> int:
+    def key_at(self, rng_key: RngKey) -> int:
         """Return the 64 bits that all draws of an encoding at ``place`` follow from."""
-        return counter_rng.draw(self.seed, place.step, place.name, place.rank)
+        return counter_rng.draw(self.seed, rng_key.step, rng_key.name, rng_key.rank)
 
     def coding(self, scale: float) -> Coding:
         """Return how values are written in a payload of this scale."""
@@ -92,7 +92,7 @@ class ChosenCodec(PositionsCodec):
         kernels: ModuleType,
         keep_residual: bool = True,
         out: Array | None = None,
-        place: Place = NOWHERE,
+        rng_key: RngKey = NO_RNG_KEY,
     ) -> Encoded:
         """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent.
 
@@ -100,7 +100,7 @@ class ChosenCodec(PositionsCodec):
         """
         finite, scale = coeffs.peak <= LARGEST_FINITE_BITS, 0.0
         if finite and coeffs.peak:
-            key = self.key_at(place)
+            key = self.key_at(rng_key)
             choice = self.method.choose(coeffs, shape, key, kernels, keep_residual)
             scale, plan = choice.scale, self.plan(shape, choice.k)
         else:
@@ -109,7 +109,7 @@ class ChosenCodec(PositionsCodec):
             out = np.zeros(plan.payload_nbytes, np.uint8)
         payload = out[: plan.payload_nbytes]
         if choice is not None and plan.layout is Layout.RAW:
-            part = Part(choice.bitmap, choice.codes, self.coding(scale))
+            part = Body(choice.bitmap, choice.codes, self.coding(scale))
             sent = kernels.sum_values([part], plan.numel, False)
             payload[plan.values_offset :] = sent.view(np.uint8)
         elif choice is not None:
@@ -120,6 +120,6 @@ class ChosenCodec(PositionsCodec):
 
 
 @functools.lru_cache(64)
-def _at_loss_scale(codec: ChosenCodec, scale: float) -> ChosenCodec:
+def _at_loss_scale(codec: AdaptiveCodec, scale: float) -> AdaptiveCodec:
     """Return a codec that is kept, since its fingerprint takes longer than a small tensor."""
     return replace(codec, method=codec.method.at_loss_scale(scale))

@@ -117,7 +117,7 @@ class Strom:
         scale = self.scale(_float_of(coeffs.peak))
         k = kernels.count_above(coeffs.array, below)
         chosen = coeffs._replace(key=below, ties=0)
-        bitmap, codes = kernels.take(chosen, 1, self.coding(scale), keep)
+        bitmap, codes = kernels.select_quantize_pack(chosen, 1, self.coding(scale), keep)
         return Choice(k, bitmap, codes, scale)
 
     def scale(self, peak: float) -> float:

@@ -19,7 +19,7 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.codec.backend import backend_for, load_backend
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.types import Array, Coefficients, Shape
-from horovod_fftcomp.wire.counter_rng import NOWHERE, Place
+from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
 from horovod_fftcomp.wire.header import Header, Plan
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
@@ -107,7 +107,7 @@ class PayloadCodec(abc.ABC):
         kernels: ModuleType,
         keep_residual: bool = True,
         out: Array | None = None,
-        place: Place = NOWHERE,
+        rng_key: RngKey = NO_RNG_KEY,
     ) -> Encoded:
         """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent."""
 
@@ -149,7 +149,7 @@ class PayloadCodec(abc.ABC):
             x.dtype.name,
             kernels=kernels,
             keep_residual=False,
-            place=Place(step, name, rank),
+            rng_key=RngKey(step, name, rank),
         ).payload
 
     def decode(self, payload: Array, backend: str | None = None) -> Array:
@@ -211,7 +211,7 @@ class PayloadCodec(abc.ABC):
     def _raw_values(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Array:
         """Return the values of a tensor that travelled as it is; ValueError if one cannot be."""
         values = aligned(payload)[plan.values_offset :].view(np.float32)
-        if kernels.peak_bits(values) > int(np.float32(header.scale).view(np.uint32)):
+        if kernels.max_abs_bits(values) > int(np.float32(header.scale).view(np.uint32)):
             raise ValueError("a value lies beyond the scale")
         return values
 

@@ -18,7 +18,7 @@ from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.types import Array, Coefficients, Shape
 from horovod_fftcomp.wire import counter_rng
-from horovod_fftcomp.wire.counter_rng import NOWHERE, Place
+from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
 from horovod_fftcomp.wire.header import Header, Plan
 from horovod_fftcomp.wire.positions import Layout
 
@@ -27,7 +27,7 @@ _UNKNOWN = -1  # a peak that the method finds while it encodes
 
 
 @dataclass(frozen=True)
-class ElementCodec(PayloadCodec):
+class DenseCodec(PayloadCodec):
     """Turn arrays into payloads by a method that sends every element.
 
     Has the methods of ``Codec``. What a method draws is a function of ``seed`` and of step, name
@@ -88,15 +88,15 @@ class ElementCodec(PayloadCodec):
             return Coefficients(flat, _UNKNOWN, 0, flat.size)
         if isinstance(self.method, OfSigns) and residual is not None:
             return self.method.sum_of(flat, residual, shape, kernels)
-        return kernels.add(flat, residual, 0)
+        return kernels.add_residual(flat, residual, 0)
 
     def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
         """Return (dtype, elements) of what a tensor of ``shape`` leaves unsent."""
         return np.dtype(np.float32), math.prod(shape)
 
-    def key_at(self, place: Place) -> int:
+    def key_at(self, rng_key: RngKey) -> int:
         """Return the 64 bits that what the method draws at ``place`` follows from."""
-        return counter_rng.draw(self.seed, place.step, place.name, place.rank)
+        return counter_rng.draw(self.seed, rng_key.step, rng_key.name, rng_key.rank)
 
     def energy(self, coeffs: Array, shape: Shape) -> float:
         """Return the sum of squares of the gradient with these elements."""
@@ -112,13 +112,13 @@ class ElementCodec(PayloadCodec):
         kernels: ModuleType,
         keep_residual: bool = True,
         out: Array | None = None,
-        place: Place = NOWHERE,
+        rng_key: RngKey = NO_RNG_KEY,
     ) -> Encoded:
         """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent.
 
         As ``Codec.encode_coeffs``; ``place`` seeds what the method draws.
         """
-        key = self.key_at(place)
+        key = self.key_at(rng_key)
         if isinstance(self.method, EliasQSGD):
             return self._encode_packed(
                 self.method, coeffs, shape, dtype, kernels, keep_residual, key
@@ -130,7 +130,7 @@ class ElementCodec(PayloadCodec):
         body = payload[plan.values_offset :]
         is_raw = plan.layout is Layout.RAW
         if is_raw:
-            peak = kernels.peak_bits(array)
+            peak = kernels.max_abs_bits(array)
             finite, scale = peak <= LARGEST_FINITE_BITS, float(np.uint32(peak).view(np.float32))
             body[:] = array.view(np.uint8)
         elif peak > LARGEST_FINITE_BITS:
@@ -207,5 +207,5 @@ class ElementCodec(PayloadCodec):
 
 
 @functools.lru_cache(_PLANS_CACHED)
-def _plan(codec: ElementCodec, shape: Shape) -> Plan:
+def _plan(codec: DenseCodec, shape: Shape) -> Plan:
     return wire.dense_plan(shape, codec.method.body_nbytes(shape))

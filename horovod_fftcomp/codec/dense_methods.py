@@ -232,7 +232,7 @@ class TernGrad(_OneScale):
         if self.clip:
             peak, sums, squares = kernels.moments(values)
         else:
-            peak = kernels.peak_bits(values)
+            peak = kernels.max_abs_bits(values)
         if peak > LARGEST_FINITE_BITS:
             return _BROKEN
         scale = _float_of(peak)
@@ -270,7 +270,7 @@ class DoReFa(_OneScale):
     ) -> Sent:
         """Write the numbers of grid points; see ``Method``."""
         del shape
-        peak = kernels.peak_bits(values)
+        peak = kernels.max_abs_bits(values)
         if peak > LARGEST_FINITE_BITS:
             return _BROKEN
         scale = _float_of(peak)
@@ -298,7 +298,7 @@ class Natural:
     ) -> Sent:
         """Write signs and exponents; see ``Method``."""
         del shape
-        peak = kernels.peak_bits(values)
+        peak = kernels.max_abs_bits(values)
         if peak > LARGEST_FINITE_BITS:
             return _BROKEN
         top = max(1, min(peak + _POWER_OF_TWO_ABOVE >> 23, 254))

@@ -1,7 +1,7 @@
 """Codec: an array to bytes and back, by a transform, a sparsifier and a quantizer.
 
 Owns the order of the stages and the checks at the door; knows no byte's place (``wire``) and no
-arithmetic (``backends``).
+arithmetic (``kernels``).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32, Quant
 from horovod_fftcomp.codec.sparsifiers import Threshold, TopK
 from horovod_fftcomp.codec.transforms import Transform
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.types import Array, Coding, Coefficients, Part, Shape
+from horovod_fftcomp.types import Array, Body, Coding, Coefficients, Shape
 from horovod_fftcomp.wire import positions
-from horovod_fftcomp.wire.counter_rng import NOWHERE, Place
+from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
 from horovod_fftcomp.wire.header import Header, Plan
 from horovod_fftcomp.wire.positions import Layout
 
@@ -78,15 +78,15 @@ class PositionsCodec(PayloadCodec):
         except ValueError as error:
             raise PayloadError(f"body: {error}") from error
 
-    def part(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Part:
+    def part(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Body:
         """Return the body of a payload; ValueError if its positions cannot be."""
         if plan.layout is Layout.RAW:  # beside others of which less was chosen
             values = payload[plan.values_offset :]
             everywhere = positions.first_ones(plan.numel, plan.numel)
-            return Part(everywhere, values, Float32().coding(header.scale))
+            return Body(everywhere, values, Float32().coding(header.scale))
         end = plan.header_nbytes + plan.positions.nbytes
         bitmap = positions.unpack(payload[plan.header_nbytes : end], plan.positions, kernels)
-        return Part(bitmap, payload[plan.values_offset :], self.coding(header.scale))
+        return Body(bitmap, payload[plan.values_offset :], self.coding(header.scale))
 
     def may_overflow(self, headers: Sequence[Header]) -> bool:
         """Tell whether a sum of payloads with these headers could exceed float32."""
@@ -161,7 +161,11 @@ class Codec(PositionsCodec):
             return self.transform.forward(flat, residual, k, kernels, own)
         if residual is not None:
             residual = self.transform.inverse(residual, plan.numel, kernels)
-        return kernels.rank(flat, 0, 1) if residual is None else kernels.add(flat, residual, 0)
+        return (
+            kernels.topk_threshold(flat, 0, 1)
+            if residual is None
+            else kernels.add_residual(flat, residual, 0)
+        )
 
     def coding(self, scale: float) -> Coding:
         """Return how values are written in a payload of this scale."""
@@ -182,7 +186,7 @@ class Codec(PositionsCodec):
         kernels: ModuleType,
         keep_residual: bool = True,
         out: Array | None = None,
-        place: Place = NOWHERE,
+        rng_key: RngKey = NO_RNG_KEY,
     ) -> Encoded:
         """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent.
 
@@ -191,7 +195,7 @@ class Codec(PositionsCodec):
         sent, and by non-finite coefficients. The payload is written to the front of ``out``,
         zeros uint8, where that is given.
         """
-        del place  # nothing is drawn
+        del rng_key  # nothing is drawn
         array, peak = coeffs.array, coeffs.peak
         k = None
         if not self.has_fixed_size:
@@ -209,7 +213,7 @@ class Codec(PositionsCodec):
         if is_raw:
             payload[plan.values_offset :] = array.view(np.uint8)
         else:
-            bitmap, codes = kernels.take(
+            bitmap, codes = kernels.select_quantize_pack(
                 coeffs, self.transform.bins_per_block, self.coding(scale), keep_residual
             )
             self._write_body(payload, plan, bitmap, codes, kernels)

@@ -1,6 +1,6 @@
 """Linear maps between a flat gradient and its coefficients.
 
-A transform knows lengths and options; the arithmetic of a block lies in ``backends``.
+A transform knows lengths and options; the arithmetic of a block lies in ``kernels``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 
-from horovod_fftcomp.types import Array, Coefficients, Part
+from horovod_fftcomp.types import Array, Body, Coefficients
 
 BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -37,15 +37,15 @@ class Identity:
         Unless ``own`` the array may be ``flat`` itself.
         """
         if residual is None and not own:
-            return kernels.rank(flat, k, 1)
-        return kernels.add(flat, residual, k)
+            return kernels.topk_threshold(flat, k, 1)
+        return kernels.add_residual(flat, residual, k)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return ``coeffs`` itself, float32 ``[numel]``."""
         del kernels, numel
         return coeffs
 
-    def sum(self, parts: Sequence[Part], numel: int, kernels: ModuleType) -> Array:
+    def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
         """Return the ``numel`` elements of the sum of payloads' bodies, float32."""
         return kernels.sum_values(parts, numel, False)
 
@@ -109,7 +109,7 @@ class BlockFFT(_Blocks):
         """Return the first ``numel`` elements of the blocks with these spectra, float32."""
         return kernels.irfft_blocks(coeffs, self.block, numel)
 
-    def sum(self, parts: Sequence[Part], numel: int, kernels: ModuleType) -> Array:
+    def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
         """Return the ``numel`` elements of the sum of payloads' bodies, float32."""
         return kernels.irfft_sum(parts, self.block, numel)
 
@@ -141,7 +141,7 @@ class BlockDCT(_Blocks):
         """Return the first ``numel`` elements of the blocks with these DCTs, float32."""
         return kernels.idct_blocks(coeffs, self.block, numel)
 
-    def sum(self, parts: Sequence[Part], numel: int, kernels: ModuleType) -> Array:
+    def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
         """Return the ``numel`` elements of the sum of payloads' bodies, float32."""
         return kernels.idct_sum(parts, self.block, numel)
 

@@ -18,12 +18,12 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device, on_host
 from horovod_fftcomp.schemes import Context, Exchange, OldState, Outcome, Scheme, Tensor
-from horovod_fftcomp.schemes.allgather import Gather
+from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.powersgd import PowerSgd
-from horovod_fftcomp.schemes.wrapper import Around
+from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array
 
 _TENSOR = Tensor("probe", (160, 125))  # a few tiles
@@ -84,14 +84,14 @@ def probe(device: Device, schemes: Iterable[Scheme]) -> None:
 
 def _questions(scheme: Scheme) -> Iterator[tuple[Scheme, float]]:
     """Yield what is asked for a scheme, and by how much of the peak the answer may differ."""
-    if isinstance(scheme, Around):
+    if isinstance(scheme, Wrapper):
         yield from _questions(scheme.scheme)
     elif isinstance(scheme, Auto):
         for codec in scheme.samples(_TENSOR.shape):
-            yield from _questions(Gather(codec, scheme.error_feedback))
+            yield from _questions(Allgather(codec, scheme.error_feedback))
     elif isinstance(scheme, HardThreshold):
         yield replace(scheme, threshold=1.0), 0.0
-    elif isinstance(scheme, Gather) and not isinstance(scheme.codec.transform, Identity):
+    elif isinstance(scheme, Allgather) and not isinstance(scheme.codec.transform, Identity):
         yield replace(scheme, sign=False), differences.TRANSFORMED  # a rounding might change a sign
     elif isinstance(scheme, PowerSgd):
         yield replace(scheme, rank=min(scheme.rank, 8)), differences.MULTIPLIED

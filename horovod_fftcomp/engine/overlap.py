@@ -47,7 +47,7 @@ def no_answer(what: str, timeout_s: float) -> str:
     )
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """Where a compressed tensor's gradient goes."""
 
     bucket: int
@@ -66,7 +66,7 @@ class _Inline(Executor):
         return future
 
 
-class Exchanges:
+class StepPipeline:
     """The buckets of ``engine``, each exchanged once a step.
 
     ``send(round, bucket, number)`` starts a bucket's round and does not wait. ``timeout_s``: how
@@ -108,12 +108,12 @@ class Exchanges:
         """Note that a gradient comes, be it one that is exchanged elsewhere."""
         self._last_came = time.perf_counter()
 
-    def add(self, place: Place, grad: Array | None) -> None:
+    def add(self, slot: Slot, grad: Array | None) -> None:
         """Take a gradient, flat float32; None for that of a frozen parameter."""
-        arrived = self._arrived[place.bucket]
-        arrived[place.position] = grad
-        if len(arrived) == len(self._engine.buckets[place.bucket].tensors):
-            self._start(place.bucket)
+        arrived = self._arrived[slot.bucket]
+        arrived[slot.position] = grad
+        if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):
+            self._start(slot.bucket)
 
     def complete(self) -> None:
         """Take zeros for the gradients that are missing in buckets that are not complete.

@@ -13,7 +13,7 @@ from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
 from horovod_fftcomp.schemes import Scheme, Tensor
 from horovod_fftcomp.schemes.dense import Dense
-from horovod_fftcomp.schemes.hierarchical import PerNode
+from horovod_fftcomp.schemes.hierarchical import Hierarchical
 from horovod_fftcomp.schemes.options import check_names, checked
 
 # Which tensors (a shell pattern of names, or a function of name and shape), and what they get:
@@ -65,7 +65,7 @@ class Always:
 class Scheduled:
     """A recipe whose density may follow a schedule, after ``warmup_steps`` dense steps.
 
-    ``ranks_per_node`` above 1: it runs between nodes of so many ranks; see ``PerNode``.
+    ``ranks_per_node`` above 1: it runs between nodes of so many ranks; see ``Hierarchical``.
     """
 
     recipe: str
@@ -77,7 +77,7 @@ class Scheduled:
     def at(self, step: int) -> Scheme:
         """Return the scheme of the exchange number ``step``."""
         scheme = self._between_nodes(step)
-        return scheme if self.ranks_per_node == 1 else PerNode(scheme, self.ranks_per_node)
+        return scheme if self.ranks_per_node == 1 else Hierarchical(scheme, self.ranks_per_node)
 
     def _between_nodes(self, step: int) -> Scheme:
         if step < self.warmup_steps:
@@ -176,7 +176,7 @@ def make_policy(
             raise ValueError("give either density or density_schedule, not both")
         schedule = as_schedule(density_schedule)
     if ranks_per_node != 1:
-        PerNode(get_scheme(recipe, **options), ranks_per_node)  # refuses what it cannot do
+        Hierarchical(get_scheme(recipe, **options), ranks_per_node)  # refuses what it cannot do
     return Scheduled(recipe, tuple(sorted(options.items())), schedule, warmup_steps, ranks_per_node)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horovod_fftcomp.engine.overlap import Place, Send
+from horovod_fftcomp.engine.overlap import Send, Slot
 from horovod_fftcomp.engine.shadow_steps import Seen, Twin, followed
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.threads import ieee_arithmetic
@@ -43,7 +43,7 @@ class ShadowCheck:
         self._send, self._name, self._set = send, f"{name}.shadow", process_set
         self._timeout_s = timeout_s
         self._greetings, self._next = -1, 0  # the step from which on a check is due
-        self.turn: Place | None = None
+        self.turn: Slot | None = None
         self._step = 0  # of the last turn
         self._seen: Seen | None = None
         self._is_hosts = False
@@ -66,10 +66,10 @@ class ShadowCheck:
         else:
             self._next = step + 1
 
-    def _turns(self, step: int) -> list[Place]:
+    def _turns(self, step: int) -> list[Slot]:
         """Return all tensors that the GPU compresses in a step, but for a whole model's."""
         return [
-            Place(number, position)
+            Slot(number, position)
             for number, bucket in enumerate(self._engine.buckets)
             if step >= getattr(bucket.policy, "warmup_steps", 0)
             and getattr(bucket.policy, "scope", "tensor") != "model"
@@ -121,8 +121,8 @@ class ShadowCheck:
 
     def _judged(self) -> Array:
         """Return what this rank has to tell of the step in which it is ``turn``'s turn."""
-        begin, place, seen = time.perf_counter(), self.turn, self._seen
-        assert place is not None
+        begin, slot, seen = time.perf_counter(), self.turn, self._seen
+        assert slot is not None
         self.turn = self._seen = None
         status, text = _AGAIN if self._is_hosts else _SAME, ""
         if seen is not None:
@@ -131,7 +131,7 @@ class ShadowCheck:
                 found = twin.first_difference()
             status = _SAME if twin.is_finite else _AGAIN
             if found is not None:
-                policy = self._engine.buckets[place.bucket].policy
+                policy = self._engine.buckets[slot.bucket].policy
                 recipe = getattr(policy, "recipe", seen.scheme)
                 where = f"rank {self._engine.rank}, step {seen.context.step}, recipe {recipe!r}"
                 status, text = _DIFFERS, f"{where}, tensor {found.tensors}: {found.what}"

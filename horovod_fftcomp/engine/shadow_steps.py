@@ -16,18 +16,18 @@ from horovod_fftcomp.engine import differences
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.schemes import Context, Exchange, OldState, Outcome, Scheme, State, Tensor
-from horovod_fftcomp.schemes.allgather import Gather, joined
+from horovod_fftcomp.schemes.allgather import Allgather, joined
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.gtopk import GTopK
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
-from horovod_fftcomp.schemes.wrapper import Around
+from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array
 
 # What these send of a tensor depends on no other one.
-_SEPARABLE = (Gather, HardThreshold, Auto, Dgc, SparCml)
+_SEPARABLE = (Allgather, HardThreshold, Auto, Dgc, SparCml)
 
 Copy = Callable[[], Array]
 
@@ -66,13 +66,13 @@ def followed(scheme: Scheme, position: int, note: Callable[[Seen | None], None])
     ``position``: whose turn it is of a bucket's tensors. None is noted of a step that the scheme
     itself brings to the host.
     """
-    if isinstance(scheme, Around):
+    if isinstance(scheme, Wrapper):
         return replace(scheme, scheme=followed(scheme.scheme, position, note))  # type: ignore
     return _Followed(scheme, position, note)
 
 
 @dataclass(frozen=True)
-class _Followed(Around):
+class _Followed(Wrapper):
     scheme: Scheme
     position: int
     note: Callable[[Seen | None], None]
@@ -138,7 +138,7 @@ class Twin:
         self._grads = [None if grad is None else grad() for grad in seen.grads]
         self._state = _read(seen.state)
         self._scheme = _alike(seen.scheme, self._tensors[0], self._state)
-        codec = self._scheme.codec if isinstance(self._scheme, Gather) else None
+        codec = self._scheme.codec if isinstance(self._scheme, Allgather) else None
         transforms = isinstance(codec, Codec) and not isinstance(codec.transform, Identity)
         self._codec = codec if transforms and isinstance(codec, Codec) else None
         self._positions: list[tuple[Array, Array]] = []  # which wait for ``is_finite``
@@ -211,7 +211,7 @@ class Twin:
         codec, (grad, *_), tensor = self._codec, self._grads, self._tensors[0]
         if codec is None or grad is None:
             return differences.of_payloads(found, expected)
-        assert isinstance(self._scheme, Gather)
+        assert isinstance(self._scheme, Allgather)
         carried = self._state.get("residual", {}).get(tensor.name)
         if carried is not None and self._scheme.decay < 1:
             reals = carried.view(np.float32) * np.float32(self._scheme.decay)
@@ -263,7 +263,7 @@ def _read(copies: dict[str, dict[str, Copy]]) -> dict[str, dict[str, Array]]:
 def _alike(scheme: Scheme, tensor: Tensor, state: OldState) -> Scheme:
     """Return the scheme whose results on the host are those of ``scheme`` on a GPU."""
     if isinstance(scheme, Auto):
-        return Gather(scheme.codec_of(tensor, state), scheme.error_feedback)
+        return Allgather(scheme.codec_of(tensor, state), scheme.error_feedback)
     if isinstance(scheme, SparCml):
-        return Gather(scheme.codec, scheme.error_feedback)
+        return Allgather(scheme.codec, scheme.error_feedback)
     return scheme

@@ -26,8 +26,8 @@ from horovod_fftcomp.kernels.reference_dense import (  # noqa: F401 (kernels as 
     encode_levels,
     encode_octaves,
     encode_signs,
-    keep_signs,
     lane_sums,
+    majority_sign,
     moments,
     pack_gamma,
     pack_words,
@@ -36,7 +36,7 @@ from horovod_fftcomp.kernels.reference_dense import (  # noqa: F401 (kernels as 
     unpack_gamma,
     unpack_words,
 )
-from horovod_fftcomp.types import Array, Coding, Coefficients, Part
+from horovod_fftcomp.types import Array, Body, Coding, Coefficients
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.positions import unary_bits
 from horovod_fftcomp.wire.radix import GROUP, sketch_bits
@@ -52,19 +52,19 @@ def empty(n: int, dtype: type = np.float32) -> Array:
 
 
 @_quiet
-def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
-    """Return ``flat`` plus ``residual``, if there is one, in a new array; see ``rank``."""
-    return rank(flat.copy() if residual is None else flat + residual, k, 1)
+def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
+    """Return ``flat`` plus ``residual``, if any, in a new array; see ``topk_threshold``."""
+    return topk_threshold(flat.copy() if residual is None else flat + residual, k, 1)
 
 
-def rank(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
+def topk_threshold(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
     """Return ``coeffs``, not copied, with the key and the ties of their ``k`` largest.
 
     ``coeffs``: float32 or complex64, 1-D, in whole blocks if complex. The key is the k-th largest
     of ``selection_keys``; ties: how many of those equal to it are among the k largest. With ``k`` 0
     all are chosen; of non-finite coefficients the choice means nothing.
     """
-    peak = peak_bits(coeffs)
+    peak = max_abs_bits(coeffs)
     if not k or peak > LARGEST_FINITE_BITS:
         return Coefficients(coeffs, peak, 0, coeffs.size)
     keys = selection_keys(coeffs, bins_per_block, key_exponent(peak))
@@ -92,7 +92,7 @@ def rfft_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coef
     packed = full[:, :-1].astype(np.complex64)
     packed[:, 0] = full[:, 0].real + 1j * full[:, -1].real
     coeffs = packed.reshape(-1)
-    return rank(coeffs if residual is None else coeffs + residual, k, block // 2)
+    return topk_threshold(coeffs if residual is None else coeffs + residual, k, block // 2)
 
 
 def irfft_blocks(coeffs: Array, block: int, numel: int) -> Array:
@@ -122,7 +122,7 @@ def dct_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coeff
     Orthonormal divided by sqrt(block); otherwise as ``rfft_blocks``.
     """
     coeffs = _rows(flat, block) @ _dct_matrix(block).T / np.sqrt(block)
-    return add(coeffs.astype(np.float32).reshape(-1), residual, k)
+    return add_residual(coeffs.astype(np.float32).reshape(-1), residual, k)
 
 
 def idct_blocks(coeffs: Array, block: int, numel: int) -> Array:
@@ -136,7 +136,7 @@ def magnitude_bits(values: Array) -> Array:
     return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
-def peak_bits(values: Array) -> int:
+def max_abs_bits(values: Array) -> int:
     """Return the largest bit pattern of any |component|; 0x7F800000 or more: Inf or NaN inside."""
     return int(magnitude_bits(values.view(np.float32)).max(initial=0))
 
@@ -166,7 +166,7 @@ def selection_keys(coeffs: Array, bins_per_block: int, exponent: int) -> Array:
     return energy.view(np.uint32)
 
 
-def take(
+def select_quantize_pack(
     coeffs: Coefficients, bins_per_block: int, coding: Coding, keep: bool
 ) -> tuple[Array, Array]:
     """Return (bitmap of the chosen coefficients, their packed codes as ``coding`` has them).
@@ -232,7 +232,7 @@ def take_chosen(
     return places.size, pack_bits(codes, coding.bits)
 
 
-def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:
+def sum_values(parts: Sequence[Body], n: int, is_complex: bool) -> Array:
     """Return the sum of the values of ``parts`` in their order, zeros elsewhere, ``n`` in all.
 
     ValueError with the number of a part that has a code or a magnitude beyond its coding.
@@ -249,19 +249,19 @@ def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:
     return total
 
 
-def merge(a: Part, b: Part) -> Array:
+def sum_sparse(a: Body, b: Body) -> Array:
     """Return the float32 values of the sum of two parts of such, wherever one of them has any."""
     total = sum_values([a, b], 64 * a.bitmap.size, False)
     return total[positions_of(a.bitmap | b.bitmap)]
 
 
-def irfft_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+def irfft_sum(parts: Sequence[Body], block: int, numel: int) -> Array:
     """Return the inverse of the sum of ``parts``: ``irfft_blocks`` of ``sum_values``."""
     n_bins = -(-numel // block) * block // 2
     return irfft_blocks(sum_values(parts, n_bins, True), block, numel)
 
 
-def idct_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+def idct_sum(parts: Sequence[Body], block: int, numel: int) -> Array:
     """Return the inverse of the sum of ``parts``: ``idct_blocks`` of ``sum_values``."""
     return idct_blocks(sum_values(parts, -(-numel // block) * block, False), block, numel)
 
@@ -444,8 +444,8 @@ def low_pass(flat: Array, residual: Array | None, beta: float) -> tuple[Array, i
     None stands for zeros.
     """
     if residual is None:
-        return np.float32(beta) * flat, peak_bits(flat)
-    return residual + np.float32(beta) * flat, peak_bits(flat + residual)
+        return np.float32(beta) * flat, max_abs_bits(flat)
+    return residual + np.float32(beta) * flat, max_abs_bits(flat + residual)
 
 
 @_quiet
@@ -469,7 +469,7 @@ def from_float16(values: Array) -> Array:
 
 
 @_quiet
-def accumulate(
+def momentum_accumulate(
     flat: Array,
     velocity: Array | None,
     residual: Array | None,
@@ -489,10 +489,10 @@ def accumulate(
     scaled, mu = np.float32(factor) * flat, np.float32(momentum)
     new = mu * (old + scaled) if nesterov else mu * old + scaled
     total = (nothing if residual is None else residual) + (new + scaled if nesterov else new)
-    return rank(total, k, 1), new
+    return topk_threshold(total, k, 1), new
 
 
-def clear(values: Array, bitmap: Array) -> None:
+def zero_at(values: Array, bitmap: Array) -> None:
     """Make ``values`` 0 where the bitmap has ones."""
     values[positions_of(bitmap)] = 0
 

@@ -260,7 +260,7 @@ def add_signs(total: Array, words: Array, sides: Array, length: int) -> None:
     total += sides[np.arange(total.size) // length, bits]
 
 
-def keep_signs(values: Array, many: float, tie: float) -> None:
+def majority_sign(values: Array, many: float, tie: float) -> None:
     """Replace values by ``many`` times their signs, in place; 0 by ``tie``. NaN stays."""
     values[:] = np.where(values == 0, np.float32(tie), np.float32(many) * np.sign(values))
 

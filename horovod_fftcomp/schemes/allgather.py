@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.backend import backend_for, load_backend
 from horovod_fftcomp.codec.base import aligned
-from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.schemes import (
@@ -29,13 +29,13 @@ from horovod_fftcomp.schemes import (
     Tensor,
 )
 from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
-from horovod_fftcomp.types import Array, Part
-from horovod_fftcomp.wire.counter_rng import Place
+from horovod_fftcomp.types import Array, Body
+from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.header import Header
 from horovod_fftcomp.wire.spec import spec_of
 
 Payload = tuple[Header, Array]
-AnyCodec = Codec | ElementCodec | ChosenCodec
+AnyCodec = Codec | DenseCodec | AdaptiveCodec
 
 
 class Gathered(NamedTuple):
@@ -109,17 +109,17 @@ def encode(
     payloads = []
     for codec, tensor, grad, room in zip(codecs, tensors, grads, rooms, strict=True):
         residual = carried.get(tensor.name)
-        place = Place(context.step, tensor.name, context.rank)
+        rng_key = RngKey(context.step, tensor.name, context.rank)
         energy: Energy | None = None
         if grad is None:
             zeros = np.zeros(math.prod(tensor.shape), np.float32)
-            payload, _, _ = _encode_one(codec, tensor, zeros, None, room, place, False, False)
+            payload, _, _ = _encode_one(codec, tensor, zeros, None, room, rng_key, False, False)
             left = residual
         elif momentum:
-            payload, left = _encode_momentum(codec, tensor, grad, residual, room, place)
+            payload, left = _encode_momentum(codec, tensor, grad, residual, room, rng_key)
         else:
             payload, left, energy = _encode_one(
-                codec, tensor, grad, residual, room, place, error_feedback, measure
+                codec, tensor, grad, residual, room, rng_key, error_feedback, measure
             )
         payloads.append(payload)
         if left is not None:
@@ -129,7 +129,7 @@ def encode(
     return Own(joined(payloads) if message is None else message, residuals, energies)
 
 
-def part_of(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Part | None:
+def part_of(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Body | None:
     """Return a payload's values, float32, and their places; None if it is not finite.
 
     ``codec``: sends values in float32. PayloadError for what it has not written.
@@ -142,7 +142,7 @@ def part_of(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Par
         if not header.finite:
             return None
         part = codec.part(aligned(payload), plan, header, kernels)
-        if kernels.peak_bits(part.packed.view(np.float32)) > part.coding.largest:
+        if kernels.max_abs_bits(part.packed.view(np.float32)) > part.coding.largest:
             raise PayloadError("body: a value lies beyond the scale")
     except (PayloadError, ValueError) as error:
         raise PayloadError(f"tensor {tensor.name!r}: {error}") from error
@@ -181,13 +181,13 @@ def _encode_momentum(
     grad: Array,
     velocity: Array | None,
     out: Array | None,
-    place: Place,
+    rng_key: RngKey,
 ) -> tuple[Array, Array]:
     """Return (the payload of gradient plus velocity, that sum)."""
     kernels = backend_for(grad)
     coeffs = codec.coeffs_of(grad, tensor.shape, kernels, velocity)
     payload, _ = codec.encode_coeffs(
-        coeffs, tensor.shape, kernels=kernels, keep_residual=False, out=out, place=place
+        coeffs, tensor.shape, kernels=kernels, keep_residual=False, out=out, rng_key=rng_key
     )
     return payload, coeffs.array
 
@@ -198,7 +198,7 @@ def _encode_one(
     grad: Array,
     residual: Array | None,
     out: Array | None,
-    place: Place,
+    rng_key: RngKey,
     error_feedback: bool,
     measure: bool,
 ) -> tuple[Array, Array | None, Energy | None]:
@@ -208,7 +208,7 @@ def _encode_one(
     coeffs = codec.coeffs_of(grad, tensor.shape, kernels, residual, own=keep)
     wanted = codec.energy(coeffs.array, tensor.shape) if measure else 0.0
     encoded = codec.encode_coeffs(
-        coeffs, tensor.shape, kernels=kernels, keep_residual=keep, out=out, place=place
+        coeffs, tensor.shape, kernels=kernels, keep_residual=keep, out=out, rng_key=rng_key
     )
     if not measure or encoded.residual is None:
         return encoded.payload, encoded.residual, None
@@ -235,7 +235,7 @@ def _scaled(array: Array, factor: float) -> Array:
 
 
 @dataclass(frozen=True)
-class Gather(Scheme):
+class Allgather(Scheme):
     """Send each tensor's payload to all ranks; with ``error_feedback`` carry on what it leaves.
 
     For every tensor: sent + residual == gradient + previous residual, to one float32 rounding.
@@ -314,7 +314,7 @@ class Gather(Scheme):
         for number, total in enumerate(sums):
             votes = gathered.payloads[number :: len(sums)]
             voted = self.sign == "vote" and any(header.scale for header, _ in votes)
-            load_backend("cpu").keep_signs(total, world_size, world_size if voted else 0)
+            load_backend("cpu").majority_sign(total, world_size, world_size if voted else 0)
 
     def fits_differences(self) -> bool:
         """Tell whether differences of weights may be sent; see ``Scheme``."""

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp.codec import adaptive_methods, dense_methods
-from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.base import PayloadCodec
-from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device, on_device, on_host
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
 from horovod_fftcomp.schemes.device_rows import placed, state_of
 from horovod_fftcomp.schemes.momentum_on_device import velocities_of
-from horovod_fftcomp.wire.counter_rng import Place
+from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.positions import Layout
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = Fals
     left to the host.
     """
     known = _OF_SIGNS if of_signs else (*_DRAWN, *_CHOOSERS, *_OF_SIGNS)  # none derived from these
-    is_known = isinstance(codec, (ElementCodec, ChosenCodec)) and type(codec.method) in known
+    is_known = isinstance(codec, (DenseCodec, AdaptiveCodec)) and type(codec.method) in known
     if not is_known and (of_signs or not isinstance(codec, Codec)):
         return False
     if not codec.has_fixed_size:
@@ -100,7 +100,7 @@ def gather_on_device(
     """Exchange payloads; see ``gather``. Arrays are the device's, or NumPy's and brought there.
 
     ``carried``: the state. Either all sizes are known before the values or none. ``correction``:
-    the momentum that gradients pass first, of a Top-k. The last three: see ``Gather``, whose
+    the momentum that gradients pass first, of a Top-k. The last three: see ``Allgather``, whose
     ``momentum`` is ``keeps_sent``.
     """
     device = context.device
@@ -136,10 +136,10 @@ def _keys(
 ) -> list[int] | None:
     """Return what each tensor's draws follow from; None where nothing is drawn."""
     keys = [
-        codec.key_at(Place(context.step, tensor.name, context.rank))
+        codec.key_at(RngKey(context.step, tensor.name, context.rank))
         for codec, tensor in zip(codecs, tensors, strict=True)
-        if isinstance(codec, ChosenCodec)
-        or (isinstance(codec, ElementCodec) and isinstance(codec.method, _DRAWN))
+        if isinstance(codec, AdaptiveCodec)
+        or (isinstance(codec, DenseCodec) and isinstance(codec.method, _DRAWN))
     ]
     return keys or None
 

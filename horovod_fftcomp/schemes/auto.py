@@ -161,7 +161,7 @@ class Auto(Scheme):
                 left = self.codec(tensor.shape, DENSE).transform.inverse(
                     residual, grad.size, load_backend("cpu")
                 )
-                grad = load_backend("cpu").add(grad, left, 0).array
+                grad = load_backend("cpu").add_residual(grad, left, 0).array
             elif residual is not None:
                 kept[tensor.name] = residual
             whole.append(grad)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, State, Tensor
-from horovod_fftcomp.schemes.allgather import Gather
-from horovod_fftcomp.schemes.common_index import Shared
-from horovod_fftcomp.schemes.wrapper import Around, join, numels_of, split
+from horovod_fftcomp.schemes.allgather import Allgather
+from horovod_fftcomp.schemes.common_index import CommonIndex
+from horovod_fftcomp.schemes.wrapper import Wrapper, join, numels_of, split
 
 
 @dataclass(frozen=True)
-class Joined(Around):
+class BucketScope(Wrapper):
     """Exchange a bucket's tensors by ``scheme`` as one tensor of all their elements.
 
     The positions of a step may all lie in a few layers; the others then get zeros. ``scope``:
@@ -21,7 +21,7 @@ class Joined(Around):
     """
 
     spec_name = "Joined"
-    scheme: Gather | Shared
+    scheme: Allgather | CommonIndex
     scope: str = "bucket"
 
     def exchange(

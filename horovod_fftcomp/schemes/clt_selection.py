@@ -89,11 +89,11 @@ class Largest(TopK):
         Legal positions, any, where there is NaN or Inf inside.
         """
         kernels, k = load_backend("cpu"), self.count(grad.size)
-        coeffs = kernels.add(grad, residual, k)
+        coeffs = kernels.add_residual(grad, residual, k)
         if coeffs.peak > LARGEST_FINITE_BITS:
             bitmap = positions.first_ones(grad.size, k)
         else:
-            bitmap, _ = kernels.take(coeffs, 1, Float32().coding(0.0), False)
+            bitmap, _ = kernels.select_quantize_pack(coeffs, 1, Float32().coding(0.0), False)
         return positions.pack(bitmap, self._layout(grad.size), kernels)
 
     def positions(self, packed: Array, n: int) -> Array:

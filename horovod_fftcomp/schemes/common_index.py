@@ -38,7 +38,7 @@ from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import align
 
 
-class _Part(NamedTuple):
+class _TensorExchange(NamedTuple):
     """One tensor's part in an exchange: what it sends, and what it leaves as if all were sent."""
 
     grad: Array | None
@@ -57,7 +57,7 @@ class _Own(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shared(Scheme):
+class CommonIndex(Scheme):
     """Send the values at ``selection``'s positions; with ``error_feedback`` carry on the others.
 
     What a rank sends and receives grows with the ranks by less than 8 bytes of positions for each.
@@ -187,16 +187,16 @@ class Shared(Scheme):
 
     def _part(
         self, grad: Array | None, residual: Array | None, positions: Array, share: Array
-    ) -> _Part:
+    ) -> _TensorExchange:
         """Write a tensor's values into ``share``."""
         left, peak = None, 0
         if grad is None:
             share.fill(0)
-            return _Part(None, residual, positions, share, None)
+            return _TensorExchange(None, residual, positions, share, None)
         if self.error_feedback:
             left, peak = load_backend("cpu").low_pass(grad, residual, self.beta)
         else:
-            residual, peak = None, load_backend("cpu").peak_bits(grad)
+            residual, peak = None, load_backend("cpu").max_abs_bits(grad)
         np.take(grad, positions, out=share)
         if residual is not None:
             share += residual[positions]
@@ -204,9 +204,9 @@ class Shared(Scheme):
             share *= np.float32(grad.size / max(1, positions.size))
         if peak > LARGEST_FINITE_BITS:
             share.fill(np.nan)  # what is bad may lie where nothing is sent
-        return _Part(grad, residual, positions, share, left)
+        return _TensorExchange(grad, residual, positions, share, left)
 
-    def _settled(self, part: _Part, arrives: Array) -> Array | None:
+    def _settled(self, part: _TensorExchange, arrives: Array) -> Array | None:
         """Return the new residual, once it is known what arrives of the tensor's values."""
         if part.left is None:
             return part.residual  # a frozen tensor's, if there is feedback
@@ -216,11 +216,11 @@ class Shared(Scheme):
         part.left[part.positions] = kept
         return part.left
 
-    def _energy(self, part: _Part, arrives: Array) -> Energy:
+    def _energy(self, part: _TensorExchange, arrives: Array) -> Energy:
         """Return the energies of a finite tensor: a pass of its own, so not of every step."""
         grad = part.grad
         assert grad is not None
-        wanted = load_backend("cpu").add(grad, part.residual, 0).array
+        wanted = load_backend("cpu").add_residual(grad, part.residual, 0).array
         total = float(np.dot(wanted, wanted))
         due = wanted[part.positions]
         missed = due - arrives
@@ -259,7 +259,7 @@ def _scattered(
         total = kernels.empty(numel)
         total.fill(0)
         for shares, chosen in zip(messages, sources, strict=True):
-            if kernels.peak_bits(shares[number]) > LARGEST_FINITE_BITS:
+            if kernels.max_abs_bits(shares[number]) > LARGEST_FINITE_BITS:
                 total.fill(np.nan)  # everywhere, so that nobody takes a step with the rest
                 finite = False
                 break

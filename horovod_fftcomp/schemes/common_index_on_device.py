@@ -17,7 +17,7 @@ from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, kept
 from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
-    from horovod_fftcomp.schemes.common_index import Shared
+    from horovod_fftcomp.schemes.common_index import CommonIndex
 
 _KERNELS = ("filter_low", "clear_sums", "choose_winners", "count_common", "take_shares",
             "check_shares", "add_shares")  # fmt: skip
@@ -27,7 +27,7 @@ class _Bucket(BucketRows):
     """``begins``: where each tensor's values lie in a message, and where they end."""
 
     def __init__(
-        self, device: Device, tensors: Sequence[Tensor], scheme: Shared, n_ranks: int
+        self, device: Device, tensors: Sequence[Tensor], scheme: CommonIndex, n_ranks: int
     ) -> None:
         super().__init__(device, "SHARED", tensors, _KERNELS)
         selection, numels = scheme.selection, [int(n) for n in self.rows["n"]]
@@ -56,7 +56,7 @@ class _Bucket(BucketRows):
 class _Exchange(ExchangeRows):
     def __init__(
         self,
-        scheme: Shared,
+        scheme: CommonIndex,
         tensors: Sequence[Tensor],
         grads: Sequence[Any],
         carried: Mapping[str, Any],
@@ -179,13 +179,13 @@ def _measured(
 
 
 def shared_on_device(
-    scheme: Shared,
+    scheme: CommonIndex,
     tensors: Sequence[Tensor],
     grads: Sequence[Any],
     carried: Mapping[str, Any],
     context: Context,
 ) -> Generator[Round, Any, Outcome]:
-    """Exchange values; see ``Shared.exchange``. Arrays are the device's, or brought there."""
+    """Exchange values; see ``CommonIndex.exchange``. Arrays are the device's, or brought there."""
     exchange = _Exchange(scheme, tensors, grads, carried, context)
     yield from exchange.agree()
     received = yield Round(scheme.collective, exchange.encode())

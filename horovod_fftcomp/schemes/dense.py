@@ -57,7 +57,7 @@ class Dense(Scheme):
         reduced = yield Round("allreduce", values)
         if self.dtype == "float16":
             reduced = kernels.from_float16(reduced)
-        finite = kernels.peak_bits(reduced) <= LARGEST_FINITE_BITS
+        finite = kernels.max_abs_bits(reduced) <= LARGEST_FINITE_BITS
         return Outcome(split(reduced, sizes), {}, finite)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
@@ -127,6 +127,6 @@ def half_limits(context: Context) -> tuple[int, float]:
 def saturated_half(values: Array, context: Context) -> Array:
     """Return float32 ``values`` as float16 that can be summed over all ranks; see ``Dense``."""
     largest, limit = half_limits(context)
-    if load_backend("cpu").peak_bits(values) > largest:
+    if load_backend("cpu").max_abs_bits(values) > largest:
         return np.full(values.size, np.nan, np.float16)
     return load_backend("cpu").to_float16(values, limit)

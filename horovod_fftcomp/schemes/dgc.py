@@ -91,7 +91,7 @@ class Dgc(MomentumScheme):
         whole = plan.layout in (Layout.RAW, Layout.ALL)
         k = 0 if whole else plan.k
         if grad is None:
-            nothing = kernels.rank(np.zeros(plan.numel, np.float32), k, 1)
+            nothing = kernels.topk_threshold(np.zeros(plan.numel, np.float32), k, 1)
             self.codec.encode_coeffs(
                 nothing, tensor.shape, kernels=kernels, keep_residual=False, out=room
             )
@@ -107,7 +107,7 @@ class Dgc(MomentumScheme):
         )
         if self.correction.masking and not whole and residual is not None:
             packed = payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes]
-            kernels.clear(velocity, positions.unpack(packed, plan.positions, kernels))
+            kernels.zero_at(velocity, positions.unpack(packed, plan.positions, kernels))
         if not measures:
             return _Own(velocity, residual, None)
         energy = Energy(energy_of(grad), wanted, energy_of(residual))

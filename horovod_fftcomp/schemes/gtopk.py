@@ -62,8 +62,8 @@ def merge(a: Entries, b: Entries, k: int) -> Entries:
 def largest(values: Array, k: int) -> Array:
     """Return where the ``k`` largest magnitudes are, int64, ascending; ties: the lower place."""
     kernels = load_backend("cpu")
-    ranked = kernels.rank(values, k, 1)
-    bitmap, _ = kernels.take(ranked, 1, Float32().coding(0.0), False)
+    ranked = kernels.topk_threshold(values, k, 1)
+    bitmap, _ = kernels.select_quantize_pack(ranked, 1, Float32().coding(0.0), False)
     return kernels.positions_of(bitmap)[:k]
 
 
@@ -153,7 +153,9 @@ class GTopK(Scheme):
         residual = None if grad is None else carried.get(tensor.name)
         check_state("residual", residual, (np.dtype(np.float32), plan.numel))
         everything = plan.layout in (Layout.RAW, Layout.ALL)
-        coeffs = kernels.add(values, residual, 0 if everything else plan.k)  # always a new array
+        coeffs = kernels.add_residual(
+            values, residual, 0 if everything else plan.k
+        )  # always a new array
         self.codec.encode_coeffs(coeffs, shape, kernels=kernels, keep_residual=False, out=room)
         finite = coeffs.peak <= LARGEST_FINITE_BITS
         return _Own(None if grad is None else coeffs.array, finite)
@@ -187,7 +189,7 @@ class GTopK(Scheme):
         kernels, sums, all_finite = load_backend("cpu"), [], True
         for n, (places, listed), values in zip(numels, chosen, reduced, strict=True):
             total = kernels.empty(n)
-            bad = kernels.peak_bits(values) > LARGEST_FINITE_BITS or np.isnan(listed).any()
+            bad = kernels.max_abs_bits(values) > LARGEST_FINITE_BITS or np.isnan(listed).any()
             total.fill(np.nan if bad else 0)
             if not bad:
                 total[places] = values

@@ -16,7 +16,7 @@ from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.kernels.cuda import on_host
 from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Scheme, Tensor
-from horovod_fftcomp.schemes.allgather import Gather, gather
+from horovod_fftcomp.schemes.allgather import Allgather, gather
 from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
 from horovod_fftcomp.types import Array
 
@@ -131,8 +131,8 @@ class HardThreshold(Scheme):
         return self._gather.residual(state, tensor)
 
     @property
-    def _gather(self) -> Gather:
-        return Gather(Codec(Identity(), TopK(self.density), self.quantizer), self.error_feedback)
+    def _gather(self) -> Allgather:
+        return Allgather(Codec(Identity(), TopK(self.density), self.quantizer), self.error_feedback)
 
 
 @functools.lru_cache(1 << 14)

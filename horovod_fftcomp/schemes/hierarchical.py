@@ -26,13 +26,13 @@ from horovod_fftcomp.schemes import (
     Tensor,
 )
 from horovod_fftcomp.schemes.dense import outcome_on_device
-from horovod_fftcomp.schemes.wrapper import Around, join, numels_of, split
+from horovod_fftcomp.schemes.wrapper import Wrapper, join, numels_of, split
 from horovod_fftcomp.types import Array
 
 Ranks = tuple[int, ...]
 
 
-class Layout:
+class NodeLayout:
     """Who is in which node, of ``world_size`` ranks, and who may lead together."""
 
     def __init__(self, ranks_per_node: int, world_size: int) -> None:
@@ -58,7 +58,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class PerNode(Around):
+class Hierarchical(Wrapper):
     """Sum within each node of ``ranks_per_node`` ranks, and exchange the sums by ``scheme``.
 
     To ``scheme`` nodes are what ranks are otherwise: it sees as many ranks as there are nodes.
@@ -92,7 +92,7 @@ class PerNode(Around):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        layout, device = Layout(self.ranks_per_node, context.world_size), context.device
+        layout, device = NodeLayout(self.ranks_per_node, context.world_size), context.device
         node, leaders = layout.node_of(context.rank), layout.leaders(tensors)
         leads, numels = context.rank in leaders, numels_of(tensors)
         mine = join(grads if leads else self._owed(tensors, grads, state, device), numels, device)
@@ -158,7 +158,7 @@ def _summed(
     """
     if device is not None:
         return outcome_on_device(within, numels, state, device)
-    finite = load_backend("cpu").peak_bits(within) <= LARGEST_FINITE_BITS
+    finite = load_backend("cpu").max_abs_bits(within) <= LARGEST_FINITE_BITS
     return Outcome(split(within, numels), state, finite)
 
 

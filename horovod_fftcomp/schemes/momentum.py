@@ -69,7 +69,7 @@ class MomentumCorrection:
         )
         for kind, array in (("velocity", velocity), ("residual", residual)):
             check_state(kind, array, (np.dtype(np.float32), grad.size))
-        return load_backend("cpu").accumulate(
+        return load_backend("cpu").momentum_accumulate(
             grad, velocity, residual, self.momentum, self.nesterov, self._factor(grad, context), k
         )
 
@@ -153,7 +153,7 @@ class MomentumSum(MomentumScheme):
             )
             share[:] = coeffs.array
         reduced = yield Round("allreduce", values)
-        finite = kernels.peak_bits(reduced) <= LARGEST_FINITE_BITS
+        finite = kernels.max_abs_bits(reduced) <= LARGEST_FINITE_BITS
         return Outcome(np.split(reduced, ends), kept, finite)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:

@@ -49,7 +49,7 @@ class Matrix(NamedTuple):
 
 
 @dataclass
-class _Part:
+class _TensorExchange:
     """One tensor on its way through an exchange."""
 
     tensor: Tensor
@@ -137,17 +137,17 @@ class PowerSgd(Scheme):
 
     def _begin(
         self, tensor: Tensor, grad: Array | None, matrix: Matrix, state: OldState, share: Array
-    ) -> _Part:
+    ) -> _TensorExchange:
         """Write a tensor's part of the first round: M Q."""
         residual, shape = state.get("residual", {}).get(tensor.name), (matrix.rows, matrix.columns)
         check_state("residual", residual, (np.dtype(np.float32), math.prod(shape)))
         right = self.right(tensor, state)
-        part = _Part(tensor, matrix, grad, residual, None, right, True, right)
+        part = _TensorExchange(tensor, matrix, grad, residual, None, right, True, right)
         if grad is None:
             share.fill(0)
             return part
         carried = residual if self.error_feedback else None
-        coeffs = load_backend("cpu").add(grad, carried, 0)
+        coeffs = load_backend("cpu").add_residual(grad, carried, 0)
         part.whole, part.finite = coeffs.array.reshape(shape), coeffs.peak <= LARGEST_FINITE_BITS
         if not part.finite:
             share.fill(np.nan)
@@ -165,14 +165,14 @@ class PowerSgd(Scheme):
         kept = state.get("factor", {}).get(tensor.name)
         check_state("factor", kept, (np.dtype(np.float32), numel))
         if kept is None:
-            kept = counter_rng.even(self.seed, 0, tensor.name, numel)
+            kept = counter_rng.uniform(self.seed, 0, tensor.name, numel)
         return kept.reshape(matrix.columns, matrix.rank) if matrix.rank else kept
 
-    def _project(self, part: _Part, reduced: Array, share: Array, measures: bool) -> None:
+    def _project(self, part: _TensorExchange, reduced: Array, share: Array, measures: bool) -> None:
         """Write a tensor's part of the second round, M^T P, and find what it leaves."""
         kernels, (rows, columns, rank) = load_backend("cpu"), part.matrix
         share.fill(0)
-        if kernels.peak_bits(reduced) > LARGEST_FINITE_BITS:
+        if kernels.max_abs_bits(reduced) > LARGEST_FINITE_BITS:
             part.finite = False
             share.fill(np.nan)
         if not part.finite or part.whole is None:
@@ -193,10 +193,12 @@ class PowerSgd(Scheme):
         if measures:
             part.energy = Energy(gradient, wanted, energy_of(part.whole))
 
-    def _sum(self, part: _Part, first: Array, second: Array) -> tuple[Array, bool]:
+    def _sum(self, part: _TensorExchange, first: Array, second: Array) -> tuple[Array, bool]:
         """Return (the sum over ranks, flat; whether it is finite)."""
         kernels, (rows, columns, rank) = load_backend("cpu"), part.matrix
-        finite = all(kernels.peak_bits(array) <= LARGEST_FINITE_BITS for array in (first, second))
+        finite = all(
+            kernels.max_abs_bits(array) <= LARGEST_FINITE_BITS for array in (first, second)
+        )
         if not finite:
             return np.full(rows * columns, np.nan, np.float32), False
         if not rank:
@@ -204,11 +206,11 @@ class PowerSgd(Scheme):
         right = second.reshape(columns, rank)
         total = kernels.low_rank(part.left, right, None).reshape(-1)
         if rank * float(np.abs(right).max(initial=0)) > 2.0**127:
-            finite = kernels.peak_bits(total) <= LARGEST_FINITE_BITS
+            finite = kernels.max_abs_bits(total) <= LARGEST_FINITE_BITS
         return total, finite
 
     def _new_state(
-        self, parts: Sequence[_Part], second: Sequence[Array]
+        self, parts: Sequence[_TensorExchange], second: Sequence[Array]
     ) -> dict[str, dict[str, Array]]:
         factors, residuals = {}, {}
         for part, reduced in zip(parts, second, strict=True):

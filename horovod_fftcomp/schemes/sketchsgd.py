@@ -50,7 +50,7 @@ class _Plan(NamedTuple):
 
 
 @dataclass
-class _Part:
+class _TensorExchange:
     """One tensor on its way through an exchange."""
 
     tensor: Tensor
@@ -119,7 +119,7 @@ class SketchSgd(MomentumScheme):
         sums, finite = [], True
         for part, table, values in zip(parts, first, second, strict=True):
             reduced = values if part.plan.columns else table
-            good = all(kernels.peak_bits(x) <= LARGEST_FINITE_BITS for x in (table, values))
+            good = all(kernels.max_abs_bits(x) <= LARGEST_FINITE_BITS for x in (table, values))
             sums.append(self._settle(part, reduced, good, context))
             finite = finite and good
         energies = {part.tensor.name: part.energy for part in parts if part.energy is not None}
@@ -154,11 +154,11 @@ class SketchSgd(MomentumScheme):
         state: OldState,
         context: Context,
         share: Array,
-    ) -> _Part:
+    ) -> _TensorExchange:
         """Write a tensor's part of the first round."""
         if grad is None:
             share.fill(0)
-            return _Part(tensor, plan, None, None, None, True)
+            return _TensorExchange(tensor, plan, None, None, None, True)
         coeffs, velocity = self.correction.accumulate(grad, state, tensor, 0, context)
         finite = coeffs.peak <= LARGEST_FINITE_BITS
         if not finite:
@@ -169,15 +169,15 @@ class SketchSgd(MomentumScheme):
             share[:] = sketch.reshape(-1)
         else:
             share[:] = coeffs.array
-        return _Part(tensor, plan, grad, coeffs.array, velocity, finite)
+        return _TensorExchange(tensor, plan, grad, coeffs.array, velocity, finite)
 
-    def _look_up(self, part: _Part, table: Array, context: Context, share: Array) -> None:
+    def _look_up(self, part: _TensorExchange, table: Array, context: Context, share: Array) -> None:
         """Find the candidates, and write a tensor's part of the second round."""
         kernels, plan = load_backend("cpu"), part.plan
         share.fill(0)
         if not plan.columns:
             return
-        if not part.finite or kernels.peak_bits(table) > LARGEST_FINITE_BITS:
+        if not part.finite or kernels.max_abs_bits(table) > LARGEST_FINITE_BITS:
             share.fill(np.nan)
             return
         estimates = kernels.estimate(
@@ -187,7 +187,9 @@ class SketchSgd(MomentumScheme):
         if part.whole is not None:
             np.take(part.whole, part.places, out=share)
 
-    def _settle(self, part: _Part, reduced: Array, finite: bool, context: Context) -> Array:
+    def _settle(
+        self, part: _TensorExchange, reduced: Array, finite: bool, context: Context
+    ) -> Array:
         """Return a tensor's sum; what a rank has sent of it is no longer left."""
         plan = part.plan
         if not finite:
@@ -208,7 +210,9 @@ class SketchSgd(MomentumScheme):
             part.energy = Energy(gradient, wanted, energy_of(part.whole))
         return total
 
-    def _new_state(self, parts: Sequence[_Part], state: OldState) -> dict[str, dict[str, Array]]:
+    def _new_state(
+        self, parts: Sequence[_TensorExchange], state: OldState
+    ) -> dict[str, dict[str, Array]]:
         new: dict[str, dict[str, Array]] = {"velocity": {}, "residual": {}}
         for part in parts:
             left = {"velocity": part.velocity, "residual": part.whole}

@@ -164,7 +164,7 @@ class _Exchange(ExchangeRows):
         words = bad().view(np.uint32).copy()
         shares = np.split(values, seconds[1:-1])
         for number, share in enumerate(shares):
-            words[number] |= load_backend("cpu").peak_bits(share) > LARGEST_FINITE_BITS
+            words[number] |= load_backend("cpu").max_abs_bits(share) > LARGEST_FINITE_BITS
         self.flags = device.upload(words)
         sums = [device.empty(max(1, n))[:n] for n in self.rows["n"].tolist()]
         for number, (total, share) in enumerate(zip(sums, shares, strict=True)):

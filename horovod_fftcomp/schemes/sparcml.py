@@ -27,8 +27,8 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
 )
-from horovod_fftcomp.schemes.allgather import Gather, encode, joined, part_of, summed
-from horovod_fftcomp.types import Array, Part
+from horovod_fftcomp.schemes.allgather import Allgather, encode, joined, part_of, summed
+from horovod_fftcomp.types import Array, Body
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.header import Header
 from horovod_fftcomp.wire.positions import Layout
@@ -75,7 +75,7 @@ def _codec_of(codec: Codec, header: Header) -> Codec:
     return SUMS if header.fingerprint == SUMS.fingerprint else codec
 
 
-def _sum(shape: tuple[int, ...], a: Part | None, b: Part | None) -> Array:
+def _sum(shape: tuple[int, ...], a: Body | None, b: Body | None) -> Array:
     """Return the payload of the sum of two; it is not finite if one of them is not."""
     kernels, n = load_backend("cpu"), math.prod(shape)
     if a is None or b is None:
@@ -83,13 +83,13 @@ def _sum(shape: tuple[int, ...], a: Part | None, b: Part | None) -> Array:
     bitmap = a.bitmap | b.bitmap
     if SUMS.plan(shape, int(np.bitwise_count(bitmap).sum())).layout is Layout.RAW:
         return _payload(shape, positions.first_ones(n, n), kernels.sum_values([a, b], n, False))
-    return _payload(shape, bitmap, kernels.merge(a, b))
+    return _payload(shape, bitmap, kernels.sum_sparse(a, b))
 
 
 def _payload(shape: tuple[int, ...], bitmap: Array, values: Array) -> Array:
     """Return the payload of float32 ``values`` at the places of ``bitmap``."""
     kernels = load_backend("cpu")
-    peak = kernels.peak_bits(values)
+    peak = kernels.max_abs_bits(values)
     finite = peak <= LARGEST_FINITE_BITS
     plan = SUMS.plan(shape, values.size if finite else 0)
     payload = np.zeros(plan.payload_nbytes, np.uint8)
@@ -129,8 +129,8 @@ class SparCml(Scheme):
         return Codec(Identity(), TopK(self.density), Float32())
 
     @property
-    def _topk(self) -> Gather:
-        return Gather(self.codec, self.error_feedback)
+    def _topk(self) -> Allgather:
+        return Allgather(self.codec, self.error_feedback)
 
     def exchange(
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context

@@ -14,7 +14,7 @@ from horovod_fftcomp.schemes import OldState, Scheme, Tensor
 from horovod_fftcomp.types import Array
 
 
-class Around(Scheme):
+class Wrapper(Scheme):
     """A scheme around ``scheme``, whose state it keeps."""
 
     scheme: Scheme

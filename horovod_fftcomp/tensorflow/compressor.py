@@ -33,7 +33,7 @@ from horovod_fftcomp.schemes.hierarchical import Ranks
 from horovod_fftcomp.tensorflow import graph
 from horovod_fftcomp.tensorflow.device import memory_of
 from horovod_fftcomp.tensorflow.rounds import GraphRound, PendingRound, is_elastic
-from horovod_fftcomp.tensorflow.steps import Steps
+from horovod_fftcomp.tensorflow.steps import StepDriver
 from horovod_fftcomp.tensorflow.variables import Variables, pairs_of
 
 KERAS_3 = (
@@ -66,7 +66,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         self._model = model
         self._variables: Variables | None = None
         self._saved: dict[str, Any] | None = None  # loaded before the variables were known
-        self._exchange: graph.Exchange | None = None  # of the trace under way
+        self._exchange: graph.TracedStep | None = None  # of the trace under way
         if model is not None and getattr(model, "built", True):
             self._bind(pairs_of(model))
 
@@ -88,7 +88,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             self._engine.shadow = ShadowCheck(self._engine, every, *of_job)
         hashes = GraphRound()
         replicas = ReplicaCheck(hashes, variables, settings.replica_check, self._set, self._name)
-        self._steps = Steps(
+        self._steps = StepDriver(
             variables,
             self._engine,
             self._connection,
@@ -153,10 +153,10 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         """Take a variable's gradient; return what Horovod is to reduce, and a context."""
         if not is_elastic() and (not self._set.included() or self._set.size() == 1):
             return tensor, None  # traced, but never run
-        number = None if self._exchange is None else self._exchange.take(tensor)
+        number = None if self._exchange is None else self._exchange.start_gradient(tensor)
         if number is None:
             self._exchange = self._traced()
-            number = self._exchange.take(tensor)
+            number = self._exchange.start_gradient(tensor)
         assert number is not None
         exchange, total = self._exchange, self._exchange.sums[number]
         if exchange.is_taken:
@@ -209,7 +209,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             return tf.cast(size_op(process_set_id=self._set.process_set_id), tf.float32)
         return tf.constant(float(self._set.size()))
 
-    def _traced(self) -> graph.Exchange:
+    def _traced(self) -> graph.TracedStep:
         """Put the exchange of all gradients of a call of Horovod's into the graph around it."""
         call = graph.find_call()
         self._check_optimizer(call.optimizer)
@@ -228,7 +228,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         variables: Sequence[Any] | None,
         meeting: Any = None,
         averages: bool = True,
-    ) -> graph.Exchange:
+    ) -> graph.TracedStep:
         if self._variables is None:
             if self._model is None and variables is None:
                 raise UnsupportedError("give the compressor a model: Compression.fft(model)")
@@ -239,14 +239,14 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             variables = known.variables
         if len(variables) != len(grads):
             raise UnsupportedError(f"{len(grads)} gradients came for {len(variables)} variables")
-        places = self._places
+        slots = self._slots
         self._steps.meeting = meeting or self._set
         numbers = [known.number(variable) for variable in variables]
-        return graph.Exchange(
+        return graph.TracedStep(
             self._steps,
             self._buckets,
             grads,
-            [places[number] for number in numbers],
+            [slots[number] for number in numbers],
             shown=self._shown(variables, numbers),
             name=self._name,
             process_set=self._set,
@@ -283,13 +283,13 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
 
     def _shown(self, variables: Sequence[Any], numbers: Sequence[int]) -> dict[int, tf.Tensor]:
         """Return the compressed variables' values where other variables may come in later."""
-        places = self._places
+        slots = self._slots
         if not graph.is_called_eagerly():
             return {}
         return {
             number: variable.read_value()
             for variable, number in zip(variables, numbers, strict=True)
-            if places[number] is not None and "CPU" in variable.device
+            if slots[number] is not None and "CPU" in variable.device
         }
 
     def _loss_scale(self) -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""Steps that the kernels of ``backends.gpu`` compute: TensorFlow's tensors on a GPU, by DLPack."""
+"""Steps that the kernels of ``kernels.cuda`` compute: TensorFlow's tensors on a GPU, by DLPack."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_fftcomp.engine.buckets import Bucket
-from horovod_fftcomp.engine.overlap import Place
+from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.schemes.hierarchical import Layout, Ranks
+from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 from horovod_fftcomp.tensorflow import rounds
-from horovod_fftcomp.tensorflow.steps import Load, Steps
+from horovod_fftcomp.tensorflow.steps import Load, StepDriver
 
 # With warm-up, or a recipe that tries and chooses, the collectives of a bucket depend on the step;
 # one of each kind is among the first ones, before and after the warm-up.
@@ -123,7 +123,7 @@ def _is_compiled(graph: Any) -> bool:
     return context is not None and context.IsXLAContext()
 
 
-class Exchange:
+class TracedStep:
     """The exchange of a trace's gradients, in the graph that is the default one.
 
     ``grads``: tensors, None, or IndexedSlices, which Horovod exchanges itself; ``places``: of each
@@ -138,10 +138,10 @@ class Exchange:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: StepDriver,
         buckets: Sequence[Bucket],
         grads: Sequence[Any],
-        places: Sequence[Place | None],
+        slots: Sequence[Slot | None],
         *,
         shown: Mapping[int, tf.Tensor],
         name: str,
@@ -161,7 +161,7 @@ class Exchange:
         self._place = "/CPU:0" if steps.memory is None else steps.memory.place
         # Where Horovod has no operations of a GPU, TensorFlow brings messages to the host.
         self._wire = self._place if hvd.nccl_built() else "/CPU:0"
-        members = self._members(places)
+        members = self._members(slots)
         with tf.name_scope(name), tf.device("/CPU:0"):
             load = self._load(members, tuple(shown))
             inputs = [counter.read_value(), scale, self._early(), *shown.values()]
@@ -226,7 +226,7 @@ class Exchange:
         """Whether every gradient was asked for."""
         return not self._untaken
 
-    def take(self, grad: tf.Tensor) -> int | None:
+    def start_gradient(self, grad: tf.Tensor) -> int | None:
         """Return the number of a gradient, the first that is this tensor and was not taken yet."""
         for number in self._untaken:
             if self.grads[number] is grad:
@@ -240,12 +240,12 @@ class Exchange:
             return None  # Horovod has it already
         return self._ticket.after(grad if self.sums[number] is None else tf.ones([1]))
 
-    def _members(self, places: Sequence[Place | None]) -> dict[int, dict[int, int]]:
+    def _members(self, slots: Sequence[Slot | None]) -> dict[int, dict[int, int]]:
         """Return bucket -> position -> number of the gradient."""
         members: dict[int, dict[int, int]] = {}
-        for number, place in enumerate(places):
-            if place is not None and isinstance(self.grads[number], tf.Tensor):
-                members.setdefault(place.bucket, {})[place.position] = number
+        for number, slot in enumerate(slots):
+            if slot is not None and isinstance(self.grads[number], tf.Tensor):
+                members.setdefault(slot.bucket, {})[slot.position] = number
         return members
 
     def _load(self, members: dict[int, dict[int, int]], identified: tuple[int, ...]) -> Load:
@@ -341,7 +341,7 @@ class Exchange:
     def _call(
         self, method: Any, inputs: Sequence[tf.Tensor], dtype: tf.DType, n: int
     ) -> list[tf.Tensor]:
-        """Return what a method of ``Steps`` makes: int64, and ``n`` vectors of ``dtype``."""
+        """Return what a method of ``StepDriver`` makes: int64, and ``n`` vectors of ``dtype``."""
         dtypes = [tf.int64, *n * [dtype]]
         if self._steps.memory is None:
             outputs = tf.numpy_function(method, inputs, dtypes, stateful=False)
@@ -356,7 +356,7 @@ class Exchange:
         ranks_per_node = getattr(bucket.policy, "ranks_per_node", 1)
         if ranks_per_node == 1:
             return rounds.Sets(self._set)
-        rank, layout = self._set.rank(), Layout(ranks_per_node, self._set.size())
+        rank, layout = self._set.rank(), NodeLayout(ranks_per_node, self._set.size())
         leaders = layout.leaders(bucket.tensors)
         between = self._groups.get(leaders) if rank in leaders else None
         return rounds.Sets(between, self._groups.get(layout.node_of(rank)))

@@ -64,7 +64,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     """Run a method alone, in IEEE arithmetic; an error in it breaks the step off for good."""
 
     @functools.wraps(method)
-    def run(self: Steps, *arguments: Any) -> Any:
+    def run(self: StepDriver, *arguments: Any) -> Any:
         with self.lock, ieee_arithmetic():
             self._connection.check()
             self.check_unbroken()
@@ -95,7 +95,7 @@ class _Course:
     encoded: set[int] = field(default_factory=set)  # buckets
 
 
-class Steps:
+class StepDriver:
     """One step after the other, of one optimizer or tape.
 
     ``closed`` is called when a step has been closed; ``hashes`` is by what ``replicas`` sends;

@@ -28,7 +28,7 @@ from horovod_fftcomp.torch.device import device_of
 from horovod_fftcomp.torch.parameters import Parameters, with_plain_names
 from horovod_fftcomp.torch.replicas import OptimizedParameters
 from horovod_fftcomp.torch.rounds import PendingRound
-from horovod_fftcomp.torch.steps import GradientContext, Steps
+from horovod_fftcomp.torch.steps import GradientContext, StepDriver
 
 
 class TorchCompressor(Compressor):
@@ -61,10 +61,10 @@ class TorchCompressor(Compressor):
             shadow = ShadowCheck(self._engine, every, send, name, self._set, settings.timeout_s)
             self._engine.shadow = shadow
         replicas = ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name)
-        self._steps = Steps(
+        self._steps = StepDriver(
             parameters,
             self._parameters,
-            self._places,
+            self._slots,
             self._engine,
             self._connection,
             replicas,
@@ -88,11 +88,11 @@ class TorchCompressor(Compressor):
                 self._parameters.follow(caller)
                 self._warn_of_momentum(caller)
             self._connection.connect(self._facts, getattr(caller, "process_set", None))
-        return self._steps.take(tensor)
+        return self._steps.start_gradient(tensor)
 
     def decompress(self, tensor: torch.Tensor, ctx: GradientContext | None) -> torch.Tensor:
         """Return the reduced gradient; ``tensor`` is what Horovod made of ``compress``'s."""
-        return self._steps.give_back(tensor, ctx)
+        return self._steps.finish_gradient(tensor, ctx)
 
     # For the user, beside what all compressors offer: tensors in the place of arrays.
 
@@ -115,8 +115,8 @@ class TorchCompressor(Compressor):
     def _warn_of_momentum(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if the optimizer has a momentum for tensors for which the recipe keeps one."""
         momenta: dict[str, object] = {}
-        tensors = zip(self._parameters.tensors, self._places, strict=False)  # the frozen come last
-        compressed = {id(tensor) for tensor, place in tensors if place is not None}
+        tensors = zip(self._parameters.tensors, self._slots, strict=False)  # the frozen come last
+        compressed = {id(tensor) for tensor, slot in tensors if slot is not None}
         for group in optimizer.param_groups:
             if compressed.isdisjoint(map(id, group["params"])):
                 continue

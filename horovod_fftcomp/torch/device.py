@@ -1,4 +1,4 @@
-"""Whether the kernels of ``backends.gpu`` compute the steps of a model on a GPU."""
+"""Whether the kernels of ``kernels.cuda`` compute the steps of a model on a GPU."""
 
 from __future__ import annotations
 

@@ -46,11 +46,11 @@ class LocalSteps:
         self.steps += 1
         if self.steps < self._period:
             return False
-        self.meet()
+        self.synchronize()
         return True
 
     @torch.no_grad()
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """Make the weights those of the last meeting plus the mean change, on all ranks.
 
         Where a rank's change has NaN or Inf all ranks go back to the weights of the last meeting.

@@ -64,7 +64,7 @@ class Parameters:
         """Forget which gradients have come, but not their order."""
         self._last_order, self.seen, self._cursor = list(self.seen), {}, 0
 
-    def take(self, grad: torch.Tensor) -> int:
+    def register(self, grad: torch.Tensor) -> int:
         """Return the number of the parameter whose gradient ``grad`` is, and mark it as seen.
 
         Horovod tells no names; ``parameter.grad is grad`` does. Raises UnsupportedError for a

@@ -18,7 +18,7 @@ from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.stalls import Progress
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.overlap import Exchanges, Pending, Place
+from horovod_fftcomp.engine.overlap import Pending, Slot, StepPipeline
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
@@ -38,11 +38,11 @@ class GradientContext(NamedTuple):
     """What has to be known of a gradient when its reduced value comes."""
 
     grad: torch.Tensor
-    place: Place | None  # None: exchanged densely, by Horovod
+    slot: Slot | None  # None: exchanged densely, by Horovod
     number: int  # of the parameter
 
 
-class Steps:
+class StepDriver:
     """One step after the other, of one optimizer.
 
     ``places``: for each parameter its place in the buckets of ``engine``; None if it travels
@@ -56,7 +56,7 @@ class Steps:
         self,
         parameters: Parameters,
         optimized: OptimizedParameters,
-        places: Sequence[Place | None],
+        slots: Sequence[Slot | None],
         engine: Engine,
         connection: Connection,
         replicas: ReplicaCheck,
@@ -70,7 +70,7 @@ class Steps:
         self._not_finite = NotFiniteWarning(settings.grad_scaler is not None)
         self._ranks = process_set.ranks
         self._bad: dict[str, bool] = {}  # dense tensors of this step, see ``NotFiniteWarning``
-        self._places = places
+        self._slots = slots
         self._engine = engine
         self._connection = connection
         self._replicas = replicas
@@ -82,7 +82,7 @@ class Steps:
         def send(round_: Round, bucket: int, number: int) -> Pending:
             return connection.send(round_, f"{name}.{bucket}.{number}", process_set)
 
-        self.exchanges = Exchanges(engine, send, settings.timeout_s)
+        self.pipeline = StepPipeline(engine, send, settings.timeout_s)
         connection.watch.follow(self, parameters.names)
         # An exchange of allreduces alone goes through a join as it does in Horovod.
         self._gathers = settings.replica_check != "off" or any(
@@ -107,7 +107,7 @@ class Steps:
         counts = (self._engine.step, handed, handed - out)
         doing = f"step {self._engine.step}"
         inside = out > 0 and not self._broken_by
-        return Progress(*counts, inside, self.exchanges.is_computing, doing=doing)
+        return Progress(*counts, inside, self.pipeline.is_computing, doing=doing)
 
     def missing(self) -> list[int]:
         """Return the numbers of the parameters whose gradients have not come in this step."""
@@ -122,9 +122,9 @@ class Steps:
     def times(self) -> dict[str, float]:
         """Return the seconds of ``stats`` that the engine does not know."""
         return {
-            "encode_hidden_s": self.exchanges.encode_hidden_s,
-            "encode_wait_s": self.exchanges.encode_wait_s,
-            "wait_s": self.exchanges.wait_s,
+            "encode_hidden_s": self.pipeline.encode_hidden_s,
+            "encode_wait_s": self.pipeline.encode_wait_s,
+            "wait_s": self.pipeline.wait_s,
             "check_s": self._replicas.seconds,
         }
 
@@ -133,37 +133,39 @@ class Steps:
         scaler = self._settings.grad_scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 
-    def take(self, grad: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
+    def start_gradient(self, grad: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
         """Take a parameter's gradient; return what Horovod is to reduce, and a context."""
         self._check_unbroken()
-        self.exchanges.note_gradient()
+        self.pipeline.note_gradient()
         begins = not self.under_way
-        number = self._parameters.take(grad)
+        number = self._parameters.register(grad)
         if begins:
             self._begin()
         self.dense_nbytes += 4 * grad.numel()
-        place = self._places[number]
+        slot = self._slots[number]
         self._out += 1
         sent = (
             arrays.sendable(grad)
-            if place is None
+            if slot is None
             else torch.ones(1, dtype=torch.float32, device=grad.device)
         )
         self.other_nbytes += sent.numel() * sent.element_size()
-        if place is not None:
+        if slot is not None:
             frozen = not self._parameters.tensors[number].requires_grad
             values = None if frozen else self._flat(grad)
-            self.exchanges.add(place, values)
+            self.pipeline.add(slot, values)
             if self._recorded is not None and values is not None:
                 recorded = arrays.flat_float32(grad)
                 self._recorded[self._parameters.names[number]] = recorded.reshape(grad.shape)
         if self._opened or self._connection.may_open():
             self._open()
-            self.exchanges.advance()
-        return sent, GradientContext(grad, place, number)
+            self.pipeline.advance()
+        return sent, GradientContext(grad, slot, number)
 
-    def give_back(self, reduced: torch.Tensor, context: GradientContext | None) -> torch.Tensor:
-        """Return the reduced gradient; ``reduced`` is what Horovod made of ``take``'s."""
+    def finish_gradient(
+        self, reduced: torch.Tensor, context: GradientContext | None
+    ) -> torch.Tensor:
+        """Return the reduced gradient; ``reduced`` is Horovod's result for ``start_gradient``'s."""
         if reduced.is_cuda:
             come_after_horovod(reduced)
         if context is None:  # a sparse gradient that Horovod gathered itself
@@ -180,13 +182,13 @@ class Steps:
 
     def _restored(self, reduced: torch.Tensor, context: GradientContext) -> torch.Tensor:
         """Return a gradient's reduced value like the gradient, and observe whether it is finite."""
-        if context.place is None:
+        if context.slot is None:
             if not self._engine.buckets:
                 self._engine.observe(True)  # nothing depends on it
             elif not self._observe(reduced):
                 self._bad[self._parameters.names[context.number]] = False
             return arrays.restored(reduced, context.grad)
-        total = self._engine.take_sum(*context.place)
+        total = self._engine.take_sum(*context.slot)
         grad = arrays.gradient_like(total, reduced / self._engine.world_size, context.grad)
         if grad.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
             self._observe(grad)
@@ -242,7 +244,7 @@ class Steps:
             self._recorder.check()
             self._recorded = {} if self._recorder.wants(self._engine.step) else None
         if self._gathers:
-            self._connection.call_roll()
+            self._connection.barrier()
 
     def _open(self) -> None:
         """Wait until all ranks have begun this step, if they have not."""
@@ -256,12 +258,12 @@ class Steps:
         """Complete every bucket: Horovod has submitted all gradients of this step by now."""
         self._check_unbroken()
         try:
-            self.exchanges.complete()
+            self.pipeline.complete()
             self._open()
-            self.exchanges.finish()
+            self.pipeline.finish()
             if self._engine.shadow is not None:
                 self._engine.shadow.finish()
-            self._connection.part()
+            self._connection.leave_together()
             if self._recorder is not None and self._recorded:
                 # Nobody changes these any more: Horovod gives parameters other memory for sums.
                 self._recorder.append(self._engine.step, self._recorded)
@@ -331,7 +333,7 @@ class Steps:
         """Forget a step that was broken off."""
         self._parameters.begin_step()
         self._replicas.abandon()
-        self.exchanges.abandon()
+        self.pipeline.abandon()
         self._opened = self._finished = False
         self._broken_by, self._recorded = "", None
         self._out = 0

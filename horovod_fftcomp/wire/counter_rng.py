@@ -15,7 +15,7 @@ from horovod_fftcomp.wire.header import fnv1a
 _MASK = (1 << 64) - 1
 
 
-class Place(NamedTuple):
+class RngKey(NamedTuple):
     """Where a tensor is encoded: what random numbers of a rank's own are a function of."""
 
     step: int = 0
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     rank: int = 0
 
 
-NOWHERE = Place()
+NO_RNG_KEY = RngKey()
 
 
 def mix(z: int) -> int:
@@ -50,7 +50,7 @@ def check_seed(seed: object) -> None:
         raise ValueError(f"seed must be a whole number in [0, 2**64), got {seed!r}")
 
 
-def even(seed: int, step: int, name: str, count: int) -> np.ndarray:
+def uniform(seed: int, step: int, name: str, count: int) -> np.ndarray:
     """Return ``count`` float32 from [-1, 1), even, of the places 0, 1, ...; the same everywhere."""
     key = np.uint64(mix(mix(fnv1a(name) ^ mix(seed & _MASK)) ^ step))
     z = np.arange(count, dtype=np.uint64) ^ key

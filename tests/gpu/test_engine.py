@@ -18,7 +18,7 @@ from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels import cuda
 from horovod_fftcomp.schemes import MEASURE_EVERY, Tensor
 from horovod_fftcomp.schemes.auto import TRIAL_STEPS
-from horovod_fftcomp.schemes.hierarchical import Layout
+from horovod_fftcomp.schemes.hierarchical import NodeLayout
 from horovod_fftcomp.simulation import exchange_once
 from tests.gpu.emulator import DeviceArray, Emulator
 from tests.gpu.steps import (
@@ -160,7 +160,9 @@ def test_what_a_rank_owes_that_leads_no_more_arrives_when_a_step_counts(bad):
             engine.load_state_dict(state)
         sums = [total.tobytes() for own in grads for total in run_step(new, own)]
         norms = [engine.residual_norm() for engine in new]
-        assert norms.count(0.0) == 4 - len({Layout(2, 4).leaders([t]) for t in TENSORS[::2]}) * 2
+        assert (
+            norms.count(0.0) == 4 - len({NodeLayout(2, 4).leaders([t]) for t in TENSORS[::2]}) * 2
+        )
         found.append((sums, norms))
     assert found[0] == found[1]
 
@@ -459,7 +461,7 @@ def test_the_probe_finds_a_device_that_computes_wrong():
         with pytest.raises((UnsupportedError, PayloadError), match=r"a sum with values|k bits set"):
             probe(Wrong(), [scheme])
     for name, recipe in (
-        *(("keep_signs", "signsgd"), ("keep_signs", "signum")),
+        *(("majority_sign", "signsgd"), ("majority_sign", "signum")),
         *(("keep_factors", "powersgd"), ("subtract_products", "powersgd")),
     ):
         with pytest.raises(UnsupportedError, match="a sum with values"):

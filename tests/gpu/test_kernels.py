@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError
-from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.backend import load_backend
-from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.dense_methods import EliasQSGD
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32, RangeFloat
 from horovod_fftcomp.codec.sparsifiers import RandomK, TopK
@@ -21,17 +21,17 @@ from horovod_fftcomp.kernels.cuda.decoder import CORRUPT, NOT_FINITE, SOUND
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device
 from horovod_fftcomp.monitor.parameter_hash import hash_bytes_reference
-from horovod_fftcomp.wire.counter_rng import Place
+from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.header import DTYPES, read_header
 from horovod_fftcomp.wire.positions import Layout, unary_bits
 from tests.contracts import CASES, CODECS, make_codec, plan_of
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
 
 SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
-ELEMENTS = [key for key in CODECS if isinstance(make_codec(key), ElementCodec)]
+ELEMENTS = [key for key in CODECS if isinstance(make_codec(key), DenseCodec)]
 ELEMENTS = [key for key in ELEMENTS if not isinstance(make_codec(key).method, EliasQSGD)]
-SPARSE = [key for key in CODECS if isinstance(make_codec(key), (ChosenCodec, Codec))]
-CHOSEN = [key for key in CODECS if isinstance(make_codec(key), ChosenCodec)]
+SPARSE = [key for key in CODECS if isinstance(make_codec(key), (AdaptiveCodec, Codec))]
+CHOSEN = [key for key in CODECS if isinstance(make_codec(key), AdaptiveCodec)]
 SERVED = SPARSE + ELEMENTS
 FIXED = [key for key in SERVED if make_codec(key).has_fixed_size]
 PLAIN = [key for key in SERVED if isinstance(make_codec(key).transform, Identity)]
@@ -54,21 +54,21 @@ def flat_cases() -> dict[str, np.ndarray]:
 GRADS = flat_cases()
 
 
-def place_of(number: int) -> Place:
+def place_of(number: int) -> RngKey:
     """Return where a test encodes its ``number``-th tensor."""
-    return Place(3, str(number), 1)
+    return RngKey(3, str(number), 1)
 
 
-def keys_of(codec: Codec | ElementCodec, count: int) -> list[int] | None:
+def keys_of(codec: Codec | DenseCodec, count: int) -> list[int] | None:
     """Return what the draws of so many tensors follow from."""
     if isinstance(codec, Codec):
         return None
     return [codec.key_at(place_of(number)) for number in range(count)]
 
 
-def meant(codec: Codec | ElementCodec, payload: np.ndarray) -> bytes:
+def meant(codec: Codec | DenseCodec, payload: np.ndarray) -> bytes:
     """Return what of a payload means something: of values that are not finite the header alone."""
-    if isinstance(codec, ElementCodec) and not read_header(payload).finite:
+    if isinstance(codec, DenseCodec) and not read_header(payload).finite:
         return payload[: plan_of(codec, payload).header_nbytes].tobytes()
     return payload.tobytes()
 
@@ -126,7 +126,7 @@ def test_payloads_and_residuals_are_the_cpus(key, schedule):
     made = Encoded(codec, grads, residuals, schedule)
     for i, name in enumerate(names):
         coeffs = codec.coeffs_of(grads[i], grads[i].shape, CPU, residuals[i])
-        expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU, place=place_of(i))
+        expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU, rng_key=place_of(i))
         assert bool(made.not_finite[i]) == (name in ("nan", "inf")), name
         assert meant(codec, made.payloads[i]) == meant(codec, expected.payload), name
         if expected.residual is not None and expected.residual.size:
@@ -147,7 +147,7 @@ def test_shapes_and_measurements_leave_the_cpus_bytes(key, shape):
             coeffs = codec.coeffs_of(grad.reshape(-1), grad.shape, CPU, residuals[number])
             wanted = float(np.dot(coeffs.array, coeffs.array))
             expected = codec.encode_coeffs(
-                coeffs, grad.shape, kernels=CPU, keep_residual=keep, place=place_of(number)
+                coeffs, grad.shape, kernels=CPU, keep_residual=keep, rng_key=place_of(number)
             )
             assert made.payloads[number].tobytes() == expected.payload.tobytes()
             if keep:

@@ -14,7 +14,7 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.engine.shadow_check import ShadowCheck
-from horovod_fftcomp.schemes.allgather import Gather
+from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.simulation import exchange_once
 from tests.gpu.emulator import Emulator
 from tests.gpu.faults import Fault
@@ -165,7 +165,7 @@ def damaged(message, codec):
 )
 @pytest.mark.parametrize("recipe", ["fft", "topk"])
 def test_a_wrong_header_field_is_named(recipe, wrong, what, monkeypatch):
-    engines, right = engines_of(recipe), Gather.exchange
+    engines, right = engines_of(recipe), Allgather.exchange
 
     def exchange(scheme, tensors, grads, state, context):
         made = right(scheme, tensors, grads, state, context)
@@ -177,7 +177,7 @@ def test_a_wrong_header_field_is_named(recipe, wrong, what, monkeypatch):
         except StopIteration as stop:
             return stop.value
 
-    monkeypatch.setattr(Gather, "exchange", exchange)
+    monkeypatch.setattr(Allgather, "exchange", exchange)
     heard = take_step(engines, random_grads(np.random.default_rng(7)))
     assert re.search(rf"rank 1, step 0, recipe '{recipe}', tensor 'a': {what}", heard)
 

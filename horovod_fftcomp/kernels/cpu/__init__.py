@@ -9,9 +9,9 @@ from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.common_index import (
     chunk_winners,
     low_pass,
-    merge,
     pack_bits,
     positions_of,
+    sum_sparse,
     unpack_bits,
 )
 from horovod_fftcomp.kernels.cpu.count_sketch import estimate, sketch
@@ -28,7 +28,7 @@ from horovod_fftcomp.kernels.cpu.dense import (
 )
 from horovod_fftcomp.kernels.cpu.float16 import from_float16, to_float16
 from horovod_fftcomp.kernels.cpu.lowrank import low_rank, orthonormal
-from horovod_fftcomp.kernels.cpu.momentum import accumulate, clear
+from horovod_fftcomp.kernels.cpu.momentum import momentum_accumulate, zero_at
 from horovod_fftcomp.kernels.cpu.positions import (
     pack_bitmap,
     pack_entropy,
@@ -37,8 +37,15 @@ from horovod_fftcomp.kernels.cpu.positions import (
     unpack_entropy,
     unpack_offsets,
 )
-from horovod_fftcomp.kernels.cpu.signs import add_signs, encode_signs, keep_signs, subtract_signs
-from horovod_fftcomp.kernels.cpu.sparse import add, count_above, peak_bits, rank, sum_values, take
+from horovod_fftcomp.kernels.cpu.signs import add_signs, encode_signs, majority_sign, subtract_signs
+from horovod_fftcomp.kernels.cpu.sparse import (
+    add_residual,
+    count_above,
+    max_abs_bits,
+    select_quantize_pack,
+    sum_values,
+    topk_threshold,
+)
 from horovod_fftcomp.kernels.cpu.transforms import (
     dct_blocks,
     idct_blocks,
@@ -49,14 +56,12 @@ from horovod_fftcomp.kernels.cpu.transforms import (
 )
 
 __all__ = [
-    "accumulate",
-    "add",
     "add_levels",
     "add_octaves",
+    "add_residual",
     "add_signs",
     "bin_winners",
     "chunk_winners",
-    "clear",
     "count_above",
     "dct_blocks",
     "draw_chosen",
@@ -70,11 +75,12 @@ __all__ = [
     "idct_sum",
     "irfft_blocks",
     "irfft_sum",
-    "keep_signs",
     "low_pass",
     "low_rank",
-    "merge",
+    "majority_sign",
+    "max_abs_bits",
     "moments",
+    "momentum_accumulate",
     "orthonormal",
     "pack_bitmap",
     "pack_bits",
@@ -82,21 +88,22 @@ __all__ = [
     "pack_gamma",
     "pack_offsets",
     "pack_words",
-    "peak_bits",
     "positions_of",
-    "rank",
     "rfft_blocks",
+    "select_quantize_pack",
     "sketch",
     "subtract_signs",
+    "sum_sparse",
     "sum_values",
     "sums_below",
-    "take",
     "take_chosen",
     "to_float16",
+    "topk_threshold",
     "unpack_bitmap",
     "unpack_bits",
     "unpack_entropy",
     "unpack_gamma",
     "unpack_offsets",
     "unpack_words",
+    "zero_at",
 ]

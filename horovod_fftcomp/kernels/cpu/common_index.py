@@ -10,7 +10,7 @@ from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.positions import as_words, count_bits
 from horovod_fftcomp.kernels.cpu.value_codes import ROOM, read_bits, write_bits
 from horovod_fftcomp.kernels.cpu.vector_ir import trailing_zeros
-from horovod_fftcomp.types import Array, Part
+from horovod_fftcomp.types import Array, Body
 
 _GROUP = 4096  # values at a time, into the L1 cache
 _LEAST_VALUES = 1 << 15  # for a thread of its own
@@ -147,8 +147,8 @@ def _positions_of(bitmap, positions):
             at += 1
 
 
-def merge(a: Part, b: Part) -> Array:
-    """See ``reference.merge``."""
+def sum_sparse(a: Body, b: Body) -> Array:
+    """See ``reference.sum_sparse``."""
     bitmaps, values = (a.bitmap, b.bitmap), empty(count_bits(a.bitmap | b.bitmap))
     # One value more: the kernel reads the next of both before it knows whose turn it is.
     x, y = (np.append(part.packed.view(np.float32), np.float32(0)) for part in (a, b))

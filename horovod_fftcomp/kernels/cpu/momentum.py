@@ -27,7 +27,7 @@ _NOTHING = np.empty(0, np.float32)  # stands for zeros
 _EVERYTHING = Limits(0, _MAGNITUDE)
 
 
-def accumulate(
+def momentum_accumulate(
     flat: Array,
     velocity: Array | None,
     residual: Array | None,
@@ -36,7 +36,7 @@ def accumulate(
     factor: float,
     k: int,
 ) -> tuple[Coefficients, Array]:
-    """See ``reference.accumulate``."""
+    """See ``reference.momentum_accumulate``."""
     n = flat.size
     options = (np.float32(momentum), nesterov, np.float32(factor))
     u = _NOTHING if velocity is None else velocity
@@ -102,8 +102,8 @@ def _accumulate(g, u, v, momentum, nesterov, factor, new_u, new_v, counts, low, 
     return np.int64(peak), above, between, kept
 
 
-def clear(values: Array, bitmap: Array) -> None:
-    """See ``reference.clear``."""
+def zero_at(values: Array, bitmap: Array) -> None:
+    """See ``reference.zero_at``."""
     _clear(values, bitmap)
 
 

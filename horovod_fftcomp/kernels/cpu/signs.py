@@ -170,8 +170,8 @@ def _add_signs(total, words, sides, length, first):
             i = end
 
 
-def keep_signs(values: Array, many: float, tie: float) -> None:
-    """See ``reference.keep_signs``."""
+def majority_sign(values: Array, many: float, tie: float) -> None:
+    """See ``reference.majority_sign``."""
     ranges = threads.ranges(-(-values.size // GROUP), _LEAST_GROUPS)
     sizes = np.float32(many), np.float32(tie)
     threads.each(lambda a, b: _keep_signs(values[a * GROUP : b * GROUP], *sizes), ranges)

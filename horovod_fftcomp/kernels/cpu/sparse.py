@@ -37,14 +37,14 @@ from horovod_fftcomp.kernels.cpu.vector_ir import (
     trailing_zeros,
 )
 from horovod_fftcomp.kernels.reference import key_exponent
-from horovod_fftcomp.types import Array, Coding, Coefficients, Part
+from horovod_fftcomp.types import Array, Body, Coding, Coefficients
 
 _LEAST_VALUES = 1 << 15  # for a thread of its own
 _MAGNITUDE = 0x7FFFFFFF
 
 
-def peak_bits(values: Array) -> int:
-    """See ``reference.peak_bits``."""
+def max_abs_bits(values: Array) -> int:
+    """See ``reference.max_abs_bits``."""
     patterns = values.view(np.int32)
     ranges = threads.ranges(patterns.size, _LEAST_VALUES)
     return max(threads.each(lambda a, b: _peak_bits(patterns[a:b]), ranges))
@@ -76,13 +76,13 @@ def _count_above(patterns, key):
     return total
 
 
-def rank(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
-    """See ``reference.rank``."""
-    return ranked(coeffs, peak_bits(coeffs), k, bins_per_block, None)
+def topk_threshold(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
+    """See ``reference.topk_threshold``."""
+    return ranked(coeffs, max_abs_bits(coeffs), k, bins_per_block, None)
 
 
-def add(flat: Array, residual: Array | None, k: int) -> Coefficients:
-    """See ``reference.add``."""
+def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
+    """See ``reference.add_residual``."""
     n = flat.size
     out = empty(n)
     addend = _NOTHING if residual is None else residual
@@ -169,10 +169,10 @@ def _add(a, b, out, counts, low, high, found):
     return np.int64(peaks.max()), above, between, kept
 
 
-def take(
+def select_quantize_pack(
     coeffs: Coefficients, bins_per_block: int, coding: Coding, keep: bool
 ) -> tuple[Array, Array]:
-    """See ``reference.take``."""
+    """See ``reference.select_quantize_pack``."""
     array, peak, key, ties = coeffs[:4]
     reals = array.view(np.float32)
     is_complex = array.dtype == np.complex64
@@ -313,7 +313,7 @@ def _append(whole, at, words, n_bits):
             whole[to + i + 1] |= word >> (np.uint64(64) - shift)
 
 
-def sum_values(parts: Sequence[Part], n: int, is_complex: bool) -> Array:
+def sum_values(parts: Sequence[Body], n: int, is_complex: bool) -> Array:
     """See ``reference.sum_values``."""
     out = empty(n, np.complex64 if is_complex else np.float32)
     reals = out.view(np.float32)
@@ -334,7 +334,7 @@ class Streams:
     ``arrays``: bitmaps ``[p, words]``, streams of codes ``[p, words]``, codings ``[p, 7]``.
     """
 
-    def __init__(self, parts: Sequence[Part], width: int, span: int, n_spans: int) -> None:
+    def __init__(self, parts: Sequence[Body], width: int, span: int, n_spans: int) -> None:
         """``span``: bins that a thread takes on together, in whole groups; ``n_spans``: of all."""
         n_words = n_spans * (span // 64)
         bitmaps = _rows([part.bitmap for part in parts], n_words)

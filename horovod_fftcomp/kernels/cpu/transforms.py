@@ -27,7 +27,7 @@ from horovod_fftcomp.kernels.cpu.topk import (
     write_keys,
 )
 from horovod_fftcomp.kernels.cpu.vector_ir import COMPLEX_NBYTES, LANES, VECTOR_NBYTES
-from horovod_fftcomp.types import Array, Coefficients, Part
+from horovod_fftcomp.types import Array, Body, Coefficients
 
 # complex length -> radices of its passes: few passes, and what a radix takes fits the registers
 _RADICES = {
@@ -341,7 +341,7 @@ def _padded(array: Array, size: int) -> Array:
     return padded
 
 
-def _sum_blocks(parts: Sequence[Part], block: int, numel: int, is_dct: bool) -> Array:
+def _sum_blocks(parts: Sequence[Body], block: int, numel: int, is_dct: bool) -> Array:
     tables = _tables(block)
     constants = (is_dct, *tables[:3], tables.splits_back, tables.turns_back, tables.scale)
     width = 1 if is_dct else 2
@@ -378,7 +378,7 @@ def irfft_blocks(coeffs: Array, block: int, numel: int) -> Array:
     return _inverse_blocks(coeffs, block, numel, is_dct=False)
 
 
-def irfft_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+def irfft_sum(parts: Sequence[Body], block: int, numel: int) -> Array:
     """See ``reference.irfft_sum``."""
     return _sum_blocks(parts, block, numel, is_dct=False)
 
@@ -393,6 +393,6 @@ def idct_blocks(coeffs: Array, block: int, numel: int) -> Array:
     return _inverse_blocks(coeffs, block, numel, is_dct=True)
 
 
-def idct_sum(parts: Sequence[Part], block: int, numel: int) -> Array:
+def idct_sum(parts: Sequence[Body], block: int, numel: int) -> Array:
     """See ``reference.idct_sum``."""
     return _sum_blocks(parts, block, numel, is_dct=True)

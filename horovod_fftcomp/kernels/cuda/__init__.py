@@ -29,7 +29,7 @@ _OF_COEFFICIENTS = (
 # All kernels, by name expression; a training compiles those that it uses.
 NAMES = (
     *("add_residual", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
-    *("read_headers", "count_unary", "find_chunks", "sum_raw", "keep_signs"),
+    *("read_headers", "count_unary", "find_chunks", "sum_raw", "majority_sign"),
     *("choose_winners", "count_common", "filter_low", "take_shares", "check_shares"),
     *("clear_sums", "add_shares", "take_whole", "check_factors", "orthonormalize"),
     *("subtract_products", "sum_products", "keep_factors"),

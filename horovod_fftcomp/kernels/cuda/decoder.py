@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.adaptive import ChosenCodec
-from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
@@ -50,7 +50,7 @@ class Decoder:
     ) -> tuple[Any, Any]:
         """Write the sums of the messages in ``gathered``, uint8, one of each rank, in rank order.
 
-        ``sign``: leave of each sum its sign, times the number of ranks; see ``Gather``.
+        ``sign``: leave of each sum its sign, times the number of ranks; see ``Allgather``.
 
         Returns, on the device: for each tensor 1 if its sum is not finite, uint32; for each rank
         and tensor four words, of which the first is the scale's bits and the second SOUND,
@@ -136,7 +136,7 @@ class _Bodies:
             row["payload_offset"], row["header_nbytes"] = offset, plan.header_nbytes
             row["positions_nbytes"] = plan.positions.nbytes
         groups = structs.grouped(plans, codecs, self._rows)
-        of_elements = [codec for codec in codecs if isinstance(codec, ElementCodec)]  # all or none
+        of_elements = [codec for codec in codecs if isinstance(codec, DenseCodec)]  # all or none
         self._groups = [
             ElementSums(device, g, plans, of_elements)
             if of_elements and g.transform is not None
@@ -145,7 +145,7 @@ class _Bodies:
         ]
         names = {name for group in self._groups for name in group.names} | {
             "read_headers",
-            "keep_signs",
+            "majority_sign",
         }
         self._kernels = device.functions(source(), sorted(names))
 
@@ -161,7 +161,7 @@ class _Bodies:
     def enter_scales(self, codecs: Sequence[DeviceCodec], headers: Sequence[wire.Header]) -> None:
         """Enter how values are written where a header tells."""
         for row, codec, header in zip(self._rows, codecs, headers, strict=True):
-            if isinstance(codec, ChosenCodec) and header.finite:
+            if isinstance(codec, AdaptiveCodec) and header.finite:
                 structs.enter_coding(row, codec.coding(header.scale))
 
     def _keep(self, array: np.ndarray) -> int:
@@ -195,7 +195,7 @@ class _Bodies:
             group.decode(self._kernels, common, not_finite)
             if sign:
                 arguments = [*common, group.owners, np.uint32(sign == "vote")]
-                self._kernels["keep_signs"](group.n_tiles // self._apart, THREADS, arguments, 0)
+                self._kernels["majority_sign"](group.n_tiles // self._apart, THREADS, arguments, 0)
         return not_finite, payloads
 
 

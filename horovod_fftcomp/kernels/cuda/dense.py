@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.dense_methods import (
     QSGD,
     DoReFa,
@@ -30,7 +30,7 @@ from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, digits_of
 _MEANS, _MAGNITUDE, _VOTES, _CLIPPED, _OCTAVES, _PEAKS, _NORMS = range(7)
 
 
-def _described(group: Group, plans: Sequence[Plan], codecs: Sequence[ElementCodec]) -> Array:
+def _described(group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]) -> Array:
     """Return a row for each tensor of a bucket; zeros for those of other groups."""
     rows = np.zeros(len(plans), structs.ELEMENTS)
     n_rows = n_parts = 0
@@ -69,7 +69,7 @@ class ElementGroup(TileGroup):
     """Encodes tensors, all by methods of one kind."""
 
     def __init__(
-        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[ElementCodec]
+        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
     ) -> None:
         super().__init__(device, group)
         rows = _described(group, plans, codecs)
@@ -120,7 +120,7 @@ class ElementSums:
     """Sums a group's payloads of all ranks, all by methods of one kind."""
 
     def __init__(
-        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[ElementCodec]
+        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
     ) -> None:
         rows = _described(group, plans, codecs)
         self.n_tiles, self.owners = group.owners.size, device.upload(group.owners)

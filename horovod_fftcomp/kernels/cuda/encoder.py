@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.adaptive import ChosenCodec
-from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import Threshold
@@ -46,10 +46,10 @@ class Encoded(NamedTuple):
 class Velocities(NamedTuple):
     """A momentum that gradients pass before anything else, of codecs without a transform.
 
-    Arithmetic as ``reference.accumulate``. ``old``: None stands for zeros; ``new``: where those
-    of this step go, None of a tensor that has no momentum in it. ``factors``: addresses of what
-    each gradient is multiplied by first, uint64; 0: by nothing. ``masking``: the new ones become 0
-    where something is sent, unless all of the tensor is.
+    Arithmetic: ``reference.momentum_accumulate``. ``old``: None stands for zeros; ``new``: where
+    those of this step go, None of a tensor that has no momentum in it. ``factors``: addresses of
+    what each gradient is multiplied by first, uint64; 0: by nothing. ``masking``: the new ones
+    become 0 where something is sent, unless all of the tensor is.
     """
 
     old: Sequence[Any]
@@ -63,7 +63,7 @@ class Velocities(NamedTuple):
 class Encoder:
     """Encodes tensors of given shapes, each by its codec, in their order.
 
-    Codecs are all ``Codec``, or all ``ElementCodec`` or ``ChosenCodec`` with methods of one kind.
+    Codecs are all ``Codec``, or all ``DenseCodec`` or ``AdaptiveCodec`` with methods of one kind.
 
     ``message_nbytes``: of all payloads, each at a multiple of 16; ``offsets``: where they begin.
     ``coeffs_formats``: (dtype, elements) of each tensor's coefficients; None for one that travels
@@ -76,7 +76,7 @@ class Encoder:
     ) -> None:
         self._device, self._codecs, self._shapes = device, codecs, shapes
         self._counts = not all(codec.has_fixed_size for codec in codecs)
-        self._of_elements = all(isinstance(codec, ElementCodec) for codec in codecs)
+        self._of_elements = all(isinstance(codec, DenseCodec) for codec in codecs)
         plans = [codec.plan(shape, 0) for codec, shape in zip(codecs, shapes, strict=True)]
         self.coeffs_formats = [
             None if plan.layout is Layout.RAW else codec.coeffs_format(shape)
@@ -107,7 +107,7 @@ class Encoder:
         if group.transform is None:
             return TileGroup(self._device, group)
         if self._of_elements:
-            codecs = [codec for codec in self._codecs if isinstance(codec, ElementCodec)]
+            codecs = [codec for codec in self._codecs if isinstance(codec, DenseCodec)]
             return ElementGroup(self._device, group, plans, codecs)
         if self._counts:
             return CountedGroup(self._device, group, plans, self._codecs, self._rows)
@@ -145,7 +145,7 @@ class Encoder:
         gradient plus residual go, or None to throw them away; what is sent is then subtracted
         from them. Neither they nor the body of a payload mean anything if it is not finite.
         ``measure``: sum the squares of the tensors whose coefficients are kept. ``keys``: what is
-        drawn for each tensor follows from; see ``ElementCodec.key_at``. ``decay`` multiplies the
+        drawn for each tensor follows from; see ``DenseCodec.key_at``. ``decay`` multiplies the
         residuals. With ``keeps_sent``, of signs alone, nothing is subtracted.
         """
         self._rows["decay"] = np.float32(decay).view(np.uint32)
@@ -257,7 +257,7 @@ class Encoder:
         for group in self._groups:
             if isinstance(group, CountedGroup) and number in group.members and peak:
                 scale, codec = group.scale(number, peak), self._codecs[number]
-                if isinstance(codec, ChosenCodec):
+                if isinstance(codec, AdaptiveCodec):
                     structs.enter_coding(self._rows[number], codec.coding(scale))
                 return scale
         return peak

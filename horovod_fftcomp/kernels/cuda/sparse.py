@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.codec.adaptive import ChosenCodec
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.adaptive_methods import AdaComp, Strom, Wangni
 from horovod_fftcomp.codec.quantizers import pattern_of
 from horovod_fftcomp.codec.transforms import Transform
@@ -99,7 +99,7 @@ class CountedGroup(SparseGroup):
         self._methods = {
             number: codec.method
             for number in group.members
-            if isinstance(codec := codecs[number], ChosenCodec)
+            if isinstance(codec := codecs[number], AdaptiveCodec)
         }
         self.tells_left = not self._methods
         kinds = {type(method) for method in self._methods.values()}

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.adaptive import ChosenCodec
-from horovod_fftcomp.codec.dense import ElementCodec
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import BlockDCT, Identity, Transform
@@ -21,7 +21,7 @@ from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout
 
-DeviceCodec = Codec | ElementCodec | ChosenCodec  # that a GPU has kernels for
+DeviceCodec = Codec | DenseCodec | AdaptiveCodec  # that a GPU has kernels for
 
 # As in cuda/common.cuh and entropy.cuh.
 TILE, THREADS = 4096, 256

@@ -23,8 +23,8 @@ from horovod_fftcomp.tools.advise.cost_model import (
     Compute,
     Message,
     Network,
-    Part,
     StepTime,
+    Transfer,
     free_codecs,
     spread,
     step_time,
@@ -54,7 +54,7 @@ class Option(NamedTuple):
     label: str
     recipe: str
     options: Mapping[str, Any]
-    parts: list[Part]
+    parts: list[Transfer]
     sent_nbytes: int
     relative_error: float
     compute: Compute | None = None
@@ -71,7 +71,7 @@ class Option(NamedTuple):
 def dense(tensors: Sequence[Tensor]) -> Option:
     """Return Horovod's own exchange, without us."""
     ready = _ready(tensors)
-    parts = [Part(ready[t.name], (Message("allreduce", _nbytes(t)),)) for t in tensors]
+    parts = [Transfer(ready[t.name], (Message("allreduce", _nbytes(t)),)) for t in tensors]
     return Option("none", "none", {}, parts, sum(map(_nbytes, tensors)), 0.0)
 
 
@@ -96,8 +96,8 @@ def compressed(
     rest = sum(_nbytes(tensor) for tensor in tensors if tensor.name not in inside)
     # Before the first bucket the ranks meet; probes go with what stays dense, at the end.
     parts = [
-        Part(0.0, (Message("allreduce", _PROBE_NBYTES),)),
-        Part(1.0, (Message("allreduce", rest + _PROBE_NBYTES * len(inside)),)),
+        Transfer(0.0, (Message("allreduce", _PROBE_NBYTES),)),
+        Transfer(1.0, (Message("allreduce", rest + _PROBE_NBYTES * len(inside)),)),
     ]
     settle_malloc()
     ready, error, energy, spreads = _ready(tensors), 0.0, 0.0, [0.0]
@@ -137,7 +137,9 @@ def _gradient(tensor: Tensor, grads: Mapping[str, Array]) -> Array:
     return gradient_files.synthetic(math.prod(tensor.shape)).steps[0] if known is None else known
 
 
-def _timed(bucket: Bucket, grads: Sequence[Array], ready: float, repeat: int) -> tuple[Part, float]:
+def _timed(
+    bucket: Bucket, grads: Sequence[Array], ready: float, repeat: int
+) -> tuple[Transfer, float]:
     """Return a bucket's messages and medians of its times, in a usual step, and their spread."""
     scheme, first = bucket.policy.at(_USUAL_STEP), bucket.policy.at(0)
     state = _run(first, bucket, grads, {}, 0, 1).state
@@ -151,7 +153,7 @@ def _timed(bucket: Bucket, grads: Sequence[Array], ready: float, repeat: int) ->
     gathers = messages[-1].collective == "allgather"  # else there is one sum, of however many
     each_s = max(0.0, (more_s - few_s) / (_MORE - _FEW)) if gathers else 0.0
     varies = spread([run.encode_s + run.decode_s for run in runs[_FEW][1:]])
-    return Part(ready, messages, encode_s, max(0.0, few_s - _FEW * each_s), each_s), varies
+    return Transfer(ready, messages, encode_s, max(0.0, few_s - _FEW * each_s), each_s), varies
 
 
 def _lost(bucket: Bucket, grads: Sequence[Array]) -> tuple[float, float]:

@@ -151,7 +151,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Part:
+class Transfer:
     """What travels together: a bucket, or a tensor that Horovod exchanges itself.
 
     ``ready``: the share of the backward pass after which its gradients are there. ``encode_s``
@@ -180,7 +180,9 @@ class StepTime(NamedTuple):
     exchange_s: float
 
 
-def step_time(compute: Compute, parts: Sequence[Part], network: Network, ranks: int) -> StepTime:
+def step_time(
+    compute: Compute, parts: Sequence[Transfer], network: Network, ranks: int
+) -> StepTime:
     """Return what a step takes by going through it.
 
     Gradients come evenly over the backward pass, in the order of ``ready``. A part is encoded when
@@ -217,11 +219,11 @@ def step_time(compute: Compute, parts: Sequence[Part], network: Network, ranks: 
     return StepTime(now, compute.total_s, late_s, exposed_s, decode_s, exchange_s)
 
 
-def _message(order: Sequence[Part], waiting: tuple[float, int, int]) -> Message:
+def _message(order: Sequence[Transfer], waiting: tuple[float, int, int]) -> Message:
     return order[waiting[1]].messages[waiting[2]]
 
 
-def _encoded(compute: Compute, order: Sequence[Part]) -> tuple[list[float], float]:
+def _encoded(compute: Compute, order: Sequence[Transfer]) -> tuple[list[float], float]:
     """Return when each part is encoded, and when the backward pass is over."""
     backward_s = compute.backward * compute.total_s
     forward_s = compute.total_s - backward_s
@@ -237,7 +239,7 @@ def _encoded(compute: Compute, order: Sequence[Part]) -> tuple[list[float], floa
     return ends, compute.total_s + delay_s
 
 
-def free_codecs(parts: Sequence[Part]) -> list[Part]:
+def free_codecs(parts: Sequence[Transfer]) -> list[Transfer]:
     """Return the parts as if encoding and decoding took no time: the ceiling."""
     return [replace(part, encode_s=0.0, decode_s=0.0, decode_each_s=0.0) for part in parts]
 

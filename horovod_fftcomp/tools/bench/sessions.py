@@ -11,7 +11,7 @@ from horovod_fftcomp.engine.checkpoint import common
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, State, Tensor
-from horovod_fftcomp.schemes.allgather import Gather
+from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
 
@@ -104,7 +104,7 @@ class RecipeSession:
     @property
     def plan(self) -> Plan | None:
         """Sizes of the payload; None where there is none, or the values decide."""
-        codec = self.scheme.codec if isinstance(self.scheme, Gather) else None
+        codec = self.scheme.codec if isinstance(self.scheme, Allgather) else None
         if codec is None or not codec.has_fixed_size:
             return None
         return codec.plan(self._tensor.shape)

@@ -14,7 +14,7 @@ import numpy as np
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.kernels.threads import get_local_size, get_num_threads
 from horovod_fftcomp.recipes import RECIPES, get_scheme
-from horovod_fftcomp.schemes.allgather import AnyCodec, Gather
+from horovod_fftcomp.schemes.allgather import Allgather, AnyCodec
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.check.finding import Finding, Level, told
 from horovod_fftcomp.tools.gradient_files import synthetic
@@ -60,7 +60,7 @@ def _bad_kernels() -> Iterator[Finding]:
         return
     for name in RECIPES:
         scheme = get_scheme(name)
-        if isinstance(scheme, Gather):
+        if isinstance(scheme, Allgather):
             try:
                 difference = _difference(scheme.codec)
             except Exception as error:

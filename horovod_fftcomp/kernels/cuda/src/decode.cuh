@@ -648,7 +648,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 // Leaves of each sum its sign, times the number of ranks. With `votes` a 0 becomes a 1 there, unless
 // all ranks sent zeros alone.
 __global__ void __launch_bounds__(THREADS)
-    keep_signs(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
+    majority_sign(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
                const Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor, u32 votes) {
     const Messages messages = *messages_at;
     u32 number = tile_tensor[blockIdx.x];
