@@ -85,7 +85,7 @@ def test_payloads_and_residuals_are_the_cpus(device, key):
     message, left, offsets = encoded(device, codec, grads, residuals)
     for i, name in enumerate(GRADS):
         coeffs = codec.coeffs_of(grads[i], grads[i].shape, CPU, residuals[i])
-        expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU, place=place_of(i))
+        expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU, rng_key=place_of(i))
         found = message[offsets[i] : offsets[i] + expected.payload.size]
         assert meant(codec, found) == meant(codec, expected.payload), name
         if expected.residual is not None and expected.residual.size:
