@@ -16,7 +16,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help install demo demo-tf cluster cluster-netns test test-core test-parallel test-stalls test-gpu horovod-cuda lint format golden size clean
+.PHONY: help install demo demo-tf cluster cluster-netns test test-core test-parallel test-stalls test-gpu horovod-cuda lint format golden stubs size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -67,6 +67,9 @@ format: install ## format the code and mend what the linter can
 
 golden: install ## write the golden payloads anew; the commit must say why
 	python -m tests.make_golden
+
+stubs: install ## write the signatures of the factories anew, for editors and type checkers
+	python -m tests.make_stubs
 
 size: install ## check the line budget
 	python scripts/size.py

@@ -43,7 +43,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["horovod_fftcomp", "horovod_fftcomp.*"]),
-    package_data={"horovod_fftcomp": ["py.typed", "kernels/cuda/src/*.cuh"]},
+    package_data={"": ["*.pyi"], "horovod_fftcomp": ["py.typed", "kernels/cuda/src/*.cuh"]},
     install_requires=["numpy>=2.0,<3", "numba>=0.60,<0.69", "llvmlite>=0.43,<0.51", "rich>=13,<16"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["horovod-fftcomp = horovod_fftcomp.cli:main"]},

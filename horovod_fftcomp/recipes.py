@@ -59,8 +59,7 @@ class Recipe:
     @property
     def options(self) -> dict[str, object]:
         """The options and their defaults."""
-        parameters = inspect.signature(self.make).parameters
-        return {name: parameter.default for name, parameter in parameters.items()}
+        return {p.name: p.default for p in inspect.signature(self.make).parameters.values()}
 
     def checked(self, options: Mapping[str, object]) -> dict[str, Any]:
         """Return known options as built-in objects; TypeError for one of another type."""
@@ -363,7 +362,89 @@ def get_scheme(name: str, **options: object) -> Scheme:
     """Return the scheme of recipe ``name``; ``options`` are the recipe's own.
 
     Raises ValueError for an unknown recipe and for a value out of range, TypeError for an unknown
-    option and for a value of another type.
+    option and for a value of another type. ``RECIPES`` says which recipe has which options. The
+    help of the factories is made from the descriptions here; ``recipe.option`` is one that differs.
+
+    Other Parameters
+    ----------------
+    density
+        Share of the values or coefficients that is sent, above 0 and at most 1.
+    bits
+        Width of a sent value in bits: 3 to 16, or 32 for float32.
+    block
+        Length of a transform in elements: a power of two from 64 to 4096.
+    error_feedback
+        Whether what a step did not send is added to the next gradient.
+    scope
+        The elements among which ``density`` chooses: of a tensor, a bucket or the whole model.
+    seed
+        Start of the random numbers: 0 to 2**64 - 1, the same on all ranks.
+    ratio
+        Dense bytes over sent bytes of each tensor: 1 to 10,000.
+    every
+        Steps from one trial of the domains and widths to the next.
+    gbit_per_s
+        Speed of a rank's link in Gbit/s; what is faster dense at it is sent dense; None: nothing.
+    decay
+        Factor of the momentum from step to step, above 0 and at most 1.
+    sign
+        Whether the optimizer gets the sign of the mean instead of the mean.
+    threshold
+        Smallest magnitude that is sent, in units of a gradient; None: it is measured.
+    strom.threshold
+        Magnitude that is sent for each larger value, in units of a gradient.
+    hard_threshold.density
+        Share of the values for which the threshold is measured, above 0 and at most 1.
+    calibrate_steps
+        Steps in which the threshold is measured, where none is given.
+    unbiased
+        Whether sent values are divided by ``density``; for ``error_feedback=False`` only.
+    exchange
+        "reduce": all ranks send the same positions; "gather": each rank draws its own.
+    beta
+        Factor of what is new in the residual (low-pass filter), above 0 and at most 1.
+    selector
+        "chunk": the largest value of every chunk of 1 / density; "exact": the largest of a tensor.
+    scalecom.bits
+        Width of a sent value in bits: 16 for float16 or 32 for float32.
+    momentum
+        Factor of the momentum that is kept before compression, from 0 to below 1.
+    nesterov
+        Whether that momentum is Nesterov's.
+    masking
+        Whether the velocity of a sent element is set to 0.
+    max_norm
+        Largest norm of a tensor's gradient, over the root of the number of ranks; None: no limit.
+    rank
+        Rank of the factors: 1 to 1024.
+    rows
+        Rows of the sketch: 1, 3, 5, 7 or 9.
+    columns
+        Columns of the sketch for each element that is sent: 1 to 64.
+    candidates
+        Elements summed exactly for each element that is sent: 1 to 64.
+    quanta
+        Most thresholds that are sent of one value in a step: 1 to 32,768.
+    bin
+        Length of a bin in elements; None: 50 for convolutions, 500 for other tensors.
+    wangni.density
+        Share of the values that is sent on average, above 0 and at most 1.
+    levels
+        Levels of a magnitude above 0: 1 to 2047.
+    bucket
+        Elements that share a norm: a power of two from 64 to 4096.
+    norm
+        Norm that the levels divide: "max", the largest magnitude, or "l2".
+    packing
+        How levels are written: in words of "fixed" width or in the code of "elias".
+    terngrad.packing
+        "base3": 1.6 bits a value; "bits": 2 bits, which are decoded faster.
+    clip
+        Largest magnitude that is kept, in standard deviations of the tensor; 0: no limit.
+    dorefa.bits
+        Width of a sent value in bits: 1 to 12.
+    group
+        Elements that share two means: those of the "tensor" or of a "column".
     """
     recipe = get_recipe(name)
     check_names(name, options, recipe.options)

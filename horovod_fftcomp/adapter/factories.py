@@ -1,62 +1,92 @@
-"""What ``Compression`` of every adapter is made of: one factory for each recipe."""
+"""Factories of compressors, one for each recipe: the attributes of ``Compression``.
+
+``compression.pyi`` beside each adapter's ``Compression`` has the same signatures, for editors and
+type checkers: ``make stubs`` writes them.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from horovod_fftcomp.adapter.settings import Settings
-from horovod_fftcomp.engine.policy import KEYWORDS, Scheduled, make_policy
+from horovod_fftcomp.engine.policy import KEYWORDS, make_policy
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.recipes import RECIPES
+from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes.options import check_names
 
-_SETTINGS = [field.name for field in fields(Settings)]
+_SETTINGS = list(inspect.signature(Settings).parameters)
+
+
+def keywords_of(recipe: str) -> list[inspect.Parameter]:
+    """Return the keyword-only parameters of a recipe's factory: its options, then the settings."""
+    found = {
+        each.name: each.replace(kind=each.KEYWORD_ONLY)
+        for source in (RECIPES[recipe].make, make_policy, Settings)
+        for each in inspect.signature(source, eval_str=True).parameters.values()
+    }
+    return [found[name] for name in (*RECIPES[recipe].options, *KEYWORDS, *_SETTINGS)]
+
+
+def documentation(recipe: str, parameters: Iterable[inspect.Parameter], *others: object) -> str:
+    """Return the docstring of a recipe's factory: type, default and meaning of each parameter.
+
+    The meanings are those in the docstrings of ``get_scheme``, ``make_policy``, ``Settings`` and
+    ``others``.
+    """
+    pages = [inspect.getdoc(each) or "" for each in (get_scheme, make_policy, Settings, *others)]
+    meanings = dict(re.findall(r"^([\w.]+)\n((?:    .+\n?)+)", "\n".join(pages), re.M))
+    first = f"Return a compressor: {RECIPES[recipe].summary}. Source: {RECIPES[recipe].source}."
+    lines = [first, "", "Parameters", "----------"]
+    for each in parameters:
+        meaning = meanings.get(f"{recipe}.{each.name}") or meanings.get(each.name, "")
+        lines += [declaration(each), meaning.rstrip()]
+    return "\n".join(lines)
+
+
+def declaration(parameter: inspect.Parameter) -> str:
+    """Return name, type and default of a parameter as source code, types without their modules."""
+    return re.sub(r"\b[A-Za-z_][\w.]*\.(?=\w)", "", str(parameter))
 
 
 class _NoCompressor:
     """Refuses what Horovod does with a compressor; for what may be given in the place of one."""
 
-    def compress(self, tensor: Any) -> NoReturn:
+    def compress(self, *given: Any) -> NoReturn:
         """Raise UnsupportedError."""
-        self._refuse()
+        name = "Compression" if isinstance(self, type) else str(self)
+        factory = "Compression.fft" if isinstance(self, type) else name
+        raise UnsupportedError(
+            f"compression={name} is not a compressor, but what makes one: give "
+            f"compression={factory}(model), or with TensorFlow compression={factory}()"
+        )
 
-    def decompress(self, tensor: Any, ctx: Any) -> NoReturn:
-        """Raise UnsupportedError."""
-        self._refuse()
-
-    def reduced(self, grads: Any, variables: Any = None) -> NoReturn:
-        """Raise UnsupportedError."""
-        self._refuse()
+    decompress = reduced = compress
 
     def __hash__(self) -> int:
         # Horovod's first act with it in TensorFlow, and in Keras 3, which it does not reduce, last.
         if sys._getframe(1).f_globals.get("__name__") == "horovod.tensorflow.util":
-            self._refuse()
+            self.compress()
         return id(self)
-
-    def _refuse(self) -> NoReturn:
-        given = "Compression" if isinstance(self, type) else str(self)
-        factory = "Compression.fft" if isinstance(self, type) else given
-        raise UnsupportedError(
-            f"compression={given} is not a compressor, but what makes one: give "
-            f"compression={factory}(model), or with TensorFlow compression={factory}()"
-        )
 
 
 class Factory(_NoCompressor):
-    """Returns a compressor of one recipe when it is called."""
+    """Returns a compressor of one recipe when it is called.
 
-    def __init__(
-        self, recipe: str, make_compressor: Callable[[Any, Scheduled, Settings], Any]
-    ) -> None:
-        self._make = make_compressor
+    ``make`` takes the model, and by keyword ``policy`` and ``settings``.
+    """
+
+    def __init__(self, recipe: str, make: Callable[..., Any]) -> None:
+        self._make = make
         self.__name__ = self.__qualname__ = recipe
-        self.__doc__ = f"Return a compressor: {RECIPES[recipe].summary}; see ``Compression``."
-        self.__signature__ = inspect.signature(self.__call__)
+        model = inspect.signature(make, eval_str=True).parameters["model"]
+        parameters = [model, *keywords_of(recipe)]
+        self.__signature__ = inspect.Signature(parameters, return_annotation=make)
+        self.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": make}
+        self.__doc__ = documentation(recipe, parameters, make)
 
     def __get__(self, instance: Any, owner: Any = None) -> Factory:
         return self  # by which ``help`` knows it for a function
@@ -65,7 +95,8 @@ class Factory(_NoCompressor):
         """Return the compressor of ``model``."""
         check_names(self.__name__, options, RECIPES[self.__name__].options, [*KEYWORDS, *_SETTINGS])
         settings = {name: options.pop(name) for name in list(options) if name in _SETTINGS}
-        return self._make(model, make_policy(self.__name__, **options), Settings(**settings))
+        policy = make_policy(self.__name__, **options)
+        return self._make(model, policy=policy, settings=Settings(**settings))
 
     def __repr__(self) -> str:
         return f"Compression.{self.__name__}"

@@ -23,22 +23,41 @@ _COUNTS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a compressor is told besides its recipe.
+    """Keyword arguments of a compressor besides those of its recipe.
 
-    ``min_numel``: smaller tensors, and vectors, travel dense. ``bucket_nbytes``: dense size of what
-    is exchanged together. ``rules``: (names, action) pairs, the first match counts; names are a
-    shell pattern or a function of the ``Tensor``; the action is "dense", a density, or a dict
-    {"recipe": ..., options}. ``process_set``: the optimizer's; None: all ranks. ``grad_scaler``:
-    what scales the loss in mixed precision; the residuals follow its scale. ``replica_check``:
-    "warn" or "broadcast" (from the first rank) where ranks' parameters differ, or "off".
-    ``shadow_check``: of every so many steps of a GPU the CPU computes one as well, a tensor of it,
-    and compares; 0: of none.
-    ``recover``: how ``report`` raises the density. ``record``: a new .npz file into which the first
-    rank writes its gradients at every ``record_every``-th step. ``live_view``: a file to which the
-    first rank appends a line of JSON at every ``live_every``-th step; ``scalars``: a writer that
-    gets the same numbers, with ``add_scalar(name, value, step)``, or for TensorFlow one of
-    ``tf.summary``. ``timeout_s``: seconds that a rank waits for the others before every rank says
-    who is late; then the job ends, or with ``on_timeout="warn"`` goes on waiting.
+    Parameters
+    ----------
+    min_numel
+        Smallest number of elements of a tensor that is compressed; vectors never are.
+    bucket_nbytes
+        Most bytes of tensors that are exchanged together, counted in float32.
+    rules
+        Pairs (names, action); the first match counts. Names: a shell pattern or a function of the
+        ``Tensor``. Action: "dense", a density or a dict {"recipe": ..., options}.
+    process_set
+        The optimizer's ``hvd.ProcessSet``; None: all ranks.
+    grad_scaler
+        Scaler of the loss in mixed precision, whose scale the residuals follow.
+    replica_check
+        Reaction to ranks whose parameters differ: "warn", "broadcast" (the first's) or "off".
+    shadow_check
+        Steps of a GPU from one to the next of which the CPU computes a tensor too; 0: no check.
+    recover
+        How ``report`` raises the density when a metric gets worse; None: not at all.
+    record
+        New .npz file into which the first rank writes its gradients.
+    record_every
+        Steps from one recorded step to the next.
+    live_view
+        File to which the first rank appends a line of JSON with figures of the step.
+    scalars
+        Writer of the same figures: ``add_scalar(name, value, step)``, or one of ``tf.summary``.
+    live_every
+        Steps from one line to the next.
+    timeout_s
+        Seconds that ranks wait for another one before the late rank is reported.
+    on_timeout
+        Reaction to a late rank: "raise" ends the job, "warn" goes on waiting.
     """
 
     min_numel: int = MIN_NUMEL

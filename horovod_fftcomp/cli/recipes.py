@@ -1,4 +1,4 @@
-"""``horovod-fftcomp recipes``: the table of recipes, their options and ratios."""
+"""``horovod-fftcomp recipes``: the table of recipes, their options and ratios; help for one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from rich.console import Console
 from rich.table import Table
 
+from horovod_fftcomp.adapter.factories import documentation, keywords_of
 from horovod_fftcomp.cli.arguments import count
 from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes import Tensor
@@ -16,6 +17,7 @@ from horovod_fftcomp.schemes import Tensor
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser("recipes", help="list the recipes, their options and ratios")
+    parser.add_argument("name", nargs="?", choices=RECIPES, metavar="NAME", help="tell its options")
     parser.add_argument(
         "-n",
         "--numel",
@@ -27,7 +29,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Print the table."""
+    """Print the table, or the help of one recipe's factory."""
+    if parsed.name:
+        print(documentation(parsed.name, keywords_of(parsed.name)))
+        return
     shape = " x ".join(f"{length:,}" for length in near_square(parsed.numel))
     table = Table(
         caption=f"Ratio: float32 bytes / bytes as sent, {parsed.numel:,} elements in a tensor of "

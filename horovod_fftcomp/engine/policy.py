@@ -152,15 +152,25 @@ def _require_density(recipe: str, argument: str) -> None:
 def make_policy(
     recipe: str,
     warmup_steps: int = 0,
-    density_schedule: object = None,
+    density_schedule: Schedule | Mapping[int, float] | float | None = None,
     ranks_per_node: int = 1,
     **options: Any,
 ) -> Scheduled:
     """Return the policy of a recipe; ValueError or TypeError names the argument that is wrong.
 
-    ``warmup_steps``: steps sent dense before compression begins. ``density_schedule``: one of
-    ``schedules``, or a mapping {step: density}; its step 0 is the first compressed one.
-    ``ranks_per_node``: sum dense within nodes of so many ranks in a row, compress between them.
+    Parameters
+    ----------
+    recipe
+        A name in ``RECIPES``.
+    warmup_steps
+        Steps that are sent dense before compression begins.
+    density_schedule
+        Density over steps: one of ``schedules`` or a mapping {step: density}; 0 is the first
+        compressed step.
+    ranks_per_node
+        Ranks in a row that sum dense among themselves; sums are compressed between such nodes.
+    **options
+        The recipe's own; see ``get_scheme``.
     """
     warmup_steps = checked("warmup_steps", warmup_steps, int, 0)
     if warmup_steps < 0:

@@ -10,8 +10,8 @@ class Compression(metaclass=Factories):
     """One factory for each recipe: ``Compression.fft(model, density=0.15)`` and so on.
 
     Each takes the model (or variables, or (name, variable) pairs; without, what is exchanged
-    first), the recipe's options (``horovod-fftcomp recipes`` lists them), ``warmup_steps`` and
-    ``density_schedule`` (see ``make_policy``), and the fields of ``Settings``.
+    first), and by keyword the recipe's options and the settings; ``help(Compression.fft)``
+    describes them.
     """
 
     _make = TensorFlowCompressor

@@ -47,13 +47,20 @@ _untraced = tf.autograph.experimental.do_not_convert
 class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     """One policy bound to the variables of one model or tape; made by ``Compression``.
 
-    Without a model it serves the variables that its optimizer or tape exchanges first. It can be a
-    part of a ``tf.train.Checkpoint``, of this rank alone.
+    It can be a part of a ``tf.train.Checkpoint``, of this rank alone.
+
+    Parameters
+    ----------
+    model
+        The Keras model whose gradients are exchanged, its ``trainable_variables``, or (name,
+        variable) pairs; None: the variables that the optimizer or tape exchanges first.
+    policy, settings
+        Made by the factory.
     """
 
     _IN_ELASTIC_JOBS = "; in elastic jobs use horovod_fftcomp.tensorflow.TensorFlowKerasState"
 
-    def __init__(self, model: Any, policy: Scheduled, settings: Settings) -> None:
+    def __init__(self, model: Any = None, *, policy: Scheduled, settings: Settings) -> None:
         super().__init__(policy, settings)
         _check_scaler(settings.grad_scaler)
         self._set = settings.process_set or hvd.global_process_set

@@ -9,9 +9,8 @@ from horovod_fftcomp.torch.compressor import TorchCompressor
 class Compression(metaclass=Factories):
     """One factory for each recipe: ``Compression.fft(model, density=0.15)`` and so on.
 
-    Each takes the model (or its ``named_parameters()``, or a list of parameters), the recipe's
-    options (``horovod-fftcomp recipes`` lists them), ``warmup_steps`` and ``density_schedule``
-    (see ``make_policy``), and the fields of ``Settings``.
+    Each takes the model (or its ``named_parameters()``, or a list of parameters), and by keyword
+    the recipe's options and the settings; ``help(Compression.fft)`` describes them.
     """
 
     _make = TorchCompressor

@@ -8,7 +8,6 @@ beside it, and the probe's reduced value carries Horovod's op and factors to our
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 import horovod.torch as hvd
@@ -25,20 +24,27 @@ from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.device import device_of
-from horovod_fftcomp.torch.parameters import Parameters, with_plain_names
+from horovod_fftcomp.torch.parameters import Model, Parameters, with_plain_names
 from horovod_fftcomp.torch.replicas import OptimizedParameters
 from horovod_fftcomp.torch.rounds import PendingRound
 from horovod_fftcomp.torch.steps import GradientContext, StepDriver
 
 
 class TorchCompressor(Compressor):
-    """One policy bound to the parameters of one optimizer; made by ``Compression``."""
+    """One policy bound to the parameters of one optimizer; made by ``Compression``.
+
+    Parameters
+    ----------
+    model
+        The model whose gradients the optimizer exchanges, its ``named_parameters()``, or a list of
+        its parameters.
+    policy, settings
+        Made by the factory.
+    """
 
     _IN_ELASTIC_JOBS = "; in elastic jobs give hvd.elastic.TorchState compression=compression"
 
-    def __init__(
-        self, model: torch.nn.Module | Iterable[Any] | None, policy: Scheduled, settings: Settings
-    ) -> None:
+    def __init__(self, model: Model, *, policy: Scheduled, settings: Settings) -> None:
         super().__init__(policy, settings)
         _check_scaler(settings.grad_scaler)
         self._set = settings.process_set or hvd.global_process_set

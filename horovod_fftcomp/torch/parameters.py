@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Tensor
+
+Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
 
 class Parameters:
@@ -19,7 +21,7 @@ class Parameters:
     ``model``: a module, named parameters or a list. Raises ValueError if there are none.
     """
 
-    def __init__(self, model: torch.nn.Module | Iterable[Any] | None) -> None:
+    def __init__(self, model: Model | None) -> None:
         if model is None:
             raise TypeError(
                 "model is missing: Compression.<recipe>(model) takes the model whose gradients the "

@@ -1,0 +1,193 @@
+"""The factories say what they take: to ``help``, to editors and to type checkers."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import importlib.util
+import inspect
+import pickle
+import pydoc
+import re
+import subprocess
+import sys
+from typing import get_type_hints
+
+import pytest
+
+from horovod_fftcomp.adapter.factories import Factories, declaration, keywords_of
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.cli import main as command_line
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.recipes import RECIPES, get_scheme
+from horovod_fftcomp.schemes.options import kinds_of
+from tests.make_stubs import HEADS, PACKAGE, path_of, stub
+
+
+@dataclasses.dataclass
+class Given:
+    """What a compressor would be made of.
+
+    model
+        A model.
+    """
+
+    model: str
+    policy: object
+    settings: object
+
+
+class Compression(metaclass=Factories):
+    """Factories that need no framework."""
+
+    _make = Given
+
+
+def test_every_option_and_setting_is_in_the_signature_with_its_type_and_default():
+    keywords = dict(inspect.signature(make_policy).parameters)
+    del keywords["recipe"], keywords["options"]
+    shared = {**keywords, **inspect.signature(Settings).parameters}
+    for name, recipe in RECIPES.items():
+        factory = getattr(Compression, name)
+        model, *parameters = inspect.signature(factory).parameters.values()
+        assert (model.name, model.kind) == ("model", model.POSITIONAL_OR_KEYWORD), name
+        assert all(each.kind == each.KEYWORD_ONLY for each in parameters), name
+        defaults = {other: parameter.default for other, parameter in shared.items()}
+        expected = recipe.options | defaults
+        assert [(each.name, each.default) for each in parameters] == list(expected.items()), name
+        kinds = kinds_of(make_policy) | kinds_of(Settings) | kinds_of(recipe.make)
+        types = {each.name: each.annotation for each in parameters}
+        assert types == {option: kinds[option] for option in expected}, name
+        assert get_type_hints(factory) == types | {"model": str, "return": Given}, name
+
+
+def test_help_describes_every_parameter():
+    for name, recipe in RECIPES.items():
+        factory = getattr(Compression, name)
+        assert inspect.isroutine(factory)
+        assert inspect.getdoc(factory).startswith(f"Return a compressor: {recipe.summary}.")
+        text = pydoc.plain(pydoc.render_doc(factory))
+        for parameter in inspect.signature(factory).parameters.values():
+            entry = f"\n    {declaration(parameter)}\n        "
+            assert entry in text, f"{name}: {declaration(parameter)}"
+            assert text.split(entry)[1][0].strip(), f"{name}.{parameter.name} has no description"
+        assert recipe.source in text
+
+
+def test_no_description_is_of_an_option_that_no_recipe_has():
+    described = re.findall(r"^([\w.]+)\n    \S", inspect.getdoc(get_scheme), re.M)
+    assert len(set(described)) == len(described)
+    own = {f"{name}.{option}" for name, recipe in RECIPES.items() for option in recipe.options}
+    assert {each for each in described if "." in each} <= own
+    assert {each for each in described if "." not in each} <= {o.split(".")[1] for o in own}
+    assert "min_numel: int = 1024" in inspect.getdoc(Compression.none)
+
+
+def test_the_command_line_describes_one_recipe(capsys):
+    command_line(["recipes", "scalecom"])
+    printed = capsys.readouterr().out
+    for parameter in keywords_of("scalecom"):
+        assert f"\n{declaration(parameter)}\n    " in printed
+    assert "16 for float16 or 32 for float32" in printed
+
+
+def test_factories_can_be_pickled_and_copied():
+    for again in (pickle.loads(pickle.dumps(Compression.fft)), copy.deepcopy(Compression.fft)):
+        assert repr(again) == "Compression.fft"
+        assert inspect.signature(again) == inspect.signature(Compression.fft)
+        assert again("model", bits=8) == Compression.fft("model", bits=8)
+
+
+@pytest.mark.parametrize("framework", HEADS)
+def test_stubs_are_fresh(framework):
+    written = path_of(framework).read_text(encoding="utf-8")
+    assert written == stub(framework), "run: make stubs"
+    (made,) = (
+        node for node in ast.parse(written).body if getattr(node, "name", "") == "Compression"
+    )
+    methods = {node.name: node.args for node in made.body if isinstance(node, ast.FunctionDef)}
+    assert list(methods) == list(RECIPES)
+    for name, arguments in methods.items():
+        given = [(each.arg, ast.literal_eval(default)) for each, default in
+                 zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]  # fmt: skip
+        assert given == [(each.name, each.default) for each in keywords_of(name)], name
+
+
+CALLS = """\
+from horovod_fftcomp import Recover, schedules
+from horovod_fftcomp.tensorflow import Compression as OfTensorFlow
+from horovod_fftcomp.torch import Compression
+
+class Model:
+    trainable_variables = ["weight"]
+
+model = [("weight", 1)]
+rules = [("conv*", 0.5), (lambda tensor: tensor.shape == (1,), {"recipe": "fft", "bits": 8})]
+Compression.topk(model, density=0.01, bits=8, scope="bucket", rules=rules, timeout_s=60)
+Compression.fft(model, density_schedule={0: 1.0, 5: 0.1}, recover=Recover(), record="a.npz")
+Compression.fft(model, density_schedule=schedules.Linear(1.0, 0.1, 50)).set_density(0.1)
+OfTensorFlow.fft()
+OfTensorFlow.fft(Model(), bits=8)
+Compression.topk(model, densty=0.01)  # Unexpected keyword argument "densty"
+Compression.topk(model, density="x")  # "density" to "topk" of "Compression" has incompatible type
+Compression.topk(model, scope="layer")  # incompatible type "Literal['layer']"
+Compression.topk(model, timeout_s=None)  # incompatible type "None"; expected "float"
+Compression.topk(model, on_timeout="wait")  # expected "Literal['raise', 'warn']"
+Compression.topk(model, rules=["conv*"])  # List item 0 has incompatible type "str"
+Compression.topk(model, 0.01)  # Too many positional arguments
+Compression.topk()  # Missing positional argument "model"
+Compression.tpk(model)  # has no attribute "tpk"
+Compression.fft(model).set_denstiy(0.1)  # "TorchCompressor" has no attribute "set_denstiy"
+OfTensorFlow.fft(Model(), bit=8)  # Unexpected keyword argument "bit"
+OfTensorFlow.powersgd(Model(), rank=1.5)  # incompatible type "float"; expected "int"
+OfTensorFlow.fft(3)  # incompatible type "int"
+"""
+
+
+def test_a_type_checker_finds_misspelt_and_wrong_options(tmp_path, monkeypatch):
+    api = pytest.importorskip("mypy.api")
+    (tmp_path / "calls.py").write_text(CALLS)
+    monkeypatch.setenv("MYPYPATH", str(PACKAGE.parent))
+    options = ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent"]
+    # Without PyTorch and TensorFlow, which take minutes.
+    options += ["--no-site-packages", "--cache-dir", str(tmp_path / "cache")]
+    printed, problems, _ = api.run([*options, str(tmp_path / "calls.py")])
+    assert not problems
+    found = {int(line): told for line, told in re.findall(r":(\d+): error: (.+)", printed)}
+    lines = enumerate(CALLS.splitlines(), 1)
+    expected = {line: text.split("  # ")[1] for line, text in lines if "  # " in text}
+    assert found.keys() == expected.keys(), printed
+    for line, part in expected.items():
+        assert part in found[line]
+
+
+SCRIPT = """
+import inspect, sys
+from horovod_fftcomp.{} import Compression
+for recipe in sys.argv[1:]:
+    factory = getattr(Compression, recipe)
+    model, *others = inspect.signature(factory).parameters.values()
+    assert "model" == model.name
+    assert "Parameters\\n----------\\nmodel: " in inspect.getdoc(factory)
+    assert "    The " in inspect.getdoc(factory).split("\\ndensity")[0]
+    print(*others)
+"""
+
+
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param("torch", marks=pytest.mark.torch),
+        pytest.param("tensorflow", marks=pytest.mark.tf),
+    ],
+)
+def test_factories_of_every_framework_take_the_same_but_for_the_model(framework):
+    for needed in (framework, "horovod"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"needs {needed}")
+    command = [sys.executable, "-c", SCRIPT.format(framework), *RECIPES]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = [" ".join(map(str, keywords_of(recipe))) for recipe in RECIPES]
+    assert done.stdout.splitlines() == expected
