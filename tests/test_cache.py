@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 
 import pytest
+from numba.core import caching
 
 from horovod_fftcomp.kernels.cpu import jit, sparse
 
@@ -56,6 +58,26 @@ def test_a_change_of_any_source_compiles_all_kernels_anew(tmp_path):
         path.name for path in jit._SOURCES
     }
     assert sparse._take.py_func.__qualname__ == f"_take.{jit._DIGEST}"
+
+
+def _double(x):
+    return 2 * x
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [(caching.IndexDataCacheFile, "_data_name"), (caching.CacheImpl, "locator")],
+    ids=["file", "locator"],
+)
+def test_without_numbas_private_cache_kernels_compile_and_one_warning_says_so(monkeypatch, missing):
+    """As with a version of Numba that keeps compiled functions in another way."""
+    jit._warn_of_no_cache.cache_clear()
+    monkeypatch.delattr(*missing)
+    with pytest.warns(RuntimeWarning, match=f"not kept on disk.*{missing[1]}") as warned:
+        compiled = [jit.kernel(types.FunctionType(_double.__code__, {}, "f")) for _ in range(2)]
+    assert len(warned) == 1
+    assert [function(21) for function in compiled] == [42, 42]
+    assert not any(function.stats.cache_path for function in compiled)
 
 
 @pytest.mark.slow

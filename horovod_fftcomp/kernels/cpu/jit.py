@@ -5,13 +5,16 @@ No fastmath: contraction or reordering would change bytes from one processor to 
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numba
 from numba import njit
-from numba.core.caching import IndexDataCacheFile
+from numba.core import caching
 
 from horovod_fftcomp.errors import UnsupportedError
 
@@ -33,12 +36,22 @@ def digest_of(sources: tuple[Path, ...]) -> str:
 _DIGEST = digest_of(_SOURCES)
 
 
-class _Files(IndexDataCacheFile):
+# A private class of Numba's; without it no kernel is kept on disk, see ``kernel``.
+_NumbasFiles: Any = getattr(caching, "IndexDataCacheFile", object)
+
+
+class _Files(_NumbasFiles):
     """A function's variants on disk, each in a file whose name tells what it was made from.
 
     Numba numbers them. Ranks that compile different ones at the same time would take the same
     number, and some run the wrong one from then on.
     """
+
+    def __init__(self, *arguments: Any) -> None:
+        """Raise AttributeError or TypeError if the class lacks what the methods below call."""
+        super().__init__(*arguments)
+        for name in ("_version", "_source_stamp", "_save_data", "_load_data", "_data_name"):
+            getattr(self, name)
 
     def save(self, key: Any, data: Any) -> None:
         self._save_data(self._file_of(key), data)
@@ -58,9 +71,19 @@ def kernel(function: Callable[..., Any]) -> Any:
     """Compile what Python calls, and keep it on disk.
 
     Numba would keep a function when another that is part of it has changed, in this file or the
-    next; so the file's name tells the text of all of them.
+    next; so the file's name tells the text of all of them. Where Numba's cache is not as expected,
+    nothing is kept, and a RuntimeWarning says so once.
     """
     function.__qualname__ += f".{_DIGEST}"
+    try:
+        return _kept_on_disk(function)
+    except (AttributeError, TypeError) as error:
+        _warn_of_no_cache(f"{type(error).__name__}: {error}")
+        return njit(cache=False, nogil=True)(function)
+
+
+def _kept_on_disk(function: Callable[..., Any]) -> Any:
+    """Compile a function, and have ``_Files`` keep it in the place of Numba's own class."""
     compiled: Any = njit(cache=True, nogil=True)(function)
     if compiled is function:
         raise UnsupportedError(
@@ -68,8 +91,22 @@ def kernel(function: Callable[..., Any]) -> Any:
         )
     cache, kept = compiled._cache, compiled._cache._impl
     stamp = kept.locator.get_source_stamp()
-    cache._cache_file = _Files(cache.cache_path, kept.filename_base, stamp)
+    files = _Files(cache.cache_path, kept.filename_base, stamp)
+    if not hasattr(cache, "_cache_file"):  # Numba would not look at what is set here
+        raise AttributeError(f"{type(cache).__name__!r} object has no attribute '_cache_file'")
+    cache._cache_file = files
     return compiled
+
+
+@functools.cache  # one warning for all kernels
+def _warn_of_no_cache(found: str) -> None:
+    warnings.warn(
+        f"compiled kernels are not kept on disk, so every process compiles them anew, since the "
+        f"cache of Numba {numba.__version__} is not as expected ({found}); install a version of "
+        "Numba that setup.py of horovod_fftcomp allows",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 # What kernels call; it becomes part of them.
