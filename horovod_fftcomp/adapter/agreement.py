@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.adapter import handshake
+from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.overlap import Send
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round
@@ -63,8 +63,11 @@ class Handshake:
 def gather_objects(
     send: Send, thing: object, name: str, process_set: Any, timeout_s: float
 ) -> list[Any]:
-    """Return the ``thing`` of every rank, in rank order (Horovod's own knows no process sets)."""
-    data = np.frombuffer(pickle.dumps(thing), np.uint8)
+    """Return the ``thing`` of every rank, in rank order: values that ``checkpoint.pack`` takes.
+
+    Horovod's own ``allgather_object`` knows no process sets.
+    """
+    data = np.frombuffer(checkpoint.pack(thing), np.uint8)
     message = np.concatenate([np.array([data.size], np.int64).view(np.uint8), data])
     gathered = send(Round("allgather", message), name, process_set).wait(timeout_s)
     things: list[Any] = []
@@ -72,7 +75,7 @@ def gather_objects(
     while offset < gathered.size:
         begin = offset + 8
         offset = begin + int(gathered[offset:begin].copy().view(np.int64)[0])
-        things.append(pickle.loads(gathered[begin:offset].tobytes()))
+        things.append(checkpoint.unpack(gathered[begin:offset].tobytes()))
     return things
 
 

@@ -220,9 +220,18 @@ class Compressor:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and step, for this rank of as many alone.
 
-        Every rank has others: each has to save its own, or one of them what
-        ``gathered_state_dict`` returns.
+        Arrays are NumPy's, with PyTorch tensors: ``torch.save`` and its safe loader take it. Every
+        rank has others: each has to save its own, or one of them what ``gathered_state_dict``
+        returns.
         """
+        return self._of_framework(self._state())
+
+    def _of_framework(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with the framework's arrays in the place of NumPy's."""
+        return state
+
+    def _state(self) -> dict[str, Any]:
+        """Return ``state_dict`` with NumPy arrays."""
         self._steps.settle()
         state = {**self._engine.state_dict(), "density": self._changed_density}
         state["recovery"] = self._recovery.state_dict() if self._recovery else None
@@ -233,9 +242,8 @@ class Compressor:
 
         It can be loaded by any number of ranks; the sum of the residuals stays what it was.
         """
-        return checkpoint.gathered(
-            self._connection.gather("gathered_state_dict()", self.state_dict())
-        )
+        states = self._connection.gather("gathered_state_dict()", self._state())
+        return self._of_framework(checkpoint.gathered(states))
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned on the same rank, or a gathered state."""
@@ -264,7 +272,7 @@ class Compressor:
         from the first survivor. A RuntimeWarning names lost ranks.
         """
         engine = self._engine
-        state = self.state_dict()
+        state = self._state()
         kept = state.pop("state")
         state["common"] = checkpoint.common(kept)
         self._connection.recount()

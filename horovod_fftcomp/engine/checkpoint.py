@@ -1,9 +1,17 @@
-"""State of all ranks in one piece, and how it is dealt out when their number changes. Pure."""
+"""State of all ranks in one piece, dealt out when their number changes, and as bytes. Pure."""
 
 from __future__ import annotations
 
+import io
+import json
+import zipfile
+import zlib
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+
+from horovod_fftcomp.types import Array
 
 FORMAT = 1
 # The kinds of state that belong to a rank; all others are the same on all of them.
@@ -54,3 +62,51 @@ def part_of(saved: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]
 def common(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what of a rank's state is the same on all ranks."""
     return {kind: arrays for kind, arrays in state.items() if kind not in PER_RANK}
+
+
+_TREE, _NUMBER = "state.json", "__array__"
+
+
+def pack(state: Any) -> bytes:
+    """Return ``state`` as an ``.npz`` file: its arrays, and the rest as JSON; nothing is pickled.
+
+    ``state``: JSON values, NumPy arrays of numbers, and dicts (with string keys) and lists of
+    these; tuples come back as lists. TypeError for anything else.
+    """
+    arrays: list[Array] = []
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            arrays.append(value)
+            return {_NUMBER: len(arrays) - 1}
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"a {type(value).__name__} cannot be part of a state: {value!r}")
+
+    tree = np.frombuffer(json.dumps(state, default=numbered).encode(), np.uint8)
+    named: dict[str, Any] = {_TREE: tree, **{str(n): array for n, array in enumerate(arrays)}}
+    file = io.BytesIO()
+    np.savez(file, **named)
+    return file.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """Return what ``pack`` made bytes of; ValueError for other bytes, none of which is executed."""
+    if data[:1] == b"\x80":
+        raise ValueError(
+            "this state is a pickle, as development versions of horovod_fftcomp 0.1.0 wrote it; it "
+            "was not read, since reading a pickle may run any code. Leave compression= out of the "
+            "tf.train.Checkpoint to begin without residuals, or, if you trust the file, load its "
+            "state once by compression.load_state_dict(pickle.loads(data)), data = "
+            "tf.train.load_checkpoint(path).get_tensor('compression/.ATTRIBUTES/py_state')"
+        )
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+
+            def placed(value: dict[str, Any]) -> Any:
+                number = value.get(_NUMBER) if len(value) == 1 else None
+                return arrays[str(number)] if type(number) is int else value
+
+            return json.loads(arrays[_TREE].tobytes(), object_hook=placed)
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"these bytes are no state of a compressor: {error}") from error

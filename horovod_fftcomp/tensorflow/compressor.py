@@ -9,7 +9,6 @@ to our sum.
 from __future__ import annotations
 
 import functools
-import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -24,6 +23,7 @@ from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.engine.shadow_check import ShadowCheck
@@ -332,11 +332,14 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     def serialize(self) -> bytes:
         """Return this rank's state for a ``tf.train.Checkpoint``, which every rank has to write."""
         known = self._variables is not None
-        return pickle.dumps(self.state_dict() if known else self._saved)
+        return checkpoint.pack(self.state_dict() if known else self._saved)
 
     def deserialize(self, string_value: bytes) -> None:
-        """Restore what ``serialize`` returned; ``tf.train.Checkpoint`` calls it."""
-        saved = pickle.loads(string_value)
+        """Restore what ``serialize`` returned; ``tf.train.Checkpoint`` calls it.
+
+        ValueError for a pickle, as versions before 0.1.0 wrote it.
+        """
+        saved = checkpoint.unpack(string_value)
         if saved is not None:
             self.load_state_dict(saved)
 

@@ -106,13 +106,9 @@ class TorchCompressor(Compressor):
         """Return what is not sent yet of the parameter called ``name``, float32 in its shape."""
         return torch.from_numpy(super().residual(name))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state with tensors inside: ``torch.save`` and its safe loader take it.
-
-        Every rank has others: each has to save its own, or one of them what
-        ``gathered_state_dict`` returns.
-        """
-        return arrays.to_torch(super().state_dict())
+    def _of_framework(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with tensors in the place of NumPy arrays."""
+        return arrays.to_torch(state)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned on the same rank, or a gathered state."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import warnings
 
 import horovod.tensorflow as hvd
@@ -40,6 +42,33 @@ def test_saved_at_20_and_run_to_40_equals_40_straight(recipe, tmp_path, same_eve
         checkpoint.write(prefix)
     np.testing.assert_array_equal(flat(model), flat(straight))
     same_everywhere(flat(model))
+
+
+class _Malicious:
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self._path,)
+
+
+def test_a_pickled_state_in_a_checkpoint_is_refused_and_not_run(tmp_path):
+    """As development versions wrote it; the key that the message names is TensorFlow's."""
+
+    class Pickled(tf.train.experimental.PythonState):
+        def serialize(self):
+            return pickle.dumps(_Malicious(str(tmp_path / "ran")))
+
+        def deserialize(self, string_value):
+            raise AssertionError
+
+    path = tf.train.Checkpoint(compression=Pickled()).write(str(tmp_path / "saved"))
+    compression = small_buckets(Layers(), "topk")
+    with pytest.raises(ValueError, match=r"load_state_dict\(pickle\.loads\(data\)\)") as caught:
+        tf.train.Checkpoint(compression=compression).read(path)
+    assert not (tmp_path / "ran").exists()
+    key = str(caught.value).partition("get_tensor('")[2].partition("'")[0]
+    assert tf.train.load_checkpoint(path).get_tensor(key)[:1] == b"\x80"
 
 
 def test_gathered_state_resumes_too():
