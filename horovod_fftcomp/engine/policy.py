@@ -32,6 +32,10 @@ class Policy(Protocol):
         """Return the scheme of the exchange number ``step``."""
         ...
 
+    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
+        """Return every list of collectives that an exchange may have, at any step."""
+        ...
+
     def density(self, step: int) -> float | None:
         """Return the kept share at ``step``; None where there is none."""
         ...
@@ -50,6 +54,10 @@ class Always:
     def at(self, step: int) -> Scheme:
         """Return the scheme."""
         return self.scheme.at(step)
+
+    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
+        """Return every list of collectives that an exchange may have, at any step."""
+        return self.scheme.possible_rounds()
 
     def density(self, step: int) -> float | None:
         """Return None: the scheme alone knows."""
@@ -86,6 +94,13 @@ class Scheduled:
             return _scheme(self.recipe, self.options).at(step - self.warmup_steps)
         options = {**dict(self.options), "density": self.density(step)}
         return _scheme(self.recipe, tuple(options.items()))
+
+    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
+        """Return every list of collectives that an exchange may have, at any step.
+
+        No schedule of the density changes them.
+        """
+        return self.at(0).possible_rounds() | self.at(self.warmup_steps).possible_rounds()
 
     def density(self, step: int) -> float | None:
         """Return the kept share at ``step``, 1 in the warm-up; None for a recipe without one."""

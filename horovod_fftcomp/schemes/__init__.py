@@ -149,6 +149,13 @@ class Scheme(Protocol):
         """The collectives of every exchange, in order."""
         ...
 
+    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
+        """Return every list of collectives that an exchange may have, at any step with any state.
+
+        Those of ``at(step)`` for all steps; a graph that is built once needs all of them.
+        """
+        return frozenset({self.rounds})
+
     def exchange(
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:

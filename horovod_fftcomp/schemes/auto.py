@@ -81,6 +81,14 @@ class Auto(Scheme):
         """The collectives of an exchange; a bucket that travels dense has another last one."""
         return ("allreduce", "allgather") if self.tries else ("allgather",)
 
+    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
+        """Return every list of collectives that an exchange may have; see ``Scheme``.
+
+        Without ``gbit_per_s`` too a bucket may travel dense, if a loaded state chose that.
+        """
+        trials = [("allreduce",), ()] if self.every > TRIAL_STEPS else [("allreduce",)]
+        return frozenset((*trial, last) for trial in trials for last in ("allgather", "allreduce"))
+
     def at(self, step: int) -> Auto:
         """Return what runs at a step, counted from the first compressed one."""
         place = step % self.every

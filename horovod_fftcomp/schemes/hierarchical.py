@@ -88,6 +88,11 @@ class Hierarchical(Wrapper):
         """The collectives of every exchange, in order."""
         return ("allreduce", *self.scheme.rounds, "allgather")
 
+    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
+        """Return every list of collectives that an exchange may have; see ``Scheme``."""
+        between = self.scheme.possible_rounds()
+        return frozenset(("allreduce", *rounds, "allgather") for rounds in between)
+
     def exchange(
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:

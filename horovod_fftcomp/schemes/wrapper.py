@@ -24,6 +24,10 @@ class Wrapper(Scheme):
         """The collectives of every exchange, in order."""
         return self.scheme.rounds
 
+    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
+        """Return every list of collectives that an exchange may have; see ``Scheme``."""
+        return self.scheme.possible_rounds()
+
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank would send for ``tensor`` alone in each step."""
         return self.scheme.sent_nbytes(tensor)

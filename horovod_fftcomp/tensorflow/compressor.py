@@ -269,9 +269,9 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     def _gathers(self) -> bool:
         """Whether steps have other collectives than sums."""
         return self._settings.replica_check != "off" or any(
-            set(bucket.policy.at(step).rounds) != {"allreduce"}
+            set(collectives) != {"allreduce"}
             for bucket in self._buckets
-            for step in (0, self._policy.warmup_steps)
+            for collectives in bucket.policy.possible_rounds()
         )
 
     @functools.cached_property

@@ -24,10 +24,6 @@ from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 from horovod_fftcomp.tensorflow import rounds
 from horovod_fftcomp.tensorflow.steps import Load, StepDriver
 
-# With warm-up, or a recipe that tries and chooses, the collectives of a bucket depend on the step;
-# one of each kind is among the first ones, before and after the warm-up.
-_SAMPLE = 64
-
 
 class Call(NamedTuple):
     """What Horovod's function is about to reduce whose compression hook is calling."""
@@ -364,17 +360,14 @@ class TracedStep:
 
 def _kinds(bucket: Bucket) -> list[set[int]]:
     """Return for each round of a bucket what may have to be done in it."""
-    policy = bucket.policy
-    start = getattr(policy, "warmup_steps", 0)
-    sampled = {policy.at(step).rounds for step in (0, *range(start, start + _SAMPLE))}
-    is_fixed = len(sampled) == 1 and getattr(policy, "recipe", "") != "auto"  # it may go dense
-    if getattr(policy, "ranks_per_node", 1) > 1:
-        return [set(range(rounds.REDUCE_INSIDE + 1))] * max(map(len, sampled))
+    possible = bucket.policy.possible_rounds()
+    if getattr(bucket.policy, "ranks_per_node", 1) > 1:
+        return [set(range(rounds.REDUCE_INSIDE + 1))] * max(map(len, possible))
     everything = {rounds.NOTHING, rounds.GATHER, rounds.REDUCE_FLOAT32, rounds.REDUCE_FLOAT16}
     kinds = []
-    for number in range(max(map(len, sampled))):
-        collectives = {each[number] if number < len(each) else None for each in sampled}
-        gathers = collectives <= {"allgather", "broadcast"} and is_fixed
+    for number in range(max(map(len, possible))):
+        collectives = {each[number] if number < len(each) else None for each in possible}
+        gathers = collectives <= {"allgather", "broadcast"}
         kinds.append({rounds.GATHER} if gathers else everything)
     return kinds
 

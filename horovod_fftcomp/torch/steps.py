@@ -86,8 +86,9 @@ class StepDriver:
         connection.watch.follow(self, parameters.names)
         # An exchange of allreduces alone goes through a join as it does in Horovod.
         self._gathers = settings.replica_check != "off" or any(
-            set(bucket.policy.at(bucket.policy.warmup_steps).rounds) != {"allreduce"}
+            set(collectives) != {"allreduce"}
             for bucket in engine.buckets
+            for collectives in bucket.policy.possible_rounds()
         )
         self._made_on = {parameter.device for parameter in parameters.tensors}
         self._opened = self._finished = False

@@ -1,0 +1,119 @@
+"""The collectives that a recipe declares are those that its exchanges consist of, at every step."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.recipes import RECIPES
+from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes.auto import TRIAL_STEPS
+from horovod_fftcomp.simulation import exchange_once
+
+TENSORS = (Tensor("a", (40, 30)), Tensor("b", (50, 40)))
+EVERY = TRIAL_STEPS + 3
+
+
+class Observed(Engine):
+    """An engine that notes the collectives in which its rank takes part, of each step."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.seen = []
+
+    def start(self, bucket, grads):
+        self.seen.append([])
+        return self._noted(super().start(bucket, grads))
+
+    def advance(self, bucket, output):
+        return self._noted(super().advance(bucket, output))
+
+    def _noted(self, round_):
+        if round_ is not None:
+            self.seen[-1].append(round_.collective if round_.among != () else None)
+        return round_
+
+
+def yielded(policy, n_steps, state=None):
+    """Return the lists of collectives of ``n_steps`` steps of two ranks, and a rank's state."""
+    engines = [Observed([Bucket(TENSORS, policy)], rank, 2) for rank in range(2)]
+    for rank, engine in enumerate(engines):
+        if state is not None:
+            engine.load_state_dict({**state, "rank": rank})
+    draw = np.random.default_rng(0).standard_normal
+    for _ in range(n_steps):
+        grads = [
+            [[draw(tensor.shape).astype(np.float32).reshape(-1) for tensor in TENSORS]]
+            for _ in engines
+        ]
+        exchange_once(engines, grads, random.Random(0))
+        for engine in engines:
+            engine.settle()
+    seen = {  # a round in which a rank has no part is another one's
+        tuple(a or b for a, b in zip(*step, strict=True))
+        for step in zip(*(engine.seen for engine in engines), strict=True)
+    }
+    return seen, engines[0].state_dict()
+
+
+def policies(recipe, **keywords):
+    """Return policies of a recipe that together do all that it may do."""
+    if recipe != "auto":
+        return [make_policy(recipe, **keywords)]
+    return [  # the network's speed decides whether a bucket travels dense
+        make_policy(recipe, every=EVERY, gbit_per_s=speed, **keywords) for speed in (1e-4, 1e6)
+    ]
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_policy_declares_exactly_the_rounds_of_its_steps(recipe, warmup_steps):
+    made = policies(recipe, warmup_steps=warmup_steps)
+    seen = set().union(*(yielded(policy, warmup_steps + 2 * EVERY)[0] for policy in made))
+    assert {policy.possible_rounds() for policy in made} == {frozenset(seen)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_so_does_one_between_nodes(recipe):
+    try:
+        made = policies(recipe, warmup_steps=2, ranks_per_node=2)
+    except UnsupportedError:
+        pytest.skip("not for nodes")
+    possible = {policy.possible_rounds() for policy in made}
+    engines = [Observed([Bucket(TENSORS, policy)], rank, 4) for policy in made for rank in range(4)]
+    seen = set()
+    for begin in range(0, len(engines), 4):
+        job = engines[begin : begin + 4]
+        for step in range(2 + EVERY):
+            grads = [
+                [[np.random.default_rng((step, r)).random(1200, np.float32),
+                  np.random.default_rng((step, r)).random(2000, np.float32)]]
+                for r in range(4)
+            ]  # fmt: skip
+            exchange_once(job, grads, random.Random(0))
+            for engine in job:
+                engine.settle()
+        for step in zip(*(engine.seen for engine in job), strict=True):
+            seen.add(tuple(next(c for c in each if c) for each in zip(*step, strict=True)))
+    assert possible == {frozenset(seen)}
+
+
+def test_densities_do_not_change_the_rounds():
+    plain = make_policy("gtopk", warmup_steps=3)
+    scheduled = make_policy("gtopk", warmup_steps=3, density_schedule={0: 0.5, 4: 0.01})
+    assert plain.possible_rounds() == scheduled.possible_rounds() == yielded(scheduled, 10)[0]
+
+
+def test_a_loaded_choice_to_travel_dense_is_declared_too():
+    fast = make_policy("auto", every=EVERY, gbit_per_s=1e6)
+    _, state = yielded(fast, TRIAL_STEPS)
+    unaware = make_policy("auto", every=EVERY)
+    seen, _ = yielded(unaware, 1, state)
+    assert seen == {("allreduce",)}
+    assert seen < unaware.possible_rounds()
