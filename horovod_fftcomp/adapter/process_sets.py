@@ -9,6 +9,7 @@ from typing import Any
 
 from horovod.common import process_sets  # what all its frameworks have in common
 
+from horovod_fftcomp.adapter import horovod_internals
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.engine.policy import Scheduled
@@ -46,10 +47,9 @@ def makers(policy: Scheduled, settings: Settings) -> Callable[[], Mapping[Ranks,
 
 def _made(ranks_per_node: int, timeout_s: float) -> Mapping[Ranks, Any]:
     found: dict[Ranks, Any] = {}
-    for ranks in NodeLayout(ranks_per_node, process_sets._basics.size()).groups():
+    for ranks in NodeLayout(ranks_per_node, horovod_internals.n_ranks()).groups():
         # A second compressor has the sets of the first.
-        known = process_sets._basics._get_process_set_ids_and_ranks().items()
-        number = {tuple(have): number for number, have in known}.get(ranks)
+        number = horovod_internals.registered_process_sets().get(ranks)
         found[ranks] = process_sets.ProcessSet(list(ranks))
         if number is None:
             _add(found[ranks], timeout_s)

@@ -9,14 +9,11 @@ to our sum.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from horovod.tensorflow.mpi_ops import size_op
 
 from horovod_fftcomp.adapter import handshake, process_sets
 from horovod_fftcomp.adapter.compressor import Compressor
@@ -30,9 +27,10 @@ from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.monitor.step_log import AddScalar
 from horovod_fftcomp.schemes.hierarchical import Ranks
-from horovod_fftcomp.tensorflow import graph
+from horovod_fftcomp.tensorflow import graph, horovod_internals
 from horovod_fftcomp.tensorflow.device import memory_of
-from horovod_fftcomp.tensorflow.rounds import GraphRound, PendingRound, is_elastic
+from horovod_fftcomp.tensorflow.horovod_internals import is_elastic
+from horovod_fftcomp.tensorflow.rounds import GraphRound, PendingRound
 from horovod_fftcomp.tensorflow.steps import StepDriver
 from horovod_fftcomp.tensorflow.variables import Variables, pairs_of
 
@@ -143,14 +141,9 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         Raises UnsupportedError where Horovod wraps an optimizer of Keras 3, which would then never
         call us, nor reduce anything.
         """
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code.co_name == "create_distributed_optimizer":
-                kinds = type(frame.f_locals["optimizer"]).__mro__
-                if any(kind.__module__.startswith("keras.") for kind in kinds):
-                    raise UnsupportedError(KERAS_3)
-                break
-            frame = frame.f_back
+        kinds = type(horovod_internals.optimizer_to_wrap()).__mro__
+        if any(kind.__module__.startswith("keras.") for kind in kinds):
+            raise UnsupportedError(KERAS_3)
         return id(self)
 
     # Horovod calls these two.
@@ -213,18 +206,18 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
 
     def _size(self) -> tf.Tensor:
         if is_elastic():
-            return tf.cast(size_op(process_set_id=self._set.process_set_id), tf.float32)
+            return tf.cast(horovod_internals.size_in_graph(self._set), tf.float32)
         return tf.constant(float(self._set.size()))
 
     def _traced(self) -> graph.TracedStep:
         """Put the exchange of all gradients of a call of Horovod's into the graph around it."""
-        call = graph.find_call()
+        call = horovod_internals.find_call()
         self._check_optimizer(call.optimizer)
         if call.op == hvd.Adasum:
             raise UnsupportedError(
                 "op=hvd.Adasum cannot be compressed; use op=hvd.Average or op=hvd.Sum"
             )
-        with graph.graph_around().as_default():
+        with horovod_internals.graph_around().as_default():
             return self._exchange_of(
                 call.grads, call.variables, call.process_set, call.op != hvd.Sum
             )
@@ -291,7 +284,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     def _shown(self, variables: Sequence[Any], numbers: Sequence[int]) -> dict[int, tf.Tensor]:
         """Return the compressed variables' values where other variables may come in later."""
         slots = self._slots
-        if not graph.is_called_eagerly():
+        if not horovod_internals.is_called_eagerly():
             return {}
         return {
             number: variable.read_value()

@@ -9,81 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.overlap import Slot
-from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 from horovod_fftcomp.tensorflow import rounds
 from horovod_fftcomp.tensorflow.steps import Load, StepDriver
-
-
-class Call(NamedTuple):
-    """What Horovod's function is about to reduce whose compression hook is calling."""
-
-    grads: Sequence[Any]
-    variables: Sequence[Any] | None
-    process_set: Any
-    op: Any
-    optimizer: Any  # of Keras, if one is calling
-
-
-def find_call() -> Call:
-    """Return the call of Horovod's ``allreduce_grads`` that is being traced.
-
-    Horovod tells the hook nothing but one tensor. Raises UnsupportedError elsewhere.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    process_set = op = None
-    while frame is not None:
-        name, known = frame.f_code.co_name, frame.f_locals
-        if process_set is None and "process_set" in known and "compression" in known:
-            process_set, op = known["process_set"], known.get("op")  # of its (grouped_)allreduce
-        if name.endswith("allreduce_grads") and "grads" in known and "vars" in known:
-            optimizer = _optimizer_around(frame)
-            return Call(known["grads"], known["vars"], process_set, op, optimizer)
-        frame = frame.f_back
-    raise UnsupportedError(
-        "compression= of a compressor works in hvd.DistributedOptimizer and "
-        "hvd.DistributedGradientTape, which know the variables; to reduce single tensors, use "
-        "horovod_fftcomp.mpi"
-    )
-
-
-def _optimizer_around(frame: FrameType | None) -> Any:
-    """Return the optimizer of Keras that a frame is called by; None if there is none."""
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if hasattr(owner, "apply_gradients") and hasattr(owner, "get_config"):
-            return owner
-        frame = frame.f_back
-    return None
-
-
-def graph_around() -> tf.Graph:
-    """Return the graph that holds the ``tf.cond`` in whose branch Horovod calls the hook."""
-    graph = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)
-    if graph is None or not hasattr(graph, "outer_graph"):
-        raise UnsupportedError(
-            "compression needs eager execution or tf.function; graphs and sessions of TensorFlow "
-            "1 are not supported"
-        )
-    around: Any = graph
-    while around is not None:
-        if getattr(around, "_xla_compile", False) or _is_compiled(around):
-            raise UnsupportedError(
-                "compression calls Python, which XLA cannot: use jit_compile=False in "
-                "model.compile() and tf.function()"
-            )
-        around = getattr(around, "outer_graph", None)
-    return graph
 
 
 class Ticket:
@@ -106,17 +42,6 @@ class Ticket:
         if key not in self._shapes:
             self._shapes[key] = tf.constant(key, tf.int32) + self.zero
         return tf.reshape(tensor, self._shapes[key])
-
-
-def is_called_eagerly() -> bool:
-    """Tell whether the default graph is Horovod's own function, called from outside of graphs."""
-    graph: Any = tf.compat.v1.get_default_graph()
-    return graph.name == "allreduce_grads" and not hasattr(graph.outer_graph, "outer_graph")
-
-
-def _is_compiled(graph: Any) -> bool:
-    context = graph._get_control_flow_context() if hasattr(graph, "as_graph_def") else None
-    return context is not None and context.IsXLAContext()
 
 
 class TracedStep:

@@ -5,15 +5,14 @@ Horovod 0.28.1 wraps an optimizer of Keras 3 without ever being called, so ranks
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 
 from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.tensorflow import horovod_internals
 from horovod_fftcomp.tensorflow.compressor import TensorFlowCompressor
 
 
@@ -45,9 +44,7 @@ def DistributedOptimizer(optimizer: Any, compression: TensorFlowCompressor) -> A
 
 def _check_caller(optimizer: Any) -> None:
     """Raise UnsupportedError where ranks would part: behind a scaler, or compiled by XLA."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
+    for owner in horovod_internals.calling_objects():
         if isinstance(owner, keras.optimizers.LossScaleOptimizer) and owner is not optimizer:
             raise UnsupportedError(
                 "a LossScaleOptimizer around the distributed optimizer would skip steps on some "
@@ -57,7 +54,6 @@ def _check_caller(optimizer: Any) -> None:
             raise UnsupportedError(
                 "compression calls Python, which XLA cannot: model.compile(..., jit_compile=False)"
             )
-        frame = frame.f_back
 
 
 class BroadcastCallback(keras.callbacks.Callback):

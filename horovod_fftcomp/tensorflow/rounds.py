@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import tensorflow as tf
 from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.tensorflow import horovod_internals
 from horovod_fftcomp.types import Array
 
 # What a step's graph is told to do with a payload; see ``exchange``. Within a node as well.
@@ -29,11 +29,6 @@ class Sets(NamedTuple):
 
     usual: hvd.ProcessSet | None
     inside: hvd.ProcessSet | None = None
-
-
-def is_elastic() -> bool:
-    """Tell whether the number of ranks may change, as Horovod asks it."""
-    return bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
 
 
 def code_of(round_: Round | None) -> int:
@@ -64,11 +59,8 @@ def message_of(round_: Round | None, rank: int) -> Array:
 
 
 def reduce(values: tf.Tensor, name: str, process_set: hvd.ProcessSet) -> tf.Tensor:
-    """Return the sum of ``values`` over ranks.
-
-    The scope is for Horovod's elastic loop, which knows a lost rank by it in the message.
-    """
-    with tf.name_scope("HorovodAllreduce"):
+    """Return the sum of ``values`` over ranks."""
+    with horovod_internals.elastic_scope("allreduce"):
         return hvd.allreduce(
             values, op=hvd.Sum, name=name, process_set=process_set, ignore_name_scope=True
         )
@@ -89,7 +81,7 @@ def exchange(
         return tf.reshape(tf.bitcast(total, tf.uint8), [-1])
 
     def gathered(process_set: hvd.ProcessSet) -> tf.Tensor:
-        with tf.name_scope("HorovodAllgather"):
+        with horovod_internals.elastic_scope("allgather"):
             return hvd.allgather(
                 message, name=name, process_set=process_set, ignore_name_scope=True
             )

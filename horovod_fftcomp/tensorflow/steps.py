@@ -19,7 +19,6 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from tensorflow.python.eager.execute import quick_execute
 
 from horovod_fftcomp.adapter.connection import JOINED, Connection
 from horovod_fftcomp.adapter.process_sets import size_of
@@ -33,7 +32,7 @@ from horovod_fftcomp.kernels.threads import ieee_arithmetic
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.not_finite import DENSE, NotFiniteWarning
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.tensorflow import rounds
+from horovod_fftcomp.tensorflow import horovod_internals, rounds
 from horovod_fftcomp.tensorflow.variables import Variables
 
 if TYPE_CHECKING:
@@ -74,9 +73,8 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
             except BaseException as error:
                 self.broken_by = repr(error)
                 self._course.doing = ""
-                if isinstance(error, FFTCompError) and rounds.is_elastic():
-                    # Horovod's elastic loop takes TensorFlow's UnknownError for the end of the job.
-                    raise NotImplementedError(repr(error)) from error
+                if isinstance(error, FFTCompError) and horovod_internals.is_elastic():
+                    raise horovod_internals.FatalInElasticJob(repr(error)) from error
                 raise
             finally:
                 self._is_busy = False
@@ -159,7 +157,7 @@ class StepDriver:
         """
         del step, early  # order the calls
         self._close_last(load, memory)
-        if self._connection.is_up and not rounds.is_elastic():
+        if self._connection.is_up and not horovod_internals.is_elastic():
             if not self._compares(self._engine.step):
                 self._note("a step that Horovod exchanges", self._engine.step, 1, 1)
                 self._enter(load, scale)
@@ -384,7 +382,7 @@ class StepDriver:
 
     def may_wait(self, running: Collection[CodeType]) -> bool:
         """Return False if no thread is in TensorFlow: an error has ended the step then."""
-        return quick_execute.__code__ in running
+        return horovod_internals.execution_code() in running
 
     def _note(self, doing: str, step: int, handed: int, returned: int = 0) -> None:
         self._course, self._poisoned = _Course(doing, step, handed, returned), ""

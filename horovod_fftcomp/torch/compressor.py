@@ -7,12 +7,10 @@ beside it, and the probe's reduced value carries Horovod's op and factors to our
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import horovod.torch as hvd
 import torch
-from horovod.torch import mpi_ops
 
 from horovod_fftcomp.adapter import process_sets
 from horovod_fftcomp.adapter.compressor import Compressor
@@ -22,7 +20,7 @@ from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.engine.shadow_check import ShadowCheck
-from horovod_fftcomp.torch import arrays
+from horovod_fftcomp.torch import arrays, horovod_internals
 from horovod_fftcomp.torch.device import device_of
 from horovod_fftcomp.torch.parameters import Model, Parameters, with_plain_names
 from horovod_fftcomp.torch.replicas import OptimizedParameters
@@ -60,7 +58,7 @@ class TorchCompressor(Compressor):
         recorder, closed = (self._recorder(), self._closed()) if member else (None, None)
         name = self._new_name()
         groups = process_sets.makers(policy, settings) if buckets else dict
-        watch = self._watch(name, mpi_ops._basics.shutdown)
+        watch = self._watch(name, horovod_internals.shut_down)
         self._connection = Connection(PendingRound, name, self._set, watch, groups)
         send = self._connection.send
         if device is not None and (every := settings.shadow_check):
@@ -89,7 +87,9 @@ class TorchCompressor(Compressor):
         if not self._steps.under_way and process_sets.size_of(self._set) != self._engine.world_size:
             self.rejoin()  # an elastic reset that removed ranks: Horovod then skips ``sync``
         if not self._connection.is_up:
-            caller = _caller(self)
+            # A compressor on another process set would wait for ranks that never come, so the
+            # handshake runs on the optimizer's own set and compares.
+            caller = horovod_internals.calling_optimizer(self)
             if isinstance(caller, torch.optim.Optimizer):
                 self._parameters.follow(caller)
                 self._warn_of_momentum(caller)
@@ -125,21 +125,6 @@ class TorchCompressor(Compressor):
             momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
             momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
         self._warn_of_two_momenta(type(optimizer).__name__, momenta)
-
-
-def _caller(compression: object) -> Any | None:
-    """Return the optimizer whose hook is calling, or whatever else has the compressor.
-
-    Horovod does not tell it. A compressor on another process set would wait for ranks that never
-    come, so the handshake runs on the optimizer's own set and compares.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if getattr(owner, "_compression", None) is compression:
-            return owner
-        frame = frame.f_back
-    return None
 
 
 def _check_scaler(scaler: Any) -> None:

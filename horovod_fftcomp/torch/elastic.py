@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from horovod.torch.elastic import state as elastic
 
+from horovod_fftcomp.torch import horovod_internals
 from horovod_fftcomp.torch.compressor import TorchCompressor
 
 
@@ -34,6 +35,4 @@ class CompressorStateHandler(elastic.StateHandler):
 
 def register() -> None:
     """Tell Horovod's elastic state how to treat a compressor; once is enough, more do no harm."""
-    registry = elastic.get_handler_registry()
-    if (TorchCompressor, CompressorStateHandler) not in registry:
-        elastic.set_handler_registry([*registry, (TorchCompressor, CompressorStateHandler)])
+    horovod_internals.register_state_handler(TorchCompressor, CompressorStateHandler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -11,6 +10,7 @@ import torch
 
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.torch import horovod_internals
 
 Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
@@ -108,12 +108,9 @@ class Parameters:
     def _densified(self, grad: torch.Tensor) -> int:
         """Return the parameter whose sparse gradient Horovod made dense.
 
-        ``grad`` is a copy then, and only the hook that calls knows of what: its local ``p``.
+        ``grad`` is a copy then, and only the hook that calls knows of what.
         """
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_name != "_allreduce_grad_async":
-            frame = frame.f_back
-        asking = None if frame is None else frame.f_locals.get("p")
+        asking = horovod_internals.parameter_of_hook()
         for number, parameter in enumerate(self.tensors):
             if parameter is asking and number not in self.seen:
                 return number

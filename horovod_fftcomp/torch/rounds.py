@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import horovod.torch as hvd
@@ -12,6 +11,7 @@ import torch
 from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.torch.horovod_internals import come_after_horovod
 
 # Horovod's own synchronize spins on a core; a poll this often costs nothing and delays no step.
 _POLL_S = 0.0001
@@ -55,18 +55,3 @@ class PendingRound:
         if output.is_cuda:
             come_after_horovod(output)
         return output.numpy() if self._is_numpy else output
-
-
-def come_after_horovod(output: torch.Tensor) -> None:
-    """Let PyTorch's current stream come after ``output``, whose operation is done for Horovod.
-
-    Horovod's threads know the default stream alone. There they allocate outputs, and with
-    HOROVOD_ENABLE_ASYNC_COMPLETION wait for operations, which otherwise have ended by now.
-    """
-    current = torch.cuda.current_stream(output.device)
-    default = torch.cuda.default_stream(output.device)
-    if current != default:
-        if os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") != "0":
-            current.wait_stream(default)
-        if not output.is_sparse:  # the default stream gets its memory after this one is done
-            output.record_stream(current)

@@ -24,9 +24,9 @@ from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch import arrays
+from horovod_fftcomp.torch.horovod_internals import come_after_horovod
 from horovod_fftcomp.torch.parameters import Parameters
 from horovod_fftcomp.torch.replicas import OptimizedParameters
-from horovod_fftcomp.torch.rounds import come_after_horovod
 
 # A rank that ends shuts Horovod down on all of them. One that begins an operation at that moment
 # may hang for ever: it holds the interpreter and waits for a lock whose holder waits for that. So

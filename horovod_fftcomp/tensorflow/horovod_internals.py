@@ -1,0 +1,163 @@
+"""Private parts of ``horovod.tensorflow``, of its Keras and of TensorFlow that this adapter uses.
+
+Each is in a function of its own, that says what it relies on. A test of each in
+``tests/test_horovod_internals.py`` fails where Horovod or TensorFlow differs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import size_op
+from tensorflow.python.eager.execute import quick_execute
+
+from horovod_fftcomp.adapter.horovod_internals import check_version
+from horovod_fftcomp.errors import UnsupportedError
+
+check_version()
+
+# Horovod's elastic loop takes TensorFlow's UnknownError for the end of the job. TensorFlow makes an
+# UnimplementedError of this one and an UnknownError of most others.
+FatalInElasticJob = NotImplementedError
+
+
+class Call(NamedTuple):
+    """What Horovod's function is about to reduce whose compression hook is calling."""
+
+    grads: Sequence[Any]
+    variables: Sequence[Any] | None
+    process_set: Any
+    op: Any
+    optimizer: Any  # of Keras, if one is calling
+
+
+def _calling_frames() -> Iterator[FrameType]:
+    """Yield the frames of the functions that are calling, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def calling_objects() -> Iterator[Any]:
+    """Yield the ``self`` of each method that is calling, the innermost first.
+
+    By it Keras's models and loss scalers are found around an optimizer, which they do not tell.
+    """
+    for frame in _calling_frames():
+        if "self" in frame.f_locals:
+            yield frame.f_locals["self"]
+
+
+def find_call() -> Call:
+    """Return the call of Horovod's ``allreduce_grads`` that is being traced.
+
+    Horovod tells the hook nothing but one tensor. Relies on the arguments ``grads`` and ``vars`` of
+    the functions in Horovod whose names end in ``allreduce_grads``, and on ``process_set``, ``op``
+    and ``compression`` in those between. Raises UnsupportedError elsewhere.
+    """
+    process_set = op = None
+    for frame in _calling_frames():
+        name, known = frame.f_code.co_name, frame.f_locals
+        if process_set is None and "process_set" in known and "compression" in known:
+            process_set, op = known["process_set"], known.get("op")  # of its (grouped_)allreduce
+        if name.endswith("allreduce_grads") and "grads" in known and "vars" in known:
+            return Call(known["grads"], known["vars"], process_set, op, _calling_optimizer())
+    raise UnsupportedError(
+        "compression= of a compressor works in hvd.DistributedOptimizer and "
+        "hvd.DistributedGradientTape, which know the variables; to reduce single tensors, use "
+        "horovod_fftcomp.mpi"
+    )
+
+
+def _calling_optimizer() -> Any:
+    """Return the optimizer of Keras that is calling; None if there is none."""
+    optimizers = (
+        owner
+        for owner in calling_objects()
+        if hasattr(owner, "apply_gradients") and hasattr(owner, "get_config")
+    )
+    return next(optimizers, None)
+
+
+def optimizer_to_wrap() -> Any | None:
+    """Return the optimizer of Keras that Horovod is about to wrap; None if it wraps none.
+
+    Relies on Horovod hashing the compressor inside of ``_keras.create_distributed_optimizer``, and
+    on that function's argument ``optimizer``.
+    """
+    for frame in _calling_frames():
+        if frame.f_code.co_name == "create_distributed_optimizer":
+            return frame.f_locals.get("optimizer")
+    return None
+
+
+def graph_around() -> tf.Graph:
+    """Return the graph that holds the ``tf.cond`` in whose branch Horovod calls the hook.
+
+    Relies on Horovod calling it there, and on TensorFlow's ``FuncGraph.outer_graph``.
+    """
+    graph = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)
+    if graph is None or not hasattr(graph, "outer_graph"):
+        raise UnsupportedError(
+            "compression needs eager execution or tf.function; graphs and sessions of TensorFlow "
+            "1 are not supported"
+        )
+    around: Any = graph
+    while around is not None:
+        if getattr(around, "_xla_compile", False) or _is_compiled(around):
+            raise UnsupportedError(
+                "compression calls Python, which XLA cannot: use jit_compile=False in "
+                "model.compile() and tf.function()"
+            )
+        around = getattr(around, "outer_graph", None)
+    return graph
+
+
+def is_called_eagerly() -> bool:
+    """Tell whether the default graph is Horovod's own function, called from outside of graphs.
+
+    Relies on the name of Horovod's ``tf.function``, ``allreduce_grads``.
+    """
+    graph: Any = tf.compat.v1.get_default_graph()
+    return graph.name == "allreduce_grads" and not hasattr(graph.outer_graph, "outer_graph")
+
+
+def _is_compiled(graph: Any) -> bool:
+    context = graph._get_control_flow_context() if hasattr(graph, "as_graph_def") else None
+    return context is not None and context.IsXLAContext()
+
+
+def is_elastic() -> bool:
+    """Tell whether the number of ranks may change: by HOROVOD_ELASTIC, as Horovod itself asks."""
+    return bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
+
+
+def size_in_graph(process_set: Any) -> tf.Tensor:
+    """Return an operation that gives the number of ranks when it runs, int32.
+
+    Relies on ``horovod.tensorflow.mpi_ops.size_op``.
+    """
+    return size_op(process_set_id=process_set.process_set_id)
+
+
+def elastic_scope(collective: str) -> AbstractContextManager[Any]:
+    """Return a name scope in which Horovod's elastic loop takes a failure for a lost rank.
+
+    Relies on the names that ``horovod.tensorflow.elastic`` searches in messages of errors.
+    """
+    return tf.name_scope(f"Horovod{collective.capitalize()}")
+
+
+def execution_code() -> CodeType:
+    """Return the code in which a thread waits while TensorFlow runs a function that it called.
+
+    Relies on ``tensorflow.python.eager.execute.quick_execute``.
+    """
+    return quick_execute.__code__

@@ -1,0 +1,86 @@
+"""Private parts of ``horovod.torch`` that this adapter relies on, each in a function of its own.
+
+A test of each function in ``tests/test_horovod_internals.py`` fails where Horovod differs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.elastic import state as elastic
+
+from horovod_fftcomp.adapter.horovod_internals import check_version
+
+check_version()
+
+
+def _calling_frames() -> Iterator[FrameType]:
+    """Yield the frames of the functions that are calling, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def calling_optimizer(compression: object) -> Any | None:
+    """Return the optimizer whose hook is calling, or whatever else has the compressor; else None.
+
+    Horovod does not tell it. Relies on ``_DistributedOptimizer._compression``, and on its methods
+    calling ``compress`` with the optimizer as ``self``. Its ``process_set`` is public.
+    """
+    for frame in _calling_frames():
+        owner = frame.f_locals.get("self")
+        if getattr(owner, "_compression", None) is compression:
+            return owner
+    return None
+
+
+def parameter_of_hook() -> Any | None:
+    """Return the parameter whose gradient Horovod's hook is handing over; None if no hook calls.
+
+    A sparse gradient that Horovod has made dense is a copy, and only the hook knows of what. Relies
+    on the local variable ``p`` of ``_DistributedOptimizer._allreduce_grad_async``.
+    """
+    for frame in _calling_frames():
+        if frame.f_code.co_name == "_allreduce_grad_async":
+            return frame.f_locals.get("p")
+    return None
+
+
+def shut_down() -> None:
+    """Shut Horovod down, and keep the handles of operations that other threads wait for.
+
+    ``hvd.shutdown`` of ``horovod.torch`` drops them first. Relies on ``mpi_ops._basics``.
+    """
+    mpi_ops._basics.shutdown()
+
+
+def register_state_handler(kind: type, handler: type) -> None:
+    """Have ``hvd.elastic.TorchState`` treat objects of ``kind`` by ``handler``; once is enough.
+
+    Relies on the registry of ``horovod.torch.elastic.state``, whose first match counts.
+    """
+    registry = elastic.get_handler_registry()
+    if (kind, handler) not in registry:
+        elastic.set_handler_registry([*registry, (kind, handler)])
+
+
+def come_after_horovod(output: torch.Tensor) -> None:
+    """Let PyTorch's current stream come after ``output``, whose operation is done for Horovod.
+
+    Relies on this: Horovod's threads know the default stream alone. There they allocate outputs,
+    and with HOROVOD_ENABLE_ASYNC_COMPLETION wait for operations, which otherwise have ended by now.
+    """
+    current = torch.cuda.current_stream(output.device)
+    default = torch.cuda.default_stream(output.device)
+    if current != default:
+        if os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") != "0":
+            current.wait_stream(default)
+        if not output.is_sparse:  # the default stream gets its memory after this one is done
+            output.record_stream(current)
