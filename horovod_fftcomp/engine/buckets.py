@@ -92,3 +92,9 @@ def _filled(tensors: Iterable[Tensor], capacity_nbytes: int) -> list[tuple[Tenso
         groups[-1].append(tensor)
         room -= nbytes
     return [tuple(group) for group in groups]
+
+
+def may_gather(buckets: Iterable[Bucket]) -> bool:
+    """Tell whether exchanges of ``buckets`` have other collectives than sums, at any step."""
+    possible = (rounds for bucket in buckets for rounds in bucket.policy.possible_rounds())
+    return any(set(rounds) != {"allreduce"} for rounds in possible)

@@ -21,6 +21,7 @@ from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine import checkpoint
+from horovod_fftcomp.engine.buckets import may_gather
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.engine.shadow_check import ShadowCheck
@@ -261,11 +262,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     @property
     def _gathers(self) -> bool:
         """Whether steps have other collectives than sums."""
-        return self._settings.replica_check != "off" or any(
-            set(collectives) != {"allreduce"}
-            for bucket in self._buckets
-            for collectives in bucket.policy.possible_rounds()
-        )
+        return self._settings.replica_check != "off" or may_gather(self._buckets)
 
     @functools.cached_property
     def _groups(self) -> Mapping[Ranks, Any]:

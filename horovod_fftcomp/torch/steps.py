@@ -17,6 +17,7 @@ from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.stalls import Progress
+from horovod_fftcomp.engine.buckets import may_gather
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Pending, Slot, StepPipeline
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
@@ -85,11 +86,7 @@ class StepDriver:
         self.pipeline = StepPipeline(engine, send, settings.timeout_s)
         connection.watch.follow(self, parameters.names)
         # An exchange of allreduces alone goes through a join as it does in Horovod.
-        self._gathers = settings.replica_check != "off" or any(
-            set(collectives) != {"allreduce"}
-            for bucket in engine.buckets
-            for collectives in bucket.policy.possible_rounds()
-        )
+        self._gathers = settings.replica_check != "off" or may_gather(engine.buckets)
         self._made_on = {parameter.device for parameter in parameters.tensors}
         self._opened = self._finished = False
         self._stream_of_sums: torch.cuda.Stream | None = None
