@@ -87,3 +87,28 @@ def test_the_facts_of_a_policy_leave_room_in_the_message(name):
     assert json.loads(json.dumps(facts)) == facts
     left = handshake.MESSAGE_NBYTES - len(handshake.pack(facts).tobytes().rstrip())
     assert left >= 1400
+
+
+def _told(*counts):
+    return handshake.differing_numbers([{"made": made, "number": n} for made, n in counts])
+
+
+def test_different_numbers_of_compressors_are_named_with_their_ranks():
+    assert _told((1, 0), (2, 1), (1, 0)) == (
+        "the ranks made different numbers of compressors: ranks 0, 2 made 1 and use number 0, but "
+        "rank 1 made 2 and uses number 1, counted from 0. Compressors of different numbers never "
+        "exchange anything. Make the same compressors in the same order on every rank, those that "
+        "are not used included."
+    )
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [(1, 0), (1, 0)],
+        [(1, 0), (2, 0)],  # the second one is not used
+        [(2, 0), (2, 1)],  # hooks of two optimizers in another order
+    ],
+)
+def test_numbers_that_may_still_meet_are_no_difference(counts):
+    assert _told(*counts) == ""

@@ -244,6 +244,36 @@ def test_ranks_that_make_other_calls_are_told_within_ten_seconds(framework, cont
     assert max(waited, default=0) <= 10
 
 
+@pytest.mark.parallel
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("framework", "controller", "what"),
+    [
+        ("torch", "mpi", "more"),
+        ("torch", "gloo", "more-call"),
+        pytest.param("tensorflow", "gloo", "more", marks=pytest.mark.tf),
+    ],
+)
+def test_a_rank_that_made_one_compressor_more_is_told_in_seconds(framework, controller, what):
+    """Theirs is a ``timeout_s`` of 600 s."""
+    began = time.monotonic()
+    code, output = run_ranks(
+        2, controller, "-m", "tests.scripts.calls", framework, what, timeout_s=120
+    )
+    assert code != 0
+    assert time.monotonic() - began < 60  # in which frameworks and kernels are loaded as well
+    told = "rank 0 made 1 and uses number 0, but rank 1 made 2 and uses number 1, counted from 0"
+    assert f"the ranks made different numbers of compressors: {told}" in output, output[-8000:]
+    assert "ConfigMismatchError: compressor" in output
+
+
+@pytest.mark.parallel
+@pytest.mark.torch
+def test_a_rank_that_made_a_compressor_more_and_does_not_use_it_trains():
+    code, output = run_ranks(2, "mpi", "-m", "tests.scripts.calls", "torch", "unused")
+    assert code == 0, output[-8000:]
+
+
 def repeat(n: int = 20) -> None:
     """Run each stall ``n`` times, in turns over MPI and Gloo, PyTorch and TensorFlow."""
     ways = itertools.cycle(itertools.product(("torch", "tensorflow"), ("mpi", "gloo")))

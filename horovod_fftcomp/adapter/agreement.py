@@ -10,7 +10,7 @@ import numpy as np
 from horovod_fftcomp import wire
 from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.engine import checkpoint
-from horovod_fftcomp.engine.overlap import Send
+from horovod_fftcomp.engine.overlap import Pending, Send
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.version import __version__
@@ -58,6 +58,26 @@ class Handshake:
                 f"{meeting}; give process_set= the same value in both"
             )
         return addresses[0]
+
+
+class Numbers:
+    """The comparison of which compressor each rank uses at its first, second, ... use of one.
+
+    ``number``: that of the compressor that this rank begins to use; ``made``: how many it has made;
+    ``name``: of the exchange, which does not depend on them, so ranks with other numbers meet.
+    """
+
+    def __init__(self, send: Send, number: int, made: int, name: str, process_set: Any) -> None:
+        told = handshake.pack({"number": number, "made": made})
+        self._pending: Pending | None = send(Round("allgather", told), name, process_set)
+        self._difference = ""
+
+    def difference(self) -> str:
+        """Return what is wrong, if that is known, without a wait; see ``differing_numbers``."""
+        if self._pending is not None and self._pending.is_done():
+            told, self._pending = handshake.unpack(self._pending.wait(0.0)), None
+            self._difference = handshake.differing_numbers(told)
+        return self._difference
 
 
 def gather_objects(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,17 @@ from horovod_fftcomp.types import Array
 # together answer in milliseconds.
 _unconnected: weakref.WeakSet[Connection] = weakref.WeakSet()
 _GREETING_S = 2.0
+
+
+@dataclass
+class _Counts:
+    """How many compressors this process has made, and used in each process set, by its number."""
+
+    made: int = 0
+    used: Counter[int] = field(default_factory=Counter)
+
+
+_counts = _Counts()
 
 JOINED = (
     "a rank has called hvd.join(), under which Horovod exchanges nothing but allreduces. Give all "
@@ -93,6 +107,9 @@ class Connection:
         self._make_groups = groups
         self._groups: Mapping[tuple[int, ...], Any] = {}
         self._name = name
+        self._number = int(name.rpartition(".")[2])
+        _counts.made = max(_counts.made, self._number + 1)
+        self._is_used = False
         self._epoch = 0  # how many handshakes this rank has begun
         self.greetings = 0  # so many as well, however ranks are counted
         self._set = process_set
@@ -145,9 +162,25 @@ class Connection:
     ) -> None:
         """Begin to compare ``facts()`` by ``send``, without a wait; ``open`` ends it."""
         name = f"{self._name}.handshake"
+        self._tell_number(self._set if optimizers is None else optimizers)
         self.greetings += 1
         told = {**facts(), agreement.ADDRESS: self.watch.start()}
         self._handshake = agreement.Handshake(send, told, name, self._set, optimizers)
+
+    def _tell_number(self, process_set: Any) -> None:
+        """Compare, at the first use, the number of this compressor with those of the other ranks'.
+
+        Where they differ, the handshakes have different names and wait for ever: the watch looks at
+        this comparison, and says why. Ranks that are new to an elastic job have used none.
+        """
+        if self._is_used or os.environ.get("HOROVOD_ELASTIC", "0") == "1":
+            return
+        self._is_used = True
+        set_number = process_set.process_set_id
+        name = f"fftcomp.use.{_counts.used[set_number]}"
+        _counts.used[set_number] += 1
+        counts = self._number, _counts.made
+        self.watch.compare(agreement.Numbers(self._start, *counts, name, process_set).difference)
 
     def _hear(self) -> None:
         assert self._handshake is not None
@@ -196,6 +229,7 @@ class Connection:
     def gather(self, call: str, thing: object) -> list[Any]:
         """Return the ``thing`` of every rank, in rank order; all have to make this ``call``."""
         self.check()
+        self._tell_number(self._set)
         name = f"{self._name}.agreement.{next(self._agreements)}"
         self.watch.start()
         self.watch.calls(call)

@@ -72,6 +72,29 @@ def compare_facts(facts: Sequence[Mapping[str, object]]) -> None:
     )
 
 
+def differing_numbers(told: Sequence[Mapping[str, Any]]) -> str:
+    """Return in words that the ranks have made other numbers of compressors; "" if they have not.
+
+    ``told``: of each rank the ``number`` of the compressor that it uses now, and how many it has
+    ``made``. Where all have made as many, or use the same one, it is "": hooks of several
+    optimizers may run in another order, and a compressor may be unused on some ranks.
+    """
+    ranks_by_counts: dict[tuple[int, int], list[int]] = {}
+    for rank, counts in enumerate(told):
+        ranks_by_counts.setdefault((counts["made"], counts["number"]), []).append(rank)
+    if any(len(set(values)) < 2 for values in zip(*ranks_by_counts, strict=True)):
+        return ""
+    parts = [
+        f"{_ranks(ranks)} made {made} and {'uses' if len(ranks) == 1 else 'use'} number {number}"
+        for (made, number), ranks in ranks_by_counts.items()
+    ]
+    return (
+        f"the ranks made different numbers of compressors: {', but '.join(parts)}, counted from 0. "
+        "Compressors of different numbers never exchange anything. Make the same compressors in "
+        "the same order on every rank, those that are not used included."
+    )
+
+
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
     return ("rank " if len(ranks) == 1 else "ranks ") + shown

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
-from horovod_fftcomp.adapter.stalls import Progress, Report, diagnose, ranges
+from horovod_fftcomp.adapter.stalls import CLASH_S, Progress, Report, diagnose, ranges
 from horovod_fftcomp.engine.overlap import no_answer
 
 _LOOK_S, _TELL_S = 0.25, 1.0
@@ -86,6 +86,7 @@ class Watch:
         self._names: Sequence[str] = ()
         self._steps: Callable[[], Watched | None] = lambda: None
         self._call = ""
+        self._difference: Callable[[], str] = str  # returns ""
         self._seen: tuple[Progress, str] | None = None
         self._since = self._looked_at = time.monotonic()  # the last change; the last look
         self._next_s = self._end_at = 0.0
@@ -103,6 +104,10 @@ class Watch:
     def follow(self, steps: Watched, names: Sequence[str]) -> None:
         """Look at the progress of ``steps``, which are not kept alive; ``names`` of the tensors."""
         self._steps, self._names = weakref.ref(steps), names
+
+    def compare(self, difference: Callable[[], str]) -> None:
+        """Ask ``difference``, while the ranks have not met, for the reason in words; "" if none."""
+        self._difference = difference
 
     def start(self) -> dict[str, Any]:
         """Begin to look; return what the other ranks have to know to report to this one.
@@ -232,7 +237,9 @@ class Watch:
             )
         if now - self._spoke_at < self.timeout_s:
             return
-        if self._n_ranks == 0 and quiet_s >= self.timeout_s + _TELL_S:
+        if self._n_ranks == 0 and quiet_s >= CLASH_S and (difference := self._difference()):
+            self._speak(difference, now)
+        elif self._n_ranks == 0 and quiet_s >= self.timeout_s + _TELL_S:
             self._speak(no_answer(f"{self._label}: {doing!r}", self.timeout_s), now)
         elif now - self._heard_at >= _MARGIN_S and quiet_s >= self.timeout_s + _MARGIN_S:
             self._speak(

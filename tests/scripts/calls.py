@@ -2,7 +2,9 @@
 
 ``density``: rank 0 calls ``set_density`` and the other one goes on training. ``order``: rank 1
 makes its two compressors in another order. ``forgotten``: rank 1 has no compressor. ``never``:
-there is one compressor alone, and rank 1 begins no step.
+there is one compressor alone, and rank 1 begins no step. ``more``: rank 1 makes one more, before
+that which trains; ``more-call``: and both make a call before the first step. ``unused``: rank 1
+makes one more after it, which nobody needs.
 """
 
 from __future__ import annotations
@@ -11,6 +13,14 @@ import sys
 import time
 
 FRAMEWORK, WHAT = sys.argv[1:]
+TIMEOUT_S = 600 if WHAT.startswith("more") else 20
+
+
+def numbers_made(rank: int) -> list[int]:
+    """Return the models for which a rank makes a compressor, in this order; [] if not told."""
+    if WHAT.startswith("more"):
+        return [1, 0] if rank == 1 else [0]
+    return ([0, 1] if rank == 1 else [0]) if WHAT == "unused" else []
 
 
 def with_torch() -> None:
@@ -24,8 +34,8 @@ def with_torch() -> None:
     torch.manual_seed(0)
     models = [torch.nn.Linear(64, 64), torch.nn.Linear(64, 96)]
     numbers = [1, 0] if WHAT == "order" and hvd.rank() == 1 else [0, 1]
-    numbers = [0] if WHAT == "never" else numbers
-    made = {number: Compression.topk(models[number], timeout_s=20) for number in numbers}
+    numbers = [0] if WHAT == "never" else numbers_made(hvd.rank()) or numbers
+    made = {number: Compression.topk(models[number], timeout_s=TIMEOUT_S) for number in numbers}
     if WHAT == "never" and hvd.rank() == 1:
         time.sleep(600)
     if WHAT == "forgotten" and hvd.rank() == 1:
@@ -35,6 +45,8 @@ def with_torch() -> None:
         named_parameters=models[0].named_parameters(),
         compression=made[0],
     )
+    if WHAT == "more-call":
+        made[0].gathered_state_dict()
     for step in range(6):
         if WHAT == "density" and step == 3 and hvd.rank() == 0:
             made[0].set_density(0.1)
@@ -51,7 +63,8 @@ def with_tensorflow() -> None:
     hvd.init()
     models = [Layers(), Layers(n_layers=5)]
     numbers = [1, 0] if WHAT == "order" and hvd.rank() == 1 else [0, 1]
-    made = {n: small_buckets(models[n], "topk", timeout_s=20) for n in numbers}
+    numbers = numbers_made(hvd.rank()) or numbers
+    made = {n: small_buckets(models[n], "topk", timeout_s=TIMEOUT_S) for n in numbers}
     if WHAT == "forgotten" and hvd.rank() == 1:
         made[0] = hvd.Compression.none
     step = stepper(models[0], made[0])
