@@ -397,6 +397,19 @@ def test_long_reports_come_in_lines_that_launchers_leave_whole(monkeypatch, caps
     assert output == ""
 
 
+def test_a_report_whose_lines_a_launcher_has_cut_is_none(monkeypatch):
+    """As where it puts its tag into what it has read at once."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    body = (
+        "import io, sys; from horovod_fftcomp import jobs;"
+        "out, sys.stdout = sys.stdout, io.StringIO();"
+        "jobs.report({'rank': 0, 'text': 5000 * 'x'}); text = sys.stdout.getvalue();"
+        "out.write(text[:1500] + '[1,0]<stdout>:' + text[1500:])"
+    )
+    ended, _ = launch(body, 1)
+    assert ended.reports == []
+
+
 def test_what_a_launcher_leaves_behind_does_not_keep_it_waiting(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     body = (

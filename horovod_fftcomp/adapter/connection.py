@@ -22,7 +22,9 @@ from horovod_fftcomp.types import Array
 
 # Compressors of this process whose handshake is not over. Hooks of several may come first in
 # another order on another rank, so none of them may then wait for long; ranks that begin
-# together answer in milliseconds.
+# together answer in milliseconds. The wait is a courtesy to ranks that differ: the message that
+# names the difference then comes before an error of Horovod's about shapes. However short it is, no
+# bucket is exchanged before the handshake has ended, for which ``open`` waits.
 _unconnected: weakref.WeakSet[Connection] = weakref.WeakSet()
 _GREETING_S = 2.0
 

@@ -35,7 +35,9 @@ _RANKS_A_SECOND = 64  # more would keep the first rank's thread busy
 _MOST_NBYTES = 1400  # fits one packet of Ethernet
 _NOTICE_S = 8.0  # in which ranks that begin together have met
 _MARGIN_S = 6.0  # that the first rank has to tell what it found, before a rank speaks for itself
-_LAST_WORDS_S = 3.0  # launchers drop what a rank writes just before another one ends the job
+# Launchers drop what a rank writes just before another one ends the job. A courtesy to the reader:
+# whatever is lost, all ranks end, and those that miss the message raise Horovod's own error.
+_LAST_WORDS_S = 3.0
 # How long a wait may outlast ``timeout_s``: by then the watch has ended it.
 _BACKSTOP_S = _MARGIN_S + 2 * _LAST_WORDS_S
 # Where a rank's process or host has been stopped, Horovod's shutdown waits for it for ever. And if

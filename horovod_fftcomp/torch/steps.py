@@ -30,8 +30,10 @@ from horovod_fftcomp.torch.parameters import Parameters
 from horovod_fftcomp.torch.replicas import OptimizedParameters
 
 # A rank that ends shuts Horovod down on all of them. One that begins an operation at that moment
-# may hang for ever: it holds the interpreter and waits for a lock whose holder waits for that. So
-# an error waits until the others have begun theirs; a rank that only waits is told of the end.
+# may hang: it holds the interpreter and waits for a lock whose holder waits for that. So an error
+# waits until the others have begun theirs; a rank that only waits is told of the end. This is a
+# courtesy, so that other ranks raise errors of their own: where it is too short, the launcher kills
+# the rank that hangs, since this one has ended with an error.
 _GRACE_S = 2.0
 
 

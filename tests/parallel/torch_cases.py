@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from horovod_fftcomp.adapter import connection
 from horovod_fftcomp.torch import Compression
 from tests import payloads
 from tests.parallel import told_of_nan
@@ -293,8 +294,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recipe):
 
 
 @pytest.mark.transport
-def test_first_hooks_of_two_compressors_in_another_order(same_everywhere):
-    """Neither may wait in its first gradient for ranks that wait in the other's."""
+@pytest.mark.parametrize("greeting_s", [connection._GREETING_S, 0.0])
+def test_first_hooks_of_two_compressors_in_another_order(same_everywhere, monkeypatch, greeting_s):
+    """Neither may wait in its first gradient for ranks that wait in the other's, nor has to."""
+    monkeypatch.setattr(connection, "_GREETING_S", greeting_s)
     models = [make_model(seed) for seed in range(2)]
     pairs = []
     for prefix, model in zip("ab", models, strict=True):

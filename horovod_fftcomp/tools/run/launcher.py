@@ -21,9 +21,13 @@ from typing import Any, NamedTuple
 
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _MARK = "fftcomp-report "
-# Launchers that put the rank before each line cut what comes at once into pieces of 4 KiB.
+# Launchers that put the rank before each line cut what comes at once into pieces of 4 KiB. The
+# pause lets them read one line before the next. Where it is too short and a line is cut, its length
+# tells: the rank then counts as one without a report, and nothing wrong is read.
 _PIECE, _PAUSE_S = 1000, 0.02
-_LEFT_BEHIND_S = 2.0  # that what a launcher has started may outlive it
+# That what a launcher has started may outlive it. By then it has passed on what ranks wrote; those
+# that are killed here have lost their launcher.
+_LEFT_BEHIND_S = 2.0
 _GRACE_S = 20.0  # that ranks have to end after all of them have reported, or were told to
 _LAST_WORDS_S = 3.0  # that a rank has before it ends by SIGTERM; horovodrun kills it after 5
 
@@ -107,6 +111,8 @@ class _Reports:
         """Take what follows on the mark."""
         try:
             rank, number, count, piece = line.rstrip("\n").split(" ", 3)
+            if int(number) < int(count) and len(piece) != _PIECE:
+                return  # cut by a launcher
             pieces = self._pieces.setdefault(int(rank), {})
             pieces[int(number)] = piece
             if len(pieces) == int(count):
