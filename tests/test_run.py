@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.cli import main, run
 from horovod_fftcomp.cli.arguments import as_setting, setting, settings
 from horovod_fftcomp.errors import UnsupportedError
@@ -342,6 +343,18 @@ def test_the_compressor_that_takes_steps_is_timed():
     assert not ends
 
 
+def test_the_end_of_training_is_raised_again_if_the_script_has_caught_it():
+    compressor = object.__new__(Compressor)
+    compressor._listeners = []
+    with pytest.raises(run.StepsDone) as caught:
+        compressor.end_training(run.StepsDone)
+    assert caught.value.code is None  # status 0
+    for listener in compressor._listeners:
+        with pytest.raises(run.StepsDone):
+            listener()
+    assert len(compressor._listeners) == 1
+
+
 # Jobs.
 
 
@@ -600,6 +613,33 @@ def test_jobs_are_compared_and_end_after_their_steps(capfd, monkeypatch, tmp_pat
     for row in json.loads(path.read_text()):
         assert row["trouble"] == ""
         assert [rank["steps"] for rank in row["ranks"]] == [8, 8]
+
+
+@pytest.mark.parallel
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("script", "controller"),
+    [
+        ("torch_digits", "mpi"),
+        ("torch_digits", "gloo"),
+        pytest.param("keras_digits", "gloo", marks=pytest.mark.tf),
+        pytest.param("tensorflow_digits", "mpi", marks=pytest.mark.tf),
+    ],
+)
+def test_after_the_given_steps_a_script_cleans_up_and_ends_with_status_0(script, controller):
+    code, output = run_ranks(
+        2, controller, "-m", "horovod_fftcomp", "run", "--report-json", "--compression",
+        "fft:density=0.1", "--steps", "5", "tests/scripts/cleans_up.py",
+        f"tests/scripts/{script}.py",
+        framework=script.partition("_")[0].replace("keras", "tensorflow"),
+    )  # fmt: skip
+    assert code == 0, output[-8000:]
+    assert "swallowed" not in output
+    assert output.count("cleaned up") == output.count("at exit") == 2, output[-8000:]
+    reports = [json.loads(text) for text in re.findall(r"fftcomp-report \d+ 1 1 (.*)", output)]
+    assert sorted((report["rank"], report["steps"]) for report in reports) == [(0, 5), (1, 5)]
+    assert len({report["digest"] for report in reports}) == 1
+    assert not any("failure" in report for report in reports)
 
 
 @pytest.mark.parallel

@@ -6,6 +6,7 @@ objects.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -119,6 +120,17 @@ class Compressor:
     def on_step(self, listener: Callable[[], None]) -> None:
         """Let ``listener()`` be called whenever a step has been closed: as the next one begins."""
         self._listeners.append(listener)
+
+    def end_training(self, error: type[BaseException]) -> None:
+        """Raise ``error`` in the thread that trains: now, and after each step if it is caught.
+
+        For a listener of ``on_step``, on all ranks at the same step.
+        """
+        self._listeners.append(functools.partial(self._raise, error))
+        self._raise(error)
+
+    def _raise(self, error: type[BaseException]) -> None:
+        raise error
 
     def digest(self) -> str:
         """Return a hash of this rank's present parameters: of equal bits on all ranks equal."""

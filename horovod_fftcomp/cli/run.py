@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-import logging
 import os
 import runpy
 import shlex
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +46,6 @@ _CONSEQUENCES = ("HorovodInternalError", "Horovod has been shut down", "SIGTERM"
 _MOST_SHOWN = 500  # characters of an exception; its traceback has all
 _DIFFER = "PARAMETERS DIFFER"
 _TIMES = ("encode", "wait", "decode")
-_END_S = 5.0  # that the end of Horovod may take
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -143,12 +139,18 @@ def _run_script(parsed: argparse.Namespace) -> None:
     options = {name: value for name, value in given.items() if value is not None}
     if parsed.ranks_per_node:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # read when the script calls hvd.init
-    steps = StepReport(parsed.steps, lambda: _end_after_steps(parsed, steps))
+    final: dict[str, Any] = {}  # found after the last step, if --steps gives one
+
+    def end() -> None:
+        final.update(_found(steps))
+        steps.timed.end_training(StepsDone)
+
+    steps = StepReport(parsed.steps, end)
     Wrapping(choice.name, {**choice.options, **options}, steps.watch).install()
     sys.argv = [parsed.script, *parsed.script_arguments]
     sys.path[0] = str(Path(parsed.script).resolve().parent)
     failure = ""
-    with launcher.last_words(lambda: _report(parsed, steps, "SIGTERM")):
+    with launcher.last_words(lambda: _report(parsed, steps, final, "SIGTERM")):
         try:
             runpy.run_path(parsed.script, run_name="__main__")
         except BaseException as error:
@@ -156,7 +158,7 @@ def _run_script(parsed: argparse.Namespace) -> None:
             raise
         finally:
             steps.disarm()
-            _report(parsed, steps, failure)
+            _report(parsed, steps, final, failure)
 
 
 def _described(error: BaseException) -> str:
@@ -167,27 +169,23 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:_MOST_SHOWN].removesuffix(": ")
 
 
-def _end_after_steps(parsed: argparse.Namespace, steps: StepReport) -> None:
-    """Report and end this process in the midst of the script; all ranks do after as many steps."""
-    _report(parsed, steps)
-    timer = threading.Timer(_END_S, os._exit, (0,))
-    timer.daemon = True
-    timer.start()
-    for framework in ("torch", "tensorflow"):
-        if (name := f"horovod.{framework}") in sys.modules:
-            importlib.import_module(name).shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    logging.shutdown()
-    os._exit(0)  # the script would take the end of Horovod for an error
+class StepsDone(SystemExit):
+    """Ends a script with status 0 after the steps that ``--steps`` gives; its clean-up runs."""
 
 
-def _report(parsed: argparse.Namespace, steps: StepReport, failure: str = "") -> None:
-    """Print what the steps took: JSON on every rank, or text on the first one."""
+def _found(steps: StepReport) -> dict[str, Any]:
+    """Return what the steps came to so far, or why that is not known."""
     try:
-        found = steps.values()
+        return steps.values()
     except Exception as error:  # the script was broken off in the midst of a step, say
-        found = {"steps": 0, "error": str(error) or repr(error)}
+        return {"steps": 0, "error": str(error) or repr(error)}
+
+
+def _report(
+    parsed: argparse.Namespace, steps: StepReport, final: Mapping[str, Any], failure: str
+) -> None:
+    """Print what the steps took: JSON on every rank, or text on the first one."""
+    found = dict(final) if final else _found(steps)
     if failure:
         found["failure"] = failure
     rank = launcher.launched_rank() or 0

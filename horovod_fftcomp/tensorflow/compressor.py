@@ -8,7 +8,9 @@ to our sum.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,6 +75,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         self._variables: Variables | None = None
         self._saved: dict[str, Any] | None = None  # loaded before the variables were known
         self._exchange: graph.TracedStep | None = None  # of the trace under way
+        self._trains_in = threading.get_ident()  # the thread that traces, which calls the graph too
         if model is not None and getattr(model, "built", True):
             self._bind(pairs_of(model))
 
@@ -241,6 +244,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         if len(variables) != len(grads):
             raise UnsupportedError(f"{len(grads)} gradients came for {len(variables)} variables")
         slots = self._slots
+        self._trains_in = threading.get_ident()
         self._steps.meeting = meeting or self._set
         numbers = [known.number(variable) for variable in variables]
         return graph.TracedStep(
@@ -300,6 +304,17 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
                 "let it return a tensor or a variable"
             )
         return tf.cast(scale, tf.float32)
+
+    def _raise(self, error: type[BaseException]) -> None:
+        """Raise ``error`` in the thread that trains as soon as TensorFlow returns to it.
+
+        Steps are closed by operations, which TensorFlow runs in threads of its own, and of whose
+        errors it makes errors of its own. All ranks complete the call that is under way.
+        """
+        target = ctypes.py_object(error)
+        if not ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._trains_in), target):
+            main = threading.main_thread().ident or 0  # the thread that has traced is gone
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), target)
 
     def _greet(self, send: GraphRound) -> None:
         self._connection.greet(send, self._facts, self._steps.meeting)

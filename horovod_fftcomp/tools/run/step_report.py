@@ -16,7 +16,7 @@ _SUMMED = ("steps", "dense_nbytes", "sent_nbytes", "encode_s", "wait_s", "decode
 
 
 class StepReport:
-    """Watches compressors; ``ended`` is called when one has closed ``n_steps``.
+    """Watches compressors; ``ended`` is called when one, ``timed``, has closed ``n_steps``.
 
     That is the one whose first step ends first; the others may never take one.
     """
@@ -25,7 +25,7 @@ class StepReport:
         self._n_steps = n_steps
         self._ended = ended
         self._compressors: list[Any] = []
-        self._timed: Any = None
+        self.timed: Any = None
         self._closed_at: list[float] = []
         self._before: dict[str, float] = dict.fromkeys(_SUMMED, 0)  # the steps that count
 
@@ -39,9 +39,9 @@ class StepReport:
         self._ended = None
 
     def _step_ended(self, compressor: Any) -> None:
-        if self._timed is None:
-            self._timed = compressor
-        if compressor is not self._timed:
+        if self.timed is None:
+            self.timed = compressor
+        if compressor is not self.timed:
             return
         self._closed_at.append(time.perf_counter())
         if len(self._closed_at) == _WARM_UP:
@@ -56,7 +56,7 @@ class StepReport:
         """Return sums over all compressors, but of steps those of the timed one."""
         stats = [compressor.stats() for compressor in self._bound()]
         found = {key: sum(one[key] for one in stats) for key in _SUMMED}
-        return found | {"steps": self._timed.stats()["steps"] if self._timed is not None else 0}
+        return found | {"steps": self.timed.stats()["steps"] if self.timed is not None else 0}
 
     def values(self) -> dict[str, Any]:
         """Return what a step of this rank came to, as JSON values.
