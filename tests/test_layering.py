@@ -34,6 +34,7 @@ FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names.
 # What each may import besides NumPy and the standard library; the longest match counts.
 PACKAGES = {
     "": set(),
+    "adapter/horovod_internals": {"horovod"},
     "adapter/process_sets": {"horovod"},
     "cli/": {"rich"},
     "cli/advise_plot": {"matplotlib"},

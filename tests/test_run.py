@@ -414,7 +414,7 @@ def test_a_report_whose_lines_a_launcher_has_cut_is_none(monkeypatch):
     """As where it puts its tag into what it has read at once."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     body = (
-        "import io, sys; from horovod_fftcomp import jobs;"
+        "import io, sys; from horovod_fftcomp.tools.run import launcher as jobs;"
         "out, sys.stdout = sys.stdout, io.StringIO();"
         "jobs.report({'rank': 0, 'text': 5000 * 'x'}); text = sys.stdout.getvalue();"
         "out.write(text[:1500] + '[1,0]<stdout>:' + text[1500:])"
