@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel import JOBS
+
 pytestmark = [pytest.mark.parallel, pytest.mark.torch]
 
 HERE = Path(__file__).parent
@@ -58,30 +60,6 @@ def run_ranks(
         pytest.fail(f"{n} ranks over {controller} did not end in {timeout_s} s:\n{output[-8000:]}")
     # What a rank writes in pieces gets a tag before each of them, in the midst of a line too.
     return process.returncode, re.sub(r"(?<=.)\[\d+(?:,\d+)?\]<std(?:out|err)>:", "", output)
-
-
-# One launch for each: starting ranks and frameworks takes longer than most of the tests.
-JOBS = {
-    "torch": (
-        2,
-        "torch_cases training_cases live_view_cases state_cases refusal_cases overlap_cases "
-        "learner_cases",
-    ),
-    # Alone: an operation that some ranks of a set never begin leaves its traces.
-    "torch_sets": (3, "process_set_cases"),
-    "torch_nodes": (3, "node_cases"),
-    "torch_on_three": (3, "scheme_cases"),
-    "torch_device": (2, "device_cases"),
-    "tensorflow": (
-        2,
-        "tensorflow_cases tensorflow_live_view_cases tensorflow_state_cases "
-        "tensorflow_refusal_cases tensorflow_keras_cases",
-    ),
-    "tensorflow_on_three": (3, "tensorflow_process_set_cases"),
-    "tensorflow_nodes": (3, "tensorflow_node_cases"),
-    "tensorflow_keras3": (2, "tensorflow_keras3_cases"),
-    "tensorflow_device": (2, "tensorflow_device_cases"),
-}
 
 
 def test_every_file_of_cases_is_run():

@@ -1,13 +1,14 @@
-"""Runs under a launcher, on every rank: the same tests on all, in the same order.
+"""Runs every case on all ranks: under a launcher this is one of them, else ranks are threads.
 
 Files of TensorFlow's cases begin with "tensorflow_" and never load PyTorch, nor the others
-TensorFlow.
+TensorFlow. TensorFlow's cases run under a launcher only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import os
 import shutil
 import sys
@@ -16,26 +17,86 @@ import tempfile
 import numpy as np
 import pytest
 
-FRAMEWORK = os.environ["FFTCOMP_TEST_FRAMEWORK"]
-if FRAMEWORK == "tensorflow":
+from tests.parallel import JOBS
+
+FRAMEWORK = os.environ.get("FFTCOMP_TEST_FRAMEWORK", "torch")
+IS_RANK = "FFTCOMP_TEST_FRAMEWORK" in os.environ
+IS_INSTALLED = importlib.util.find_spec("horovod") and importlib.util.find_spec(FRAMEWORK)
+N_RANKS = {
+    file: ranks
+    for job, (ranks, files) in JOBS.items()
+    if job.startswith("torch")
+    for file in files.split()
+}
+if IS_RANK and FRAMEWORK == "tensorflow":
     # Read when TensorFlow is imported.
     is_keras_3 = any("keras3" in argument for argument in sys.argv)
     os.environ["TF_USE_LEGACY_KERAS"] = "0" if is_keras_3 else "1"
-framework = importlib.import_module(FRAMEWORK)
-hvd = importlib.import_module(f"horovod.{FRAMEWORK}")
+if IS_RANK:
+    framework = importlib.import_module(FRAMEWORK)
+    hvd = importlib.import_module(f"horovod.{FRAMEWORK}")
 
 
 def pytest_configure(config):
-    # Ranks that shared a folder of temporary files would clean up under each other's hands.
-    config.option.basetemp = tempfile.mkdtemp(prefix="pytest-of-a-rank-")
+    if IS_RANK:
+        # Ranks that shared a folder of temporary files would clean up under each other's hands.
+        config.option.basetemp = tempfile.mkdtemp(prefix="pytest-of-a-rank-")
 
 
 def pytest_unconfigure(config):
-    shutil.rmtree(config.option.basetemp)
+    if IS_RANK:
+        shutil.rmtree(config.option.basetemp)
+
+
+def pytest_collect_file(file_path, parent):
+    """Collect PyTorch's cases for fake jobs; a launcher's command line names what it runs."""
+    if IS_RANK or not IS_INSTALLED or parent.session.isinitpath(file_path):
+        return None
+    return pytest.Module.from_parent(parent, path=file_path) if file_path.stem in N_RANKS else None
+
+
+def pytest_itemcollected(item):
+    if not IS_RANK:
+        item.add_marker("torch")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if not IS_RANK:
+        left_out = [item for item in items if item.get_closest_marker("processes")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a case on threads, each with a folder and a monkeypatch of its own."""
+    if IS_RANK:
+        return None
+    from tests import fakes, rank_threads
+
+    names = pyfuncitem._fixtureinfo.argnames
+    given = {name: pyfuncitem.funcargs[name] for name in names}
+
+    def case(rank):
+        own = dict(given)
+        if "tmp_path" in own:
+            own["tmp_path"] = given["tmp_path"] / f"rank{rank}"
+            own["tmp_path"].mkdir()
+        if "monkeypatch" not in own:
+            return pyfuncitem.obj(**own)
+        with rank_threads.RankPatch(fake.ranks) as own["monkeypatch"]:
+            return pyfuncitem.obj(**own)
+
+    with fakes.FakeHorovod(N_RANKS[pyfuncitem.path.stem]) as fake:
+        fake.ranks.run(case)
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _horovod():
+    if not IS_RANK:
+        yield
+        return
     hvd.init()
     if FRAMEWORK == "torch":
         framework.set_num_threads(1)
@@ -50,13 +111,14 @@ def _horovod():
 @pytest.fixture
 def same_everywhere():
     """Return a function that asserts that bytes of tensors or strings are equal on all ranks."""
+    gather = importlib.import_module(f"horovod.{FRAMEWORK}").allgather_object
 
     def check(*things: object) -> None:
         digest = hashlib.sha256()
         for thing in things:
             data = thing if isinstance(thing, str) else _bytes(thing)
             digest.update(data.encode() if isinstance(data, str) else data)
-        digests = hvd.allgather_object(digest.hexdigest())
+        digests = gather(digest.hexdigest())
         assert len(set(digests)) == 1, f"ranks differ: {digests}"
 
     return check
@@ -64,5 +126,7 @@ def same_everywhere():
 
 def _bytes(tensor) -> bytes:
     if FRAMEWORK == "torch":
-        return tensor.detach().cpu().contiguous().view(framework.uint8).numpy().tobytes()
+        import torch
+
+        return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return np.asarray(tensor).tobytes()

@@ -141,6 +141,7 @@ def test_gradients_that_accumulate_are_encoded_when_they_are_complete(slow, same
     same_everywhere(ends[0])
 
 
+@pytest.mark.processes  # a thread that waits for its turn would pass for one that encodes
 def test_the_hooks_do_not_wait_for_encodings(slow):
     model = make_model()
     compression = small_buckets(model, "topk")
@@ -293,6 +294,7 @@ class Items(torch.utils.data.Dataset):
         return torch.from_numpy(generator.standard_normal(40).astype(np.float32))
 
 
+@pytest.mark.processes  # a fork takes one thread along
 def test_data_loaders_that_fork_during_training(slow, same_everywhere):
     model = make_model()
     optimizer = distributed(model, small_buckets(model, "topk"))
@@ -312,6 +314,7 @@ def test_data_loaders_that_fork_during_training(slow, same_everywhere):
     same_everywhere(flat(model))
 
 
+@pytest.mark.processes  # it counts all threads
 def test_no_thread_outlives_its_compressor():
     def workers():
         return [t for t in threading.enumerate() if t.name.startswith("fftcomp-encode")]

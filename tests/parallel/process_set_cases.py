@@ -7,6 +7,7 @@ import time
 import horovod.torch as hvd
 import pytest
 import torch
+from horovod.common import process_sets
 from torch import nn
 
 from horovod_fftcomp import ConfigMismatchError, get_scheme
@@ -15,9 +16,18 @@ from tests import payloads
 from tests.parallel.models import batches, make_model, small_buckets
 
 
-@pytest.fixture(scope="module")
-def sets():
-    return {"pair": hvd.add_process_set([0, 2]), "rest": hvd.add_process_set([1])}
+def sets_of_job():
+    """Return two sets; a job makes them once, and here and there begins anew."""
+    known = process_sets._basics._get_process_set_ids_and_ranks()
+    found = {}
+    for name, ranks in {"pair": [0, 2], "rest": [1]}.items():
+        number = next((number for number, have in known.items() if have == ranks), None)
+        found[name] = hvd.ProcessSet(ranks)
+        if number is None:
+            hvd.add_process_set(found[name])
+        else:
+            found[name].process_set_id = number
+    return found
 
 
 def in_set(model, compression, process_set):
@@ -33,7 +43,8 @@ def in_set(model, compression, process_set):
     "recipe",
     payloads.over_gloo_too(["none", "fp16", "bf16", "topk", "fft", "random_k", "scalecom"]),
 )
-def test_members_agree_and_the_others_are_left_alone(recipe, sets):
+def test_members_agree_and_the_others_are_left_alone(recipe):
+    sets = sets_of_job()
     model = make_model()
     compression = small_buckets(model, recipe, process_set=sets["pair"])
     optimizer = in_set(model, compression, sets["pair"])
@@ -52,7 +63,8 @@ def test_members_agree_and_the_others_are_left_alone(recipe, sets):
         assert compression._engine.world_size == 2
 
 
-def test_lossless_compression_averages_over_the_members(sets):
+def test_lossless_compression_averages_over_the_members():
+    sets = sets_of_job()
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     options = {"density": 1.0, "bits": 32, "process_set": sets["pair"], "timeout_s": 200}
@@ -63,7 +75,8 @@ def test_lossless_compression_averages_over_the_members(sets):
     assert torch.equal(model.weight.grad, torch.full((64, 64), expected))
 
 
-def test_density_and_state_are_agreed_within_the_set(sets):
+def test_density_and_state_are_agreed_within_the_set():
+    sets = sets_of_job()
     model = make_model()
     compression = small_buckets(model, "topk", process_set=sets["pair"])
     if hvd.rank() != 1:
@@ -81,8 +94,9 @@ def test_a_set_that_was_never_registered():
 
 @pytest.mark.transport
 @pytest.mark.parametrize("wrong_on", [(0, 2), (2,)])
-def test_a_compressor_on_another_set_than_its_optimizer(wrong_on, sets):
+def test_a_compressor_on_another_set_than_its_optimizer(wrong_on):
     """It would wait for ranks that never come; all members get the same message instead."""
+    sets = sets_of_job()
     model = make_model()
     own = hvd.global_process_set if hvd.rank() in wrong_on else sets["pair"]
     optimizer = in_set(model, small_buckets(model, "topk", process_set=own), sets["pair"])

@@ -1,0 +1,305 @@
+"""The Horovod within one process does what Horovod does, or fails where Horovod would hang."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("horovod")
+pytestmark = pytest.mark.torch
+
+import horovod.torch as hvd  # noqa: E402
+import torch  # noqa: E402
+
+from horovod_fftcomp import ConfigMismatchError, UnsupportedError  # noqa: E402
+from horovod_fftcomp.schemes import allgather  # noqa: E402
+from horovod_fftcomp.torch import Compression  # noqa: E402
+from tests import fakes, rank_threads  # noqa: E402
+from tests.parallel.models import distributed, make_model, small_buckets, train  # noqa: E402
+
+
+def mine(*values):
+    return torch.tensor(values, dtype=torch.float32) + hvd.rank()
+
+
+def test_operations_are_matched_by_name_and_scaled_as_horovod_does():
+    def work(rank):
+        order = ("a", "b") if rank else ("b", "a")
+        handles = {name: hvd.allreduce_async(mine(1.0) * len(name), name=name) for name in order}
+        assert hvd.synchronize(handles["a"]).item() == 2.0  # the mean of 1, 2, 3
+        assert hvd.synchronize(handles["b"]).item() == 2.0
+        in_place = mine(1.0)
+        factors = {"prescale_factor": 2.0, "postscale_factor": 0.5}
+        hvd.synchronize(hvd.allreduce_async_(in_place, name="c", op=hvd.Sum, **factors))
+        assert in_place.item() == 6.0
+        summed = hvd.grouped_allreduce([mine(0.0), mine(1.0, 2.0)], name="d", op=hvd.Sum)
+        assert [tensor.tolist() for tensor in summed] == [[3.0], [6.0, 9.0]]
+        assert hvd.allreduce(torch.tensor([rank]), op=hvd.Sum, name="e").tolist() == [3]
+        assert hvd.allreduce(mine(0.0), op=hvd.Max, name="f").item() == 2.0
+
+    fakes.run(3, work)
+
+
+def test_gathers_broadcasts_and_alltoalls():
+    def work(rank):
+        gathered = hvd.allgather(torch.full((rank, 2), rank), name="rows")
+        assert gathered.tolist() == [[1, 1], [2, 2], [2, 2]]
+        assert hvd.broadcast(mine(5.0), root_rank=2, name="b").item() == 7.0
+        assert hvd.broadcast_object({"rank": rank}, 1) == {"rank": 1}
+        assert hvd.allgather_object(rank) == [0, 1, 2]
+        sent = torch.arange(3) + 10 * rank
+        assert hvd.alltoall(sent, name="all").tolist() == [rank, 10 + rank, 20 + rank]
+        received, counts = hvd.alltoall(torch.full((3,), rank), splits=[0, 1, 2], name="some")
+        assert received.tolist() == [0] * rank + [1] * rank + [2] * rank
+        assert counts.tolist() == [rank] * 3
+        model = torch.nn.Linear(2, 2)
+        torch.nn.init.constant_(model.weight, rank)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+        assert model.weight.unique().tolist() == [1.0]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank), momentum=0.9)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=2)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.3)
+
+    fakes.run(3, work)
+
+
+def test_process_sets_have_names_and_members_of_their_own():
+    def work(rank):
+        pair, rest = hvd.add_process_set([0, 2]), hvd.add_process_set([1])
+        own = rest if rank == 1 else pair
+        assert (own.size(), own.rank()) == ((1, 0) if rank == 1 else (2, rank // 2))
+        total = hvd.allreduce(mine(1.0), name="x", op=hvd.Sum, process_set=own)
+        assert total.item() == (2.0 if rank == 1 else 4.0)
+        root = hvd.broadcast(mine(0.0), root_rank=own.ranks[-1], name="y", process_set=own)
+        assert root.item() == (1.0 if rank == 1 else 2.0)
+        other = pair if rank == 1 else rest
+        with pytest.raises(fakes.HorovodInternalError, match="not in process set"):
+            hvd.allreduce(mine(1.0), name="z", process_set=other)
+        with pytest.raises(ValueError, match="duplicate"):
+            hvd.add_process_set([0, 2])
+
+    fakes.run(3, work)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (lambda rank: torch.zeros(2 + rank), "tensor shapes"),
+        (lambda rank: torch.zeros(2, dtype=(torch.float32, torch.float64)[rank]), "data types"),
+    ],
+    ids=["shapes", "dtypes"],
+)
+def test_what_differs_between_ranks_fails_on_all_of_them(own, message):
+    failed = []
+
+    def work(rank):
+        with pytest.raises(fakes.HorovodInternalError, match=f"Mismatched allreduce {message}"):
+            hvd.allreduce(own(rank), name="x")
+        failed.append(rank)
+
+    fakes.run(2, work)
+    assert sorted(failed) == [0, 1]
+
+
+def test_a_name_that_is_under_way_is_refused():
+    def work(rank):
+        handle = hvd.allreduce_async(mine(1.0), name="x")
+        if rank == 0:
+            with pytest.raises(fakes.HorovodInternalError, match="same name as another tensor"):
+                hvd.allreduce_async(mine(1.0), name="x")
+        hvd.synchronize(handle)
+
+    fakes.run(2, work)
+
+
+@pytest.mark.parametrize("polls", [False, True])
+def test_an_operation_that_a_rank_never_begins_fails_and_is_named(polls):
+    def work(rank):
+        handle = hvd.allreduce_async(mine(1.0), name="both" if rank == 2 else "some")
+        while polls and not hvd.poll(handle):
+            pass
+        hvd.synchronize(handle)
+
+    with pytest.raises(fakes.WouldHangError) as caught:
+        fakes.run(3, work, patience_s=0.2)
+    word = "looks" if polls else "waits"
+    for part in (f"rank 1 {word} for allreduce 'some'", f"rank 2 {word} for allreduce 'both'"):
+        assert part in str(caught.value)
+
+
+def test_a_rank_that_has_ended_is_not_waited_for():
+    def work(rank):
+        if rank == 0:
+            hvd.allgather(mine(1.0), name="x")
+
+    with pytest.raises(fakes.WouldHangError, match="waits for allgather 'x'; rank 1 has ended"):
+        fakes.run(2, work)
+
+
+def test_an_assertion_of_one_rank_is_told_with_it_and_frees_the_others():
+    freed = []
+
+    def work(rank):
+        hvd.barrier()
+        try:
+            if rank == 1:
+                assert hvd.rank() == 7, "wrong"
+            hvd.barrier()
+        finally:
+            freed.append(rank)
+
+    with pytest.raises(AssertionError, match="wrong") as caught:
+        fakes.run(3, work)
+    assert caught.value.__notes__ == ["raised on rank 1 of 3"]
+    assert sorted(freed) == [0, 1, 2]
+    assert any(entry.name == "work" for entry in caught.traceback)
+
+
+def test_a_rank_that_has_joined_sums_zeros_and_gathers_nothing():
+    def work(rank):
+        if rank == 1:
+            assert hvd.join() == 0
+            return
+        assert hvd.allreduce(mine(4.0), name="x").item() == 2.0
+        with pytest.raises(fakes.HorovodInternalError, match="not supported with Join"):
+            hvd.allgather(mine(4.0), name="y")
+        assert hvd.join() == 0
+
+    fakes.run(2, work)
+
+
+def test_after_a_shutdown_all_operations_fail():
+    def work(rank):
+        if rank == 1:
+            hvd.shutdown()
+            return
+        with pytest.raises(fakes.HorovodInternalError, match="has been shut down"):
+            hvd.allreduce(mine(1.0), name="x")
+
+    fakes.run(2, work)
+
+
+def test_what_a_process_has_once_each_rank_has_for_itself():
+    before, filters = torch.get_rng_state(), warnings.filters
+
+    def work(rank):
+        torch.manual_seed(0)
+        hvd.barrier()
+        drawn = torch.randn(3)
+        assert len(set(hvd.allgather_object(str(drawn)))) == 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            hvd.barrier()
+            warnings.warn(f"of rank {rank}", stacklevel=1)
+            hvd.barrier()
+        assert [str(warning.message) for warning in caught] == [f"of rank {rank}"]
+        names = [small_buckets(make_model(), "topk")._connection._name for _ in range(2)]
+        assert names == ["fftcomp.0", "fftcomp.1"]
+
+    fakes.run(3, work)
+    assert torch.equal(before, torch.get_rng_state())
+    assert warnings.filters is filters
+
+
+def test_what_one_rank_patches_is_seen_by_it_and_its_threads_alone():
+    plain = allgather.encode
+
+    def work(rank):
+        patch = pytest.MonkeyPatch()
+        patch.setattr(allgather, "encode", lambda: rank)
+        if rank == 1:
+            patch.setattr(rank_threads, "_PATIENCE_S", 7.0)
+        hvd.barrier()
+        found = []
+        thread = threading.Thread(target=lambda: found.append((allgather.encode(), hvd.rank())))
+        thread.start()
+        thread.join()
+        assert found == [(rank, rank)]
+        assert rank_threads._PATIENCE_S == (7.0 if rank == 1 else 30.0)
+        patch.undo()
+        hvd.barrier()
+        assert rank_threads._PATIENCE_S == 30.0
+
+    with pytest.raises(TypeError, match="missing"):
+        fakes.run(2, lambda rank: allgather.encode())
+    fakes.run(2, work)
+    assert allgather.encode is plain
+
+
+def test_hooks_run_in_the_thread_that_calls_backward():
+    def work(rank):
+        threads, weight = [], torch.nn.Parameter(torch.ones(3))
+        weight.register_post_accumulate_grad_hook(
+            lambda _: threads.append(threading.current_thread())
+        )
+        weight.sum().backward()
+        assert threads == [threading.current_thread()]
+
+    fakes.run(2, work)
+
+
+def test_ranks_take_turns_in_the_same_order_each_time():
+    def turns():
+        order = []
+
+        def work(rank):
+            for step in range(3):
+                order.append(rank)
+                hvd.allreduce(mine(1.0), name=f"{step}")
+
+        fakes.run(3, work)
+        return order
+
+    assert turns() == turns()
+
+
+# Under a launcher the next two end their processes: test_parallel.py.
+
+
+def test_a_rank_that_joins_ends_the_others_with_a_message():
+    def work(rank):
+        model = make_model()
+        optimizer = distributed(model, small_buckets(model, "topk"))
+        if rank == 1:
+            train(model, optimizer, 2)
+            hvd.join()
+            return
+        with pytest.raises(UnsupportedError, match=r"a rank has called hvd\.join\(\), under which"):
+            train(model, optimizer, 3)
+        hvd.shutdown()
+
+    with pytest.raises(fakes.HorovodInternalError, match="shut down"):
+        fakes.run(2, work)
+
+
+def test_a_rank_that_never_compresses_ends_the_wait_with_a_message():
+    def work(rank):
+        model = make_model()
+        optimizer = distributed(model, Compression.topk(model, timeout_s=2))
+        if rank == 0:
+            message = r"handshake.1' got no answer from all ranks in 2 s: a rank has died, runs"
+            with pytest.raises(ConfigMismatchError, match=message):
+                train(model, optimizer, 1)
+
+    fakes.run(2, work)
+
+
+def test_a_dense_training_is_that_of_the_mean_gradient():
+    found = []
+
+    def work(rank):
+        weight = torch.nn.Parameter(torch.zeros(4))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0), named_parameters=[("weight", weight)]
+        )
+        (weight * torch.arange(4.0) * (1 + rank)).sum().backward()
+        optimizer.step()
+        found.append(weight.detach().numpy())
+
+    fakes.run(3, work)
+    for weight in found:
+        np.testing.assert_array_equal(weight, -2.0 * np.arange(4))
