@@ -7,6 +7,7 @@ import pytest
 
 from horovod_fftcomp.codec.backend import BACKENDS
 from tests import contracts
+from tests.loops import each
 
 
 def _case(name: str) -> np.ndarray:
@@ -15,24 +16,21 @@ def _case(name: str) -> np.ndarray:
     return contracts.CASES[name]()
 
 
-# Backends are loops here: as cases of their own they would double thousands of small tests.
-
-
-@pytest.mark.parametrize("case", contracts.CASES)
-@pytest.mark.parametrize("key", contracts.CODECS)
+@each("case", contracts.CASES)
+@each("key", contracts.CODECS)
 def test_round_trip_keeps_shape_dtype_size_and_bound(key, case):
     for backend in BACKENDS:
         contracts.check_round_trip(contracts.make_codec(key), _case(case), backend)
 
 
-@pytest.mark.parametrize("case", contracts.CASES)
-@pytest.mark.parametrize("key", contracts.CODECS)
+@each("case", contracts.CASES)
+@each("key", contracts.CODECS)
 def test_every_backend_writes_the_reference_bytes(key, case):
     contracts.check_same_bytes(contracts.make_codec(key), _case(case))
 
 
-@pytest.mark.parametrize("case", ["0-d", "empty", "two", "prime", "conv", "float64", "zeros"])
-@pytest.mark.parametrize("key", contracts.CODECS)
+@each("case", ["0-d", "empty", "two", "prime", "conv", "float64", "zeros"])
+@each("key", contracts.CODECS)
 def test_decode_sum_is_the_sum_of_decodes(key, case):
     x = _case(case)
     others = [np.asarray(x * factor, x.dtype) for factor in (1.0, -0.5, 3.0)]
@@ -40,15 +38,15 @@ def test_decode_sum_is_the_sum_of_decodes(key, case):
         contracts.check_decode_sum(contracts.make_codec(key), others, backend)
 
 
-@pytest.mark.parametrize("case", ["0-d", "seven", "prime", "conv", "zeros"])
-@pytest.mark.parametrize("key", contracts.CODECS)
+@each("case", ["0-d", "seven", "prime", "conv", "zeros"])
+@each("key", contracts.CODECS)
 def test_damaged_payloads_are_rejected(key, case):
     contracts.check_rejects_damage(contracts.make_codec(key), _case(case), seed=len(key))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("key", contracts.CODECS)
-@pytest.mark.parametrize("n", [1, 3000])
+@each("bad", [np.nan, np.inf, -np.inf])
+@each("key", contracts.CODECS)
+@each("n", [1, 3000])
 def test_non_finite_input_decodes_to_nan_everywhere(key, n, bad):
     codec = contracts.make_codec(key)
     good = np.linspace(-1, 1, n).astype(np.float32)
@@ -63,7 +61,7 @@ def test_non_finite_input_decodes_to_nan_everywhere(key, n, bad):
         assert np.isnan(codec.decode_sum(both, backend=backend)).all()
 
 
-@pytest.mark.parametrize("key", contracts.CODECS)
+@each("key", contracts.CODECS)
 def test_payloads_do_not_depend_on_memory_layout(key):
     codec = contracts.make_codec(key)
     x = contracts.CASES["channels-last"]()
@@ -71,7 +69,7 @@ def test_payloads_do_not_depend_on_memory_layout(key):
     assert codec.encode(x).tobytes() == codec.encode(np.ascontiguousarray(x)).tobytes()
 
 
-@pytest.mark.parametrize("key", contracts.CODECS)
+@each("key", contracts.CODECS)
 def test_payloads_may_lie_anywhere_in_memory(key):
     codec = contracts.make_codec(key)
     payload = codec.encode(contracts.CASES["prime"]())
@@ -80,7 +78,7 @@ def test_payloads_may_lie_anywhere_in_memory(key):
     assert codec.decode(shifted).tobytes() == codec.decode(payload).tobytes()
 
 
-@pytest.mark.parametrize("key", contracts.CODECS)
+@each("key", contracts.CODECS)
 def test_nothing_grows_beyond_float32_and_a_header(key):
     codec = contracts.make_codec(key)
     for n in [*range(0, 70), 255, 256, 1000, 1023, 1024, 4097, 50_000]:

@@ -25,6 +25,7 @@ from horovod_fftcomp.engine import buckets
 from horovod_fftcomp.kernels import reference
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools.advise import advice
+from tests.loops import each
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -497,9 +498,9 @@ SHAPES = [(), (0,), (1,), (7, 3), (16,), (300, 2), (5, 7, 11, 3), (4096,), (9001
 DENSITIES = [0.002, 0.05, 0.15, 0.25, 0.45, 0.9, 1.0]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("bits", [3, 5, 8, 16, 32])
-@pytest.mark.parametrize("density", DENSITIES)
+@each("shape", SHAPES)
+@each("bits", [3, 5, 8, 16, 32])
+@each("density", DENSITIES)
 def test_a_decoder_written_from_the_page_reads_topk(density, bits, shape):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32) * np.float32(1e-3)
     codec = get_codec("topk", density=density, bits=bits)
@@ -509,10 +510,10 @@ def test_a_decoder_written_from_the_page_reads_topk(density, bits, shape):
     assert ours.tobytes() == codec.decode(payload).tobytes()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("block", [64, 256])
-@pytest.mark.parametrize(("density", "bits"), [(0.05, 10), (0.4, 6), (1.0, 4)])
-@pytest.mark.parametrize("recipe", ["fft", "dct"])
+@each("shape", SHAPES)
+@each("block", [64, 256])
+@each("density, bits", [(0.05, 10), (0.4, 6), (1.0, 4)])
+@each("recipe", ["fft", "dct"])
 def test_a_decoder_written_from_the_page_reads_transforms(recipe, density, bits, block, shape):
     x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     options = {"density": density, "bits": bits, "block": block}
@@ -528,7 +529,7 @@ def test_these_shapes_and_densities_meet_every_layout():
     assert met == set(range(5))
 
 
-@pytest.mark.parametrize("density", [0.15, 0.9])
+@each("density", [0.15, 0.9])
 def test_positions_in_an_entropy_code_end_where_the_page_says(density):
     n = 80_000  # three chunks, the last one cut short
     k = round(density * n)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.wire.counter_rng import RngKey
 from tests.contracts import CODECS, make_codec, ranked
+from tests.loops import each
 from tests.make_golden import FOLDER, SHAPE, make
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("key", CODECS)
+@each("backend", BACKENDS)
+@each("key", CODECS)
 def test_payloads_equal_the_golden_ones(key, backend):
     with np.load(FOLDER / f"{key}.npz") as golden:
         coeffs, payload, residual = golden["coeffs"], golden["payload"], golden["residual"]

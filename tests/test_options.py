@@ -21,6 +21,7 @@ from horovod_fftcomp.engine.policy import KEYWORDS, check_rules, make_policy
 from horovod_fftcomp.errors import FFTCompError
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes.options import kinds_of
+from tests.loops import each
 
 HUGE = 10**400  # beyond float
 OPTIONS = [(recipe, option) for recipe in RECIPES for option in RECIPES[recipe].options]
@@ -105,21 +106,21 @@ def assert_refused(make, name, wrong):
             assert isinstance(caught.value, TypeError), text
 
 
-@pytest.mark.parametrize(("recipe", "option"), OPTIONS)
+@each("recipe, option", OPTIONS)
 def test_no_option_takes_a_value_of_another_type_or_out_of_range(recipe, option):
     wrong = wrong_for(kinds_of(RECIPES[recipe].make)[option], option, recipe)
     assert_refused(lambda **given: get_scheme(recipe, **given), option, wrong)
     assert_refused(lambda **given: make_policy(recipe, **given), option, wrong)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@each("name", SETTINGS)
 def test_no_setting_takes_a_value_of_another_type_or_out_of_range(name):
     if name not in ELSEWHERE:
         kind = kinds_of(Settings)[name]
         assert_refused(Settings, name, OTHERS[name] if name in OTHERS else wrong_for(kind, name))
 
 
-@pytest.mark.parametrize("name", KEYWORDS)
+@each("name", KEYWORDS)
 def test_no_keyword_of_a_policy_takes_a_value_of_another_type_or_out_of_range(name):
     wrong = OTHERS[name] if name in OTHERS else wrong_for(int, name)
     for value in wrong:
@@ -128,7 +129,7 @@ def test_no_keyword_of_a_policy_takes_a_value_of_another_type_or_out_of_range(na
     assert {*KEYWORDS, "recipe", "options"} == set(inspect.signature(make_policy).parameters)
 
 
-@pytest.mark.parametrize(("recipe", "option"), OPTIONS)
+@each("recipe, option", OPTIONS)
 def test_every_option_has_a_type_and_a_default_of_it(recipe, option):
     default = RECIPES[recipe].options[option]
     assert RECIPES[recipe].checked({option: default}) == {option: default}
@@ -184,8 +185,8 @@ def test_a_string_in_a_schedule_is_told_by_its_type():
         schedules.Linear("0.1", 0.2, 5)
 
 
-@pytest.mark.parametrize("recipe", [r for r, o in OPTIONS if o == "error_feedback"])
-@pytest.mark.parametrize("word", ["false", "False", "NO", "0", "true", "Yes", "1"])
+@each("recipe", [r for r, o in OPTIONS if o == "error_feedback"])
+@each("word", ["false", "False", "NO", "0", "true", "Yes", "1"])
 def test_the_command_line_reads_what_is_meant_by_yes_and_no(recipe, word):
     wanted = word.lower() in ("true", "yes", "1")
     for text in (f"{recipe}:error_feedback={word}", f"{recipe}(error_feedback={word})"):

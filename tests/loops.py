@@ -1,0 +1,53 @@
+"""Many small cases as one test, so that one fault reddens one line of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+_SHOWN = 5
+
+
+def each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
+    """Return a decorator like ``pytest.mark.parametrize``, whose test goes through all cases.
+
+    It goes on after a case that fails, and tells how many do and the first of them. Several of
+    them go through all combinations. The test can have no fixtures.
+    """
+    own = [name.strip() for name in names.split(",")]
+    given = [dict(zip(own, value if len(own) > 1 else (value,), strict=True)) for value in values]
+
+    def decorate(law: Callable[..., None]) -> Callable[[], None]:
+        check, inner = getattr(law, "looped", (law, [{}]))
+        cases = [{**case, **more} for case in given for more in inner]
+
+        def test() -> None:
+            _check_all(check, cases)
+
+        test.__name__, test.__doc__, test.__module__ = law.__name__, law.__doc__, law.__module__
+        test.__dict__.update(law.__dict__, looped=(check, cases))
+        return test
+
+    return decorate
+
+
+def _check_all(check: Callable[..., None], cases: list[dict[str, Any]]) -> None:
+    failed: list[tuple[str, BaseException]] = []
+    skipped: list[str] = []
+    for case in cases:
+        written = ", ".join(f"{name}={value!r}" for name, value in case.items())
+        try:
+            check(**case)
+        except pytest.skip.Exception as reason:
+            skipped.append(f"{written}: {reason}")
+        except (Exception, pytest.fail.Exception) as error:
+            failed.append((written, error))
+    if failed:
+        shown = [f"{written}: {error!r}" for written, error in failed[:_SHOWN]]
+        raise AssertionError(
+            "\n".join([f"{len(failed)} of {len(cases)} cases fail, first:", *shown])
+        ) from failed[0][1]
+    if skipped:
+        pytest.skip(f"{len(skipped)} of {len(cases)} cases, first: {skipped[0]}")
