@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.test_parallel import CONTROLLERS, run_ranks
+from tests.test_parallel import run_ranks
 
 pytestmark = [pytest.mark.parallel, pytest.mark.torch]
 
 
-@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.smoke)])
 def test_a_sound_job_is_told_once(controller):
     code, output = run_ranks(2, controller, "-m", "horovod_fftcomp", "check", "--timeout", "280")
     assert code == 0, output[-8000:]

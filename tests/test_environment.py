@@ -44,6 +44,7 @@ def test_open_mpi_of_the_environment_is_told_where_it_is(
 
 
 @pytest.mark.parallel
+@pytest.mark.smoke
 @pytest.mark.torch
 def test_one_process_needs_no_launcher():
     pytest.importorskip("horovod")

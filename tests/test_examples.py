@@ -9,7 +9,7 @@ import pytest
 from tests.test_parallel import CONTROLLERS, run_ranks
 
 SCRIPTS = [
-    pytest.param("torch_digits", CONTROLLERS[0], marks=pytest.mark.torch),
+    pytest.param("torch_digits", CONTROLLERS[0], marks=[pytest.mark.torch, pytest.mark.smoke]),
     pytest.param("tensorflow_digits", CONTROLLERS[1], marks=pytest.mark.tf),
     pytest.param("keras_digits", CONTROLLERS[0], marks=pytest.mark.tf),
 ]

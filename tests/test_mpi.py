@@ -41,7 +41,7 @@ def mpirun(n: int, *command: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(3, marks=pytest.mark.smoke), 4])
 def test_on_ranks(ranks):
     output = mpirun(
         ranks, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -67,18 +68,28 @@ def test_every_file_of_cases_is_run():
     assert run == {path.stem for path in (HERE / "parallel").glob("*_cases.py")}
 
 
-@pytest.mark.parametrize(
-    ("job", "controller"),
-    [
-        pytest.param(job, controller, marks=[pytest.mark.tf] if "tensorflow" in job else [])
-        for controller in CONTROLLERS
-        for job in JOBS
-        if controller == "mpi" or not job.endswith("_device")  # no case of these is for both
-    ],
-)
-def test_on_ranks(job, controller):
-    """Over MPI all cases run; over Gloo those that depend on it."""
-    run_cases(job, controller, *(["-m", "transport"] if controller == "gloo" else []))
+def launches():
+    """Yield (job, controller, cases): over Gloo those that depend on it, over MPI all.
+
+    ``make test`` starts few of them, with the cases that depend on the transport; the others of
+    PyTorch run there as threads.
+    """
+    often = {("torch", "mpi"), ("torch", "gloo"), ("torch_on_three", "mpi"),
+             ("tensorflow", "mpi"), ("tensorflow_keras3", "gloo")}  # fmt: skip
+    for job, controller in itertools.product(JOBS, CONTROLLERS):
+        if job.endswith("_device") and controller == "gloo":
+            continue  # no case of these is for both
+        for cases in ("all", "transport"):
+            is_often = cases == "transport" and (job, controller) in often
+            if is_often or cases == ("all" if controller == "mpi" else "transport"):
+                marks = [pytest.mark.smoke] if is_often else []
+                marks += [pytest.mark.tf] if "tensorflow" in job else []
+                yield pytest.param(job, controller, cases, marks=marks)
+
+
+@pytest.mark.parametrize(("job", "controller", "cases"), list(launches()))
+def test_on_ranks(job, controller, cases):
+    run_cases(job, controller, *(["-m", "transport"] if cases == "transport" else []))
 
 
 def run_cases(job: str, controller: str, *options: str) -> None:

@@ -598,6 +598,7 @@ def test_torch_trains_to_the_bit_as_without_us_and_its_status_is_passed_on():
 
 
 @pytest.mark.parallel
+@pytest.mark.smoke
 @pytest.mark.torch
 def test_jobs_are_compared_and_end_after_their_steps(capfd, monkeypatch, tmp_path):
     pytest.importorskip("horovod")

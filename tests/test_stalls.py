@@ -137,7 +137,7 @@ CASES = [
     ("torch", "mpi", "sleep"),
     ("torch", "gloo", "between"),
     ("torch", "mpi", "loop"),
-    ("torch", "gloo", "uneven"),
+    pytest.param("torch", "gloo", "uneven", marks=pytest.mark.smoke),
     pytest.param("tensorflow", "gloo", "sleep", marks=pytest.mark.tf),
     pytest.param("tensorflow", "mpi", "uneven", marks=pytest.mark.tf),
 ]
@@ -173,7 +173,7 @@ def check_stall(framework: str, controller: str, mode: str, timeout_s: float = T
 
 @pytest.mark.parallel
 @pytest.mark.torch
-@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+@pytest.mark.parametrize("controller", [pytest.param("mpi", marks=pytest.mark.smoke), "gloo"])
 def test_a_job_whose_rank_is_killed_ends_within_ten_seconds(controller):
     code, output = run_ranks(3, controller, SCRIPT, "torch", "killed", "600", timeout_s=60)
     assert code != 0
