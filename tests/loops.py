@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +15,8 @@ def each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], C
     """Return a decorator like ``pytest.mark.parametrize``, whose test goes through all cases.
 
     It goes on after a case that fails, and tells how many do and the first of them. Several of
-    them go through all combinations. The test can have no fixtures.
+    them go through all combinations; they stand below ``pytest.mark.parametrize``. All cases share
+    the fixtures of the test.
     """
     own = [name.strip() for name in names.split(",")]
     given = [dict(zip(own, value if len(own) > 1 else (value,), strict=True)) for value in values]
@@ -23,23 +25,28 @@ def each(names: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], C
         check, inner = getattr(law, "looped", (law, [{}]))
         cases = [{**case, **more} for case in given for more in inner]
 
-        def test() -> None:
-            _check_all(check, cases)
+        def test(**shared: Any) -> None:
+            _check_all(check, cases, shared)
 
         test.__name__, test.__doc__, test.__module__ = law.__name__, law.__doc__, law.__module__
         test.__dict__.update(law.__dict__, looped=(check, cases))
+        parameters = inspect.signature(check).parameters.values()
+        rest = [parameter for parameter in parameters if parameter.name not in cases[0]]
+        test.__signature__ = inspect.Signature(rest)  # type: ignore[attr-defined]
         return test
 
     return decorate
 
 
-def _check_all(check: Callable[..., None], cases: list[dict[str, Any]]) -> None:
+def _check_all(
+    check: Callable[..., None], cases: list[dict[str, Any]], shared: dict[str, Any]
+) -> None:
     failed: list[tuple[str, BaseException]] = []
     skipped: list[str] = []
     for case in cases:
         written = ", ".join(f"{name}={value!r}" for name, value in case.items())
         try:
-            check(**case)
+            check(**case, **shared)
         except pytest.skip.Exception as reason:
             skipped.append(f"{written}: {reason}")
         except (Exception, pytest.fail.Exception) as error:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp.kernels import cpu, reference, threads
+from tests.loops import each
 
 SIZES = [0, 1, 2, 63, 64, 65, 4095, 4097, 70_001]
 
@@ -22,8 +23,8 @@ def n_threads(request):
     threads.set_num_threads(before)
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("beta", [1.0, 0.1])
+@each("n", SIZES)
+@each("beta", [1.0, 0.1])
 @pytest.mark.usefixtures("n_threads")
 def test_low_pass_is_the_reference(n, beta):
     grad, residual = values(n), values(n, 1)
@@ -36,8 +37,8 @@ def test_low_pass_is_the_reference(n, beta):
     assert residual.tobytes() == values(n, 1).tobytes()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("at", [0, 5000, 70_000])
+@each("bad", [np.nan, np.inf])
+@each("at", [0, 5000, 70_000])
 def test_a_bad_value_is_seen_wherever_it_lies(bad, at):
     grad = values(70_001)
     grad[at] = bad
@@ -48,8 +49,8 @@ def test_a_bad_value_is_seen_wherever_it_lies(bad, at):
         assert winners.tolist() == reference.chunk_winners(grad, carried, 100).tolist()
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("chunk", [1, 2, 7, 100, 5000])
+@each("n", SIZES)
+@each("chunk", [1, 2, 7, 100, 5000])
 @pytest.mark.usefixtures("n_threads")
 def test_winners_are_the_reference(n, chunk):
     few = np.random.default_rng(2).integers(-2, 3, n).astype(np.float32)  # with many ties
@@ -60,8 +61,8 @@ def test_winners_are_the_reference(n, chunk):
             assert winners.tolist() == reference.chunk_winners(grad, carried, chunk).tolist()
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("bits", [1, 2, 3, 7, 8, 11, 16, 32])
+@each("n", SIZES)
+@each("bits", [1, 2, 3, 7, 8, 11, 16, 32])
 def test_packed_bits_are_the_reference(n, bits):
     codes = np.random.default_rng(3).integers(0, 2**bits, n, np.uint32)
     packed = cpu.pack_bits(codes, bits)
@@ -71,8 +72,8 @@ def test_packed_bits_are_the_reference(n, bits):
         assert kernels.unpack_bits(packed, n, bits).tolist() == codes.tolist()
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+@each("n", SIZES)
+@each("share", [0.0, 0.01, 0.5, 1.0])
 def test_positions_of_a_bitmap_are_the_reference(n, share):
     positions = np.flatnonzero(np.random.default_rng(4).random(n) < share)
     bitmap = reference.bitmap_of(positions, n)

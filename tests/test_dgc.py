@@ -14,6 +14,7 @@ from horovod_fftcomp.engine.policy import Always, make_policy
 from horovod_fftcomp.kernels import cpu, reference, threads
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.simulation import exchange_once
+from tests.loops import each
 
 SIZES = [0, 1, 63, 64, 65, 4095, 4097, 70_001]
 
@@ -236,8 +237,8 @@ def test_kernels_are_the_reference(n, nesterov):
     assert np.count_nonzero(cleared) == np.count_nonzero(grad <= 0.5)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("at", [0, 5000, 70_000])
+@each("bad", [np.nan, np.inf])
+@each("at", [0, 5000, 70_000])
 def test_a_bad_value_is_seen_wherever_it_lies(bad, at):
     grad = normal(70_001)
     grad[at] = bad

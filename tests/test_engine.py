@@ -16,6 +16,7 @@ from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.simulation import exchange_once
 from tests.contracts import CODECS, DRAWN_RECIPES, GATHER_RECIPES, SHARED_RECIPES
+from tests.loops import each
 
 # Of those that do without error feedback by default, the ones that contract can be given it.
 CONTRACTIONS = ("qsgd", "qsgd-127", "qsgd-many", "qsgd-elias", "natural", "dorefa")
@@ -172,8 +173,8 @@ def test_ranks_agree_bit_for_bit_whatever_their_order(key):
         assert all(_bytes(other) == _bytes(sums[0]) for other in sums)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("where", ["a", "c", "dense"])
+@each("bad", [np.nan, np.inf])
+@each("where", ["a", "c", "dense"])
 @pytest.mark.parametrize("key", ["fp16", *SCHEMES])
 def test_a_bad_step_vanishes_on_all_ranks(key, where, bad):
     engines = _engines(_scheme(key))

@@ -20,6 +20,16 @@ def test_every_combination_is_checked_once():
     assert test_pairs.__name__ == "test_pairs"
 
 
+@pytest.mark.parametrize("a", [1, 2])
+@each("b", [3, 4])
+@each("c", [5])
+def test_what_it_does_not_loop_over_is_left_to_pytest(tmp_path, a, b, c):
+    (tmp_path / f"{b}").touch()
+    assert len(list(tmp_path.iterdir())) == b - 2
+    assert a in (1, 2)
+    assert c == 5
+
+
 def test_all_that_fail_are_counted_and_the_first_are_named():
     @each("n", range(20))
     def test_small(n):

@@ -16,6 +16,7 @@ from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.hierarchical import NodeLayout
 from horovod_fftcomp.simulation import exchange_once
 from tests import payloads
+from tests.loops import each
 
 OPTIONS = {**payloads.TOGETHER, **{name: {} for name in payloads.EACH}}
 OPTIONS |= {name: {**OPTIONS[name], "momentum": 0.0} for name in ("dgc", "sketchsgd")}
@@ -67,8 +68,8 @@ def test_a_recipe_takes_nodes_for_ranks(recipe, ranks_per_node):
         assert not np.delete(ours.residual, leaders, 0).any()
 
 
-@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(5, 2), (5, 3), (7, 4), (4, 3)])
-@pytest.mark.parametrize("recipe", ["topk", "random_block", "gtopk", "sparcml"])
+@each("ranks, ranks_per_node", [(5, 2), (5, 3), (7, 4), (4, 3)])
+@each("recipe", ["topk", "random_block", "gtopk", "sparcml"])
 def test_nothing_is_lost_where_the_last_node_is_smaller(recipe, ranks, ranks_per_node):
     grads, arrived = gradients(ranks), np.zeros(2000)
     for found in simulate(recipe, grads, ranks_per_node=ranks_per_node):
@@ -145,9 +146,9 @@ def test_a_gradient_counts_where_the_leaders_is_frozen():
     assert total.tobytes() == grads[rest].sum(0).tobytes()
 
 
-@pytest.mark.parametrize("then", [(2, 1), (4, 1), (4, 2), (6, 3), (6, 2)])
-@pytest.mark.parametrize("before", [(4, 2), (4, 1), (3, 1)])
-@pytest.mark.parametrize("recipe", ["topk", "fft", "gtopk"])
+@each("then", [(2, 1), (4, 1), (4, 2), (6, 3), (6, 2)])
+@each("before", [(4, 2), (4, 1), (3, 1)])
+@each("recipe", ["topk", "fft", "gtopk"])
 def test_residuals_survive_other_numbers_of_ranks_and_nodes(recipe, before, then):
     old, grads = engines(*before, recipe), gradients(before[0], 3)
     for grad in grads:

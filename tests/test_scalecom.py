@@ -8,6 +8,7 @@ import pytest
 from horovod_fftcomp import PayloadError, get_scheme, simulate
 from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.schemes.clt_selection import ChunkWinners, Largest, lead_of
+from tests.loops import each
 
 SELECTORS = ("chunk", "exact")
 
@@ -43,9 +44,9 @@ def test_one_rank_that_chooses_exactly_is_topk(density):
         assert step.residual.tobytes() == topk.residual.tobytes()
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("beta", [1.0, 0.1])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@each("selector", SELECTORS)
+@each("beta", [1.0, 0.1])
+@each("ranks", [1, 2, 3, 5])
 def test_every_step_is_that_of_the_formulas(selector, beta, ranks):
     """A float64 model of the whole method, from the definition."""
     gradients, n, density = normal(12, ranks, 1003), 1003, 0.02
@@ -132,8 +133,8 @@ def test_positions_take_the_bits_of_an_offset(density, chunk, nbytes):
     assert selector.count(1003) == -(-1003 // chunk)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 64])
-@pytest.mark.parametrize("total", [0, 1, 6, 7, 8, 100, 129])
+@each("ranks", [1, 2, 3, 7, 64])
+@each("total", [0, 1, 6, 7, 8, 100, 129])
 def test_each_chunk_has_one_leader_and_each_rank_its_turn(total, ranks):
     led = []
     for step in range(ranks):
@@ -147,8 +148,8 @@ def test_each_chunk_has_one_leader_and_each_rank_its_turn(total, ranks):
     assert all(sorted(leaders) == list(range(ranks)) for leaders in zip(*led, strict=True))
 
 
-@pytest.mark.parametrize("selector", [Largest(0.01), Largest(0.4), Largest(1)])
-@pytest.mark.parametrize("n", [0, 1, 99, 100, 101, 9973])
+@each("selector", [Largest(0.01), Largest(0.4), Largest(1)])
+@each("n", [0, 1, 99, 100, 101, 9973])
 def test_positions_that_are_chosen_arrive(selector, n):
     x, residual = normal(n), normal(n, seed=1)
     packed = selector.choose(x, residual)
@@ -205,10 +206,10 @@ def test_more_ranks_than_chunks(selector, ranks, n):
         assert step.average.shape == grads.shape[1:]
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("bits", [16, 32])
-@pytest.mark.parametrize("bad_rank", [0, 1, 2])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@each("selector", SELECTORS)
+@each("bits", [16, 32])
+@each("bad_rank", [0, 1, 2])
+@each("bad", [np.nan, np.inf])
 def test_a_bad_value_on_any_rank_makes_the_step_vanish(selector, bits, bad_rank, bad):
     gradients = normal(7, 3, 1500)
     gradients[4, bad_rank, 1499] = bad  # rank 1 leads

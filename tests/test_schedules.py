@@ -21,6 +21,7 @@ from horovod_fftcomp.schedules import (
     Steps,
     as_schedule,
 )
+from tests.loops import each
 
 RAMPS = [Linear, Cosine, Exponential]
 EXAMPLES = [
@@ -127,8 +128,8 @@ def test_ramps_begin_at_start_and_never_leave_their_ends(kind, start, end, count
         assert schedule.at(count) == schedule.at(count + step) == Constant(end).at(0)
 
 
-@pytest.mark.parametrize(("start", "end"), [(0.01, 1.0), (1.0, 0.01), (0.3, 0.300001), (0.7, 0.7)])
-@pytest.mark.parametrize("kind", [*RAMPS, InverseSqrt])
+@each("start, end", [(0.01, 1.0), (1.0, 0.01), (0.3, 0.300001), (0.7, 0.7)])
+@each("kind", [*RAMPS, InverseSqrt])
 def test_ramps_are_monotonic(kind, start, end):
     schedule = InverseSqrt(start, 500, end) if kind is InverseSqrt else kind(start, end, 500)
     values = [schedule.at(step) for step in range(600)]
@@ -242,8 +243,8 @@ def test_steps_that_are_no_mapping_are_refused(wrong):
         Steps(wrong)
 
 
-@pytest.mark.parametrize("wrong", [-1, 0.5, "0", None, True])
-@pytest.mark.parametrize("schedule", EXAMPLES)
+@each("wrong", [-1, 0.5, "0", None, True])
+@each("schedule", EXAMPLES)
 def test_a_step_that_is_none_is_refused(schedule, wrong):
     message = f"step must be a whole number from 0 up, got {wrong!r}"
     with pytest.raises(ValueError, match="^" + re.escape(message)):

@@ -8,13 +8,14 @@ import pytest
 from horovod_fftcomp import get_codec
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.transforms import BLOCK_LENGTHS, BlockDCT, BlockFFT, Identity
+from tests.loops import each
 
 TRANSFORMS = [Identity()] + [t(n) for t in (BlockFFT, BlockDCT) for n in BLOCK_LENGTHS]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("numel", [0, 1, 63, 256, 1000, 5000, 40_000])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@each("backend", BACKENDS)
+@each("numel", [0, 1, 63, 256, 1000, 5000, 40_000])
+@each("transform", TRANSFORMS)
 def test_inverse_returns_the_gradient(transform, numel, backend):
     kernels = load_backend(backend)
     x = np.random.default_rng(numel).standard_normal(numel).astype(np.float32)
@@ -53,8 +54,8 @@ def test_fft_bins_are_the_half_spectrum_over_the_length(backend):
     np.testing.assert_allclose(bins[0], full[0].real + 1j * full[-1].real, atol=1e-7)
 
 
-@pytest.mark.parametrize("transform", [BlockFFT(256), BlockDCT(256)])
-@pytest.mark.parametrize("backend", BACKENDS)
+@each("transform", [BlockFFT(256), BlockDCT(256)])
+@each("backend", BACKENDS)
 def test_no_coefficient_exceeds_the_largest_element(transform, backend):
     x = np.full(256, 3e38, np.float32)
     for sign in (np.ones(256), np.sign(np.cos(np.arange(256) * 0.7))):
@@ -117,15 +118,15 @@ def test_fft_keeps_more_of_neighbours_that_agree_and_less_of_heavy_tails():
     assert left["heavy", "topk"] < left["heavy", "fft"]
 
 
-@pytest.mark.parametrize("block", [0, 1, 63, 100, 8192])
-@pytest.mark.parametrize("recipe", ["fft", "dct"])
+@each("block", [0, 1, 63, 100, 8192])
+@each("recipe", ["fft", "dct"])
 def test_other_block_lengths_are_refused(recipe, block):
     with pytest.raises(ValueError, match="block must be one of 64, 128"):
         get_codec(recipe, block=block)
 
 
-@pytest.mark.parametrize("block", [256.5, None])
-@pytest.mark.parametrize("recipe", ["fft", "dct"])
+@each("block", [256.5, None])
+@each("recipe", ["fft", "dct"])
 def test_block_lengths_that_are_no_whole_number_are_refused(recipe, block):
     with pytest.raises(TypeError, match="block must be a whole number"):
         get_codec(recipe, block=block)

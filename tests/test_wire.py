@@ -13,6 +13,7 @@ from horovod_fftcomp.codec.quantizers import Float32, RangeFloat
 from horovod_fftcomp.types import Body
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.positions import Layout
+from tests.loops import each
 
 bitmap_of = load_backend("reference").bitmap_of
 
@@ -34,7 +35,7 @@ def test_bit_order(backend):
     assert reference.pack_bits(codes, 3).tobytes() == bytes([0b11010001, 0b0])
 
 
-@pytest.mark.parametrize("bits", [*range(3, 17), 32])
+@each("bits", [*range(3, 17), 32])
 def test_backends_pack_any_width_alike(bits):
     """From values to bits and back, of reals and of complex numbers."""
     x = np.random.default_rng(bits).standard_normal(2002).astype(np.float32)
@@ -73,8 +74,8 @@ def test_positions_survive_every_layout(chosen, low_bits):
     assert packed["reference"] == packed["cpu"]
 
 
-@pytest.mark.parametrize("n", [1, 8, 9, 32_767, 32_768, 32_769, 100_003])
-@pytest.mark.parametrize("density", [0.0, 0.001, 0.06, 0.15, 0.25, 0.35, 0.9, 1.0])
+@each("n", [1, 8, 9, 32_767, 32_768, 32_769, 100_003])
+@each("density", [0.0, 0.001, 0.06, 0.15, 0.25, 0.35, 0.9, 1.0])
 def test_the_entropy_code_holds_every_bitmap_of_k_ones(n, density):
     """Its room follows from n and k; the worst bitmaps are those of full and of empty bytes."""
     k, rng = int(n * density), np.random.default_rng(n)
@@ -146,8 +147,8 @@ def test_the_cheapest_layout_is_chosen(n, k, layout):
     assert wire.make_plan((4 * n + 1,), n, k, 8).layout == layout
 
 
-@pytest.mark.parametrize("n", [1_000_000, 25_000_000])
-@pytest.mark.parametrize("density", np.geomspace(0.001, 0.25, 40).tolist())
+@each("n", [1_000_000, 25_000_000])
+@each("density", np.geomspace(0.001, 0.25, 40).tolist())
 def test_positions_stay_close_to_their_entropy(density, n):
     plan = get_codec("topk", density=density).plan((n,))
     bits = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) * n

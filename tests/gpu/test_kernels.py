@@ -26,6 +26,7 @@ from horovod_fftcomp.wire.header import DTYPES, read_header
 from horovod_fftcomp.wire.positions import Layout, unary_bits
 from tests.contracts import CASES, CODECS, make_codec, plan_of
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
+from tests.loops import each
 
 SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
 ELEMENTS = [key for key in CODECS if isinstance(make_codec(key), DenseCodec)]
@@ -116,7 +117,7 @@ def a_residual(codec: Codec, grad: np.ndarray) -> np.ndarray | None:
     return values.view(np.complex64)[:, 0] if is_complex else np.ascontiguousarray(values[:, 0])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each("schedule", SCHEDULES)
 @pytest.mark.parametrize("key", PLAIN)
 def test_payloads_and_residuals_are_the_cpus(key, schedule):
     codec = make_codec(key)
@@ -133,7 +134,7 @@ def test_payloads_and_residuals_are_the_cpus(key, schedule):
             assert made.coeffs[i].tobytes() == expected.residual.tobytes(), name
 
 
-@pytest.mark.parametrize("shape", [(33, 31), (2000, 3), (3, 6, 1500), (1, 5000), (2, 280_000)])
+@each("shape", [(33, 31), (2000, 3), (3, 6, 1500), (1, 5000), (2, 280_000)])
 @pytest.mark.parametrize("key", ELEMENTS)
 def test_shapes_and_measurements_leave_the_cpus_bytes(key, shape):
     """Rows within a tile, rows of more than 64 tiles; with residuals and without."""
@@ -211,7 +212,7 @@ def decoded(
     return sums, not_finite, found.reshape(len(messages), -1, 4)[:, : len(shapes), 1]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each("schedule", SCHEDULES)
 @pytest.mark.parametrize("key", SERVED)
 def test_sums_are_the_cpus(key, schedule):
     codec = make_codec(key)
@@ -235,7 +236,7 @@ def test_sums_are_the_cpus(key, schedule):
             assert error < 1e-6
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each("schedule", SCHEDULES)
 @pytest.mark.parametrize("transform", [Identity(), BlockFFT(256)], ids=repr)
 def test_nearly_all_values_may_lie_in_one_tile(transform, schedule):
     """More than are listed at a time, beside tiles that have none."""
@@ -254,7 +255,7 @@ def test_nearly_all_values_may_lie_in_one_tile(transform, schedule):
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each("schedule", SCHEDULES)
 def test_positions_may_travel_differently_from_each_rank(schedule):
     codec, shape, rng = make_codec("threshold"), (30_000,), np.random.default_rng(11)
     scales = (0.3, 1.5, 0.8, 0.3, 1e3, 0.3, 1.5, 0.0, 0.3, 1.5)
@@ -363,7 +364,7 @@ def test_tables_of_twiddles_are_the_same_everywhere():
     assert f"{zlib.crc32(whole):08x}" == "caf4feb4"
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each("schedule", SCHEDULES)
 def test_hashes_are_the_cpus(schedule):
     device, rng = Emulator(schedule, 5), np.random.default_rng(9)
     sizes = (0, 1, 7, 8, 9, 511, 512, 513, 1031, 20_000)
