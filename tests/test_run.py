@@ -19,7 +19,7 @@ from horovod_fftcomp.cli import main, run
 from horovod_fftcomp.cli.arguments import as_setting, setting, settings
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.tools.run import launcher as jobs
-from horovod_fftcomp.tools.run.import_hook import Wrapping
+from horovod_fftcomp.tools.run.import_hook import _WRAPPERS, Wrapping
 from horovod_fftcomp.tools.run.step_report import StepReport
 from tests.test_parallel import run_ranks
 
@@ -48,6 +48,10 @@ def _as_it_was(monkeypatch):
     monkeypatch.setattr(sys, "argv", list(sys.argv))
     for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"):
         monkeypatch.delenv(name, raising=False)
+    for name, (_, wrappers) in _WRAPPERS.items():  # other tests of this process use them
+        for wrapper in wrappers:
+            if (plain := getattr(sys.modules.get(name), wrapper, None)) is not None:
+                monkeypatch.setattr(sys.modules[name], wrapper, plain)
 
 
 # Recipes, as they are written on the command line.
@@ -189,7 +193,7 @@ def horovod(tmp_path, monkeypatch):
     yield importing
     for name in list(sys.modules):
         if name.split(".")[0] == "horovod":
-            monkeypatch.delitem(sys.modules, name)
+            del sys.modules[name]
 
 
 @pytest.fixture

@@ -11,6 +11,9 @@ from tests.gpu import nvrtc
 
 # CUDA 12 is the last that knows sm_70.
 ARCHS = [("12", "sm_70"), ("12", "sm_90"), *(("13", f"sm_{n}") for n in (75, 80, 90, 100, 120))]
+OFTEN = (ARCHS[1], ARCHS[-1])  # each takes ten seconds
+
+pytestmark = pytest.mark.xdist_group("nvrtc")  # whose processes would each compile for themselves
 # Three such blocks on a processor keep enough loads under way.
 REGISTERS_OF_A_PROCESSOR, MOST_THREADS = 65536, 256
 
@@ -31,7 +34,10 @@ def compiled():
     return get
 
 
-@pytest.mark.parametrize(("version", "arch"), ARCHS)
+@pytest.mark.parametrize(
+    ("version", "arch"),
+    [pytest.param(*arch, marks=[] if arch in OFTEN else pytest.mark.slow) for arch in ARCHS],
+)
 def test_kernels_compile_without_warnings_and_spills(compiled, version, arch):
     made = compiled(version, arch)
     assert made.warnings == []

@@ -44,6 +44,7 @@ def races(barrier: int) -> tuple[int, str]:
     return ran.returncode, ran.stderr
 
 
+@pytest.mark.slow
 def test_there_are_no_races():
     status, report = races(-1)
     assert status == 0, report[-5000:]
