@@ -7,9 +7,11 @@ numbers, and the globals of the package that count or collect compressors.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import itertools
 import os
+import sys
 import threading
 import time
 import traceback
@@ -26,6 +28,8 @@ from horovod_fftcomp.adapter import compressor, connection, watch
 _really_sleep = time.sleep
 _really_init = threading.Thread.__init__
 _PATIENCE_S, _PATIENCE_POLLS = 30.0, 1000  # a worker may compile a kernel meanwhile
+
+_AT_MOST_S = 600.0
 
 # What each rank has of its own, with the value that it begins with.
 _OWN: Sequence[tuple[Any, str, Callable[[], Any]]] = (
@@ -98,7 +102,7 @@ class Ranks:
         self._load(None)
         for state in self._states:
             if (post := state[len(_OWN) - 1]) is not None:
-                post._stops.set()
+                _end(post)
         self._patched.undo()
 
     def current(self) -> int | None:
@@ -110,15 +114,15 @@ class Ranks:
         """Call ``work`` with each rank in a thread of its own; raise the first rank's error."""
         threads = []
         for rank in range(self.size):
-            thread = threading.Thread(target=self._run, args=(rank, work), name=f"rank {rank}")
+            options = {"args": (rank, work), "name": f"rank {rank}", "daemon": True}
+            thread = threading.Thread(target=self._run, **options)
             thread.rank = rank  # type: ignore[attr-defined]
             threads.append(thread)
             thread.start()
         with self._changed:
             self._turn = 0
             self._changed.notify_all()
-        for thread in threads:
-            thread.join()
+        self._join(threads)
         if self._failed:
             (first, error), *others = self._failed.items()
             if isinstance(error, pytest.skip.Exception):
@@ -128,6 +132,21 @@ class Ranks:
                 shown = "".join(traceback.format_exception_only(other))
                 error.add_note(f"raised on rank {rank}: {shown}")
             raise error
+
+    def _join(self, threads: Sequence[threading.Thread]) -> None:
+        limit = time.monotonic() + _AT_MOST_S
+        try:
+            for thread in threads:
+                thread.join(max(0.0, limit - time.monotonic()))
+                if thread.is_alive():  # it waits for something else than Horovod
+                    stack = traceback.format_stack(sys._current_frames()[thread.ident])
+                    where = "".join(stack)
+                    raise WouldHangError(f"{thread.name} does not end:\n{where}")
+        except BaseException as error:  # a Ctrl-C too
+            with self._changed:
+                self._failed[-1] = error
+                self._pass_turn(0)
+            raise
 
     def _run(self, rank: int, work: Callable[[int], None]) -> None:
         try:
@@ -285,6 +304,15 @@ class Ranks:
 
             self._patched.setattr(target, name, call)
         return table
+
+
+def _end(post: watch._Post) -> None:
+    """End the thread of a process's watches, and close its socket: there may be hundreds."""
+    atexit.unregister(post._stop)
+    post._stops.set()
+    post.send(bytes(16), {}, ("127.0.0.1", post.address["port"]))  # it waits for one
+    post._thread.join()
+    post._socket.close()
 
 
 class RankPatch:
