@@ -2,8 +2,8 @@
 PYTHON := $(or $(PYTHON),$(shell command -v python3 2>/dev/null),python3)
 NP ?= 2
 ARGS ?=
-# Two of the workers start jobs of several ranks, one after the other: see tests/conftest.py.
-JOBS := -n 4 --dist loadgroup
+# Two of the workers may start jobs of several ranks, whose ranks often wait: see tests/conftest.py.
+JOBS := -n 4 --dist loadgroup  # each takes the next test
 QUICK := not (parallel or slow) or smoke
 CORE := not (torch or tf or parallel or mpi or gpu or slow)
 # Would load a framework, or build the emulator, only to be left out then.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import os
+import time
 
 import pytest
 from hypothesis import settings
@@ -17,15 +20,36 @@ settings.load_profile("no deadline")
 # 8 ms the longest job takes a fifth less of the cores than at 3 ms, and is no slower.
 os.environ.setdefault("HOROVOD_CYCLE_TIME", "8")
 
-# How many launches run at a time: each has two or three busy ranks, beside which other tests run.
+# So many tests start jobs at a time, of two or three busy ranks each; others run beside them.
 LANES = 2
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Let pytest-xdist run launches in ``LANES`` of its workers, begin with them, one by one."""
-    lanes = {is_smoke: itertools.cycle(range(LANES)) for is_smoke in (True, False)}
-    for item in items:
-        if item.get_closest_marker("parallel"):
-            lane = next(lanes[item.get_closest_marker("smoke") is not None])
-            item.add_marker(pytest.mark.xdist_group(f"launches-{lane}"))
+    """Spread the tests that start jobs over a run, the longest first, but not over its end."""
+    jobs = [item for item in items if item.get_closest_marker("parallel")]
+    jobs.sort(key=lambda item: item.path.name != "test_parallel.py")
+    others = [item for item in items if not item.get_closest_marker("parallel")]
+    between = int(0.8 * len(others) / max(len(jobs), 1))
+    for number, job in enumerate(jobs):
+        others.insert(number * (between + 1), job)
+    items[:] = others
+
+
+@pytest.fixture(autouse=True)
+def _lane(request, tmp_path_factory):
+    """Let a test that starts a job wait while ``LANES`` of them run, whichever worker has them."""
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if not is_worker or not request.node.get_closest_marker("parallel"):
+        yield
+        return
+    with contextlib.ExitStack() as files:
+        folder = tmp_path_factory.getbasetemp().parent  # of all workers of this run
+        paths = [folder / f"lane-{lane}" for lane in range(LANES)]
+        lanes = itertools.cycle([files.enter_context(path.open("w")) for path in paths])
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(next(lanes), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
+        yield  # closing the files gives the lane back

@@ -480,9 +480,14 @@ def launcher(tmp_path, monkeypatch):
 
 def test_a_failed_jobs_own_exception_is_named(capsys, monkeypatch, script, launcher, tmp_path):
     monkeypatch.setenv("COLUMNS", "120")  # workers of pytest-xdist have 80
+    began = tmp_path / "rank 0 has begun"  # before that no report of it could be had
     script.write_text(
-        "import os, time\n"
-        "if os.environ['HOROVOD_RANK'] == '1': raise ValueError('my bug')\n"
+        "import os, pathlib, time\n"
+        f"began = pathlib.Path({str(began)!r})\n"
+        "if os.environ['HOROVOD_RANK'] == '1':\n"
+        "    while not began.exists(): time.sleep(0.01)\n"
+        "    raise ValueError('my bug')\n"
+        "began.touch()\n"
         "time.sleep(300)\n"
     )
     path = tmp_path / "compared.json"

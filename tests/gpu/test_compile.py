@@ -11,9 +11,7 @@ from tests.gpu import nvrtc
 
 # CUDA 12 is the last that knows sm_70.
 ARCHS = [("12", "sm_70"), ("12", "sm_90"), *(("13", f"sm_{n}") for n in (75, 80, 90, 100, 120))]
-OFTEN = (ARCHS[1], ARCHS[-1])  # each takes ten seconds
-
-pytestmark = pytest.mark.xdist_group("nvrtc")  # whose processes would each compile for themselves
+OFTEN = (ARCHS[0], ARCHS[-1])  # each takes ten seconds
 # Three such blocks on a processor keep enough loads under way.
 REGISTERS_OF_A_PROCESSOR, MOST_THREADS = 65536, 256
 
