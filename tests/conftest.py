@@ -28,7 +28,8 @@ LANES = 2
 def pytest_collection_modifyitems(items):
     """Spread the tests that start jobs over a run, the longest first, but not over its end."""
     jobs = [item for item in items if item.get_closest_marker("parallel")]
-    jobs.sort(key=lambda item: item.path.name != "test_parallel.py")
+    longest = "test_on_ranks[tensorflow-mpi-all]"
+    jobs.sort(key=lambda item: (item.path.name != "test_parallel.py", item.name != longest))
     others = [item for item in items if not item.get_closest_marker("parallel")]
     between = int(0.8 * len(others) / max(len(jobs), 1))
     for number, job in enumerate(jobs):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
@@ -71,20 +70,19 @@ def test_every_file_of_cases_is_run():
 def launches():
     """Yield (job, controller, cases): over Gloo those that depend on it, over MPI all.
 
-    ``make test`` starts few of them, with the cases that depend on the transport; the others of
-    PyTorch run there as threads.
+    ``make test`` starts few of them. PyTorch's cases run there as threads too, so those that depend
+    on the transport suffice.
     """
-    often = {("torch", "mpi"), ("torch", "gloo"), ("torch_on_three", "mpi"),
-             ("tensorflow", "mpi"), ("tensorflow_keras3", "gloo")}  # fmt: skip
-    for job, controller in itertools.product(JOBS, CONTROLLERS):
-        if job.endswith("_device") and controller == "gloo":
-            continue  # no case of these is for both
-        for cases in ("all", "transport"):
-            is_often = cases == "transport" and (job, controller) in often
-            if is_often or cases == ("all" if controller == "mpi" else "transport"):
-                marks = [pytest.mark.smoke] if is_often else []
-                marks += [pytest.mark.tf] if "tensorflow" in job else []
-                yield pytest.param(job, controller, cases, marks=marks)
+    often = [("torch", "mpi", "transport"), ("torch", "gloo", "transport"),
+             ("torch_on_three", "mpi", "transport"), ("tensorflow", "mpi", "all"),
+             ("tensorflow_keras3", "gloo", "transport")]  # fmt: skip
+    every = [(job, "mpi", "all") for job in JOBS]
+    # No case of a GPU is for both.
+    every += [(job, "gloo", "transport") for job in JOBS if not job.endswith("_device")]
+    for launch in dict.fromkeys(often + every):
+        marks = [pytest.mark.smoke] if launch in often else []
+        marks += [pytest.mark.tf] if "tensorflow" in launch[0] else []
+        yield pytest.param(*launch, marks=marks)
 
 
 @pytest.mark.parametrize(("job", "controller", "cases"), list(launches()))

@@ -7,27 +7,13 @@ import time
 import horovod.torch as hvd
 import pytest
 import torch
-from horovod.common import process_sets
 from torch import nn
 
 from horovod_fftcomp import ConfigMismatchError, get_scheme
 from horovod_fftcomp.torch import Compression
 from tests import payloads
 from tests.parallel.models import batches, make_model, small_buckets
-
-
-def sets_of_job():
-    """Return two sets; a job makes them once, and here and there begins anew."""
-    known = process_sets._basics._get_process_set_ids_and_ranks()
-    found = {}
-    for name, ranks in {"pair": [0, 2], "rest": [1]}.items():
-        number = next((number for number, have in known.items() if have == ranks), None)
-        found[name] = hvd.ProcessSet(ranks)
-        if number is None:
-            hvd.add_process_set(found[name])
-        else:
-            found[name].process_set_id = number
-    return found
+from tests.parallel.sets import sets_of_job
 
 
 def in_set(model, compression, process_set):

@@ -9,12 +9,13 @@ import tensorflow as tf
 
 from horovod_fftcomp import get_scheme
 from tests import payloads
+from tests.parallel.sets import sets_of_job
 from tests.parallel.tensorflow_models import Layers, batches, small_buckets, stepper, train
 
 
 @pytest.fixture(scope="module")
 def sets():
-    return {"pair": hvd.add_process_set([0, 2]), "rest": hvd.add_process_set([1])}
+    return sets_of_job()
 
 
 @pytest.mark.parametrize(
