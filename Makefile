@@ -2,8 +2,9 @@
 PYTHON := $(or $(PYTHON),$(shell command -v python3 2>/dev/null),python3)
 NP ?= 2
 ARGS ?=
-# Two of the workers may start jobs of several ranks, whose ranks often wait: see tests/conftest.py.
-JOBS := -n 4 --dist loadgroup  # each takes the next test
+# Each worker takes the next test; two at a time start jobs of ranks, which often wait: see
+# tests/conftest.py.
+JOBS := -n 4 --dist loadgroup
 QUICK := not (parallel or slow) or smoke
 CORE := not (torch or tf or parallel or mpi or gpu or slow)
 # Would load a framework, or build the emulator, only to be left out then.
