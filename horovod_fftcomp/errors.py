@@ -1,22 +1,28 @@
-"""Every exception that the package raises on purpose, apart from ValueError and TypeError.
+"""Exceptions of the package.
 
-``ValueError`` and ``TypeError`` are for arguments; the classes here are for what happens later.
+Wrong arguments raise ``ValueError`` or ``TypeError``; these classes are for errors at run time.
 """
 
 from __future__ import annotations
 
 
 class FFTCompError(Exception):
-    """Base class of the package's own errors."""
+    """Base class of the package's exceptions."""
 
 
 class PayloadError(FFTCompError):
-    """Bytes that are corrupt, cut short, or were made by another recipe; names the header field."""
+    """Raised for payload bytes that are corrupt, truncated or written by another recipe.
+
+    The message names the header field.
+    """
 
 
 class ConfigMismatchError(FFTCompError):
-    """Ranks of one job run with different recipes, options, tensors or versions."""
+    """Raised if ranks of one job run with different recipes, options, tensors or versions."""
 
 
 class UnsupportedError(FFTCompError):
-    """A use of Horovod that compression cannot serve; the message names the alternative."""
+    """Raised for a use of Horovod that compression does not support.
+
+    The message names the alternative.
+    """

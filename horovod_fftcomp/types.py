@@ -11,7 +11,11 @@ Shape = tuple[int, ...]
 
 
 class Signs(NamedTuple):
-    """What ``encode_signs`` finds: the words, and what the means of both sides follow from."""
+    """Packed signs of a tensor and, piece by piece, the sums and counts for the means.
+
+    ``words``: uint32, a bit for each element, 1 below 0. ``sums``: float64 ``[pieces, 2]``, of the
+    elements from 0 up and of those below. ``counts``: int64 ``[pieces]``, of those below.
+    """
 
     words: Array
     sums: Array
@@ -19,12 +23,12 @@ class Signs(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """A tensor's coefficients: of gradient plus residual, in an array of their own.
+    """Coefficients of gradient plus residual, with the threshold of those to send.
 
-    ``array``: float32 or complex64, 1-D. ``peak``: bits of the largest |component|. ``key`` and
-    ``ties``: what is to be sent are the coefficients whose keys are above ``key`` and the first
-    ``ties`` of those equal to it. ``grad``: the gradient alone, of a codec that asks for it.
-    ``signs``: if they were found in the same pass.
+    ``array``: float32 or complex64, 1-D. ``peak``: float32 bits of the largest |component|.
+    ``key`` and ``ties``: to be sent are the coefficients whose selection keys are above ``key``
+    and the first ``ties`` of those equal to it. ``grad``: the gradient without the residual, for
+    codecs that need it. ``signs``: of ``array``, if they were computed in the same pass.
     """
 
     array: Array
@@ -36,12 +40,13 @@ class Coefficients(NamedTuple):
 
 
 class Coding(NamedTuple):
-    """How the values of one payload are written: what kernels need to know of a quantizer.
+    """Encoding of the values of one payload: a quantizer's parameters as kernels take them.
 
-    ``kind``: RANGE, FLOAT32, BFLOAT16 or STEPS; then ``bits`` of a code; then, of RANGE alone, the
-    fields of its ``RangeGrid``; of STEPS the step's bit pattern as ``base`` and the most steps of
-    either sign. ``largest``: no code, or of FLOAT32 and BFLOAT16 no magnitude's bit pattern, is
-    larger in a payload that is not corrupt.
+    ``kind``: RANGE, FLOAT32, BFLOAT16 or STEPS. ``bits``: of a code. ``shift``, ``base``,
+    ``positives`` and ``negatives``: for RANGE the fields of its ``RangeGrid``; for STEPS ``base``
+    is the bit pattern of the step, the other two are the most steps of either sign. ``largest``:
+    the largest valid code, or for FLOAT32 and BFLOAT16 the bit pattern of the largest valid
+    magnitude; a payload with a larger one is corrupt.
     """
 
     kind: int
@@ -54,7 +59,11 @@ class Coding(NamedTuple):
 
 
 class Body(NamedTuple):
-    """A payload's body: bitmap, uint64 ``[ceil(n / 64)]``; packed codes, uint8; their coding."""
+    """Positions and values of a payload.
+
+    ``bitmap``: uint64 ``[ceil(n / 64)]``, ones at the positions. ``packed``: the codes of the
+    values there, uint8. ``coding``: their encoding.
+    """
 
     bitmap: Array
     packed: Array

@@ -1,4 +1,4 @@
-"""A codec of positions and codes whose elements a method chooses: how many, the values decide."""
+"""Adaptive codec: a method chooses which elements are sent; their number depends on the values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from horovod_fftcomp.wire.positions import Layout
 
 @dataclass(frozen=True)
 class AdaptiveCodec(PositionsCodec):
-    """Turn arrays into payloads of what ``method`` chooses of them.
+    """Adaptive codec: sends positions and codes of the elements that ``method`` chooses.
 
-    Has the methods of ``Codec``; ``seed`` is that of ``DenseCodec``. Where positions and codes
-    would be no smaller than the tensor, it is what they stand for that travels as float32, so that
-    the choice alone decides what arrives.
+    Has the methods of ``Codec``; ``seed`` is that of ``DenseCodec``. If positions and codes are no
+    smaller than the tensor, the values that they decode to are sent as float32, so that the result
+    depends on the choice alone.
 
     >>> import numpy as np, horovod_fftcomp as hfc
     >>> codec = hfc.get_codec("strom", threshold=1.5)
@@ -46,25 +46,27 @@ class AdaptiveCodec(PositionsCodec):
         counter_rng.check_seed(self.seed)
 
     def plan(self, shape: Shape, k: int | None = None) -> Plan:
-        """Return the layout and the sizes for a tensor of ``shape``, ``k`` of it to be sent."""
+        """Return the layout and the sizes for a tensor of ``shape`` with ``k`` elements sent."""
         if k is None:
-            raise ValueError("the size of a payload of chosen elements depends on the values")
+            raise ValueError(
+                f"the size of a payload of {type(self.method).__name__} depends on the values"
+            )
         return wire.make_plan(shape, math.prod(shape), k, self.method.bits)
 
     def expected_nbytes(self, shape: Shape) -> int:
-        """Return the size of a payload of as many elements as the method expects."""
+        """Return the size of a payload with as many elements as the method expects to send."""
         return self.plan(shape, self.method.expected_count(shape)).payload_nbytes
 
     def at_loss_scale(self, scale: float) -> AdaptiveCodec:
-        """Return the codec of gradients that a loss scale has multiplied."""
+        """Return the codec for gradients multiplied by the loss scale ``scale``."""
         return self if scale == 1 else _at_loss_scale(self, scale)
 
     def key_at(self, rng_key: RngKey) -> int:
-        """Return the 64 bits that all draws of an encoding at ``place`` follow from."""
+        """Return the 64-bit key of the method's random numbers at ``rng_key``."""
         return counter_rng.draw(self.seed, rng_key.step, rng_key.name, rng_key.rank)
 
     def coding(self, scale: float) -> Coding:
-        """Return how values are written in a payload of this scale."""
+        """Return the encoding of the values in a payload of this scale."""
         return self.method.coding(scale)
 
     def coeffs_of(
@@ -75,10 +77,10 @@ class AdaptiveCodec(PositionsCodec):
         residual: Array | None = None,
         own: bool = True,
     ) -> Coefficients:
-        """Return the elements of a flat float32 gradient, plus ``residual``'s, beside itself.
+        """Return a flat float32 gradient plus ``residual``, and the gradient itself as ``grad``.
 
-        In a new array; unless ``own`` maybe in ``flat`` itself. Raises ValueError if the residual
-        has another dtype or size.
+        The array of the sum is new; without ``own`` it may be ``flat`` itself. Raises ValueError if
+        the residual has another dtype or size.
         """
         self._check_residual(residual, shape)
         return self.transform.forward(flat, residual, 0, kernels, own)._replace(grad=flat)
@@ -94,9 +96,9 @@ class AdaptiveCodec(PositionsCodec):
         out: Array | None = None,
         rng_key: RngKey = NO_RNG_KEY,
     ) -> Encoded:
-        """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent.
+        """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual.
 
-        As ``Codec.encode_coeffs``; ``place`` seeds what the method draws.
+        As ``Codec.encode_coeffs``; ``rng_key`` seeds the method's random numbers.
         """
         finite, scale = coeffs.peak <= LARGEST_FINITE_BITS, 0.0
         if finite and coeffs.peak:
@@ -109,8 +111,8 @@ class AdaptiveCodec(PositionsCodec):
             out = np.zeros(plan.payload_nbytes, np.uint8)
         payload = out[: plan.payload_nbytes]
         if choice is not None and plan.layout is Layout.RAW:
-            part = Body(choice.bitmap, choice.codes, self.coding(scale))
-            sent = kernels.sum_values([part], plan.numel, False)
+            body = Body(choice.bitmap, choice.codes, self.coding(scale))
+            sent = kernels.sum_values([body], plan.numel, False)
             payload[plan.values_offset :] = sent.view(np.uint8)
         elif choice is not None:
             self._write_body(payload, plan, choice.bitmap, choice.codes, kernels)
@@ -121,5 +123,5 @@ class AdaptiveCodec(PositionsCodec):
 
 @functools.lru_cache(64)
 def _at_loss_scale(codec: AdaptiveCodec, scale: float) -> AdaptiveCodec:
-    """Return a codec that is kept, since its fingerprint takes longer than a small tensor."""
+    """Return the codec, cached: to compute its fingerprint takes longer than a small tensor."""
     return replace(codec, method=codec.method.at_loss_scale(scale))

@@ -1,7 +1,7 @@
-"""Methods that send some elements, as many as the values decide, and a code for each.
+"""Adaptive methods: selection and quantization of elements whose number depends on the values.
 
-A method chooses from finite values, not all of them 0. It holds options alone; ``chosen_codec``
-owns the payload, ``positions`` how places travel.
+A method chooses from finite values that are not all 0. It holds options alone; the payload is in
+``adaptive``, the encoding of positions in ``wire.positions``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from horovod_fftcomp.types import Array, Coding, Coefficients, Shape
 Self = TypeVar("Self")
 
 _LARGEST = float(np.finfo(np.float32).max)
-_LEAST = 2.0**-149  # above 0 in float32
-_MOST_QUANTA = 1 << 15  # their codes have 16 bits
-_CLIPPINGS = 64  # each clips a value more at least, mostly nearly all that will be
+_LEAST = 2.0**-149  # the smallest float32 above 0
+_MOST_QUANTA = 1 << 15  # so that codes have 16 bits at most
+_CLIPPINGS = 64  # most iterations; each clips one more value at least, the first ones nearly all
 
 
 class Choice(NamedTuple):
-    """What is sent: bitmap of ``k`` places, the packed codes there, the header's scale."""
+    """Chosen elements: bitmap of their ``k`` positions, packed codes, the header's scale."""
 
     k: int
     bitmap: Array
@@ -37,32 +37,32 @@ class Choice(NamedTuple):
 
 
 class Chooser(Protocol):
-    """A frozen dataclass of options."""
+    """Interface of adaptive methods, which are frozen dataclasses of options."""
 
     @property
     def bits(self) -> int:
-        """How long a code is."""
+        """Bits of a code."""
         ...
 
     def coding(self, scale: float) -> Coding:
-        """Return how values are written in a payload of this scale."""
+        """Return the encoding of the values in a payload of this scale."""
         ...
 
     def choose(
         self, coeffs: Coefficients, shape: Shape, key: int, kernels: ModuleType, keep: bool
     ) -> Choice:
-        """Choose of ``coeffs``; with ``keep`` subtract from the array what the codes stand for.
+        """Choose elements of ``coeffs``; with ``keep`` subtract what is sent from its array.
 
-        ``key``: 64 bits that random choices follow from.
+        ``key``: 64-bit key of random choices.
         """
         ...
 
     def expected_count(self, shape: Shape) -> int:
-        """Return how many elements of a tensor to expect; a forecast of sizes, not a promise."""
+        """Return a forecast of the number of elements sent; payloads may have more or fewer."""
         ...
 
     def at_loss_scale(self, scale: float) -> Chooser:
-        """Return the method for gradients that ``scale`` has multiplied."""
+        """Return the method for gradients multiplied by the loss scale ``scale``."""
         ...
 
 
@@ -71,20 +71,21 @@ def _float_of(bits: int) -> float:
 
 
 class _ScaleFree:
-    """What methods have in common whose options have no unit."""
+    """Base class of methods whose options do not depend on the scale of gradients."""
 
     def at_loss_scale(self: Self, scale: float) -> Self:
-        """Return the method itself."""
+        """Return the method itself; see ``Chooser``."""
         del scale
         return self
 
 
 @dataclass(frozen=True)
 class Strom:
-    """Send ``threshold`` with the sign of each value that has at least this magnitude.
+    """Send ``threshold``, with the value's sign, for each value of at least this magnitude.
 
-    With more than one of ``quanta`` as many thresholds as the value holds, so many at most. The
-    residual is what is left: of one quantum it has no bound. Source: Strom, Interspeech 2015.
+    With ``quanta`` above 1, the largest multiple of the threshold that does not exceed the value,
+    ``quanta`` times at most. The difference is the residual; with one quantum it has no bound.
+    Source: Strom, Interspeech 2015.
     """
 
     spec_name = "Strom"
@@ -100,18 +101,18 @@ class Strom:
 
     @property
     def bits(self) -> int:
-        """A sign, and the quanta."""
+        """Bits of a code: a sign, and the number of quanta."""
         return self.coding(0.0).bits
 
     def coding(self, scale: float) -> Coding:
-        """Return the coding; ``scale``: the largest magnitude sent, a multiple of the threshold."""
+        """Return the encoding; ``scale``: the largest magnitude sent."""
         largest = min(self.quanta, math.floor(scale / self.threshold + 0.5))
         return steps_coding(self.threshold, self.quanta, max(largest, 1))
 
     def choose(
         self, coeffs: Coefficients, shape: Shape, key: int, kernels: ModuleType, keep: bool
     ) -> Choice:
-        """Choose what reaches the threshold; see ``Chooser``."""
+        """Choose the values that reach the threshold; see ``Chooser``."""
         del shape, key
         below = int(np.float32(self.threshold).view(np.uint32)) - 1
         scale = self.scale(_float_of(coeffs.peak))
@@ -121,25 +122,25 @@ class Strom:
         return Choice(k, bitmap, codes, scale)
 
     def scale(self, peak: float) -> float:
-        """Return the header's scale for values of at most ``peak``."""
+        """Return the header's scale for values whose largest magnitude is ``peak``."""
         quanta = min(self.quanta, math.floor(peak / self.threshold))
         return float(np.float32(quanta) * np.float32(self.threshold))
 
     def expected_count(self, shape: Shape) -> int:
-        """Return one in a thousand; see ``Chooser``."""
+        """Return one element in a thousand; see ``Chooser``."""
         return TopK(0.001).count(math.prod(shape))
 
     def at_loss_scale(self, scale: float) -> Strom:
-        """Return the method with a threshold in the units of these gradients."""
+        """Return the method with its threshold times ``scale``; see ``Chooser``."""
         return replace(self, threshold=Threshold(self.threshold).scaled(scale).value)
 
 
 @dataclass(frozen=True)
 class AdaComp(_ScaleFree):
-    """Send the sign of what one more gradient like this would make its bin's largest.
+    """Send the signs of each bin's near-maxima, with one scale for the tensor.
 
-    Of G, gradient plus residual, and H = G + gradient, element j is sent if |H_j| >= max |G| over
-    its bin of ``bin`` elements; as the sign of G_j (that of 0 is +1) times the mean over bins of
+    For G = gradient + residual and H = G + gradient, element j is sent if |H_j| >= max |G| over
+    its bin of ``bin`` elements, as the sign of G_j (0 counts as +1) times the mean over bins of
     max |G|. ``bin`` None: 50 for tensors of more than two dimensions, else 500. Source: Chen et
     al., AAAI 2018.
     """
@@ -153,17 +154,17 @@ class AdaComp(_ScaleFree):
             raise ValueError(f"bin must be a whole number from 1 up or None, got {self.bin!r}")
 
     def length(self, shape: Shape) -> int:
-        """Return how many elements of a tensor make up a bin."""
+        """Return the number of elements in a bin of a tensor of ``shape``."""
         return self.bin or (50 if len(shape) > 2 else 500)
 
     def coding(self, scale: float) -> Coding:
-        """Return the coding of plus or minus ``scale``."""
+        """Return the encoding of the two values ``scale`` and ``-scale``."""
         return steps_coding(scale, 1, 1)
 
     def choose(
         self, coeffs: Coefficients, shape: Shape, key: int, kernels: ModuleType, keep: bool
     ) -> Choice:
-        """Choose in each bin; see ``Chooser``."""
+        """Choose the near-maxima of each bin; see ``Chooser``."""
         del key
         total = coeffs.array
         grad = total if coeffs.grad is None else coeffs.grad
@@ -173,11 +174,11 @@ class AdaComp(_ScaleFree):
         return Choice(k, bitmap, codes, scale)
 
     def scale(self, maxima: Array) -> float:
-        """Return what all are sent as, given the maxima of bins, float32."""
+        """Return the magnitude of all sent values: the mean of the bins' maxima, float32."""
         return max(float(np.float32(maxima.mean(dtype=np.float64))), _LEAST)
 
     def expected_count(self, shape: Shape) -> int:
-        """Return six of each bin, as of normal gradients; see ``Chooser``."""
+        """Return six for each bin, as for normally distributed gradients; see ``Chooser``."""
         numel = math.prod(shape)
         return min(numel, 6 * -(-numel // self.length(shape)))
 
@@ -186,8 +187,8 @@ class AdaComp(_ScaleFree):
 class Wangni(_ScaleFree):
     """Send g_j / p_j with probability p_j = min(lambda |g_j|, 1), float32 (Wangni et al. 2018).
 
-    lambda is such that ``density`` of the elements are sent in the mean; fewer where fewer are not
-    0, more where a value would be beyond float32. Unbiased.
+    lambda is chosen such that the fraction ``density`` of the elements is sent on average; fewer
+    if fewer are not 0, more if a value would exceed float32. Unbiased.
     """
 
     spec_name = "Wangni"
@@ -198,14 +199,14 @@ class Wangni(_ScaleFree):
         object.__setattr__(self, "density", TopK(self.density).density)
 
     def coding(self, scale: float) -> Coding:
-        """Return the coding of any values of at most ``scale``."""
+        """Return the encoding of values of magnitude ``scale`` or less."""
         return Float32().coding(scale)
 
     def limit(self, n: int, sums_below: Callable[[float], tuple[int, Array]]) -> float:
-        """Return 1 / lambda, float32, at least 2^-126: what is as large is sent for certain.
+        """Return 1 / lambda, float32, at least 2^-126: values as large or larger are always sent.
 
-        Clips what that makes certain and rescales the rest until nothing more is clipped, 64 times
-        at most. ``sums_below``: that of the kernels for ``n`` given values.
+        Clips the probabilities at 1 and rescales those below 1, until no more are clipped, 64
+        times at most. ``sums_below``: the kernel of this name, applied to the ``n`` values.
         """
         wanted, limit, clipped = self.density * n, math.inf, -1
         for _ in range(_CLIPPINGS):
@@ -220,7 +221,7 @@ class Wangni(_ScaleFree):
     def choose(
         self, coeffs: Coefficients, shape: Shape, key: int, kernels: ModuleType, keep: bool
     ) -> Choice:
-        """Draw; see ``Chooser``."""
+        """Draw the elements to send; see ``Chooser``."""
         del shape
         limit = self.limit(coeffs.array.size, partial(kernels.sums_below, coeffs.array))
         bitmap = kernels.draw_chosen(coeffs.array, limit, key)
@@ -229,5 +230,5 @@ class Wangni(_ScaleFree):
         return Choice(k, bitmap, codes, scale)
 
     def expected_count(self, shape: Shape) -> int:
-        """Return the share that ``density`` is; see ``Chooser``."""
+        """Return the fraction ``density`` of the elements; see ``Chooser``."""
         return TopK(self.density).count(math.prod(shape))

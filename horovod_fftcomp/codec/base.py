@@ -1,7 +1,6 @@
-"""What all codecs share: the door, the header and its checks, sums of payloads.
+"""Base class of codecs: checks of arrays and headers, encoding, and sums of payloads.
 
-How the body of a payload is made and read is the codecs' own: ``sparse``, ``dense`` and
-``adaptive``.
+The bodies of payloads are encoded and decoded in ``sparse``, ``dense`` and ``adaptive``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from horovod_fftcomp.wire.spec import spec_of
 
 
 class Encoded(NamedTuple):
-    """What ``Codec.encode_coeffs`` returns."""
+    """Result of ``encode_coeffs``: a payload, uint8, and the residual, None if none is kept."""
 
     payload: Array
     residual: Array | None
@@ -36,41 +35,45 @@ Self = TypeVar("Self", bound="PayloadCodec")
 
 
 def check_state(kind: str, array: Array | None, expected: tuple[np.dtype, int]) -> None:
-    """Raise ValueError for a state of another (dtype, elements): kernels would read beyond it."""
+    """Raise ValueError unless ``array`` is None or has the ``expected`` (dtype, elements).
+
+    Kernels do not check sizes and would read beyond a smaller array.
+    """
     if array is not None and (array.dtype, array.size) != expected:
         found = (array.dtype, array.size)
-        raise ValueError(f"the {kind} is (dtype, elements) {found}, expected {expected}")
+        raise ValueError(f"the {kind} is of (dtype, elements) {found}, expected {expected}")
 
 
 class PayloadCodec(abc.ABC):
-    """Turns arrays into payloads and back; a frozen dataclass of options inherits from it.
+    """Base class of codecs, which turn arrays into payloads and back.
 
-    It says how ``coeffs_of``, ``encode_coeffs``, ``plan`` and ``_sum`` go.
+    Subclasses are frozen dataclasses of options. They implement ``plan``, ``coeffs_of``,
+    ``encode_coeffs``, ``coeffs_format`` and ``_sum``.
     """
 
     def spec(self) -> str:
-        """Return the stages and their options in words; see ``spec_of``."""
+        """Return the specification: the stages with their options; see ``spec_of``."""
         return spec_of(self)
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """64-bit hash of the stages and their options; travels in every header."""
+        """64-bit hash of the specification; a field of every header."""
         return wire.fnv1a(f"{wire.VERSION}:{self.spec()}")
 
     def payload_nbytes(self, shape: int | Sequence[int]) -> int:
         """Return the size in bytes of the payload of any array of ``shape``, header included.
 
-        Raises ValueError where the size is left to the values, as under a threshold.
+        Raises ValueError if the size depends on the values, as under a threshold.
         """
         dims = (shape,) if isinstance(shape, (int, np.integer)) else shape
         return self.plan(tuple(int(dim) for dim in dims)).payload_nbytes
 
     def expected_nbytes(self, shape: Shape) -> int:
-        """Return ``payload_nbytes``, or what to expect where the values decide."""
+        """Return ``payload_nbytes``, or a forecast if the size depends on the values."""
         return self.payload_nbytes(shape)
 
     def at_loss_scale(self: Self, scale: float) -> Self:
-        """Return the codec of gradients that a loss scale has multiplied."""
+        """Return the codec for gradients multiplied by the loss scale ``scale``."""
         del scale
         return self
 
@@ -83,7 +86,7 @@ class PayloadCodec(abc.ABC):
     def plan(self, shape: Shape, k: int | None = None) -> Plan:
         """Return the layout and the sizes for a tensor of ``shape``.
 
-        ``k``: what the header tells, where the sizes depend on the values.
+        ``k``: the header's field of this name, if the sizes depend on the values.
         """
 
     @abc.abstractmethod
@@ -95,7 +98,10 @@ class PayloadCodec(abc.ABC):
         residual: Array | None = None,
         own: bool = True,
     ) -> Coefficients:
-        """Return the coefficients of a flat float32 gradient, plus ``residual``'s."""
+        """Return the coefficients of a flat float32 gradient, plus those of ``residual``.
+
+        ``own``: return a new array in any case; else it may be ``flat`` itself.
+        """
 
     @abc.abstractmethod
     def encode_coeffs(
@@ -109,7 +115,7 @@ class PayloadCodec(abc.ABC):
         out: Array | None = None,
         rng_key: RngKey = NO_RNG_KEY,
     ) -> Encoded:
-        """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent."""
+        """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual."""
 
     @abc.abstractmethod
     def _sum(
@@ -119,14 +125,14 @@ class PayloadCodec(abc.ABC):
         headers: Sequence[Header],
         kernels: ModuleType,
     ) -> Array:
-        """Return the sum of checked payloads of finite values, not all RAW, flat float32."""
+        """Return the sum of checked payloads, flat float32; all are finite and not all RAW."""
 
     @abc.abstractmethod
     def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
-        """Return (dtype, elements) of what a tensor of ``shape`` leaves unsent."""
+        """Return (dtype, elements) of the residual of a tensor of ``shape``."""
 
     def _check_residual(self, residual: Array | None, shape: Shape) -> None:
-        """Raise ValueError if there is one of another dtype or size."""
+        """Raise ValueError if ``residual`` has another dtype or size than ``coeffs_format``."""
         if residual is not None:
             check_state("residual", residual, self.coeffs_format(shape))
 
@@ -136,7 +142,7 @@ class PayloadCodec(abc.ABC):
         """Return the payload of ``x``, uint8 1-D.
 
         ``x``: any shape; float16, bfloat16 (``ml_dtypes``), float32 or float64. ``step``,
-        ``name`` and ``rank`` seed random choices. NaN or Inf inside is legal: the payload says so
+        ``name`` and ``rank`` seed random choices. If ``x`` has NaN or Inf, the payload is flagged
         and decodes to NaN everywhere. Raises TypeError, with the name, for other dtypes.
         """
         kernels = _kernels(backend, x)
@@ -153,11 +159,11 @@ class PayloadCodec(abc.ABC):
         ).payload
 
     def decode(self, payload: Array, backend: str | None = None) -> Array:
-        """Return the array that ``payload`` stands for, in the shape and dtype encoded.
+        """Return the array that ``payload`` encodes, in its original shape and dtype.
 
-        A value that rounding made too large for the dtype becomes its largest finite one.
-        Raises PayloadError for bytes that this codec did not write, and where a transform of
-        values near float32's largest overflows.
+        Values that rounding made too large for the dtype become its largest finite value.
+        Raises PayloadError for bytes that this codec did not write, and if the inverse transform
+        overflows, which values near the largest float32 can cause.
         """
         header = _header_of(payload)
         total = self.decode_sum([payload], backend, [header])
@@ -173,9 +179,10 @@ class PayloadCodec(abc.ABC):
     ) -> Array:
         """Return the sum of the decoded ``payloads``, float32, in the order given.
 
-        Coefficients are added and transformed back once, however many payloads there are. If
-        one was made of non-finite values, every element of the sum is NaN. ``headers``: those of
-        the payloads where they have been read already.
+        Coefficients are added first and transformed back once. If one payload encodes non-finite
+        values, every element of the sum is NaN. ``headers``: of the payloads, if they have been
+        read already. Raises ValueError without payloads, PayloadError for bytes that this codec
+        did not write and for payloads of different shapes.
         """
         if not payloads:
             raise ValueError("payloads must not be empty: the shape of the sum would be unknown")
@@ -199,7 +206,7 @@ class PayloadCodec(abc.ABC):
     def _sum_raw(
         self, payloads: Sequence[Array], headers: Sequence[Header], plan: Plan, kernels: ModuleType
     ) -> Array:
-        """Return the sum of tensors that travelled as they are."""
+        """Return the sum of RAW payloads, flat float32."""
         total = np.zeros(plan.numel, np.float32)
         for number, (payload, header) in enumerate(zip(payloads, headers, strict=True)):
             try:
@@ -209,14 +216,14 @@ class PayloadCodec(abc.ABC):
         return total
 
     def _raw_values(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Array:
-        """Return the values of a tensor that travelled as it is; ValueError if one cannot be."""
+        """Return the values of a RAW payload; ValueError if one exceeds the header's scale."""
         values = aligned(payload)[plan.values_offset :].view(np.float32)
         if kernels.max_abs_bits(values) > int(np.float32(header.scale).view(np.uint32)):
             raise ValueError("a value lies beyond the scale")
         return values
 
     def checked_plan(self, payload: Array, header: Header) -> Plan:
-        """Return the plan of a payload; PayloadError unless this codec wrote this header."""
+        """Return the plan of a payload; PayloadError for a header that this codec never writes."""
         if header.fingerprint != self.fingerprint:
             raise PayloadError(
                 f"header field 'fingerprint' is {header.fingerprint:016x}, expected "
@@ -224,9 +231,12 @@ class PayloadCodec(abc.ABC):
                 f"(here: {self!r})"
             )
         if not self.has_fixed_size and header.k > math.prod(header.shape):
-            raise PayloadError(f"header field 'k' is {header.k}, more than there are elements")
+            raise PayloadError(
+                f"header field 'k' is {header.k}, expected at most {math.prod(header.shape)}, "
+                "the number of elements"
+            )
         if not self.has_fixed_size and header.layout == Layout.RAW:
-            plan = wire.raw_plan(header.shape)  # its k is that of all elements, not what was chosen
+            plan = wire.raw_plan(header.shape)  # its k counts all elements, not the chosen ones
         else:
             plan = self.plan(header.shape, header.k)
         for field, found, expected in (
@@ -243,8 +253,9 @@ class PayloadCodec(abc.ABC):
 def _header_of(payload: Array) -> Header:
     if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.ndim != 1:
         raise TypeError(
-            "a payload is a 1-D uint8 array (of bytes: np.frombuffer(data, np.uint8)); got "
-            f"{getattr(payload, 'dtype', type(payload).__name__)}"
+            "a payload must be a 1-D uint8 array, got "
+            f"{getattr(payload, 'dtype', type(payload).__name__)}; "
+            "convert bytes by np.frombuffer(data, np.uint8)"
         )
     return wire.read_header(payload)
 
@@ -254,20 +265,20 @@ def _kernels(backend: str | None, array: object) -> ModuleType:
 
 
 def _as_flat_float32(x: Array, name: str) -> Array:
-    """Return ``x`` in C order as float32 1-D, without a copy where it is that already."""
+    """Return ``x`` as float32, 1-D, in C order; copies only if necessary."""
     if x.dtype.name not in wire.DTYPES:
         raise TypeError(
-            f"tensor {name!r} has dtype {x.dtype}; "
-            f"a codec takes {', '.join(wire.DTYPES)}: cast it or leave it uncompressed"
+            f"tensor {name!r} has dtype {x.dtype}, expected one of {', '.join(wire.DTYPES)}; "
+            "cast it or do not compress it"
         )
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf and is flagged
         return np.require(x, np.float32, ["C", "A", "W"]).reshape(-1)  # as kernels are compiled for
 
 
 def _cast_back(total: Array, dtype: str) -> Array:
-    """Return ``total`` in ``dtype``, saturating: what was finite stays finite."""
+    """Return ``total`` in ``dtype``, saturating: finite values stay finite."""
     if dtype == "bfloat16":
-        import ml_dtypes  # only whoever encoded bfloat16 needs it
+        import ml_dtypes  # no dependency: who encoded bfloat16 has it
 
         target = np.dtype(ml_dtypes.bfloat16)
         limit = np.float32(ml_dtypes.finfo(target).max)
@@ -278,7 +289,7 @@ def _cast_back(total: Array, dtype: str) -> Array:
 
 
 def aligned(payload: Array) -> Array:
-    """Return ``payload``, or a copy that kernels take: writable, at a place for 64-bit words."""
+    """Return ``payload``, copied unless it is contiguous, writable and 8-byte aligned."""
     if payload.ctypes.data % 8 == 0 and payload.strides == (1,) and payload.flags.writeable:
         return payload
     return payload.copy()

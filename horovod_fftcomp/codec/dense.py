@@ -1,4 +1,4 @@
-"""A codec without positions: every element is sent, in few bits, by one method."""
+"""Dense codec: every element is sent, in a few bits, without positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import Encoded, PayloadCodec, aligned
-from horovod_fftcomp.codec.dense_methods import EliasQSGD, Method, OfSigns
+from horovod_fftcomp.codec.dense_methods import EliasQSGD, Method, SignMethod
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
@@ -22,16 +22,16 @@ from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
 from horovod_fftcomp.wire.header import Header, Plan
 from horovod_fftcomp.wire.positions import Layout
 
-_PLANS_CACHED = 1 << 14  # as in ``codec``
-_UNKNOWN = -1  # a peak that the method finds while it encodes
+_PLANS_CACHED = 1 << 14  # as in ``sparse``
+_UNKNOWN = -1  # peak not computed: the method computes it while it encodes
 
 
 @dataclass(frozen=True)
 class DenseCodec(PayloadCodec):
-    """Turn arrays into payloads by a method that sends every element.
+    """Dense codec: quantizes every element by ``method``.
 
-    Has the methods of ``Codec``. What a method draws is a function of ``seed`` and of step, name
-    and rank: other numbers on each rank, so that their errors do not add up.
+    Has the methods of ``Codec``. Random numbers are a function of ``seed``, step, name and rank:
+    they differ between ranks, so that rounding errors do not add up.
 
     >>> import numpy as np, horovod_fftcomp as hfc
     >>> codec = hfc.get_codec("efsignsgd")
@@ -55,19 +55,19 @@ class DenseCodec(PayloadCodec):
     def plan(self, shape: Shape, k: int | None = None) -> Plan:
         """Return the layout and the sizes for a tensor of ``shape``; see ``PayloadCodec``.
 
-        ``k``: 32-bit words of the body, where their number depends on the values.
+        ``k``: the number of 32-bit words of the body, if it depends on the values.
         """
         if self.has_fixed_size:
             return _plan(self, shape)
         if k is None:
-            raise ValueError("the size of a payload in Elias's code depends on the values")
+            raise ValueError("the size of a payload in the Elias gamma code depends on the values")
         plan = wire.dense_plan(shape, 4 * k)
         if plan.layout is Layout.RAW:
             return plan
         return replace(plan, positions=plan.positions._replace(k=k))
 
     def expected_nbytes(self, shape: Shape) -> int:
-        """Return the size of a payload, or what it would be without Elias's code."""
+        """Return the size of a payload; with the Elias gamma code, that without it."""
         return _plan(self, shape).payload_nbytes
 
     def coeffs_of(
@@ -78,24 +78,24 @@ class DenseCodec(PayloadCodec):
         residual: Array | None = None,
         own: bool = True,
     ) -> Coefficients:
-        """Return the elements of a flat float32 gradient, plus ``residual``'s.
+        """Return the elements of a flat float32 gradient, plus those of ``residual``.
 
-        In a new array; unless ``own`` maybe ``flat`` itself. Raises ValueError if the residual has
-        another dtype or size.
+        The array is new; without ``own`` it may be ``flat`` itself. Raises ValueError if the
+        residual has another dtype or size.
         """
         self._check_residual(residual, shape)
         if residual is None and not own:
             return Coefficients(flat, _UNKNOWN, 0, flat.size)
-        if isinstance(self.method, OfSigns) and residual is not None:
-            return self.method.sum_of(flat, residual, shape, kernels)
+        if isinstance(self.method, SignMethod) and residual is not None:
+            return self.method.add_residual(flat, residual, shape, kernels)
         return kernels.add_residual(flat, residual, 0)
 
     def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
-        """Return (dtype, elements) of what a tensor of ``shape`` leaves unsent."""
+        """Return (dtype, elements) of the residual of a tensor of ``shape``."""
         return np.dtype(np.float32), math.prod(shape)
 
     def key_at(self, rng_key: RngKey) -> int:
-        """Return the 64 bits that what the method draws at ``place`` follows from."""
+        """Return the 64-bit key of the method's random numbers at ``rng_key``."""
         return counter_rng.draw(self.seed, rng_key.step, rng_key.name, rng_key.rank)
 
     def energy(self, coeffs: Array, shape: Shape) -> float:
@@ -114,9 +114,9 @@ class DenseCodec(PayloadCodec):
         out: Array | None = None,
         rng_key: RngKey = NO_RNG_KEY,
     ) -> Encoded:
-        """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent.
+        """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual.
 
-        As ``Codec.encode_coeffs``; ``place`` seeds what the method draws.
+        As ``Codec.encode_coeffs``; ``rng_key`` seeds the method's random numbers.
         """
         key = self.key_at(rng_key)
         if isinstance(self.method, EliasQSGD):
@@ -135,8 +135,8 @@ class DenseCodec(PayloadCodec):
             body[:] = array.view(np.uint8)
         elif peak > LARGEST_FINITE_BITS:
             finite = False
-        elif isinstance(self.method, OfSigns) and coeffs.signs is not None:
-            finite, scale = self.method.encode_found(
+        elif isinstance(self.method, SignMethod) and coeffs.signs is not None:
+            finite, scale = self.method.encode_signs(
                 array, coeffs.signs, shape, body, kernels, keep_residual
             )
         else:
@@ -158,10 +158,10 @@ class DenseCodec(PayloadCodec):
         keep_residual: bool,
         key: int,
     ) -> Encoded:
-        """As ``encode_coeffs``, of a method whose body is packed once more, to any size.
+        """Encode with a method that packs the body again, to a size that depends on the values.
 
-        Where that is longer than the tensor, what it stands for travels, not the tensor: sent
-        otherwise by what was drawn, it would not be unbiased.
+        If the packed body is longer than the tensor, its decoded values are sent as float32. The
+        tensor itself would be exact, but exact only for some draws, which would bias the mean.
         """
         array, finite, scale = coeffs.array, coeffs.peak <= LARGEST_FINITE_BITS, 0.0
         body = np.zeros(method.body_nbytes(shape), np.uint8)
@@ -193,7 +193,7 @@ class DenseCodec(PayloadCodec):
         ):
             body = aligned(payload)[plan.values_offset :]
             try:
-                if plan.layout is Layout.RAW:  # beside others that were smaller in Elias's code
+                if plan.layout is Layout.RAW:  # other ranks' payloads may be in the gamma code
                     total += self._raw_values(payload, plan, header, kernels)
                 else:
                     self.method.add(total, header.shape, body, header.scale, kernels)
@@ -202,7 +202,7 @@ class DenseCodec(PayloadCodec):
         return total
 
     def may_overflow(self, headers: Sequence[Header]) -> bool:
-        """Tell whether a sum of payloads with these headers could exceed float32."""
+        """Return whether a sum of payloads with these headers could overflow float32."""
         return sum(header.scale for header in headers) > 2.0**127
 
 

@@ -1,7 +1,7 @@
-"""Methods that send every element in a few bits: what a body holds and what it decodes to.
+"""Dense methods: quantizers that send every element in a few bits.
 
-A method makes the body of a payload from finite values and adds bodies up. It holds options alone;
-``element_codec`` owns the payload around the body, ``words`` how small numbers are packed.
+A method encodes finite values as the body of a payload and adds decoded bodies to a sum. It holds
+options alone; the rest of the payload is in ``dense``, the packing of integers in ``wire.radix``.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, LANES, LARGEST, Levels,
 
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
 _POWER_OF_TWO_ABOVE = 0x7FFFFF
-_ROUNDING = 1e-12  # what a variance may be of the mean square by errors of float64 alone
+_ROUNDING = 1e-12  # of the mean square: a smaller variance may be a rounding error of float64
 
 
 class Sent(NamedTuple):
-    """What a body was made of: whether all values are finite, and the scale for the header."""
+    """Result of ``Method.encode``: whether all values are finite, and the header's scale."""
 
     finite: bool
     scale: float
 
 
-_BROKEN = Sent(False, math.nan)
+_NOT_FINITE = Sent(False, math.nan)
 
 
 class Method(Protocol):
-    """A frozen dataclass of options."""
+    """Interface of dense methods, which are frozen dataclasses of options."""
 
     def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the body of any tensor of ``shape``, a multiple of 4."""
@@ -43,27 +43,27 @@ class Method(Protocol):
     def encode(
         self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
-        """Write ``body``, uint8; with ``keep`` subtract what it stands for from ``values``.
+        """Encode ``values`` into ``body``, uint8; with ``keep`` subtract what is sent from them.
 
-        ``values``: float32, flat, one at least. ``key``: 64 bits that random choices follow from.
+        ``values``: float32, flat, at least one. ``key``: 64-bit key of random choices.
         """
         ...
 
     def add(
         self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
     ) -> None:
-        """Add what ``body`` stands for to ``total``; ValueError for what ``encode`` never wrote."""
+        """Add the decoded ``body`` to ``total``; ValueError for bytes ``encode`` never writes."""
         ...
 
 
 def _checked_scales(scales: Array, scale: float) -> Array:
     """Return float32 ``scales``; ValueError unless all are in [0, scale]."""
     if not ((scales >= 0) & (scales <= np.float32(scale))).all():
-        raise ValueError("a scale lies beyond what the header allows")
+        raise ValueError(f"a norm or mean is not in [0, {scale}], the range that the header gives")
     return scales
 
 
-def _only(scale: float) -> Array:
+def _as_array(scale: float) -> Array:
     return np.array([scale], np.float32)
 
 
@@ -72,10 +72,10 @@ def _float_of(bits: int) -> float:
 
 
 def _sums_of_rows(values: Array, row_of: Array, n_rows: int) -> Array:
-    """Return the sum of each row's ``values``, float64; ``row_of`` ascends.
+    """Return the sum of the ``values`` of each row, float64 ``[n_rows]``.
 
-    Value i of a row is added to partial sum i mod 64, then these are added from the first to the
-    last: an order in which a GPU can add as well.
+    ``row_of``: the row of each value, ascending. Value i of a row is added to partial sum i mod
+    64, then the partial sums are added in order. A GPU can add in the same order.
     """
     counts = np.bincount(row_of, minlength=n_rows)
     if counts.max(initial=0) <= LANES:
@@ -92,11 +92,11 @@ def ordered_sum(values: Array) -> float:
 
 @dataclass(frozen=True)
 class QSGD:
-    """Stochastic rounding to ``levels`` levels and zero, of either sign (Alistarh et al. 2017).
+    """Stochastic rounding to zero and ``levels`` levels of either sign (Alistarh et al. 2017).
 
-    ``C(x) = norm * sign(x) * l / s``, l = s |x| / norm rounded to one of its neighbours so that
-    the mean is x; norm: of each ``bucket`` elements, the L2 norm or the largest magnitude
-    ("max"). Unbiased.
+    ``C(x) = norm * sign(x) * l / s``, s = ``levels``, l = s |x| / norm rounded at random to one of
+    its two neighbours such that the mean is x. ``norm``: of each ``bucket`` elements, the L2 norm
+    ("l2") or the largest magnitude ("max"). Unbiased.
     """
 
     spec_name = "QSGD"
@@ -118,7 +118,7 @@ class QSGD:
             raise ValueError(f"norm must be one of max, l2; got {self.norm!r}")
 
     def grid(self) -> Levels:
-        """Return the grid, of ``levels`` on either side of 0."""
+        """Return the quantization grid: ``levels`` on either side of 0."""
         norm = L2 if self.norm == "l2" else LARGEST
         return Levels(2 * self.levels, 2 * self.levels + 1, norm, self.bucket)
 
@@ -126,19 +126,19 @@ class QSGD:
         return -(-math.prod(shape) // self.bucket)
 
     def body_nbytes(self, shape: Shape) -> int:
-        """Return the size of the body: a float32 for each bucket, then the words."""
+        """Return the size of the body: a float32 for each bucket, then the packed levels."""
         words = count_words(math.prod(shape), 2 * self.levels + 1)
         return 4 * (self._n_buckets(shape) + words)
 
     def encode(
         self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
-        """Write norms and levels; see ``Method``."""
+        """Encode as norms and levels; see ``Method``."""
         split = 4 * self._n_buckets(shape)
         scales, words = body[:split].view(np.float32), body[split:].view(np.uint32)
         peak = kernels.encode_levels(values, self.grid(), scales, words, key, keep)
         if peak > LARGEST_FINITE_BITS:
-            return _BROKEN
+            return _NOT_FINITE
         return Sent(True, float(scales.max()))
 
     def add(
@@ -152,16 +152,16 @@ class QSGD:
 
 @dataclass(frozen=True)
 class EliasQSGD(QSGD):
-    """QSGD whose levels travel in Elias's gamma code: short where most of them are 0.
+    """QSGD with levels in the Elias gamma code, which is short if most of them are 0.
 
-    l of a value as l + 1 in that code, then a bit for the sign unless l is 0; the more zeros the
-    fewer bytes. What is sent is what QSGD sends. (Alistarh et al. 2017; Elias 1975.)
+    A level l is sent as l + 1 in the gamma code, then a sign bit unless l is 0. The decoded values
+    are those of QSGD. (Alistarh et al. 2017; Elias 1975.)
     """
 
     spec_name = "EliasQSGD"
 
     def packed(self, body: Array, shape: Shape, kernels: ModuleType) -> Array:
-        """Return the body, uint8, that travels in place of one that ``encode`` wrote."""
+        """Return ``body`` as ``encode`` wrote it, with its levels in the gamma code, uint8."""
         split = 4 * self._n_buckets(shape)
         radix = 2 * self.levels + 1
         codes = kernels.unpack_words(body[split:].view(np.uint32), math.prod(shape), radix)
@@ -174,7 +174,7 @@ class EliasQSGD(QSGD):
         """Add norms times levels; see ``Method``."""
         split = 4 * self._n_buckets(shape)
         if body.size < split:
-            raise ValueError("the norms are cut short")
+            raise ValueError(f"the norms take {split} bytes, but the body has {body.size}")
         codes = kernels.unpack_gamma(body[split:].view(np.uint32), total.size, self.levels)
         words = kernels.pack_words(codes, 2 * self.levels + 1)
         fixed = np.concatenate([body[:split], words.view(np.uint8)])
@@ -182,14 +182,14 @@ class EliasQSGD(QSGD):
 
 
 class _OneScale(abc.ABC):
-    """What methods with a grid of one scale, the header's, have in common."""
+    """Base class of methods with one scale for the whole tensor, which is in the header."""
 
     @abc.abstractmethod
     def grid(self) -> Levels:
-        """Return the grid."""
+        """Return the quantization grid."""
 
     def body_nbytes(self, shape: Shape) -> int:
-        """Return the size of the words."""
+        """Return the size of the packed levels."""
         return 4 * count_words(math.prod(shape), self.grid().radix)
 
     def add(
@@ -197,16 +197,16 @@ class _OneScale(abc.ABC):
     ) -> None:
         """Add the scale times levels; see ``Method``."""
         del shape
-        kernels.add_levels(total, body.view(np.uint32), _only(scale), self.grid())
+        kernels.add_levels(total, body.view(np.uint32), _as_array(scale), self.grid())
 
 
 @dataclass(frozen=True)
 class TernGrad(_OneScale):
-    """Signs of some elements, times the largest magnitude of all (Wen et al. 2017).
+    """Stochastic rounding to -s, 0 and s, s the largest magnitude after clipping (Wen et al. 2017).
 
-    Values are clipped to ``clip`` standard deviations (around 0; the deviation is that of the
-    tensor), 0: never. ``C(x) = s sign(x) b``, s the largest magnitude left, b = 1 with probability
-    |x| / s: unbiased for what was clipped. ``packing`` "base3": 20 values in 32 bits; "bits": 16.
+    Values are first clipped to ``clip`` standard deviations of the tensor around 0; 0: never.
+    ``C(x) = s sign(x) b``, b = 1 with probability |x| / s: unbiased for the clipped values.
+    ``packing`` "base3": 20 values in 32 bits; "bits": 16.
     """
 
     spec_name = "TernGrad"
@@ -221,37 +221,38 @@ class TernGrad(_OneScale):
             raise ValueError(f"packing must be one of base3, bits; got {self.packing!r}")
 
     def grid(self) -> Levels:
-        """Return the grid: -1, 0 and 1 times the scale."""
+        """Return the quantization grid: -1, 0 and 1 times the scale."""
         return Levels(2, 3 if self.packing == "base3" else 4, GIVEN, 0)
 
     def encode(
         self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
-        """Write ternary digits; see ``Method``."""
+        """Encode as ternary digits; see ``Method``."""
         del shape
         if self.clip:
             peak, sums, squares = kernels.moments(values)
         else:
             peak = kernels.max_abs_bits(values)
         if peak > LARGEST_FINITE_BITS:
-            return _BROKEN
+            return _NOT_FINITE
         scale = _float_of(peak)
         if self.clip:
             mean, square = ordered_sum(sums) / values.size, ordered_sum(squares) / values.size
             variance = square - mean * mean
             deviation = math.sqrt(variance) if variance > _ROUNDING * square else 0.0
-            # Values that are all the same have no deviation: they are as large as they are.
+            # Values that are all equal have no deviation and are not clipped.
             if deviation > 0:
                 scale = float(np.float32(min(self.clip * deviation, scale))) or scale
-        kernels.encode_levels(values, self.grid(), _only(scale), body.view(np.uint32), key, keep)
+        scales = _as_array(scale)
+        kernels.encode_levels(values, self.grid(), scales, body.view(np.uint32), key, keep)
         return Sent(True, scale)
 
 
 @dataclass(frozen=True)
 class DoReFa(_OneScale):
-    """Stochastic rounding to 2^bits values, evenly from -s to s, s = max|x| (Zhou et al. 2016).
+    """Stochastic rounding to 2^bits values evenly spaced in [-s, s], s = max|x| (Zhou et al. 2016).
 
-    Unbiased. Zero has no code of its own: where the scale is not 0 it becomes +-s / (2^bits - 1).
+    Unbiased. Zero is not among them: unless the scale is 0 it becomes +-s / (2^bits - 1).
     """
 
     spec_name = "DoReFa"
@@ -262,19 +263,20 @@ class DoReFa(_OneScale):
             raise ValueError(f"bits must be a whole number from 1 to 12, got {self.bits!r}")
 
     def grid(self) -> Levels:
-        """Return the grid, which has no 0."""
+        """Return the quantization grid, which does not contain 0."""
         return Levels((1 << self.bits) - 1, 1 << self.bits, GIVEN, 0)
 
     def encode(
         self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
-        """Write the numbers of grid points; see ``Method``."""
+        """Encode as indices of grid points; see ``Method``."""
         del shape
         peak = kernels.max_abs_bits(values)
         if peak > LARGEST_FINITE_BITS:
-            return _BROKEN
+            return _NOT_FINITE
         scale = _float_of(peak)
-        kernels.encode_levels(values, self.grid(), _only(scale), body.view(np.uint32), key, keep)
+        scales = _as_array(scale)
+        kernels.encode_levels(values, self.grid(), scales, body.view(np.uint32), key, keep)
         return Sent(True, scale)
 
 
@@ -282,25 +284,25 @@ class DoReFa(_OneScale):
 class Natural:
     """Stochastic rounding to powers of two, 8 bits (Horvath et al. 2019).
 
-    |x| = 2^e (1 + m) becomes 2^(e+1) with probability m, else 2^e. There are 127 powers, down from
-    the one that the largest magnitude may become; smaller values become the smallest or 0.
-    Unbiased, but for values above 2^127.
+    |x| = 2^e (1 + m) becomes 2^(e+1) with probability m, else 2^e. There are 127 powers; the
+    largest is the one to which the largest magnitude may be rounded up. Values below the smallest
+    become the smallest or 0. Unbiased, except for values above 2^127.
     """
 
     spec_name = "Natural"
 
     def body_nbytes(self, shape: Shape) -> int:
-        """Return the size of the words, four values in each."""
+        """Return the size of the packed codes, four in each word."""
         return 4 * count_words(math.prod(shape), 255)
 
     def encode(
         self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
-        """Write signs and exponents; see ``Method``."""
+        """Encode as signs and exponents; see ``Method``."""
         del shape
         peak = kernels.max_abs_bits(values)
         if peak > LARGEST_FINITE_BITS:
-            return _BROKEN
+            return _NOT_FINITE
         top = max(1, min(peak + _POWER_OF_TWO_ABOVE >> 23, 254))
         kernels.encode_octaves(values, body.view(np.uint32), top, key, keep)
         return Sent(True, _float_of(top << 23))
@@ -312,38 +314,38 @@ class Natural:
         del shape
         pattern = int(np.float32(scale).view(np.uint32))
         if pattern & _POWER_OF_TWO_ABOVE or not pattern:
-            raise ValueError(f"the scale {scale} is no power of two")
+            raise ValueError(f"the scale is {scale}, expected a power of two")
         kernels.add_octaves(total, body.view(np.uint32), pattern >> 23)
 
 
-class OfSigns(abc.ABC):
-    """What methods that send one bit a value have in common."""
+class SignMethod(abc.ABC):
+    """Base class of methods that send the sign of each value, one bit."""
 
     @abc.abstractmethod
     def row_length(self, shape: Shape) -> int:
-        """Return how many elements have means of their own."""
+        """Return the number of consecutive elements (a row) that share a scale or means."""
 
-    def sum_of(
+    def add_residual(
         self, flat: Array, residual: Array, shape: Shape, kernels: ModuleType
     ) -> Coefficients:
-        """Return gradient plus residual, float32 and flat, with its signs: one pass finds both."""
+        """Return gradient plus residual, flat float32, with its signs, computed in one pass."""
         values, words = kernels.empty(flat.size), np.empty(count_words(flat.size, 2), np.uint32)
         starts = self._pieces(flat.size, self.row_length(shape))
-        found = kernels.encode_signs(values, starts, words, flat, residual)
-        return Coefficients(values, 0, 0, flat.size, signs=Signs(words, *found))
+        sums, counts = kernels.encode_signs(values, starts, words, flat, residual)
+        return Coefficients(values, 0, 0, flat.size, signs=Signs(words, sums, counts))
 
     def encode(
         self, values: Array, shape: Shape, body: Array, key: int, kernels: ModuleType, keep: bool
     ) -> Sent:
-        """Write signs and what they stand for; see ``Method``."""
+        """Encode as signs and their means or scale; see ``Method``."""
         del key
         words = np.empty(count_words(values.size, 2), np.uint32)
         starts = self._pieces(values.size, self.row_length(shape))
-        found = kernels.encode_signs(values, starts, words)
-        return self.encode_found(values, Signs(words, *found), shape, body, kernels, keep)
+        signs = Signs(words, *kernels.encode_signs(values, starts, words))
+        return self.encode_signs(values, signs, shape, body, kernels, keep)
 
     @abc.abstractmethod
-    def encode_found(
+    def encode_signs(
         self,
         values: Array,
         signs: Signs,
@@ -352,7 +354,7 @@ class OfSigns(abc.ABC):
         kernels: ModuleType,
         keep: bool,
     ) -> Sent:
-        """Write ``signs`` of ``values`` and what they stand for; see ``Method.encode``."""
+        """Encode ``values``, whose ``signs`` are known, into ``body``; see ``Method.encode``."""
 
     def _add(
         self, total: Array, words: Array, sides: Array, length: int, kernels: ModuleType
@@ -360,7 +362,7 @@ class OfSigns(abc.ABC):
         kernels.add_signs(total, words.view(np.uint32), sides, max(1, length))
 
     def _pieces(self, n: int, length: int) -> Array:
-        """Return where rows and groups begin, and the end, int64."""
+        """Return the starts of all rows and groups, and the end, int64, ascending."""
         groups = np.arange(0, n, GROUP, dtype=np.int64)
         if length >= n:
             return np.append(groups, n)
@@ -369,11 +371,11 @@ class OfSigns(abc.ABC):
 
 
 @dataclass(frozen=True)
-class OneBit(OfSigns):
-    """A bit for the sign, and of either side the mean (Seide et al. 2014).
+class OneBit(SignMethod):
+    """The sign of each value, and the means of the values of either sign (Seide et al. 2014).
 
-    ``group``: whose means, "tensor" or "column". A column is what belongs to one index of the
-    first dimension, so the weights of one output.
+    ``group``: the elements that share means, "tensor" or "column". A column is a slice along the
+    first dimension: the weights of one output.
     """
 
     spec_name = "OneBit"
@@ -384,20 +386,20 @@ class OneBit(OfSigns):
             raise ValueError(f"group must be one of tensor, column; got {self.group!r}")
 
     def row_length(self, shape: Shape) -> int:
-        """Return how many elements have means of their own."""
+        """Return the number of elements that share means; see ``SignMethod``."""
         numel = math.prod(shape)
         columns = shape[0] if self.group == "column" and len(shape) > 1 else 1
         return max(1, numel // max(1, columns))
 
     def rows(self, shape: Shape) -> int:
-        """Return how many groups have means."""
+        """Return the number of rows, each with means of its own."""
         return math.prod(shape) // self.row_length(shape)
 
     def body_nbytes(self, shape: Shape) -> int:
-        """Return the size of the body: two means of each group, then the words."""
+        """Return the size of the body: two means of each row, then the packed signs."""
         return 8 * self.rows(shape) + 4 * count_words(math.prod(shape), 2)
 
-    def encode_found(
+    def encode_signs(
         self,
         values: Array,
         signs: Signs,
@@ -406,13 +408,13 @@ class OneBit(OfSigns):
         kernels: ModuleType,
         keep: bool,
     ) -> Sent:
-        """Write means and signs; see ``Method``."""
+        """Encode as means and signs; see ``SignMethod``."""
         words, sums, counts = signs
         length, rows = self.row_length(shape), self.rows(shape)
         split = 8 * rows
         body[split:] = words.view(np.uint8)
         if not np.isfinite(sums).all():
-            return _BROKEN
+            return _NOT_FINITE
         starts = self._pieces(values.size, length)
         row_of = starts[:-1] // length
         below = np.bincount(row_of, counts, rows)
@@ -427,7 +429,7 @@ class OneBit(OfSigns):
     def add(
         self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
     ) -> None:
-        """Add the means of the sides; see ``Method``."""
+        """Add the mean of each value's sign; see ``Method``."""
         split = 8 * self.rows(shape)
         sides = body[:split].view(np.float32)
         _checked_scales(np.abs(sides), scale)
@@ -435,7 +437,7 @@ class OneBit(OfSigns):
 
 
 @dataclass(frozen=True)
-class ScaledSign(OfSigns):
+class ScaledSign(SignMethod):
     """The signs times the mean magnitude (Karimireddy et al. 2019, as EF-SignSGD).
 
     ``C(q) = ||q||_1 / n * sign(q)``; the sign of 0 is +1.
@@ -444,17 +446,17 @@ class ScaledSign(OfSigns):
     spec_name = "ScaledSign"
 
     def row_length(self, shape: Shape) -> int:
-        """Return how many elements have a scale of their own: all."""
+        """Return the number of elements, which all share one scale."""
         return max(1, math.prod(shape))
 
     def body_nbytes(self, shape: Shape) -> int:
-        """Return the size of the words; the scale is the header's."""
+        """Return the size of the packed signs; the scale is in the header."""
         return 4 * count_words(math.prod(shape), 2)
 
     def _scale_of(self, sums: Array, n: int) -> float:
         return float(np.float32((ordered_sum(sums[:, 0]) - ordered_sum(sums[:, 1])) / n))
 
-    def encode_found(
+    def encode_signs(
         self,
         values: Array,
         signs: Signs,
@@ -463,12 +465,12 @@ class ScaledSign(OfSigns):
         kernels: ModuleType,
         keep: bool,
     ) -> Sent:
-        """Write the signs; see ``Method``."""
+        """Encode as signs; see ``SignMethod``."""
         del shape
         n, (words, sums, _) = values.size, signs
         body[:] = words.view(np.uint8)
         if not np.isfinite(sums).all():
-            return _BROKEN
+            return _NOT_FINITE
         scale = self._scale_of(sums, n)
         if keep:
             kernels.subtract_signs(values, np.array([[scale, -scale]], np.float32), n)
@@ -477,7 +479,7 @@ class ScaledSign(OfSigns):
     def add(
         self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
     ) -> None:
-        """Add the scale with the signs; see ``Method``."""
+        """Add the scale times the signs; see ``Method``."""
         del shape
         sides = np.array([[scale, -scale]], np.float32)
         self._add(total, body, sides, total.size, kernels)
@@ -487,7 +489,7 @@ class ScaledSign(OfSigns):
 class Sign(ScaledSign):
     """The signs alone, each 1 or -1 (Bernstein et al. 2018, as signSGD); the sign of 0 is +1.
 
-    A tensor of zeros alone, as of a frozen layer, has scale 0: it has no signs.
+    A tensor of zeros, such as a frozen layer's gradient, has scale 0 and decodes to zeros.
     """
 
     spec_name = "Sign"
@@ -501,5 +503,5 @@ class Sign(ScaledSign):
     ) -> None:
         """Add the signs; see ``Method``."""
         if scale not in (0.0, 1.0):
-            raise ValueError(f"the scale of signs is 0 or 1, not {scale}")
+            raise ValueError(f"the scale is {scale}, expected 0 or 1")
         super().add(total, shape, body, scale, kernels)

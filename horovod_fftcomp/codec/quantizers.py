@@ -1,7 +1,7 @@
-"""How a value is written: float32, bfloat16, or a float of 3 to 16 bits fitted to the range.
+"""Quantizers: float32, bfloat16, or a float of 3 to 16 bits fitted to the range of the values.
 
-A quantizer says how finite float32 values become codes of ``bits`` bits; kernels do it. The scale
-of a payload is the largest magnitude of any component, sent or not.
+A quantizer defines the codes, of ``bits`` bits, of finite float32 values; kernels compute them.
+The scale of a payload is the largest magnitude of any component, sent or not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LARGEST_BFLOAT16_BITS = 0x7F7F0000
 
 
 def is_whole(value: object) -> bool:
-    """Tell whether ``value`` is a built-in integer; 8.0, True and NumPy's do not repr as one."""
+    """Return whether ``value`` is a built-in int: 8.0, True and NumPy's have another ``repr``."""
     return type(value) is int
 
 
@@ -27,10 +27,10 @@ RANGE, FLOAT32, BFLOAT16, STEPS = range(4)
 
 
 class RangeGrid(NamedTuple):
-    """The cells of a range float: a slice of the float32 bit patterns shifted right.
+    """Grid of a ``RangeFloat``: cells are float32 bit patterns shifted right by ``shift``.
 
     Codes 1..positives are the positive cells from ``base`` up, the next ``negatives`` codes the
-    negative ones; 0 is zero. ``base << shift`` is the smallest magnitude that has a code.
+    negative ones; code 0 is zero. ``base << shift`` is the smallest magnitude that has a code.
     """
 
     shift: int
@@ -43,9 +43,9 @@ class RangeGrid(NamedTuple):
 class RangeFloat:
     """Float of ``bits`` bits whose grid ends at the largest value (Wang et al., HPDC 2020).
 
-    A float32's bit pattern is monotone in its magnitude, so ``pattern >> shift`` counts cells of
-    a logarithmic grid with 2^mantissa cells to the octave; the 2^bits - 2 cells next to the
-    largest magnitudes get codes. Relative error at most 1 / (2^(mantissa+1) + 1) from the
+    A float32's bit pattern is monotone in its magnitude, so ``pattern >> shift`` numbers the cells
+    of a logarithmic grid with 2^mantissa cells in an octave; the 2^bits - 2 cells next to the
+    largest magnitudes have codes. The relative error is at most 1 / (2^(mantissa+1) + 1) from the
     smallest coded magnitude (eps) up; smaller values become 0, an error below eps.
     """
 
@@ -68,7 +68,7 @@ class RangeFloat:
             )
 
     def grid(self, low: float, high: float) -> RangeGrid:
-        """Return the cells for values in ``[low, high]`` (methods 1.5, rounded top cell)."""
+        """Return the grid for values in ``[low, high]``; the top cell is rounded to nearest."""
         mantissa = max(0, self.bits - 4) if self.mantissa is None else self.mantissa
         shift = 23 - mantissa
         top, bottom = _cell(high, shift), _cell(-low, shift)
@@ -91,13 +91,13 @@ class RangeFloat:
         )
 
     def coding(self, scale: float) -> Coding:
-        """Return the coding of values of at most ``scale``, one of which has that magnitude."""
+        """Return the encoding of values whose largest magnitude is ``scale``."""
         grid = self.grid(-scale, scale)
         return Coding(RANGE, self.bits, *grid, grid.positives + grid.negatives)
 
 
 def _cell(limit: float, shift: int) -> int | None:
-    """Return the rounded cell of ``limit``; None if it is not a normal positive float32."""
+    """Return the cell of ``limit``, rounded; None unless it is a positive normal float32."""
     pattern = int(np.float32(limit).view(np.uint32)) if limit > 0 else 0
     if pattern < MIN_NORMAL_BITS:
         return None
@@ -106,41 +106,41 @@ def _cell(limit: float, shift: int) -> int | None:
 
 @dataclass(frozen=True)
 class Float32:
-    """Send values as they are."""
+    """Send values as float32, unchanged."""
 
     spec_name = "Float32"
     bits = 32
 
     def coding(self, scale: float) -> Coding:
-        """Return the coding of values of at most ``scale``."""
+        """Return the encoding of values whose largest magnitude is ``scale``."""
         return Coding(FLOAT32, self.bits, 0, 0, 0, 0, pattern_of(scale))
 
 
 @dataclass(frozen=True)
 class BFloat16:
-    """Send the upper half of a float32, rounded to nearest even; saturates below infinity."""
+    """Send values as bfloat16, rounded to nearest even; the largest finite value is the limit."""
 
     spec_name = "BFloat16"
     bits = 16
 
     def coding(self, scale: float) -> Coding:
-        """Return the coding of values of at most ``scale``."""
+        """Return the encoding of values whose largest magnitude is ``scale``."""
         rounded = (pattern_of(scale) + 0x8000) & 0x7FFF0000
         return Coding(BFLOAT16, self.bits, 0, 0, 0, 0, min(rounded, LARGEST_BFLOAT16_BITS))
 
 
 def steps_coding(step: float, most: int, largest: int) -> Coding:
-    """Return the coding of values as 1 to ``most`` steps of either sign, ``step`` above 0.
+    """Return the encoding of values as multiples of ``step``, 1 to ``most`` of either sign.
 
-    Code 2 (l - 1) + s stands for l steps, minus if s is 1; l = floor(abs(value) / step), 1 at least
-    and ``most`` at most. No payload has more than ``largest`` steps.
+    Code 2 (l - 1) + s is l steps, negative if s is 1; l = floor(abs(value) / step), clipped to
+    [1, most]. ``largest``: the most steps in a valid payload.
     """
     bits = 1 + (most - 1).bit_length()
     return Coding(STEPS, bits, 0, pattern_of(step), most, most, 2 * largest - 1)
 
 
 def pattern_of(value: float | np.floating) -> int:
-    """Return the bits of a number as float32; those of finite ones >= 0 are in their order."""
+    """Return the float32 bit pattern of a number; patterns of numbers >= 0 sort as the numbers."""
     return int(np.float32(value).view(np.uint32))
 
 

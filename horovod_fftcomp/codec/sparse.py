@@ -1,7 +1,6 @@
-"""Codec: an array to bytes and back, by a transform, a sparsifier and a quantizer.
+"""Sparse codec: a transform, a sparsifier and a quantizer.
 
-Owns the order of the stages and the checks at the door; knows no byte's place (``wire``) and no
-arithmetic (``kernels``).
+Owns the order of the stages. The byte layout is in ``wire``, the arithmetic in ``kernels``.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
 from horovod_fftcomp.wire.header import Header, Plan
 from horovod_fftcomp.wire.positions import Layout
 
-# The same few thousand tensors come back every step.
+# Every step encodes the same tensors, a few thousand in large models.
 _PLANS_CACHED = 1 << 14
 
 
 class PositionsCodec(PayloadCodec):
-    """What codecs share that send the positions of some coefficients and a code for each."""
+    """Base class of codecs that send positions of coefficients and a code for each value."""
 
     transform: Transform
 
     @abc.abstractmethod
     def coding(self, scale: float) -> Coding:
-        """Return how values are written in a payload of this scale."""
+        """Return the encoding of the values in a payload of this scale."""
 
     def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
-        """Return (dtype, elements) of the coefficients that a tensor of ``shape`` leaves unsent."""
+        """Return (dtype, elements) of the residual of a tensor of ``shape``: coefficients."""
         kind = np.complex64 if self.transform.reals_per_bin == 2 else np.float32
         return np.dtype(kind), self.transform.n_bins(math.prod(shape))
 
@@ -53,7 +52,7 @@ class PositionsCodec(PayloadCodec):
     def _write_body(
         self, payload: Array, plan: Plan, bitmap: Array, codes: Array, kernels: ModuleType
     ) -> None:
-        """Write where a bitmap has ones, and the packed codes of what is there."""
+        """Write the positions of the bitmap's ones, and the packed codes of the values there."""
         packed = positions.pack(bitmap, plan.positions, kernels)
         payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes] = packed
         payload[plan.values_offset :] = codes
@@ -65,7 +64,7 @@ class PositionsCodec(PayloadCodec):
         headers: Sequence[Header],
         kernels: ModuleType,
     ) -> Array:
-        """Add the coefficients and transform back once, however many payloads there are."""
+        """Add the coefficients of all payloads and transform back once."""
         parts = []
         whole = zip(payloads, plans, headers, strict=True)
         for number, (payload, plan, header) in enumerate(whole):
@@ -79,8 +78,8 @@ class PositionsCodec(PayloadCodec):
             raise PayloadError(f"body: {error}") from error
 
     def part(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Body:
-        """Return the body of a payload; ValueError if its positions cannot be."""
-        if plan.layout is Layout.RAW:  # beside others of which less was chosen
+        """Return the body of a payload; ValueError for corrupt positions."""
+        if plan.layout is Layout.RAW:  # other ranks sent fewer values and are not RAW
             values = payload[plan.values_offset :]
             everywhere = positions.first_ones(plan.numel, plan.numel)
             return Body(everywhere, values, Float32().coding(header.scale))
@@ -89,17 +88,17 @@ class PositionsCodec(PayloadCodec):
         return Body(bitmap, payload[plan.values_offset :], self.coding(header.scale))
 
     def may_overflow(self, headers: Sequence[Header]) -> bool:
-        """Tell whether a sum of payloads with these headers could exceed float32."""
+        """Return whether a sum of payloads with these headers could overflow float32."""
         return sum(header.scale for header in headers) * self.transform.gain > 2.0**127
 
 
 @dataclass(frozen=True)
 class Codec(PositionsCodec):
-    """Turn arrays into payloads: ``transform``, then ``sparsifier``, then ``quantizer``.
+    """Sparse codec: applies ``transform``, then ``sparsifier``, then ``quantizer``.
 
-    Holds parameters and no data; equal codecs on all ranks make payloads that fit together.
-    Every method takes NumPy arrays and leaves them unchanged. ``backend`` ("reference" or "cpu")
-    overrides the choice by the array's type; it is there for tests.
+    Holds options and no data; payloads of equal codecs can be summed. ``encode`` and ``decode``
+    take NumPy arrays and leave them unchanged. ``backend`` ("reference" or "cpu") overrides the
+    choice of kernels by the array's type, for tests.
 
     >>> import numpy as np, horovod_fftcomp as hfc
     >>> codec = hfc.get_codec("topk", density=0.25)
@@ -121,7 +120,7 @@ class Codec(PositionsCodec):
     def plan(self, shape: Shape, k: int | None = None) -> Plan:
         """Return the layout and the sizes for a tensor of ``shape``.
 
-        ``k``: how many coefficients are sent, where that depends on the values.
+        ``k``: the number of coefficients sent, if it depends on the values.
         """
         if isinstance(self.sparsifier, TopK):
             return _plan(self, shape)
@@ -130,7 +129,7 @@ class Codec(PositionsCodec):
         return wire.make_plan(shape, math.prod(shape), k, self.quantizer.bits)
 
     def at_loss_scale(self, scale: float) -> Codec:
-        """Return the codec of gradients that a loss scale has multiplied."""
+        """Return the codec for gradients multiplied by the loss scale ``scale``."""
         if scale == 1 or isinstance(self.sparsifier, TopK):
             return self
         return _at_loss_scale(self, scale)
@@ -143,12 +142,12 @@ class Codec(PositionsCodec):
         residual: Array | None = None,
         own: bool = True,
     ) -> Coefficients:
-        """Return the coefficients of a flat float32 gradient, plus ``residual``'s.
+        """Return the coefficients of a flat float32 gradient, plus those of ``residual``.
 
-        In a new array; unless ``own`` maybe in ``flat`` itself. Those of a tensor that travels as
-        it is are its elements. A residual always lies in the transform's domain, since only other
-        tensors leave one; a changed density may bring both together. Raises ValueError if it has
-        another dtype or size.
+        The array is new; without ``own`` it may be ``flat`` itself. The coefficients of a RAW
+        tensor are its elements. ``residual`` is always in the transform's domain, since a RAW
+        tensor has none; after a change of density a RAW tensor may get one, which is transformed
+        back. Raises ValueError if it has another dtype or size than ``coeffs_format``.
         """
         self._check_residual(residual, shape)
         if isinstance(self.sparsifier, Threshold):
@@ -168,7 +167,7 @@ class Codec(PositionsCodec):
         )
 
     def coding(self, scale: float) -> Coding:
-        """Return how values are written in a payload of this scale."""
+        """Return the encoding of the values in a payload of this scale."""
         return self.quantizer.coding(scale)
 
     def energy(self, coeffs: Array, shape: Shape) -> float:
@@ -188,12 +187,11 @@ class Codec(PositionsCodec):
         out: Array | None = None,
         rng_key: RngKey = NO_RNG_KEY,
     ) -> Encoded:
-        """Return the payload of ``coeffs`` and, if asked for, what it leaves unsent.
+        """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual.
 
-        With ``keep_residual`` the array of ``coeffs`` itself becomes the residual: the sent values
-        are subtracted in place. None is left by a tensor that travels as it is, all of which is
-        sent, and by non-finite coefficients. The payload is written to the front of ``out``,
-        zeros uint8, where that is given.
+        The residual is the array of ``coeffs`` itself: the sent values are subtracted in place.
+        It is None for a RAW tensor, all of which is sent, and for non-finite coefficients. If
+        ``out`` is given, uint8 zeros, the payload is written to its first bytes.
         """
         del rng_key  # nothing is drawn
         array, peak = coeffs.array, coeffs.peak
@@ -223,7 +221,7 @@ class Codec(PositionsCodec):
 
 @functools.lru_cache(64)
 def _at_loss_scale(codec: Codec, scale: float) -> Codec:
-    """Return a codec that is kept, since its fingerprint takes longer than a small tensor."""
+    """Return the codec, cached: to compute its fingerprint takes longer than a small tensor."""
     assert isinstance(codec.sparsifier, Threshold)
     return replace(codec, sparsifier=codec.sparsifier.scaled(scale))
 

@@ -1,4 +1,4 @@
-"""Which coefficients are sent."""
+"""Sparsifiers: the selection of the coefficients that are sent."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import counter_rng
 
-LEAST_THRESHOLD = 2.0**-126  # below it float32 has fewer digits
+LEAST_THRESHOLD = 2.0**-126  # the smallest normal float32; below it precision is lost
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
-class _Share:
-    """The ``density`` share of a tensor's coefficients."""
+class _ByDensity:
+    """Base class of sparsifiers that send the fraction ``density`` of a tensor's coefficients."""
 
     density: float
 
@@ -32,13 +32,13 @@ class _Share:
         object.__setattr__(self, "density", float(self.density))
 
     def count(self, n: int) -> int:
-        """Return k for ``n`` coefficients; known before the data, so payload sizes are too."""
+        """Return k for ``n`` coefficients. It does not depend on values, nor do payload sizes."""
         return 0 if n == 0 else min(n, max(1, math.floor(self.density * n + 1e-9)))
 
 
 @dataclass(frozen=True)
-class TopK(_Share):
-    """Keep the ``density`` share of a tensor's coefficients that is largest in magnitude.
+class TopK(_ByDensity):
+    """Keep the fraction ``density`` of a tensor's coefficients that is largest in magnitude.
 
     k = max(1, floor(density * n)); of equal magnitudes the lower index wins, so all backends
     agree. Source: Aji and Heafield 2017; for spectra, Wang et al., HPDC 2020.
@@ -49,7 +49,7 @@ class TopK(_Share):
 
 @dataclass(frozen=True)
 class Threshold:
-    """Keep what is at least ``value`` in magnitude; how much that is the data tell.
+    """Keep the coefficients of magnitude ``value`` or more; their number depends on the data.
 
     Source: Dutta et al., AAAI 2020, and Sahu et al., NeurIPS 2021, as hard threshold.
     """
@@ -64,19 +64,20 @@ class Threshold:
                 f"threshold must be a number from {LEAST_THRESHOLD:.3g} to {_LARGEST:.3g}, got "
                 f"{self.value!r}; it has the units of a gradient"
             )
-        # As float32, in which values are compared: all ranks compare with the same number.
+        # Rounded to float32, the type of the comparison: all ranks compare with the same number.
         object.__setattr__(self, "value", float(np.float32(self.value)))
 
     def scaled(self, scale: float) -> Threshold:
-        """Return the threshold of gradients that ``scale`` has multiplied, if float32 has it."""
+        """Return the threshold times ``scale``, clipped to the range of thresholds."""
         return Threshold(min(max(self.value * scale, LEAST_THRESHOLD), _LARGEST))
 
 
 def formula_threshold(numel: int, density: float = 0.001) -> float:
-    """Return 1 / (2 sqrt(k)) for a model of ``numel`` compressed elements, k of them to be sent.
+    """Return the threshold 1 / (2 sqrt(k)), k = ``density`` times ``numel``.
 
-    Source: the published runs of Sahu et al., NeurIPS 2021. It has been tuned to gradients of the
-    size that batch norm and cross entropy make; ``hard_threshold`` can find its own instead.
+    ``numel``: number of compressed elements in the model. Source: the published runs of Sahu et
+    al., NeurIPS 2021. It is tuned to gradients of the size that batch norm and cross entropy
+    produce; ``hard_threshold`` can calibrate a threshold instead.
 
     >>> round(formula_threshold(11_173_962), 5)
     0.00473
@@ -85,8 +86,8 @@ def formula_threshold(numel: int, density: float = 0.001) -> float:
 
 
 @dataclass(frozen=True)
-class _Drawn(_Share):
-    """A share whose positions are drawn anew in each step, alike on all ranks."""
+class _RandomByDensity(_ByDensity):
+    """Base class of random sparsifiers: all ranks draw the same positions, new ones each step."""
 
     seed: int = 0
 
@@ -96,11 +97,11 @@ class _Drawn(_Share):
 
 
 @dataclass(frozen=True)
-class RandomBlock(_Drawn):
-    """Keep k consecutive elements from a random one on; after the last comes the first.
+class RandomBlock(_RandomByDensity):
+    """Keep k consecutive elements from a random start, wrapping around at the end.
 
-    Without the wrap-around those at the ends would be sent less often. Source: Vogels et al.,
-    NeurIPS 2019, as "random block".
+    Without the wrap-around the elements at both ends would be sent less often. Source: Vogels et
+    al., NeurIPS 2019, as "random block".
     """
 
     spec_name = "RandomBlock"
@@ -110,18 +111,19 @@ class RandomBlock(_Drawn):
         return 1, counter_rng.below(counter_rng.draw(self.seed, step, name, 0), n)
 
     def positions(self, n: int, step: int, name: str) -> Array:
-        """Return the positions, int64 ``[k]``, of a tensor called ``name`` of ``n`` elements."""
+        """Return the positions, int64 ``[k]``, for the tensor ``name`` of ``n`` elements."""
         _, first = self.progression(n, step, name)
-        found = np.arange(first, first + self.count(n), dtype=np.int64)
-        found[n - first :] -= n
-        return found
+        positions = np.arange(first, first + self.count(n), dtype=np.int64)
+        positions[n - first :] -= n
+        return positions
 
 
 @dataclass(frozen=True)
-class RandomK(_Drawn):
-    """Keep k elements, each with probability k/n: (a j + c) mod n for j < k, a prime to n.
+class RandomK(_RandomByDensity):
+    """Keep k random elements, each with probability k/n.
 
-    None is drawn twice, which would send less than k. Source: Stich et al., NeurIPS 2018.
+    Their positions are (a j + c) mod n for j < k, a coprime to n, so all differ. Source: Stich et
+    al., NeurIPS 2018.
     """
 
     spec_name = "RandomK"
@@ -136,11 +138,11 @@ class RandomK(_Drawn):
         return factor, counter_rng.below(counter_rng.draw(self.seed, step, name, 0), n)
 
     def positions(self, n: int, step: int, name: str) -> Array:
-        """Return the positions, int64 ``[k]``, of a tensor called ``name`` of ``n`` elements."""
+        """Return the positions, int64 ``[k]``, for the tensor ``name`` of ``n`` elements."""
         factor, first = self.progression(n, step, name)
         # In unsigned 64 bits a product is exact below 2**64: n up to 2**32, density up to 1.
-        found = np.arange(self.count(n), dtype=np.uint64)
-        found *= np.uint64(factor)
-        found += np.uint64(first)
-        found %= np.uint64(max(1, n))
-        return found.view(np.int64)
+        positions = np.arange(self.count(n), dtype=np.uint64)
+        positions *= np.uint64(factor)
+        positions += np.uint64(first)
+        positions %= np.uint64(max(1, n))
+        return positions.view(np.int64)

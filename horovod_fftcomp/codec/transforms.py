@@ -1,6 +1,6 @@
-"""Linear maps between a flat gradient and its coefficients.
+"""Transforms: linear maps between a flat gradient and its coefficients.
 
-A transform knows lengths and options; the arithmetic of a block lies in ``kernels``.
+A transform holds options and computes lengths; the arithmetic is in ``kernels``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True)
 class Identity:
-    """Leave the gradient as it is: a coefficient is an element."""
+    """Identity transform: the coefficients are the elements of the gradient."""
 
     spec_name = "Identity"
     reals_per_bin = 1
     bins_per_block = 1
-    gain = 1  # the largest element that coefficients of at most 1 can make
+    gain = 1  # the largest element that coefficients of magnitude at most 1 can produce
 
     def n_bins(self, numel: int) -> int:
         """Return the number of coefficients of ``numel`` elements."""
@@ -32,9 +32,9 @@ class Identity:
     def forward(
         self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
     ) -> Coefficients:
-        """Return ``flat`` plus ``residual``, ``k`` of them to be sent; 0: all.
+        """Return ``flat`` plus ``residual``, with the threshold of the ``k`` largest; 0: of all.
 
-        Unless ``own`` the array may be ``flat`` itself.
+        The array is new; without ``own`` it may be ``flat`` itself.
         """
         if residual is None and not own:
             return kernels.topk_threshold(flat, k, 1)
@@ -46,17 +46,17 @@ class Identity:
         return coeffs
 
     def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
-        """Return the ``numel`` elements of the sum of payloads' bodies, float32."""
+        """Return the sum of the gradients of payload bodies, float32 ``[numel]``."""
         return kernels.sum_values(parts, numel, False)
 
     def energy(self, coeffs: Array) -> float:
-        """Return the sum of squares of the gradient whose coefficients are given."""
+        """Return the sum of squares of the gradient with these coefficients."""
         return float(np.dot(coeffs, coeffs))
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """What transforms of consecutive blocks have in common."""
+    """Base class of transforms of consecutive blocks of ``block`` elements."""
 
     block: int = 256
 
@@ -69,12 +69,12 @@ class _Blocks:
 
     @property
     def bins_per_block(self) -> int:
-        """Coefficients in a block."""
+        """Number of coefficients in a block."""
         return self.block
 
     @property
     def gain(self) -> int:
-        """A bound on the largest element that components of at most 1 can make."""
+        """Upper bound on the elements that components of magnitude at most 1 can produce."""
         return 2 * self.block
 
     def n_bins(self, numel: int) -> int:
@@ -95,14 +95,14 @@ class BlockFFT(_Blocks):
 
     @property
     def bins_per_block(self) -> int:
-        """Complex bins in a block."""
+        """Number of complex bins in a block."""
         return self.block // 2
 
     def forward(
         self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
     ) -> Coefficients:
-        """Return the spectra of all blocks plus ``residual``, ``k`` bins to be sent; 0: all."""
-        del own  # it always is
+        """Return the spectra of all blocks plus ``residual``, with the threshold of ``k`` bins."""
+        del own  # the array is always new
         return kernels.rfft_blocks(flat, self.block, residual, k)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
@@ -110,11 +110,11 @@ class BlockFFT(_Blocks):
         return kernels.irfft_blocks(coeffs, self.block, numel)
 
     def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
-        """Return the ``numel`` elements of the sum of payloads' bodies, float32."""
+        """Return the sum of the gradients of payload bodies, float32 ``[numel]``."""
         return kernels.irfft_sum(parts, self.block, numel)
 
     def energy(self, coeffs: Array) -> float:
-        """Return the sum of squares of the gradient whose spectra are given (Parseval)."""
+        """Return the sum of squares of the gradient with these spectra (Parseval)."""
         ends = coeffs[:: self.bins_per_block]
         total = 2 * np.vdot(coeffs, coeffs).real - np.vdot(ends, ends).real
         return float(total) * self.block
@@ -124,7 +124,8 @@ class BlockFFT(_Blocks):
 class BlockDCT(_Blocks):
     """DCT-II of consecutive blocks, L real coefficients each; the last block padded with zeros.
 
-    Orthonormal divided by sqrt(L), so the largest coefficient never exceeds the largest element.
+    The orthonormal DCT divided by sqrt(L), so the largest coefficient never exceeds the largest
+    element.
     """
 
     spec_name = "BlockDCT"
@@ -133,8 +134,11 @@ class BlockDCT(_Blocks):
     def forward(
         self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
     ) -> Coefficients:
-        """Return the coefficients of all blocks plus ``residual``, ``k`` to be sent; 0: all."""
-        del own  # it always is
+        """Return the DCTs of all blocks plus ``residual``, with the threshold of the ``k`` largest.
+
+        ``k`` 0: of all.
+        """
+        del own  # the array is always new
         return kernels.dct_blocks(flat, self.block, residual, k)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
@@ -142,11 +146,11 @@ class BlockDCT(_Blocks):
         return kernels.idct_blocks(coeffs, self.block, numel)
 
     def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
-        """Return the ``numel`` elements of the sum of payloads' bodies, float32."""
+        """Return the sum of the gradients of payload bodies, float32 ``[numel]``."""
         return kernels.idct_sum(parts, self.block, numel)
 
     def energy(self, coeffs: Array) -> float:
-        """Return the sum of squares of the gradient whose DCTs are given."""
+        """Return the sum of squares of the gradient with these DCTs."""
         return float(np.dot(coeffs, coeffs)) * self.block
 
 

@@ -1,4 +1,4 @@
-"""The bytes of a payload: header, positions, entropy code, packed words, random numbers."""
+"""Wire format of payloads: header, positions, entropy code, packed integers, random numbers."""
 
 from horovod_fftcomp.wire.header import (
     DTYPES,

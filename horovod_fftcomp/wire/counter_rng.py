@@ -1,7 +1,7 @@
-"""Random numbers that all ranks draw alike, from facts that all of them know.
+"""Counter-based random numbers: functions of a seed, the step, a tensor's name and an index.
 
-No generator has a state: a number is a function of seed, step, tensor name and place. So a restored
-or a new rank draws as the others do, and nobody's own random numbers change.
+Generators have no state. So all ranks draw the same numbers, also a restored or a new rank, and
+the user's own random numbers do not change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 
 class RngKey(NamedTuple):
-    """Where a tensor is encoded: what random numbers of a rank's own are a function of."""
+    """Step, tensor name and rank: with a seed, the key of random numbers that differ by rank."""
 
     step: int = 0
     name: str = ""
@@ -34,24 +34,27 @@ def mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def draw(seed: int, step: int, name: str, place: int) -> int:
-    """Return the 64-bit number of this ``seed``, ``step``, tensor ``name`` and ``place``."""
-    return mix(mix(mix(fnv1a(name) ^ mix(seed & _MASK)) ^ step) ^ place)
+def draw(seed: int, step: int, name: str, index: int) -> int:
+    """Return the 64-bit random number of this ``seed``, ``step``, tensor ``name`` and ``index``."""
+    return mix(mix(mix(fnv1a(name) ^ mix(seed & _MASK)) ^ step) ^ index)
 
 
 def below(number: int, n: int) -> int:
-    """Return a number in ``range(n)`` from a 64-bit ``number``, evenly to 2**-64 n."""
+    """Return a uniform number in ``range(n)`` from a 64-bit ``number``; its bias is 2**-64 n."""
     return (number * n) >> 64
 
 
 def check_seed(seed: object) -> None:
-    """Raise ValueError unless ``seed`` is one."""
+    """Raise ValueError unless ``seed`` is a whole number in [0, 2**64)."""
     if type(seed) is not int or not 0 <= seed < 2**64:
         raise ValueError(f"seed must be a whole number in [0, 2**64), got {seed!r}")
 
 
 def uniform(seed: int, step: int, name: str, count: int) -> np.ndarray:
-    """Return ``count`` float32 from [-1, 1), even, of the places 0, 1, ...; the same everywhere."""
+    """Return ``count`` uniform float32 from [-1, 1), drawn at indices 0, 1, ...
+
+    They are equal on all machines.
+    """
     key = np.uint64(mix(mix(fnv1a(name) ^ mix(seed & _MASK)) ^ step))
     z = np.arange(count, dtype=np.uint64) ^ key
     z += np.uint64(0x9E3779B97F4A7C15)

@@ -1,4 +1,4 @@
-"""Where every byte of a payload lies: header, positions, values, sizes. See docs/wire-format.md."""
+"""Byte layout of payloads: sizes, offsets and the header. See docs/wire-format.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from horovod_fftcomp.wire.positions import Layout, Positions
 
 VERSION = 2
 MAGIC = b"HFC"
-ALIGNMENT = 16  # of a payload within a bucket, so that kernels read whole words
+ALIGNMENT = 16  # bytes, of a payload within a message, so that kernels read whole words
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 # magic, version, dtype, flags, ndim, layout | fingerprint, numel, k, payload bytes | scale, CRC-32
@@ -31,7 +31,10 @@ _MAX_DIMS = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes of one tensor's payload; a pure function of shape and options."""
+    """Layout and sizes of one tensor's payload: a function of shape and options alone.
+
+    If the number of values depends on the data, it is a function of that number as well.
+    """
 
     shape: tuple[int, ...]
     numel: int
@@ -42,17 +45,17 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        """How the body tells which coefficients follow."""
+        """Encoding of the positions."""
         return self.positions.layout
 
     @property
     def n_bins(self) -> int:
-        """Of how many coefficients the values are some."""
+        """Number of coefficients from which the values were chosen."""
         return self.positions.n
 
     @property
     def k(self) -> int:
-        """How many values there are."""
+        """Number of values sent."""
         return self.positions.k
 
 
@@ -83,9 +86,10 @@ def fnv1a(text: str) -> int:
 
 
 def make_plan(shape: tuple[int, ...], n_bins: int, k: int, bits_per_bin: int) -> Plan:
-    """Return the cheapest way to send ``k`` of ``n_bins`` coefficients of a tensor.
+    """Return the smallest plan for ``k`` of ``n_bins`` coefficients of a tensor of ``shape``.
 
-    Where no layout is smaller than the tensor itself in float32, the plan is to send that.
+    ``bits_per_bin``: of a coefficient's code. If no layout is smaller than the tensor in float32,
+    returns ``raw_plan(shape)``.
     """
     numel = math.prod(shape)
     header = align(_FIXED.size + len(_encode_dims(shape)))
@@ -98,7 +102,7 @@ def make_plan(shape: tuple[int, ...], n_bins: int, k: int, bits_per_bin: int) ->
 
 
 def raw_plan(shape: tuple[int, ...]) -> Plan:
-    """Return the plan to send a tensor of ``shape`` as it is."""
+    """Return the plan that sends a tensor of ``shape`` uncompressed, in float32."""
     numel = math.prod(shape)
     header = align(_FIXED.size + len(_encode_dims(shape)))
     chosen = Positions(Layout.RAW, numel, numel, 0, 0)
@@ -106,9 +110,9 @@ def raw_plan(shape: tuple[int, ...]) -> Plan:
 
 
 def dense_plan(shape: tuple[int, ...], body_nbytes: int) -> Plan:
-    """Return the plan of a tensor all of whose elements are in a body of ``body_nbytes``.
+    """Return the plan of a payload without positions, with a body of ``body_nbytes``.
 
-    Where the body would be longer than the tensor in float32, the plan is to send that.
+    If the body would be longer than the tensor in float32, returns ``raw_plan(shape)``.
     """
     raw = raw_plan(shape)
     if body_nbytes > 4 * raw.numel or not raw.numel:
@@ -121,7 +125,7 @@ def dense_plan(shape: tuple[int, ...], body_nbytes: int) -> Plan:
 def write_header(
     payload: Array, plan: Plan, fingerprint: int, dtype: str, scale: float, finite: bool
 ) -> None:
-    """Write the header of ``plan`` into the first bytes of ``payload``, uint8."""
+    """Write the header of ``plan`` to the first bytes of ``payload``, uint8."""
     dims = _encode_dims(plan.shape)
     fixed = _FIXED.pack(
         MAGIC,
@@ -143,9 +147,10 @@ def write_header(
 
 
 def read_header(payload: Array) -> Header:
-    """Return the header at the front of ``payload``, uint8 1-D, every field checked.
+    """Return the header at the start of ``payload``, uint8 1-D, after checking every field.
 
-    ``payload`` may be longer than the payload that the header describes.
+    ``payload`` may be longer than the payload that the header describes. Raises PayloadError for
+    bytes that are no header, or a corrupt one.
     """
     if len(payload) < _FIXED.size:
         raise PayloadError(
@@ -176,13 +181,19 @@ def read_header(payload: Array) -> Header:
         ("payload length", nbytes, nbytes < len(header)),
     ):
         if bad:
-            raise PayloadError(f"header field {name!r} is {found}, which no payload has")
+            raise PayloadError(
+                f"header field {name!r} is {found}, which is out of range: the payload is corrupt"
+            )
     finite = flags & _NOT_FINITE == 0
     return Header(DTYPES[dtype], finite, layout, fingerprint, shape, k, nbytes, scale)
 
 
 def split_payloads(gathered: Array) -> Iterator[tuple[Header, Array]]:
-    """Yield header and bytes of each payload in a buffer; every one starts at ``ALIGNMENT``."""
+    """Yield (header, bytes) of each payload in a buffer.
+
+    Payloads start at multiples of ``ALIGNMENT``. Raises PayloadError as ``read_header``, and for a
+    payload that is longer than the buffer.
+    """
     offset = 0
     while offset < len(gathered):
         header = read_header(gathered[offset:])
@@ -197,9 +208,9 @@ def split_payloads(gathered: Array) -> Iterator[tuple[Header, Array]]:
 
 
 def _encode_dims(shape: tuple[int, ...]) -> bytes:
-    """Return the dimensions as variable-length integers: 7 bits a byte, low ones first."""
+    """Return the dimensions as variable-length integers: 7 bits a byte, low bits first."""
     if len(shape) > _MAX_DIMS:
-        raise ValueError(f"a tensor of {len(shape)} dimensions; at most {_MAX_DIMS} can be sent")
+        raise ValueError(f"the tensor has {len(shape)} dimensions, expected at most {_MAX_DIMS}")
     out = bytearray()
     for dim in shape:
         while dim > 0x7F:
@@ -212,7 +223,7 @@ def _encode_dims(shape: tuple[int, ...]) -> bytes:
 def _decode_dims(header: bytes, ndim: int) -> tuple[tuple[int, ...], int]:
     """Return (shape, end of the dimensions in ``header``)."""
     if ndim > _MAX_DIMS:
-        raise PayloadError(f"header field 'ndim' is {ndim}, at most {_MAX_DIMS} can be")
+        raise PayloadError(f"header field 'ndim' is {ndim}, expected at most {_MAX_DIMS}")
     shape, offset = [], _FIXED.size
     for _ in range(ndim):
         dim, shift = 0, 0
@@ -227,5 +238,7 @@ def _decode_dims(header: bytes, ndim: int) -> tuple[tuple[int, ...], int]:
                 break
         shape.append(dim)
     if math.prod(max(dim, 1) for dim in shape) >= 1 << 60:
-        raise PayloadError(f"header field 'shape' is {tuple(shape)}, which no memory holds")
+        raise PayloadError(
+            f"header field 'shape' is {tuple(shape)}, expected fewer than 2**60 elements"
+        )
     return tuple(shape), offset

@@ -1,6 +1,6 @@
-"""How the positions of chosen coefficients travel: which layout is cheapest, and its bytes.
+"""Encodings of the positions of sent coefficients, and the choice of the smallest one.
 
-A layout is chosen from counts alone, never from values, so all ranks choose alike.
+The choice depends on counts alone, never on values, so all ranks choose the same.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ import numpy as np
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import rans
 
+# Of the next best size. The entropy code is the slowest, so a smaller gain is not worth its time.
 _WORTH_CODING_PERCENT = 95
 
 
 class Layout(enum.IntEnum):
-    """How the body of a payload tells which coefficients follow."""
+    """Encoding of the positions in the body of a payload."""
 
-    RAW = 0  # no coefficients: the elements themselves, float32
-    ALL = 1  # every coefficient or none, no positions
+    RAW = 0  # no positions: all elements of the tensor, in float32
+    ALL = 1  # no positions: every coefficient, or none
     BITMAP = 2  # one bit for each coefficient
-    OFFSETS = 3  # fixed-width offsets in blocks whose counts are written in unary
-    ENTROPY = 4  # a bitmap's bytes in an entropy code of bounded size
+    OFFSETS = 3  # fixed-width offsets in blocks, and the blocks' counts in unary
+    ENTROPY = 4  # the bitmap's bytes in an entropy code of bounded size
 
 
 class Positions(NamedTuple):
-    """``k`` of ``n`` positions in ``nbytes`` bytes; ``low_bits``: of an offset."""
+    """Layout of ``k`` of ``n`` positions in ``nbytes`` bytes.
+
+    ``low_bits``: the width of an offset, 0 in other layouts than OFFSETS.
+    """
 
     layout: Layout
     n: int
@@ -38,9 +42,9 @@ class Positions(NamedTuple):
 
 
 def cheapest(n: int, k: int) -> Positions:
-    """Return how ``k`` of ``n`` positions travel in the fewest bytes; ties: the simpler.
+    """Return the smallest encoding of ``k`` of ``n`` positions; of equal sizes the simplest.
 
-    The entropy code takes more work and has to save enough to be worth it.
+    The entropy code is chosen only if it is more than 5 % smaller than the others.
     """
     if k in (0, n):
         return Positions(Layout.ALL, n, k, 0, 0)
@@ -56,12 +60,12 @@ def cheapest(n: int, k: int) -> Positions:
 
 
 def unary_bits(n: int, k: int, low_bits: int) -> int:
-    """Return the length in bits of the unary part of ``pack_offsets``."""
+    """Return the size in bits of the unary part of ``pack_offsets``."""
     return k + ((n + (1 << low_bits) - 1) >> low_bits)
 
 
 def pack(bitmap: Array, how: Positions, kernels: ModuleType) -> Array:
-    """Return the positions at which ``bitmap`` has ones, uint8 ``[how.nbytes]``."""
+    """Return the positions of the ones of ``bitmap``, encoded, uint8 ``[how.nbytes]``."""
     if how.layout is Layout.BITMAP:
         return kernels.pack_bitmap(bitmap, how.n)
     if how.layout is Layout.ENTROPY:
@@ -72,7 +76,7 @@ def pack(bitmap: Array, how: Positions, kernels: ModuleType) -> Array:
 
 
 def unpack(packed: Array, how: Positions, kernels: ModuleType) -> Array:
-    """Return the bitmap that ``pack`` packed; ValueError for bytes that it cannot have made."""
+    """Return the bitmap that ``pack`` encoded; ValueError for bytes that it never writes."""
     if how.layout is Layout.BITMAP:
         return kernels.unpack_bitmap(packed, how.n, how.k)
     if how.layout is Layout.ENTROPY:
@@ -83,7 +87,7 @@ def unpack(packed: Array, how: Positions, kernels: ModuleType) -> Array:
 
 
 def first_ones(n: int, k: int) -> Array:
-    """Return the bitmap of ``n`` places that has ones at the first ``k``."""
+    """Return the bitmap of ``n`` bits with ones at the first ``k``, uint64."""
     ones = np.zeros(-(-n // 64), np.uint64)
     ones[: k // 64] = ~np.uint64(0)
     if k % 64:

@@ -1,8 +1,9 @@
-"""Small numbers in words of 32 bits: how many fit, and where each of them lies.
+"""Packing of small integers into 32-bit words, as digits in a given radix.
 
-Numbers below a radix R are the digits of words in base R, as many in a word as fit. They come in
-groups of 4096: in a group of m numbers, W = ceil(m / digits) words, digit b of word j is number
-b * W + j. So neighbours lie in neighbouring words, and vectors of words fill without shuffling.
+Integers below a radix R are the digits of words in base R, as many in a word as fit. They are
+packed in groups of 4096: a group of m integers takes W = ceil(m / digits) words, and digit b of
+word j is integer b * W + j. So neighbours lie in neighbouring words, and vector registers fill
+without shuffling.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 GROUP = 4096
-LANES = 64  # partial sums of a kernel: element i belongs to number i mod 64
+LANES = 64  # partial sums of a kernel: element i is added to sum i mod 64
 L2, LARGEST, GIVEN = range(3)
 
 
 class Levels(NamedTuple):
-    """A grid of ``top + 1`` values, evenly from -scale to scale, and where its scales come from.
+    """Quantization grid of ``top + 1`` values, evenly spaced from -scale to scale.
 
-    ``norm``: the L2 norm of each bucket, its largest magnitude, or one number that is given.
-    ``radix``: of the digits, above ``top``. ``bucket``: elements with a scale of their own.
+    ``radix``: of the packed codes, above ``top``. ``norm``: the definition of the scale: the L2
+    norm of each bucket, its largest magnitude (LARGEST), or one GIVEN number. ``bucket``: the
+    number of consecutive elements that share a scale.
     """
 
     top: int
@@ -28,7 +30,7 @@ class Levels(NamedTuple):
 
 
 def digits_of(radix: int) -> int:
-    """Return how many numbers below ``radix`` a word holds.
+    """Return how many integers below ``radix`` fit into a 32-bit word.
 
     >>> [digits_of(radix) for radix in (2, 3, 4, 15, 255)]
     [32, 20, 16, 8, 4]
@@ -40,16 +42,16 @@ def digits_of(radix: int) -> int:
 
 
 def count_words(n: int, radix: int) -> int:
-    """Return how many words ``n`` numbers below ``radix`` take."""
+    """Return the number of 32-bit words of ``n`` packed integers below ``radix``."""
     digits = digits_of(radix)
     whole, rest = divmod(n, GROUP)
     return whole * -(-GROUP // digits) + -(-rest // digits)
 
 
 def sketch_bits(n: int, peak: int) -> int:
-    """Return the bits after the point of ``n`` numbers whose sum shall fit into 64 bits.
+    """Return the number of fraction bits with which the sum of ``n`` numbers fits into 64 bits.
 
-    ``peak``: the float32 pattern of the largest magnitude, finite.
+    ``peak``: the float32 bit pattern of the largest magnitude, finite.
 
     >>> sketch_bits(1 << 20, 0x3F800000)  # numbers of at most 1.0
     41

@@ -1,13 +1,14 @@
-"""A code for sparse bitmaps whose size follows from counts alone: 8 places a symbol, rANS.
+"""Entropy code (rANS) of sparse bitmaps; its size depends on the number of ones alone.
 
-Each byte of a bitmap of ``n`` places with ``k`` ones is a symbol with the probability that
-independent places of density k / n would give it. Its cost is then all but linear in its ones, so
-every bitmap with k ones takes all but the same number of bits, and their bound can be known
-before the data. Source: asymmetric numeral systems, Duda 2013; several streams: Giesen 2014.
+Each byte of a bitmap of ``n`` bits with ``k`` ones is a symbol; its probability is that of
+independent bits of density k / n. The cost of a byte is then almost linear in its ones, so all
+bitmaps with k ones take almost the same number of bits, and a bound is known before the data.
+Source: asymmetric numeral systems, Duda 2013; interleaved streams: Giesen 2014.
 
-Layout: for each chunk of ``CHUNK_SYMBOLS`` its number of words, uint16, padded to 4 bytes; then
-for each chunk ``LANES`` final states, uint64, and the words, uint32. Symbol i of a chunk belongs
-to lane i mod ``LANES``; all lanes share the words in the order in which a decoder needs them.
+Layout: first the number of words of each chunk of ``CHUNK_SYMBOLS``, uint16, padded to 4 bytes;
+then for each chunk ``LANES`` final states, uint64, and the words, uint32. Symbol i of a chunk
+belongs to lane i mod ``LANES``; all lanes share the words, in the order in which a decoder reads
+them.
 """
 
 from __future__ import annotations
@@ -26,31 +27,32 @@ _CACHED = 1 << 14
 
 @functools.lru_cache(_CACHED)
 def frequencies(n: int, k: int) -> tuple[int, ...]:
-    """Return the frequency of a byte with 0, 1, .. 8 ones; those of all 256 add up to 2^12.
+    """Return the frequencies of bytes with 0, 1, .. 8 ones; over all 256 bytes they sum to 2^12.
 
-    Every byte has at least 1, so any bitmap can be coded, where ``can_code`` says so. In whole
-    numbers: equal on all machines.
+    If ``can_code``, every byte has at least 1, so any bitmap can be coded. Computed in integers:
+    equal on all machines.
     """
     total = 1 << PRECISION
     weights = [k**ones * (n - k) ** (8 - ones) for ones in range(9)]
     counts = [1, 8, 28, 56, 70, 56, 28, 8, 1]
     found = [max(1, (2 * total * weight + n**8) // (2 * n**8)) for weight in weights]
-    rest = 8 if 2 * k > n else 0  # the likelier of the two that stand for one byte each
+    rest = 8 if 2 * k > n else 0  # absorbs the rounding: 0x00 or 0xFF, whichever is more probable
     others = sum(f * count for f, count in zip(found, counts, strict=True)) - found[rest]
     found[rest] = total - others
     return tuple(found)
 
 
 def can_code(n: int, k: int) -> bool:
-    """Tell whether rounding leaves each byte a frequency; near density 1/2 it may not."""
+    """Return whether every byte has a frequency above 0; near density 1/2 rounding may leave 0."""
     return min(frequencies(n, k)) > 0
 
 
 @functools.lru_cache(_CACHED)
 def coded_nbytes(n: int, k: int) -> int:
-    """Return the bytes that suffice for every bitmap of ``n`` places with ``k`` ones.
+    """Return a size in bytes that suffices for every bitmap of ``n`` bits with ``k`` ones.
 
-    The largest sum of costs, under a given mean of ones, is a mixture of two kinds of bytes.
+    For a given mean number of ones, the largest total cost is that of a mixture of two kinds of
+    bytes; the bound is the largest over all pairs.
     """
     symbols = -(-n // 8)
     costs = [PRECISION * _FRACTION - ((f**_FRACTION).bit_length() - 1) for f in frequencies(n, k)]
@@ -66,10 +68,10 @@ def coded_nbytes(n: int, k: int) -> int:
 
 
 def n_chunks(n: int) -> int:
-    """Return the number of chunks of ``n`` places."""
+    """Return the number of chunks of a bitmap of ``n`` bits."""
     return -(-n // (8 * CHUNK_SYMBOLS))
 
 
 def words_offset(n: int) -> int:
-    """Return where the first chunk lies, in bytes after the table of their lengths."""
+    """Return the offset in bytes of the first chunk, behind the table of lengths."""
     return -(-2 * n_chunks(n) // 4) * 4
