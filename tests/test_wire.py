@@ -134,7 +134,7 @@ def test_entropy_codes_that_cannot_be_are_refused(backend):
         except ValueError:
             continue
         assert load_backend("reference").positions_of(bitmap).size == k  # padding was hit
-    with pytest.raises(ValueError, match="longer than their room"):
+    with pytest.raises(ValueError, match="longer than the space for them"):
         kernels.unpack_entropy(np.full(good.nbytes, 255, np.uint8), n, k)
 
 

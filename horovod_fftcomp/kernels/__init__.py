@@ -1,4 +1,4 @@
-"""The table of hot kernels.
+"""Names of the kernels, the arithmetic that every backend implements.
 
 Each kernel has the same name and signature in ``reference`` (plain NumPy, the definition) and in
 ``cpu`` (Numba).

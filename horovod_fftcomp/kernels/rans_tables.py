@@ -1,4 +1,4 @@
-"""The entropy code's tables by byte, from the frequencies of numbers of ones."""
+"""Tables of the entropy code for its encoder and decoder, indexed by byte and by slot."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SLOTS = 1 << rans.PRECISION
 
 @functools.lru_cache(64)
 def encoder_table(frequencies: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
-    """Return each byte's frequency, reciprocal, shift and bias, by which a state takes it in.
+    """Return each byte's frequency, reciprocal, shift and bias, the constants of an encoding step.
 
-    A state below 2^63 over f is the upper half of state * reciprocal, shifted (Alverson 1991). Over
-    1 that is not exact but one less, which the bias makes good.
+    For a state below 2^63, state // f is the upper half of state * reciprocal, shifted (Alverson
+    1991). For f = 1 this is one too small, which the bias corrects.
     """
     freqs = _frequencies(frequencies)
     biases = np.cumsum(freqs) - freqs + np.where(freqs == 1, _SLOTS - 1, 0)
@@ -36,12 +36,15 @@ def encoder_table(frequencies: tuple[int, ...]) -> tuple[Array, Array, Array, Ar
 
 @functools.lru_cache(64)
 def decoder_table(frequencies: tuple[int, ...]) -> Array:
-    """Return for each of the 4096 slots its symbol, frequency and place: 8, 12 and 12 bits."""
+    """Return symbol, frequency and offset of each of the 4096 slots: 8, 12 and 12 bits, uint32.
+
+    The offset is the slot less the first one of its symbol.
+    """
     freqs = _frequencies(frequencies)
     starts = np.cumsum(freqs) - freqs
     symbols = np.repeat(np.arange(256), freqs)
-    places = np.arange(_SLOTS) - starts[symbols]
-    return (symbols | freqs[symbols] << 8 | places << 20).astype(np.uint32)
+    offsets = np.arange(_SLOTS) - starts[symbols]
+    return (symbols | freqs[symbols] << 8 | offsets << 20).astype(np.uint32)
 
 
 def _frequencies(frequencies: tuple[int, ...]) -> Array:

@@ -1,7 +1,7 @@
-"""Every kernel in plain NumPy: slow, and the definition that the other backends are held to.
+"""Reference kernels in plain NumPy: slow, the definition that other backends must match.
 
-Given equal coefficients all backends return equal bytes. Transforms alone agree to a tolerance,
-since libraries of FFTs round differently.
+Given equal coefficients all backends return equal bytes. Only transforms agree to a tolerance,
+since FFT libraries round differently.
 """
 
 from __future__ import annotations
@@ -41,28 +41,32 @@ from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.positions import unary_bits
 from horovod_fftcomp.wire.radix import GROUP, sketch_bits
 
-# NaN and Inf in a gradient are told by its coefficients; NumPy need not warn of them as well.
+# Squares of a peak in this range do not overflow, nor do those of coefficients that matter vanish.
 _UNSCALED_EXPONENTS = range(-40, 60)
+# NaN and Inf in a gradient are normal and detected in its coefficients: NumPy's warnings are noise.
 _quiet = np.errstate(invalid="ignore", over="ignore")
 
 
 def empty(n: int, dtype: type = np.float32) -> Array:
-    """Return an array of ``n`` elements with any contents."""
+    """Return an uninitialized array of ``n`` elements."""
     return np.empty(n, dtype)
 
 
 @_quiet
 def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
-    """Return ``flat`` plus ``residual``, if any, in a new array; see ``topk_threshold``."""
+    """Return ``flat`` plus ``residual``, a new array, with the threshold of its ``k`` largest.
+
+    ``residual`` None stands for zeros. See ``topk_threshold``.
+    """
     return topk_threshold(flat.copy() if residual is None else flat + residual, k, 1)
 
 
 def topk_threshold(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
-    """Return ``coeffs``, not copied, with the key and the ties of their ``k`` largest.
+    """Return ``coeffs``, not copied, with the threshold of the ``k`` largest: ``key`` and ``ties``.
 
-    ``coeffs``: float32 or complex64, 1-D, in whole blocks if complex. The key is the k-th largest
-    of ``selection_keys``; ties: how many of those equal to it are among the k largest. With ``k`` 0
-    all are chosen; of non-finite coefficients the choice means nothing.
+    ``coeffs``: float32 or complex64, 1-D, in whole blocks if complex. ``key`` is the k-th largest
+    of ``selection_keys``; ``ties`` is the number of keys equal to it among the k largest. With
+    ``k`` 0 all are selected; for non-finite coefficients the threshold is meaningless.
     """
     peak = max_abs_bits(coeffs)
     if not k or peak > LARGEST_FINITE_BITS:
@@ -81,12 +85,12 @@ def _rows(flat: Array, length: int) -> Array:
 
 @_quiet
 def rfft_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
-    """Return packed half-spectra of consecutive blocks plus ``residual``, and their ``k``-th key.
+    """Return the real FFTs of consecutive blocks plus ``residual``, with the top-k threshold.
 
     ``flat``: float32, padded to whole blocks with zeros. Spectra: complex64 ``[B * block / 2]``,
-    scaled by 1 / block; bin 0 of a block holds (DC, Nyquist) as its real and imaginary part.
-    Scaling before the transform keeps every coefficient below the largest input, so that no
-    finite gradient overflows.
+    scaled by 1 / block; bin 0 of a block holds (DC, Nyquist) as its real and imaginary part. The
+    input is scaled before the transform: no coefficient exceeds the largest input, so that no
+    finite gradient overflows. See ``topk_threshold``.
     """
     full = np.fft.rfft(_rows(flat, block) * np.float32(1 / block), axis=1)
     packed = full[:, :-1].astype(np.complex64)
@@ -117,9 +121,9 @@ def _dct_matrix(length: int) -> Array:
 
 @_quiet
 def dct_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
-    """Return DCT-IIs of consecutive blocks plus ``residual``, float32, and their ``k``-th key.
+    """Return the DCT-IIs of consecutive blocks plus ``residual``, with the top-k threshold.
 
-    Orthonormal divided by sqrt(block); otherwise as ``rfft_blocks``.
+    Float32; the orthonormal DCT divided by sqrt(block). Otherwise as ``rfft_blocks``.
     """
     coeffs = _rows(flat, block) @ _dct_matrix(block).T / np.sqrt(block)
     return add_residual(coeffs.astype(np.float32).reshape(-1), residual, k)
@@ -132,31 +136,31 @@ def idct_blocks(coeffs: Array, block: int, numel: int) -> Array:
 
 
 def magnitude_bits(values: Array) -> Array:
-    """Return the bit patterns of the absolute values, uint32; they order as the values do."""
+    """Return the bit patterns of the absolute values, uint32; they sort as the values do."""
     return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
 
 
 def max_abs_bits(values: Array) -> int:
-    """Return the largest bit pattern of any |component|; 0x7F800000 or more: Inf or NaN inside."""
+    """Return the largest bit pattern of any |component|; 0x7F800000 or more with Inf or NaN."""
     return int(magnitude_bits(values.view(np.float32)).max(initial=0))
 
 
 def key_exponent(peak: int) -> int:
-    """Return the power of two by which complex keys are scaled down; ``peak``: float32 bits.
+    """Return the exponent e such that complex coefficients are scaled by 2^-e before squaring.
 
-    Keys are squares: beyond certain exponents of the largest component they would overflow, or
-    underflow for coefficients that still matter.
+    ``peak``: float32 bits of the largest |component|. Keys are squares: without the scaling they
+    would overflow, or underflow for coefficients that still matter.
     """
     exponent = (peak >> 23) - 127
     return 0 if exponent in _UNSCALED_EXPONENTS else min(max(exponent, -126), 126)
 
 
 def selection_keys(coeffs: Array, bins_per_block: int, exponent: int) -> Array:
-    """Return what a coefficient is ranked by, uint32.
+    """Return the key by which each coefficient is ranked, uint32.
 
-    Reals rank by magnitude. Complex bins rank by the energy that they stand for, re^2 + im^2 in
-    float32 without fused multiply-add, after an exact scaling by 2^-exponent; bin 0 of a block
-    counts half, since an interior bin stands for itself and its mirror image.
+    Reals are ranked by magnitude, complex bins by energy: re^2 + im^2 in float32 without fused
+    multiply-add, after an exact scaling by 2^-exponent. Bin 0 of a block counts half, since every
+    other bin represents itself and its mirror image.
     """
     if coeffs.dtype == np.float32:
         return magnitude_bits(coeffs)
@@ -169,10 +173,10 @@ def selection_keys(coeffs: Array, bins_per_block: int, exponent: int) -> Array:
 def select_quantize_pack(
     coeffs: Coefficients, bins_per_block: int, coding: Coding, keep: bool
 ) -> tuple[Array, Array]:
-    """Return (bitmap of the chosen coefficients, their packed codes as ``coding`` has them).
+    """Return (bitmap of the selected coefficients, their codes by ``coding``, packed).
 
     The bitmap is uint64 ``[ceil(n / 64)]``, coefficient i at bit i mod 64 of word i // 64. With
-    ``keep`` what the codes decode to is subtracted from the array, in place.
+    ``keep`` the decoded values are subtracted from the array of ``coeffs``, in place.
     """
     array, peak, key, ties = coeffs[:4]
     keys = selection_keys(array, bins_per_block, key_exponent(peak))
@@ -187,10 +191,10 @@ def select_quantize_pack(
 
 @_quiet
 def bin_winners(total: Array, grad: Array, length: int) -> tuple[Array, Array]:
-    """Return (bitmap of where |total + grad| reaches its bin's maximum; the maxima, float32).
+    """Return (bitmap of the elements whose |total + grad| is at least their bin's maximum; maxima).
 
-    The maximum is that of |total| in a bin of ``length`` elements, the last one maybe shorter; of a
-    bin of zeros nothing is chosen. (Chen et al. 2018.)
+    A bin has ``length`` elements, the last one maybe fewer; its maximum is that of |total|,
+    float32. In a bin of zeros nothing is chosen. (Chen et al. 2018.)
     """
     maxima = np.abs(_rows(total, length)).max(1)
     limits = np.repeat(maxima, length)[: total.size]
@@ -199,16 +203,16 @@ def bin_winners(total: Array, grad: Array, length: int) -> tuple[Array, Array]:
 
 
 def sums_below(values: Array, limit: float) -> tuple[int, Array]:
-    """Return (how many magnitudes are at least ``limit``; sums of the others by group, float64)."""
+    """Return (number of magnitudes of at least ``limit``; sums of the others by group, float64)."""
     sizes = np.abs(values)
     above = sizes >= np.float32(limit)
     return int(above.sum()), lane_sums(np.where(above, 0, sizes.astype(np.float64)), GROUP)
 
 
 def draw_chosen(values: Array, limit: float, key: int) -> Array:
-    """Return the bitmap of what is drawn: each value with probability min(|value| / limit, 1).
+    """Return the bitmap of a random choice: each value with probability min(|value| / limit, 1).
 
-    ``limit``: float32, at least 2^-126. ``key``: 64 bits that the draws follow from.
+    ``limit``: float32, at least 2^-126. ``key``: 64-bit key of the random numbers.
     """
     sizes = np.abs(values).astype(np.float64) * (2.0**32 / float(limit))
     return bitmap_of(np.flatnonzero(random_words(key, values.size) < sizes), values.size)
@@ -217,25 +221,26 @@ def draw_chosen(values: Array, limit: float, key: int) -> Array:
 def take_chosen(
     array: Array, bitmap: Array, least: float, coding: Coding, keep: bool
 ) -> tuple[int, Array]:
-    """Return (how many ones the bitmap has; the packed codes of the float32 values there).
+    """Return (number of ones in the bitmap; packed codes of the float32 values there).
 
-    Values below ``least`` in magnitude are sent as that, with their sign. With ``keep`` what the
-    codes decode to is subtracted from ``array``, in place.
+    Values of a magnitude below ``least`` are sent as ``least`` with their sign. With ``keep`` the
+    decoded values are subtracted from ``array``, in place.
     """
-    places = positions_of(bitmap)
-    values = array[places]
+    positions = positions_of(bitmap)
+    values = array[positions]
     codes = encode_values(
         np.copysign(np.maximum(np.abs(values), np.float32(least)), values), coding
     )
     if keep:
-        array[places] = values - decode_values(codes, coding)
-    return places.size, pack_bits(codes, coding.bits)
+        array[positions] = values - decode_values(codes, coding)
+    return positions.size, pack_bits(codes, coding.bits)
 
 
 def sum_values(parts: Sequence[Body], n: int, is_complex: bool) -> Array:
-    """Return the sum of the values of ``parts`` in their order, zeros elsewhere, ``n`` in all.
+    """Return the sum of sparse vectors of ``n`` elements, added in the order of ``parts``.
 
-    ValueError with the number of a part that has a code or a magnitude beyond its coding.
+    Raises ValueError, with the number of the part, for a code or a magnitude above the largest of
+    its coding.
     """
     total = np.zeros(n, np.complex64 if is_complex else np.float32)
     for number, (bitmap, packed, coding) in enumerate(parts):
@@ -244,30 +249,30 @@ def sum_values(parts: Sequence[Body], n: int, is_complex: bool) -> Array:
         values = decode_values(codes, coding)
         largest = codes if coding.kind in (RANGE, STEPS) else magnitude_bits(values)
         if largest.max(initial=0) > coding.largest:
-            raise ValueError(f"payload {number}: a value lies beyond what the scale allows")
+            raise ValueError(f"payload {number}: a value exceeds the header's scale")
         total[positions] += values.view(total.dtype)
     return total
 
 
 def sum_sparse(a: Body, b: Body) -> Array:
-    """Return the float32 values of the sum of two parts of such, wherever one of them has any."""
+    """Return the float32 values of the sum of two sparse vectors, at the union of positions."""
     total = sum_values([a, b], 64 * a.bitmap.size, False)
     return total[positions_of(a.bitmap | b.bitmap)]
 
 
 def irfft_sum(parts: Sequence[Body], block: int, numel: int) -> Array:
-    """Return the inverse of the sum of ``parts``: ``irfft_blocks`` of ``sum_values``."""
+    """Return the inverse FFTs of the sum of ``parts``: ``irfft_blocks`` of ``sum_values``."""
     n_bins = -(-numel // block) * block // 2
     return irfft_blocks(sum_values(parts, n_bins, True), block, numel)
 
 
 def idct_sum(parts: Sequence[Body], block: int, numel: int) -> Array:
-    """Return the inverse of the sum of ``parts``: ``idct_blocks`` of ``sum_values``."""
+    """Return the inverse DCTs of the sum of ``parts``: ``idct_blocks`` of ``sum_values``."""
     return idct_blocks(sum_values(parts, -(-numel // block) * block, False), block, numel)
 
 
 def encode_values(values: Array, coding: Coding) -> Array:
-    """Return the code of each float32, uint32."""
+    """Return the code of each float32 value, uint32."""
     if coding.kind == FLOAT32:
         return values.view(np.uint32)
     sign, magnitude = values.view(np.uint32) & np.uint32(0x80000000), magnitude_bits(values)
@@ -307,9 +312,9 @@ def _step(coding: Coding) -> np.float32:
 
 
 def pack_bits(codes: Array, bits: int) -> Array:
-    """Return uint32 codes at ``bits`` bits each, uint8: code j lies at stream bits [j*bits, ...).
+    """Return uint32 codes packed into ``bits`` bits each, uint8.
 
-    Stream bit b is bit (b mod 8) of byte b // 8.
+    Code j begins at bit j * bits of the stream; stream bit b is bit (b mod 8) of byte b // 8.
     """
     flags = (codes[:, None] >> np.arange(bits, dtype=np.uint32)) & 1
     return np.packbits(flags.astype(np.uint8).ravel(), bitorder="little")
@@ -329,12 +334,12 @@ def bitmap_of(positions: Array, n: int) -> Array:
 
 
 def positions_of(bitmap: Array) -> Array:
-    """Return where a bitmap has ones, int64, ascending."""
+    """Return the positions of the ones of a bitmap, int64, ascending."""
     return np.flatnonzero(np.unpackbits(bitmap.view(np.uint8), bitorder="little"))
 
 
 def pack_bitmap(bitmap: Array, n: int) -> Array:
-    """Return a bitmap of ``n`` places as it travels: uint8, ceil(n / 8)."""
+    """Return the payload form of a bitmap of ``n`` bits: uint8 ``[ceil(n / 8)]``."""
     return bitmap.view(np.uint8)[: (n + 7) // 8]
 
 
@@ -347,10 +352,10 @@ def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
 
 
 def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
-    """Return the ``k`` positions as offsets in blocks of 2^low_bits places; uint8.
+    """Return the ``k`` positions as offsets in blocks of 2^low_bits bits, uint8.
 
-    First the blocks' counts in unary, k ones and one zero for each block: the i-th one lies at
-    stream bit (position_i >> low_bits) + i. Then, from the next whole byte on, the offset of each
+    First the blocks' counts in unary, k ones and one zero for each block: the i-th one is stream
+    bit (position_i >> low_bits) + i. Then, from the next whole byte on, the offset of each
     position in its block, ``low_bits`` bits each. (Elias 1974, Fano 1971.)
     """
     positions, n_unary = positions_of(bitmap), unary_bits(n, k, low_bits)
@@ -376,7 +381,7 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
 
 
 def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
-    """Return the bitmap's bytes in the code of ``entropy``, uint8, ``coded_nbytes(n, k)`` long."""
+    """Return the bitmap in the entropy code of ``wire.rans``, uint8 ``[coded_nbytes(n, k)]``."""
     symbols = pack_bitmap(bitmap, n).tolist()
     freqs, starts = _symbols(n, k)
     lengths, body = [], bytearray()
@@ -402,15 +407,15 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
     words = packed[rans.words_offset(n) :]
     words = words[: words.size // 4 * 4].view(np.uint32).tolist()
     if sum(lengths) + 2 * rans.LANES * len(lengths) > len(words):
-        raise ValueError("the chunks of positions are longer than their room")
+        raise ValueError("the chunks of positions are longer than the space for them")
     freqs, starts = _symbols(n, k)
     slots = [symbol for symbol, f in enumerate(freqs) for _ in range(f)]
-    left, symbols = (n + 7) // 8, []
+    n_left, symbols = (n + 7) // 8, []
     for length in lengths:
         states = [words[i] | words[i + 1] << 32 for i in range(0, 2 * rans.LANES, 2)]
         words = words[2 * rans.LANES :]
         chunk, words = words[:length][::-1], words[length:]
-        for i in range(min(left, rans.CHUNK_SYMBOLS)):
+        for i in range(min(n_left, rans.CHUNK_SYMBOLS)):
             state, lane = states[i % rans.LANES], i % rans.LANES
             slot = state % (1 << rans.PRECISION)
             symbol = slots[slot]
@@ -419,21 +424,21 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
                 state = state << 32 | chunk.pop()
             states[lane] = state
             symbols.append(symbol)
-        left -= rans.CHUNK_SYMBOLS
+        n_left -= rans.CHUNK_SYMBOLS
         if chunk or any(state != rans.LOWEST_STATE for state in states):
-            raise ValueError("a chunk of positions does not end where it should")
+            raise ValueError("a chunk of positions does not decode to the initial states")
     return unpack_bitmap(np.array(symbols, np.uint8), n, k)
 
 
 def _symbols(n: int, k: int) -> tuple[list[int], list[int]]:
-    """Return each byte's frequency and the sum of those before it."""
+    """Return each byte's frequency, and the sum of the frequencies of the bytes before it."""
     frequencies = rans.frequencies(n, k)
     freqs = [frequencies[byte.bit_count()] for byte in range(256)]
     return freqs, [sum(freqs[:byte]) for byte in range(256)]
 
 
 def count_above(values: Array, key: int) -> int:
-    """Return how many magnitudes have a bit pattern above ``key``."""
+    """Return the number of values whose magnitude has a bit pattern above ``key``."""
     return int((magnitude_bits(values) > key).sum())
 
 
@@ -441,7 +446,7 @@ def count_above(values: Array, key: int) -> int:
 def low_pass(flat: Array, residual: Array | None, beta: float) -> tuple[Array, int]:
     """Return (``residual`` + ``beta`` * ``flat``, new; bits of the largest |flat + residual|).
 
-    None stands for zeros.
+    ``residual`` None stands for zeros.
     """
     if residual is None:
         return np.float32(beta) * flat, max_abs_bits(flat)
@@ -450,7 +455,7 @@ def low_pass(flat: Array, residual: Array | None, beta: float) -> tuple[Array, i
 
 @_quiet
 def chunk_winners(flat: Array, residual: Array | None, chunk: int) -> Array:
-    """Return where in each chunk |flat + residual| is largest; ties: the first; uint32."""
+    """Return the index in each chunk of the largest |flat + residual|, uint32; ties: the first."""
     n_chunks = -(-flat.size // chunk)
     keys = np.full(n_chunks * chunk, -1, np.int64)  # below every key
     keys[: flat.size] = magnitude_bits(flat if residual is None else flat + residual)
@@ -459,7 +464,7 @@ def chunk_winners(flat: Array, residual: Array | None, chunk: int) -> Array:
 
 @_quiet
 def to_float16(values: Array, limit: float) -> Array:
-    """Return finite float32 ``values`` as float16, those beyond +-``limit`` as that."""
+    """Return finite float32 ``values`` as float16, clipped to +-``limit``."""
     return np.clip(values, -np.float32(limit), np.float32(limit)).astype(np.float16)
 
 
@@ -478,31 +483,31 @@ def momentum_accumulate(
     factor: float,
     k: int,
 ) -> tuple[Coefficients, Array]:
-    """Return (the new residual, with the key of its ``k`` largest; the new velocity).
+    """Return (the new residual, with its top-k threshold; the new velocity).
 
-    Of g = ``factor`` * ``flat``: velocity <- momentum * velocity + g, residual <- residual +
+    With g = ``factor`` * ``flat``: velocity <- momentum * velocity + g, residual <- residual +
     velocity; with ``nesterov`` velocity <- momentum * (velocity + g), residual <- residual +
-    (velocity + g). None stands for zeros.
+    (velocity + g). None stands for zeros. See ``topk_threshold``.
     """
-    nothing = np.zeros(flat.size, np.float32)
-    old = nothing if velocity is None else velocity
+    zeros = np.zeros(flat.size, np.float32)
+    old = zeros if velocity is None else velocity
     scaled, mu = np.float32(factor) * flat, np.float32(momentum)
     new = mu * (old + scaled) if nesterov else mu * old + scaled
-    total = (nothing if residual is None else residual) + (new + scaled if nesterov else new)
+    total = (zeros if residual is None else residual) + (new + scaled if nesterov else new)
     return topk_threshold(total, k, 1), new
 
 
 def zero_at(values: Array, bitmap: Array) -> None:
-    """Make ``values`` 0 where the bitmap has ones."""
+    """Set ``values`` to 0 where the bitmap has ones, in place."""
     values[positions_of(bitmap)] = 0
 
 
 def orthonormal(matrix: Array) -> Array:
-    """Return ``matrix``, finite float32 ``[rows, columns]``, with orthonormal columns.
+    """Return ``matrix``, finite float32 ``[rows, columns]``, with its columns orthonormalized.
 
-    Modified Gram-Schmidt in float64, twice, so that what rounding leaves of a dependent column is
-    orthogonal to the others; a column of which nothing is left becomes zeros. Sums are taken in
-    one order everywhere, that of ``_lane_dot``: all ranks have to compute the same bits.
+    Modified Gram-Schmidt in float64, done twice, so that the rounding error of a dependent column
+    is orthogonal to the other columns; a column that vanishes becomes zeros. Sums are in the fixed
+    order of ``_lane_dot``, since all ranks must compute the same bits.
     """
     columns = matrix.T.astype(np.float64)
     for k, column in enumerate(columns):
@@ -516,7 +521,11 @@ def orthonormal(matrix: Array) -> Array:
 
 
 def _lane_dot(a: Array, b: Array) -> float:
-    """Return the sum of products: 256 sums of every 256th, then of sums 128 apart, 64 and so on."""
+    """Return the dot product, summed in a fixed order.
+
+    Product i is added to partial sum i mod 256; then the upper half of the partial sums is added to
+    the lower half until one remains.
+    """
     lanes = np.zeros((1 + -(-a.size // 256), 256))
     lanes[1:].reshape(-1)[: a.size] = a * b
     total = np.cumsum(lanes, axis=0)[-1]
@@ -530,8 +539,8 @@ def _lane_dot(a: Array, b: Array) -> float:
 def low_rank(left: Array, right: Array, minuend: Array | None) -> Array:
     """Return ``left`` ``[rows, r]`` times the transpose of ``right`` ``[columns, r]``, float32.
 
-    Or what is left of ``minuend`` without that, in place. Products are added from the first
-    column of ``left`` on, unfused: all ranks have to compute the same bits.
+    With ``minuend``, subtract that from it in place and return it. Products are added from the
+    first column of ``left`` on, unfused: all ranks must compute the same bits.
     """
     total = np.zeros((len(left), len(right)), np.float32)
     for a, b in zip(left.T, right.T, strict=True):
@@ -542,11 +551,11 @@ def low_rank(left: Array, right: Array, minuend: Array | None) -> Array:
     return minuend
 
 
-def _places_in_rows(n: int, hashes: Array, columns: int) -> tuple[Array, Array]:
-    """Return (column, sign) of each element in each row, ``[rows, n]``.
+def _columns_and_signs(n: int, hashes: Array, columns: int) -> tuple[Array, Array]:
+    """Return (column, sign) of each element in each row of a sketch, ``[rows, n]`` each.
 
-    By the upper half h of factor * i + addend, mod 2^64: bit 0 is the sign, the others make the
-    column, floor(columns * (h >> 1) / 2^31). (Dietzfelbinger 1996.)
+    Computed from the upper half h of factor * i + addend, mod 2^64: bit 0 is the sign, the others
+    give the column, floor(columns * (h >> 1) / 2^31). (Dietzfelbinger 1996.)
     """
     words = (hashes[:, :1] * np.arange(n, dtype=np.uint64) + hashes[:, 1:]) >> np.uint64(32)
     signs = np.where(words & np.uint64(1), np.float32(-1), np.float32(1))
@@ -557,7 +566,7 @@ def _places_in_rows(n: int, hashes: Array, columns: int) -> tuple[Array, Array]:
 def sketch(values: Array, hashes: Array, columns: int, peak: int) -> Array:
     """Return the count sketch of finite ``values``, float32 ``[rows, columns]``.
 
-    In each row each element, times its sign, is added to its column. ``hashes``: uint64
+    In each row, each element times its sign is added to its column. ``hashes``: uint64
     ``[rows, 2]``, factor and addend. ``peak``: the bits of the largest magnitude. Elements are
     rounded to whole multiples of 2^-``sketch_bits``, so that sums are the same in any order.
     (Charikar et al. 2002.)
@@ -565,14 +574,15 @@ def sketch(values: Array, hashes: Array, columns: int, peak: int) -> Array:
     bits = sketch_bits(values.size, peak)
     steps = np.rint(values.astype(np.float64) * 2.0**bits).astype(np.int64)
     table = np.zeros((len(hashes), columns), np.int64)
-    for row, at, signs in zip(table, *_places_in_rows(values.size, hashes, columns), strict=True):
+    places = _columns_and_signs(values.size, hashes, columns)
+    for row, at, signs in zip(table, *places, strict=True):
         np.add.at(row, at, signs.astype(np.int64) * steps)
     with np.errstate(over="ignore"):
         return (table * 2.0**-bits).astype(np.float32)
 
 
 def estimate(table: Array, hashes: Array, n: int) -> Array:
-    """Return the median over rows of what a finite sketch has of each of ``n`` elements."""
-    at, signs = _places_in_rows(n, hashes, table.shape[1])
-    found = signs * np.take_along_axis(table, at, 1)
-    return np.sort(found, 0)[len(table) // 2]
+    """Return the estimates of ``n`` elements from a finite sketch, float32: medians over rows."""
+    at, signs = _columns_and_signs(n, hashes, table.shape[1])
+    estimates = signs * np.take_along_axis(table, at, 1)
+    return np.sort(estimates, 0)[len(table) // 2]

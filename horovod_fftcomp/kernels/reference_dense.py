@@ -1,4 +1,4 @@
-"""The kernels of quantizers that send every element, in plain NumPy; see ``reference``."""
+"""Reference kernels of the dense methods, in plain NumPy; see ``reference``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _peak(values: Array) -> int:
 
 
 def random_words(key: int, n: int) -> Array:
-    """Return ``n`` random 32-bit words, uint32: a function of the 64-bit ``key`` and of place.
+    """Return ``n`` random 32-bit words, uint32: a function of the 64-bit ``key`` and the index.
 
     Each group of 4096 has a key of its own, ``mix(key + group)``, whose halves a multiplicative
-    hash mixes with the place in the group (constants: Wellons 2018, "lowbias32").
+    hash mixes with the index in the group (constants: Wellons 2018, "lowbias32").
     """
     keys = [mix(key + group & 0xFFFFFFFFFFFFFFFF) for group in range(-(-n // GROUP))]
     wide = np.array(keys, np.uint64)[:, None]
@@ -39,7 +39,7 @@ def random_words(key: int, n: int) -> Array:
 
 
 def pack_words(codes: Array, radix: int) -> Array:
-    """Return uint32 ``codes`` as digits in words, uint32; see ``words``."""
+    """Return uint32 ``codes``, below ``radix``, packed into words, uint32; see ``wire.radix``."""
     n, digits = codes.size, digits_of(radix)
     powers = np.array([[radix**b] for b in range(digits)], np.uint64)
     words = np.empty(count_words(n, radix), np.uint32)
@@ -55,9 +55,9 @@ def pack_words(codes: Array, radix: int) -> Array:
 
 
 def unpack_words(words: Array, n: int, radix: int) -> Array:
-    """Return the ``n`` numbers that ``pack_words`` packed, uint32; damaged words give others.
+    """Return the ``n`` codes that ``pack_words`` packed, uint32; does not check the words.
 
-    Only the last digit of a word can be ``radix`` or more.
+    In corrupt words the last digit can be ``radix`` or more.
     """
     digits = digits_of(radix)
     codes = np.empty(n, np.uint32)
@@ -76,10 +76,10 @@ def unpack_words(words: Array, n: int, radix: int) -> Array:
 
 
 def pack_gamma(codes: Array, half: int) -> Array:
-    """Return ``codes`` - ``half``, from -half to half, as a stream of bits in words, uint32.
+    """Return ``codes`` - ``half``, from -half to half, in the Elias gamma code, uint32 words.
 
-    A number of magnitude l is v = l + 1 in Elias's gamma code: N zeros, a one, the N lowest bits of
-    v from the low end, N = floor(log2(v)); then, unless l is 0, a one if it is negative. Bit b of
+    A number of magnitude l is coded as v = l + 1: N zeros, a one, the N lowest bits of v, lowest
+    first, N = floor(log2(v)); then, unless l is 0, a one if it is negative, else a zero. Bit b of
     the stream is bit b mod 32 of word b // 32.
     """
     numbers = codes.astype(np.int64) - half
@@ -97,7 +97,7 @@ def pack_gamma(codes: Array, half: int) -> Array:
 
 
 def unpack_gamma(words: Array, n: int, half: int) -> Array:
-    """Return the ``n`` codes that ``pack_gamma`` packed, uint32; ValueError for other words."""
+    """Return the ``n`` codes that ``pack_gamma`` packed, uint32; ValueError for corrupt words."""
     flags = np.unpackbits(words.view(np.uint8), bitorder="little").tolist()
     codes, at = np.empty(n, np.uint32), 0
     try:
@@ -113,15 +113,15 @@ def unpack_gamma(words: Array, n: int, half: int) -> Array:
     except IndexError:
         raise ValueError("the levels are cut short") from None
     if words.size != -(-at // 32):
-        raise ValueError("the levels do not end where they should")
+        raise ValueError(f"the levels take {-(-at // 32)} words, got {words.size}")
     return codes
 
 
 def lane_sums(values: Array, length: int) -> Array:
-    """Return the sums of consecutive pieces of ``length`` float64 values, float64.
+    """Return the sums of consecutive pieces of ``length`` float64 values, in a fixed order.
 
-    Value i of a piece is added to the partial sum number i mod 64; then the upper half of these is
-    added to the lower half until one is left. ``length`` is a multiple of 64; the last piece may be
+    Value i of a piece is added to partial sum i mod 64; then the upper half of the partial sums is
+    added to the lower half until one remains. ``length`` is a multiple of 64; the last piece may be
     shorter.
     """
     pieces = -(-values.size // length)
@@ -145,7 +145,7 @@ def moments(values: Array) -> tuple[int, Array, Array]:
 
 
 def bucket_scales(values: Array, norm: int, bucket: int) -> Array:
-    """Return the scale of each bucket of finite ``values``, float32; 0 if it is below 2^-126."""
+    """Return the scale of each bucket of finite ``values``, float32; below 2^-126 it is 0."""
     if norm == L2:
         wide = values.astype(np.float64)
         scales = np.minimum(np.sqrt(lane_sums(wide * wide, bucket)), _LARGEST).astype(np.float32)
@@ -159,12 +159,13 @@ def bucket_scales(values: Array, norm: int, bucket: int) -> Array:
 def encode_levels(
     values: Array, levels: Levels, scales: Array, words: Array, key: int, keep: bool
 ) -> int:
-    """Write the scales, float32, and the words, uint32, of ``values``; return bits of the peak.
+    """Quantize ``values`` to a grid: write ``scales``, float32, and the packed levels, ``words``.
 
-    A value becomes one of its two neighbours on the grid, at random, so that the mean is the
-    value; one beyond the scale becomes the end of the grid. With ``keep`` what is sent is
-    subtracted from ``values``. What is written of values that are not finite means nothing. Where
-    the one scale is given, ``scales`` holds it, ``values`` are finite and the result is 0.
+    A value is rounded at random to one of its two neighbours on the grid such that its mean is the
+    value; a value beyond the scale becomes the end of the grid. With ``keep`` what is sent is
+    subtracted from ``values``. Returns the bits of the largest magnitude; if it is not finite,
+    what was written is meaningless. If the norm is GIVEN, ``scales`` is an input, ``values`` must
+    be finite, and the result is 0.
     """
     peak = 0
     if levels.norm != GIVEN:
@@ -195,7 +196,7 @@ def encode_levels(
 
 
 def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> None:
-    """Add what ``encode_levels`` has written; ValueError for a number above ``levels.top``."""
+    """Add the values encoded by ``encode_levels``; ValueError for a level above ``levels.top``."""
     codes = unpack_words(words, total.size, levels.radix)
     if codes.max(initial=0) > levels.top:
         raise ValueError(f"a level is {codes.max()}, above {levels.top}")
@@ -203,7 +204,7 @@ def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> Non
 
 
 def _spread(scales: Array, levels: Levels, n: int) -> Array:
-    """Return each element's scale."""
+    """Return the scale of each element."""
     return np.repeat(scales, n if levels.norm == GIVEN else levels.bucket)[:n]
 
 
@@ -219,12 +220,12 @@ def encode_signs(
     flat: Array | None = None,
     residual: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Write which ``values`` are below 0 as words of bits; return what their means follow from.
+    """Write the signs of ``values`` as packed bits; return sums and counts for their means.
 
-    ``starts``: int64, where pieces of ``values`` begin, each inside one group; and the end. With
-    ``flat`` and ``residual`` their sum is first written to ``values``. Returns (float64
-    ``[pieces, 2]``, sums of the values from 0 up and of those below, not finite if a value is not;
-    int64 ``[pieces]``, how many are below).
+    ``words``: uint32, a bit for each value, 1 below 0. ``starts``: int64, the starts of pieces of
+    ``values``, each inside one group, and the end. With ``flat`` and ``residual`` their sum is
+    first written to ``values``. Returns (float64 ``[pieces, 2]``, sums of the values from 0 up and
+    of those below, not finite if a value is not; int64 ``[pieces]``, the number of values below 0).
     """
     if flat is not None and residual is not None:
         with np.errstate(invalid="ignore", over="ignore"):
@@ -246,31 +247,32 @@ def encode_signs(
 
 
 def subtract_signs(values: Array, sides: Array, length: int) -> None:
-    """Subtract from each value that of its side, in place.
+    """Subtract from each value what its sign decodes to, in place.
 
-    ``sides``: float32 ``[rows, 2]``: what values from 0 up and those below stand for, in each row
-    of ``length`` values.
+    ``sides``: float32 ``[rows, 2]``: what values from 0 up and values below 0 decode to, in each
+    row of ``length`` values.
     """
     values -= sides[np.arange(values.size) // length, (values < 0).astype(np.intp)]
 
 
 def add_signs(total: Array, words: Array, sides: Array, length: int) -> None:
-    """Add what the bits of ``encode_signs`` stand for; see ``subtract_signs``."""
+    """Add the values that the bits of ``encode_signs`` decode to; see ``subtract_signs``."""
     bits = unpack_words(words, total.size, 2).astype(np.intp)
     total += sides[np.arange(total.size) // length, bits]
 
 
 def majority_sign(values: Array, many: float, tie: float) -> None:
-    """Replace values by ``many`` times their signs, in place; 0 by ``tie``. NaN stays."""
+    """Replace values by ``many`` times their signs, in place; 0 by ``tie``. NaN is kept."""
     values[:] = np.where(values == 0, np.float32(tie), np.float32(many) * np.sign(values))
 
 
 def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) -> None:
-    """Write finite ``values`` as signs and powers of two, at random between two neighbours.
+    """Write finite ``values`` as signs and powers of two, rounded at random to a neighbour.
 
-    Level 127 is 2^(top - 127), level l 2^(top - 127 - (127 - l)), level 0 is 0; a negative value
-    has its level plus 127. The lowest power is at least 2^-126. ``top``: the biased exponent of a
-    power of two that is no smaller than any value.
+    Level 127 is 2^(top - 127), level l 2^(top - 127 - (127 - l)), level 0 is 0; the code of a
+    negative value is its level plus 127. The smallest power is at least 2^-126. ``top``: the biased
+    exponent of a power of two that is no smaller than any value. With ``keep`` what is sent is
+    subtracted from ``values``.
     """
     base = max(top - 126, 1)
     random = random_words(key, values.size)
@@ -287,12 +289,12 @@ def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) 
 
 
 def add_octaves(total: Array, words: Array, top: int) -> None:
-    """Add what ``encode_octaves`` has written; ValueError for a level that it does not have."""
+    """Add the values that ``encode_octaves`` encoded; ValueError for a code it never writes."""
     base = max(top - 126, 1)
     codes = unpack_words(words, total.size, 255)
     highest = (codes - np.where(codes > 127, 127, 0)).max(initial=0)
     if codes.max(initial=0) > 254 or highest > top - base + 1:
-        raise ValueError("a power of two lies beyond what the scale allows")
+        raise ValueError("a power of two exceeds the header's scale")
     total += _octaves(codes, base)
 
 

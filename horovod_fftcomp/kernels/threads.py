@@ -1,7 +1,7 @@
-"""The threads that kernels on a CPU share out their work to, and how many there are.
+"""Thread pool of the CPU kernels, and its number of threads.
 
-A pool of Python threads serves, since kernels release the GIL; unlike OpenMP's it may be called
-from several threads at once and survives beside any framework's own.
+Python threads suffice, since kernels release the GIL. Unlike OpenMP's pool, this one may be used
+from several threads at once, and beside a framework's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 _LOCAL_SIZE = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-_MOST = 8  # more do not get more out of a memory
+_MOST = 8  # more threads gain nothing: the kernels are limited by memory bandwidth
 
 _FENV_NBYTES = 64  # enough for fenv_t of any processor; 32 on x86-64
 _DEFAULT_FENV = ctypes.c_void_p(-1)  # FE_DFL_ENV
@@ -28,49 +28,49 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def set_num_threads(count: int) -> None:
-    """Let this process compress and decompress with ``count`` threads, from the next call on."""
+    """Set the number of threads that this process compresses with, from the next call on."""
     global _num_threads, _pool
     if type(count) is not int or count < 1:
-        raise ValueError(f"the number of threads must be a whole number from 1, got {count!r}")
+        raise ValueError(f"the number of threads must be a whole number from 1 up, got {count!r}")
     _num_threads, _pool = count, None
 
 
 def get_num_threads() -> int:
-    """Return how many threads this process compresses with.
+    """Return the number of threads that this process compresses with.
 
-    Unless set: its cores, but at most 8.
+    Default: ``get_own_cores()``, at most 8.
     """
     return min(_MOST, get_own_cores()) if _num_threads is None else _num_threads
 
 
 def get_own_cores() -> int:
-    """Return how many cores this process has for itself, at least 1.
+    """Return the number of cores per process, at least 1.
 
-    Those that it may use, divided by the number of processes that the launcher has started on this
-    machine.
+    The cores that this process may use, divided by the number of processes that the launcher has
+    started on this machine.
     """
     return max(1, len(os.sched_getaffinity(0)) // get_local_size())
 
 
 def get_local_size() -> int:
-    """Return how many processes the launcher has started on this machine; 1 without one."""
+    """Return the number of processes that the launcher has started on this machine, or 1."""
     return max(1, next((int(os.environ[name]) for name in _LOCAL_SIZE if name in os.environ), 1))
 
 
 def ranges(n_items: int, least: int) -> list[tuple[int, int]]:
-    """Return consecutive (begin, end) that make up ``range(n_items)``, one for each thread.
+    """Split ``range(n_items)`` into consecutive (begin, end), one for each thread.
 
-    There are fewer where they would hold fewer than ``least`` items, but at least one.
+    There are fewer, but at least one, if they would hold fewer than ``least`` items.
     """
     parts = n_items // least
     if parts < 2:
-        return [(0, n_items)]  # soon, as there are many small tensors
+        return [(0, n_items)]  # the common case, small tensors, first
     parts = min(get_num_threads(), parts)
     return list(itertools.pairwise(n_items * part // parts for part in range(parts + 1)))
 
 
 def each(work: Callable[..., Result], arguments: Iterable[tuple]) -> list[Result]:
-    """Return ``work(*argument)`` for each of ``arguments``, in order; all at the same time."""
+    """Return the list of ``work(*argument)`` for ``arguments``; the calls run in parallel."""
     first, *others = arguments
     if not others:
         return [work(*first)]
@@ -81,10 +81,10 @@ def each(work: Callable[..., Result], arguments: Iterable[tuple]) -> list[Result
 
 @contextlib.contextmanager
 def ieee_arithmetic() -> Iterator[None]:
-    """Let this thread compute with denormal numbers meanwhile, as IEEE 754 has it.
+    """Context in which this thread computes with denormal numbers, as IEEE 754 defines.
 
-    TensorFlow's threads flush them to zero, and others where ``torch.set_flush_denormal`` was
-    called; bytes must not depend on the thread.
+    TensorFlow's threads flush them to zero, and so do others after ``torch.set_flush_denormal``;
+    bytes must not depend on the thread.
     """
     before = ctypes.create_string_buffer(_FENV_NBYTES)
     _libm.fegetenv(before)
@@ -99,7 +99,7 @@ def _get_pool() -> ThreadPoolExecutor:
     global _pool
     pool = _pool
     if pool is None:
-        # Threads begin with the settings of the one that starts them.
+        # A thread inherits the floating-point environment of the one that starts it.
         pool = _pool = ThreadPoolExecutor(
             get_num_threads(), "fftcomp-kernel", _libm.fesetenv, (_DEFAULT_FENV,)
         )
@@ -111,5 +111,5 @@ def _forget_pool() -> None:
     _pool = None
 
 
-# A forked child has its parent's pool but not its threads: what it submitted would never be done.
+# A forked child has its parent's pool but not its threads: submitted work would never run.
 os.register_at_fork(after_in_child=_forget_pool)

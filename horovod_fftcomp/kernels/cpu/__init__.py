@@ -1,7 +1,7 @@
-"""The kernels on a CPU, by Numba; same names, arguments and bytes as ``reference``.
+"""CPU kernels, compiled by Numba; same names, arguments and bytes as ``reference``.
 
-They release the GIL and share out large arrays to ``threads``. Each is compiled once, for one
-combination of types, and cached on disk, so that ranks which start together write the same files.
+They release the GIL and split large arrays among ``threads``. Each is compiled once, for one
+combination of types, and cached on disk, so that ranks that start together write the same files.
 """
 
 from horovod_fftcomp.kernels.cpu.adaptive import bin_winners, draw_chosen, sums_below, take_chosen

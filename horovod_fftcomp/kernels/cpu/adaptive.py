@@ -1,4 +1,4 @@
-"""Choices of elements that are neither the largest nor all, on a CPU; and what is sent of them."""
+"""CPU kernels of the adaptive methods: choice of elements, and their codes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.dense import fill_random, fold
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import count_bits
-from horovod_fftcomp.kernels.cpu.sparse import collect, joined, put_back
-from horovod_fftcomp.kernels.cpu.value_codes import ROOM, encode, write_bits
+from horovod_fftcomp.kernels.cpu.sparse import collect, concatenated, put_back
+from horovod_fftcomp.kernels.cpu.value_codes import PADDING_WORDS, encode, write_bits
 from horovod_fftcomp.kernels.cpu.vector_ir import mask_above
 from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire.radix import GROUP, LANES
@@ -22,12 +22,12 @@ _ABOVE_ALL = np.int32(0x7FFFFFFF)
 
 
 def _ranges(n: int) -> list[tuple[int, int]]:
-    """Return for each thread the first group and the end of those that it takes on."""
+    """Return for each thread its range of groups, (first, end)."""
     return threads.ranges(-(-n // GROUP), _LEAST_GROUPS)
 
 
 def _of(array: Array, begin: int, end: int, size: int = GROUP) -> Array:
-    """Return what groups have of an array with ``size`` places for each."""
+    """Return the slice of groups ``begin`` to ``end`` of an array with ``size`` items a group."""
     return array[begin * size : end * size]
 
 
@@ -61,7 +61,7 @@ def _maxima(values, length, maxima):
 
 @kernel
 def _mark_winners(total, grad, maxima, first, length, bitmap):
-    """Set the bits of winners; ``first``: place of the first element among all."""
+    """Set the bits of winners; ``first``: index of the first element in the whole tensor."""
     limits, keys = maxima.view(np.int32), np.empty(GROUP, np.int32)
     sums = np.empty(GROUP, np.float32)
     for begin in range(0, total.size, GROUP):
@@ -82,7 +82,7 @@ def _mark_winners(total, grad, maxima, first, length, bitmap):
 
 @inlined
 def _write_mask(keys, n, key, words):
-    """Set the bits of those of ``n`` keys of a group that are above ``key``."""
+    """Set the bits of the keys above ``key``, of the first ``n`` of a group."""
     keys[n:] = key
     at = np.int64(keys.ctypes.data)
     for word in range((n + 63) // 64):
@@ -151,17 +151,17 @@ def take_chosen(
 
     def work(begin: int, end: int) -> tuple[int, Array]:
         words = _of(bitmap, begin, end, _WORDS)
-        packed = empty(count_bits(words) * coding.bits // 64 + ROOM, np.uint64)
+        packed = empty(count_bits(words) * coding.bits // 64 + PADDING_WORDS, np.uint64)
         part = _of(array, begin, end)
         return _take_chosen(part, words, np.float32(least), numbers, keep, packed), packed
 
     parts = threads.each(work, _ranges(array.size))
-    return sum(bits for bits, _ in parts) // coding.bits, joined(parts)
+    return sum(bits for bits, _ in parts) // coding.bits, concatenated(parts)
 
 
 @kernel
 def _take_chosen(array, bitmap, least, coding, keep, packed):
-    """Pack and subtract, group after group; return the bits packed."""
+    """Pack and subtract the chosen values, group by group; return the number of bits packed."""
     codes = np.empty(2 * GROUP, np.int32)
     values, raised = np.empty(2 * GROUP, np.float32), np.empty(2 * GROUP, np.float32)
     bit = np.int64(0)

@@ -1,7 +1,7 @@
-"""Large arrays whose memory is used again: fresh pages cost as much as a pass over them, or ten.
+"""Pool of memory for large arrays: new pages cost as much as one to ten passes over an array.
 
-Every step makes new residuals and sums of the sizes of the last step's. When such an array is
-freed its memory is kept for the next of that size, until none is in use any more.
+Every step allocates residuals and sums of the same sizes as the last step. When such an array is
+freed, its memory is kept for the next array of that size, until no array is in use any more.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 from horovod_fftcomp.types import Array
 
-ALIGNMENT = 64  # of a cache line
-_LEAST_NBYTES = 1 << 20  # smaller ones come from the heap, which keeps its pages itself
-_SLACK = 1.25  # work space that is needed in turn is an eighth of what is needed at once
+ALIGNMENT = 64  # bytes, a cache line
+_LEAST_NBYTES = 1 << 20  # smaller arrays come from the heap, which reuses its pages itself
+_SLACK = 1.25  # temporary arrays, used one after another, take an eighth of the memory in use
 
 
 class _Pool:
-    """Blocks by size. Used and kept ones together never exceed ``_SLACK`` times the most used."""
+    """Freed blocks by size; used and kept blocks stay within ``_SLACK`` times the most used."""
 
     def __init__(self) -> None:
         self._kept: dict[int, list[Array]] = {}
@@ -27,8 +27,8 @@ class _Pool:
         self.unlock()
 
     def unlock(self) -> None:
-        """Begin with a new lock: of a forked child's threads none could release the old one."""
-        # Reentrant, since a garbage collection may give back a block at any time.
+        """Create a new lock: in a forked child, no thread could release an old one that is held."""
+        # Reentrant, since a garbage collection may return a block at any time.
         self._lock = threading.RLock()
 
     def take(self, size: int) -> Array:
@@ -62,11 +62,11 @@ os.register_at_fork(after_in_child=_pool.unlock)
 
 
 class _Lease:
-    """Owns a block while arrays use it; the last of them to go gives it back."""
+    """Owner of a block while arrays use it; returns it to the pool when the last one is freed."""
 
     def __init__(self, pool: _Pool, n: int, dtype: np.dtype) -> None:
         self._block = pool.take(n * dtype.itemsize + ALIGNMENT)
-        self._pool = pool  # a module's names are gone when an interpreter ends
+        self._pool = pool  # module globals may be gone when ``__del__`` runs at exit
         start = self._block.ctypes.data
         self.__array_interface__ = {
             "data": (start + -start % ALIGNMENT, False),
@@ -76,12 +76,12 @@ class _Lease:
         }
 
     def __del__(self) -> None:
-        if hasattr(self, "_pool"):  # else there was no memory
+        if hasattr(self, "_pool"):  # else the allocation failed
             self._pool.give(self._block)
 
 
 def empty(n: int, dtype: type = np.float32) -> Array:
-    """Return an array of ``n`` elements with any contents, at a multiple of ``ALIGNMENT``."""
+    """Return an uninitialized array of ``n`` elements; a large one is aligned to ``ALIGNMENT``."""
     kind = np.dtype(dtype)
     if n * kind.itemsize < _LEAST_NBYTES:
         return np.empty(n, kind)

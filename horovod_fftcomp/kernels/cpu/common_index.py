@@ -1,4 +1,4 @@
-"""What schemes with positions that ranks share or join compute on a CPU."""
+"""CPU kernels of schemes whose ranks use common positions or merge sparse vectors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.positions import as_words, count_bits
-from horovod_fftcomp.kernels.cpu.value_codes import ROOM, read_bits, write_bits
+from horovod_fftcomp.kernels.cpu.value_codes import PADDING_WORDS, read_bits, write_bits
 from horovod_fftcomp.kernels.cpu.vector_ir import trailing_zeros
 from horovod_fftcomp.types import Array, Body
 
-_GROUP = 4096  # values at a time, into the L1 cache
+_GROUP = 4096  # values that are processed at a time, in the L1 cache
 _LEAST_VALUES = 1 << 15  # for a thread of its own
 _LEAST_WORDS = 1 << 13
 _MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -33,13 +33,13 @@ def low_pass(flat: Array, residual: Array | None, beta: float) -> tuple[Array, i
 
 @kernel
 def _low_pass(a, b, beta, out):
-    """Write b + beta a; return the bits of the largest |a + b|."""
+    """Write b + beta * a; return the bits of the largest |a + b|."""
     sums = np.zeros(_GROUP, np.float32)
     keys = sums.view(np.int32)
     peak = np.int32(0)
     for begin in range(0, out.size, _GROUP):
         end = min(begin + _GROUP, out.size)
-        x, z = a[begin:end], out[begin:end]  # an index that cannot be negative runs in lanes
+        x, z = a[begin:end], out[begin:end]  # from index 0, else the loops are not vectorized
         if b.size:
             y = b[begin:end]
             for i in range(x.size):
@@ -51,7 +51,7 @@ def _low_pass(a, b, beta, out):
                 sums[i] = x[i]
             for i in range(x.size):
                 z[i] = beta * x[i]
-        for key in keys:  # after a group that is not whole, those of the one before
+        for key in keys:  # in a partial group the rest are keys of the group before
             peak = max(peak, key & _MAGNITUDE)
     return np.int64(peak)
 
@@ -86,7 +86,7 @@ def _chunk_winners(a, b, chunk, winners):
             for i in range(n):
                 sums[i] = x[i]
         top = np.int32(0)
-        for i in range(n):  # without a place, so that it runs in lanes
+        for i in range(n):  # without the index of the maximum, so that it is vectorized
             keys[i] &= _MAGNITUDE
             top = max(top, keys[i])
         i = 0
@@ -97,7 +97,7 @@ def _chunk_winners(a, b, chunk, winners):
 
 def pack_bits(codes: Array, bits: int) -> Array:
     """See ``reference.pack_bits``."""
-    stream = np.empty(codes.size * bits // 64 + ROOM, np.uint64)
+    stream = np.empty(codes.size * bits // 64 + PADDING_WORDS, np.uint64)
     _pack_bits(codes.view(np.int32), bits, stream)
     return stream.view(np.uint8)[: (codes.size * bits + 7) // 8]
 
@@ -114,7 +114,7 @@ def _pack_bits(codes, bits, stream):
 
 def unpack_bits(packed: Array, count: int, bits: int) -> Array:
     """See ``reference.unpack_bits``."""
-    stream = as_words(packed[: (count * bits + 7) // 8], count * bits // 64 + ROOM)
+    stream = as_words(packed[: (count * bits + 7) // 8], count * bits // 64 + PADDING_WORDS)
     codes = np.empty(count, np.uint32)
     _unpack_bits(stream, bits, codes.view(np.int32))
     return codes
@@ -150,7 +150,7 @@ def _positions_of(bitmap, positions):
 def sum_sparse(a: Body, b: Body) -> Array:
     """See ``reference.sum_sparse``."""
     bitmaps, values = (a.bitmap, b.bitmap), empty(count_bits(a.bitmap | b.bitmap))
-    # One value more: the kernel reads the next of both before it knows whose turn it is.
+    # One value more: the kernel reads the next value of both before it knows which it needs.
     x, y = (np.append(part.packed.view(np.float32), np.float32(0)) for part in (a, b))
 
     def work(begin: int, end: int) -> None:
@@ -167,11 +167,11 @@ def _merge(a, x, b, y, values):
     i = j = at = np.int64(0)
     for word in range(a.size):
         in_a, in_b = np.int64(a[word]), np.int64(b[word])
-        left = in_a | in_b
-        while left != 0:
-            bit = trailing_zeros(left)
-            left &= left - 1
-            # No branch: which of the two has a place cannot be foretold.
+        union = in_a | in_b
+        while union != 0:
+            bit = trailing_zeros(union)
+            union &= union - 1
+            # No branch: it could not be predicted which of the two has a value here.
             has_a, has_b = (in_a >> bit) & 1, (in_b >> bit) & 1
             total = np.float32(0) + np.float32(has_a) * x[i]
             values[at] = total + np.float32(has_b) * y[j]

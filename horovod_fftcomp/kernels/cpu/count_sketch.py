@@ -1,4 +1,4 @@
-"""Count sketches on a CPU: one row at a time, so that its table stays in the caches."""
+"""CPU kernels of count sketches: one row at a time, so that its columns stay in the cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import sketch_bits
 
-_GROUP = 1024  # elements whose estimates of all rows lie in the L1 cache
+_GROUP = 1024  # elements whose estimates from all rows fit into the L1 cache
 _LEAST_VALUES = 1 << 15  # for a thread of its own
 
 
@@ -68,8 +68,8 @@ def _estimate(table, hashes, first, out):
                 state += factor
                 value = row[((word >> np.uint64(1)) * columns) >> np.uint64(31)]
                 found[r, i] = -value if word & np.uint64(1) else value
-        for turn in range(rows):  # neighbours change places until all are in order
-            for r in range(turn % 2, rows - 1, 2):
+        for phase in range(rows):  # odd-even transposition sort of the rows
+            for r in range(phase % 2, rows - 1, 2):
                 _order(found[r], found[r + 1])
         target[:] = found[rows // 2, : target.size]
 

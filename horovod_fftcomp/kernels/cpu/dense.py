@@ -1,7 +1,7 @@
-"""Quantizers that send every element, on a CPU: codes are made and packed group after group.
+"""CPU kernels of the dense methods: codes are computed and packed group by group.
 
-Loops are written so that they run in lanes: integers of 32 bits at every step, no branch on a
-value, and digits of a word that lie apart in the group.
+Loops are written so that they are vectorized: 32-bit integers throughout, no branch on a value,
+and digits of a word that lie apart in the group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, LANES, Levels, count_words, digits_of
 
 _LEAST_GROUPS = 8  # for a thread of its own
-_SLACK = 32  # a word's last digits may lie beyond the group
+_SLACK = 32  # codes after a group: the digits of its last words
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _LARGEST = np.float64(np.finfo(np.float32).max)
 _LEAST_NORMAL = np.float32(2.0**-126)
@@ -25,7 +25,7 @@ _U = np.uint32
 
 @inlined
 def fill_random(key, group, out):
-    """Write a group's random words; see ``reference.random_words``."""
+    """Write the random words of a group; see ``reference.random_words``."""
     z = np.uint64(key) + np.uint64(group) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -43,7 +43,7 @@ def fill_random(key, group, out):
 
 @inlined
 def write_words(codes, m, radix, digits, words):
-    """Write the first ``m`` codes of a group; those beyond, up to the slack, become 0."""
+    """Pack the first ``m`` codes of a group; set the codes after them, up to the slack, to 0."""
     width = (m + digits - 1) // digits
     codes[m : width * digits] = _U(0)
     out = words[:width]
@@ -56,7 +56,7 @@ def write_words(codes, m, radix, digits, words):
 
 @inlined
 def read_words(words, m, radix, digits, codes):
-    """Write the codes of a group; return the largest. See ``reference.unpack_words``."""
+    """Unpack the ``m`` codes of a group; return the largest. See ``reference.unpack_words``."""
     width = (m + digits - 1) // digits
     rest = np.empty(width, np.uint32)
     rest[:] = words[:width]
@@ -71,7 +71,7 @@ def read_words(words, m, radix, digits, codes):
             for j in range(width):
                 plane[j] = rest[j] & mask
                 rest[j] = rest[j] >> shift
-        else:  # (x + 1/2) / radix is never so close to a whole number as to round to it
+        else:  # (x + 1/2) / radix is too far from a whole number to be rounded to it
             for j in range(width):
                 x = rest[j]
                 q = _U(np.int64((np.float64(x) + 0.5) * inverse))
@@ -84,8 +84,8 @@ def read_words(words, m, radix, digits, codes):
     return top
 
 
-def _shares(n: int, radix: int) -> list[tuple[slice, slice, int]]:
-    """Return for each thread the elements, the words and the first group that it takes on."""
+def _slices(n: int, radix: int) -> list[tuple[slice, slice, int]]:
+    """Return for each thread its (elements, words, first group)."""
     per_group = count_words(GROUP, radix)
     return [
         (slice(a * GROUP, b * GROUP), slice(a * per_group, b * per_group), a)
@@ -98,7 +98,7 @@ def pack_words(codes: Array, radix: int) -> Array:
     words = np.empty(count_words(codes.size, radix), np.uint32)
     options = _U(radix), digits_of(radix)
     threads.each(
-        lambda at, to, _: _pack_words(codes[at], *options, words[to]), _shares(codes.size, radix)
+        lambda at, to, _: _pack_words(codes[at], *options, words[to]), _slices(codes.size, radix)
     )
     return words
 
@@ -118,7 +118,7 @@ def unpack_words(words: Array, n: int, radix: int) -> Array:
     """See ``reference.unpack_words``."""
     codes = np.empty(n, np.uint32)
     options = _U(radix), digits_of(radix)
-    threads.each(lambda at, to, _: _unpack_words(words[to], *options, codes[at]), _shares(n, radix))
+    threads.each(lambda at, to, _: _unpack_words(words[to], *options, codes[at]), _slices(n, radix))
     return codes
 
 
@@ -141,7 +141,7 @@ def pack_gamma(codes: Array, half: int) -> Array:
 
 @kernel
 def _pack_gamma(codes, half, stream):
-    """Write the codes' bits; return the words used."""
+    """Write the gamma codes; return the number of words used."""
     window, filled, at = np.uint64(0), 0, 0
     for code in codes:
         number = np.int64(code) - half
@@ -170,13 +170,15 @@ def unpack_gamma(words: Array, n: int, half: int) -> Array:
     """See ``reference.unpack_gamma``."""
     codes = np.empty(n, np.uint32)
     if not _unpack_gamma(words, half, codes):
-        raise ValueError("the levels are not what an encoder writes")
+        raise ValueError(
+            f"the {words.size} words are not the gamma code of {n} levels of at most {half}"
+        )
     return codes
 
 
 @kernel
 def _unpack_gamma(words, half, codes):
-    """Write the codes; False unless all lie in the range and end in the last word."""
+    """Write the codes; return False unless all are in range and the last ends in the last word."""
     window, filled, at = np.uint64(0), np.int64(0), 0
     for i in range(codes.size):
         if filled < 32 and at < words.size:
@@ -235,7 +237,7 @@ def _moments(values, sums, squares):
 
 @inlined
 def fold(lanes):
-    """Return the sum of partial sums; see ``reference.lane_sums``."""
+    """Return the sum of partial sums, which are overwritten; see ``reference.lane_sums``."""
     width = LANES // 2
     while width:
         for j in range(width):
@@ -279,12 +281,12 @@ def encode_levels(
             here = scales[at.start // levels.bucket : -(-at.stop // levels.bucket)]
         return _encode_levels(values[at], numbers, here, words[to], np.uint64(key), group, keep)
 
-    return max(threads.each(work, _shares(values.size, levels.radix)))
+    return max(threads.each(work, _slices(values.size, levels.radix)))
 
 
 @kernel
 def _encode_levels(values, levels, scales, words, key, first_group, keep):
-    """Write scales and words of whole groups, or up to the end; return bits of the peak."""
+    """Write scales and words of consecutive groups; return the bits of the peak."""
     top, radix, norm, bucket, digits = levels[0], levels[1], levels[2], levels[3], levels[4]
     random = np.empty(GROUP, np.uint32)
     codes = np.empty(GROUP + _SLACK, np.uint32)
@@ -298,7 +300,7 @@ def _encode_levels(values, levels, scales, words, key, first_group, keep):
         else:
             found = _largest(part.view(np.int32))
             peak = max(peak, found)
-            if found >= np.int32(0x7F800000):  # nothing of it will be sent
+            if found >= np.int32(0x7F800000):  # not finite: the body is discarded
                 break
             for at in range(0, part.size, bucket):
                 piece = part[at : at + bucket]
@@ -364,7 +366,7 @@ def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> Non
         here = scales if levels.norm == GIVEN else scales[at.start // levels.bucket :]
         return _add_levels(total[at], words[to], here, numbers)
 
-    largest = max(threads.each(work, _shares(total.size, levels.radix)))
+    largest = max(threads.each(work, _slices(total.size, levels.radix)))
     if largest > levels.top:
         raise ValueError(f"a level is {largest}, above {levels.top}")
 
@@ -381,9 +383,9 @@ def _add_levels(total, words, scales, levels):
         step = GROUP if norm == GIVEN else bucket
         for i in range(0, part.size, step):
             scale = scales[0] if norm == GIVEN else scales[(begin + i) // bucket]
-            piece, mine = part[i : i + step], codes[i:]
+            piece, levels_of = part[i : i + step], codes[i:]
             for j in range(piece.size):
-                twice = np.float32(np.int32(np.int32(2) * np.int32(mine[j]) - np.int32(top)))
+                twice = np.float32(np.int32(np.int32(2) * np.int32(levels_of[j]) - np.int32(top)))
                 piece[j] += np.float32(scale * np.float32(twice / np.float32(top)))
     return np.int64(largest)
 
@@ -395,7 +397,7 @@ def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) 
         lambda at, to, group: _encode_octaves(
             values[at], words[to], base, top, number, group, keep
         ),
-        _shares(values.size, 255),
+        _slices(values.size, 255),
     )
 
 
@@ -429,7 +431,7 @@ def _encode_octaves(values, words, base, top, key, first_group, keep):
 
 @inlined
 def _add_values(part, codes, shift, sign):
-    """Add the values of codes, times ``sign``; return the highest level."""
+    """Add the values of codes, times ``sign``; return the largest level."""
     patterns = np.empty(GROUP, np.int32)
     highest = np.int32(0)
     for i in range(part.size):
@@ -448,10 +450,10 @@ def _add_values(part, codes, shift, sign):
 def add_octaves(total: Array, words: Array, top: int) -> None:
     """See ``reference.add_octaves``."""
     base = max(top - 126, 1)
-    shares = _shares(total.size, 255)
-    highest = threads.each(lambda at, to, _: _add_octaves(total[at], words[to], base, top), shares)
+    slices = _slices(total.size, 255)
+    highest = threads.each(lambda at, to, _: _add_octaves(total[at], words[to], base, top), slices)
     if max(highest) > top - base + 1:
-        raise ValueError("a power of two lies beyond what the scale allows")
+        raise ValueError("a power of two exceeds the header's scale")
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""float16 on a CPU: to and from float32, without the processor's own instructions for it."""
+"""CPU kernels of float16: conversion to and from float32, without special instructions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How kernels are compiled: without the GIL, and never so that bits depend on the machine.
+"""Compilation of CPU kernels by Numba: without the GIL, cached on disk, without fastmath.
 
-No fastmath: contraction or reordering would change bytes from one processor to the next.
+Fastmath would allow contraction and reordering, and bytes would depend on the processor.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _SOURCES = (
 
 
 def digest_of(sources: tuple[Path, ...]) -> str:
-    """Return some letters that change with the text of any of the files."""
+    """Return a hash of the contents of all files, 16 hexadecimal digits."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 _DIGEST = digest_of(_SOURCES)
 
 
-# A private class of Numba's; without it no kernel is kept on disk, see ``kernel``.
+# A private class of Numba's; without it no kernel is cached on disk, see ``kernel``.
 _NumbasFiles: Any = getattr(caching, "IndexDataCacheFile", object)
 
 
 class _Files(_NumbasFiles):
-    """A function's variants on disk, each in a file whose name tells what it was made from.
+    """Cache of a function's compiled variants on disk, in files named by a hash of their source.
 
-    Numba numbers them. Ranks that compile different ones at the same time would take the same
-    number, and some run the wrong one from then on.
+    Numba names them by consecutive numbers. Ranks that compile different variants at the same time
+    would use the same number, and some would run the wrong variant from then on.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -68,11 +68,11 @@ class _Files(_NumbasFiles):
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile what Python calls, and keep it on disk.
+    """Compile a function that Python calls, and cache it on disk.
 
-    Numba would keep a function when another that is part of it has changed, in this file or the
-    next; so the file's name tells the text of all of them. Where Numba's cache is not as expected,
-    nothing is kept, and a RuntimeWarning says so once.
+    Numba does not notice changes of functions that are inlined into this one. So the name of the
+    cached file depends on the source of all kernels. Where Numba's cache is not as expected,
+    nothing is cached, and a RuntimeWarning says so once.
     """
     function.__qualname__ += f".{_DIGEST}"
     try:
@@ -87,7 +87,7 @@ def _kept_on_disk(function: Callable[..., Any]) -> Any:
     compiled: Any = njit(cache=True, nogil=True)(function)
     if compiled is function:
         raise UnsupportedError(
-            "NUMBA_DISABLE_JIT is set, but the CPU's kernels are right only compiled: unset it"
+            "NUMBA_DISABLE_JIT is set, but the CPU kernels need compilation: unset it"
         )
     cache, kept = compiled._cache, compiled._cache._impl
     stamp = kept.locator.get_source_stamp()
@@ -109,5 +109,5 @@ def _warn_of_no_cache(found: str) -> None:
     )
 
 
-# What kernels call; it becomes part of them.
+# For functions that kernels call; they are compiled into the kernels.
 inlined: Any = njit(nogil=True)

@@ -1,4 +1,4 @@
-"""What low-rank schemes compute on a CPU and all ranks have to compute alike, to the last bit."""
+"""CPU kernels of low-rank schemes; all ranks compute the same bits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.types import Array
 
-_COLUMNS = 2048  # of a row at a time, which stay in the L1 cache while all factors are added
+_COLUMNS = 2048  # of a row at a time: they stay in the L1 cache while all products are added
 _LEAST_VALUES = 1 << 15  # for a thread of its own
-_LANES = 256  # of a sum, as many as a GPU's block has threads
+_LANES = 256  # partial sums, as many as a GPU's block has threads
 
 
 def orthonormal(matrix: Array) -> Array:
@@ -28,9 +28,9 @@ def _orthonormalize(columns):
         before = np.sqrt(_dot(column, column))
         for _ in range(2):
             for j in range(k):
-                share = _dot(column, columns[j])
+                projection = _dot(column, columns[j])
                 for i in range(column.size):
-                    column[i] -= share * columns[j, i]
+                    column[i] -= projection * columns[j, i]
         norm = np.sqrt(_dot(column, column))
         if norm > 1e-10 * before:
             for i in range(column.size):

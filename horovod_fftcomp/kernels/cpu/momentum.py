@@ -1,4 +1,4 @@
-"""What schemes with momentum compute on a CPU: velocity, residual and its keys in one pass."""
+"""CPU kernels of momentum schemes: velocity, residual and selection keys in one pass."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import numpy as np
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import kernel
-from horovod_fftcomp.kernels.cpu.sparse import limits_of, ranked, sampled_places
+from horovod_fftcomp.kernels.cpu.sparse import limits_of, sampled_places, with_threshold
 from horovod_fftcomp.kernels.cpu.topk import (
     GROUP,
     LEAST_GROUPS,
     SAMPLES,
     Counts,
     Limits,
+    capacity_for,
     count_keys,
     fill_keys,
-    room_for,
     samples_of,
 )
 from horovod_fftcomp.kernels.cpu.vector_ir import trailing_zeros
@@ -52,26 +52,26 @@ def momentum_accumulate(
             np.empty(0, np.int32),
         )  # fmt: skip
         limits = limits_of(sample, k, n)
-    room = room_for(n) if limits else 0
+    capacity = capacity_for(n) if limits else 0
 
     def work(begin: int, end: int) -> tuple[int, Counts]:
         here = slice(begin * GROUP, end * GROUP)
-        found = empty(room, np.int32)
+        found = empty(capacity, np.int32)
         peak, above, between, kept = _accumulate(
             flat[here], u[here], v[here], *options, new_u[here], new_v[here],
-            room > 0, *(limits or _EVERYTHING), found,
+            capacity > 0, *(limits or _EVERYTHING), found,
         )  # fmt: skip
         return peak, Counts(above, between, found[:kept])
 
     parts = threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
     peak = max(peak for peak, _ in parts)
-    counts = [counts for _, counts in parts] if room else None
-    return ranked(new_v, peak, k, 1, counts), new_u
+    counts = [counts for _, counts in parts] if capacity else None
+    return with_threshold(new_v, peak, k, 1, counts), new_u
 
 
 @kernel
 def _accumulate(g, u, v, momentum, nesterov, factor, new_u, new_v, counts, low, high, found):
-    """Write both; return (bits of the peak, and what ``count_keys`` returns of all groups)."""
+    """Write velocity and residual; return (the peak's bits, sums of ``count_keys`` over groups)."""
     above, between, kept = 0, 0, 0
     keys, nothing = np.empty(GROUP, np.int32), np.zeros(GROUP, np.float32)
     peak = np.int32(0)

@@ -1,4 +1,4 @@
-"""Positions on a CPU: bitmaps of 64-bit words to and from the layouts that travel."""
+"""CPU kernels of positions: bitmaps of 64-bit words to their encodings in payloads, and back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def count_bits(bitmap):
 
 
 def as_words(packed: Array, n_words: int) -> Array:
-    """Return bytes as 64-bit words, zeros after their end."""
+    """Return bytes as ``n_words`` 64-bit words, padded with zeros."""
     words = empty(n_words, np.uint64)
     as_bytes = words.view(np.uint8)
     used = min(packed.size, as_bytes.size)
@@ -101,7 +101,7 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
 
 @kernel
 def _unpack_offsets(unary, offsets, low_bits, n, bitmap):
-    """Set the positions' bits; False unless they ascend below n."""
+    """Set the bits of the positions; return False unless they ascend and are below n."""
     last, found, bit = np.int64(-1), 0, 0
     low = np.uint64((1 << low_bits) - 1)
     for w in range(unary.size):
@@ -130,8 +130,8 @@ def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
     def work(begin: int, end: int) -> tuple[Array, Array]:
         part = symbols[begin * _CHUNK : end * _CHUNK]
         lengths = np.empty(end - begin, np.uint16)
-        room = (end - begin) * 2 * _LANES + part.size // 2 + 4 * (end - begin)
-        out = empty(room, np.uint32)
+        most_words = (end - begin) * 2 * _LANES + part.size // 2 + 4 * (end - begin)
+        out = empty(most_words, np.uint32)
         used = _pack_entropy(part, *table, lengths, out)
         return lengths, out[:used]
 
@@ -148,7 +148,7 @@ def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
 
 @inlined
 def _push(state, symbol, words, free, freqs, reciprocals, shifts, biases):
-    """Return (the state with a symbol more, the last free word)."""
+    """Return (the state after encoding a symbol, the index of the last free word)."""
     f = freqs[symbol]
     words[free] = np.uint32(state & np.uint64(0xFFFFFFFF))
     full = state >= f << np.uint64(63 - rans.PRECISION)
@@ -162,7 +162,7 @@ def _push(state, symbol, words, free, freqs, reciprocals, shifts, biases):
 
 @kernel
 def _pack_entropy(symbols, freqs, reciprocals, shifts, biases, lengths, out):
-    """Write all chunks, one after another, to ``out``; return the words used."""
+    """Write all chunks to ``out``, one after another; return the number of words used."""
     at = 0
     words = np.empty(_CHUNK, np.uint32)  # at most 12 bits a symbol
     for chunk in range(lengths.size):
@@ -201,7 +201,7 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
     ends = np.cumsum(lengths + np.int64(2 * _LANES))
     words = packed[offset : offset + (packed.size - offset) // 4 * 4].view(np.uint32)
     if n_chunks and ends[-1] > words.size:
-        raise ValueError("the chunks of positions are longer than their room")
+        raise ValueError("the chunks of positions are longer than the space for them")
     table = decoder_table(rans.frequencies(n, k))
     bitmap = zeros((n + 63) // 64, np.uint64)
     symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
@@ -212,10 +212,10 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
         return _unpack_entropy(words[first:], lengths[begin:end], table, part)
 
     if not all(threads.each(work, threads.ranges(n_chunks, _LEAST_CHUNKS))):
-        raise ValueError("a chunk of positions does not end where it should")
+        raise ValueError("a chunk of positions does not decode to the initial states")
     beyond = n % 64 and int(bitmap[-1]) >> n % 64
     if beyond or count_bits(bitmap) != k:
-        raise ValueError("the positions are not k below n")
+        raise ValueError("the bitmap does not have k bits set")
     return bitmap
 
 
@@ -226,7 +226,7 @@ def _state(words, at):
 
 @inlined
 def _step(state, table):
-    """Return (the next state before it takes in a word, the symbol)."""
+    """Return (the next state before ``_refill``, the decoded symbol)."""
     entry = np.uint64(table[state & np.uint64(_SLOTS - 1)])
     frequency = (entry >> np.uint64(8)) & np.uint64(0xFFF)
     state = frequency * (state >> np.uint64(rans.PRECISION)) + (entry >> np.uint64(20))
@@ -235,7 +235,7 @@ def _step(state, table):
 
 @inlined
 def _refill(state, words, at, end):
-    """Return (state, at) after taking in a word if the state is low; never reads beyond end."""
+    """Return (state, at) after reading a word if the state is low; never reads beyond ``end``."""
     word = np.uint64(words[min(at, end - 1)])
     low = state < _LOWEST
     return ((state << np.uint64(32)) | word if low else state), at + low
@@ -243,7 +243,7 @@ def _refill(state, words, at, end):
 
 @kernel
 def _unpack_entropy(words, lengths, table, symbols):
-    """Write all chunks' symbols; False if one does not end as it began, at the lowest states."""
+    """Write the symbols of all chunks; return False if one does not end in the lowest states."""
     at = 0
     for chunk in range(lengths.size):
         begin = chunk * _CHUNK

@@ -1,4 +1,4 @@
-"""Quantizers of one bit, on a CPU: the signs are packed and each side summed in one pass."""
+"""CPU kernels of sign methods: signs are packed, and values of either sign summed, in one pass."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def _encode_signs(a, b, values, starts, words, sums, counts):
             sums[piece, 0], sums[piece, 1] = up[0], down[0]
             counts[piece] = _count_negative(here)
             piece += 1
-        width = (part.size + _DIGITS - 1) // _DIGITS  # later, from the cache: it reads 32 places
+        # After the sums, while the group is in the cache: ``_pack`` reads it at 32 places at once.
+        width = (part.size + _DIGITS - 1) // _DIGITS
         if part.size < GROUP:
             rest[: part.size] = part
             _pack(rest, words[to : to + width])
@@ -82,10 +83,10 @@ def _count_negative(values):
 
 @inlined
 def _pack(values, words):
-    """Write the signs of as many values as the words have bits."""
+    """Write the signs of values, 1 below 0, as many as ``words`` have bits."""
     width = words.size
     words[:] = _U(0)
-    for b in range(_DIGITS - 4, -4, -4):  # four at a time, so that words are seldom stored
+    for b in range(_DIGITS - 4, -4, -4):  # four bits at a time: fewer stores
         first, second = values[b * width : (b + 1) * width], values[(b + 1) * width :]
         third, fourth = values[(b + 2) * width :], values[(b + 3) * width :]
         for j in range(width):
@@ -96,7 +97,7 @@ def _pack(values, words):
 
 @inlined
 def _sides(part, up, down):
-    """Write the sums of the values from 0 up, and of those below, to the first lanes."""
+    """Write the sum of the values from 0 up to ``up[0]``, of those below 0 to ``down[0]``."""
     up[:], down[:] = 0.0, 0.0
     whole = part.size // LANES * LANES
     for i in range(0, whole, LANES):
@@ -153,20 +154,20 @@ def _add_signs(total, words, sides, length, first):
     for begin in range(0, total.size, GROUP):
         part = total[begin : begin + GROUP]
         width = (part.size + _DIGITS - 1) // _DIGITS
-        mine = words[at : at + width]
+        packed = words[at : at + width]
         for b in range(_DIGITS):
             plane = bits[b * width : (b + 1) * width]
             for j in range(width):
-                plane[j] = (mine[j] >> _U(b)) & _U(1)
+                plane[j] = (packed[j] >> _U(b)) & _U(1)
         at += width
         i = 0
         while i < part.size:
             row = (first + begin + i) // length
             end = min(part.size, (row + 1) * length - first - begin)
             up, down = sides[row, 0], sides[row, 1]
-            piece, those = part[i:end], bits[i:end]
+            piece, signs = part[i:end], bits[i:end]
             for j in range(piece.size):
-                piece[j] += down if those[j] else up
+                piece[j] += down if signs[j] else up
             i = end
 
 
@@ -174,11 +175,11 @@ def majority_sign(values: Array, many: float, tie: float) -> None:
     """See ``reference.majority_sign``."""
     ranges = threads.ranges(-(-values.size // GROUP), _LEAST_GROUPS)
     sizes = np.float32(many), np.float32(tie)
-    threads.each(lambda a, b: _keep_signs(values[a * GROUP : b * GROUP], *sizes), ranges)
+    threads.each(lambda a, b: _majority_sign(values[a * GROUP : b * GROUP], *sizes), ranges)
 
 
 @kernel
-def _keep_signs(values, many, tie):
+def _majority_sign(values, many, tie):
     for i in range(values.size):
         x = values[i]
         sign = many if x > _ZERO else -many

@@ -1,4 +1,4 @@
-"""Values on a CPU: gradients plus residuals, and chosen coefficients to packed codes and back."""
+"""CPU kernels of sparse codecs: gradient plus residual, top-k selection, codes and their sums."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from horovod_fftcomp.kernels.cpu.topk import (
     SAMPLES,
     Counts,
     Limits,
+    capacity_for,
     count_keys,
     fill_keys,
     key_scale,
+    kth_from_counts,
     kth_key,
-    room_for,
     samples_of,
-    settled,
     suggest,
 )
-from horovod_fftcomp.kernels.cpu.value_codes import ROOM, decode, encode, read_bits, write_bits
+from horovod_fftcomp.kernels.cpu.value_codes import (
+    PADDING_WORDS,
+    decode,
+    encode,
+    read_bits,
+    write_bits,
+)
 from horovod_fftcomp.kernels.cpu.vector_ir import (
     LANES,
     add_64,
@@ -68,7 +74,7 @@ def count_above(values: Array, key: int) -> int:
 @kernel
 def _count_above(patterns, key):
     total = np.int64(0)
-    for begin in range(0, patterns.size, GROUP):  # in lanes of 32 bits, which a group cannot fill
+    for begin in range(0, patterns.size, GROUP):  # counts of 32 bits, in vector lanes
         count = np.int32(0)
         for i in range(begin, min(begin + GROUP, patterns.size)):
             count += np.int32((patterns[i] & np.int32(_MAGNITUDE)) > key)
@@ -78,7 +84,7 @@ def _count_above(patterns, key):
 
 def topk_threshold(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
     """See ``reference.topk_threshold``."""
-    return ranked(coeffs, max_abs_bits(coeffs), k, bins_per_block, None)
+    return with_threshold(coeffs, max_abs_bits(coeffs), k, bins_per_block, None)
 
 
 def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
@@ -87,34 +93,34 @@ def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
     out = empty(n)
     addend = _NOTHING if residual is None else residual
     limits = _limits_of_sum(flat, addend, k) if k and n > 2 * SAMPLES else None
-    room = room_for(n) if limits else 0
+    capacity = capacity_for(n) if limits else 0
 
     def work(begin: int, end: int) -> tuple[int, Counts]:
         here = slice(begin * GROUP, end * GROUP)
-        found = empty(room, np.int32)
+        found = empty(capacity, np.int32)
         low, high = limits or _EVERYTHING
         peak, above, between, kept = _add(
-            flat[here], addend[here], out[here], room > 0, low, high, found
+            flat[here], addend[here], out[here], capacity > 0, low, high, found
         )
         return peak, Counts(above, between, found[:kept])
 
     parts = threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
     peak = max(peak for peak, _ in parts)
-    return ranked(out, peak, k, 1, [counts for _, counts in parts] if room else None)
+    return with_threshold(out, peak, k, 1, [counts for _, counts in parts] if capacity else None)
 
 
 _NOTHING = np.empty(0, np.float32)
 _EVERYTHING = Limits(0, _MAGNITUDE)
 
 
-def ranked(
+def with_threshold(
     coeffs: Array, peak: int, k: int, bins_per_block: int, counts: list[Counts] | None
 ) -> Coefficients:
-    """Return the coefficients with their k-th key, from ``counts`` if they tell it."""
+    """Return the coefficients with their top-k threshold, from ``counts`` if they suffice."""
     if not k or peak > LARGEST_FINITE_BITS:
         return Coefficients(coeffs, peak, 0, coeffs.size)
     exponent = key_exponent(peak) if coeffs.dtype == np.complex64 else 0
-    found = settled(counts, k) if counts and not exponent else None
+    found = kth_from_counts(counts, k) if counts and not exponent else None
     return Coefficients(coeffs, peak, *(found or kth_key(coeffs, k, bins_per_block, exponent)))
 
 
@@ -125,7 +131,7 @@ def _limits_of_sum(flat: Array, addend: Array, k: int) -> Limits | None:
 
 
 def sampled_places(n: int) -> Array:
-    """Return ``samples_of(n)`` places spread over all ``n``, one at random in each stretch."""
+    """Return a stratified sample of ``samples_of(n)`` indices: one at random in each stretch."""
     count = samples_of(n)
     places = np.arange(count) * (n // count)
     places += np.random.default_rng(n).integers(n // count, size=count)
@@ -133,14 +139,17 @@ def sampled_places(n: int) -> Array:
 
 
 def limits_of(sample: Array, k: int, n: int) -> Limits | None:
-    """Return limits for the k-th of ``n`` magnitudes from a sample of the values."""
+    """Return limits of the k-th of ``n`` magnitudes, estimated from a sample of the values.
+
+    None if there are many ties, which need a separate pass.
+    """
     limits = suggest(sample.view(np.int32) & np.int32(_MAGNITUDE), k, n, 1)
-    return None if limits.low == limits.high else limits  # many ties: they need a pass of their own
+    return None if limits.low == limits.high else limits
 
 
 @kernel
 def _add(a, b, out, counts, low, high, found):
-    """Write a + b; return (bits of the peak, and what ``count_keys`` returns of all groups)."""
+    """Write a + b; return (bits of the peak, sums of ``count_keys`` over all groups)."""
     above, between, kept = 0, 0, 0
     peaks, keys = np.zeros(LANES, np.int32), np.empty(GROUP, np.int32)
     peak, to = np.int64(peaks.ctypes.data), np.int64(keys.ctypes.data)
@@ -189,18 +198,18 @@ def select_quantize_pack(
     def work(begin: int, end: int, ties: int) -> tuple[int, Array]:
         part = reals_of(begin, end)
         words = bitmap[begin * (GROUP // 64) : end * (GROUP // 64)]
-        packed = empty(part.size * coding.bits // 64 + ROOM, np.uint64)
+        packed = empty(part.size * coding.bits // 64 + PADDING_WORDS, np.uint64)
         return _take(part, *options, key, ties, numbers, keep, words, packed), packed
 
     ties_left = [ties]
-    if len(ranges) > 1:  # of those in earlier ranges, which come first
+    if len(ranges) > 1:  # ties in earlier ranges are taken first
         equal = threads.each(lambda a, b: _count_equal(reals_of(a, b), *options, key), ranges)
         for count in equal[:-1]:
             ties_left.append(max(0, ties_left[-1] - count))
     parts = threads.each(
         work, ((*pair, left) for pair, left in zip(ranges, ties_left, strict=True))
     )
-    return bitmap[: (array.size + 63) // 64], joined(parts)
+    return bitmap[: (array.size + 63) // 64], concatenated(parts)
 
 
 @kernel
@@ -217,7 +226,7 @@ def _count_equal(reals, is_complex, bins_per_block, scale, key):
 
 @kernel
 def _take(reals, is_complex, bins_per_block, scale, key, ties, coding, keep, bitmap, packed):
-    """Choose, pack and subtract, group after group; return the bits packed."""
+    """Select, pack and subtract, group by group; return the number of bits packed."""
     keys, codes = np.empty(GROUP, np.int32), np.empty(2 * GROUP, np.int32)
     values = np.empty(2 * GROUP, np.float32)
     width = 2 if is_complex else 1
@@ -237,7 +246,7 @@ def _take(reals, is_complex, bins_per_block, scale, key, ties, coding, keep, bit
 
 @inlined
 def _mark(keys, key, ties, words):
-    """Set the bits of keys above ``key``, and of the first ``ties`` equal; return ties left."""
+    """Set the bits of keys above ``key`` and of the first ``ties`` equal ones; return ties left."""
     at = np.int64(keys.ctypes.data)
     for word in range(words.size):
         chosen = np.int64(mask_above(at + 256 * word, key))
@@ -253,7 +262,7 @@ def _mark(keys, key, ties, words):
 
 @inlined
 def collect(reals, width, words, values):
-    """Write the chosen reals side by side; return how many."""
+    """Gather the reals at the bitmap's ones into ``values``; return their number."""
     n = 0
     at, to = np.int64(reals.ctypes.data), np.int64(values.ctypes.data)
     for word in range(words.size):
@@ -275,7 +284,7 @@ def collect(reals, width, words, values):
 
 @inlined
 def put_back(reals, width, words, values):
-    """Write values side by side where they were chosen."""
+    """Scatter ``values`` to the bitmap's ones, the inverse of ``collect``."""
     n = 0
     for word in range(words.size):
         chosen = np.int64(words[word])
@@ -288,8 +297,8 @@ def put_back(reals, width, words, values):
             n += width
 
 
-def joined(parts: list[tuple[int, Array]]) -> Array:
-    """Return streams of bits as one, uint8."""
+def concatenated(parts: list[tuple[int, Array]]) -> Array:
+    """Return the concatenation of bit streams, uint8; ``parts``: (number of bits, words)."""
     total = sum(n_bits for n_bits, _ in parts)
     _, whole = parts[0]
     if len(parts) > 1:
@@ -306,7 +315,7 @@ def _append(whole, at, words, n_bits):
     shift, to = np.uint64(at & 63), at >> 6
     for i in range((n_bits + 63) // 64):
         word = words[i]
-        if 64 * i + 64 > n_bits:  # what follows the end means nothing
+        if 64 * i + 64 > n_bits:  # bits after the end are undefined
             word &= (np.uint64(1) << np.uint64(n_bits & 63)) - np.uint64(1)
         whole[to + i] |= word << shift
         if shift:
@@ -329,16 +338,16 @@ def sum_values(parts: Sequence[Body], n: int, is_complex: bool) -> Array:
 
 
 class Streams:
-    """The bitmaps and codes of several payloads as arrays that kernels take, and where to begin.
+    """Bitmaps and codes of several payloads as 2-D arrays, as the sum kernels take them.
 
     ``arrays``: bitmaps ``[p, words]``, streams of codes ``[p, words]``, codings ``[p, 7]``.
     """
 
     def __init__(self, parts: Sequence[Body], width: int, span: int, n_spans: int) -> None:
-        """``span``: bins that a thread takes on together, in whole groups; ``n_spans``: of all."""
+        """``span``: bins that are summed together, whole groups; ``n_spans``: number of spans."""
         n_words = n_spans * (span // 64)
         bitmaps = _rows([part.bitmap for part in parts], n_words)
-        n_codes = max(part.packed.size for part in parts) // 8 + ROOM
+        n_codes = max(part.packed.size for part in parts) // 8 + PADDING_WORDS
         codes = _rows([part.packed for part in parts], n_codes)
         self.arrays = bitmaps, codes, np.array([part.coding for part in parts], np.int64)
         self._width, self._words, self._spans = width, span // 64, n_spans
@@ -354,14 +363,14 @@ class Streams:
         return [(*pair, first) for pair, first in zip(pairs, bits, strict=True)]
 
     def check(self, bad: list[int]) -> None:
-        """Raise ValueError for what ``add_group`` has refused."""
+        """Raise ValueError for a payload that ``add_group`` reports as corrupt."""
         for number in bad:
             if number >= 0:
-                raise ValueError(f"payload {number}: a value lies beyond what the scale allows")
+                raise ValueError(f"payload {number}: a value exceeds the header's scale")
 
 
 def _rows(arrays: list[Array], n_words: int) -> Array:
-    """Return arrays of 8- or 64-bit integers as rows of 64-bit words, zeros after their ends."""
+    """Return arrays of 8- or 64-bit integers as rows of 64-bit words, padded with zeros."""
     rows = empty(len(arrays) * n_words, np.uint64).reshape(len(arrays), n_words)
     for row, array in zip(rows, arrays, strict=True):
         whole = row.view(array.dtype)
@@ -372,7 +381,7 @@ def _rows(arrays: list[Array], n_words: int) -> Array:
 
 @kernel
 def _sum_groups(reals, first_group, width, bitmaps, codes, codings, bits):
-    """Write the sum of all payloads' values, group after group; return the bad payload or -1."""
+    """Write the sum of all payloads' values, group by group; return a corrupt payload or -1."""
     bad = -1
     size = GROUP * width
     for begin in range(0, reals.size, size):
@@ -385,7 +394,7 @@ def _sum_groups(reals, first_group, width, bitmaps, codes, codings, bits):
 
 @inlined
 def add_group(reals, width, first_word, bitmaps, streams, codings, bits):
-    """Add all payloads' values in a group of bins; return the number of a bad one, or -1."""
+    """Add all payloads' values in a group of bins; return the number of a corrupt one, or -1."""
     bad = -1
     codes, values = np.empty(2 * GROUP, np.int32), np.empty(2 * GROUP, np.float32)
     for p in range(bitmaps.shape[0]):
@@ -401,7 +410,7 @@ def add_group(reals, width, first_word, bitmaps, streams, codings, bits):
 
 @inlined
 def _add_back(reals, width, words, values):
-    """Add values side by side to where they were chosen."""
+    """Add ``values`` to the reals at the bitmap's ones; see ``put_back``."""
     n = 0
     at, to = np.int64(values.ctypes.data), np.int64(reals.ctypes.data)
     for word in range(words.size):

@@ -1,8 +1,9 @@
-"""Which coefficients are largest, on a CPU: their keys, and the k-th key without a sort.
+"""Top-k selection on a CPU: keys of coefficients, and the k-th largest key without a sort.
 
-A sample of the keys suggests limits between which the k-th lies. One pass, of its own or while the
-coefficients are made, counts the keys above and collects those between; the k-th key is found among
-these. Where the limits prove wrong all keys are collected: the sample decides speed alone.
+Limits for the k-th key are estimated from a sample of the keys. One pass, possibly the one that
+computes the coefficients, counts the keys above the limits and collects those between; the k-th
+key is then selected among these. If the limits prove wrong, all keys are collected: the sample
+affects speed alone.
 """
 
 from __future__ import annotations
@@ -17,23 +18,26 @@ from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.vector_ir import count_ones, mask_above, trailing_zeros
 from horovod_fftcomp.types import Array
 
-GROUP = 4096  # coefficients whose keys are computed at a time, into the L1 cache
+GROUP = 4096  # coefficients whose keys are computed at a time, in the L1 cache
 LEAST_GROUPS = 8  # for a thread of its own
 SAMPLES = 1 << 14
 _MAGNITUDE = np.int32(0x7FFFFFFF)
-_NO_KEY = np.int32(-2)  # below every key, and below what is above every key
+_NO_KEY = np.int32(-2)  # below every key, and below -1, the limit that selects all keys from 0 up
 _ABOVE_ALL = 0x7FFFFFFF
 
 
 class Limits(NamedTuple):
-    """Keys that the k-th lies between, both included."""
+    """Limits of the k-th largest key, both inclusive."""
 
     low: int
     high: int
 
 
 class Counts(NamedTuple):
-    """Keys above the limits, how many lie between them, and these as far as there was room."""
+    """Number of keys above the limits and between them, and the keys between them.
+
+    ``found``: fewer than ``between`` if the buffer for them was too small.
+    """
 
     above: int
     between: int
@@ -41,14 +45,15 @@ class Counts(NamedTuple):
 
 
 def key_scale(exponent: int) -> np.float32:
-    """Return what complex coefficients are multiplied by before they are squared."""
+    """Return 2^-exponent, by which complex coefficients are scaled before they are squared."""
     return np.float32(2.0**-exponent)
 
 
 def suggest(keys: Array, k: int, n: int, spread: float) -> Limits:
-    """Return limits for the k-th of ``n`` keys from a sample, int32, which is sorted in place.
+    """Return limits of the k-th of ``n`` keys, estimated from a sample, int32.
 
-    ``spread``: of the rank in the sample, in multiples of what independent samples would have.
+    ``keys``: the sample, sorted in place. ``spread``: the standard deviation of a key's rank in
+    the sample, as a multiple of that in an independent sample.
     """
     rank = k * keys.size / n
     margin = 4 * spread * rank**0.5 + 8
@@ -60,17 +65,20 @@ def suggest(keys: Array, k: int, n: int, spread: float) -> Limits:
 
 
 def samples_of(n: int) -> int:
-    """Return how many of ``n`` keys to sample: sorting them must not cost more than the pass."""
+    """Return the size of a sample of ``n`` keys: sorting it must not take longer than the pass."""
     return min(SAMPLES, max(2048, n // 64))
 
 
-def room_for(n: int) -> int:
-    """Return how many keys to make room for among ``n``."""
+def capacity_for(n: int) -> int:
+    """Return the size of the buffer for collected keys, of ``n`` in all."""
     return n // 8 + 2 * SAMPLES
 
 
-def settled(parts: list[Counts], k: int) -> tuple[int, int] | None:
-    """Return (k-th key, how many equal to it are of the k largest); None if limits were wrong."""
+def kth_from_counts(parts: list[Counts], k: int) -> tuple[int, int] | None:
+    """Return (k-th key, number of keys equal to it among the k largest) from the parts' counts.
+
+    None if the limits were wrong or the buffers too small.
+    """
     above = sum(part.above for part in parts)
     between = sum(part.between for part in parts)
     found = np.concatenate([part.found for part in parts])
@@ -80,30 +88,30 @@ def settled(parts: list[Counts], k: int) -> tuple[int, int] | None:
 
 
 def kth_key(coeffs: Array, k: int, bins_per_block: int, exponent: int) -> tuple[int, int]:
-    """Return (the k-th largest key, how many of those equal to it are among the k largest)."""
+    """Return (the k-th largest key, number of keys equal to it among the k largest)."""
     n, reals = coeffs.size, coeffs.view(np.float32)
     options = (coeffs.dtype == np.complex64, bins_per_block, key_scale(exponent))
     if n > 2 * SAMPLES:
         sample = _sample(reals, n, *options, np.empty(samples_of(n), np.int32))
         limits = suggest(sample, k, n, 1)
-        counts = _count(reals, n, options, limits, room_for(n))
+        counts = _count(reals, n, options, limits, capacity_for(n))
         above, equal = (sum(column) for column in list(zip(*counts, strict=True))[:2])
         if limits.low == limits.high and above < k <= above + equal:
-            return limits.low, k - above  # many ties, as among zeros
-        found = settled(counts, k)
+            return limits.low, k - above  # many ties, such as zeros
+        found = kth_from_counts(counts, k)
         if found is not None:
             return found
-    found = settled(_count(reals, n, options, Limits(0, _ABOVE_ALL), n), k)
+    found = kth_from_counts(_count(reals, n, options, Limits(0, _ABOVE_ALL), n), k)
     assert found is not None  # there are n keys
     return found
 
 
-def _count(reals: Array, n: int, options: tuple, limits: Limits, room: int) -> list[Counts]:
+def _count(reals: Array, n: int, options: tuple, limits: Limits, capacity: int) -> list[Counts]:
     width = reals.size // n
 
     def work(begin: int, end: int) -> Counts:
         part = reals[begin * GROUP * width : end * GROUP * width]
-        found = empty(0 if limits.low == limits.high else room + 64, np.int32)
+        found = empty(0 if limits.low == limits.high else capacity + 64, np.int32)
         above, between, kept = _count_groups(part, *options, *limits, found)
         return Counts(above, between, found[:kept])
 
@@ -112,7 +120,10 @@ def _count(reals: Array, n: int, options: tuple, limits: Limits, room: int) -> l
 
 @inlined
 def fill_keys(reals, is_complex, bins_per_block, scale, keys):
-    """Write the keys of a group that begins with a block, at most ``keys.size``; pad the rest."""
+    """Write the keys of a group's coefficients, ``keys.size`` at most, and pad the rest.
+
+    A complex group begins with a block.
+    """
     if is_complex:
         energies = keys.view(np.float32)
         n = reals.size // 2
@@ -131,13 +142,13 @@ def fill_keys(reals, is_complex, bins_per_block, scale, keys):
 
 @kernel
 def write_keys(reals, is_complex, bins_per_block, keys):
-    """``fill_keys`` for whom it is not part of a larger kernel."""
+    """Write keys, as a kernel of its own; see ``fill_keys``."""
     fill_keys(reals, is_complex, bins_per_block, np.float32(1), keys)
 
 
 @kernel
 def _sample(reals, n, is_complex, bins_per_block, scale, keys):
-    """Fill ``keys`` with those of places spread over all ``n``, one at random in each stretch."""
+    """Fill ``keys`` with a stratified sample of the ``n``: one key at random from each stretch."""
     random = np.uint64(0x9E3779B97F4A7C15)
     stretch = n // keys.size
     for i in range(keys.size):
@@ -171,14 +182,17 @@ def _count_groups(reals, is_complex, bins_per_block, scale, low, high, found):
 
 @inlined
 def count_group(reals, is_complex, bins_per_block, scale, low, high, keys, found, kept):
-    """Return (keys above high, keys from low to high, keys kept in ``found`` so far)."""
+    """Count a group's keys: return (number above high, number in [low, high], ``kept``).
+
+    Keys in [low, high] are appended to ``found`` from ``kept`` on, as far as it is large enough.
+    """
     fill_keys(reals, is_complex, bins_per_block, scale, keys)
     return count_keys(keys, low, high, found, kept)
 
 
 @inlined
 def count_keys(keys, low, high, found, kept):
-    """As ``count_group``, of a group's keys."""
+    """Count keys as ``count_group``, for given keys of a group."""
     at = np.int64(keys.ctypes.data)
     above = between = 0
     for word in range(GROUP // 64):
@@ -195,7 +209,7 @@ def count_keys(keys, low, high, found, kept):
 
 @kernel
 def _kth(keys, k):
-    """Return (the k-th largest key, how many of those equal to it belong to the k largest)."""
+    """Return the k-th largest key and the number of its ties, as ``kth_key``, by a radix select."""
     threshold, prefix_bits, need = np.int64(0), 0, k
     for digit_bits in (11, 10, 10):
         shift = 31 - prefix_bits - digit_bits

@@ -1,7 +1,8 @@
-"""Block transforms on a CPU: eight blocks at a time, one in each lane of a vector.
+"""CPU kernels of block transforms: eight blocks at a time, one in each lane of a vector.
 
-A real FFT of length L is a complex FFT of pairs, of length N = L / 2, and a step that splits the
-pairs' bins; a DCT-II is a real FFT of reordered samples and a rotation (Makhoul 1980).
+A real FFT of length L is a complex FFT of pairs of samples, of length N = L / 2, and a step that
+separates the spectra of both; a DCT-II is a real FFT of reordered samples and a rotation (Makhoul
+1980).
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu import vector_ir as c
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.sparse import Streams, add_group, ranked
+from horovod_fftcomp.kernels.cpu.sparse import Streams, add_group, with_threshold
 from horovod_fftcomp.kernels.cpu.topk import (
     GROUP,
     Counts,
     Limits,
+    capacity_for,
     count_group,
-    room_for,
     suggest,
     write_keys,
 )
 from horovod_fftcomp.kernels.cpu.vector_ir import COMPLEX_NBYTES, LANES, VECTOR_NBYTES
 from horovod_fftcomp.types import Array, Body, Coefficients
 
-# complex length -> radices of its passes: few passes, and what a radix takes fits the registers
+# Complex length -> radices of the passes: few passes, and butterflies that fit into the registers.
 _RADICES = {
     32: (4, 8),
     64: (8, 8),
@@ -41,20 +42,20 @@ _RADICES = {
 }
 _LEAST_SPANS = 8  # for a thread of its own
 _SAMPLED_REALS = 1 << 17
-_SPREAD = 3  # neighbours in a block are alike, so a sample of blocks tells less than its size
+_SPREAD = 3  # coefficients of a block are correlated: a sample of blocks varies more than its size
 
 
 class Tables(NamedTuple):
-    """The constants of a transform of ``length`` samples; complex ones as pairs of float32."""
+    """Constants of a transform of ``length`` samples; complex ones as pairs of float32."""
 
     length: int
     radices: Array
-    twiddles: Array  # of the passes, one after another
+    twiddles: Array  # of all passes, concatenated
     splits: Array  # -i exp(-2 pi i k / L), and its conjugates
     splits_back: Array
-    turns: Array  # sqrt(2) exp(-i pi k / 2L), and their inverses
+    turns: Array  # rotations of the DCT, sqrt(2) exp(-i pi k / 2L), and their inverses
     turns_back: Array
-    scale: Array  # halved, since splitting adds two values
+    scale: Array  # halved, since the split adds two values
 
 
 @functools.cache
@@ -76,7 +77,7 @@ def _tables(length: int) -> Tables:
 
 @inlined
 def _passes(src, dst, n, radices, twiddles):
-    """Transform n complex values of eight blocks (Stockham); return where the result lies."""
+    """Transform n complex values of eight blocks (Stockham); return the address of the result."""
     stride, left = 1, n
     for radix in radices:
         m = left // radix
@@ -107,9 +108,9 @@ def _passes(src, dst, n, radices, twiddles):
 
 @inlined
 def _places(start, at, length, is_dct):
-    """Return (place and stride of the even samples from ``at`` on, and of the odd ones).
+    """Return (address and stride of the even samples from ``at`` on, and those of the odd ones).
 
-    An FFT takes samples in order. A DCT takes the even ones, then the odd ones backwards.
+    An FFT has the samples in order. A DCT has the even ones first, then the odd ones backwards.
     """
     if is_dct:
         even, odd = start + at // 2 * VECTOR_NBYTES, start + (length - 1 - at // 2) * VECTOR_NBYTES
@@ -120,7 +121,7 @@ def _places(start, at, length, is_dct):
 
 @kernel
 def _forward(x, addend, out, is_dct, length, radices, twiddles, splits, turns, scale, scratch):
-    """Transform whole tiles of eight blocks and add ``addend``; return the peak's bits."""
+    """Transform tiles of eight blocks and add ``addend``; return the peak's bits."""
     n, row = length // 2, 4 * length
     tile = LANES * row
     peaks = np.zeros(LANES, np.int32)
@@ -169,7 +170,7 @@ def _rotate_all(z, dct, n, turns):
 
 @kernel
 def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scale, scratch):
-    """Transform whole tiles of eight blocks back."""
+    """Apply the inverse transform to tiles of eight blocks."""
     n, row = length // 2, 4 * length
     tile = LANES * row
     first = np.int64(scratch.ctypes.data)
@@ -212,7 +213,7 @@ def _forward_counted(
     x, addend, out, span, is_dct, length, radices, twiddles, splits, turns, scale, scratch,
     low, high, found,
 ):  # fmt: skip
-    """Transform span by span; return (bits of the peak, what ``count_group`` returns of all)."""
+    """Transform span by span; return (bits of the peak, sums of ``count_group`` over groups)."""
     peak, above, between, kept = np.int64(0), 0, 0, 0
     keys = np.empty(GROUP, np.int32)
     width = 1 if is_dct else 2
@@ -241,7 +242,7 @@ def _inverse_of_sum(
     out, first_span, span, bitmaps, codes, codings, bits,
     is_dct, length, radices, twiddles, splits, turns, scale, scratch,
 ):  # fmt: skip
-    """Add up all payloads' values and transform them back, span by span; the bad payload or -1."""
+    """Sum all payloads and transform back, span by span; return a corrupt payload or -1."""
     bad = -1
     width = 1 if is_dct else 2
     tile = LANES * length
@@ -268,7 +269,7 @@ _NO_KEYS = np.empty(0, np.int32)
 
 
 def _span(block: int, width: int) -> int:
-    """Return the reals that are transformed and ranked while they lie in a cache: whole groups."""
+    """Return the reals that are transformed and ranked at a time, in a cache: whole groups."""
     return max(GROUP * width, LANES * block)
 
 
@@ -287,7 +288,7 @@ def _forward_blocks(
 
     def transform(x: Array, addend: Array, out: Array) -> tuple[int, Counts]:
         scratch = np.empty(2 * tile, np.float32)
-        found = empty(room_for(n_bins), np.int32) if limits else _NO_KEYS
+        found = empty(capacity_for(n_bins), np.int32) if limits else _NO_KEYS
         peak, above, between, kept = _forward_counted(
             x, addend, out, span, *constants, scratch, low, high, found
         )
@@ -308,13 +309,13 @@ def _forward_blocks(
     coeffs = out if is_dct else out.view(np.complex64)
     peak = max(peak for peak, _ in parts)
     counted = [counts for _, counts in parts] if limits else None
-    return ranked(coeffs, peak, k, block // width, counted)
+    return with_threshold(coeffs, peak, k, block // width, counted)
 
 
 def _limits_of_sample(
     flat: Array, addend: Array, k: int, n_bins: int, constants: tuple
 ) -> Limits | None:
-    """Return limits for the k-th key by the coefficients of some blocks, if there are many."""
+    """Return limits of the k-th key, estimated from some blocks; None if there are few blocks."""
     is_dct, block = constants[:2]
     n_blocks = flat.size // block  # whole ones
     n_sampled = max(64, _SAMPLED_REALS // block)

@@ -1,6 +1,7 @@
-"""Codes on a CPU: dense values to codes and back, and codes to streams of bits and back.
+"""CPU conversion of values to codes and back, and of codes to bit streams and back.
 
-All work on a group's buffers, which lie in a cache and have room for whole steps of 64.
+All functions work on buffers of one group, which fit into a cache and whose sizes are multiples of
+64 values.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from horovod_fftcomp.codec.quantizers import BFLOAT16, RANGE, STEPS
 from horovod_fftcomp.kernels.cpu import vector_ir
 from horovod_fftcomp.kernels.cpu.jit import inlined
 
-STEP = 64  # values that a codelet takes
-ROOM = STEP // 2 + 2  # words that a stream has to have beyond its end, for the rest of a step
+STEP = 64  # values that a codelet processes
+PADDING_WORDS = STEP // 2 + 2  # 64-bit words after a stream's end, for the rest of a step
 
 
 @inlined
 def encode(values, n, coding, codes):
-    """Write the codes of ``n`` float32 values, int32; subtract from these what the codes mean."""
+    """Write the codes of ``n`` float32 values, int32; subtract the decoded values from these."""
     at, to = np.int64(values.ctypes.data), np.int64(codes.ctypes.data)
     options = np.int64(coding.ctypes.data)
     if coding[0] == STEPS:
@@ -34,7 +35,7 @@ def encode(values, n, coding, codes):
 
 @inlined
 def decode(codes, n, coding, values):
-    """Write the float32 values of ``n`` codes, int32; return the largest code, or magnitude."""
+    """Write the float32 values of ``n`` codes, int32; return the largest code or magnitude."""
     at, to = np.int64(codes.ctypes.data), np.int64(values.ctypes.data)
     options = np.int64(coding.ctypes.data)
     codes[n : (n + STEP - 1) // STEP * STEP] = 0
@@ -86,9 +87,10 @@ def _decode_steps(codes, n, coding, values):
 
 @inlined
 def write_bits(codes, n, bits, stream, bit):
-    """Append ``n`` codes of up to 16 or of 32 bits at ``bit``; return where they end.
+    """Append ``n`` codes of at most 16 or of 32 bits at ``bit``; return the bit after the last.
 
-    ``stream``: 64-bit words; what follows the end is overwritten. So are codes, to a step's end.
+    ``stream``: 64-bit words. Up to ``PADDING_WORDS`` words after the end are overwritten, and the
+    codes after the ``n``-th up to a multiple of ``STEP``.
     """
     if bits == 8 or bits == 16 or bits == 32:
         at, to = np.int64(codes.ctypes.data), np.int64(stream.ctypes.data) + (bit >> 3)
@@ -121,7 +123,7 @@ def write_bits(codes, n, bits, stream, bit):
 
 @inlined
 def read_bits(stream, bit, n, bits, codes):
-    """Write the ``n`` codes of a stream of 64-bit words that begin at ``bit``, as int32."""
+    """Write the ``n`` codes that begin at ``bit`` of a stream of 64-bit words, as int32."""
     if bits == 8 or bits == 16 or bits == 32:
         at, to = np.int64(stream.ctypes.data) + (bit >> 3), np.int64(codes.ctypes.data)
         for i in range(0, n, STEP):

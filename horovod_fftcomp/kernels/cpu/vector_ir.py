@@ -1,8 +1,8 @@
-"""Vector code for the kernels: 64-bit masks, and the pieces of an FFT of eight blocks at a time.
+"""Vector code (LLVM IR) for the kernels: 64-bit masks, conversions, FFTs of eight blocks at a time.
 
-Numba's loops call these by address, as int64. Additions and multiplications are never contracted
-or reordered, so every machine computes the same bits, whatever its vectors' width. Straight-line
-code for small transforms is written out by a program, after Frigo, PLDI 1999.
+Numba kernels call these codelets with addresses, as int64. Additions and multiplications are never
+contracted or reordered, so every machine computes the same bits, whatever its vector width. The
+straight-line code of small transforms is generated, after Frigo, PLDI 1999.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HALF = ir.VectorType(_FLOAT, LANES // 2)
 
 
 class _Emitter:
-    """Writes vector instructions at a builder's place."""
+    """Emits vector instructions at the position of an LLVM builder."""
 
     def __init__(self, builder: ir.IRBuilder) -> None:
         self.builder = builder
@@ -47,7 +47,7 @@ class _Emitter:
         return ir.Constant(_INTS, [number] * LANES)
 
     def broadcast_int(self, address: ir.Value) -> ir.Value:
-        """Return the lower half of the one int64 at ``address`` in every lane."""
+        """Return a vector with the lower half of the int64 at ``address`` in every lane."""
         empty = ir.Constant(_INTS, ir.Undefined)
         scalar = self.builder.trunc(self.load_as(_I64, address), _I32)
         first = self.builder.insert_element(empty, scalar, ir.Constant(_I32, 0))
@@ -62,7 +62,7 @@ class _Emitter:
         self.store_as(_SHORTS, self.builder.trunc(value, _SHORTS), address, 2)
 
     def widest(self, value: ir.Value) -> ir.Value:
-        """Return the largest of eight integers of at least 0, as int64."""
+        """Return the largest of eight non-negative integers, as int64."""
         size = LANES
         while size > 1:
             size //= 2
@@ -79,7 +79,7 @@ class _Emitter:
         self.store_as(_FLOATS, value.vector, address)
 
     def broadcast(self, address: ir.Value) -> _Real:
-        """Return the one float at ``address`` in every lane."""
+        """Return a vector with the float at ``address`` in every lane."""
         empty = ir.Constant(_FLOATS, ir.Undefined)
         scalar = self.load_as(_FLOAT, address)
         first = self.builder.insert_element(empty, scalar, ir.Constant(_I32, 0))
@@ -120,7 +120,7 @@ class _Emitter:
         return [self.shuffle(out[i], out[i + 4], pick) for pick in (low, high) for i in range(4)]
 
     def load_transposed(self, address: ir.Value, row_nbytes: ir.Value) -> list[_Real]:
-        """Return the columns of an 8 x 8 matrix in memory; joins half rows while loading."""
+        """Return the columns of an 8 x 8 matrix in memory; half rows are combined while loading."""
         starts = [self.at(address, 0, row_nbytes, i) for i in range(LANES)]
         every = ir.Constant(_INTS, list(range(LANES)))
         rows = []
@@ -134,7 +134,7 @@ class _Emitter:
 
 
 class _Real:
-    """A vector of floats with arithmetic."""
+    """Vector of floats with arithmetic operators."""
 
     def __init__(self, emitter: _Emitter, vector: ir.Value) -> None:
         self.emitter, self.vector = emitter, vector
@@ -153,7 +153,7 @@ class _Real:
 
 
 class _Complex:
-    """Vectors of real and of imaginary parts with arithmetic."""
+    """Vector of complex numbers, as real and imaginary parts, with arithmetic operators."""
 
     def __init__(self, re: _Real, im: _Real) -> None:
         self.re, self.im = re, im
@@ -209,13 +209,13 @@ def _dft(z: list[_Complex]) -> list[_Complex]:
 
 
 def _codelet(body: Callable, n_args: int, result=types.void) -> Callable:
-    """Return what Numba can call with int64 arguments and that ``body`` writes the code of."""
+    """Return a function for Numba, with int64 arguments, whose code ``body`` emits."""
 
     def codegen(context, builder, signature, args):
         value = body(_Emitter(builder), *args)
         return context.get_dummy_value() if value is None else value
 
-    # Numba counts the arguments of this function, so it has to be written out for their number.
+    # Numba inspects the signature of this function, so it needs explicit arguments.
     names = ", ".join(f"a{i}" for i in range(n_args))
     source = f"def {body.__name__}(context, {names}):\n    return result(*arguments), codegen\n"
     space = {"result": result, "arguments": [types.int64] * n_args, "codegen": codegen}
@@ -241,7 +241,7 @@ butterfly_16, twiddled_16 = _butterfly(16, False), _butterfly(16, True)
 
 
 def _gather(emit, src, row_nbytes, even, even_stride, odd, odd_stride, scale):
-    """Load eight values of eight rows; store those of one column together, times a scale."""
+    """Load eight values of eight rows; store those of each column together, times a scale."""
     factor = emit.broadcast(scale)
     for i, column in enumerate(emit.load_transposed(src, row_nbytes)):
         start, stride = (odd, odd_stride) if i % 2 else (even, even_stride)
@@ -279,14 +279,17 @@ def _scatter_coeffs(with_addend: bool) -> Callable:
 
 
 gather = _codelet(_gather, 7)
-# Odd samples are imaginary parts, which come out of an inverse by conjugates with another sign;
-# a DCT's samples lie in another order.
+# The inverse is computed by conjugates, so imaginary parts, the odd samples, are negated; a DCT's
+# samples are in another order.
 scatter_fft, scatter_dct = _scatter((1, 3, 5, 7)), _scatter((2, 6, 1, 5))
 scatter_coeffs, scatter_coeffs_add = _scatter_coeffs(False), _scatter_coeffs(True)
 
 
 def _split(conjugate: bool) -> Callable:
-    """Between a complex FFT of pairs and the real FFT (or its conjugate), bins k and N - k."""
+    """Make a codelet from a complex FFT of pairs to the real FFT, for bins k and N - k.
+
+    ``conjugate``: for the inverse, from the real FFT to the conjugate of the complex FFT.
+    """
 
     def body(emit, low, high, twiddle):
         a, b = emit.load_complex(low), emit.load_complex(high).conj()
@@ -299,7 +302,7 @@ def _split(conjugate: bool) -> Callable:
 
 
 def _split_ends(factor: float, conjugate: bool) -> Callable:
-    """As ``_split`` for bins 0, of (DC, Nyquist), and N / 2, which have no partner."""
+    """Make a codelet as ``_split`` for bin 0, (DC, Nyquist), and bin N / 2, which are not pairs."""
 
     def body(emit, zero, middle):
         z, scale = emit.load_complex(zero), emit.constant(factor)
@@ -316,7 +319,7 @@ split_ends, split_ends_back = _split_ends(2, False), _split_ends(1, True)
 
 
 def _rotate(emit, bin_, turn, low, high):
-    """Turn bin k of a real FFT into the DCT's coefficients k and L - k."""
+    """Rotate bin k of a real FFT to the DCT's coefficients k and L - k."""
     value = emit.load_complex(bin_) * emit.broadcast_complex(turn)
     emit.store(value.re, low)
     emit.store(-value.im, high)
@@ -338,7 +341,7 @@ copy = _codelet(_copy, 2)
 
 
 def _prefetch(emit, address):
-    """Ask for the four cache lines at ``address``."""
+    """Prefetch the four cache lines at ``address``."""
     byte = _I8.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
     prefetch = emit.builder.module.declare_intrinsic("llvm.prefetch.p0", (), kind)
@@ -352,7 +355,7 @@ prefetch = _codelet(_prefetch, 1)
 
 
 def _mask_above(emit, keys, threshold):
-    """Return a bit for each of the 64 int32 at ``keys``, set where it is above the threshold."""
+    """Return a mask of the 64 int32 at ``keys``: ones where they are above the threshold."""
     builder = emit.builder
     low = builder.trunc(threshold, _I32)
     empty = ir.Constant(_INTS, ir.Undefined)
@@ -368,7 +371,10 @@ def _mask_above(emit, keys, threshold):
 
 
 def _sum_with_keys(with_addend: bool) -> Callable:
-    """Add 64 reals; write the sums, and their magnitudes' bits as keys; follow the peak."""
+    """Make a codelet that adds 64 reals and writes the sums and their magnitudes' bits as keys.
+
+    ``peak``, eight int32 in memory, is updated to the largest magnitudes.
+    """
 
     def body(emit, a, b, out, keys, peak):
         builder = emit.builder
@@ -396,10 +402,10 @@ def _magnitude(emit, bits):
 
 
 def _encode(write: Callable, n_options: int) -> Callable:
-    """Make a codelet of 64 float32 at ``values``: write codes, and leave what they leave.
+    """Make a codelet that writes the codes of 64 float32 values and subtracts the decoded values.
 
-    ``write(emit, bits, *options)`` returns (codes, the bits that these decode to); options are
-    int64 that follow the kind in a coding.
+    ``write(emit, bits, *options)`` returns (codes, bits of the decoded values); options are the
+    int64 after the kind in a coding.
     """
 
     def body(emit, values, codes, *coding):
@@ -416,9 +422,9 @@ def _encode(write: Callable, n_options: int) -> Callable:
 
 
 def _decode(read: Callable, n_options: int) -> Callable:
-    """Make a codelet of 64 codes: write values; return the largest code or magnitude.
+    """Make a codelet that writes the values of 64 codes and returns the largest code or magnitude.
 
-    ``read(emit, codes, *options)`` returns (bits of the values, what the largest is taken of).
+    ``read(emit, codes, *options)`` returns (bits of the values, the codes or magnitudes).
     """
 
     def body(emit, codes, values, *coding):
@@ -522,7 +528,7 @@ def _store_bytes(emit, value, address):
 
 
 def _add_64(emit, src, dst):
-    """Add 64 floats to others."""
+    """Add 64 floats at ``src`` to those at ``dst``."""
     for part in range(64 // LANES):
         at = emit.at(dst, VECTOR_NBYTES * part)
         emit.store(emit.load(at) + emit.load(emit.at(src, VECTOR_NBYTES * part)), at)
@@ -537,7 +543,7 @@ narrow_to_shorts = _resize(_load_ints, _Emitter.store_shorts, 4, 2)
 
 
 def _to_float16(emit, src, dst, limit):
-    """Write 64 float32 as float16, rounded to nearest even, those beyond the limit as that."""
+    """Write 64 float32 as float16, rounded to nearest even and clipped to +-limit."""
     builder = emit.builder
     most = builder.bitcast(emit.broadcast(limit).vector, _INTS)
     for part in range(64 // LANES):
@@ -548,7 +554,7 @@ def _to_float16(emit, src, dst, limit):
         odd = builder.and_(builder.lshr(magnitude, emit.ints(13)), emit.ints(1))
         rounded = builder.add(builder.add(magnitude, emit.ints(0xFFF)), odd)
         normal = builder.lshr(builder.sub(rounded, emit.ints(0x38000000)), emit.ints(13))
-        # In 0.5 <= x < 1 a float32's unit is 2^-24, as a float16's is below 2^-14.
+        # In [0.5, 1) the spacing of float32 is 2^-24, as that of float16 below 2^-14.
         shifted = _Real(emit, builder.bitcast(magnitude, _FLOATS)) + emit.constant(0.5)
         small = builder.sub(builder.bitcast(shifted.vector, _INTS), emit.ints(0x3F000000))
         is_small = builder.icmp_signed("<", magnitude, emit.ints(0x38800000))
@@ -564,7 +570,7 @@ def _from_float16(emit, src, dst):
         wide = emit.load_shorts(emit.at(src, 2 * LANES * part))
         magnitude = builder.shl(builder.and_(wide, emit.ints(0x7FFF)), emit.ints(13))
         sign = builder.shl(builder.and_(wide, emit.ints(0x8000)), emit.ints(16))
-        # Scaled by 2^112 exponents agree; a small one becomes normal, by a float's own rounding.
+        # The factor 2^112 corrects the exponent's bias, and makes subnormal float16 normal.
         scaled = _Real(emit, builder.bitcast(magnitude, _FLOATS)) * emit.constant(2.0**112)
         infinite = builder.icmp_signed(">", magnitude, emit.ints(0x0F7FFFFF))
         special = builder.or_(magnitude, emit.ints(0x7F800000))
