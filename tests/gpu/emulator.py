@@ -90,10 +90,10 @@ class Emulator:
         """Multiply an array by a number."""
         array *= factor
 
-    def multiply(self, matrix, rows: int, factor, out, turned: bool) -> None:
-        """Overwrite ``out`` by a matrix, or turned its transpose, times a factor; all flat."""
+    def multiply(self, matrix, rows: int, factor, out, transposed: bool) -> None:
+        """Overwrite ``out`` by a matrix, or its transpose, times a factor; all flat."""
         left = matrix.reshape(rows, -1)
-        left = left.T if turned else left
+        left = left.T if transposed else left
         with np.errstate(over="ignore", invalid="ignore"):
             np.matmul(left, factor.reshape(left.shape[1], -1), out=out.reshape(len(left), -1))
 

@@ -1,7 +1,7 @@
-"""Payloads on a GPU: CUDA kernels in ``cuda``, tables that describe a bucket, launches in order.
+"""CUDA backend: kernels in ``src``, descriptor tables of buckets, and the launches in order.
 
-Nothing here waits for the device. A device is whoever owns arrays and compiles kernels: CuPy in a
-training, an emulator in the tests.
+Nothing in this module waits for the device but ``on_host``. A ``Device`` owns arrays and compiles
+kernels: PyTorch's or CuPy's in a training, an emulator in the tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike
 from horovod_fftcomp.codec.transforms import BLOCK_LENGTHS
 
 _FOLDER = Path(__file__).parent / "src"
-# In the order in which they are joined: each uses what those before it declare.
+# In the order in which they are concatenated: each file uses declarations of those before it.
 _SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode", "step",
             "shared", "hash", "elements", "chosen", "halves", "places",
             "momentum", "sketch", "lowrank")  # fmt: skip
@@ -26,7 +26,7 @@ _OF_COEFFICIENTS = (
     "mark", "narrow", "settle", "emit", "count_offsets", "decode_chunks", "count_values",
     "restore", "square",
 )  # fmt: skip
-# All kernels, by name expression; a training compiles those that it uses.
+# Name expressions of all kernels; a training compiles those that it uses.
 NAMES = (
     *("add_residual", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
     *("read_headers", "count_unary", "find_chunks", "sum_raw", "majority_sign"),
@@ -46,38 +46,38 @@ NAMES = (
     *(f"sum_payloads<{block}, {domain}>" for block in BLOCK_LENGTHS for domain in (1, 2)),
 )
 
-# What every loader compiles with. Contraction would round otherwise than the CPU or another GPU.
+# Options of every compiler. Contraction (FMA) would round differently from the CPU or another GPU.
 OPTIONS = ("-std=c++17", "-fmad=false")
 
 Launch = Callable[..., None]  # grid, threads, arguments, shared bytes
 
 
 class Device(Protocol):
-    """Arrays of one device, 1-D, and kernels, all on its current stream.
+    """Interface of one device: 1-D arrays and compiled kernels, all on its current stream.
 
-    ``cache``: what is laid out for its memory, kept as long as the device.
+    ``cache``: compiled kernels and buffers that are kept as long as the device.
     """
 
     cache: dict[Any, Any]
 
     def empty(self, n: int, dtype: DTypeLike = np.float32) -> Any:
-        """Return ``n`` elements with any contents, at a multiple of 256 bytes."""
+        """Return an uninitialized array of ``n`` elements, at a multiple of 256 bytes."""
         ...
 
     def zeros(self, n: int, dtype: DTypeLike = np.float32) -> Any:
-        """Return ``n`` zeros, at a multiple of 256 bytes."""
+        """Return an array of ``n`` zeros, at a multiple of 256 bytes."""
         ...
 
     def upload(self, array: np.ndarray) -> Any:
-        """Return a copy of a host's array, which may be overwritten then."""
+        """Return a copy of a host array on the device; the caller may then overwrite the array."""
         ...
 
     def fetch(self, array: Any) -> Callable[[], np.ndarray]:
-        """Begin to copy an array to the host; the function that is returned waits for that."""
+        """Start a copy of an array to the host; return a function that waits for and returns it."""
         ...
 
     def joined(self, arrays: Sequence[Any]) -> Any:
-        """Return arrays of one dtype one after the other, in a new one."""
+        """Return the concatenation of arrays of one dtype, a new array."""
         ...
 
     def clear(self, array: Any) -> None:
@@ -85,13 +85,14 @@ class Device(Protocol):
         ...
 
     def scale(self, array: Any, factor: np.float32) -> None:
-        """Multiply an array by a number."""
+        """Multiply an array by a number, in place."""
         ...
 
-    def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, turned: bool) -> None:
-        """Overwrite ``out`` by a matrix of so many rows, or turned its transpose, times a factor.
+    def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, transposed: bool) -> None:
+        """Write the product of ``matrix`` and ``factor`` to ``out``.
 
-        All are flat, in row-major order.
+        ``transposed``: of the transpose of ``matrix``. ``rows``: of ``matrix``. All are flat, in
+        row-major order.
         """
         ...
 
@@ -100,23 +101,23 @@ class Device(Protocol):
         ...
 
     def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
-        """Return the kernels of ``source`` with these name expressions, compiled."""
+        """Return the compiled kernels of ``source`` with these name expressions."""
         ...
 
 
 @functools.cache
 def source() -> str:
-    """Return the text of all kernels."""
+    """Return the source text of all kernels."""
     return "".join((_FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in _SOURCES)
 
 
 def on_device(array: Any, device: Device) -> Any:
-    """Return ``array``, brought to the device if it is NumPy's."""
+    """Return ``array`` on the device; uploads a NumPy array."""
     return device.upload(array) if isinstance(array, np.ndarray) else array
 
 
 def on_host(array: Any, device: Device | None) -> Any:
-    """Return ``array`` as NumPy's; waits until the device has computed it, if it is there."""
+    """Return ``array`` as a NumPy array; waits for the device if the array is there."""
     if device is None or isinstance(array, np.ndarray):
         return array
     return device.fetch(array)()

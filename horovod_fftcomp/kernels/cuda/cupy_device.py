@@ -1,4 +1,4 @@
-"""A GPU by CuPy: its arrays, and kernels compiled by NVRTC."""
+"""Device of CuPy: its arrays, and kernels compiled by NVRTC."""
 
 from __future__ import annotations
 
@@ -18,48 +18,49 @@ _known: dict[tuple[int, str], dict[str, Launch]] = {}
 
 
 class CupyDevice:
-    """Arrays of one GPU, launches on its default stream, in whatever thread; see ``gpu.Device``.
+    """Device whose arrays are CuPy's on one GPU; see ``cuda.Device``.
 
-    ``gpu``: its number, as CUDA counts in this process; None: CuPy's current one.
+    Kernels run on the default stream, from any thread. ``gpu``: the CUDA device number in this
+    process; None: CuPy's current device.
     """
 
     def __init__(self, gpu: int | None = None) -> None:
         self.cache: dict[Any, Any] = {}
-        self._copies: list[tuple[Any, np.ndarray]] = []  # to the host, perhaps under way
+        self._copies: list[tuple[Any, np.ndarray]] = []  # to the host, some not yet done
         self._gpu = cupy.cuda.Device().id if gpu is None else gpu
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[None]:
-        # Not set back: that would make a context on the GPU that a thread begins with.
+        # Not restored: that would create a context on the GPU that a thread starts with.
         if cupy.cuda.runtime.getDevice() != self._gpu:
             cupy.cuda.runtime.setDevice(self._gpu)
         with cupy.cuda.Stream.null:
             yield
 
     def empty(self, n: int, dtype: DTypeLike = np.float32) -> cupy.ndarray:
-        """Return ``n`` elements with any contents."""
+        """Return an uninitialized array of ``n`` elements."""
         with self._here():
             return cupy.empty(n, dtype)
 
     def zeros(self, n: int, dtype: DTypeLike = np.float32) -> cupy.ndarray:
-        """Return ``n`` zeros."""
+        """Return an array of ``n`` zeros."""
         with self._here():
             return cupy.zeros(n, dtype)
 
     def upload(self, array: np.ndarray) -> cupy.ndarray:
-        """Return a copy on the GPU; goes through pinned memory, so the host does not wait."""
+        """Return a copy on the GPU, through pinned memory, so that the host does not wait."""
         with self._here():
-            # Of pinned memory CuPy makes no copy of its own before it returns.
+            # ``np.array`` copies to pageable memory: CuPy reads pinned memory after it returns.
             return cupy.array(np.array(array).reshape(-1), blocking=False)
 
     def fetch(self, array: cupy.ndarray) -> Callable[[], np.ndarray]:
-        """Begin to copy an array to the host; the function that is returned waits for that."""
+        """Start a copy of an array to the host; return a function that waits for and returns it."""
         with self._here():
             host = cupyx.empty_like_pinned(array)
             array.get(out=host, blocking=False)
             event = cupy.cuda.Event(disable_timing=True)
             event.record()
-        # Whoever asked may forget it; the memory must not serve others before the copy is done.
+        # The caller may drop the function; the memory must not be reused before the copy is done.
         self._copies = [copy for copy in self._copies if not copy[0].done] + [(event, host)]
 
         def fetched() -> np.ndarray:
@@ -69,7 +70,7 @@ class CupyDevice:
         return fetched
 
     def joined(self, arrays: Sequence[cupy.ndarray]) -> cupy.ndarray:
-        """Return arrays of one dtype one after the other, in a new one."""
+        """Return the concatenation of arrays of one dtype, a new array."""
         with self._here():
             return cupy.concatenate(arrays)
 
@@ -79,22 +80,22 @@ class CupyDevice:
             array.fill(0)
 
     def scale(self, array: cupy.ndarray, factor: np.float32) -> None:
-        """Multiply an array by a number."""
+        """Multiply an array by a number, in place."""
         with self._here():
             array *= factor
 
-    def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, turned: bool) -> None:
-        """Overwrite ``out`` by a matrix, or turned its transpose, times a factor; all flat."""
+    def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, transposed: bool) -> None:
+        """Write ``matrix``, or its transpose, times ``factor`` to ``out``; all are flat."""
         with self._here():
-            left = matrix.reshape(rows, -1).T if turned else matrix.reshape(rows, -1)
+            left = matrix.reshape(rows, -1).T if transposed else matrix.reshape(rows, -1)
             cupy.matmul(left, factor.reshape(left.shape[1], -1), out=out.reshape(len(left), -1))
 
     def address(self, array: cupy.ndarray) -> int:
-        """Return where an array lies on the GPU."""
+        """Return the device address of an array."""
         return array.data.ptr
 
     def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
-        """Return the kernels of ``source`` with these name expressions."""
+        """Return the compiled kernels of ``source`` with these name expressions."""
         with self._here():
             kernels = compiled(source, names)
         return {name: self._launcher(kernel) for name, kernel in kernels.items()}
@@ -106,41 +107,41 @@ class CupyDevice:
 
         return launch
 
-    # For memory that is another library's.
+    # Methods for memory that another library owns.
 
     def borrow(self, address: int, n: int, dtype: DTypeLike, owner: Any) -> cupy.ndarray:
-        """Return ``n`` elements at an address as an array, which keeps their owner alive."""
+        """Return ``n`` elements at an address as an array that keeps ``owner`` alive."""
         nbytes = n * np.dtype(dtype).itemsize
         memory = cupy.cuda.UnownedMemory(address, nbytes, owner, self._gpu)
         return cupy.ndarray(n, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def owns(self, array: Any) -> bool:
-        """Tell whether an array is CuPy's, not NumPy's."""
+        """Return whether an array is CuPy's, not NumPy's."""
         return isinstance(array, cupy.ndarray)
 
     def copy(self, array: cupy.ndarray, into: cupy.ndarray) -> None:
-        """Overwrite an array by another of its dtype and size."""
+        """Copy an array into another of its dtype and size."""
         with self._here():
             into[...] = array
 
     def wait(self) -> None:
-        """Wait until everything is done that was launched."""
+        """Wait until all launched kernels and copies are done."""
         with self._here():
             cupy.cuda.Stream.null.synchronize()
 
 
 def gpu_at(address: int) -> int:
-    """Return the number of the GPU in whose memory an address lies."""
+    """Return the number of the GPU whose memory contains an address."""
     return cupy.cuda.runtime.pointerGetAttributes(address).device
 
 
 def compiled(source: str, names: Sequence[str]) -> dict[str, Launch]:
-    """Return kernels for CuPy's current device; what a process has compiled it keeps."""
+    """Return kernels for CuPy's current device; a process compiles each of them once."""
     key = (cupy.cuda.Device().id, source)
     known = _known.setdefault(key, {})
     missing = [name for name in names if name not in known]
     if missing:
-        # All that are no templates are compiled in any case.
+        # Kernels that are no templates are part of every module that is compiled.
         plain = [name for name in NAMES if "<" not in name and name not in known]
         missing = [*dict.fromkeys([*missing, *plain])]
         module = cupy.RawModule(code=source, options=OPTIONS, name_expressions=missing)
@@ -150,7 +151,7 @@ def compiled(source: str, names: Sequence[str]) -> dict[str, Launch]:
 
 
 class Stream(NamedTuple):
-    """A stream that is somebody else's, as CuPy's launches take it."""
+    """Stream of another library, in the form that CuPy's launches take."""
 
     ptr: int
 

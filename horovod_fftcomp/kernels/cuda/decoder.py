@@ -1,4 +1,4 @@
-"""Sums the messages of all ranks."""
+"""Decoder of a bucket on the device: the sum of all ranks' messages."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout, Positions, unary_bits
 
 SOUND, NOT_FINITE, CORRUPT = range(3)
-_AS_IT_IS = Codec(Identity(), TopK(1.0), Float32())
+_UNCOMPRESSED = Codec(Identity(), TopK(1.0), Float32())
 
 
 class Decoder:
-    """Sums what ``n_ranks`` encoders of the same codecs and shapes as ``encoder`` have sent."""
+    """Sums the messages of ``n_ranks`` encoders with the codecs and shapes of ``encoder``."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Decoder:
     ) -> tuple[Any, Any]:
         """Write the sums of the messages in ``gathered``, uint8, one of each rank, in rank order.
 
-        ``sign``: leave of each sum its sign, times the number of ranks; see ``Allgather``.
+        ``sign``: replace each sum by its sign times the number of ranks; see ``Allgather``.
 
         Returns, on the device: for each tensor 1 if its sum is not finite, uint32; for each rank
         and tensor four words, of which the first is the scale's bits and the second SOUND,
-        NOT_FINITE or CORRUPT. Of a payload that is not sound, or finite, the sum is NaN. Raises
-        PayloadError for a message of another length.
+        NOT_FINITE or CORRUPT. The sum with a payload that is not SOUND is NaN. Raises PayloadError
+        for messages of another total length.
         """
         if len(gathered) != self._nbytes and len(sums):
             raise PayloadError(f"{len(gathered)} bytes arrived, {self._nbytes} were expected")
@@ -63,9 +63,9 @@ class Decoder:
 
 
 class ThresholdDecoder:
-    """As ``Decoder``, of payloads whose sizes their headers tell: each ``decode`` waits for them.
+    """Decoder of payloads whose sizes depend on the values; ``decode`` waits to read the headers.
 
-    PayloadError for a bad header comes at once then.
+    Otherwise as ``Decoder``; a bad header raises PayloadError in ``decode``.
     """
 
     def __init__(
@@ -92,11 +92,14 @@ class ThresholdDecoder:
             plan = codecs[number].checked_plan(payload, header)
             if header.shape != self._shapes[number % count]:
                 who = f"tensor {number % count} of rank {number // count}"
-                raise PayloadError(f"{who}: header field 'shape' is {header.shape}")
-            if plan.layout is Layout.RAW:  # as if all were above the threshold
+                expected = self._shapes[number % count]
+                raise PayloadError(
+                    f"{who}: header field 'shape' is {header.shape}, expected {expected}"
+                )
+            if plan.layout is Layout.RAW:  # decoded as if all elements were above the threshold
                 everything = Positions(Layout.ALL, plan.numel, plan.numel, 0, 0)
                 plan = replace(plan, positions=everything)
-                codecs[number] = _AS_IT_IS
+                codecs[number] = _UNCOMPRESSED
             plans.append(plan)
             found[number, 0] = np.float32(header.scale).view(np.uint32)
             found[number, 1] = SOUND if header.finite else NOT_FINITE
@@ -108,9 +111,10 @@ class ThresholdDecoder:
 
 
 class _Bodies:
-    """Payloads that begin at ``offsets``: of ``n_tensors``, the same of all ranks or each its own.
+    """Payloads of ``n_tensors`` tensors and ``n_ranks`` ranks in one buffer, and their sums.
 
-    In the second case plans, codecs and offsets are those of rank 0, then those of rank 1, ...
+    ``plans``, ``codecs`` and ``offsets`` are either those of one message, the same for all ranks,
+    or those of rank 0, then those of rank 1, and so on.
     """
 
     def __init__(
@@ -140,7 +144,7 @@ class _Bodies:
         self._groups = [
             ElementSums(device, g, plans, of_elements)
             if of_elements and g.transform is not None
-            else _GroupOnDevice(device, g, plans, self._rows, n_ranks // apart, apart)
+            else _GroupSums(device, g, plans, self._rows, n_ranks // apart, apart)
             for g in groups
         ]
         names = {name for group in self._groups for name in group.names} | {
@@ -152,14 +156,14 @@ class _Bodies:
     def expect_headers(
         self, plans: Sequence[Plan], codecs: Sequence[DeviceCodec], message_nbytes: int
     ) -> None:
-        """Let the device compare headers with those of ``plans``, in messages of this size."""
+        """Set the headers that the device expects: those of ``plans``, in messages of this size."""
         self._messages["nbytes"] = message_nbytes
         for row, plan, codec in zip(self._rows, plans, codecs, strict=True):
             start, changes = structs.header_and_changes(plan, codec.fingerprint)
             row["start"], row["crc_of_scale"] = self._keep(start), self._keep(changes)
 
     def enter_scales(self, codecs: Sequence[DeviceCodec], headers: Sequence[wire.Header]) -> None:
-        """Enter how values are written where a header tells."""
+        """Enter the encoding of values of adaptive codecs, which the header's scale determines."""
         for row, codec, header in zip(self._rows, codecs, headers, strict=True):
             if isinstance(codec, AdaptiveCodec) and header.finite:
                 structs.enter_coding(row, codec.coding(header.scale))
@@ -175,7 +179,7 @@ class _Bodies:
         found: np.ndarray | None = None,
         sign: bool | str = False,
     ) -> tuple[Any, Any]:
-        """See ``Decoder.decode``. ``found``: what headers tell, where they have been read."""
+        """Sum the payloads; see ``Decoder.decode``. ``found``: the headers' words if known."""
         device, count = self._device, self._n_tensors
         not_finite = device.zeros(max(1, count), np.uint32)
         if found is None:
@@ -199,8 +203,8 @@ class _Bodies:
         return not_finite, payloads
 
 
-class _GroupOnDevice:
-    """A group's kernels and scratch memory."""
+class _GroupSums:
+    """Sums of all ranks' payloads of one group: launches and scratch memory."""
 
     def __init__(
         self,
@@ -242,7 +246,7 @@ class _GroupOnDevice:
     def _enter_positions(
         self, group: Group, plans: Sequence[Plan], rows: Any
     ) -> tuple[list[int], list[int]]:
-        """Enter what positions need; return the tensor of each tile of bits, of each warp."""
+        """Enter the layouts of positions; return the tensor of each tile of bits, of each warp."""
         unary: list[int] = []
         warps: list[int] = []
         for number in group.members:
@@ -261,7 +265,7 @@ class _GroupOnDevice:
         return unary, warps
 
     def _make_scratch(self, group: Group, rows: Any) -> None:
-        """Enter where each tensor's bitmaps and counts of all ranks lie."""
+        """Allocate the bitmaps and counts of all ranks and enter their addresses."""
         described = rows[group.members]
         tiles = described["n_tiles"].astype(np.uint64)
         by_offsets = described["layout"] == Layout.OFFSETS
@@ -273,7 +277,7 @@ class _GroupOnDevice:
             ("chunks", described["n_chunks"]),
         ):
             sizes = np.uint64(self._n_ranks) * counts
-            # Of bitmaps no kernel writes what is beyond the last byte.
+            # Zeros, since no kernel writes bitmaps beyond their last byte.
             scratch = self._device.zeros(max(1, int(sizes.sum())), np.uint32)
             self._kept.append(scratch)
             first_words = np.cumsum(sizes) - sizes
@@ -282,7 +286,7 @@ class _GroupOnDevice:
             )
 
     def decode(self, kernels: Any, common: list[Any], not_finite: Any) -> None:
-        """Launch everything from headers that are read to sums."""
+        """Launch the kernels that decode and sum payloads whose headers have been read."""
         if self._is_raw:
             kernels["sum_raw"](self.n_tiles, THREADS, [*common, self.owners, not_finite], 0)
             return

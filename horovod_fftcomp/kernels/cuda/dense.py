@@ -1,4 +1,4 @@
-"""Methods that send every element in a few bits: their launches, from gradients to sums."""
+"""Dense methods on the device: launches that encode gradients and sum payloads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MEANS, _MAGNITUDE, _VOTES, _CLIPPED, _OCTAVES, _PEAKS, _NORMS = range(7)
 
 
 def _described(group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]) -> Array:
-    """Return a row for each tensor of a bucket; zeros for those of other groups."""
+    """Return the ELEMENTS row of each tensor of a bucket; zeros for tensors of other groups."""
     rows = np.zeros(len(plans), structs.ELEMENTS)
     n_rows = n_parts = 0
     for number in group.members:
@@ -60,13 +60,13 @@ def _enter_method(row: np.void, plan: Plan, method: Method) -> None:
         if isinstance(method, TernGrad):
             row["clip"] = np.float64(method.clip).view(np.uint64)
     else:
-        raise TypeError(f"no kernels for {method!r}")
+        raise TypeError(f"there are no CUDA kernels for {method!r}")
     if row["radix"]:
         row["digits"] = digits_of(int(row["radix"]))
 
 
 class ElementGroup(TileGroup):
-    """Encodes tensors, all by methods of one kind."""
+    """Group of tensors encoded by dense methods of one kind."""
 
     def __init__(
         self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
@@ -91,7 +91,7 @@ class ElementGroup(TileGroup):
     def choose(
         self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
     ) -> list[Callable[[], np.ndarray]]:
-        """Launch what finds scales, where a bucket has none of its own; see ``TileGroup``."""
+        """Launch the kernels that compute scales of tensors or rows; see ``TileGroup``."""
         squares = []
         if measure:
             kernels["add_elements"](self.n_tiles, THREADS, [rows, self.owners], 0)
@@ -106,7 +106,7 @@ class ElementGroup(TileGroup):
     def write(
         self, kernels: Any, rows: Any, found: Any, before: list[Callable[[], np.ndarray]]
     ) -> Callable[[], np.ndarray]:
-        """Launch what writes the body of payloads; see ``TileGroup``."""
+        """Launch the kernel that writes the bodies of payloads; see ``TileGroup``."""
         arguments = [rows, self.owners, self._elements, np.uint32(bool(before)), found]
         threads, shared = (WORDS, 0) if self._is_of_signs else (THREADS, structs.LEVELS_NBYTES)
         kernels[self._write](self.n_tiles, threads, arguments, shared)
@@ -117,7 +117,7 @@ class ElementGroup(TileGroup):
 
 
 class ElementSums:
-    """Sums a group's payloads of all ranks, all by methods of one kind."""
+    """Sums of all ranks' payloads of a group, encoded by dense methods of one kind."""
 
     def __init__(
         self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
@@ -131,6 +131,6 @@ class ElementSums:
         self._shared = 0 if is_of_signs else 4 * (int(rows["top"].max()) + 1)
 
     def decode(self, kernels: Any, common: list[Any], not_finite: Any) -> None:
-        """Launch everything from headers that are read to sums."""
+        """Launch the kernel that decodes and sums payloads whose headers have been read."""
         arguments = [*common, self.owners, self._elements, not_finite]
         kernels[self.names[0]](self.n_tiles, self._threads, arguments, self._shared)

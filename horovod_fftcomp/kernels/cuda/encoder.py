@@ -1,4 +1,4 @@
-"""Encodes a bucket's tensors into one message."""
+"""Encoder of a bucket on the device: all of its tensors into one message."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from horovod_fftcomp.wire.positions import Layout
 
 
 class Encoded(NamedTuple):
-    """What ``Encoder.encode`` returns; arrays are the device's.
+    """Result of ``Encoder.encode``; arrays are on the device.
 
-    ``message``: uint8. ``not_finite``: for each tensor 1 if it is not finite, uint32. ``restore``
-    takes the verdict on the step, uint32 ``[1]``, and brings the new coefficients back to the old
-    ones if it is not 0. ``squares``: if they were asked for, a function that waits for the device
-    and returns for each tensor, by its number, the sums of squares of gradient, of gradient plus
-    residual, and of what is left. ``left``: of a threshold, what returns the last for all tensors.
+    ``message``: uint8. ``not_finite``: for each tensor 1 if it is not finite, uint32. ``restore``:
+    a function of a flag, uint32 ``[1]`` on the device, that restores the coefficients from before
+    the step if the flag is not 0. ``squares``: with ``measure``, a function that waits for the
+    device and returns for each tensor, by its number, the sums of squares of the gradient, of
+    gradient plus residual, and of the new residual. ``left``: under a threshold, a function that
+    waits and returns the sum of squares of all new residuals.
     """
 
     message: Any
@@ -44,12 +45,12 @@ class Encoded(NamedTuple):
 
 
 class Velocities(NamedTuple):
-    """A momentum that gradients pass before anything else, of codecs without a transform.
+    """Momentum applied to gradients before they are encoded, for codecs without a transform.
 
-    Arithmetic: ``reference.momentum_accumulate``. ``old``: None stands for zeros; ``new``: where
-    those of this step go, None of a tensor that has no momentum in it. ``factors``: addresses of
-    what each gradient is multiplied by first, uint64; 0: by nothing. ``masking``: the new ones
-    become 0 where something is sent, unless all of the tensor is.
+    Arithmetic: ``reference.momentum_accumulate``. ``old``: velocities, None stands for zeros.
+    ``new``: arrays for the new velocities, None for a tensor without momentum in this step.
+    ``factors``: addresses of factors of the gradients, uint64, 0 for none. ``masking``: new
+    velocities become 0 where an element is sent, unless all of the tensor is.
     """
 
     old: Sequence[Any]
@@ -61,14 +62,15 @@ class Velocities(NamedTuple):
 
 
 class Encoder:
-    """Encodes tensors of given shapes, each by its codec, in their order.
+    """Encodes the tensors of a bucket into one message, each by its codec.
 
     Codecs are all ``Codec``, or all ``DenseCodec`` or ``AdaptiveCodec`` with methods of one kind.
 
-    ``message_nbytes``: of all payloads, each at a multiple of 16; ``offsets``: where they begin.
-    ``coeffs_formats``: (dtype, elements) of each tensor's coefficients; None for one that travels
-    as it is and leaves nothing unsent. Codecs whose sizes the values decide stand alone: sizes are
-    then those of the last message, and each ``encode`` waits for the device to count what it sends.
+    ``message_nbytes``: of all payloads, each at a multiple of 16; ``offsets``: of the payloads.
+    ``coeffs_formats``: (dtype, elements) of each tensor's coefficients; None for a RAW tensor,
+    which has no residual. Codecs with sizes that depend on the values are not mixed with others:
+    sizes are then those of the last message, and each ``encode`` waits for the device to count
+    the elements to send.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class Encoder:
         return self._device.upload(start), self._device.upload(changes)
 
     def _lay_out(self, plans: Sequence[wire.Plan]) -> None:
-        """Enter the sizes of payloads, and where they begin in a message."""
+        """Enter the sizes of payloads and their offsets in a message."""
         nbytes = [wire.align(plan.payload_nbytes) for plan in plans]
         self.offsets = (np.cumsum([0, *nbytes])[:-1]).tolist()
         self.message_nbytes = sum(nbytes)
@@ -139,28 +141,28 @@ class Encoder:
         decay: float = 1.0,
         keeps_sent: bool = False,
     ) -> Encoded:
-        """Launch everything from gradients to a message.
+        """Launch the encoding of gradients into a message.
 
-        ``grads``: float32. ``residuals``: coefficients to add, or None. ``coeffs``: where those of
-        gradient plus residual go, or None to throw them away; what is sent is then subtracted
-        from them. Neither they nor the body of a payload mean anything if it is not finite.
-        ``measure``: sum the squares of the tensors whose coefficients are kept. ``keys``: what is
-        drawn for each tensor follows from; see ``DenseCodec.key_at``. ``decay`` multiplies the
-        residuals. With ``keeps_sent``, of signs alone, nothing is subtracted.
+        ``grads``: float32. ``residuals``: coefficients to add, or None. ``coeffs``: arrays that
+        become the new residuals, or None to discard them: gradient plus residual less what is
+        sent. For a tensor that is not finite they, and its payload's body, are meaningless.
+        ``measure``: sum the squares of the tensors with new residuals. ``keys``: 64-bit keys of
+        random numbers; see ``DenseCodec.key_at``. ``decay`` multiplies the residuals. With
+        ``keeps_sent``, for sign methods only, nothing is subtracted.
         """
         self._rows["decay"] = np.float32(decay).view(np.uint32)
         self._keep = structs.EVERYTHING if keeps_sent else structs.UNSENT
         if keys is not None:
             self._rows["key"] = keys
-        self._accelerate(velocities)
+        self._enter_velocities(velocities)
         try:
             return self._encode(grads, residuals, coeffs, velocities, measure)
-        except BaseException:  # out of memory, midway: the next encoding finds its scratch as new
+        except BaseException:  # e.g. out of memory: the next encoding needs its scratch cleared
             self._device.clear(self._found)
             raise
 
-    def _accelerate(self, velocities: Velocities | None) -> None:
-        """Enter where velocities lie, and what moves them."""
+    def _enter_velocities(self, velocities: Velocities | None) -> None:
+        """Enter the addresses of velocities and the options of the momentum."""
         if velocities is None:
             self._rows["moved"] = 0
             return
@@ -186,7 +188,7 @@ class Encoder:
         message = None if self._counts else self._new_message()
         rows = self._uploads.of("tensors", self._rows)
         before = [group.choose(kernels, rows, found, measure, totals) for group in self._groups]
-        starts = None  # as all scratch it lives until all is launched; the stream keeps the order
+        starts = None  # kept, as all scratch, until all is launched; the stream keeps the order
         if message is None:
             starts = self._count(device.fetch(totals)().view(np.uint32))
             message = self._new_message()
@@ -204,15 +206,15 @@ class Encoder:
         measured = (self._rows["keep"] != 0) & (self._rows["layout"] != Layout.RAW)
         squares = partial(self._squares, sums, measured) if measure else None
         left = None
-        if any(group.tells_left for group in self._groups if isinstance(group, SparseGroup)):
-            left = lambda: float(sum(of_tiles()[-1].sum() for of_tiles in sums))  # noqa: E731
+        if any(group.always_measures for group in self._groups if isinstance(group, SparseGroup)):
+            left = partial(_sum_of_last_rows, sums)
         restore = partial(self._restore, rows, (residuals, coeffs, velocities))
         return Encoded(message, not_finite, restore, squares, left)
 
     def _point_at(
         self, grads: Sequence[Any], residuals: Sequence[Any], coeffs: Sequence[Any]
     ) -> list[Any]:
-        """Enter where arrays lie; return those that are thrown away."""
+        """Enter the addresses of arrays; return those allocated for discarded coefficients."""
         device, scratch = self._device, []
         for number, (row, form) in enumerate(zip(self._rows, self.coeffs_formats, strict=True)):
             row["grad"] = device.address(grads[number])
@@ -233,9 +235,9 @@ class Encoder:
         return message
 
     def _count(self, totals: Array) -> Any:
-        """Lay out a message of ``totals``: how many are sent, and the peak's bits, of each tensor.
+        """Lay out a message from ``totals``; return its headers, on the device.
 
-        Returns the headers, on the device.
+        ``totals``: for each tensor the number of elements sent and the peak's bits.
         """
         headers, plans = [], []
         for number, (codec, shape) in enumerate(zip(self._codecs, self._shapes, strict=True)):
@@ -253,7 +255,7 @@ class Encoder:
         return starts
 
     def _scale(self, number: int, peak: float) -> float:
-        """Return the scale of a finite tensor, and enter what follows from it; 0 of zeros."""
+        """Return the scale of a finite tensor, 0 for zeros; enter the coding that depends on it."""
         for group in self._groups:
             if isinstance(group, CountedGroup) and number in group.members and peak:
                 scale, codec = group.scale(number, peak), self._codecs[number]
@@ -262,27 +264,32 @@ class Encoder:
                 return scale
         return peak
 
-    def _restore(self, rows: Any, pointed_at: Any, verdict: Any) -> None:
-        """Launch what undoes an encoding where the verdict is not 0; see ``Encoded``."""
-        del pointed_at  # by the rows: had to live until now
+    def _restore(self, rows: Any, referenced: Any, undo: Any) -> None:
+        """Launch the kernels that undo an encoding if ``undo`` is not 0; see ``Encoded``."""
+        del referenced  # the rows hold addresses in these arrays, which were kept until now
         for group in self._groups:
-            group.restore(self._kernels, rows, verdict)
+            group.restore(self._kernels, rows, undo)
 
     def _squares(
         self, sums: Sequence[Callable[[], np.ndarray]], kept: Array
     ) -> dict[int, tuple[float, float, float]]:
-        found = {}
+        """Return the squares of tensors with new residuals; see ``Encoded``. Waits."""
+        measured = {}
         for group, of_tiles in zip(self._groups, sums, strict=True):
             for number, squares in group.by_tensor(of_tiles()).items():
                 if kept[number]:
-                    gradient, wanted, left = squares
+                    gradient, compensated, residual = squares
                     gain = self._gains[number]
-                    found[number] = (gradient, gain * wanted, gain * left)
-        return found
+                    measured[number] = (gradient, gain * compensated, gain * residual)
+        return measured
+
+
+def _sum_of_last_rows(sums: Sequence[Callable[[], np.ndarray]]) -> float:
+    return float(sum(of_tiles()[-1].sum() for of_tiles in sums))
 
 
 class _Codes:
-    """The tensors whose positions travel in the entropy code."""
+    """Launches that write positions in the entropy code, for the tensors that use it."""
 
     def __init__(self, device: Device, rows: Array, groups: Sequence[SparseGroup]) -> None:
         self._device, self._uploads = device, structs.Uploads(device)
@@ -326,7 +333,7 @@ class _Codes:
         self._chunks = [device.upload(column) for column in np.array(chunks, np.uint32).T.copy()]
 
     def encode(self, kernels: Any, rows: Array, found: Any) -> None:
-        """Launch what codes the bitmaps of what is chosen."""
+        """Launch the kernels that encode the bitmaps of chosen coefficients."""
         if not len(self._rows):
             return
         tensors = rows[self._rows["tensor"]]
@@ -338,7 +345,7 @@ class _Codes:
 
 
 def _pushes(n: int, k: int) -> Array:
-    """Return each byte's reciprocal, and its bias, frequency and shift in one word; uint64."""
+    """Return each byte's reciprocal, then its bias, frequency and shift in one word, uint64."""
     frequencies, reciprocals, shifts, biases = encoder_table(rans.frequencies(n, k))
     packed = biases | frequencies << np.uint64(16) | shifts << np.uint64(32)
     return np.stack([reciprocals, packed], 1)

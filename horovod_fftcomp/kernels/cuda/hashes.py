@@ -1,4 +1,4 @@
-"""Hashes of arrays where they are."""
+"""Hashes of arrays on the device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _LANES = 64  # as in cuda/hash.cuh
 
 
 def hashes_on_device(device: Device, arrays: Sequence[Any]) -> Any:
-    """Return ``replicas.hash_bytes`` of each array, uint8 ``[8 arrays]``; does not wait for them.
+    """Return the 64-bit hash of each array, uint8 ``[8 * len(arrays)]``, without waiting for it.
 
-    ``arrays``: uint8 of the device, each at a multiple of 8 bytes; one at least.
+    The hash is ``parameter_hash.hash_bytes``. ``arrays``: uint8 on the device, each at a multiple
+    of 8 bytes; at least one.
     """
     if "hash_bytes" not in device.cache:
         device.cache.update(device.functions(source(), ["hash_bytes"]))

@@ -1,4 +1,4 @@
-"""Tensors some of whose coefficients are sent: launches that choose them and write payloads."""
+"""Sparse and adaptive codecs on the device: launches that choose and write coefficients."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _ABOVE, _WINNERS, _DRAWN = range(3)
 
 
 class SparseGroup(TileGroup):
-    """Encodes tensors of which a given number of coefficients is sent.
+    """Group of tensors with a fixed number of coefficients sent.
 
-    ``tells_left``: the squares of what is left are summed in any case.
+    ``always_measures``: the squares of residuals are summed even if ``measure`` is false.
     """
 
-    tells_left = False
+    always_measures = False
 
     def __init__(self, device: Device, group: Group) -> None:
         assert group.transform is not None
@@ -40,11 +40,11 @@ class SparseGroup(TileGroup):
         self.names += self._names
         self.n_words = WORDS // reals
         masks = [device.zeros(self.n_tiles * self.n_words, np.uint32) for _ in range(3)]
-        self._above, self._equal, self.chosen = masks  # without a k no ties: zeros stay
+        self._above, self._equal, self.chosen = masks  # ``_equal`` stays 0 without a k
         self._counts = device.empty(self.n_tiles * structs.TILE_COUNTS_NBYTES, np.uint8)
 
     def _launches(self, transform: Transform) -> list[str]:
-        """Return the kernels from gradients to payloads, in order."""
+        """Return the names of the kernels from gradients to payloads, in order."""
         block, domain = structs.block_and_domain(transform)
         first = "add_residual"
         if domain:
@@ -56,7 +56,7 @@ class SparseGroup(TileGroup):
     def choose(
         self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
     ) -> list[Callable[[], np.ndarray]]:
-        """See ``TileGroup``."""
+        """Launch the transform and the top-k selection; see ``TileGroup``."""
         common = [rows, self.owners, found]
         masks = [*common, self._above, self._equal]
         first, mark, narrow, settle = (kernels[name] for name in self._names[:-1])
@@ -71,21 +71,22 @@ class SparseGroup(TileGroup):
     def write(
         self, kernels: Any, rows: Any, found: Any, before: list[Callable[[], np.ndarray]]
     ) -> Callable[[], np.ndarray]:
-        """Launch what writes values, and positions but for entropy codes; see ``TileGroup``."""
+        """Launch the kernel that writes values, and positions except entropy codes."""
         common = [rows, self.owners, found]
         written = [*common, self._above, self._equal, self._counts, self.chosen]
         kernels[self._names[-1]](self.n_tiles, self.n_words, written, structs.SUMS_NBYTES)
-        if not before and not self.tells_left:
+        if not before and not self.always_measures:
             return lambda: np.zeros((3, 0))
         sums = [*before, self.squared(kernels, rows, 0)]
         return lambda: np.stack([fetch() for fetch in sums])
 
 
 class CountedGroup(SparseGroup):
-    """Encodes tensors whose values decide how many of them are sent, by methods of one kind.
+    """Group of tensors whose number of sent elements depends on the values.
 
-    ``rows``: the table of the bucket's tensors, which its owner keeps up to date; entered there is
-    what the values decide.
+    They are encoded under a threshold or by adaptive methods of one kind. ``rows``: the TENSOR
+    rows of the bucket, which the encoder updates; limits that depend on the values are entered
+    there.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class CountedGroup(SparseGroup):
             for number in group.members
             if isinstance(codec := codecs[number], AdaptiveCodec)
         }
-        self.tells_left = not self._methods
+        self.always_measures = not self._methods
         kinds = {type(method) for method in self._methods.values()}
         self._choice = _WINNERS if AdaComp in kinds else _DRAWN if Wangni in kinds else _ABOVE
         super().__init__(device, group)
@@ -130,7 +131,10 @@ class CountedGroup(SparseGroup):
     def choose(
         self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
     ) -> list[Callable[[], np.ndarray]]:
-        """See ``TileGroup``; waits for sums that a limit of draws follows from."""
+        """Launch the choice and the count of elements; see ``TileGroup``.
+
+        For Wangni's method it waits for the sums from which the limits are computed.
+        """
         common, device = [rows, self.owners, found], self.device
         if self._choice != _ABOVE:
             device.clear(self._maxima)
@@ -154,7 +158,7 @@ class CountedGroup(SparseGroup):
     def _sums_below(
         self, kernel: Any, coeffs: np.uint64, n: int, limit: float
     ) -> tuple[int, Array]:
-        """Wait for what ``reference.sums_below`` returns."""
+        """Return ``reference.sums_below`` of a tensor; waits for the device."""
         n_tiles = -(-n // TILE)
         parts = self.device.empty(n_tiles * structs.PART.itemsize, np.uint8)
         kernel(n_tiles, 32, [coeffs, np.uint64(n), np.uint32(pattern_of(limit)), parts], 0)

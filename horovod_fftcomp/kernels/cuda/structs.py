@@ -1,4 +1,4 @@
-"""What kernels know of tensors before the data, as arrays of the structs in ``cuda``."""
+"""Descriptor tables of CUDA launches: a row for each tensor, laid out as the structs in ``src``."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout
 
-DeviceCodec = Codec | DenseCodec | AdaptiveCodec  # that a GPU has kernels for
+DeviceCodec = Codec | DenseCodec | AdaptiveCodec  # codecs with CUDA kernels
 
-# As in cuda/common.cuh and entropy.cuh.
+# As in src/common.cuh and src/entropy.cuh.
 TILE, THREADS = 4096, 256
 WARPS = THREADS // 32
 WORDS = TILE // 32  # of a tile's bit mask, of reals
 CHUNKS_OF_WARP, MOST_WORDS = 8, 1540
 FOUND_NBYTES, TILE_COUNTS_NBYTES, START_NBYTES = 32 + 4 * 2048, 16, 12
 NESTEROV, MASKING, CHOSEN = 1, 2, 4
-NOTHING, UNSENT, EVERYTHING = range(3)  # what is kept of gradient plus residual
+NOTHING, UNSENT, EVERYTHING = range(3)  # the part of gradient plus residual that is kept
 # Shared memory, in bytes.
 SUMS_NBYTES = 4 * 36
 SQUARES_NBYTES = 8 * THREADS
 POINTS_NBYTES = 8 * (TILE // 2 + TILE // 32)
-_TURNS = 4  # arrays of the steps before last are free again
+_KEPT_COPIES = 4  # of a table: arrays of the steps before last are free again
 LEVELS_NBYTES = 4 * (TILE + 65)
 PUSHES_NBYTES, BESIDE_NBYTES = 4096 + 16, 18448
 RANK_TILES_NBYTES = 16 + 13696
@@ -90,9 +90,10 @@ MESSAGES = _struct("bytes nbytes", "n_ranks n_tensors rows_apart unused")
 
 
 class Uploads:
-    """Tables on a device, by name; one is copied there again only when a row of it has changed.
+    """Copies of tables on a device, by name; a table is uploaded only if its contents are new.
 
-    Of each the last few are kept: arrays that take turns, as residuals do, come back in a while.
+    The last few copies of each are kept: a training alternates between a few arrays, for example
+    for residuals, so tables with the same addresses recur.
     """
 
     def __init__(self, device: Device) -> None:
@@ -100,19 +101,19 @@ class Uploads:
         self._held: dict[object, dict[bytes, Any]] = {}
 
     def of(self, name: object, rows: Array) -> Any:
-        """Return the copy of a table, uint8; nobody may write to it."""
+        """Return the copy of a table, uint8; it must not be written to."""
         held, wanted = self._held.setdefault(name, {}), rows.tobytes()
         if wanted not in held:
-            if len(held) == _TURNS:
+            if len(held) == _KEPT_COPIES:
                 del held[next(iter(held))]
             held[wanted] = self._device.upload(rows.view(np.uint8))
         return held[wanted]
 
 
 class Group(NamedTuple):
-    """The tensors of a bucket that are launched together, since they share a transform.
+    """Tensors of a bucket that are processed by the same launches: those with one transform.
 
-    ``transform``: None of those that travel as they are. ``owners``: the tensor of each tile.
+    ``transform``: None for RAW tensors. ``owners``: the tensor of each tile.
     """
 
     transform: Transform | None
@@ -121,7 +122,7 @@ class Group(NamedTuple):
 
 
 def grouped(plans: Sequence[Plan], codecs: Sequence[DeviceCodec], rows: Array) -> list[Group]:
-    """Return the groups of a bucket; enters in ``rows`` which tiles of its group a tensor has."""
+    """Return the groups of a bucket; enter in ``rows`` the tiles of each tensor in its group."""
     by_transform: dict[Transform | None, list[int]] = {}
     for number, (plan, codec) in enumerate(zip(plans, codecs, strict=True)):
         if plan.numel:
@@ -140,9 +141,11 @@ def grouped(plans: Sequence[Plan], codecs: Sequence[DeviceCodec], rows: Array) -
 
 
 def enter_plan(row: np.void, plan: Plan, codec: DeviceCodec) -> None:
-    """Enter in a row what senders and receivers both know of a tensor."""
+    """Enter in a row what a tensor's plan and codec determine, for encoders and decoders."""
     if plan.n_bins >= 1 << 32:
-        raise ValueError(f"a tensor of {plan.n_bins} coefficients; a GPU takes fewer than 2^32")
+        raise ValueError(
+            f"a tensor has {plan.n_bins} coefficients; on a GPU, expected fewer than 2^32"
+        )
     row["numel"], row["n"], row["k"] = plan.numel, plan.n_bins, plan.k
     row["positions_offset"], row["values_offset"] = plan.header_nbytes, plan.values_offset
     row["layout"], row["low_bits"] = plan.layout, plan.positions.low_bits
@@ -158,7 +161,7 @@ def enter_plan(row: np.void, plan: Plan, codec: DeviceCodec) -> None:
 
 
 def enter_coding(row: np.void, coding: Coding) -> None:
-    """Enter how the values of one payload are written, where its scale decides that."""
+    """Enter the encoding of a payload's values, if it depends on the payload's scale."""
     row["kind"], row["bits"], row["step"] = coding.kind, coding.bits, coding.base
     if "most" in (row.dtype.names or ()):
         row["most"] = coding.positives
@@ -167,10 +170,10 @@ def enter_coding(row: np.void, coding: Coding) -> None:
 
 
 def header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
-    """Return a header of scale 0, uint8, and what its checksum changes by, uint32 ``[33]``.
+    """Return a header of scale 0, uint8, and the changes of its checksum by bit, uint32 ``[33]``.
 
-    CRC-32 is linear: setting a bit of the scale, or (the last) the flag of non-finite values, XORs
-    into the checksum the same word whatever else the header holds.
+    CRC-32 is linear: a set bit of the scale, or (the last) of the flag for non-finite values, XORs
+    a word into the checksum that does not depend on the rest of the header.
     """
     start = np.zeros(plan.header_nbytes, np.uint8)
     wire.write_header(start, plan, fingerprint, "float32", 0.0, True)
@@ -200,12 +203,12 @@ def cosines(block: int) -> Array:
 
 
 def block_and_domain(transform: Transform) -> tuple[int, int]:
-    """Return what a kernel is made for: the block's length, and 0, 1 or 2: elements, FFT, DCT."""
+    """Return a kernel's template arguments: block length, and 0, 1 or 2: elements, FFT, DCT."""
     if isinstance(transform, Identity):
         return 64, 0
     return transform.block, 2 if isinstance(transform, BlockDCT) else 1
 
 
 def gain_of_squares(transform: Transform) -> int:
-    """Return by what the squares of coefficients are smaller than those of elements."""
+    """Return the factor from squares of coefficients to squares of elements."""
     return 1 if isinstance(transform, Identity) else transform.block

@@ -1,4 +1,4 @@
-"""What tensors that are launched together have in common, whatever encodes them."""
+"""Base class of the groups of tensors that are encoded by the same launches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from horovod_fftcomp.kernels.cuda.structs import THREADS, Group
 
 
 class TileGroup:
-    """A group's tiles: which tensors they belong to, their squares, their old coefficients.
+    """Group of tensors encoded by the same launches, cut into tiles.
 
-    Encodes tensors that travel as they are; whoever inherits from it encodes others. ``reals``:
-    of a coefficient. ``names``: the kernels that it needs.
+    Encodes RAW tensors; subclasses encode others. ``reals``: floats in a coefficient. ``owners``:
+    the tensor of each tile. ``names``: the kernels that the group needs.
     """
 
     def __init__(self, device: Device, group: Group, reals: int = 1) -> None:
@@ -28,37 +28,38 @@ class TileGroup:
     def choose(
         self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
     ) -> list[Callable[[], np.ndarray]]:
-        """Launch everything from gradients to what is sent; ``totals``: None of known sizes.
+        """Launch the kernels that choose what is sent; ``totals``: None if sizes are fixed.
 
-        Returns what waits for the sums of squares before that, if they are measured.
+        With ``measure``, returns functions that wait for and return the sums of squares of the
+        gradients and of gradient plus residual, by tile.
         """
         return []
 
     def write(
         self, kernels: Any, rows: Any, found: Any, before: list[Callable[[], np.ndarray]]
     ) -> Callable[[], np.ndarray]:
-        """Launch what writes payloads, but for headers and entropy codes.
+        """Launch the kernels that write payloads, without headers and entropy codes.
 
-        Returns what waits for the sums of squares, float64 ``[3, tiles]`` if they are measured;
-        ``[1, tiles]``, of what is left, with a threshold in any case.
+        Returns a function that waits for and returns the sums of squares: float64 ``[3, tiles]``
+        if they are measured; else under a threshold ``[1, tiles]``, of the residuals.
         """
         kernels["copy_raw"](self.n_tiles, THREADS, [rows, self.owners, found], 0)
         return lambda: np.zeros((3, self.n_tiles))
 
     def squared(self, kernels: Any, rows: Any, of_gradient: int) -> Callable[[], np.ndarray]:
-        """Launch the sums of squares of all tiles; return what waits for them."""
+        """Launch the sums of squares of all tiles; return a function that waits for them."""
         sums = self.device.empty(self.n_tiles, np.float64)
         arguments = [rows, self.owners, np.uint32(of_gradient), sums]
         kernels[self._square](self.n_tiles, THREADS, arguments, structs.SQUARES_NBYTES)
         return self.device.fetch(sums)
 
-    def restore(self, kernels: Any, rows: Any, verdict: Any) -> None:
-        """Launch what brings old coefficients back if the verdict is not 0."""
+    def restore(self, kernels: Any, rows: Any, undo: Any) -> None:
+        """Launch the kernel that restores the old coefficients if ``undo`` is not 0."""
         if not self.is_raw:
-            kernels[self._restore](self.n_tiles, THREADS, [rows, self.owners, verdict], 0)
+            kernels[self._restore](self.n_tiles, THREADS, [rows, self.owners, undo], 0)
 
     def by_tensor(self, of_tiles: np.ndarray) -> dict[int, tuple[float, float, float]]:
-        """Return three sums for each tensor, of ``[3, tiles]``."""
+        """Return the three sums of squares of each tensor, from those of tiles, ``[3, tiles]``."""
         if self.is_raw:
             return {}
         n = max(self.members) + 1

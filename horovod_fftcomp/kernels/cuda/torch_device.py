@@ -1,4 +1,4 @@
-"""PyTorch's view of a GPU: kernels run on its arrays, on its current stream, without a copy."""
+"""Device of PyTorch: kernels run on its tensors, on its current stream, without a copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 
 from horovod_fftcomp.kernels.cuda import Launch
 
-# Torch computes little with unsigned words; to kernels they are the same.
+# PyTorch supports few operations on unsigned integers; to kernels signed ones are the same bits.
 _TYPES = {
     np.dtype(kind): held
     for kind, held in (
@@ -23,29 +23,29 @@ _TYPES = {
 
 
 class TorchDevice:
-    """Arrays of one GPU from PyTorch's own memory; see ``gpu.Device``."""
+    """Device whose arrays are PyTorch tensors on one GPU; see ``cuda.Device``."""
 
     def __init__(self, place: torch.device) -> None:
         self.place = place
         self.cache: dict[Any, Any] = {}
 
     def empty(self, n: int, dtype: DTypeLike = np.float32) -> torch.Tensor:
-        """Return ``n`` elements with any contents."""
+        """Return an uninitialized array of ``n`` elements."""
         return torch.empty(n, dtype=_TYPES[np.dtype(dtype)], device=self.place)
 
     def zeros(self, n: int, dtype: DTypeLike = np.float32) -> torch.Tensor:
-        """Return ``n`` zeros."""
+        """Return an array of ``n`` zeros."""
         return torch.zeros(n, dtype=_TYPES[np.dtype(dtype)], device=self.place)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        """Return a copy on the GPU; goes through pinned memory, so the host does not wait."""
+        """Return a copy on the GPU, through pinned memory, so that the host does not wait."""
         kind = np.dtype(f"i{array.itemsize}") if array.dtype.kind == "u" else array.dtype
         kind = np.dtype(np.uint8) if array.dtype == np.uint8 else kind
         host = torch.from_numpy(array.reshape(-1).view(kind).copy())
         return self._pinned(host).to(self.place, non_blocking=True)
 
     def fetch(self, array: torch.Tensor) -> Callable[[], np.ndarray]:
-        """Begin to copy an array to the host; the function that is returned waits for that."""
+        """Start a copy of an array to the host; return a function that waits for and returns it."""
         pinned = self.place.type == "cuda"
         host = torch.empty(array.shape, dtype=array.dtype, pin_memory=pinned)
         host.copy_(array, non_blocking=True)
@@ -58,7 +58,7 @@ class TorchDevice:
         return fetched
 
     def joined(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return arrays of one dtype one after the other, in a new one."""
+        """Return the concatenation of arrays of one dtype, a new array."""
         return torch.cat(list(arrays))
 
     def clear(self, array: torch.Tensor) -> None:
@@ -66,20 +66,20 @@ class TorchDevice:
         array.zero_()
 
     def scale(self, array: torch.Tensor, factor: np.float32) -> None:
-        """Multiply an array by a number."""
+        """Multiply an array by a number, in place."""
         array.mul_(float(factor))
 
-    def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, turned: bool) -> None:
-        """Overwrite ``out`` by a matrix, or turned its transpose, times a factor; all flat."""
-        left = matrix.view(rows, -1).t() if turned else matrix.view(rows, -1)
+    def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, transposed: bool) -> None:
+        """Write ``matrix``, or its transpose, times ``factor`` to ``out``; all are flat."""
+        left = matrix.view(rows, -1).t() if transposed else matrix.view(rows, -1)
         torch.mm(left, factor.view(left.shape[1], -1), out=out.view(len(left), -1))
 
     def address(self, array: torch.Tensor) -> int:
-        """Return where an array lies on the GPU."""
+        """Return the device address of an array."""
         return array.data_ptr()
 
     def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
-        """Return kernels compiled by CuPy."""
+        """Return the kernels of ``source`` with these name expressions, compiled by CuPy."""
         from horovod_fftcomp.kernels.cuda.cupy_device import compiled
 
         with torch.cuda.device(self.place):
@@ -106,5 +106,5 @@ class TorchDevice:
 
 
 def values_of(arguments: Sequence[Any]) -> list[Any]:
-    """Return kernels' arguments with addresses in the place of tensors."""
+    """Return kernel arguments with tensors replaced by their addresses."""
     return [np.uint64(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]

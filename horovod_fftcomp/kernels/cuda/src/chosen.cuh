@@ -1,4 +1,5 @@
-// What is sent where values decide how much: by a threshold, by bins or by draws; see choices.py.
+// Selection of elements whose number depends on the values: by a threshold, by bins or at random;
+// see codec/adaptive_methods.py.
 
 enum Choice : u32 { ABOVE, WINNERS, DRAWN };
 

@@ -1,8 +1,8 @@
-// What all kernels share: the tables that describe a bucket's tensors, sums over a block.
+// Declarations that all kernels use: descriptor tables of a bucket's tensors, sums over a block.
 //
-// A launch serves all tensors of a bucket. They are cut into tiles; block b works on tile b, and
-// `tile_tensor` tells whose it is. Files include nothing: the loader joins them, and an emulator
-// on a CPU puts its own declarations before them. Arithmetic that decides bytes is written with
+// A launch processes all tensors of a bucket. They are cut into tiles; block b works on tile b of
+// tensor `tile_tensor[b]`. Files include nothing: the loader concatenates them, and an emulator on
+// a CPU puts its own declarations before them. Arithmetic that affects bytes is written with
 // functions that round once and never contract, so all machines write the same bytes.
 #ifdef __CUDACC__
 #define SHARED_MEMORY(name) extern __shared__ __align__(16) unsigned char name[]

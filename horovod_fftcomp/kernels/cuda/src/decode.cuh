@@ -1,5 +1,5 @@
-// From the payloads of all ranks to the sum of the gradients. Nothing that arrives is trusted: what
-// does not fit makes its tensor's sum NaN and is noted for the host.
+// Decoding of the payloads of all ranks, and the sums of the gradients. Received bytes are not
+// trusted: a corrupt payload makes the sum of its tensor NaN and is reported to the host.
 
 enum Status : u32 { SOUND, NOT_FINITE_THERE, CORRUPT };
 

@@ -1,5 +1,5 @@
-// Methods that send every element in a few bits; see elementwise.py, and words.py for how digits
-// lie in words. Sums are those of the CPU, in its order: see `lane_sums` and `_sums_of_rows`.
+// Dense methods, which send every element in a few bits: see codec/dense_methods.py, and
+// wire/radix.py for the packing. Sums are in the CPU's order: see `lane_sums` and `_sums_of_rows`.
 
 enum Method : u32 { MEANS, MAGNITUDE, VOTES, CLIPPED, OCTAVES, PEAKS, NORMS };
 

@@ -1,4 +1,4 @@
-// The payloads' bodies: quantized values and positions of what is chosen; what is left unsent.
+// Bodies of sparse payloads: quantized values and positions of chosen coefficients; residuals.
 
 // The cells of a range float, or a step and the most of them; see quantizers.py.
 struct Coding {

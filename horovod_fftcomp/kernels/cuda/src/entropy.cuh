@@ -1,4 +1,4 @@
-// Bitmaps in the entropy code of entropy.py: chunks of 4096 bytes, each in four interleaved streams
+// Entropy code of bitmaps, see wire/rans.py: chunks of 4096 bytes, each in four interleaved streams
 // of rANS. Four neighbouring lanes of a warp hold a chunk's four states; chunks are independent.
 
 constexpr u32 CHUNK = 4096, LANES = 4, CHUNKS_OF_WARP = 32 / LANES;

@@ -1,4 +1,4 @@
-// Values that are summed as float16; see schemes/dense.py.
+// Conversion to and from float16, for sums in float16; see schemes/dense.py.
 
 constexpr u32 HALF_NAN = 0x7e00;
 

@@ -1,5 +1,5 @@
-// The hash of replicas.py, for tensors that should be equal on all ranks. Its lanes are chains that
-// nothing shortens, so a block of them for each tensor; loads run ahead of them.
+// Hashes of tensors that should be equal on all ranks; see monitor/parameter_hash.py. Each lane is
+// a serial chain, so one block of lanes hashes a tensor; loads run ahead of the chains.
 
 constexpr u32 LANES_OF_HASH = 64;
 constexpr u64 WORD_PRIME = 0xC2B2AE3D27D4EB4Full, HASH_PRIME = 0x9E3779B185EBCA87ull;

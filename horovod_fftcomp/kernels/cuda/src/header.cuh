@@ -1,5 +1,5 @@
-// The headers of payloads. The host knows all of one but for the scale and whether the gradient is
-// finite; the checksum is linear, so what these 33 bits change of it is a sum (xor) of 33 words.
+// Headers of payloads. The host knows all fields except the scale and the flag for non-finite
+// values. The checksum is linear: each of these 33 bits, if set, XORs a known word into it.
 
 constexpr u32 FLAGS_OFFSET = 5, SCALE_OFFSET = 40, CRC_OFFSET = 44;  // see wire.py
 constexpr u32 NOT_FINITE = 1, NAN_BITS = 0x7fc00000u;

@@ -1,5 +1,6 @@
-// Low-rank sums: what is added to a matrix before it meets its factors, columns made orthonormal, and
-// products of two factors. What all ranks have to compute alike is computed in the CPU's order.
+// Low-rank schemes (schemes/powersgd.py): gradient plus residual, orthonormalization of columns,
+// and products of two factors. Where all ranks must compute the same bits, sums are in the CPU's
+// order.
 
 // One tensor as the host describes it, a matrix in row-major order; with rank 0 it travels as it is.
 struct LowRank {

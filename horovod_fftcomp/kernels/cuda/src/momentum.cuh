@@ -1,4 +1,4 @@
-// Clipping of gradients before a momentum, which `accelerate` applies; see schemes/momentum.py.
+// Gradient clipping before the momentum, which `accelerate` applies; see schemes/momentum.py.
 
 // What each gradient is multiplied by, so that its norm is at most `most`; a warp for each tensor.
 // NaN where a value is. `parts`: one for each tile.

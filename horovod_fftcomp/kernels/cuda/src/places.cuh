@@ -1,5 +1,5 @@
-// Values at places that the host has chosen: one thread for each, or for each element of a tensor.
-// `bad`: a word, not 0 where some rank's part of the tensor is not finite.
+// Gather and scatter of values at positions chosen by the host: one thread for each position, or
+// for each element of a tensor. `bad`: a word, not 0 if the tensor is not finite on some rank.
 
 // `places`: null of all that there are.
 __global__ void __launch_bounds__(THREADS)

@@ -1,6 +1,6 @@
-// The k largest coefficients of each tensor, exactly, ties by position: a radix select from the
-// top digit, 11 + 10 + 10 bits of a 31-bit key. Only the first digit is counted over everything;
-// from then on bit masks tell which coefficients are above it and which share it.
+// Exact top-k selection in each tensor, ties by position: a radix select from the top digit, 11 +
+// 10 + 10 bits of a 31-bit key. Only the first digit is counted over all coefficients; from then
+// on bit masks mark the coefficients above the selected digit and those equal to it.
 
 constexpr u32 SECOND_BITS = 10, SECOND = 1u << SECOND_BITS;
 constexpr u32 WORDS_OF_REALS = TILE / 32;

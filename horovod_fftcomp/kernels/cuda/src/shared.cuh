@@ -1,6 +1,6 @@
-// Values at positions that all ranks know alike: drawn, or the largest of each chunk by the choice
-// of who leads there. Sums of them need no payload; the positions of a step are computed where they
-// are used.
+// Values at positions common to all ranks (schemes/common_index.py): drawn from a shared seed, or
+// the largest of each chunk on the rank that leads there. Their sums need no payload; the
+// positions of a step are computed where they are used.
 
 constexpr u32 GROUP = THREADS;  // positions of a block
 

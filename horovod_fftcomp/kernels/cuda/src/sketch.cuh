@@ -1,4 +1,4 @@
-// Count sketches: sums of elements in columns that hashes tell, and what they say of each element.
+// Count sketches: sums of elements in hashed columns, and the estimates of elements from them.
 // Columns are summed in whole multiples of a power of two, so that the order does not matter.
 
 // One tensor as the host describes it; with 0 columns it travels as it is.

@@ -1,5 +1,5 @@
-// What ends a step: whether it counts, and what it leaves if it does not. The host reads none of it
-// before the next step, so it never waits.
+// The end of a step: decides whether it is committed or undone. The host reads the result in the
+// next step, so it does not wait.
 
 // What lasts from step to step.
 struct Ledger {

@@ -1,6 +1,6 @@
-// FFTs and DCTs of blocks of L elements, as many as fit into a tile. Real transforms go through a
-// complex one of half the length M, in shared memory: Stockham passes of radix 8, then 4 or 2.
-// Twiddle factors come from tables, so that every machine computes the same.
+// FFTs and DCTs of blocks of L elements, as many as fit into a tile. A real transform is computed
+// by a complex one of half the length, M, in shared memory: Stockham passes of radix 8, then 4 or
+// 2. Twiddle factors come from tables, so that every machine computes the same bits.
 
 constexpr u32 POINTS = TILE / 2;  // complex ones of a tile
 
