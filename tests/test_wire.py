@@ -106,9 +106,9 @@ def test_frequencies_add_up_and_none_is_missing():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_positions_that_cannot_be_are_refused(backend):
     kernels = load_backend(backend)
-    with pytest.raises(ValueError, match="k bits"):
+    with pytest.raises(ValueError, match="not have 2 bits set below 8"):
         kernels.unpack_bitmap(np.array([0b111], np.uint8), 8, 2)
-    with pytest.raises(ValueError, match="k bits"):
+    with pytest.raises(ValueError, match="not have 1 bits set below 5"):
         kernels.unpack_bitmap(np.array([0b100000], np.uint8), 5, 1)  # beyond n
     falling = kernels.pack_offsets(bitmap_of([1, 2], 16), 16, 2, 4)
     falling[-1] = 1 << 4 | 2  # offsets 2, 1 in one block
@@ -134,7 +134,7 @@ def test_entropy_codes_that_cannot_be_are_refused(backend):
         except ValueError:
             continue
         assert load_backend("reference").positions_of(bitmap).size == k  # padding was hit
-    with pytest.raises(ValueError, match="longer than the space for them"):
+    with pytest.raises(ValueError, match=r"the positions take \d+ words, expected at most"):
         kernels.unpack_entropy(np.full(good.nbytes, 255, np.uint8), n, k)
 
 

@@ -48,9 +48,7 @@ class AdaptiveCodec(PositionsCodec):
     def plan(self, shape: Shape, k: int | None = None) -> Plan:
         """Return the layout and the sizes for a tensor of ``shape`` with ``k`` elements sent."""
         if k is None:
-            raise ValueError(
-                f"the size of a payload of {type(self.method).__name__} depends on the values"
-            )
+            raise ValueError("the size of a payload of this recipe depends on the values")
         return wire.make_plan(shape, math.prod(shape), k, self.method.bits)
 
     def expected_nbytes(self, shape: Shape) -> int:
@@ -123,5 +121,5 @@ class AdaptiveCodec(PositionsCodec):
 
 @functools.lru_cache(64)
 def _at_loss_scale(codec: AdaptiveCodec, scale: float) -> AdaptiveCodec:
-    """Return the codec, cached: to compute its fingerprint takes longer than a small tensor."""
+    """Return the scaled codec, cached: its fingerprint costs more than encoding a small tensor."""
     return replace(codec, method=codec.method.at_loss_scale(scale))

@@ -11,7 +11,7 @@ BACKENDS = ("reference", "cpu")
 
 
 def load_backend(name: str) -> ModuleType:
-    """Return the module of the kernels ``name``: "reference" or "cpu"; imports it on first use."""
+    """Return the kernel module ``name``, "reference" or "cpu"; it is imported on first use."""
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {name!r}")
     return importlib.import_module(f"horovod_fftcomp.kernels.{name}")

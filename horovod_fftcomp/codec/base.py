@@ -40,8 +40,8 @@ def check_state(kind: str, array: Array | None, expected: tuple[np.dtype, int]) 
     Kernels do not check sizes and would read beyond a smaller array.
     """
     if array is not None and (array.dtype, array.size) != expected:
-        found = (array.dtype, array.size)
-        raise ValueError(f"the {kind} is of (dtype, elements) {found}, expected {expected}")
+        found, wanted = f"{array.dtype} of {array.size} elements", f"{expected[0]} of {expected[1]}"
+        raise ValueError(f"the {kind} is {found}, expected {wanted}")
 
 
 class PayloadCodec(abc.ABC):
@@ -231,10 +231,8 @@ class PayloadCodec(abc.ABC):
                 f"(here: {self!r})"
             )
         if not self.has_fixed_size and header.k > math.prod(header.shape):
-            raise PayloadError(
-                f"header field 'k' is {header.k}, expected at most {math.prod(header.shape)}, "
-                "the number of elements"
-            )
+            n = math.prod(header.shape)
+            raise PayloadError(f"header field 'k' is {header.k}, expected at most numel, {n}")
         if not self.has_fixed_size and header.layout == Layout.RAW:
             plan = wire.raw_plan(header.shape)  # its k counts all elements, not the chosen ones
         else:
@@ -278,7 +276,7 @@ def _as_flat_float32(x: Array, name: str) -> Array:
 def _cast_back(total: Array, dtype: str) -> Array:
     """Return ``total`` in ``dtype``, saturating: finite values stay finite."""
     if dtype == "bfloat16":
-        import ml_dtypes  # no dependency: who encoded bfloat16 has it
+        import ml_dtypes  # optional, for bfloat16 alone
 
         target = np.dtype(ml_dtypes.bfloat16)
         limit = np.float32(ml_dtypes.finfo(target).max)

@@ -67,7 +67,7 @@ class DenseCodec(PayloadCodec):
         return replace(plan, positions=plan.positions._replace(k=k))
 
     def expected_nbytes(self, shape: Shape) -> int:
-        """Return the size of a payload; with the Elias gamma code, that without it."""
+        """Return the size of a payload; for the Elias gamma code, the size without it."""
         return _plan(self, shape).payload_nbytes
 
     def coeffs_of(

@@ -63,7 +63,7 @@ def _checked_scales(scales: Array, scale: float) -> Array:
     return scales
 
 
-def _as_array(scale: float) -> Array:
+def _array(scale: float) -> Array:
     return np.array([scale], np.float32)
 
 
@@ -197,7 +197,7 @@ class _OneScale(abc.ABC):
     ) -> None:
         """Add the scale times levels; see ``Method``."""
         del shape
-        kernels.add_levels(total, body.view(np.uint32), _as_array(scale), self.grid())
+        kernels.add_levels(total, body.view(np.uint32), _array(scale), self.grid())
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,7 @@ class TernGrad(_OneScale):
             # Values that are all equal have no deviation and are not clipped.
             if deviation > 0:
                 scale = float(np.float32(min(self.clip * deviation, scale))) or scale
-        scales = _as_array(scale)
-        kernels.encode_levels(values, self.grid(), scales, body.view(np.uint32), key, keep)
+        kernels.encode_levels(values, self.grid(), _array(scale), body.view(np.uint32), key, keep)
         return Sent(True, scale)
 
 
@@ -275,8 +274,7 @@ class DoReFa(_OneScale):
         if peak > LARGEST_FINITE_BITS:
             return _NOT_FINITE
         scale = _float_of(peak)
-        scales = _as_array(scale)
-        kernels.encode_levels(values, self.grid(), scales, body.view(np.uint32), key, keep)
+        kernels.encode_levels(values, self.grid(), _array(scale), body.view(np.uint32), key, keep)
         return Sent(True, scale)
 
 

@@ -221,7 +221,7 @@ class Codec(PositionsCodec):
 
 @functools.lru_cache(64)
 def _at_loss_scale(codec: Codec, scale: float) -> Codec:
-    """Return the codec, cached: to compute its fingerprint takes longer than a small tensor."""
+    """Return the scaled codec, cached: its fingerprint costs more than encoding a small tensor."""
     assert isinstance(codec.sparsifier, Threshold)
     return replace(codec, sparsifier=codec.sparsifier.scaled(scale))
 

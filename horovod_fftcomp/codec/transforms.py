@@ -101,7 +101,7 @@ class BlockFFT(_Blocks):
     def forward(
         self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
     ) -> Coefficients:
-        """Return the spectra of all blocks plus ``residual``, with the threshold of ``k`` bins."""
+        """Return the spectra of all blocks plus ``residual``, with the top-k threshold; 0: all."""
         del own  # the array is always new
         return kernels.rfft_blocks(flat, self.block, residual, k)
 
@@ -134,10 +134,7 @@ class BlockDCT(_Blocks):
     def forward(
         self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
     ) -> Coefficients:
-        """Return the DCTs of all blocks plus ``residual``, with the threshold of the ``k`` largest.
-
-        ``k`` 0: of all.
-        """
+        """Return the DCTs of all blocks plus ``residual``, with the top-k threshold; 0: of all."""
         del own  # the array is always new
         return kernels.dct_blocks(flat, self.block, residual, k)
 

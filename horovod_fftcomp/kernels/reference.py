@@ -347,7 +347,7 @@ def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
     """Return the bitmap that ``pack_bitmap`` packed; ValueError unless it has ``k`` ones."""
     positions = np.flatnonzero(np.unpackbits(packed, bitorder="little"))
     if len(positions) != k or (k and positions[-1] >= n):
-        raise ValueError("the bitmap does not have k bits set")
+        raise ValueError(f"the bitmap does not have {k} bits set below {n}")
     return bitmap_of(positions, n)
 
 
@@ -376,7 +376,7 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
     ones = positions_of(unpack_bitmap(packed[:split], n_unary, k))
     positions = ((ones - np.arange(k)) << low_bits) | unpack_bits(packed[split:], k, low_bits)
     if k and (positions[-1] >= n or (np.diff(positions) <= 0).any()):
-        raise ValueError("the positions do not ascend below n")
+        raise ValueError(f"the positions do not ascend, or are not below {n}")
     return bitmap_of(positions, n)
 
 
@@ -406,8 +406,9 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
     lengths = packed[: 2 * rans.n_chunks(n)].view(np.uint16).tolist()
     words = packed[rans.words_offset(n) :]
     words = words[: words.size // 4 * 4].view(np.uint32).tolist()
-    if sum(lengths) + 2 * rans.LANES * len(lengths) > len(words):
-        raise ValueError("the chunks of positions are longer than the space for them")
+    n_words = sum(lengths) + 2 * rans.LANES * len(lengths)
+    if n_words > len(words):
+        raise ValueError(f"the positions take {n_words} words, expected at most {len(words)}")
     freqs, starts = _symbols(n, k)
     slots = [symbol for symbol, f in enumerate(freqs) for _ in range(f)]
     n_left, symbols = (n + 7) // 8, []
@@ -426,7 +427,7 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
             symbols.append(symbol)
         n_left -= rans.CHUNK_SYMBOLS
         if chunk or any(state != rans.LOWEST_STATE for state in states):
-            raise ValueError("a chunk of positions does not decode to the initial states")
+            raise ValueError("a chunk of positions is corrupt: it does not end in initial states")
     return unpack_bitmap(np.array(symbols, np.uint8), n, k)
 
 

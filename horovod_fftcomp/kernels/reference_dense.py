@@ -107,7 +107,7 @@ def unpack_gamma(words: Array, n: int, half: int) -> Array:
             level = (1 << length) - 1 + sum(flags[at + b] << b for b in range(length))
             at += length
             if level > half:
-                raise ValueError(f"a level is {level}, above {half}")
+                raise ValueError(f"a level is {level}, expected at most {half}")
             codes[i] = half - level if level and flags[at] else half + level
             at += level > 0
     except IndexError:
@@ -199,7 +199,7 @@ def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> Non
     """Add the values encoded by ``encode_levels``; ValueError for a level above ``levels.top``."""
     codes = unpack_words(words, total.size, levels.radix)
     if codes.max(initial=0) > levels.top:
-        raise ValueError(f"a level is {codes.max()}, above {levels.top}")
+        raise ValueError(f"a level is {codes.max()}, expected at most {levels.top}")
     total += _values(codes, levels, _spread(scales, levels, total.size))
 
 

@@ -181,9 +181,7 @@ def read_header(payload: Array) -> Header:
         ("payload length", nbytes, nbytes < len(header)),
     ):
         if bad:
-            raise PayloadError(
-                f"header field {name!r} is {found}, which is out of range: the payload is corrupt"
-            )
+            raise PayloadError(f"header field {name!r} is {found}, which is out of range")
     finite = flags & _NOT_FINITE == 0
     return Header(DTYPES[dtype], finite, layout, fingerprint, shape, k, nbytes, scale)
 
@@ -238,7 +236,5 @@ def _decode_dims(header: bytes, ndim: int) -> tuple[tuple[int, ...], int]:
                 break
         shape.append(dim)
     if math.prod(max(dim, 1) for dim in shape) >= 1 << 60:
-        raise PayloadError(
-            f"header field 'shape' is {tuple(shape)}, expected fewer than 2**60 elements"
-        )
+        raise PayloadError(f"header field 'shape' is {tuple(shape)}: expected below 2**60 elements")
     return tuple(shape), offset

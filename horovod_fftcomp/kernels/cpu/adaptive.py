@@ -10,12 +10,12 @@ from horovod_fftcomp.kernels.cpu.dense import fill_random, fold
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import count_bits
 from horovod_fftcomp.kernels.cpu.sparse import collect, concatenated, put_back
-from horovod_fftcomp.kernels.cpu.value_codes import PADDING_WORDS, encode, write_bits
+from horovod_fftcomp.kernels.cpu.value_codes import PADDING, encode, write_bits
 from horovod_fftcomp.kernels.cpu.vector_ir import mask_above
 from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire.radix import GROUP, LANES
 
-_LEAST_GROUPS = 8  # for a thread of its own
+_LEAST_GROUPS = 8  # per thread, at least
 _WORDS = GROUP // 64
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _ABOVE_ALL = np.int32(0x7FFFFFFF)
@@ -151,7 +151,7 @@ def take_chosen(
 
     def work(begin: int, end: int) -> tuple[int, Array]:
         words = _of(bitmap, begin, end, _WORDS)
-        packed = empty(count_bits(words) * coding.bits // 64 + PADDING_WORDS, np.uint64)
+        packed = empty(count_bits(words) * coding.bits // 64 + PADDING, np.uint64)
         part = _of(array, begin, end)
         return _take_chosen(part, words, np.float32(least), numbers, keep, packed), packed
 

@@ -8,12 +8,12 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.positions import as_words, count_bits
-from horovod_fftcomp.kernels.cpu.value_codes import PADDING_WORDS, read_bits, write_bits
+from horovod_fftcomp.kernels.cpu.value_codes import PADDING, read_bits, write_bits
 from horovod_fftcomp.kernels.cpu.vector_ir import trailing_zeros
 from horovod_fftcomp.types import Array, Body
 
 _GROUP = 4096  # values that are processed at a time, in the L1 cache
-_LEAST_VALUES = 1 << 15  # for a thread of its own
+_LEAST_VALUES = 1 << 15  # per thread, at least
 _LEAST_WORDS = 1 << 13
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NOTHING = np.empty(0, np.float32)
@@ -97,7 +97,7 @@ def _chunk_winners(a, b, chunk, winners):
 
 def pack_bits(codes: Array, bits: int) -> Array:
     """See ``reference.pack_bits``."""
-    stream = np.empty(codes.size * bits // 64 + PADDING_WORDS, np.uint64)
+    stream = np.empty(codes.size * bits // 64 + PADDING, np.uint64)
     _pack_bits(codes.view(np.int32), bits, stream)
     return stream.view(np.uint8)[: (codes.size * bits + 7) // 8]
 
@@ -114,7 +114,7 @@ def _pack_bits(codes, bits, stream):
 
 def unpack_bits(packed: Array, count: int, bits: int) -> Array:
     """See ``reference.unpack_bits``."""
-    stream = as_words(packed[: (count * bits + 7) // 8], count * bits // 64 + PADDING_WORDS)
+    stream = as_words(packed[: (count * bits + 7) // 8], count * bits // 64 + PADDING)
     codes = np.empty(count, np.uint32)
     _unpack_bits(stream, bits, codes.view(np.int32))
     return codes

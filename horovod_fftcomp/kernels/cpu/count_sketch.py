@@ -11,7 +11,7 @@ from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import sketch_bits
 
 _GROUP = 1024  # elements whose estimates from all rows fit into the L1 cache
-_LEAST_VALUES = 1 << 15  # for a thread of its own
+_LEAST_VALUES = 1 << 15  # per thread, at least
 
 
 def sketch(values: Array, hashes: Array, columns: int, peak: int) -> Array:

@@ -13,7 +13,7 @@ from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, LANES, Levels, count_words, digits_of
 
-_LEAST_GROUPS = 8  # for a thread of its own
+_LEAST_GROUPS = 8  # per thread, at least
 _SLACK = 32  # codes after a group: the digits of its last words
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _LARGEST = np.float64(np.finfo(np.float32).max)
@@ -170,9 +170,7 @@ def unpack_gamma(words: Array, n: int, half: int) -> Array:
     """See ``reference.unpack_gamma``."""
     codes = np.empty(n, np.uint32)
     if not _unpack_gamma(words, half, codes):
-        raise ValueError(
-            f"the {words.size} words are not the gamma code of {n} levels of at most {half}"
-        )
+        raise ValueError(f"the words are not the gamma code of {n} levels of at most {half}")
     return codes
 
 
@@ -368,7 +366,7 @@ def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> Non
 
     largest = max(threads.each(work, _slices(total.size, levels.radix)))
     if largest > levels.top:
-        raise ValueError(f"a level is {largest}, above {levels.top}")
+        raise ValueError(f"a level is {largest}, expected at most {levels.top}")
 
 
 @kernel

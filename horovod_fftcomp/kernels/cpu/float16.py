@@ -13,7 +13,7 @@ from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.types import Array
 
 _STEP = 64
-_LEAST_STEPS = 1 << 9  # for a thread of its own
+_LEAST_STEPS = 1 << 9  # per thread, at least
 
 
 def to_float16(values: Array, limit: float) -> Array:

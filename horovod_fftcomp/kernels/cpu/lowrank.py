@@ -10,7 +10,7 @@ from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.types import Array
 
 _COLUMNS = 2048  # of a row at a time: they stay in the L1 cache while all products are added
-_LEAST_VALUES = 1 << 15  # for a thread of its own
+_LEAST_VALUES = 1 << 15  # per thread, at least
 _LANES = 256  # partial sums, as many as a GPU's block has threads
 
 

@@ -13,7 +13,7 @@ from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.positions import unary_bits
 
-_LEAST_CHUNKS = 4  # for a thread of its own
+_LEAST_CHUNKS = 4  # per thread, at least
 _LOWEST = np.uint64(rans.LOWEST_STATE)
 _SLOTS = 1 << rans.PRECISION
 _LANES, _CHUNK = rans.LANES, rans.CHUNK_SYMBOLS
@@ -48,7 +48,7 @@ def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
     bitmap = as_words(packed, (n + 63) // 64)
     beyond = n % 64 and int(bitmap[-1]) >> n % 64
     if beyond or count_bits(bitmap) != k:
-        raise ValueError("the bitmap does not have k bits set")
+        raise ValueError(f"the bitmap does not have {k} bits set below {n}")
     return bitmap
 
 
@@ -95,7 +95,7 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
     offsets = as_words(packed[split:], (k * low_bits + 63) // 64 + 1)
     bitmap = zeros((n + 63) // 64, np.uint64)
     if not _unpack_offsets(unary, offsets, low_bits, n, bitmap):
-        raise ValueError("the positions do not ascend below n")
+        raise ValueError(f"the positions do not ascend, or are not below {n}")
     return bitmap
 
 
@@ -201,7 +201,7 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
     ends = np.cumsum(lengths + np.int64(2 * _LANES))
     words = packed[offset : offset + (packed.size - offset) // 4 * 4].view(np.uint32)
     if n_chunks and ends[-1] > words.size:
-        raise ValueError("the chunks of positions are longer than the space for them")
+        raise ValueError(f"the positions take {ends[-1]} words, expected at most {words.size}")
     table = decoder_table(rans.frequencies(n, k))
     bitmap = zeros((n + 63) // 64, np.uint64)
     symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
@@ -212,10 +212,10 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
         return _unpack_entropy(words[first:], lengths[begin:end], table, part)
 
     if not all(threads.each(work, threads.ranges(n_chunks, _LEAST_CHUNKS))):
-        raise ValueError("a chunk of positions does not decode to the initial states")
+        raise ValueError("a chunk of positions is corrupt: it does not end in initial states")
     beyond = n % 64 and int(bitmap[-1]) >> n % 64
     if beyond or count_bits(bitmap) != k:
-        raise ValueError("the bitmap does not have k bits set")
+        raise ValueError(f"the bitmap does not have {k} bits set below {n}")
     return bitmap
 
 

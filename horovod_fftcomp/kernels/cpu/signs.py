@@ -10,7 +10,7 @@ from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GROUP, LANES
 
-_LEAST_GROUPS = 8  # for a thread of its own
+_LEAST_GROUPS = 8  # per thread, at least
 _DIGITS = 32
 _NOTHING = np.empty(0, np.float32)
 _ZERO = np.float32(0)  # a plain 0 would compare in 64 bits

@@ -26,13 +26,7 @@ from horovod_fftcomp.kernels.cpu.topk import (
     samples_of,
     suggest,
 )
-from horovod_fftcomp.kernels.cpu.value_codes import (
-    PADDING_WORDS,
-    decode,
-    encode,
-    read_bits,
-    write_bits,
-)
+from horovod_fftcomp.kernels.cpu.value_codes import PADDING, decode, encode, read_bits, write_bits
 from horovod_fftcomp.kernels.cpu.vector_ir import (
     LANES,
     add_64,
@@ -45,7 +39,7 @@ from horovod_fftcomp.kernels.cpu.vector_ir import (
 from horovod_fftcomp.kernels.reference import key_exponent
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients
 
-_LEAST_VALUES = 1 << 15  # for a thread of its own
+_LEAST_VALUES = 1 << 15  # per thread, at least
 _MAGNITUDE = 0x7FFFFFFF
 
 
@@ -198,7 +192,7 @@ def select_quantize_pack(
     def work(begin: int, end: int, ties: int) -> tuple[int, Array]:
         part = reals_of(begin, end)
         words = bitmap[begin * (GROUP // 64) : end * (GROUP // 64)]
-        packed = empty(part.size * coding.bits // 64 + PADDING_WORDS, np.uint64)
+        packed = empty(part.size * coding.bits // 64 + PADDING, np.uint64)
         return _take(part, *options, key, ties, numbers, keep, words, packed), packed
 
     ties_left = [ties]
@@ -347,7 +341,7 @@ class Streams:
         """``span``: bins that are summed together, whole groups; ``n_spans``: number of spans."""
         n_words = n_spans * (span // 64)
         bitmaps = _rows([part.bitmap for part in parts], n_words)
-        n_codes = max(part.packed.size for part in parts) // 8 + PADDING_WORDS
+        n_codes = max(part.packed.size for part in parts) // 8 + PADDING
         codes = _rows([part.packed for part in parts], n_codes)
         self.arrays = bitmaps, codes, np.array([part.coding for part in parts], np.int64)
         self._width, self._words, self._spans = width, span // 64, n_spans

@@ -19,7 +19,7 @@ from horovod_fftcomp.kernels.cpu.vector_ir import count_ones, mask_above, traili
 from horovod_fftcomp.types import Array
 
 GROUP = 4096  # coefficients whose keys are computed at a time, in the L1 cache
-LEAST_GROUPS = 8  # for a thread of its own
+LEAST_GROUPS = 8  # per thread, at least
 SAMPLES = 1 << 14
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NO_KEY = np.int32(-2)  # below every key, and below -1, the limit that selects all keys from 0 up

@@ -40,7 +40,7 @@ _RADICES = {
     1024: (8, 8, 16),
     2048: (8, 16, 16),
 }
-_LEAST_SPANS = 8  # for a thread of its own
+_LEAST_SPANS = 8  # per thread, at least
 _SAMPLED_REALS = 1 << 17
 _SPREAD = 3  # coefficients of a block are correlated: a sample of blocks varies more than its size
 

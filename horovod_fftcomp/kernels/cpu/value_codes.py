@@ -13,7 +13,7 @@ from horovod_fftcomp.kernels.cpu import vector_ir
 from horovod_fftcomp.kernels.cpu.jit import inlined
 
 STEP = 64  # values that a codelet processes
-PADDING_WORDS = STEP // 2 + 2  # 64-bit words after a stream's end, for the rest of a step
+PADDING = STEP // 2 + 2  # 64-bit words after a stream's end, for the rest of a step
 
 
 @inlined
@@ -89,7 +89,7 @@ def _decode_steps(codes, n, coding, values):
 def write_bits(codes, n, bits, stream, bit):
     """Append ``n`` codes of at most 16 or of 32 bits at ``bit``; return the bit after the last.
 
-    ``stream``: 64-bit words. Up to ``PADDING_WORDS`` words after the end are overwritten, and the
+    ``stream``: 64-bit words. Up to ``PADDING`` words after the end are overwritten, and the
     codes after the ``n``-th up to a multiple of ``STEP``.
     """
     if bits == 8 or bits == 16 or bits == 32:

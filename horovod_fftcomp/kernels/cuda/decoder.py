@@ -90,12 +90,11 @@ class ThresholdDecoder:
         found = np.zeros((len(arrived), 4), np.uint32)
         for number, (header, payload) in enumerate(arrived):
             plan = codecs[number].checked_plan(payload, header)
-            if header.shape != self._shapes[number % count]:
+            shape = self._shapes[number % count]
+            if header.shape != shape:
                 who = f"tensor {number % count} of rank {number // count}"
-                expected = self._shapes[number % count]
-                raise PayloadError(
-                    f"{who}: header field 'shape' is {header.shape}, expected {expected}"
-                )
+                field = f"header field 'shape' is {header.shape}, expected {shape}"
+                raise PayloadError(f"{who}: {field}")
             if plan.layout is Layout.RAW:  # decoded as if all elements were above the threshold
                 everything = Positions(Layout.ALL, plan.numel, plan.numel, 0, 0)
                 plan = replace(plan, positions=everything)
@@ -204,7 +203,7 @@ class _Bodies:
 
 
 class _GroupSums:
-    """Sums of all ranks' payloads of one group: launches and scratch memory."""
+    """Sums of the payloads of one group over all ranks: launches and scratch memory."""
 
     def __init__(
         self,

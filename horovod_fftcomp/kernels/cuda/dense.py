@@ -26,7 +26,7 @@ from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, digits_of
 
-# As in cuda/elements.cuh.
+# As in src/elements.cuh.
 _MEANS, _MAGNITUDE, _VOTES, _CLIPPED, _OCTAVES, _PEAKS, _NORMS = range(7)
 
 

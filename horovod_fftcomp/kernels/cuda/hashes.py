@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_fftcomp.kernels.cuda import Device, source, structs
 
-_LANES = 64  # as in cuda/hash.cuh
+_LANES = 64  # as in src/hash.cuh
 
 
 def hashes_on_device(device: Device, arrays: Sequence[Any]) -> Any:

@@ -19,7 +19,7 @@ from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
 
 _STEPS = ("mark", "narrow", "settle", "emit")
-# As in cuda/chosen.cuh.
+# As in src/chosen.cuh.
 _ABOVE, _WINNERS, _DRAWN = range(3)
 
 
@@ -143,7 +143,7 @@ class CountedGroup(SparseGroup):
         arguments = [*common, self._above, self._counts, totals, limits]
         kernels[self._names[-2]](self.n_tiles, THREADS, arguments, structs.SUMS_NBYTES)
         if self._choice == _WINNERS:
-            self._fetched = cache(device.fetch(self._maxima))  # waited for once
+            self._fetched = cache(device.fetch(self._maxima))  # waits once
         return [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
 
     def _found_limits(self, kernels: Any) -> Any:
@@ -173,4 +173,4 @@ class CountedGroup(SparseGroup):
         if isinstance(method, AdaComp):
             assert self._fetched is not None
             return method.scale(self._fetched().view(np.float32)[self._bins[number]])
-        return max(float(self._limits[number]), peak)  # of a threshold there is no limit
+        return max(float(self._limits[number]), peak)  # under a threshold the limit is 0

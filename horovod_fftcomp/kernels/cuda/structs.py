@@ -143,9 +143,7 @@ def grouped(plans: Sequence[Plan], codecs: Sequence[DeviceCodec], rows: Array) -
 def enter_plan(row: np.void, plan: Plan, codec: DeviceCodec) -> None:
     """Enter in a row what a tensor's plan and codec determine, for encoders and decoders."""
     if plan.n_bins >= 1 << 32:
-        raise ValueError(
-            f"a tensor has {plan.n_bins} coefficients; on a GPU, expected fewer than 2^32"
-        )
+        raise ValueError(f"a tensor has {plan.n_bins} coefficients, a GPU takes fewer than 2^32")
     row["numel"], row["n"], row["k"] = plan.numel, plan.n_bins, plan.k
     row["positions_offset"], row["values_offset"] = plan.header_nbytes, plan.values_offset
     row["layout"], row["low_bits"] = plan.layout, plan.positions.low_bits
