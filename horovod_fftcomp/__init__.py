@@ -1,7 +1,7 @@
 """Gradient compression for data-parallel training on stock Horovod.
 
-The adapters live in ``horovod_fftcomp.torch`` and ``horovod_fftcomp.tensorflow`` and import their
-framework; this package alone imports NumPy.
+``horovod_fftcomp.torch`` and ``horovod_fftcomp.tensorflow`` are the adapters, which import their
+framework; importing ``horovod_fftcomp`` itself loads NumPy only.
 """
 
 from horovod_fftcomp import schedules

@@ -1,4 +1,4 @@
-"""The one table of recipes: it drives the factories, the command line, the docs and the tests."""
+"""The table of recipes, from which factories, command line, docs and tests are made."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ from horovod_fftcomp.schemes.sparcml import SparCml
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named way to exchange gradients; its options are the keywords of ``make``.
+    """A named compression method; its options are the keywords of ``make``.
 
-    Their annotations are what ``get_scheme`` checks; ranges are checked where an option is used.
-    ``spares_first``: the first convolution of a model travels dense unless a rule names it.
+    ``get_scheme`` checks options against the annotations of ``make``; ranges are checked where an
+    option is used. ``summary``: what is sent, as README's table, the help of the factories and
+    ``horovod-fftcomp recipes`` show it. ``source``: its publication. ``spares_first``: the first
+    convolution of a model is sent dense unless a rule names it.
     """
 
     make: Callable[..., Scheme]
@@ -62,7 +64,7 @@ class Recipe:
         return {p.name: p.default for p in inspect.signature(self.make).parameters.values()}
 
     def checked(self, options: Mapping[str, object]) -> dict[str, Any]:
-        """Return known options as built-in objects; TypeError for one of another type."""
+        """Return ``options`` as built-in objects; TypeError for a value of the wrong type."""
         kinds, defaults = kinds_of(self.make), self.options
         return {
             name: checked(name, value, kinds[name], defaults[name])
@@ -78,7 +80,7 @@ def _values(bits: int) -> Quantizer:
 
 
 def _within(scope: _Scope, scheme: Allgather | CommonIndex) -> Scheme:
-    """Return what applies ``scheme`` to each tensor, each bucket, or all of the model at once."""
+    """Return ``scheme``, wrapped if one k is shared by a bucket or by the whole model."""
     return scheme if scope == "tensor" else BucketScope(scheme, scope)
 
 
@@ -175,7 +177,7 @@ def _qsgd(
     return _elementwise(method(levels, bucket, norm), seed, error_feedback=error_feedback)
 
 
-# Without feedback, which would grow: what is sent differs from a value by more than the value.
+# No error feedback: the error of a sent value exceeds the value, so residuals would grow.
 def _terngrad(
     clip: float = 2.5, packing: Literal["base3", "bits"] = "base3", seed: int = 0
 ) -> Scheme:
@@ -210,7 +212,7 @@ def _chosen(method: Chooser, seed: int = 0, error_feedback: bool = True) -> Sche
     return Allgather(AdaptiveCodec(method, seed), error_feedback)
 
 
-# No threshold suits every model: this one only serves to try it out.
+# No threshold suits every model: this default only lets a first trial run.
 def _strom(threshold: float = 0.001, quanta: int = 1) -> Scheme:
     return _chosen(Strom(threshold, quanta))
 
@@ -276,68 +278,92 @@ RECIPES: dict[str, Recipe] = {
     "bf16": Recipe(_bf16, "all values in bfloat16, summed in float32", "Kalamkar et al. 2019"),
     "topk": Recipe(_topk, "the largest values, as range floats", "Aji and Heafield 2017"),
     "fft": Recipe(
-        _fft, "the largest bins of a block FFT, as range floats", "Wang et al., HPDC 2020"
+        _fft, "the largest coefficients of a block FFT, as range floats", "Wang et al., HPDC 2020"
     ),
     "dct": Recipe(_dct, "the largest coefficients of a block DCT, as range floats", "as fft"),
     "auto": Recipe(
-        _auto, "the best of domains and bits for each tensor, tried now and then", "this package"
+        _auto, "largest coefficients; transform and bits by trial, per tensor", "this package"
     ),
     "demo": Recipe(
-        _demo, "the largest DCT coefficients of a momentum, which they leave", "Peng et al. 2024"
+        _demo,
+        "DeMo: top DCT coefficients of the momentum, subtracted once sent",
+        "Peng et al. 2024",
     ),
     "hard_threshold": Recipe(
-        _hard_threshold, "values above a threshold that stays", "Sahu et al., NeurIPS 2021"
+        _hard_threshold, "all values above a fixed threshold", "Sahu et al., NeurIPS 2021"
     ),
     "random_block": Recipe(
         partial(_drawn, RandomBlock),
-        "consecutive values from a random place on, float32",
+        "one block of consecutive values at a random offset, float32",
         "Vogels et al. 2019",
     ),
     "scalecom": Recipe(
         _scalecom,
-        "what one rank chooses for all, in turns",
+        "CLT-k: values at common positions, selected by ranks in rotation",
         "Chen et al., NeurIPS 2020",
         spares_first=True,
     ),
-    "random_k": Recipe(partial(_drawn, RandomK), "random values, float32", "Stich et al. 2018"),
+    "random_k": Recipe(
+        partial(_drawn, RandomK), "values at random positions, float32", "Stich et al. 2018"
+    ),
     "dgc": Recipe(
-        _dgc, "the largest of accumulated velocities; no other momentum", "Lin et al., ICLR 2018"
+        _dgc,
+        "the largest accumulated velocities; optimizer without momentum",
+        "Lin et al., ICLR 2018",
     ),
     "powersgd": Recipe(
-        _powersgd, "two factors of a low rank, float32", "Vogels et al., NeurIPS 2019"
+        _powersgd,
+        "the two factors of a low-rank approximation, float32",
+        "Vogels et al., NeurIPS 2019",
     ),
-    "gtopk": Recipe(_gtopk, "the largest of all ranks' largest, float32", "Shi et al., ICDCS 2019"),
+    "gtopk": Recipe(
+        _gtopk, "global top-k, by merging all ranks' top-k lists, float32", "Shi et al., ICDCS 2019"
+    ),
     "sparcml": Recipe(
-        _sparcml, "the largest values, float32, summed in pairs", "Renggli et al., SC 2019"
+        _sparcml,
+        "the largest values, float32, as sparse sums merged pairwise",
+        "Renggli et al., SC 2019",
     ),
     "sketchsgd": Recipe(
         _sketchsgd,
-        "values at the heavy hitters of a count sketch; no other momentum",
+        "values of count-sketch heavy hitters; optimizer without momentum",
         "Ivkin et al., NeurIPS 2019",
     ),
-    # As many elements as the values decide.
+    # The number of sent elements depends on the values.
     "strom": Recipe(
-        _strom, "one threshold or its negative, where values reach it", "Strom, Interspeech 2015"
+        _strom,
+        "plus or minus the threshold, for each value that reaches it",
+        "Strom, Interspeech 2015",
     ),
     "adacomp": Recipe(
-        _adacomp, "one magnitude and signs, where bins have their largest", "Chen et al., AAAI 2018"
+        _adacomp, "AdaComp: signs of each bin's near-maxima, one scale", "Chen et al., AAAI 2018"
     ),
     "wangni": Recipe(
-        _wangni, "values drawn by their magnitudes, float32", "Wangni et al., NeurIPS 2018"
+        _wangni,
+        "values sampled in proportion to magnitude, unbiased, float32",
+        "Wangni et al., NeurIPS 2018",
     ),
-    # Every element, in few bits.
-    "qsgd": Recipe(_qsgd, "all values, rounded at random to a few levels", "Alistarh et al. 2017"),
+    # Every element is sent, in a few bits.
+    "qsgd": Recipe(
+        _qsgd, "all values, stochastically rounded to a few levels", "Alistarh et al. 2017"
+    ),
     "terngrad": Recipe(
-        _terngrad, "all values, as one magnitude or none, at random", "Wen et al. 2017"
+        _terngrad, "all values, stochastically rounded to -1, 0, 1 times a scale", "Wen et al. 2017"
     ),
-    "onebit": Recipe(_onebit, "all signs, and the mean of either side", "Seide et al. 2014"),
-    "efsignsgd": Recipe(_efsignsgd, "all signs, and the mean magnitude", "Karimireddy et al. 2019"),
-    "signsgd": Recipe(_signsgd, "all signs; the majority decides", "Bernstein et al. 2019"),
+    "onebit": Recipe(_onebit, "1-bit SGD: all signs, one mean for each sign", "Seide et al. 2014"),
+    "efsignsgd": Recipe(
+        _efsignsgd, "all signs, scaled by the mean magnitude", "Karimireddy et al. 2019"
+    ),
+    "signsgd": Recipe(_signsgd, "all signs; majority vote over the ranks", "Bernstein et al. 2019"),
     "signum": Recipe(
-        _signum, "all signs of a momentum; the majority decides", "Bernstein et al. 2018"
+        _signum, "all signs of the momentum; majority vote over the ranks", "Bernstein et al. 2018"
     ),
-    "natural": Recipe(_natural, "all values, as powers of two at random", "Horvath et al. 2019"),
-    "dorefa": Recipe(_dorefa, "all values, rounded at random to an even grid", "Zhou et al. 2016"),
+    "natural": Recipe(
+        _natural, "all values, stochastically rounded to powers of two", "Horvath et al. 2019"
+    ),
+    "dorefa": Recipe(
+        _dorefa, "all values, stochastically rounded to a uniform grid", "Zhou et al. 2016"
+    ),
 }
 
 
@@ -359,92 +385,93 @@ def get_recipe(name: str) -> Recipe:
 
 
 def get_scheme(name: str, **options: object) -> Scheme:
-    """Return the scheme of recipe ``name``; ``options`` are the recipe's own.
+    """Return the scheme of recipe ``name`` with its ``options``.
 
     Raises ValueError for an unknown recipe and for a value out of range, TypeError for an unknown
-    option and for a value of another type. ``RECIPES`` says which recipe has which options. The
-    help of the factories is made from the descriptions here; ``recipe.option`` is one that differs.
+    option and for a value of the wrong type. ``RECIPES[name].options`` lists the options and
+    defaults of a recipe. The help of the factories is made from the descriptions below;
+    ``recipe.option`` describes an option whose meaning differs in that recipe.
 
     Other Parameters
     ----------------
     density
-        Share of the values or coefficients that is sent, above 0 and at most 1.
+        Share of the values or coefficients that are sent (k / n), above 0 and at most 1.
     bits
-        Width of a sent value in bits: 3 to 16, or 32 for float32.
+        Bits per sent value: 3 to 16, or 32 for float32.
     block
-        Length of a transform in elements: a power of two from 64 to 4096.
+        Block length of the transform in elements: a power of two from 64 to 4096.
     error_feedback
-        Whether what a step did not send is added to the next gradient.
+        Whether the unsent part of a gradient (the residual) is added to the next one.
     scope
-        The elements among which ``density`` chooses: of a tensor, a bucket or the whole model.
+        Elements that share one k: those of a "tensor", of a "bucket" or of the whole "model".
     seed
-        Start of the random numbers: 0 to 2**64 - 1, the same on all ranks.
+        Seed of the random numbers: 0 to 2**64 - 1, the same on all ranks.
     ratio
-        Dense bytes over sent bytes of each tensor: 1 to 10,000.
+        Compression ratio of each tensor, dense bytes over sent bytes: 1 to 10,000.
     every
-        Steps from one trial of the domains and widths to the next.
+        Steps from one trial of all transforms and bit widths to the next.
     gbit_per_s
-        Speed of a rank's link in Gbit/s; what is faster dense at it is sent dense; None: nothing.
+        Speed of a rank's link in Gbit/s: buckets that are faster dense go dense; None: none do.
     decay
-        Factor of the momentum from step to step, above 0 and at most 1.
+        Decay of the momentum per step, above 0 and at most 1.
     sign
         Whether the optimizer gets the sign of the mean instead of the mean.
     threshold
-        Smallest magnitude that is sent, in units of a gradient; None: it is measured.
+        Smallest magnitude that is sent, in units of a gradient; None: calibrated by top-k.
     strom.threshold
-        Magnitude that is sent for each larger value, in units of a gradient.
+        Magnitude sent for each value that reaches it, in units of a gradient.
     hard_threshold.density
-        Share of the values for which the threshold is measured, above 0 and at most 1.
+        Density of the top-k that calibrates the threshold, above 0 and at most 1.
     calibrate_steps
-        Steps in which the threshold is measured, where none is given.
+        Steps of top-k that calibrate the threshold, if none is given.
     unbiased
-        Whether sent values are divided by ``density``; for ``error_feedback=False`` only.
+        Whether sent values are divided by ``density``; needs ``error_feedback=False``.
     exchange
-        "reduce": all ranks send the same positions; "gather": each rank draws its own.
+        "reduce": all ranks send the same positions; "gather": each rank sends its own.
     beta
-        Factor of what is new in the residual (low-pass filter), above 0 and at most 1.
+        Weight of the new part of the residual (low-pass filter), above 0 and at most 1.
     selector
-        "chunk": the largest value of every chunk of 1 / density; "exact": the largest of a tensor.
+        "chunk": the largest of every 1 / density elements; "exact": the top-k of a tensor.
     scalecom.bits
-        Width of a sent value in bits: 16 for float16 or 32 for float32.
+        Bits per sent value: 16 for float16 or 32 for float32.
     momentum
-        Factor of the momentum that is kept before compression, from 0 to below 1.
+        Momentum coefficient, applied before compression, from 0 to below 1.
     nesterov
-        Whether that momentum is Nesterov's.
+        Whether the momentum is Nesterov's.
     masking
-        Whether the velocity of a sent element is set to 0.
+        Whether the velocity of a sent element is reset to 0.
     max_norm
-        Largest norm of a tensor's gradient, over the root of the number of ranks; None: no limit.
+        Clip each tensor's gradient to a norm of max_norm / sqrt(world size); None: no clipping.
     rank
-        Rank of the factors: 1 to 1024.
+        Rank of the approximation: 1 to 1024.
     rows
         Rows of the sketch: 1, 3, 5, 7 or 9.
     columns
-        Columns of the sketch for each element that is sent: 1 to 64.
+        Columns of the sketch per sent element: 1 to 64.
     candidates
-        Elements summed exactly for each element that is sent: 1 to 64.
+        Elements summed exactly per sent element: 1 to 64.
     quanta
-        Most thresholds that are sent of one value in a step: 1 to 32,768.
+        Largest multiple of the threshold sent for one value in a step: 1 to 32,768.
     bin
         Length of a bin in elements; None: 50 for convolutions, 500 for other tensors.
     wangni.density
-        Share of the values that is sent on average, above 0 and at most 1.
+        Expected share of the values that are sent, above 0 and at most 1.
     levels
-        Levels of a magnitude above 0: 1 to 2047.
+        Quantization levels of a magnitude, zero not counted: 1 to 2047.
     bucket
         Elements that share a norm: a power of two from 64 to 4096.
     norm
-        Norm that the levels divide: "max", the largest magnitude, or "l2".
+        Norm that the levels divide evenly: "max", the largest magnitude, or "l2".
     packing
-        How levels are written: in words of "fixed" width or in the code of "elias".
+        Coding of the levels: "fixed" width, or "elias" codes of variable length.
     terngrad.packing
-        "base3": 1.6 bits a value; "bits": 2 bits, which are decoded faster.
+        "base3": 1.6 bits per value; "bits": 2 bits per value, faster to decode.
     clip
-        Largest magnitude that is kept, in standard deviations of the tensor; 0: no limit.
+        Values are clipped to this many standard deviations of the tensor; 0: no clipping.
     dorefa.bits
-        Width of a sent value in bits: 1 to 12.
+        Bits per sent value: 1 to 12.
     group
-        Elements that share two means: those of the "tensor" or of a "column".
+        Elements that share the two means: those of a "tensor" or of a "column".
     """
     recipe = get_recipe(name)
     check_names(name, options, recipe.options)
@@ -452,10 +479,10 @@ def get_scheme(name: str, **options: object) -> Scheme:
 
 
 def get_codec(name: str, **options: object) -> AnyCodec:
-    """Return the codec of a recipe whose payloads are gathered.
+    """Return the codec of a recipe that exchanges payloads by allgather.
 
-    Raises ValueError for a recipe that sums values by allreduce and so has no payload, and as
-    ``get_scheme`` does.
+    Raises ValueError for a recipe that sums values by allreduce and so has no payload, and the
+    errors of ``get_scheme``.
     """
     scheme = get_scheme(name, **options)
     if isinstance(scheme, BucketScope):

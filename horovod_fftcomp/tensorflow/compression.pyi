@@ -148,7 +148,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: the largest bins of a block FFT, as range floats."""
+        """Return a compressor: the largest coefficients of a block FFT, as range floats."""
 
     @staticmethod
     def dct(
@@ -206,7 +206,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: the best of domains and bits for each tensor, tried now and then."""
+        """Return a compressor: largest coefficients; transform and bits by trial, per tensor."""
 
     @staticmethod
     def demo(
@@ -236,7 +236,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: the largest DCT coefficients of a momentum, which they leave."""
+        """Return a compressor: DeMo: top DCT coefficients of the momentum, subtracted once sent."""
 
     @staticmethod
     def hard_threshold(
@@ -266,7 +266,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: values above a threshold that stays."""
+        """Return a compressor: all values above a fixed threshold."""
 
     @staticmethod
     def random_block(
@@ -297,7 +297,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: consecutive values from a random place on, float32."""
+        """Return a compressor: one block of consecutive values at a random offset, float32."""
 
     @staticmethod
     def scalecom(
@@ -328,7 +328,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: what one rank chooses for all, in turns."""
+        """Return a compressor: CLT-k: values at common positions, selected by ranks in rotation."""
 
     @staticmethod
     def random_k(
@@ -359,7 +359,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: random values, float32."""
+        """Return a compressor: values at random positions, float32."""
 
     @staticmethod
     def dgc(
@@ -390,7 +390,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: the largest of accumulated velocities; no other momentum."""
+        """Return a compressor: the largest accumulated velocities; optimizer without momentum."""
 
     @staticmethod
     def powersgd(
@@ -418,7 +418,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: two factors of a low rank, float32."""
+        """Return a compressor: the two factors of a low-rank approximation, float32."""
 
     @staticmethod
     def gtopk(
@@ -445,7 +445,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: the largest of all ranks' largest, float32."""
+        """Return a compressor: global top-k, by merging all ranks' top-k lists, float32."""
 
     @staticmethod
     def sparcml(
@@ -472,7 +472,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: the largest values, float32, summed in pairs."""
+        """Return a compressor: the largest values, float32, as sparse sums merged pairwise."""
 
     @staticmethod
     def sketchsgd(
@@ -505,7 +505,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: values at the heavy hitters of a count sketch; no other momentum."""
+        """Return a compressor: values of count-sketch heavy hitters; optimizer without momentum."""
 
     @staticmethod
     def strom(
@@ -532,7 +532,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: one threshold or its negative, where values reach it."""
+        """Return a compressor: plus or minus the threshold, for each value that reaches it."""
 
     @staticmethod
     def adacomp(
@@ -558,7 +558,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: one magnitude and signs, where bins have their largest."""
+        """Return a compressor: AdaComp: signs of each bin's near-maxima, one scale."""
 
     @staticmethod
     def wangni(
@@ -585,7 +585,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: values drawn by their magnitudes, float32."""
+        """Return a compressor: values sampled in proportion to magnitude, unbiased, float32."""
 
     @staticmethod
     def qsgd(
@@ -616,7 +616,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: all values, rounded at random to a few levels."""
+        """Return a compressor: all values, stochastically rounded to a few levels."""
 
     @staticmethod
     def terngrad(
@@ -644,7 +644,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: all values, as one magnitude or none, at random."""
+        """Return a compressor: all values, stochastically rounded to -1, 0, 1 times a scale."""
 
     @staticmethod
     def onebit(
@@ -671,7 +671,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: all signs, and the mean of either side."""
+        """Return a compressor: 1-bit SGD: all signs, one mean for each sign."""
 
     @staticmethod
     def efsignsgd(
@@ -697,7 +697,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: all signs, and the mean magnitude."""
+        """Return a compressor: all signs, scaled by the mean magnitude."""
 
     @staticmethod
     def signsgd(
@@ -722,7 +722,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: all signs; the majority decides."""
+        """Return a compressor: all signs; majority vote over the ranks."""
 
     @staticmethod
     def signum(
@@ -748,7 +748,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: all signs of a momentum; the majority decides."""
+        """Return a compressor: all signs of the momentum; majority vote over the ranks."""
 
     @staticmethod
     def natural(
@@ -775,7 +775,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: all values, as powers of two at random."""
+        """Return a compressor: all values, stochastically rounded to powers of two."""
 
     @staticmethod
     def dorefa(
@@ -803,4 +803,4 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: all values, rounded at random to an even grid."""
+        """Return a compressor: all values, stochastically rounded to a uniform grid."""
