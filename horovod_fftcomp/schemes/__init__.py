@@ -1,7 +1,8 @@
-"""A scheme: per-bucket state and a fixed list of collectives. No scheme calls a network.
+"""Scheme base class: a method as a fixed list of collectives with per-bucket state.
 
-``exchange`` is a generator: it yields the input of each collective and is sent its output, so a
-scheme reads in the order in which it happens and anybody who owns a network can drive it.
+``Scheme.exchange`` is a generator and calls no network: it yields the input of each collective and
+receives its output by ``send``. So its code reads in the order in which things happen, and any
+caller that has a network (Horovod, MPI, a simulation) can run it.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.spec import spec_of
 
-# Measurements take a pass or more; so seldom they cost nothing. A prime, so that of ranks that
-# take turns in something each is measured in every role.
+# A measurement takes an extra pass or more over the data, which is negligible at this interval. A
+# prime, so that where ranks rotate in a role each rank is measured in every role.
 MEASURE_EVERY = 53
 
-# The kinds of state that are in the units of a gradient, so that a loss scale multiplies them.
+# The kinds of state in the units of a gradient, which change with the loss scale.
 GRADIENT_UNITS = ("residual", "levels", "velocity")
 
-Grads = Sequence[Array | None]  # one for each tensor; None of a frozen one
+Grads = Sequence[Array | None]  # one for each tensor; None for a frozen one
 
 # kind of state ("residual") -> tensor name -> array
 State = dict[str, dict[str, Array]]
-OldState = Mapping[str, Mapping[str, Array]]  # that of the step before, which nobody changes
+OldState = Mapping[str, Mapping[str, Array]]  # the previous step's state, read-only
 
 
 def energy_of(values: Array | None) -> float:
-    """Return the sum of squares, Inf where it overflows; of None 0."""
+    """Return the sum of squares of ``values``: Inf if it overflows, 0 for None."""
     if values is None:
         return 0.0
     flat = values.reshape(-1)
@@ -42,23 +43,24 @@ def energy_of(values: Array | None) -> float:
 
 
 class Tensor(NamedTuple):
-    """What all ranks know of a tensor before the data."""
+    """Name and shape of a tensor, the same on all ranks."""
 
     name: str
     shape: tuple[int, ...]
 
 
 class Round(NamedTuple):
-    """One collective: ``allreduce`` sums, ``allgather`` joins along axis 0 in rank order.
+    """One collective: allreduce (sum), allgather (concatenation in rank order) or broadcast.
 
-    ``broadcast`` gives everybody the data of rank ``root``; all hand in as much. Instead of all
-    that an allgather joins, a network may bring what ``merge``, if there is one, makes of it: of
-    two ranks' data, then of two results, and so on, in the tree of ``sparcml.merge_all``.
+    ``data``: this rank's input. ``root``: the rank whose data a ``broadcast`` sends; the data of
+    all ranks have the same size. ``merge``: for an allgather, a function of two ranks' data; a
+    network may return the data of all ranks merged pairwise, in the tree of ``sparcml.merge_all``,
+    instead of their concatenation.
 
-    ``among``: the ranks that take part, this one being one of them, if not all do; ``root`` counts
-    among these. Where it is empty this rank has no part in the round, and gets no data. ``inside``:
-    all of it stays within a node. ``divided``: of an allgather, that the more ranks there are the
-    less each hands in, so that what arrives hardly grows.
+    ``among``: the participating ranks, this one included, in whose numbering ``root`` is given;
+    None if all take part, empty if this rank does not take part and receives nothing. ``inside``:
+    whether all participants are within one node. ``divided``: for an allgather, whether each rank's
+    data shrink with the number of ranks, so that the received size hardly grows.
     """
 
     collective: str
@@ -71,7 +73,7 @@ class Round(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Where in the job an exchange takes place; ``device``: the GPU that computes it, if any."""
+    """Step, rank, world size and loss scale of an exchange; ``device``: the GPU for it, if any."""
 
     step: int
     rank: int
@@ -81,7 +83,7 @@ class Context(NamedTuple):
 
 
 class Energy(NamedTuple):
-    """Sums of squares of a tensor's gradient, of gradient plus residual, and of what is left."""
+    """Sums of squares of a tensor: gradient, ``wanted`` (plus old residual), ``left`` (unsent)."""
 
     gradient: float
     wanted: float
@@ -89,19 +91,19 @@ class Energy(NamedTuple):
 
 
 class Similarity(NamedTuple):
-    """Of how many ``chosen`` positions ``common`` ones are those that this rank prefers as well."""
+    """How many of the ``chosen`` positions this rank's own selection has in ``common``."""
 
     common: int
     chosen: int
 
 
 class OnDevice(NamedTuple):
-    """What only a GPU knows of an exchange so far; nothing of it waits unless it is called.
+    """Results of an exchange that are still on the device; only ``measured`` waits for them.
 
-    ``not_finite``: words, one of them not 0 if a sum is not finite. ``arrived``: what was found of
-    the payloads, see ``Decoder.decode``. ``restore`` takes the verdict on the step and brings the
-    new state back to the old one where it is not 0. ``measured``: if anything was, what returns
-    the fields of ``Outcome`` that follow.
+    ``not_finite``: uint32 words, any of them nonzero if a sum is not finite. ``arrived``: status of
+    the payloads, see ``Decoder.decode``. ``restore``: function of a device word; launches a kernel
+    that replaces the new state by the old one if the word is nonzero. ``measured``: None, or a
+    function that waits for the measurements and returns them as fields of ``Outcome``.
     """
 
     not_finite: Any
@@ -111,12 +113,13 @@ class OnDevice(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What an exchange ends in: sums over ranks, flat float32, in the order of the tensors.
+    """Result of an exchange: sums over ranks, flat float32, in the order of the tensors.
 
-    ``state`` replaces the old one if the whole step was finite, on every rank. ``energies`` are
-    those of the tensors that this exchange measured, by name. ``missed``: sum of squares of what
-    this rank leaves unsent, of a scheme that measures it in every step. ``on_device``: if a GPU
-    computes the exchange; ``finite`` is then what the host knows.
+    ``state``: the new state, which replaces the old one if the whole step was finite on every rank.
+    ``finite``: whether this exchange was. ``energies``: by name, for the tensors that were
+    measured. ``missed``: sum of squares of the unsent values of this rank, where a scheme measures
+    it in every step. ``on_device``: results still on the GPU, if one computes the exchange;
+    ``finite`` is then only what the host knows.
     """
 
     sums: list[Array]
@@ -128,7 +131,7 @@ class Outcome(NamedTuple):
     on_device: OnDevice | None = None
 
     def measured_alone(self) -> Outcome:
-        """Return nothing but what was measured, so that no array is kept for it."""
+        """Return the measurements alone, so that sums and state can be freed."""
         later = self.on_device
         if later is not None:
             later = OnDevice(None, None, lambda verdict: None, later.measured)
@@ -139,9 +142,10 @@ Exchange = Generator[Round, Array, Outcome]
 
 
 class Scheme(Protocol):
-    """A frozen dataclass of options with a list of rounds that no value can change.
+    """Compression method: a frozen dataclass of options and a list of rounds.
 
-    Schemes inherit from it what most of them have in common.
+    The list of rounds never depends on the values of gradients. The methods here are defaults that
+    subclasses inherit.
     """
 
     @property
@@ -166,26 +170,30 @@ class Scheme(Protocol):
         ...
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether ``exchange`` takes a GPU's arrays, and ``context.device``, in this step.
+        """Return whether ``exchange`` accepts device arrays and ``context.device`` in this step.
 
-        By what all ranks know alike: the host's sums may differ from a GPU's in the last bits.
+        The answer is the same on all ranks, since sums of the host and of a GPU may differ in the
+        last bits.
         """
         del tensors
         return False
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes of ``tensor`` that a rank hands to collectives in each step.
+        """Return the bytes of ``tensor`` that a rank sends to collectives in each step.
 
-        Those to expect, where the values decide.
+        An estimate where the size depends on the values.
         """
         ...
 
     def spec(self) -> str:
-        """Return the scheme and its options in words; see ``spec_of``."""
+        """Return the scheme and its options as a string; see ``spec_of``."""
         return spec_of(self)
 
     def state_format(self, tensor: Tensor) -> str:
-        """Return shape and domain of the state of ``tensor`` in words; equal if states fit."""
+        """Return shape and domain of the state of ``tensor`` in words.
+
+        A saved state can be loaded if its string is equal.
+        """
         return f"residual of {list(tensor.shape)} by element"
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
@@ -196,47 +204,48 @@ class Scheme(Protocol):
         return {"residual": (np.dtype(np.float32), math.prod(tensor.shape))}
 
     def at(self, step: int) -> Scheme:
-        """Return what runs at a step, counted from the first compressed one."""
+        """Return the scheme to run at a step, counted from the first compressed one."""
         del step
         return self
 
     def in_warmup(self) -> Scheme | None:
-        """Return what runs in dense steps before compression begins; None: a plain sum."""
+        """Return the scheme of dense warm-up steps; None: a plain sum."""
         return None
 
     def accumulation(self) -> float:
-        """Return by how much what is to be sent outgrows steady gradients before any selection."""
+        """Return the factor by which steady gradients grow before selection; 1 without momentum."""
         return 1.0
 
     def own_momentum(self) -> float:
-        """Return the decay of the momentum that the scheme keeps itself; 0 if it keeps none."""
+        """Return the decay of the scheme's own momentum; 0 if it has none."""
         return 0.0
 
     def fits_differences(self) -> bool:
-        """Tell whether differences of weights may be sent: no momentum of its own, no signs."""
+        """Return whether differences of weights may be sent: no momentum of its own, no signs."""
         return True
 
     def check_differences(self, who: str) -> None:
         """Raise UnsupportedError, about ``who``, unless differences of weights may be sent."""
         if not self.fits_differences():
             raise UnsupportedError(
-                f"{who} holds for gradients alone: it has a momentum of its own or sends signs. "
-                "Take another recipe, or sketchsgd or dgc with momentum=0.0"
+                f"{who} cannot send differences of weights: it has a momentum of its own or sends "
+                "signs, so it works for gradients only. Use another recipe, or sketchsgd or dgc "
+                "with momentum=0.0"
             )
 
     def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
-        """Return in words what is chosen for a tensor; None of a scheme that does not choose."""
+        """Return in words what is chosen for a tensor; None if the scheme does not choose."""
         del state, tensor
         return None
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:
-        """Return what is not sent yet of ``tensor``, float32 in its shape, in a new array."""
+        """Return the residual of ``tensor``, float32 in its shape, in a new array."""
         carried = state.get("residual", {}).get(tensor.name)
         if carried is None:
             return np.zeros(tensor.shape, np.float32)
         return self.elements(carried, state, tensor).reshape(tensor.shape).copy()
 
     def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
-        """Return the elements of a tensor's residual, which may lie in another domain."""
+        """Return a tensor's residual by element, transformed back if it is kept as coefficients."""
         del state, tensor
         return residual

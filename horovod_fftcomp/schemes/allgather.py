@@ -1,4 +1,4 @@
-"""One allgather of payloads, decoded and summed on every rank: the scheme of most recipes."""
+"""Allgather of payloads, decoded and summed on every rank: the scheme of most recipes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AnyCodec = Codec | DenseCodec | AdaptiveCodec
 
 
 class Gathered(NamedTuple):
-    """What a gather ends in, and the payloads: rank 0's, one for each tensor, then rank 1's, ..."""
+    """Outcome of a gather and the payloads: one for each tensor of rank 0, then of rank 1, ..."""
 
     outcome: Outcome
     payloads: list[Payload]
@@ -54,22 +54,23 @@ def gather(
     error_feedback: bool,
     momentum: bool = False,
 ) -> Generator[Round, Array, Gathered]:
-    """Exchange payloads, those of each tensor by a codec of its own, the same on all ranks.
+    """Allgather the payloads of a bucket's tensors and sum them; one codec for each tensor.
 
-    ``carried``: the residuals; with ``error_feedback`` the outcome's state has the new ones. With
-    ``momentum`` as well these are what the payloads were made of, and nothing is measured.
+    ``codecs``: the same on all ranks. ``carried``: the residuals by name. With ``error_feedback``
+    the outcome's state has the new residuals; with ``momentum`` as well they are gradient plus
+    ``carried``, sent values included, and nothing is measured.
     """
-    own = encode(codecs, tensors, grads, carried, context, error_feedback, momentum)
-    gathered = yield Round("allgather", own.message)
+    encoded = encode(codecs, tensors, grads, carried, context, error_feedback, momentum)
+    gathered = yield Round("allgather", encoded.message)
     sums, finite, payloads = summed(codecs, tensors, gathered, context.world_size)
-    state = {"residual": own.residuals} if error_feedback else {}
-    return Gathered(Outcome(sums, state, finite, own.energies), payloads)
+    state = {"residual": encoded.residuals} if error_feedback else {}
+    return Gathered(Outcome(sums, state, finite, encoded.energies), payloads)
 
 
 def summed(
     codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], gathered: Array, world_size: int
 ) -> tuple[list[Array], bool, list[Payload]]:
-    """Return (the sums over ranks; whether all is finite; the payloads) of all ranks' messages."""
+    """Decode all ranks' messages; return (sums over ranks, whether all is finite, payloads)."""
     payloads = list(wire.split_payloads(gathered))
     expected = world_size * len(tensors)
     if len(payloads) != expected:
@@ -84,8 +85,8 @@ def summed(
     return sums, finite, payloads
 
 
-class Own(NamedTuple):
-    """What a rank contributes, and what that leaves."""
+class Encoded(NamedTuple):
+    """One rank's message, its new residuals and the energies that were measured."""
 
     message: Array
     residuals: dict[str, Array]
@@ -100,39 +101,39 @@ def encode(
     context: Context,
     error_feedback: bool,
     momentum: bool,
-) -> Own:
-    """Return the bucket's message, the new residuals, and the energies if they are measured."""
+) -> Encoded:
+    """Return the bucket's message, the new residuals, and the energies in steps that measure."""
     measure = context.step % MEASURE_EVERY == 0
     residuals: dict[str, Array] = {}
     energies: dict[str, Energy] = {}
-    message, rooms = rooms_for(codecs, tensors)
+    message, outs = outputs_for(codecs, tensors)
     payloads = []
-    for codec, tensor, grad, room in zip(codecs, tensors, grads, rooms, strict=True):
+    for codec, tensor, grad, out in zip(codecs, tensors, grads, outs, strict=True):
         residual = carried.get(tensor.name)
         rng_key = RngKey(context.step, tensor.name, context.rank)
         energy: Energy | None = None
         if grad is None:
             zeros = np.zeros(math.prod(tensor.shape), np.float32)
-            payload, _, _ = _encode_one(codec, tensor, zeros, None, room, rng_key, False, False)
-            left = residual
+            payload, _, _ = _encode_one(codec, tensor, zeros, None, out, rng_key, False, False)
+            new = residual
         elif momentum:
-            payload, left = _encode_momentum(codec, tensor, grad, residual, room, rng_key)
+            payload, new = _encode_momentum(codec, tensor, grad, residual, out, rng_key)
         else:
-            payload, left, energy = _encode_one(
-                codec, tensor, grad, residual, room, rng_key, error_feedback, measure
+            payload, new, energy = _encode_one(
+                codec, tensor, grad, residual, out, rng_key, error_feedback, measure
             )
         payloads.append(payload)
-        if left is not None:
-            residuals[tensor.name] = left
+        if new is not None:
+            residuals[tensor.name] = new
         if energy is not None:
             energies[tensor.name] = energy
-    return Own(joined(payloads) if message is None else message, residuals, energies)
+    return Encoded(joined(payloads) if message is None else message, residuals, energies)
 
 
 def part_of(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Body | None:
-    """Return a payload's values, float32, and their places; None if it is not finite.
+    """Return a payload's values, float32, and their positions; None if it is not finite.
 
-    ``codec``: sends values in float32. PayloadError for what it has not written.
+    ``codec``: one that sends values in float32. PayloadError for a payload that it did not write.
     """
     kernels = load_backend("cpu")
     try:
@@ -143,16 +144,16 @@ def part_of(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Bod
             return None
         part = codec.part(aligned(payload), plan, header, kernels)
         if kernels.max_abs_bits(part.packed.view(np.float32)) > part.coding.largest:
-            raise PayloadError("body: a value lies beyond the scale")
+            raise PayloadError("body: a value is larger than the scale in the header")
     except (PayloadError, ValueError) as error:
         raise PayloadError(f"tensor {tensor.name!r}: {error}") from error
     return part
 
 
-def rooms_for(
+def outputs_for(
     codecs: Sequence[AnyCodec], tensors: Sequence[Tensor]
 ) -> tuple[Array | None, Sequence[Array | None]]:
-    """Return (a message of zeros, each payload's room in it); None where values decide sizes."""
+    """Return (a message of zeros, a view of it for each payload); None where sizes vary."""
     if not all(codec.has_fixed_size for codec in codecs):
         return None, [None] * len(codecs)
     sizes = [
@@ -165,7 +166,7 @@ def rooms_for(
 
 
 def joined(payloads: Sequence[Array]) -> Array:
-    """Return one payload after the other, each from an aligned place on."""
+    """Return the payloads in one message, each at an aligned offset."""
     ends = np.cumsum([wire.align(payload.size) for payload in payloads])
     message = load_backend("cpu").empty(int(ends[-1]), np.uint8)
     for payload, end in zip(payloads, ends, strict=True):
@@ -202,7 +203,7 @@ def _encode_one(
     error_feedback: bool,
     measure: bool,
 ) -> tuple[Array, Array | None, Energy | None]:
-    """Return (a tensor's payload, in ``out`` if given; what it leaves; the energies)."""
+    """Return (a tensor's payload, in ``out`` if given; the new residual; the energies)."""
     kernels = backend_for(grad)
     keep = error_feedback or measure
     coeffs = codec.coeffs_of(grad, tensor.shape, kernels, residual, own=keep)
@@ -236,18 +237,18 @@ def _scaled(array: Array, factor: float) -> Array:
 
 @dataclass(frozen=True)
 class Allgather(Scheme):
-    """Send each tensor's payload to all ranks; with ``error_feedback`` carry on what it leaves.
+    """Allgather of one payload per tensor, summed on every rank, with optional error feedback.
 
-    For every tensor: sent + residual == gradient + previous residual, to one float32 rounding.
-    The residual of a transform stays in the spectrum, where it is exact without an inverse.
-    Source: Seide et al. 2014; Karimireddy et al. 2019.
+    With ``error_feedback``, for every tensor: sent + residual == gradient + previous residual, to
+    one float32 rounding. A codec with a transform keeps its residual as coefficients, which is
+    exact and needs no inverse transform. Source: Seide et al. 2014; Karimireddy et al. 2019.
 
-    ``decay`` below 1 makes a momentum of the residual: sent + residual == gradient + decay *
-    previous residual. With ``sign`` all that arrives is the sign of each sum, times the number of
-    ranks, so that the mean is the sign. Source: Peng et al. 2024 (DeMo). "vote" makes the sign of a
-    sum of 0 a 1 (Bernstein et al. 2019) unless all ranks sent zeros alone.
+    ``decay`` below 1 turns the residual into a momentum: sent + residual == gradient + decay *
+    previous residual. ``sign`` replaces each sum by its sign times the number of ranks, so that the
+    mean is the sign. Source: Peng et al. 2024 (DeMo). With ``sign="vote"`` the sign of 0 is 1
+    (Bernstein et al. 2019), unless all ranks sent only zeros.
 
-    With ``momentum`` what is sent stays in the residual: residual == gradient + decay * previous
+    With ``momentum`` sent values stay in the residual: residual == gradient + decay * previous
     residual (Signum).
     """
 
@@ -261,11 +262,11 @@ class Allgather(Scheme):
 
     def __post_init__(self) -> None:
         if not 0.0 < self.decay <= 1.0:
-            raise ValueError(f"decay must lie in (0, 1], got {self.decay!r}; 1 forgets nothing")
+            raise ValueError(f"decay must lie in (0, 1], got {self.decay!r}; 1 means no decay")
         object.__setattr__(self, "decay", float(self.decay))
 
     def own_momentum(self) -> float:
-        """Return the decay of the momentum that the scheme keeps itself; see ``Scheme``."""
+        """Return the decay of the scheme's own momentum; see ``Scheme``."""
         return self.decay if self.decay < 1 or self.momentum else 0.0
 
     def exchange(
@@ -305,11 +306,11 @@ class Allgather(Scheme):
         if not self.sign:
             return gathered.outcome
         self._keep_signs(gathered, context.world_size)
-        # Nothing is owed of what votes do not tell.
+        # Votes have no relative error, so their energies are dropped.
         return gathered.outcome if self.sign is True else gathered.outcome._replace(energies={})
 
     def _keep_signs(self, gathered: Gathered, world_size: int) -> None:
-        """Leave of each sum its sign, times the number of ranks."""
+        """Replace each sum by its sign times the number of ranks, in place."""
         sums = gathered.outcome.sums
         for number, total in enumerate(sums):
             votes = gathered.payloads[number :: len(sums)]
@@ -317,19 +318,19 @@ class Allgather(Scheme):
             load_backend("cpu").majority_sign(total, world_size, world_size if voted else 0)
 
     def fits_differences(self) -> bool:
-        """Tell whether differences of weights may be sent; see ``Scheme``."""
+        """Return whether differences of weights may be sent; see ``Scheme``."""
         return not self.sign and self.decay == 1.0
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return serves(self.codec, tensors, of_signs=self.momentum)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes of ``tensor`` in each step, or to expect where values decide."""
+        """Return the bytes of ``tensor`` in each step; an estimate where sizes depend on values."""
         return wire.align(self.codec.expected_nbytes(tensor.shape))
 
     def state_format(self, tensor: Tensor) -> str:
-        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return f"residual of {list(tensor.shape)} by {spec_of(self.codec.transform)}"
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
@@ -340,7 +341,7 @@ class Allgather(Scheme):
         return {"residual": self.codec.coeffs_format(tensor.shape)}
 
     def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
-        """Return the elements of a tensor's residual; see ``Scheme``."""
+        """Return a tensor's residual by element; see ``Scheme``."""
         del state
         numel = math.prod(tensor.shape)
         return self.codec.transform.inverse(residual, numel, backend_for(residual))

@@ -1,6 +1,6 @@
-"""A gather whose payloads are made and summed by a GPU.
+"""Allgather of payloads that a GPU encodes and sums, without host synchronisation.
 
-Nothing waits for it, unless sizes are left to the values.
+The host waits only where payload sizes depend on the values.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ _OF_SIGNS = (dense_methods.OneBit, dense_methods.ScaledSign, dense_methods.Sign)
 
 
 def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = False) -> bool:
-    """Tell whether a GPU can make and sum these tensors' payloads; the same on all ranks.
+    """Return whether a GPU can encode and sum these tensors' payloads; the same on all ranks.
 
-    It takes tensors of fewer than 2^32 coefficients; with ``of_signs`` only signs. A tensor that
-    travels as it is may have a residual of another density's times, which travels along: that is
-    left to the host.
+    Tensors must have fewer than 2^32 coefficients; with ``of_signs`` only sign methods are
+    accepted. A tensor whose payload is its raw values may have a residual from an earlier density,
+    which is sent with it: the host does that.
     """
-    known = _OF_SIGNS if of_signs else (*_DRAWN, *_CHOOSERS, *_OF_SIGNS)  # none derived from these
+    known = (
+        _OF_SIGNS if of_signs else (*_DRAWN, *_CHOOSERS, *_OF_SIGNS)
+    )  # exact types, no subclasses
     is_known = isinstance(codec, (DenseCodec, AdaptiveCodec)) and type(codec.method) in known
     if not is_known and (of_signs or not isinstance(codec, Codec)):
         return False
@@ -59,8 +61,8 @@ def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = Fals
 def _coders(
     device: Device, codecs: Sequence[DeviceCodec], tensors: Sequence[Tensor], n_ranks: int
 ) -> tuple[Encoder, Decoder | ThresholdDecoder]:
-    """Return a bucket's coders; those of other codecs or another number of ranks are dropped."""
-    # Not for whoever has no GPU.
+    """Return a bucket's encoder and decoder; one bucket's are cached for its last codecs only."""
+    # Imported only where there is a GPU.
     from horovod_fftcomp.kernels.cuda.decoder import Decoder, ThresholdDecoder
     from horovod_fftcomp.kernels.cuda.encoder import Encoder
 
@@ -80,8 +82,8 @@ def _coders(
 
 
 class _Residuals(NamedTuple):
-    old: list[Any]  # those to add; None of a tensor that has none, or is frozen
-    new: list[Any]  # what is left, once the encoder has run; None where nothing is kept
+    old: list[Any]  # residuals to add; None if the tensor has none or is frozen
+    new: list[Any]  # output of the encoder; None where no residual is kept
 
 
 def gather_on_device(
@@ -97,11 +99,11 @@ def gather_on_device(
     keeps_sent: bool = False,
     sign: bool | str = False,
 ) -> Generator[Round, Any, Outcome]:
-    """Exchange payloads; see ``gather``. Arrays are the device's, or NumPy's and brought there.
+    """Exchange payloads; see ``gather``. NumPy arrays are copied to the device.
 
-    ``carried``: the state. Either all sizes are known before the values or none. ``correction``:
-    the momentum that gradients pass first, of a Top-k. The last three: see ``Allgather``, whose
-    ``momentum`` is ``keeps_sent``.
+    ``carried``: the state. ``codecs``: all of fixed payload size, or none. ``correction``: the
+    momentum correction before a top-k. ``decay``, ``sign``: see ``Allgather``; ``keeps_sent`` is
+    its ``momentum``.
     """
     device = context.device
     assert device is not None
@@ -134,7 +136,7 @@ def gather_on_device(
 def _keys(
     codecs: Sequence[DeviceCodec], tensors: Sequence[Tensor], context: Context
 ) -> list[int] | None:
-    """Return what each tensor's draws follow from; None where nothing is drawn."""
+    """Return the random key of each tensor; None if no method here draws random numbers."""
     keys = [
         codec.key_at(RngKey(context.step, tensor.name, context.rank))
         for codec, tensor in zip(codecs, tensors, strict=True)
@@ -171,7 +173,10 @@ def _measured(
     kept: Mapping[str, Any],
     device: Device,
 ) -> dict[str, Any]:
-    """Wait for what was measured; return it as fields of ``Outcome``. ``kept``: of the frozen."""
+    """Wait for the measurements; return fields of ``Outcome``.
+
+    ``kept``: residuals of frozen tensors.
+    """
     by_number = {} if squares is None else squares()
     fields: dict[str, Any] = {
         "energies": {tensors[number].name: Energy(*sums) for number, sums in by_number.items()}

@@ -1,4 +1,4 @@
-"""For each tensor the domain and bits that lose least at the bytes allowed, tried now and then."""
+"""Auto: per tensor, the transform and bit width of least error at a given compression ratio."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ TRANSFORMS: tuple[Transform, ...] = (
     Identity(), BlockFFT(64), BlockFFT(256), BlockDCT(64), BlockDCT(256),
 )  # fmt: skip
 BITS = (3, 4, 5, 6, 8)
-# A choice is a number: DENSE, or 1 + place in this list. 2 is Identity with 4 bits.
+# A choice is a number: DENSE, or 1 + index in this list. 2 is Identity with 4 bits.
 CANDIDATES = tuple((transform, bits) for transform in TRANSFORMS for bits in BITS)
 DENSE, FIRST_CHOICE = 0, 2
 _SAMPLE = 1 << 16  # elements of a tensor that candidates are tried on
 _PIECE = 1 << 12  # consecutive ones of them, so that blocks stay blocks
 _WORTH_CHANGING = 0.99  # of the present choice's error
-# What one gradient chooses may be a quarter worse for the next ones than the best domain alone, so
-# all ranks' gradients of so many steps are counted: benchmarks/auto_choice.py.
+# The best candidate of a single gradient may have a quarter more error on later gradients, so the
+# errors of this many steps are summed over all ranks: benchmarks/auto_choice.py.
 TRIAL_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Auto(Scheme):
-    """Send each tensor in a ``ratio``-th of its bytes, by the candidate that leaves the least.
+    """Send each tensor in 1 / ``ratio`` of its bytes by the candidate with the least error.
 
-    In ``TRIAL_STEPS`` steps of every ``every`` all ranks try all candidates on their gradients, on
-    a part of each tensor, and add up the shares that are lost; the least sum is the choice of all,
-    and residuals follow into the new domain. With ``gbit_per_s``, the speed of a rank's network
-    link, a bucket is also sent dense where that takes less time than encoding, sending and
-    decoding, by the trials' own clock.
+    A candidate is a transform and a bit width. In the first ``TRIAL_STEPS`` of every ``every``
+    steps all ranks try all candidates on a sample of each gradient and allreduce the relative
+    errors; the candidate of the least sum is used until the next trial, and residuals are
+    transformed to its domain. With ``gbit_per_s``, the speed of a rank's network link, a bucket is
+    sent dense if that takes less time than encoding, sending and decoding, as timed in the trials.
     """
 
     spec_name = "Auto"
@@ -78,7 +78,7 @@ class Auto(Scheme):
 
     @property
     def rounds(self) -> tuple[str, ...]:
-        """The collectives of an exchange; a bucket that travels dense has another last one."""
+        """The collectives of an exchange; a bucket that is sent dense ends with an allreduce."""
         return ("allreduce", "allgather") if self.tries else ("allgather",)
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
@@ -90,7 +90,7 @@ class Auto(Scheme):
         return frozenset((*trial, last) for trial in trials for last in ("allgather", "allreduce"))
 
     def at(self, step: int) -> Auto:
-        """Return what runs at a step, counted from the first compressed one."""
+        """Return the scheme to run at a step, counted from the first compressed one."""
         place = step % self.every
         return replace(self, tries=place < TRIAL_STEPS, begins=place == 0)
 
@@ -133,19 +133,19 @@ class Auto(Scheme):
         return outcome._replace(state={**outcome.state, "choice": choices, "trials": trials})
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange, whatever is chosen; see ``Scheme``.
+        """Return whether a GPU can compute the exchange for every choice; see ``Scheme``.
 
-        In trials it is this scheme that takes arrays to the host, by whose clock a bucket may
-        travel dense.
+        In trials this scheme itself copies arrays to the host. With ``gbit_per_s`` the host
+        computes everything, since its clock decides about dense buckets.
         """
         return self.gbit_per_s is None and all(_are_served(t.shape, self.ratio) for t in tensors)
 
     def samples(self, shape: tuple[int, ...]) -> list[Codec]:
-        """Return codecs of a few candidates, which have all transforms and all bits among them."""
+        """Return codecs of a few candidates that cover all transforms and all bit widths."""
         return [self.codec(shape, c) for c in range(1, len(CANDIDATES) + 1, len(BITS) + 1)]
 
     def codec(self, shape: tuple[int, ...], choice: int) -> Codec:
-        """Return the codec of a choice for tensors of ``shape``: as much as the bytes allow."""
+        """Return the codec of a choice for tensors of ``shape``, at the largest density."""
         transform, bits = CANDIDATES[(choice or FIRST_CHOICE) - 1]
         return _codec(transform, bits, shape, self.ratio)
 
@@ -160,25 +160,25 @@ class Auto(Scheme):
         carried: Mapping[str, Array],
         context: Context,
     ) -> Generator[Round, Array, Outcome]:
-        """Send everything, and what is left from steps that did not."""
+        """Send gradients and residuals dense; residuals are then empty."""
         whole: list[Array | None] = []
         kept: dict[str, Array] = {}
         for tensor, grad in zip(tensors, grads, strict=True):
             residual = carried.get(tensor.name)
             if residual is not None and grad is not None:
-                left = self.codec(tensor.shape, DENSE).transform.inverse(
+                unsent = self.codec(tensor.shape, DENSE).transform.inverse(
                     residual, grad.size, load_backend("cpu")
                 )
-                grad = load_backend("cpu").add_residual(grad, left, 0).array
+                grad = load_backend("cpu").add_residual(grad, unsent, 0).array
             elif residual is not None:
                 kept[tensor.name] = residual
             whole.append(grad)
-        # By the host, which alone can take back what it drops here.
+        # On the host: only there a dropped step restores the residuals that are cleared here.
         outcome = yield from Dense().exchange(tensors, whole, {}, context._replace(device=None))
         return outcome._replace(state={"residual": kept} if self.error_feedback else {})
 
     def _moved(self, residual: Array, tensor: Tensor, old: int, new: int) -> Array:
-        """Return a residual in the domain of another choice."""
+        """Return a residual transformed to the domain of another choice."""
         before, after = (self.codec(tensor.shape, choice).transform for choice in (old, new))
         if before == after:
             return residual
@@ -187,20 +187,21 @@ class Auto(Scheme):
         return after.forward(elements, None, 0, kernels).array
 
     def _tried(self, tensor: Tensor, grad: Array | None) -> Array:
-        """Return the share of the gradient that each candidate loses, the seconds of each, and 1.
+        """Return each candidate's relative squared error, each one's encoding seconds, and a 1.
 
-        Float32; zeros for a frozen tensor, whose choice then stays.
+        Float32, ``[2 * len(CANDIDATES) + 1]``; the 1 counts trials in the sum over ranks. The
+        errors of a frozen tensor are zeros, so its choice stays.
         """
         lost, seconds = np.zeros((2, len(CANDIDATES)), np.float32)
         if grad is not None and grad.size:
-            part = _part_of(grad)
+            part = _sample_of(grad)
             energy = float(np.square(part, dtype=np.float64).sum()) or 1.0
             for number in range(len(CANDIDATES)):
                 codec = self.codec(tensor.shape, number + 1)
                 begin = time.perf_counter()
                 coeffs = codec.coeffs_of(part, part.shape, load_backend("cpu"))
                 encoded = codec.encode_coeffs(coeffs, part.shape, kernels=load_backend("cpu"))
-                if self.gbit_per_s is not None:  # no clock in the state of those who do not ask
+                if self.gbit_per_s is not None:  # otherwise the state must not depend on the clock
                     seconds[number] = (time.perf_counter() - begin) * grad.size / part.size
                 if coeffs.peak > LARGEST_FINITE_BITS:
                     lost[number] = np.nan
@@ -215,13 +216,13 @@ class Auto(Scheme):
         trials: Mapping[str, Array],
         world_size: int,
     ) -> list[int]:
-        """Return the choices that follow from all trials; the same on all ranks."""
+        """Return the best choice of each tensor from all trials; the same on all ranks."""
         decided, encode_s = [], 0.0
         for tensor, present in zip(tensors, chosen, strict=True):
             lost, seconds = np.split(trials[tensor.name][:-1], 2)
             present = present or FIRST_CHOICE
             best = 1 + int(np.argmin(lost))
-            if not lost[best - 1] < _WORTH_CHANGING * lost[present - 1]:  # or they are not finite
+            if not lost[best - 1] < _WORTH_CHANGING * lost[present - 1]:  # also if not finite
                 best = present
             decided.append(best)
             encode_s += float(seconds[best - 1] / trials[tensor.name][-1])
@@ -232,7 +233,10 @@ class Auto(Scheme):
     def _is_dense_faster(
         self, tensors: Sequence[Tensor], decided: Sequence[int], encode_s: float, size: int
     ) -> bool:
-        """Compare a ring's 2 (p - 1) / p of all bytes with a gather of payloads and its codec."""
+        """Return whether a ring allreduce is faster than the codec and an allgather of payloads.
+
+        The ring moves 2 (p - 1) / p of all bytes, the allgather p - 1 payloads.
+        """
         if self.gbit_per_s is None or size == 1:
             return False
         bytes_per_s = self.gbit_per_s * 1e9 / 8
@@ -245,15 +249,15 @@ class Auto(Scheme):
         return 2 * (size - 1) / size * dense / bytes_per_s < gathered / bytes_per_s + codec_s
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank gathers of ``tensor`` in each step, of the first choice."""
+        """Return the payload bytes of ``tensor`` in each step, for the first choice."""
         return wire.align(self.codec(tensor.shape, FIRST_CHOICE).payload_nbytes(tensor.shape))
 
     def state_format(self, tensor: Tensor) -> str:
-        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return f"residual of {list(tensor.shape)} by a choice of auto"
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of the residual in its domain, and of the choice."""
+        """Return (dtype, elements) of choice, trials and residual; see ``Scheme``."""
         arrays: dict[str, tuple[np.dtype, int]] = {
             "choice": (np.dtype(np.uint8), 1),
             "trials": (np.dtype(np.float32), 2 * len(CANDIDATES) + 1),
@@ -263,7 +267,7 @@ class Auto(Scheme):
         return arrays
 
     def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
-        """Return the elements of a tensor's residual; see ``Scheme``."""
+        """Return a tensor's residual by element; see ``Scheme``."""
         transform = self.codec_of(tensor, state).transform
         return transform.inverse(residual, math.prod(tensor.shape), load_backend("cpu"))
 
@@ -281,12 +285,14 @@ def _chosen(state: OldState, tensor: Tensor) -> int:
     if choice is None:
         return FIRST_CHOICE
     if choice[0] > len(CANDIDATES):
-        raise ValueError(f"the choice of {tensor.name!r} is {choice[0]}, which auto does not have")
+        raise ValueError(
+            f"the saved choice of {tensor.name!r} is {choice[0]}; auto has 0 to {len(CANDIDATES)}"
+        )
     return int(choice[0])
 
 
-def _part_of(flat: Array) -> Array:
-    """Return ``_SAMPLE`` elements in pieces spread over all, or all of a small tensor."""
+def _sample_of(flat: Array) -> Array:
+    """Return a sample of ``_SAMPLE`` elements in evenly spread pieces; all of a small tensor."""
     if flat.size <= 2 * _SAMPLE:
         return flat
     n_pieces = _SAMPLE // _PIECE
@@ -296,7 +302,7 @@ def _part_of(flat: Array) -> Array:
 
 @functools.lru_cache(1 << 14)
 def _codec(transform: Transform, bits: int, shape: tuple[int, ...], ratio: float) -> Codec:
-    """Return the codec with the most coefficients whose payload is 1 / ratio of the tensor."""
+    """Return the codec of the largest density whose payload is at most 1 / ratio of the tensor."""
     n, allowed = transform.n_bins(math.prod(shape)), 4 * math.prod(shape) / ratio
     width = transform.reals_per_bin * bits
     low, high = 1, max(1, n)
@@ -311,6 +317,6 @@ def _codec(transform: Transform, bits: int, shape: tuple[int, ...], ratio: float
 
 @functools.lru_cache(1 << 14)
 def _are_served(shape: tuple[int, ...], ratio: float) -> bool:
-    """Tell whether a GPU can compute an exchange of a tensor by any candidate."""
+    """Return whether a GPU can compute the exchange of a tensor by every candidate."""
     codecs = [_codec(transform, bits, shape, ratio) for transform, bits in CANDIDATES]
     return all(serves(codec, [Tensor("", shape)]) for codec in codecs)

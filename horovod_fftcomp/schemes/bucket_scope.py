@@ -1,4 +1,4 @@
-"""All tensors of a bucket exchanged as if they were one, so that they compete for the same k."""
+"""Bucket scope: the tensors of a bucket share one k, as one concatenated tensor."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from horovod_fftcomp.schemes.wrapper import Wrapper, join, numels_of, split
 
 @dataclass(frozen=True)
 class BucketScope(Wrapper):
-    """Exchange a bucket's tensors by ``scheme`` as one tensor of all their elements.
+    """Exchange a bucket's tensors by ``scheme`` as one concatenated tensor.
 
-    The positions of a step may all lie in a few layers; the others then get zeros. ``scope``:
-    "bucket", or "model" if the bucket holds all tensors of the policy. State belongs to the
-    tensors, so it fits the scheme by itself and other buckets as well.
+    All positions of a step may lie in a few layers; the others then get zeros. ``scope``: "bucket",
+    or "model" if the bucket holds all tensors of the policy. State is kept for each tensor, so it
+    can be loaded without this wrapper and with other buckets.
     """
 
     spec_name = "Joined"
@@ -29,7 +29,7 @@ class BucketScope(Wrapper):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         numels, whole, device = numels_of(tensors), self._whole(tensors), context.device
-        # A frozen tensor sends zeros: its residual takes no part, and stays as it is.
+        # A frozen tensor sends zeros, and its residual stays as it is.
         takes_part = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is not None}
         before = {
             kind: {
@@ -53,7 +53,7 @@ class BucketScope(Wrapper):
         return outcome._replace(sums=split(outcome.sums[0], numels), state=after)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return self.scheme.runs_on_device([self._whole(tensors)])
 
     def _whole(self, tensors: Sequence[Tensor]) -> Tensor:

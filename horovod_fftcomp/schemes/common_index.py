@@ -1,4 +1,4 @@
-"""The values at positions that all ranks know without being told, or that some tell them all."""
+"""Allreduce of the values at common positions: drawn from a seed, or selected by CLT-k."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from horovod_fftcomp.wire.header import align
 
 
 class _TensorExchange(NamedTuple):
-    """One tensor's part in an exchange: what it sends, and what it leaves as if all were sent."""
+    """One tensor in an exchange; ``new_residual`` is that of a step that sends nothing."""
 
     grad: Array | None
     residual: Array | None
     positions: Array
-    share: Array  # of the message, float32
-    left: Array | None
+    slice: Array  # of the message, float32
+    new_residual: Array | None
 
 
-class _Own(NamedTuple):
-    """What a rank contributes, and what that leaves."""
+class _Encoded(NamedTuple):
+    """One rank's message, its new residuals and the energies that were measured."""
 
     message: Array
     residuals: dict[str, Array]
@@ -58,15 +58,16 @@ class _Own(NamedTuple):
 
 @dataclass(frozen=True)
 class CommonIndex(Scheme):
-    """Send the values at ``selection``'s positions; with ``error_feedback`` carry on the others.
+    """Sum the values at positions that are common to all ranks, with optional error feedback.
 
-    What a rank sends and receives grows with the ranks by less than 8 bytes of positions for each.
-    ``beta`` below 1 lets through only that part of what a step leaves (low-pass filter of Chen et
-    al., NeurIPS 2020): residual <- (1 - beta) residual + beta (gradient + residual - sent).
-    ``unbiased`` scales what is sent by n/k, so that its mean over all draws is the gradient. Under
-    error feedback that would make residuals grow, so it is refused. With ``collective`` "allgather"
-    each rank draws positions of its own, and the others draw them as well: more elements get a
-    value in each step, but the bytes that a rank receives grow with the number of ranks.
+    ``selection``: how positions are drawn (``RandomBlock``, ``RandomK``) or selected (CLT-k). Bytes
+    per rank grow by less than 8 bytes of positions with each further rank. ``beta`` below 1 applies
+    the low-pass filter of Chen et al., NeurIPS 2020: residual <- (1 - beta) residual + beta
+    (gradient + residual - sent). ``unbiased`` scales sent values by n/k, so that their mean over
+    all draws is the gradient; with error feedback residuals would grow, so ValueError is raised.
+    ``bits``: 32, or 16 for float16 values. With ``collective`` "allgather" each rank draws
+    positions of its own, which the others draw too: more elements get a value in each step, but the
+    bytes that a rank receives grow with the number of ranks.
     """
 
     spec_name = "Shared"
@@ -80,13 +81,13 @@ class CommonIndex(Scheme):
     def __post_init__(self) -> None:
         if self.unbiased and self.error_feedback:
             raise ValueError(
-                "unbiased=True scales what is sent by n/k, which error feedback would take back "
-                "and overshoot; give error_feedback=False with it"
+                "unbiased=True scales sent values by n/k, which makes residuals grow under error "
+                "feedback; give error_feedback=False with it"
             )
         if not 0.0 < self.beta <= 1.0:
-            raise ValueError(f"beta must lie in (0, 1], got {self.beta!r}; 1 filters nothing")
+            raise ValueError(f"beta must lie in (0, 1], got {self.beta!r}; 1 means no filter")
         if type(self.bits) is not int or self.bits not in (16, 32):
-            raise ValueError(f"bits must be 16 or 32, which can be summed; got {self.bits!r}")
+            raise ValueError(f"bits must be 16 or 32 (float16 or float32), got {self.bits!r}")
         object.__setattr__(self, "beta", float(self.beta))
 
     @property
@@ -106,8 +107,8 @@ class CommonIndex(Scheme):
         for tensor in tensors:
             self._check(carried.get(tensor.name), tensor)
         chosen, similarity = yield from self._agree(tensors, grads, carried, context)
-        own = self._encode(tensors, grads, chosen, carried, context)
-        received = yield Round(self.collective, own.message)
+        encoded = self._encode(tensors, grads, chosen, carried, context)
+        received = yield Round(self.collective, encoded.message)
         if self.bits == 16:
             received = load_backend("cpu").from_float16(received)
         sources = [chosen]
@@ -115,11 +116,11 @@ class CommonIndex(Scheme):
             sources = [self._drawn(tensors, context, rank) for rank in range(context.world_size)]
         numels = [math.prod(tensor.shape) for tensor in tensors]
         sums, finite = _scattered(received, sources, numels)
-        new_state = {"residual": own.residuals} if self.error_feedback else {}
-        return Outcome(sums, new_state, finite, own.energies, similarity)
+        new_state = {"residual": encoded.residuals} if self.error_feedback else {}
+        return Outcome(sums, new_state, finite, encoded.energies, similarity)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         small = all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
         return small and self.bits == 32 and not isinstance(self.selection, Largest)
 
@@ -130,16 +131,16 @@ class CommonIndex(Scheme):
         chosen: Sequence[Array],
         carried: Mapping[str, Array],
         context: Context,
-    ) -> _Own:
-        """Return what this rank contributes, and what that leaves."""
+    ) -> _Encoded:
+        """Return this rank's message, its new residuals and the energies."""
         measure = context.step % MEASURE_EVERY == 0
         ends = np.cumsum([positions.size for positions in chosen])
         kernels = load_backend("cpu")
         message = kernels.empty(int(ends[-1]))
-        shares = np.split(message, ends[:-1])
+        slices = np.split(message, ends[:-1])
         parts = [
-            self._part(grad, carried.get(tensor.name), positions, share)
-            for tensor, grad, positions, share in zip(tensors, grads, chosen, shares, strict=True)
+            self._part(grad, carried.get(tensor.name), positions, out)
+            for tensor, grad, positions, out in zip(tensors, grads, chosen, slices, strict=True)
         ]
         sent = message
         if self.bits == 16:
@@ -148,19 +149,21 @@ class CommonIndex(Scheme):
         residuals: dict[str, Array] = {}
         energies: dict[str, Energy] = {}
         for tensor, part, arrives in zip(tensors, parts, np.split(sent, ends[:-1]), strict=True):
-            left = self._settled(part, arrives)
-            if left is not None:
-                residuals[tensor.name] = left
+            residual = self._settled(part, arrives)
+            if residual is not None:
+                residuals[tensor.name] = residual
             if measure and part.grad is not None and not np.isnan(arrives).any():
                 energies[tensor.name] = self._energy(part, arrives)
-        return _Own(message, residuals, energies)
+        return _Encoded(message, residuals, energies)
 
     def _check(self, residual: Array | None, tensor: Tensor) -> None:
-        """Raise ValueError for a residual of another size, beyond whose end kernels would read."""
+        """Raise ValueError for a residual of the wrong size, which kernels would overrun."""
         expected = (np.dtype(np.float32), math.prod(tensor.shape))
         if residual is not None and (residual.dtype, residual.size) != expected:
             found = (residual.dtype, residual.size)
-            raise ValueError(f"the residual is (dtype, elements) {found}, expected {expected}")
+            raise ValueError(
+                f"residual of {tensor.name!r}: (dtype, elements) is {found}, expected {expected}"
+            )
 
     def _agree(
         self,
@@ -169,7 +172,7 @@ class CommonIndex(Scheme):
         carried: Mapping[str, Array],
         context: Context,
     ) -> Generator[Round, Array, Choice]:
-        """Return each tensor's positions, after a round if ranks choose them."""
+        """Return each tensor's positions, after a round if ranks select them."""
         if isinstance(self.selection, ChunkWinners):
             return (yield from share_the_lead(self.selection, tensors, grads, carried, context))
         if isinstance(self.selection, Largest):
@@ -177,7 +180,7 @@ class CommonIndex(Scheme):
         return Choice(self._drawn(tensors, context, context.rank), None)
 
     def _drawn(self, tensors: Sequence[Tensor], context: Context, rank: int) -> list[Array]:
-        """Return the positions that ``rank`` draws."""
+        """Return the random positions of ``rank``."""
         assert not isinstance(self.selection, Selector)
         whose = f"#{rank}" if self.collective == "allgather" else ""
         return [
@@ -186,52 +189,52 @@ class CommonIndex(Scheme):
         ]
 
     def _part(
-        self, grad: Array | None, residual: Array | None, positions: Array, share: Array
+        self, grad: Array | None, residual: Array | None, positions: Array, out: Array
     ) -> _TensorExchange:
-        """Write a tensor's values into ``share``."""
-        left, peak = None, 0
+        """Write a tensor's values to send into ``out``."""
+        new_residual, peak = None, 0
         if grad is None:
-            share.fill(0)
-            return _TensorExchange(None, residual, positions, share, None)
+            out.fill(0)
+            return _TensorExchange(None, residual, positions, out, None)
         if self.error_feedback:
-            left, peak = load_backend("cpu").low_pass(grad, residual, self.beta)
+            new_residual, peak = load_backend("cpu").low_pass(grad, residual, self.beta)
         else:
             residual, peak = None, load_backend("cpu").max_abs_bits(grad)
-        np.take(grad, positions, out=share)
+        np.take(grad, positions, out=out)
         if residual is not None:
-            share += residual[positions]
+            out += residual[positions]
         if self.unbiased:
-            share *= np.float32(grad.size / max(1, positions.size))
+            out *= np.float32(grad.size / max(1, positions.size))
         if peak > LARGEST_FINITE_BITS:
-            share.fill(np.nan)  # what is bad may lie where nothing is sent
-        return _TensorExchange(grad, residual, positions, share, left)
+            out.fill(np.nan)  # the NaN or Inf may be at a position that is not sent
+        return _TensorExchange(grad, residual, positions, out, new_residual)
 
     def _settled(self, part: _TensorExchange, arrives: Array) -> Array | None:
-        """Return the new residual, once it is known what arrives of the tensor's values."""
-        if part.left is None:
+        """Return the new residual; ``arrives``: the values as sent, after rounding to float16."""
+        if part.new_residual is None:
             return part.residual  # a frozen tensor's, if there is feedback
-        kept = np.float32(self.beta) * (part.share - arrives)
+        unsent = np.float32(self.beta) * (part.slice - arrives)
         if part.residual is not None:
-            kept += np.float32(1 - self.beta) * part.residual[part.positions]
-        part.left[part.positions] = kept
-        return part.left
+            unsent += np.float32(1 - self.beta) * part.residual[part.positions]
+        part.new_residual[part.positions] = unsent
+        return part.new_residual
 
     def _energy(self, part: _TensorExchange, arrives: Array) -> Energy:
-        """Return the energies of a finite tensor: a pass of its own, so not of every step."""
+        """Return the energies of a finite tensor; an extra pass, so not done in every step."""
         grad = part.grad
         assert grad is not None
         wanted = load_backend("cpu").add_residual(grad, part.residual, 0).array
         total = float(np.dot(wanted, wanted))
         due = wanted[part.positions]
-        missed = due - arrives
-        # Rounding may leave less than nothing.
-        left = max(0.0, total - float(np.dot(due, due))) + float(np.dot(missed, missed))
+        error = due - arrives
+        # Rounding may make the difference negative.
+        left = max(0.0, total - float(np.dot(due, due))) + float(np.dot(error, error))
         return Energy(float(np.dot(grad, grad)), total, left)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank hands to collectives for ``tensor`` in each step.
+        """Return the bytes of ``tensor`` that a rank sends to collectives in each step.
 
-        All of the positions are counted, where ranks share the lead: what arrives of them.
+        With ``ChunkWinners`` the positions of all ranks are counted, as received.
         """
         n = math.prod(tensor.shape)
         values = self.selection.count(n) * self.bits // 8
@@ -245,9 +248,9 @@ class CommonIndex(Scheme):
 def _scattered(
     received: Array, sources: Sequence[Sequence[Array]], numels: Sequence[int]
 ) -> tuple[list[Array], bool]:
-    """Return (sums of the values that came, at their positions; whether all are finite).
+    """Return (sums of the received values at their positions, whether all are finite).
 
-    ``sources``: the positions of each tensor in each of the messages that ``received`` consists of.
+    ``sources``: for each message in ``received`` the positions of each tensor.
     """
     kernels = load_backend("cpu")
     sums, finite = [], True
@@ -258,11 +261,11 @@ def _scattered(
     for number, numel in enumerate(numels):
         total = kernels.empty(numel)
         total.fill(0)
-        for shares, chosen in zip(messages, sources, strict=True):
-            if kernels.max_abs_bits(shares[number]) > LARGEST_FINITE_BITS:
-                total.fill(np.nan)  # everywhere, so that nobody takes a step with the rest
+        for slices, chosen in zip(messages, sources, strict=True):
+            if kernels.max_abs_bits(slices[number]) > LARGEST_FINITE_BITS:
+                total.fill(np.nan)  # everywhere, so that no optimizer uses the rest
                 finite = False
                 break
-            total[chosen[number]] += shares[number]
+            total[chosen[number]] += slices[number]
         sums.append(total)
     return sums, finite

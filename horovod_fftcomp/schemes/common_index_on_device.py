@@ -1,4 +1,4 @@
-"""Values at positions that all ranks know, exchanged by a GPU, without a wait for it."""
+"""Allreduce of the values at common positions on a GPU, without host synchronisation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KERNELS = ("filter_low", "clear_sums", "choose_winners", "count_common", "take_
 
 
 class _Bucket(BucketRows):
-    """``begins``: where each tensor's values lie in a message, and where they end."""
+    """Descriptor table of a bucket; ``begins``: offsets of each tensor's values in a message."""
 
     def __init__(
         self, device: Device, tensors: Sequence[Tensor], scheme: CommonIndex, n_ranks: int
@@ -38,7 +38,7 @@ class _Bucket(BucketRows):
             size = lead_of(int(self.begins[-1]), 0, n_ranks).size
             self.rows["chunk"], self.rows["bits"] = selection.chunk, selection.bits
             self.rows["factor"], self.rows["first"] = size, self.begins[:-1]
-            self.rows["message_words"] = selection.share_nbytes(size) // 4
+            self.rows["message_words"] = selection.slice_nbytes(size) // 4
             self.rows["n_ranks"] = n_ranks
         filters = np.array([scheme.beta, 1 - scheme.beta], np.float32).view(np.uint32)
         self.rows["beta"], self.rows["rest"] = filters
@@ -49,7 +49,7 @@ class _Bucket(BucketRows):
         self._n_groups, self._groups = groups.size, device.upload(groups)
 
     def on_groups(self, name: str, table: Any, *arguments: Any) -> None:
-        """Launch a kernel for all positions of a table's tensors."""
+        """Launch a kernel over all positions of a table's tensors."""
         self.launch(name, self._n_groups, [table, self._groups, *arguments])
 
 
@@ -69,18 +69,18 @@ class _Exchange(ExchangeRows):
         self._scheme = scheme
         self._turn = np.uint32(context.step % context.world_size)
         for row, there in zip(self.rows, self.takes_part, strict=True):
-            if not there:  # it sends zeros, and its residual stays
+            if not there:  # frozen: it sends zeros and keeps its residual
                 row["grad"] = self.address(self.device.zeros(max(1, int(row["n"]))))
-        left = self.new("left", [scheme.error_feedback and there for there in self.takes_part])
+        residuals = self.new("left", [scheme.error_feedback and there for there in self.takes_part])
         self.new("wanted", [self.measures and there for there in self.takes_part])
         self.state = {t.name: carried[t.name] for t in tensors if t.name in carried}
-        new = zip(tensors, left, strict=True)
+        new = zip(tensors, residuals, strict=True)
         self.state |= {tensor.name: array for tensor, array in new if array is not None}
         self._similarity: Callable[[], Array] | None = None
         self._n_led_by_others = 0
 
     def agree(self) -> Generator[Round, Any, None]:
-        """Enter this step's positions, after a round if ranks choose them."""
+        """Fill in this step's positions, after a round if ranks select them."""
         selection, context = self._scheme.selection, self.context
         if not isinstance(selection, ChunkWinners):
             self._draw(context.rank)
@@ -88,7 +88,7 @@ class _Exchange(ExchangeRows):
         total = int(self.bucket.begins[-1])
         lead = lead_of(total, context.step, context.world_size)
         here = tuple(np.uint64(end) for end in lead.chunks_of(context.rank, total))
-        own = self._chosen(selection.share_nbytes(lead.size), *here)
+        own = self._chosen(selection.slice_nbytes(lead.size), *here)
         chosen = yield Round("allgather", own, divided=True)
         if len(chosen) != context.world_size * len(own):
             raise PayloadError(
@@ -97,7 +97,7 @@ class _Exchange(ExchangeRows):
             )
         self.rows["chosen"] = self.address(chosen)
         if self.measures and context.world_size > 1:
-            self._chosen(selection.share_nbytes(total), np.uint64(0), np.uint64(total))
+            self._chosen(selection.slice_nbytes(total), np.uint64(0), np.uint64(total))
             common = self.device.zeros(1, np.uint32)
             table = self.bucket.uploads.of("own", self.rows)
             self.bucket.on_groups("count_common", table, *here, self._turn, common)
@@ -105,7 +105,7 @@ class _Exchange(ExchangeRows):
             self._n_led_by_others = total - int(here[1] - here[0])
 
     def _chosen(self, nbytes: int, begin: np.uint64, end: np.uint64) -> Any:
-        """Return what this rank chooses in these of the bucket's chunks, packed."""
+        """Return the packed offsets that this rank selects in chunks ``begin`` to ``end``."""
         own = self.device.zeros(nbytes, np.uint8)
         self.rows["own"] = self.address(own)
         table = self.bucket.uploads.of("own", self.rows)
@@ -121,7 +121,7 @@ class _Exchange(ExchangeRows):
             row["factor"], row["first"] = drawn
 
     def encode(self) -> Any:
-        """Return the message; take what it sends off what is left."""
+        """Return the message; its values are subtracted from the new residuals."""
         bucket, device, total = self.bucket, self.device, int(self.bucket.begins[-1])
         message = device.empty(max(1, total))[:total]
         self.rows["share"] = self.address(message) + 4 * bucket.begins[:-1]
@@ -138,7 +138,7 @@ class _Exchange(ExchangeRows):
         return message
 
     def sum(self, received: Any) -> tuple[list[Any], Any]:
-        """Return the sums of what came, and for each tensor whether its one is not finite."""
+        """Return the sums, and a word for each tensor that is nonzero if its sum is not finite."""
         bucket, total = self.bucket, int(self.bucket.begins[-1])
         n_sources = self.context.world_size if self._scheme.collective == "allgather" else 1
         if len(received) != n_sources * total:
@@ -158,11 +158,11 @@ class _Exchange(ExchangeRows):
         return sums, not_finite
 
     def restore(self, verdict: Any) -> None:
-        """Launch what brings the residuals back where the verdict is not 0."""
+        """Launch the kernel that restores the old residuals if ``verdict`` is nonzero."""
         self.bucket.on_tiles("restore<1>", self.bucket.coeffs_table(self.rows, "left"), verdict)
 
     def measured(self) -> Callable[[], dict[str, Any]]:
-        """Return what waits for what was measured; it keeps no array alive."""
+        """Return a function that waits for the measurements and keeps no array alive."""
         return partial(_measured, self.energies(), self._similarity, self._n_led_by_others)
 
 
@@ -171,7 +171,7 @@ def _measured(
     similarity: Callable[[], Array] | None,
     n_chosen: int,
 ) -> dict[str, Any]:
-    """Wait for what was measured; return it as fields of ``Outcome``."""
+    """Wait for the measurements; return them as fields of ``Outcome``."""
     fields = energies()
     if similarity is not None:
         fields["similarity"] = Similarity(int(similarity().view(np.uint32)[0]), n_chosen)
@@ -185,7 +185,7 @@ def shared_on_device(
     carried: Mapping[str, Any],
     context: Context,
 ) -> Generator[Round, Any, Outcome]:
-    """Exchange values; see ``CommonIndex.exchange``. Arrays are the device's, or brought there."""
+    """Exchange values; see ``CommonIndex.exchange``. NumPy arrays are copied to the device."""
     exchange = _Exchange(scheme, tensors, grads, carried, context)
     yield from exchange.agree()
     received = yield Round(scheme.collective, exchange.encode())

@@ -1,4 +1,4 @@
-"""Every value by allreduce, in float32 or float16."""
+"""Dense allreduce of all values, in float32 or float16."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from horovod_fftcomp.types import Array
 
 @dataclass(frozen=True)
 class Dense(Scheme):
-    """Sum all values as ``dtype`` ("float32" or "float16").
+    """Allreduce all values as ``dtype`` ("float32" or "float16").
 
-    In float16 each rank's values saturate at 65504 / world size, so that the sum cannot
-    overflow; a rank with NaN or Inf sends NaN alone. Under a loss scaler so does a rank that
-    would saturate: the scaler has to see that its scale is too large.
+    In float16 each rank's values saturate at 65504 / world size, so that the sum cannot overflow. A
+    rank with NaN or Inf sends only NaN. Under a loss scaler a rank whose values would saturate also
+    sends NaN, since the scaler has to see that its scale is too large.
     """
 
     spec_name = "Dense"
@@ -61,16 +61,16 @@ class Dense(Scheme):
         return Outcome(split(reduced, sizes), {}, finite)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell that a GPU can compute this step's exchange; see ``Scheme``."""
+        """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
         del tensors
         return True
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         return math.prod(tensor.shape) * np.dtype(self.dtype).itemsize
 
     def state_format(self, tensor: Tensor) -> str:
-        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         del tensor
         return "none"
 
@@ -78,7 +78,10 @@ class Dense(Scheme):
 def _sum_on_device(
     grads: Sequence[Any], sizes: Sequence[int], device: Device, halves: tuple[int, float] | None
 ) -> Generator[Round, Any, Outcome]:
-    """Sum values that stay on a GPU, without a wait for it; ``halves``: as float16, see there."""
+    """Allreduce device arrays without host synchronisation.
+
+    ``halves``: for float16, what ``half_limits`` returns.
+    """
     n = sum(sizes)
     launch = on_each(device, "find_beyond", "write_halves", "read_halves")
     values = join(grads, sizes, device)
@@ -103,7 +106,7 @@ def outcome_on_device(
     device: Device,
     restore: Callable[[Any], None] = lambda verdict: None,
 ) -> Outcome:
-    """Return the outcome of sums that a GPU has one after the other.
+    """Return the outcome of sums that lie on the device in one array, ``reduced``.
 
     ``restore``: see ``OnDevice``.
     """
@@ -115,7 +118,7 @@ def outcome_on_device(
 
 
 def half_limits(context: Context) -> tuple[int, float]:
-    """Return bits of the largest magnitude that may be sent, and what larger ones saturate at."""
+    """Return (float32 bits of the largest magnitude that is not sent as NaN, saturation limit)."""
     share = np.finfo(np.float16).max / np.float32(context.world_size)
     limit = np.float16(share)
     if limit > share:  # rounding up would let the sum of all ranks overflow

@@ -1,4 +1,4 @@
-"""What schemes on a GPU share whose state is of elements: a table with a row for each tensor."""
+"""Descriptor tables for CUDA launches: one row per tensor, for schemes with element-wise state."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from horovod_fftcomp.kernels.cuda import Device, on_device, source
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Tensor
 from horovod_fftcomp.types import Array
 
-_OF_WARPS = ("sum_parts<true>", "clip_factors")  # kernels whose blocks are one warp
+_OF_WARPS = ("sum_parts<true>", "clip_factors")  # kernels with blocks of one warp
 
 
 class BucketRows:
-    """What is known of a bucket before the data: rows without addresses, whose the blocks are.
+    """Descriptor table of a bucket without addresses, and the tensor of each CUDA block.
 
-    ``kind``: the name of the struct, which has the fields "grad residual n first_tile n_tiles".
-    ``kernels``: the names of those to launch.
+    ``kind``: name of the struct of a row, with fields "grad residual n first_tile n_tiles" at
+    least. ``kernels``: names of the kernels to launch.
     """
 
     def __init__(
         self, device: Device, kind: str, tensors: Sequence[Tensor], kernels: Sequence[str]
     ) -> None:
-        from horovod_fftcomp.kernels.cuda import structs  # not for whoever has no GPU
+        from horovod_fftcomp.kernels.cuda import structs  # imported only where there is a GPU
 
         self.device, self.tables, self.uploads = (
             device,
@@ -41,24 +41,24 @@ class BucketRows:
         self._kernels = device.functions(source(), ["restore<1>", "square<1>", *kernels])
 
     def owners(self, kind: str, sizes: Sequence[int], each: int) -> Array:
-        """Enter which blocks of ``each`` a tensor has; return the tensor of each block."""
+        """Assign each tensor its blocks of ``each`` elements; return the tensor of each block."""
         counts = np.array([-(-size // each) for size in sizes], np.uint32)
         self.rows[f"first_{kind}"], self.rows[f"n_{kind}s"] = np.cumsum(counts) - counts, counts
         return np.repeat(np.arange(len(sizes), dtype=np.uint32), counts)
 
     def launch(self, name: str, n_blocks: int, arguments: Sequence[Any], nbytes: int = 0) -> None:
-        """Launch a kernel, unless there is nothing to do."""
+        """Launch a kernel if it has any blocks."""
         if n_blocks:
             threads = 32 if name in _OF_WARPS else self.tables.THREADS
             self._kernels[name](n_blocks, threads, arguments, nbytes)
 
     def on_tiles(self, name: str, table: Any, *arguments: Any) -> None:
-        """Launch a kernel for all tiles of a table's tensors."""
+        """Launch a kernel over all tiles of a table's tensors."""
         shared = self.tables.SQUARES_NBYTES if name == "square<1>" else 0
         self.launch(name, self.tiles.size, [table, self._tiles, *arguments], shared)
 
     def coeffs_table(self, rows: Array, kept: str) -> Any:
-        """Return the table of kernels that take coefficients: those in the field ``kept``."""
+        """Return the table for kernels over coefficients, whose arrays are in field ``kept``."""
         others = np.zeros(len(rows), self.tables.TENSOR)
         others["grad"], others["residual"] = rows["grad"], rows["residual"]
         others["coeffs"], others["keep"] = rows[kept], rows[kept] != 0
@@ -75,7 +75,7 @@ AnyBucket = TypeVar("AnyBucket", bound=BucketRows)
 def kept(
     make: Callable[..., AnyBucket], device: Device, tensors: Sequence[Tensor], *made_for: Any
 ) -> AnyBucket:
-    """Return ``make`` of all the others, made once; what it made of others is dropped."""
+    """Return ``make(device, tensors, *made_for)``; only the last result per bucket is cached."""
     key = ("rows", make, tuple(tensors))
     if key not in device.cache or device.cache[key][0] != made_for:
         device.cache[key] = (made_for, make(device, tensors, *made_for))
@@ -83,11 +83,11 @@ def kept(
 
 
 def on_each(device: Device, *names: str) -> Callable[..., None]:
-    """Return what launches one of these kernels with a thread for each of ``n`` values.
+    """Return a function of (kernel name, ``n``, arguments) that launches ``n`` threads.
 
-    It takes a name, ``n`` and the arguments.
+    ``names``: the kernels that it can launch.
     """
-    from horovod_fftcomp.kernels.cuda.structs import THREADS  # not for whoever has no GPU
+    from horovod_fftcomp.kernels.cuda.structs import THREADS  # imported only where there is a GPU
 
     if names not in device.cache:
         device.cache[names] = device.functions(source(), names)
@@ -101,7 +101,7 @@ def on_each(device: Device, *names: str) -> Callable[..., None]:
 
 
 def placed(grads: Sequence[Any], numels: Sequence[int], device: Device) -> list[Any]:
-    """Return gradients on the device; zeros of a frozen tensor."""
+    """Return gradients on the device, with zeros for a frozen tensor."""
     return [
         device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
         for grad, numel in zip(grads, numels, strict=True)
@@ -119,9 +119,9 @@ def state_of(
 
 
 class ExchangeRows:
-    """One exchange of a bucket: its rows with addresses, and what is measured of it.
+    """Descriptor table of one exchange, with addresses, and its measurements.
 
-    ``takes_part``: for each tensor whether it is not frozen; else its row has no gradient yet.
+    ``takes_part``: False for a frozen tensor, whose row has no gradient.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ExchangeRows:
         self.rows, self._tiles, self._bucket = bucket.rows.copy(), bucket.tiles, bucket
         self.measures = context.step % MEASURE_EVERY == 0
         self.takes_part = [grad is not None for grad in grads]
-        self._alive: list[Any] = []  # what rows point at
+        self._alive: list[Any] = []  # arrays whose addresses are in rows
         for row, tensor, grad in zip(self.rows, tensors, grads, strict=True):
             if grad is not None:
                 row["grad"] = self.address(on_device(grad, self.device))
@@ -145,12 +145,12 @@ class ExchangeRows:
         self._squares: list[Callable[[], Array]] = []
 
     def address(self, array: Any) -> int:
-        """Return where an array lies, which is kept until the exchange is forgotten."""
+        """Return the address of an array, and keep the array alive as long as the exchange."""
         self._alive.append(array)
         return self.device.address(array)
 
     def new(self, field: str, wanted: Sequence[bool] | Array) -> list[Any]:
-        """Return an array for each tensor that wants one, and enter it."""
+        """Return an array for each tensor with ``wanted``, and enter its address in ``field``."""
         made = [
             self.device.empty(max(1, n))[:n] if is_wanted else None
             for n, is_wanted in zip(self.rows["n"].tolist(), wanted, strict=True)
@@ -159,26 +159,26 @@ class ExchangeRows:
         return made
 
     def point(self, field: str, arrays: Sequence[Any]) -> None:
-        """Enter where each tensor's array lies, 0 of None."""
+        """Enter the address of each tensor's array in ``field``; 0 for None."""
         self.rows[field] = [0 if array is None else self.address(array) for array in arrays]
 
     def point_at_old(self, field: str, carried: Mapping[str, Any]) -> None:
-        """Enter where what is carried of each tensor lies, unless the tensor is frozen."""
+        """Enter the address of each tensor's array in ``carried``, unless it is frozen."""
         named = zip(self.tensors, self.takes_part, strict=True)
         old = [carried.get(tensor.name) if takes_part else None for tensor, takes_part in named]
         self.point(field, [on_device(array, self.device) for array in old])
 
     def square(self, of_gradient: bool, kept: str) -> None:
-        """Sum the squares of each gradient, or of what is in the field ``kept`` at present."""
+        """Launch the sum of squares of each gradient, or of the arrays in field ``kept``."""
         sums = self.device.empty(max(1, self._tiles.size), np.float64)
         table = self._bucket.coeffs_table(self.rows, kept)
         self._bucket.on_tiles("square<1>", table, np.uint32(of_gradient), sums)
         self._squares.append(self.device.fetch(sums))
 
     def energies(self) -> Callable[[], dict[str, Any]]:
-        """Return what waits for three squares of each tensor, and returns a field of ``Outcome``.
+        """Return a function that waits for the energies and returns them as a field of ``Outcome``.
 
-        It keeps no array alive.
+        It keeps no array alive. ``square`` must have been called three times.
         """
         names = [
             tensor.name if takes_part else ""

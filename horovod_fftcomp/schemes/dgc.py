@@ -1,4 +1,4 @@
-"""The largest of accumulated velocities (Lin et al., ICLR 2018): momentum before compression."""
+"""DGC: top-k of accumulated velocities, with momentum correction (Lin et al., ICLR 2018)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from horovod_fftcomp.schemes import (
     Tensor,
     energy_of,
 )
-from horovod_fftcomp.schemes.allgather import rooms_for, summed
+from horovod_fftcomp.schemes.allgather import outputs_for, summed
 from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
 from horovod_fftcomp.schemes.momentum import MomentumScheme
 from horovod_fftcomp.types import Array
@@ -32,8 +32,8 @@ from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.positions import Layout
 
 
-class _Own(NamedTuple):
-    """What a tensor leaves: None where it keeps nothing."""
+class _NewState(NamedTuple):
+    """New state of one tensor; None where there is none."""
 
     velocity: Array | None
     residual: Array | None
@@ -42,13 +42,13 @@ class _Own(NamedTuple):
 
 @dataclass(frozen=True)
 class Dgc(MomentumScheme):
-    """Send the largest of each tensor's accumulated velocities; the optimizer has no momentum.
+    """Send the k largest accumulated velocities of each tensor; the optimizer has no momentum.
 
-    ``correction`` says how gradients accumulate. A tensor all of which is sent keeps its velocity
-    in spite of masking, so that density 1 is SGD with momentum.
+    ``correction``: momentum, masking and clipping. A tensor that is sent completely keeps its
+    velocity in spite of masking, so that density 1 is SGD with momentum.
 
-    Differs from Lin et al.: exactly k elements are sent, the k largest. A sample of the magnitudes
-    gives limits for the threshold, as theirs does, and one pass makes it exact.
+    Differs from Lin et al.: exactly k elements are sent. A sample of the magnitudes bounds the
+    threshold, as theirs does, and one pass makes it exact.
     """
 
     spec_name = "Dgc"
@@ -66,57 +66,55 @@ class Dgc(MomentumScheme):
                     codecs, tensors, grads, state, context, True, self.correction
                 )
             )
-        message, rooms = rooms_for(codecs, tensors)
+        message, outs = outputs_for(codecs, tensors)
         assert message is not None  # payloads of a Top-k have fixed sizes
-        left = [
-            self._encode(tensor, grad, state, context, room)
-            for tensor, grad, room in zip(tensors, grads, rooms, strict=True)
-            if room is not None
+        states = [
+            self._encode(tensor, grad, state, context, out)
+            for tensor, grad, out in zip(tensors, grads, outs, strict=True)
+            if out is not None
         ]
         gathered = yield Round("allgather", message)
         sums, finite, _ = summed(codecs, tensors, gathered, context.world_size)
-        named = [(tensor.name, own) for tensor, own in zip(tensors, left, strict=True)]
+        named = [(tensor.name, new) for tensor, new in zip(tensors, states, strict=True)]
         new_state = {
-            "velocity": {name: own.velocity for name, own in named if own.velocity is not None},
-            "residual": {name: own.residual for name, own in named if own.residual is not None},
+            "velocity": {name: new.velocity for name, new in named if new.velocity is not None},
+            "residual": {name: new.residual for name, new in named if new.residual is not None},
         }
-        energies = {name: own.energy for name, own in named if own.energy is not None}
+        energies = {name: new.energy for name, new in named if new.energy is not None}
         return Outcome(sums, new_state, finite, energies)
 
     def _encode(
-        self, tensor: Tensor, grad: Array | None, state: OldState, context: Context, room: Array
-    ) -> _Own:
-        """Write a tensor's payload into ``room``, and return what it leaves."""
+        self, tensor: Tensor, grad: Array | None, state: OldState, context: Context, out: Array
+    ) -> _NewState:
+        """Write a tensor's payload into ``out``, and return its new state."""
         kernels, plan = load_backend("cpu"), self.codec.plan(tensor.shape)
         whole = plan.layout in (Layout.RAW, Layout.ALL)
         k = 0 if whole else plan.k
         if grad is None:
             nothing = kernels.topk_threshold(np.zeros(plan.numel, np.float32), k, 1)
             self.codec.encode_coeffs(
-                nothing, tensor.shape, kernels=kernels, keep_residual=False, out=room
+                nothing, tensor.shape, kernels=kernels, keep_residual=False, out=out
             )
             velocity, residual = (
                 state.get(kind, {}).get(tensor.name) for kind in ("velocity", "residual")
             )
-            return _Own(velocity, residual, None)
+            return _NewState(velocity, residual, None)
         coeffs, velocity = self.correction.accumulate(grad, state, tensor, k, context)
         measures = context.step % MEASURE_EVERY == 0 and coeffs.peak <= LARGEST_FINITE_BITS
         wanted = energy_of(coeffs.array) if measures else 0.0
-        payload, residual = self.codec.encode_coeffs(
-            coeffs, tensor.shape, kernels=kernels, out=room
-        )
+        payload, residual = self.codec.encode_coeffs(coeffs, tensor.shape, kernels=kernels, out=out)
         if self.correction.masking and not whole and residual is not None:
             packed = payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes]
             kernels.zero_at(velocity, positions.unpack(packed, plan.positions, kernels))
         if not measures:
-            return _Own(velocity, residual, None)
+            return _NewState(velocity, residual, None)
         energy = Energy(energy_of(grad), wanted, energy_of(residual))
-        return _Own(velocity, residual, energy)
+        return _NewState(velocity, residual, energy)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return serves(self.codec, tensors)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         return wire.align(self.codec.payload_nbytes(tensor.shape))

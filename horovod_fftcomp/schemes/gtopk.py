@@ -1,4 +1,4 @@
-"""The global k largest of all ranks' k largest, found by a tree of merges (Shi et al. 2019)."""
+"""Global top-k: the k largest after merging all ranks' top-k lists in a tree (Shi et al. 2019)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from horovod_fftcomp.schemes import (
     Tensor,
     energy_of,
 )
-from horovod_fftcomp.schemes.allgather import part_of, rooms_for
+from horovod_fftcomp.schemes.allgather import outputs_for, part_of
 from horovod_fftcomp.schemes.allgather_on_device import serves
 from horovod_fftcomp.schemes.gtopk_on_device import gtopk_on_device
 from horovod_fftcomp.types import Array
@@ -40,14 +40,14 @@ from horovod_fftcomp.wire.positions import Layout
 
 
 class Entries(NamedTuple):
-    """Elements of a tensor: ``places``, int64, ascending; ``values``, float32."""
+    """Sparse elements of a tensor: ``places`` (indices), int64, ascending; ``values``, float32."""
 
     places: Array
     values: Array
 
 
 def merge(a: Entries, b: Entries, k: int) -> Entries:
-    """Return the ``k`` largest in magnitude of the sum of both; ties: the lower place."""
+    """Return the ``k`` largest in magnitude of the sum of both; of ties the lower index."""
     places = np.concatenate([a.places, b.places])
     order = np.argsort(places, kind="stable")
     places, values = places[order], np.concatenate([a.values, b.values])[order]
@@ -60,7 +60,7 @@ def merge(a: Entries, b: Entries, k: int) -> Entries:
 
 
 def largest(values: Array, k: int) -> Array:
-    """Return where the ``k`` largest magnitudes are, int64, ascending; ties: the lower place."""
+    """Return the indices of the ``k`` largest magnitudes, int64, ascending; of ties the lower."""
     kernels = load_backend("cpu")
     ranked = kernels.topk_threshold(values, k, 1)
     bitmap, _ = kernels.select_quantize_pack(ranked, 1, Float32().coding(0.0), False)
@@ -68,15 +68,15 @@ def largest(values: Array, k: int) -> Array:
 
 
 def merge_all(lists: Sequence[Entries], k: int) -> Entries:
-    """Return what a tree of merges leaves: neighbours first, then their results, and so on."""
+    """Return the lists merged in a binary tree: neighbours first, then their results."""
     while len(lists) > 1:
         merged = [merge(a, b, k) for a, b in zip(lists[::2], lists[1::2], strict=False)]
         lists = merged + list(lists[len(merged) * 2 :])
     return lists[0]
 
 
-class _Own(NamedTuple):
-    """What a rank would send of a tensor, all of it, and whether that is finite."""
+class _Local(NamedTuple):
+    """A rank's gradient plus residual of one tensor (None if frozen), and whether it is finite."""
 
     whole: Array | None
     finite: bool
@@ -84,15 +84,15 @@ class _Own(NamedTuple):
 
 @dataclass(frozen=True)
 class GTopK(Scheme):
-    """Sum the same k elements on all ranks: the largest of a tree of merged Top-k lists.
+    """Allreduce of the values at k common positions: the top-k of all ranks' merged top-k lists.
 
-    A list is a payload of Top-k with float32 values. Lists decide where, and a sum over all ranks
-    brings the values there: nothing that a merge drops is lost. Each rank merges all lists, which a
-    network of gathers brings to all. A tensor that a list would not make smaller is all of
-    its list.
+    A list is a top-k payload with float32 values. The lists are allgathered, and each rank merges
+    them all. They only select the positions; the values there are then summed over all ranks, so
+    that no value dropped by a merge is lost. If a list would not be smaller than the tensor, it
+    holds the whole tensor.
 
-    Differs from Shi et al.: there an entry that one merge drops while another branch brings its
-    place on is neither summed nor carried on; any number of ranks will do.
+    Differs from Shi et al.: there an entry that one merge drops, while another branch keeps its
+    position, is neither summed nor kept in the residual. The number of ranks is arbitrary here.
     """
 
     spec_name = "GTopK"
@@ -111,21 +111,23 @@ class GTopK(Scheme):
         if context.device is not None:
             return (yield from gtopk_on_device(self, tensors, grads, carried, context))
         numels = [math.prod(tensor.shape) for tensor in tensors]
-        message, rooms = rooms_for([self.codec] * len(tensors), tensors)
+        message, outs = outputs_for([self.codec] * len(tensors), tensors)
         assert message is not None
-        own = [
-            self._list(tensor, grad, carried, room)
-            for tensor, grad, room in zip(tensors, grads, rooms, strict=True)
+        local = [
+            self._list(tensor, grad, carried, out)
+            for tensor, grad, out in zip(tensors, grads, outs, strict=True)
         ]
         gathered = yield Round("allgather", message)
         chosen = self.chosen(tensors, gathered, context.world_size)
         ends = np.cumsum([places.size for places, _ in chosen])
-        values = _at(own, chosen, ends)
+        values = _at(local, chosen, ends)
         reduced = np.split((yield Round("allreduce", values)), ends[:-1])
         sums, finite = self._scattered(numels, chosen, reduced)
         measures = context.step % MEASURE_EVERY == 0 and finite
         residuals, energies = dict(carried), {}
-        for tensor, grad, (whole, _), (places, _) in zip(tensors, grads, own, chosen, strict=True):
+        for tensor, grad, (whole, _), (places, _) in zip(
+            tensors, grads, local, chosen, strict=True
+        ):
             if whole is not None and grad is not None:
                 wanted = energy_of(whole) if measures else 0.0
                 whole[places] = 0
@@ -137,17 +139,17 @@ class GTopK(Scheme):
 
     @functools.cached_property
     def codec(self) -> Codec:
-        """That of a list."""
+        """Codec of the top-k lists."""
         return Codec(Identity(), TopK(self.density), Float32())
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return serves(self.codec, tensors)
 
     def _list(
-        self, tensor: Tensor, grad: Array | None, carried: Mapping[str, Array], room: Array | None
-    ) -> _Own:
-        """Write a tensor's list to the front of ``room``."""
+        self, tensor: Tensor, grad: Array | None, carried: Mapping[str, Array], out: Array | None
+    ) -> _Local:
+        """Write a tensor's list to the beginning of ``out``."""
         kernels, shape, plan = load_backend("cpu"), tensor.shape, self.codec.plan(tensor.shape)
         values = np.zeros(plan.numel, np.float32) if grad is None else grad
         residual = None if grad is None else carried.get(tensor.name)
@@ -156,14 +158,14 @@ class GTopK(Scheme):
         coeffs = kernels.add_residual(
             values, residual, 0 if everything else plan.k
         )  # always a new array
-        self.codec.encode_coeffs(coeffs, shape, kernels=kernels, keep_residual=False, out=room)
+        self.codec.encode_coeffs(coeffs, shape, kernels=kernels, keep_residual=False, out=out)
         finite = coeffs.peak <= LARGEST_FINITE_BITS
-        return _Own(None if grad is None else coeffs.array, finite)
+        return _Local(None if grad is None else coeffs.array, finite)
 
     def chosen(self, tensors: Sequence[Tensor], gathered: Array, n_ranks: int) -> list[Entries]:
-        """Return what a tree of merges leaves of each tensor's lists in the messages of all ranks.
+        """Return each tensor's merged list from the gathered messages of all ranks.
 
-        NaN at any places if one of a tensor's lists is not finite.
+        Its values are NaN, at arbitrary indices, if one of a tensor's lists is not finite.
         """
         payloads, count = list(wire.split_payloads(gathered)), len(tensors)
         if len(payloads) != n_ranks * count:
@@ -185,7 +187,7 @@ class GTopK(Scheme):
     def _scattered(
         self, numels: Sequence[int], chosen: Sequence[Entries], reduced: Sequence[Array]
     ) -> tuple[list[Array], bool]:
-        """Return (the sums at the chosen places; whether everything is finite)."""
+        """Return (the sums at the chosen indices, whether everything is finite)."""
         kernels, sums, all_finite = load_backend("cpu"), [], True
         for n, (places, listed), values in zip(numels, chosen, reduced, strict=True):
             total = kernels.empty(n)
@@ -198,18 +200,18 @@ class GTopK(Scheme):
         return sums, all_finite
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         plan = self.codec.plan(tensor.shape)
         return wire.align(plan.payload_nbytes) + 4 * plan.k
 
 
-def _at(own: Sequence[_Own], chosen: Sequence[Entries], ends: Array) -> Array:
-    """Return the values that a rank has at the chosen places of all tensors."""
+def _at(local: Sequence[_Local], chosen: Sequence[Entries], ends: Array) -> Array:
+    """Return a rank's values at the chosen indices of all tensors."""
     values = load_backend("cpu").empty(int(ends[-1]))
-    shares = np.split(values, ends[:-1])
-    for (whole, finite), (places, _), share in zip(own, chosen, shares, strict=True):
+    slices = np.split(values, ends[:-1])
+    for (whole, finite), (places, _), out in zip(local, chosen, slices, strict=True):
         if whole is None:
-            share.fill(0)
+            out.fill(0)
         else:
-            share[:] = whole[places] if finite else np.nan
+            out[:] = whole[places] if finite else np.nan
     return values

@@ -1,4 +1,4 @@
-"""Top-k lists of a GPU; the host merges them, and the GPU sums what they choose."""
+"""Global top-k on a GPU: the device makes and sums lists, the host merges them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _KERNELS = ("find_beyond", "take_places", "fill_sum", "put_places")
 
 
 class _Exchange:
-    """``wholes``: gradient plus residual of what takes part, and in the end what is left of it.
+    """One exchange of a bucket on a GPU.
 
-    ``bad``: for each tensor a word that is not 0 if its sum will not be finite.
+    ``wholes``: gradient plus residual of each tensor that is not frozen; in the end the new
+    residual. ``bad``: for each tensor a word that is nonzero if its sum is not finite.
     """
 
     def __init__(
@@ -52,18 +53,18 @@ class _Exchange:
         ]
 
     def encode(self, measure: bool) -> Encoded:
-        """Make the lists."""
+        """Launch the encoding of the lists."""
         grads, old = self._grads, self._old
         return self._encoder.encode(grads, old, self.wholes, measure, keeps_sent=True)
 
     def take(self, chosen: Sequence[Entries]) -> Any:
-        """Return this rank's values at the places of all tensors."""
+        """Return this rank's values at the chosen indices of all tensors."""
         ends = np.cumsum([entries.places.size for entries in chosen]).tolist()
         self._parts = [slice(end - c.places.size, end) for end, c in zip(ends, chosen, strict=True)]
         self._places = self.device.upload(np.concatenate([c.places for c in chosen]).astype("u4"))
         bad = np.array([np.isnan(entries.values).any() for entries in chosen], np.uint32)
         self.bad = self.device.upload(bad)
-        message = self.device.zeros(ends[-1])  # of the frozen
+        message = self.device.zeros(ends[-1])  # zeros for frozen tensors
         for whole, places, flag, part in self._each():
             if whole is not None:
                 n = part.stop - part.start
@@ -72,12 +73,12 @@ class _Exchange:
         return message
 
     def _each(self) -> Iterator[tuple[Any, Any, Any, slice]]:
-        """Yield each tensor's whole, its places, its word of ``bad`` and its part of messages."""
+        """Yield each tensor's whole, its indices, its word of ``bad`` and its slice of messages."""
         for number, (whole, part) in enumerate(zip(self.wholes, self._parts, strict=True)):
             yield whole, self._places[part], self.bad[number : number + 1], part
 
     def sum(self, reduced: Any) -> list[Any]:
-        """Return the sums; take them off what is left."""
+        """Return the sums, and clear the sent values in the residuals."""
         if len(reduced) != (expected := len(self._message)):
             raise PayloadError(f"{len(reduced)} values arrived, {expected} were expected")
         sums = [self.device.empty(max(1, n))[:n] for n in self._numels]
@@ -93,7 +94,7 @@ class _Exchange:
         return sums
 
     def measured(self, encoded: Encoded) -> Callable[[], dict[str, Any]]:
-        """Return what waits for what was measured; it keeps no large array alive."""
+        """Return a function that waits for the measurements and keeps no large array alive."""
         assert encoded.squares is not None
         sent = [self.device.fetch(self._message[part]) for part in self._parts]
         return partial(_measured, encoded.squares, sent, self._tensors)
@@ -106,7 +107,7 @@ def gtopk_on_device(
     carried: Mapping[str, Any],
     context: Context,
 ) -> Generator[Round, Any, Outcome]:
-    """Exchange lists and sums; see ``GTopK.exchange``. Waits for the lists of all ranks."""
+    """Exchange lists and sums; see ``GTopK.exchange``. Waits for all ranks' lists."""
     device = context.device
     assert device is not None
     exchange = _Exchange(scheme, tensors, grads, carried, device)
@@ -123,7 +124,7 @@ def gtopk_on_device(
 
 
 def _encoder(device: Device, scheme: GTopK, tensors: Sequence[Tensor]) -> Encoder:
-    from horovod_fftcomp.kernels.cuda.encoder import Encoder  # not for whoever has no GPU
+    from horovod_fftcomp.kernels.cuda.encoder import Encoder  # imported only where there is a GPU
 
     key = ("lists", tuple(tensors))
     if key not in device.cache or device.cache[key][0] != scheme.codec:
@@ -137,7 +138,7 @@ def _measured(
     sent: Sequence[Callable[[], np.ndarray]],
     tensors: Sequence[Tensor],
 ) -> dict[str, Any]:
-    """Wait for what was measured; return it as a field of ``Outcome``."""
+    """Wait for the measurements; return them as a field of ``Outcome``."""
     energies = {}
     for number, (gradient, wanted, _) in squares().items():
         gone = math.fsum(np.square(sent[number](), dtype=np.float64))
