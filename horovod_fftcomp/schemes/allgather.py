@@ -144,7 +144,7 @@ def part_of(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Bod
             return None
         part = codec.part(aligned(payload), plan, header, kernels)
         if kernels.max_abs_bits(part.packed.view(np.float32)) > part.coding.largest:
-            raise PayloadError("body: a value is larger than the scale in the header")
+            raise PayloadError("body: a value lies beyond the scale")
     except (PayloadError, ValueError) as error:
         raise PayloadError(f"tensor {tensor.name!r}: {error}") from error
     return part

@@ -1,4 +1,4 @@
-"""All values above a threshold that stays: given, or found by Top-k in the first steps."""
+"""Hard threshold: all values above a fixed threshold, given or calibrated by top-k."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from horovod_fftcomp.types import Array
 
 @dataclass(frozen=True)
 class HardThreshold(Scheme):
-    """Send what is at least ``threshold`` in magnitude; with ``error_feedback`` carry on the rest.
+    """Send all values of at least ``threshold`` in magnitude, with optional error feedback.
 
-    With ``threshold`` None each tensor begins with ``calibrate_steps`` steps of Top-k at
-    ``density``, not counting those without a gradient. The k-th largest magnitudes of the last
-    half of them, in the mean over steps and ranks, are its threshold from then on. A given one
-    has the units of a gradient before any loss scale.
+    With ``threshold`` None each tensor begins with ``calibrate_steps`` steps of top-k at
+    ``density``, steps with zero gradients not counted. From then on its threshold is the k-th
+    largest magnitude, averaged over ranks and over the last half of these steps. A given
+    ``threshold`` is in units of a gradient before any loss scale.
 
-    Bytes depend on the values. Source: Sahu et al., NeurIPS 2021, which minimises the total error.
+    The payload size depends on the values. Source: Sahu et al., NeurIPS 2021, which minimises the
+    total error.
     """
 
     spec_name = "HardThreshold"
@@ -79,21 +80,21 @@ class HardThreshold(Scheme):
         return outcome._replace(missed=missed if self.error_feedback else None)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange; see ``Scheme``.
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``.
 
-        While thresholds are looked for, it is this scheme that takes arrays to the host.
+        During calibration this scheme itself copies arrays to the host.
         """
         return serves(_codec(LEAST_THRESHOLD, self.quantizer), tensors)
 
     @property
     def codec(self) -> Codec:
-        """The codec of a given threshold; ValueError without one."""
+        """The codec of a given threshold; ValueError if ``threshold`` is None."""
         if self.threshold is None:
-            raise ValueError("the threshold is found in a run; give threshold= for a codec")
+            raise ValueError("threshold is None, so it is known only in a run; give threshold=")
         return _codec(self.threshold, self.quantizer)
 
     def _codec(self, levels: Array | None, context: Context) -> Codec:
-        """Return Top-k in float32 for a tensor that calibrates, else the codec of its threshold."""
+        """Return the codec of a tensor: float32 top-k in calibration, then its threshold's."""
         if self.threshold is not None:
             return _codec(self.threshold, self.quantizer).at_loss_scale(context.loss_scale)
         if levels is None or np.isnan(levels[-1]):
@@ -102,7 +103,7 @@ class HardThreshold(Scheme):
         return _codec(max(float(last.mean(dtype=np.float64)), LEAST_THRESHOLD), self.quantizer)
 
     def _with(self, levels: Array | None, level: float) -> Array:
-        """Return ``levels`` and one more; zero, as of a tensor without gradient, is none."""
+        """Return ``levels`` with ``level`` appended; 0, from zero gradients, is skipped."""
         if levels is None:
             levels = np.full(self.calibrate_steps, np.nan, np.float32)
         if level > 0:
@@ -111,12 +112,12 @@ class HardThreshold(Scheme):
         return levels
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that ``density`` would make of ``tensor``; values decide how many."""
+        """Return the bytes of ``tensor`` at ``density``, an estimate: the values decide."""
         codec = Codec(Identity(), TopK(self.density), self.quantizer)
         return wire.align(codec.payload_nbytes(tensor.shape))
 
     def state_format(self, tensor: Tensor) -> str:
-        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return self._gather.state_format(tensor)
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
@@ -127,7 +128,7 @@ class HardThreshold(Scheme):
         return arrays
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:
-        """Return what is not sent yet of ``tensor``, float32 in its shape."""
+        """Return the residual of ``tensor``, float32 in its shape."""
         return self._gather.residual(state, tensor)
 
     @property
@@ -137,12 +138,12 @@ class HardThreshold(Scheme):
 
 @functools.lru_cache(1 << 14)
 def _codec(threshold: float, quantizer: Quantizer) -> Codec:
-    """Return a codec that is kept, since its fingerprint takes longer than a small tensor."""
+    """Return a cached codec: its fingerprint takes longer to make than a small tensor to encode."""
     return Codec(Identity(), Threshold(threshold), quantizer)
 
 
 def _level(codec: Codec, header: wire.Header, payload: Array) -> float:
-    """Return the k-th largest magnitude of a float32 Top-k payload."""
+    """Return the k-th largest magnitude of a float32 top-k payload."""
     plan = codec.plan(header.shape)
     n = math.prod(header.shape)
     values = np.abs(payload[plan.values_offset :].view(np.float32))

@@ -1,7 +1,8 @@
-"""Two levels: gradients are summed within a node as they are, and compressed between nodes.
+"""Hierarchical exchange: dense sums within a node, compression between nodes.
 
-A node is a number of ranks in a row. Each bucket has one leader in every node, chosen by its name,
-so that the ranks of a node share the work; leaders exchange by another scheme.
+A node is a number of consecutive ranks. Each bucket has one leader in every node, chosen by a hash
+of its name, so that the work is spread over the ranks of a node. Leaders exchange by another
+scheme.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ Ranks = tuple[int, ...]
 
 
 class NodeLayout:
-    """Who is in which node, of ``world_size`` ranks, and who may lead together."""
+    """Assignment of ``world_size`` ranks to nodes, and groups of leaders with one of each node."""
 
     def __init__(self, ranks_per_node: int, world_size: int) -> None:
         firsts = range(0, world_size, ranks_per_node)
         self.nodes = [tuple(range(f, min(f + ranks_per_node, world_size))) for f in firsts]
-        # The last node may be smaller than the others; every node has so many leaders. Where there
-        # is but one node, nothing is worth compressing.
+        # The last node may be smaller than the others, so there are as many leader groups as it has
+        # ranks. With a single node there are no leaders, since nothing needs compressing.
         self._leaders: list[Ranks] = (
             list(zip(*self.nodes, strict=False)) if len(firsts) > 1 else [()]
         )
 
     def groups(self) -> Iterator[Ranks]:
-        """Yield all groups of two ranks or more that exchange something of their own."""
+        """Yield all groups of two or more ranks that have collectives of their own."""
         yield from (ranks for ranks in (*self.nodes, *self._leaders) if len(ranks) > 1)
 
     def node_of(self, rank: int) -> Ranks:
-        """Return the ranks of a rank's node, itself included."""
+        """Return the ranks of the node of ``rank``, itself included."""
         return next(node for node in self.nodes if rank in node)
 
     def leaders(self, tensors: Sequence[Tensor]) -> Ranks:
-        """Return a bucket's leaders, one of each node; none where there is but one node."""
+        """Return a bucket's leaders, one of each node; none if there is only one node."""
         return self._leaders[wire.fnv1a(tensors[0].name) % len(self._leaders)]
 
 
@@ -61,10 +62,10 @@ class NodeLayout:
 class Hierarchical(Wrapper):
     """Sum within each node of ``ranks_per_node`` ranks, and exchange the sums by ``scheme``.
 
-    To ``scheme`` nodes are what ranks are otherwise: it sees as many ranks as there are nodes.
-    Only a bucket's leaders have state; what another rank has not sent, from a state of other
-    numbers of ranks, goes into the sum of its node. A scheme with a momentum of its own, or of
-    signs, is refused: on one node it would do something else than on two.
+    ``scheme`` runs with one rank per node. Only a bucket's leaders have state. If a loaded state,
+    from another number of ranks, gives a non-leader a residual, it is added to the sum of its node.
+    Raises UnsupportedError for a scheme with a momentum of its own or that sends signs: its result
+    on one node would differ from that on two.
     """
 
     spec_name = "PerNode"
@@ -75,12 +76,12 @@ class Hierarchical(Wrapper):
         if not is_whole(self.ranks_per_node) or self.ranks_per_node < 2:
             raise ValueError(
                 f"ranks_per_node must be a whole number from 2, got {self.ranks_per_node!r}; "
-                "with one rank on every node leave it out"
+                "omit it for one rank per node"
             )
         if not self.scheme.fits_differences():
             raise UnsupportedError(
-                "ranks_per_node is for recipes without a momentum of their own that send no signs. "
-                "Take another recipe, or sketchsgd or dgc with momentum=0.0"
+                "ranks_per_node does not work with recipes that have their own momentum or send "
+                "signs. Use another recipe, or sketchsgd or dgc with momentum=0.0"
             )
 
     @property
@@ -100,7 +101,9 @@ class Hierarchical(Wrapper):
         layout, device = NodeLayout(self.ranks_per_node, context.world_size), context.device
         node, leaders = layout.node_of(context.rank), layout.leaders(tensors)
         leads, numels = context.rank in leaders, numels_of(tensors)
-        mine = join(grads if leads else self._owed(tensors, grads, state, device), numels, device)
+        mine = join(
+            grads if leads else self._compensated(tensors, grads, state, device), numels, device
+        )
         within = yield from _among(node, Round("allreduce", mine, inside=True))
         if not leads:
             for collective in self.scheme.rounds:
@@ -110,7 +113,7 @@ class Hierarchical(Wrapper):
                 within = yield from _among(node, last)
             else:
                 yield last._replace(among=(), inside=False)
-            if any(state.values()):  # only the host can take a state back
+            if any(state.values()):  # only the host can restore a state
                 within, device = on_host(within, device), None
             return _summed(within, numels, _kept(tensors, grads, state), device)
 
@@ -125,28 +128,28 @@ class Hierarchical(Wrapper):
         return _checked(outcome, result, numels, device)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return self.scheme.runs_on_device(tensors)
 
-    def _owed(
+    def _compensated(
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, device: Device | None
     ) -> list[Array | None]:
-        """Return gradients and what a rank that does not lead has not sent, from a loaded state."""
-        owing = {name for arrays in state.values() for name in arrays}
+        """Return a non-leader's gradients, plus its residuals from a loaded state."""
+        with_state = {name for arrays in state.values() for name in arrays}
         return [
             grad
-            if grad is None or tensor.name not in owing
+            if grad is None or tensor.name not in with_state
             else on_host(grad, device) + self.scheme.residual(state, tensor).reshape(-1)
             for tensor, grad in zip(tensors, grads, strict=True)
         ]
 
     def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
-        """Return in words what is chosen for a tensor; None where this rank does not lead."""
+        """Return in words what is chosen for a tensor; None if this rank does not lead."""
         return self.scheme.choice_of(state, tensor) if any(state.values()) else None
 
 
 def _kept(tensors: Sequence[Tensor], grads: Grads, state: OldState) -> dict[str, dict[str, Array]]:
-    """Return the state of frozen tensors, which are not summed, of a rank that does not lead."""
+    """Return a non-leader's state of frozen tensors, which are not summed."""
     frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
     return {
         kind: {name: array for name, array in arrays.items() if name in frozen}
@@ -157,9 +160,9 @@ def _kept(tensors: Sequence[Tensor], grads: Grads, state: OldState) -> dict[str,
 def _summed(
     within: Any, numels: Sequence[int], state: dict[str, dict[str, Array]], device: Device | None
 ) -> Outcome:
-    """Return what sums of a node are to a rank that does not lead: bad if any is not finite.
+    """Return a non-leader's outcome, made of its node's sums; not finite if any sum is not.
 
-    Its leader's are the same, so they decide alike.
+    Its leader has the same sums, so both decide alike.
     """
     if device is not None:
         return outcome_on_device(within, numels, state, device)
@@ -170,7 +173,7 @@ def _summed(
 def _checked(
     outcome: Outcome, result: Any, numels: Sequence[int], device: Device | None
 ) -> Outcome:
-    """Return a leader's outcome, which is bad if any of its sums, ``result``, is not finite."""
+    """Return a leader's outcome, marked as not finite if any sum in ``result`` is not finite."""
     if outcome.on_device is None:
         judged = _summed(on_host(result, device), numels, {}, None)
         return outcome._replace(finite=outcome.finite and judged.finite)
@@ -182,7 +185,7 @@ def _checked(
 
 
 def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:
-    """Carry out a round among ``ranks``; nobody is asked to by a rank that is alone."""
+    """Run a round among ``ranks``; a single rank keeps its data and needs no collective."""
     if len(ranks) == 1:
         yield round_._replace(data=round_.data[:0], among=())
         return round_.data
@@ -190,7 +193,7 @@ def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:
 
 
 def _between(ranks: Ranks, exchange: Exchange) -> Exchange:
-    """Carry out an exchange among ``ranks``."""
+    """Run an exchange among ``ranks``."""
     round_ = next(exchange)
     while True:
         output = yield from _among(ranks, round_)

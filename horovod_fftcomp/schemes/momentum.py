@@ -1,4 +1,4 @@
-"""Momentum before compression, for schemes whose optimizer must not have one of its own."""
+"""Momentum correction (DGC): momentum before compression, for optimizers without momentum."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from horovod_fftcomp.types import Array, Coefficients
 
 @dataclass(frozen=True)
 class MomentumCorrection:
-    """Accumulate velocities, not gradients, in what is not sent yet.
+    """Accumulate velocities instead of gradients in the residual.
 
     velocity <- momentum * velocity + gradient; residual <- residual + velocity. With ``nesterov``
     velocity <- momentum * (velocity + gradient); residual <- residual + velocity + gradient. With
-    ``masking`` a velocity is forgotten where it is sent. ``max_norm``: a tensor's gradient is
+    ``masking`` the velocity of sent elements is reset to 0. ``max_norm``: a tensor's gradient is
     first scaled to a norm of at most max_norm / sqrt(world size), in units of a gradient before
     any loss scale. Source: Lin et al., ICLR 2018 (DGC).
     """
@@ -54,15 +54,15 @@ class MomentumCorrection:
 
     @property
     def growth(self) -> float:
-        """By how much velocities outgrow gradients that all agree."""
+        """Ratio of velocity to gradient in the limit of constant gradients, 1 / (1 - momentum)."""
         return 1 / (1 - self.momentum)
 
     def accumulate(
         self, grad: Array, state: OldState, tensor: Tensor, k: int, context: Context
     ) -> tuple[Coefficients, Array]:
-        """Return (all that is to be sent, with the key of its ``k`` largest; the new velocity).
+        """Return (residual plus velocity, with the top-k threshold for ``k``; the new velocity).
 
-        Both in new arrays. ValueError for a state of another size or dtype.
+        Both are new arrays. ValueError for a state of the wrong size or dtype.
         """
         velocity, residual = (
             state.get(kind, {}).get(tensor.name) for kind in ("velocity", "residual")
@@ -74,13 +74,13 @@ class MomentumCorrection:
         )
 
     def largest_norm(self, context: Context) -> float | None:
-        """Return the norm that a gradient may have; None if it may have any."""
+        """Return the clipping norm of a gradient, loss scale included; None without clipping."""
         if self.max_norm is None:
             return None
         return self.max_norm * context.loss_scale / math.sqrt(context.world_size)
 
     def _factor(self, grad: Array, context: Context) -> float:
-        """Return what the gradient is multiplied by to clip it; NaN for one with NaN inside."""
+        """Return the factor that clips the gradient, at most 1; NaN if the gradient has NaN."""
         most = self.largest_norm(context)
         if most is None or not grad.size:
             return 1.0
@@ -91,28 +91,28 @@ class MomentumCorrection:
 
 @dataclass(frozen=True, kw_only=True)
 class MomentumScheme(Scheme):
-    """What schemes have in common that need an optimizer without momentum of its own."""
+    """Base of schemes with momentum correction, whose optimizer must have no momentum."""
 
     correction: MomentumCorrection
 
     def in_warmup(self) -> Scheme:
-        """Return SGD with the same momentum, by allreduce."""
+        """Return the scheme of dense steps: an allreduce of velocities of the same momentum."""
         return MomentumSum(correction=self.correction)
 
     def own_momentum(self) -> float:
-        """Return the decay of the momentum that the scheme keeps itself; see ``Scheme``."""
+        """Return the decay of the scheme's own momentum; see ``Scheme``."""
         return self.correction.momentum
 
     def accumulation(self) -> float:
-        """Return by how much velocities outgrow steady gradients; see ``Scheme``."""
+        """Return the factor by which steady gradients grow; see ``Scheme``."""
         return self.correction.growth
 
     def fits_differences(self) -> bool:
-        """Tell whether differences of weights may be sent; see ``Scheme``."""
+        """Return whether differences of weights may be sent; see ``Scheme``."""
         return self.correction.momentum == 0
 
     def state_format(self, tensor: Tensor) -> str:
-        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return f"velocity and residual of {list(tensor.shape)} by element"
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
@@ -124,7 +124,7 @@ class MomentumScheme(Scheme):
 
 @dataclass(frozen=True)
 class MomentumSum(MomentumScheme):
-    """Sum whole velocities, and what residuals there are: dense steps of schemes with momentum."""
+    """Dense step of schemes with momentum correction: allreduce of residual plus velocity."""
 
     spec_name = "MomentumSum"
     rounds = ("allreduce",)
@@ -157,10 +157,10 @@ class MomentumSum(MomentumScheme):
         return Outcome(np.split(reduced, ends), kept, finite)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell that a GPU can compute this step's exchange; see ``Scheme``."""
+        """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
         del tensors
         return True
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         return 4 * math.prod(tensor.shape)

@@ -1,4 +1,4 @@
-"""Momentum before compression on a GPU: clipping, and dense steps."""
+"""Momentum correction on a GPU: gradient clipping and dense steps."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class _Clipping(BucketRows):
-    """Sums of squares, of which each gradient is one row; see ``elementwise``.
+    """Clipping factors from sums of squares, with each gradient as one row; see ``elementwise``.
 
-    ``factors``: where lies what each gradient is to be multiplied by.
+    ``factors``: device address of the factor of each gradient.
     """
 
     def __init__(self, device: Device, tensors: Sequence[Tensor]) -> None:
@@ -38,7 +38,7 @@ class _Clipping(BucketRows):
         self.factors = device.address(self._factors) + 4 * np.arange(len(tensors), dtype=np.uint64)
 
     def find(self, grads: Sequence[Any], most: float) -> None:
-        """Launch what finds the factors for norms of at most ``most``."""
+        """Launch the kernels that compute the factors for norms of at most ``most``."""
         self.rows["grad"] = [self.device.address(grad) for grad in grads]
         table = self.uploads.of("gradients", self.rows)
         self.on_tiles("sum_parts<true>", table, self._elements, np.uint32(0), self._parts)
@@ -53,8 +53,8 @@ def velocities_of(
     carried: Mapping[str, Any],
     context: Context,
 ) -> Velocities | None:
-    """Return the momentum that gradients pass, of which ``carried`` has the last velocities."""
-    from horovod_fftcomp.kernels.cuda.encoder import Velocities  # not for whoever has no GPU
+    """Return old and new velocities and their options for the encoder; None without correction."""
+    from horovod_fftcomp.kernels.cuda.encoder import Velocities  # only with a GPU
 
     if correction is None:
         return None
@@ -75,7 +75,7 @@ def clip_factors(
     grads: Sequence[Any],
     context: Context,
 ) -> Array | int:
-    """Return the addresses of what each gradient is to be multiplied by; 0 of no clipping."""
+    """Return the device address of each gradient's clipping factor; 0 without clipping."""
     most, device = correction.largest_norm(context), context.device
     if most is None:
         return 0
@@ -101,7 +101,7 @@ def momentum_sum_on_device(
     state: OldState,
     context: Context,
 ) -> Generator[Round, Any, Outcome]:
-    """Sum velocities, and residuals that are left; see ``MomentumSum.exchange``. Does not wait."""
+    """Allreduce residuals plus velocities without waiting; see ``MomentumSum.exchange``."""
     device, numels = context.device, numels_of(tensors)
     assert device is not None
     bucket = kept(_Bucket, device, tensors, correction)
@@ -110,15 +110,15 @@ def momentum_sum_on_device(
     exchange.point_at_old("velocity", velocities)
     exchange.rows["factor"] = clip_factors(correction, tensors, grads, context)
     moved = exchange.new("moved", exchange.takes_part)
-    values = device.zeros(sum(numels))  # as frozen tensors are
+    values = device.zeros(sum(numels))  # zeros for frozen tensors
     begins = np.cumsum(numels) - numels
     exchange.rows["whole"] = exchange.address(values) + 4 * begins
     table = bucket.uploads.of("own", exchange.rows)
     bucket.on_tiles("accumulate", table, device.zeros(len(tensors), np.uint32))
     reduced = yield Round("allreduce", values)
-    # Nothing is left, unless the step is dropped.
-    owed = zip(numels, exchange.rows["residual"], strict=True)
-    left = [device.zeros(n) if residual else None for n, residual in owed]
+    # Residuals are zeros now, unless the step is dropped.
+    old = zip(numels, exchange.rows["residual"], strict=True)
+    left = [device.zeros(n) if residual else None for n, residual in old]
     exchange.point("whole", left)
 
     def restore(verdict: Any) -> None:

@@ -1,4 +1,4 @@
-"""Types and names of keyword arguments: one check for the options of recipes and for settings."""
+"""Validation of keyword arguments: names and types of recipe options and of settings."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _WORDS: dict[Any, str] = {
 
 
 def kinds_of(annotated: Any) -> dict[str, Any]:
-    """Return the annotated types of a function's parameters, or of a class's fields."""
+    """Return the annotated types of a function's parameters or a class's fields, by name."""
     return get_type_hints(annotated.func if isinstance(annotated, partial) else annotated)
 
 
 def checked(name: str, value: Any, kind: Any, default: object = None) -> Any:
     """Return ``value`` as an object of the annotated type ``kind``.
 
-    Whole numbers and numbers may be NumPy's, but no bools; built-in ones are returned. Raises
-    TypeError for a value of another type, ValueError for a number that is not finite and for a
-    string that a ``Literal`` does not have. ``default`` serves as an example in messages.
+    Numbers may be NumPy's, but not bools, and are returned as built-in numbers. Raises TypeError
+    for a value of the wrong type, ValueError for a number that is not finite and for a string that
+    is not among those of a ``Literal``. ``default`` is the example in messages.
     """
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if Any in kinds or (value is None and NoneType in kinds):

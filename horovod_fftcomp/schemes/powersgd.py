@@ -1,4 +1,4 @@
-"""Low-rank sums of matrices in two rounds (Vogels et al., NeurIPS 2019)."""
+"""PowerSGD: low-rank approximation of matrices, in two allreduces (Vogels et al., NeurIPS 2019)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from horovod_fftcomp.wire import counter_rng
 
 
 class Matrix(NamedTuple):
-    """A tensor as rows and columns, and the rank it is sent with; 0: as it is."""
+    """Shape of a tensor as a matrix, and the rank of its approximation; 0: sent dense."""
 
     rows: int
     columns: int
@@ -39,24 +39,24 @@ class Matrix(NamedTuple):
 
     @property
     def first_numel(self) -> int:
-        """Elements of the first round."""
+        """Number of elements in the first round."""
         return self.rows * (self.rank or self.columns)
 
     @property
     def second_numel(self) -> int:
-        """Elements of the second round, which is never empty."""
+        """Number of elements in the second round, which is never empty."""
         return max(1, self.columns * self.rank)
 
 
 @dataclass
 class _TensorExchange:
-    """One tensor on its way through an exchange."""
+    """State of one tensor during an exchange."""
 
     tensor: Tensor
     matrix: Matrix
     grad: Array | None
-    carried: Array | None  # the residual before
-    whole: Array | None  # gradient and residual, float32 [rows, columns]; in the end what is left
+    carried: Array | None  # the old residual
+    whole: Array | None  # gradient + residual, float32 [rows, columns]; in the end the new residual
     right: Array  # warm start, float32 [columns, rank]
     finite: bool
     left: Array  # orthonormal, float32 [rows, rank], the same on all ranks
@@ -65,16 +65,17 @@ class _TensorExchange:
 
 @dataclass(frozen=True)
 class PowerSgd(Scheme):
-    """Send the factors of a rank-``rank`` approximation: one power iteration from the last step's.
+    """Send the factors of a rank-``rank`` approximation, by one power iteration with warm start.
 
-    Of M, a tensor as [first dimension, the others], r = min(rank, rows, columns):
-    P = orthonormal(sum over ranks of M Q); Q = sum of M^T P, the next step's start; the sum is
-    P Q^T. Each rank carries on M - P (its own M^T P)^T. Vectors, and matrices whose factors would
-    not be smaller, travel as they are in the first round. ``seed`` draws the first Q.
+    M: a tensor as a matrix [first dimension, all others]; r = min(rank, rows, columns).
+    P = orthonormal(sum over ranks of M Q); Q = sum over ranks of M^T P, with which the next step
+    starts; the sum is P Q^T. The residual of a rank is M - P (its own M^T P)^T. Vectors, and
+    matrices whose factors would not be smaller, are sent dense in the first round. ``seed`` draws
+    the first Q.
 
-    Differs from Vogels et al.: entries of the first Q are drawn evenly from [-1, 1), which all
-    machines compute alike; what a rank carries on is its own difference, not that to the mean, so
-    that it does not grow with what ranks differ in. The sums are the same.
+    Differs from Vogels et al.: entries of the first Q are uniform in [-1, 1), which all machines
+    compute alike; the residual is the error of the rank's own product instead of that of the mean,
+    so that it does not grow with the differences between ranks. The sums are the same.
     """
 
     spec_name = "PowerSgd"
@@ -123,11 +124,11 @@ class PowerSgd(Scheme):
         )
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
 
     def matrix(self, tensor: Tensor) -> Matrix:
-        """Return how a tensor travels."""
+        """Return the matrix shape and the rank with which a tensor is sent."""
         numel = math.prod(tensor.shape)
         if len(tensor.shape) < 2 or numel == 0:
             return Matrix(1, numel, 0)
@@ -138,7 +139,7 @@ class PowerSgd(Scheme):
     def _begin(
         self, tensor: Tensor, grad: Array | None, matrix: Matrix, state: OldState, share: Array
     ) -> _TensorExchange:
-        """Write a tensor's part of the first round: M Q."""
+        """Write a tensor's slice of the first message, M Q, into ``share``."""
         residual, shape = state.get("residual", {}).get(tensor.name), (matrix.rows, matrix.columns)
         check_state("residual", residual, (np.dtype(np.float32), math.prod(shape)))
         right = self.right(tensor, state)
@@ -159,7 +160,7 @@ class PowerSgd(Scheme):
         return part
 
     def right(self, tensor: Tensor, state: OldState) -> Array:
-        """Return the last step's Q, or a drawn one, ``[columns, rank]``."""
+        """Return Q of the last step, or a random first one, ``[columns, rank]``."""
         matrix = self.matrix(tensor)
         numel = matrix.columns * matrix.rank
         kept = state.get("factor", {}).get(tensor.name)
@@ -169,7 +170,7 @@ class PowerSgd(Scheme):
         return kept.reshape(matrix.columns, matrix.rank) if matrix.rank else kept
 
     def _project(self, part: _TensorExchange, reduced: Array, share: Array, measures: bool) -> None:
-        """Write a tensor's part of the second round, M^T P, and find what it leaves."""
+        """Write a tensor's slice of the second message, M^T P, and compute its new residual."""
         kernels, (rows, columns, rank) = load_backend("cpu"), part.matrix
         share.fill(0)
         if kernels.max_abs_bits(reduced) > LARGEST_FINITE_BITS:
@@ -226,12 +227,12 @@ class PowerSgd(Scheme):
         return state | {"residual": residuals} if self.error_feedback else state
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         matrix = self.matrix(tensor)
         return 4 * (matrix.first_numel + matrix.second_numel)
 
     def state_format(self, tensor: Tensor) -> str:
-        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return f"residual of {list(tensor.shape)} and factor of rank {self.matrix(tensor).rank}"
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:

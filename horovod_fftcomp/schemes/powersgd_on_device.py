@@ -1,4 +1,4 @@
-"""Low-rank sums of matrices, computed by a GPU without a wait for it."""
+"""PowerSGD on a GPU, without host synchronisation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _KERNELS = ("take_whole", "check_factors", "orthonormalize", "subtract_products"
 
 
 class _Bucket(BucketRows):
-    """``firsts``, ``seconds``: where the tensors' parts of each message begin, and where they end.
+    """Descriptor table of a bucket.
 
-    ``left``: the orthonormal factors, needed within a step alone; ``lefts``: where they begin.
+    ``firsts``, ``seconds``: offsets of the tensors in the first and the second message, with the
+    end. ``left``: the orthonormal factors, used only within a step; ``lefts``: their offsets.
     """
 
     def __init__(self, device: Device, tensors: Sequence[Tensor], scheme: PowerSgd) -> None:
@@ -40,7 +41,7 @@ class _Bucket(BucketRows):
         self.rows["scratch"] = device.address(self._scratch) + 8 * self.lefts[:-1]
 
     def on_tensors(self, name: str, table: Any, *arguments: Any) -> None:
-        """Launch a kernel with a block for each tensor of a table."""
+        """Launch a kernel with one block for each tensor of a table."""
         shared = self.tables.SQUARES_NBYTES
         self.launch(name, len(self.rows), [table, *arguments], shared)
 
@@ -69,7 +70,7 @@ class _Exchange(ExchangeRows):
         return {tensor.name: array for tensor, array in named if array is not None}
 
     def _started(self, scheme: PowerSgd, state: OldState) -> list[Any]:
-        """Return Q of each matrix: the last step's, or a drawn one."""
+        """Return Q of each matrix: of the last step, or a random first one."""
         factors, found = state.get("factor", {}), []
         for row, tensor in zip(self.rows, self.tensors, strict=True):
             right = factors.get(tensor.name)
@@ -80,21 +81,23 @@ class _Exchange(ExchangeRows):
         return found
 
     def project(self) -> Any:
-        """Return the message of the first round: M Q, or a tensor as it is."""
+        """Return the message of the first round: M Q, or the dense tensor."""
         bucket, firsts = self.bucket, self.bucket.firsts
-        message = self.device.zeros(max(1, int(firsts[-1])))[: int(firsts[-1])]  # of the frozen
+        message = self.device.zeros(max(1, int(firsts[-1])))[
+            : int(firsts[-1])
+        ]  # zeros for frozen tensors
         sent_whole = np.array(self.takes_part) & (self.rows["rank"] == 0)
         self.rows["whole"][sent_whole] = (self.address(message) + 4 * firsts[:-1])[sent_whole]
         bucket.on_tiles("take_whole", bucket.uploads.of("grads", self.rows))
         if self.measures:
             self.square(True, "whole")
             self.square(False, "whole")
-        self.rows["whole"][sent_whole] = 0  # nothing is left of it
+        self.rows["whole"][sent_whole] = 0  # it is sent whole and has no residual
         self._multiply(self._right, _split(message, firsts), False)
         return message
 
     def _multiply(self, factors: Sequence[Any], shares: Sequence[Any], turned: bool) -> None:
-        """Write matrices, or turned their transposes, times factors."""
+        """Write the products of matrices, transposed if ``turned``, and factors."""
         for whole, matrix, factor, share in zip(
             self._whole, self.bucket.matrices, factors, shares, strict=True
         ):
@@ -102,7 +105,7 @@ class _Exchange(ExchangeRows):
                 self.device.multiply(whole, matrix.rows, factor, share, turned)
 
     def project_back(self, received: Any) -> Any:
-        """Return the message of the second round, M^T P; takes off what it makes of M."""
+        """Return the message of the second round, M^T P; subtract the approximation from M."""
         bucket, seconds = self.bucket, self.bucket.seconds
         self._enter("first", received, bucket.firsts)
         self.not_finite = self.device.zeros(2 * len(self.rows), np.uint32)
@@ -118,13 +121,13 @@ class _Exchange(ExchangeRows):
         return message
 
     def _enter(self, field: str, array: Any, begins: np.ndarray) -> None:
-        """Enter where the tensors' parts of an array lie."""
+        """Enter the addresses of the tensors' slices of an array in ``field``."""
         if len(array) != begins[-1]:
             raise PayloadError(f"{len(array)} values arrived, {begins[-1]} were expected")
         self.rows[field] = self.address(array) + 4 * begins[:-1]
 
     def sum(self, received: Any) -> list[Any]:
-        """Return the sums of what came; enters the factors that the next step starts from."""
+        """Return the sums, and put the next step's factors into the state."""
         bucket, n = self.bucket, len(self.rows)
         self._enter("second", received, bucket.seconds)
         sums = self.new("sum", [True] * n)
@@ -137,11 +140,11 @@ class _Exchange(ExchangeRows):
         self._table = bucket.uploads.of("seconds", self.rows)
         bucket.on_tensors("check_factors", self._table, np.uint32(1), self.not_finite)
         bucket.on_tiles("sum_products", self._table, self.not_finite, self.not_finite[n:])
-        bucket.on_tensors("keep_factors", self._table, np.uint64(0))  # while what came is there
+        bucket.on_tensors("keep_factors", self._table, np.uint64(0))  # while ``received`` is there
         return sums
 
     def restore(self, verdict: Any) -> None:
-        """Launch what brings the new state back to the old one where the verdict is not 0."""
+        """Launch the kernels that restore the old state if ``verdict`` is nonzero."""
         self.bucket.on_tensors("keep_factors", self._table, verdict)
         table = self.bucket.coeffs_table(self.rows, "whole")
         self.bucket.on_tiles("restore<1>", table, verdict)
@@ -158,11 +161,11 @@ def powersgd_on_device(
     state: OldState,
     context: Context,
 ) -> Generator[Round, Any, Outcome]:
-    """Exchange factors; see ``PowerSgd.exchange``. Arrays are the device's, or brought there."""
+    """Exchange factors; see ``PowerSgd.exchange``. NumPy arrays are copied to the device."""
     exchange = _Exchange(scheme, tensors, grads, state, context)
     first = yield Round("allreduce", exchange.project())
     sums = exchange.sum((yield Round("allreduce", exchange.project_back(first))))
     measured = exchange.energies() if exchange.measures else None
-    flags = exchange.not_finite  # and none of corrupt payloads
+    flags = exchange.not_finite  # there are no payloads that could be corrupt
     later = OnDevice(flags, flags[:0], exchange.restore, measured)
     return Outcome(sums, exchange.state, True, on_device=later)

@@ -1,4 +1,4 @@
-"""Heavy hitters of a count sketch that all ranks sum (Ivkin et al., NeurIPS 2019)."""
+"""SketchedSGD: heavy hitters of a summed count sketch (Ivkin et al., NeurIPS 2019)."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ from horovod_fftcomp.wire import counter_rng
 
 
 class _Plan(NamedTuple):
-    """How a tensor of ``numel`` elements travels; as it is if ``columns`` is 0."""
+    """Sizes of a tensor's sketch and candidates; it is sent dense if ``columns`` is 0."""
 
     numel: int
     k: int
-    columns: int  # of a table
-    candidates: int  # whose values are summed exactly
+    columns: int  # of the sketch
+    candidates: int  # number of elements whose values are summed exactly
 
     def first_numel(self, rows: int) -> int:
-        """Elements of the first round."""
+        """Return the number of elements in the first round."""
         return rows * self.columns or self.numel
 
     @property
     def second_numel(self) -> int:
-        """Elements of the second round, which is never empty."""
+        """Number of elements in the second round, which is never empty."""
         return max(1, self.candidates)
 
 
 @dataclass
 class _TensorExchange:
-    """One tensor on its way through an exchange."""
+    """State of one tensor during an exchange."""
 
     tensor: Tensor
     plan: _Plan
     grad: Array | None
-    whole: Array | None  # all that is to be sent; in the end what is left
+    whole: Array | None  # residual plus velocity; in the end the new residual
     velocity: Array | None
     finite: bool
     places: Array | None = None  # of the candidates, ascending
@@ -65,13 +65,14 @@ class _TensorExchange:
 
 @dataclass(frozen=True)
 class SketchSgd(MomentumScheme):
-    """Sum count sketches, take ``candidates`` k heavy hitters, sum these exactly, and keep k.
+    """Allreduce count sketches, then the values of the heavy hitters they find; keep the k largest.
 
-    A sketch of ``rows`` x ``columns`` k has in each row the sum of all elements that its hash
-    sends to a column, each with a sign; the median over rows estimates an element. Sketches add
-    up, so that all ranks find the same elements, the largest of the sum. Hashes are drawn anew in
-    each step by ``seed``. ``correction``: as DGC's; the optimizer has no momentum. A tensor that
-    sketch and values would not make smaller travels as it is.
+    A sketch has ``rows`` rows of ``columns`` * k columns. In each row a hash assigns every element
+    to a column and a sign, and a column holds the signed sum of its elements; the median over rows
+    estimates an element. Sketches are linear, so all ranks find the same ``candidates`` * k largest
+    elements of the sum, whose values are then summed exactly. ``seed`` draws new hashes in each
+    step. ``correction``: as DGC's; the optimizer has no momentum. A tensor that sketch and values
+    would not make smaller is sent dense.
     """
 
     spec_name = "SketchSgd"
@@ -85,9 +86,7 @@ class SketchSgd(MomentumScheme):
     def __post_init__(self) -> None:
         object.__setattr__(self, "density", TopK(self.density).density)
         if type(self.rows) is not int or self.rows not in (1, 3, 5, 7, 9):
-            raise ValueError(
-                f"rows must be 1, 3, 5, 7 or 9, of which a median is one; got {self.rows!r}"
-            )
+            raise ValueError(f"rows must be 1, 3, 5, 7 or 9 (odd, for a median), got {self.rows!r}")
         for name in ("columns", "candidates"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= 64:
@@ -126,11 +125,11 @@ class SketchSgd(MomentumScheme):
         return Outcome(sums, self._new_state(parts, state), finite, energies)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
 
     def plan(self, tensor: Tensor) -> _Plan:
-        """Return how a tensor travels."""
+        """Return the sizes with which a tensor is sent."""
         n = math.prod(tensor.shape)
         k = TopK(self.density).count(n)
         columns, candidates = self.columns * k, min(n, self.candidates * k)
@@ -139,7 +138,7 @@ class SketchSgd(MomentumScheme):
         return _Plan(n, k, columns, candidates)
 
     def hashes(self, tensor: Tensor, context: Context) -> Array:
-        """Return what the hash of each row multiplies by and adds, uint64 ``[rows, 2]``."""
+        """Return (multiplier, addend) of the hash of each row, uint64 ``[rows, 2]``."""
         drawn = [
             counter_rng.draw(self.seed, context.step, tensor.name, place)
             for place in range(2 * self.rows)
@@ -155,7 +154,7 @@ class SketchSgd(MomentumScheme):
         context: Context,
         share: Array,
     ) -> _TensorExchange:
-        """Write a tensor's part of the first round."""
+        """Write a tensor's slice of the first message into ``share``."""
         if grad is None:
             share.fill(0)
             return _TensorExchange(tensor, plan, None, None, None, True)
@@ -172,7 +171,7 @@ class SketchSgd(MomentumScheme):
         return _TensorExchange(tensor, plan, grad, coeffs.array, velocity, finite)
 
     def _look_up(self, part: _TensorExchange, table: Array, context: Context, share: Array) -> None:
-        """Find the candidates, and write a tensor's part of the second round."""
+        """Find the candidates, and write a tensor's slice of the second message into ``share``."""
         kernels, plan = load_backend("cpu"), part.plan
         share.fill(0)
         if not plan.columns:
@@ -190,7 +189,7 @@ class SketchSgd(MomentumScheme):
     def _settle(
         self, part: _TensorExchange, reduced: Array, finite: bool, context: Context
     ) -> Array:
-        """Return a tensor's sum; what a rank has sent of it is no longer left."""
+        """Return a tensor's sum, and clear the sent elements in residual and velocity."""
         plan = part.plan
         if not finite:
             return np.full(plan.numel, np.nan, np.float32)
@@ -224,6 +223,6 @@ class SketchSgd(MomentumScheme):
         return new
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         plan = self.plan(tensor)
         return 4 * (plan.first_numel(self.rows) + plan.second_numel)

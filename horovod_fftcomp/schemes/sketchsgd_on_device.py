@@ -1,4 +1,4 @@
-"""Count sketches that a GPU makes and reads; the host takes the largest of what it finds."""
+"""SketchedSGD on a GPU: the device makes and queries sketches, the host selects the largest."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 
 class _Bucket(BucketRows):
-    """``firsts``, ``seconds``: where the tensors' parts of each message begin, and where they end.
+    """Descriptor table of a bucket.
 
-    ``found``: of each tensor that is sketched, by number, what sends the largest of its estimates.
+    ``firsts``, ``seconds``: offsets of the tensors in the first and the second message, with the
+    end. ``found``: by number, for each sketched tensor, the codec of its largest estimates.
     """
 
     def __init__(self, device: Device, tensors: Sequence[Tensor], scheme: SketchSgd) -> None:
-        from horovod_fftcomp.kernels.cuda.encoder import Encoder  # not for whoever has no GPU
+        from horovod_fftcomp.kernels.cuda.encoder import Encoder  # only with a GPU
 
         names = ["accumulate", "sketch", "write_sketch", "check_sketch", f"estimate<{scheme.rows}>"]
         super().__init__(device, "SKETCH", tensors, names)
@@ -48,7 +49,7 @@ class _Bucket(BucketRows):
         self.rows["how"] = self.tables.NESTEROV * correction.nesterov
         groups = self.owners("group", sizes, self.tables.THREADS)
         self._n_groups, self._groups = groups.size, device.upload(groups)
-        # A half more: a density that is rounded down must not make it one candidate less.
+        # Plus a half, so that rounding the density down does not lose a candidate.
         self.found = {
             number: Codec(Identity(), TopK((plan.candidates + 0.5) / plan.numel), Float32())
             for number, plan in enumerate(self.plans)
@@ -58,7 +59,7 @@ class _Bucket(BucketRows):
         self.encoder = Encoder(device, list(self.found.values()), shapes)
 
     def on_groups(self, name: str, table: Any, *arguments: Any) -> None:
-        """Launch a kernel for all floats of the first round."""
+        """Launch a kernel over all elements of the first round."""
         self.launch(name, self._n_groups, [table, self._groups, *arguments])
 
 
@@ -80,7 +81,8 @@ class _Exchange(ExchangeRows):
         )
         self.point_at_old("velocity", velocities)
         self.rows["factor"] = clip_factors(scheme.correction, tensors, grads, context)
-        # A residual of another density's times is sent whole; if the step is dropped it comes back.
+        # A tensor sent dense may have a residual from an earlier density, which is sent with it and
+        # restored if the step is dropped.
         keeps = self.rows["columns"] + self.rows["residual"] > 0
         left = [w if stays else None for w, stays in zip(self._whole, keeps, strict=True)]
         self.state = {
@@ -115,7 +117,7 @@ class _Exchange(ExchangeRows):
         self.rows["first"] = self.address(array) + 4 * firsts[:-1]
 
     def look_up(self, received: Any) -> Any:
-        """Return the message of the second round; waits for the places of the candidates."""
+        """Return the message of the second round; waits for the indices of the candidates."""
         bucket, device = self.bucket, self.device
         self._first = received
         self._enter_first(received)
@@ -142,21 +144,21 @@ class _Exchange(ExchangeRows):
         return message
 
     def _candidates(self, payloads: Array) -> Iterator[tuple[int, Array]]:
-        """Yield the number of each sketched tensor, and its candidates' places, ascending."""
+        """Yield the number of each sketched tensor and its candidates' indices, ascending."""
         split = wire.split_payloads(payloads[: self.bucket.encoder.message_nbytes])
         for (number, codec), (header, payload) in zip(
             self.bucket.found.items(), split, strict=True
         ):
             k = self.bucket.plans[number].candidates
             part = part_of(codec, self.tensors[number], header, payload)
-            if part is None:  # of estimates of a bad table
+            if part is None:  # the sketch was not finite
                 yield number, np.arange(k)
                 continue
             places = load_backend("cpu").positions_of(part.bitmap)
             yield number, places[largest(part.packed.view(np.float32), min(k, places.size))]
 
     def sum(self, received: Any) -> list[Any]:
-        """Return the sums; waits for the candidates' values, and takes the largest off."""
+        """Return the sums, and clear the sent values; waits for the candidates' values."""
         device, seconds = self.device, self.bucket.seconds
         if len(received) != seconds[-1]:
             raise PayloadError(f"{len(received)} values arrived, {seconds[-1]} were expected")
@@ -191,7 +193,7 @@ class _Exchange(ExchangeRows):
             launch("put_places", best.size, *nothing, self._moved[number], np.uint64(0))
 
     def clear_sent(self) -> None:
-        """Leave nothing of what was sent whole; measure what is left of all."""
+        """Clear the residuals of tensors that were sent dense, and measure all residuals."""
         for whole, plan in zip(self._whole, self.bucket.plans, strict=True):
             if whole is not None and not plan.columns:
                 self.device.clear(whole)
@@ -199,7 +201,7 @@ class _Exchange(ExchangeRows):
             self.square(False, "whole")
 
     def restore(self, verdict: Any) -> None:
-        """Launch what brings the new state back to the old one where the verdict is not 0."""
+        """Launch the kernel that restores the old state if ``verdict`` is nonzero."""
         table = self.bucket.coeffs_table(self.rows, "whole")
         self.bucket.on_tiles("restore<1>", table, verdict)
 

@@ -1,4 +1,4 @@
-"""Sums of sparse payloads that stay sparse on their way: merged in pairs (Renggli et al. 2019)."""
+"""SparCML: sparse allreduce by merging top-k payloads pairwise (Renggli et al., SC 2019)."""
 
 from __future__ import annotations
 
@@ -33,31 +33,30 @@ from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.header import Header
 from horovod_fftcomp.wire.positions import Layout
 
-# Whose payloads sums of payloads are: of any number of values, or of a whole tensor where that
-# takes fewer bytes.
+# The codec of sums of payloads: any number of values, or the dense tensor where that is smaller.
 SUMS = Codec(Identity(), Threshold(LEAST_THRESHOLD), Float32())
 
 
 def merge_all(messages: Sequence[Array], merge: Callable[[Array, Array], Array]) -> Array:
-    """Return what is left of all ranks' messages, merged as recursive doubling does it.
+    """Return all ranks' messages merged into one, in the order of recursive doubling.
 
-    Those from the largest power of two on go into the first ones; then neighbours are merged, then
-    their results, and so on.
+    Messages of ranks from the largest power of two on are first merged into those of the first
+    ranks; then neighbours are merged, then their results, and so on.
     """
     pairs = 1 << (len(messages).bit_length() - 1)
     late = messages[pairs:]
-    left = [merge(a, b) for a, b in zip(messages, late, strict=False)]
-    left += messages[len(late) : pairs]
-    while len(left) > 1:
-        left = [merge(a, b) for a, b in zip(left[::2], left[1::2], strict=True)]
-    return left[0]
+    merged = [merge(a, b) for a, b in zip(messages, late, strict=False)]
+    merged += messages[len(late) : pairs]
+    while len(merged) > 1:
+        merged = [merge(a, b) for a, b in zip(merged[::2], merged[1::2], strict=True)]
+    return merged[0]
 
 
 def merge(codec: Codec, tensors: Sequence[Tensor], a: Array, b: Array) -> Array:
-    """Return the message of the sum of two messages, in the other order the same bytes.
+    """Return the message of the sum of two messages; the order of the two does not matter.
 
-    A message has a payload for each of ``tensors``, each by ``codec`` or a sum of such. Raises
-    PayloadError for bytes that are none.
+    A message has a payload for each of ``tensors``, made by ``codec`` or a sum of such. Raises
+    PayloadError for bytes that are no such message.
     """
     mine, theirs = list(wire.split_payloads(a)), list(wire.split_payloads(b))
     for message in (mine, theirs):
@@ -76,7 +75,7 @@ def _codec_of(codec: Codec, header: Header) -> Codec:
 
 
 def _sum(shape: tuple[int, ...], a: Body | None, b: Body | None) -> Array:
-    """Return the payload of the sum of two; it is not finite if one of them is not."""
+    """Return the payload of the sum of two bodies; not finite if one of them is None."""
     kernels, n = load_backend("cpu"), math.prod(shape)
     if a is None or b is None:
         return _payload(shape, positions.first_ones(n, 0), np.full(1, np.nan, np.float32))
@@ -87,7 +86,7 @@ def _sum(shape: tuple[int, ...], a: Body | None, b: Body | None) -> Array:
 
 
 def _payload(shape: tuple[int, ...], bitmap: Array, values: Array) -> Array:
-    """Return the payload of float32 ``values`` at the places of ``bitmap``."""
+    """Return the payload of float32 ``values`` at the positions of ``bitmap``."""
     kernels = load_backend("cpu")
     peak = kernels.max_abs_bits(values)
     finite = peak <= LARGEST_FINITE_BITS
@@ -104,15 +103,16 @@ def _payload(shape: tuple[int, ...], bitmap: Array, values: Array) -> Array:
 
 @dataclass(frozen=True)
 class SparCml(Scheme):
-    """Sum all ranks' Top-k payloads in pairs, to the last bit as if by recursive doubling.
+    """Sum of all ranks' top-k payloads, merged pairwise in the order of recursive doubling.
 
-    What is selected, sent first and carried on is that of Top-k with float32 values. Where a
-    network can exchange in pairs, what comes next are sums, of the places of either, or of all
-    where that takes fewer bytes. Elsewhere payloads are gathered, and merged by every rank.
+    Selection, first payloads and residuals are those of top-k with float32 values. A network that
+    can exchange in pairs (``mpi``) sends sums from then on: the union of both positions, or the
+    dense tensor where that takes fewer bytes. Elsewhere payloads are allgathered and every rank
+    merges them, with the same result to the last bit.
 
-    Differs from Renggli et al.: positions are packed as in any payload, 32 bits each there, so that
-    a sum becomes dense later; ranks need not be a power of two. A GPU gathers, and adds in the
-    order of ranks.
+    Differs from Renggli et al.: positions are packed as in any payload (there 32 bits each), so
+    that sums become dense later; the number of ranks need not be a power of two. A GPU allgathers
+    and adds in rank order.
     """
 
     spec_name = "SparCml"
@@ -125,7 +125,7 @@ class SparCml(Scheme):
 
     @functools.cached_property
     def codec(self) -> Codec:
-        """That of what a rank sends first."""
+        """Codec of the first payload of a rank."""
         return Codec(Identity(), TopK(self.density), Float32())
 
     @property
@@ -140,29 +140,31 @@ class SparCml(Scheme):
             return (yield from self._topk.exchange(tensors, grads, state, context))
         codec, carried = self.codec, state.get("residual", {})
         codecs = [codec] * len(tensors)
-        own = encode(codecs, tensors, grads, carried, context, self.error_feedback, False)
+        encoded = encode(codecs, tensors, grads, carried, context, self.error_feedback, False)
         fold = partial(merge, codec, tensors)
-        arrived = yield Round("allgather", own.message, merge=fold)
+        arrived = yield Round("allgather", encoded.message, merge=fold)
         if wire.read_header(arrived).fingerprint != SUMS.fingerprint:
-            expected = context.world_size * own.message.size
+            expected = context.world_size * encoded.message.size
             if arrived.size != expected:
-                raise PayloadError(f"{arrived.size} bytes of payloads arrived, not {expected}")
+                raise PayloadError(
+                    f"{arrived.size} bytes of payloads arrived, {expected} were expected"
+                )
             arrived = merge_all(np.split(arrived, context.world_size), fold)
         writers = [_codec_of(codec, header) for header, _ in wire.split_payloads(arrived)]
         sums, finite, _ = summed(writers, tensors, arrived, 1)
-        kept = {"residual": own.residuals} if self.error_feedback else {}
-        return Outcome(sums, kept, finite, own.energies)
+        kept = {"residual": encoded.residuals} if self.error_feedback else {}
+        return Outcome(sums, kept, finite, encoded.energies)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Tell whether a GPU can compute this step's exchange; see ``Scheme``."""
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return self._topk.runs_on_device(tensors)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
-        """Return the bytes that a rank hands to collectives for ``tensor`` in each step."""
+        """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         return self._topk.sent_nbytes(tensor)
 
     def state_format(self, tensor: Tensor) -> str:
-        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return self._topk.state_format(tensor)
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:

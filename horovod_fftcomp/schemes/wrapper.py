@@ -1,4 +1,4 @@
-"""What a scheme that carries out another one, in its own way, leaves to that one."""
+"""Base of schemes that wrap another scheme, to which they delegate state and properties."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from horovod_fftcomp.types import Array
 
 
 class Wrapper(Scheme):
-    """A scheme around ``scheme``, whose state it keeps."""
+    """Scheme that runs another one, ``scheme``, and has the same state."""
 
     scheme: Scheme
 
@@ -33,7 +33,7 @@ class Wrapper(Scheme):
         return self.scheme.sent_nbytes(tensor)
 
     def state_format(self, tensor: Tensor) -> str:
-        """Return what a state has to agree in to be this scheme's; see ``Scheme``."""
+        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return self.scheme.state_format(tensor)
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
@@ -41,15 +41,15 @@ class Wrapper(Scheme):
         return self.scheme.state_arrays(tensor, state)
 
     def own_momentum(self) -> float:
-        """Return the decay of the momentum that the scheme keeps itself; see ``Scheme``."""
+        """Return the decay of the scheme's own momentum; see ``Scheme``."""
         return self.scheme.own_momentum()
 
     def accumulation(self) -> float:
-        """Return by how much what is to be sent outgrows steady gradients; see ``Scheme``."""
+        """Return the factor by which steady gradients grow; see ``Scheme``."""
         return self.scheme.accumulation()
 
     def fits_differences(self) -> bool:
-        """Tell whether differences of weights may be sent; see ``Scheme``."""
+        """Return whether differences of weights may be sent; see ``Scheme``."""
         return self.scheme.fits_differences()
 
     def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
@@ -57,19 +57,19 @@ class Wrapper(Scheme):
         return self.scheme.choice_of(state, tensor)
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:
-        """Return what is not sent yet of ``tensor``, float32 in its shape, in a new array."""
+        """Return the residual of ``tensor``, float32 in its shape, in a new array."""
         return self.scheme.residual(state, tensor)
 
 
 def numels_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how many elements each tensor has."""
+    """Return the number of elements of each tensor."""
     return [math.prod(tensor.shape) for tensor in tensors]
 
 
 def join(parts: Sequence[Any], numels: Sequence[int], device: Device | None) -> Any:
-    """Return flat float32 ``parts`` one after the other, in a new array; zeros for None.
+    """Return flat float32 ``parts`` concatenated in a new array, with zeros for None.
 
-    On the device, if there is one.
+    The array is on the device, if there is one.
     """
     if device is not None:
         return device.joined(
@@ -86,6 +86,6 @@ def join(parts: Sequence[Any], numels: Sequence[int], device: Device | None) -> 
 
 
 def split(whole: Any, numels: Sequence[int]) -> list[Any]:
-    """Return views of the consecutive parts of an array, the device's or NumPy's."""
+    """Return views of consecutive parts of an array, NumPy's or the device's."""
     ends = np.cumsum(numels).tolist()
     return [whole[end - numel : end] for end, numel in zip(ends, numels, strict=True)]
