@@ -1,4 +1,4 @@
-"""Sums of NumPy arrays over the ranks of an MPI job, compressed; no deep-learning framework.
+"""Compressed sums of NumPy arrays over the ranks of an MPI job, without a framework.
 
 >>> from horovod_fftcomp.mpi import Reducer  # under mpirun
 >>> reducer = Reducer("topk", density=0.01)  # doctest: +SKIP
@@ -27,15 +27,15 @@ from horovod_fftcomp.types import Array
 
 
 class Reducer:
-    """Sums of the same named arrays, step after step, over the ranks of ``comm``.
+    """Compressed sum of the same named arrays in every step, over the ranks of ``comm``.
 
-    ``recipe`` and ``options`` as for ``get_scheme`` and ``make_policy``; equal on all ranks, or
-    the first sum raises ConfigMismatchError on all of them. Arrays of fewer than ``min_numel``
-    elements are sent as they are. While ``sum`` runs, no receive of any source and any tag may be
-    pending on ``comm``.
+    ``recipe``, ``options``: as for ``get_scheme`` and ``make_policy``. They must be equal on all
+    ranks, else the first sum raises ConfigMismatchError on all of them. Arrays of fewer than
+    ``min_numel`` elements are sent dense. While ``sum`` runs, no receive with any source and any
+    tag may be pending on ``comm``.
 
-    Start the job by ``mpirun -np 4 python -m mpi4py script.py``: then an error on one rank ends
-    all of them, where MPI by itself would let the others wait for ever.
+    Start the job by ``mpirun -np 4 python -m mpi4py script.py``. Then an error on one rank ends all
+    ranks; with MPI alone the others would wait for ever.
     """
 
     def __init__(
@@ -56,15 +56,17 @@ class Reducer:
 
     @property
     def costs(self) -> Costs:
-        """What this rank has sent and spent so far."""
+        """Bytes and seconds of this rank so far."""
         return self._engine.costs
 
     def sum(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Return the sums over ranks of what each of them sends, float32 in the arrays' shapes.
+        """Return the sums of the compressed arrays over ranks, float32 in the arrays' shapes.
 
         ``arrays``: the same names and shapes in every step and on every rank; float16, float32 or
-        float64; not changed. What is not sent is added to the next step's. Where a rank has NaN or
-        Inf, so has the sum, on all ranks, and the step leaves no trace in the residuals.
+        float64; not changed. Unsent values are added to the arrays of the next step (error
+        feedback). If a rank has NaN or Inf in an array, its sum is not finite on all ranks, and
+        no residual changes in this step. ValueError for names or shapes that differ from those of
+        the first step, TypeError for an array of another type.
         """
         flat = {name: _flat(name, array) for name, array in arrays.items()}
         shapes = {name: np.shape(array) for name, array in arrays.items()}
@@ -90,12 +92,12 @@ class Reducer:
         return {name: np.divide(total, size, out=total) for name, total in self.sum(arrays).items()}
 
     def check_differences(self) -> None:
-        """Raise UnsupportedError unless differences of weights may be sent, as of local steps."""
+        """Raise UnsupportedError if the recipe cannot send differences of weights."""
         policy = self._policy
         policy.at(policy.warmup_steps).check_differences(f"recipe {policy.recipe!r}")
 
     def residual(self, name: str) -> Array:
-        """Return what is not sent yet of an array, float32 in its shape."""
+        """Return the residual of an array, float32 in its shape."""
         return self._engine.residual(name)
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class Reducer:
         return self._engine.state_dict()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned on the same rank; before a first sum, during it."""
+        """Restore the ``state_dict`` of the same rank; before the first ``sum``, in that call."""
         if self._shapes:
             self._engine.load_state_dict(saved)
         else:
@@ -143,7 +145,7 @@ class Reducer:
         return output
 
     def _comm_of(self, ranks: tuple[int, ...] | None) -> MPI.Intracomm:
-        """Return the communicator of ``ranks``; they make it when they first need it."""
+        """Return the communicator of ``ranks``, created at first use."""
         if ranks is None:
             return self._comm
         if ranks not in self._groups:
@@ -156,10 +158,10 @@ _TAG = 0x4643  # "FC"; see ``Reducer``
 
 
 class _Pairs:
-    """Recursive doubling: after log2(p) exchanges with one rank each, all have the same bytes.
+    """Recursive doubling: after log2(p) pairwise exchanges all ranks have the same merged bytes.
 
-    Ranks from the largest power of two on hand their data over first and receive the result at the
-    end. The order of merges is that of ``sparcml.merge_all``. Source: Renggli et al., SC 2019;
+    Ranks from the largest power of two on send their data first and receive the result at the end.
+    The order of merges is that of ``sparcml.merge_all``. Source: Renggli et al., SC 2019;
     Thakur, Rabenseifner and Gropp 2005.
     """
 
@@ -168,7 +170,7 @@ class _Pairs:
         self.sent_nbytes = self.received_nbytes = 0
 
     def merged(self, data: Array) -> Array:
-        """Return what ``merge`` makes of all ranks' ``data``, uint8, of any lengths."""
+        """Return all ranks' ``data`` (uint8, of any lengths) merged by ``merge``."""
         rank, size = self._comm.Get_rank(), self._comm.Get_size()
         pairs = 1 << (size.bit_length() - 1)
         if rank >= pairs:
@@ -200,11 +202,11 @@ class _Pairs:
 
 
 class LocalSteps:
-    """Bring ranks that change ``arrays`` alone together after every ``period`` steps.
+    """Local SGD: average the changes of ``arrays`` over ranks after every ``period`` local steps.
 
-    ``arrays``: float32, equal on all ranks now; not changed. The mean over ranks of what has
-    changed since the last meeting is sent by ``reducer``; what it leaves goes into the next
-    meeting. Source: Stich, ICLR 2019 (local SGD); Basu et al., NeurIPS 2019.
+    ``arrays``: float32, equal on all ranks at the start; not changed. ``reducer`` sums the changes
+    since the last synchronization, compressed; its residual is added to the next one. Source:
+    Stich, ICLR 2019 (local SGD); Basu et al., NeurIPS 2019.
     """
 
     def __init__(self, reducer: Reducer, arrays: Mapping[str, Array], period: int) -> None:
@@ -213,12 +215,12 @@ class LocalSteps:
         reducer.check_differences()
         self._reducer, self._period = reducer, period
         self._last = {name: np.array(array, np.float32) for name, array in arrays.items()}
-        self.steps = 0  # since the last meeting
+        self.steps = 0  # since the last synchronization
 
     def after_step(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Return what to go on with: ``arrays``, or at the end of a period what ranks agree on.
+        """Return the arrays to continue with: ``arrays``, or the synchronized ones after a period.
 
-        Where a rank's have NaN or Inf all ranks go back to those of the last meeting.
+        If any rank's arrays have NaN or Inf, all ranks return to those of the last synchronization.
         """
         self.steps += 1
         if self.steps < self._period:
@@ -241,7 +243,7 @@ def _flat(name: str, array: Array) -> Array:
             f"array {name!r} is {array.dtype if is_numpy else type(array).__name__}; sums are of "
             f"NumPy arrays of {', '.join(_DTYPES)}"
         )
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes Inf and is told to all
+    with np.errstate(over="ignore"):  # float64 may become Inf, on all ranks
         return np.require(array, np.float32, ["C", "A", "W"]).reshape(-1)
 
 
@@ -256,7 +258,7 @@ def _gathered(comm: MPI.Comm, round_: Round) -> Array:
 
 def _reduced(comm: MPI.Comm, round_: Round) -> Array:
     output = np.empty_like(round_.data)
-    if round_.data.dtype == np.float16:  # which MPI does not know: two bytes, and a sum of ours
+    if round_.data.dtype == np.float16:  # no MPI type: 2 bytes, our own sum
         comm.Allreduce([round_.data, MPI.SHORT], [output, MPI.SHORT], _HALF_SUM)
     else:
         comm.Allreduce(round_.data, output, MPI.SUM)

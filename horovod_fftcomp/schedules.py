@@ -1,7 +1,7 @@
-"""Density as a function of the exchange step; knows no recipe, no data and no framework.
+"""Density schedules: density as a function of the step.
 
-The step counts exchanges from 0 and is equal on all ranks, so all ranks choose the same density
-and with it the same message size, without a word between them.
+The step counts exchanges from 0 and is equal on all ranks, so all ranks use the same density, and
+with it the same message size, without communication.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-# The C libraries of two machines may differ in the last of 16 digits of cos or pow. Ranks must not:
-# six digits hide it, and a schedule that has almost arrived repeats a value for many steps, so the
-# scheme made for it serves again.
+# The C libraries of two machines may differ in the last of 16 digits of cos or pow, but ranks must
+# agree, so six digits are kept. A schedule near its end then repeats a value for many steps, for
+# which the scheme is made only once.
 SIGNIFICANT_DIGITS = 6
 
 
@@ -29,16 +29,16 @@ class Constant:
         _validate(self)
 
     def at(self, step: int) -> float:
-        """Return the density of the exchange number ``step``, counted from 0."""
+        """Return the density at exchange ``step``, counted from 0."""
         _checked_step(step)
         return _rounded(self.density)
 
 
 @dataclass(frozen=True, init=False)
 class Steps:
-    """Densities that hold from given steps on: the mapping {first step: density}.
+    """Piecewise constant density: the mapping {first step: density}.
 
-    Stored as pairs sorted by step, so the schedule is hashable; pairs are accepted, too.
+    Stored as pairs sorted by step, so the schedule is hashable. Pairs are accepted, too.
 
     >>> Steps({0: 1.0, 500: 0.1}).at(499)  # 500 dense steps
     1.0
@@ -50,14 +50,14 @@ class Steps:
         object.__setattr__(self, "densities", _sorted_pairs(densities))
 
     def at(self, step: int) -> float:
-        """Return the density of the exchange number ``step``, counted from 0."""
+        """Return the density at exchange ``step``, counted from 0."""
         position = bisect.bisect_right(self.densities, _checked_step(step), key=_first_step)
         return _rounded(self.densities[position - 1][1])
 
 
 @dataclass(frozen=True)
 class _Ramp:
-    """From ``start`` at step 0 to ``end`` at step ``steps``, constant after."""
+    """Ramp from ``start`` at step 0 to ``end`` at step ``steps``, constant afterwards."""
 
     start: float
     end: float
@@ -67,24 +67,24 @@ class _Ramp:
         _validate(self)
 
     def at(self, step: int) -> float:
-        """Return the density of the exchange number ``step``, counted from 0."""
+        """Return the density at exchange ``step``, counted from 0."""
         return self._at(min(_checked_step(step), self.steps) / self.steps)
 
     def _at(self, progress: float) -> float:
-        """Return the density at ``progress``, 0 to 1."""
+        """Return the density at ``progress`` from 0 to 1."""
         return _between(self.start, self.end, progress)
 
 
 @dataclass(frozen=True)
 class Linear(_Ramp):
-    """From ``start`` at step 0 along a line to ``end`` at step ``steps``, constant after."""
+    """Linear ramp from ``start`` at step 0 to ``end`` at step ``steps``, constant afterwards."""
 
 
 @dataclass(frozen=True)
 class Cosine(_Ramp):
-    """From ``start`` to ``end`` at step ``steps`` along half a cosine: slow, fast, slow.
+    """Cosine ramp from ``start`` at step 0 to ``end`` at step ``steps``, constant afterwards.
 
-    density(t) = end + (start - end) * (1 + cos(pi * t / steps)) / 2; constant after ``steps``.
+    density(t) = end + (start - end) * (1 + cos(pi * t / steps)) / 2.
     """
 
     def _at(self, progress: float) -> float:
@@ -93,7 +93,7 @@ class Cosine(_Ramp):
 
 @dataclass(frozen=True)
 class Exponential(_Ramp):
-    """From ``start`` to ``end`` at step ``steps`` by an equal factor each step, constant after.
+    """Exponential ramp from ``start`` at step 0 to ``end`` at step ``steps``, constant afterwards.
 
     density(t) = start ** (1 - t / steps) * end ** (t / steps).
     """
@@ -105,7 +105,7 @@ class Exponential(_Ramp):
 
 @dataclass(frozen=True)
 class InverseSqrt:
-    """From ``start`` towards ``end``: density(t) = end - (end - start) / sqrt(1 + t / tau).
+    """Inverse square root decay: density(t) = end - (end - start) / sqrt(1 + t / tau).
 
     With ``end`` = 1 the drop ratio theta = 1 - density falls as 1 / sqrt(t), after about ``tau``
     steps. A diminishing theta is the condition under which Wang et al., HPDC 2020, prove that
@@ -123,7 +123,7 @@ class InverseSqrt:
         _validate(self)
 
     def at(self, step: int) -> float:
-        """Return the density of the exchange number ``step``, counted from 0."""
+        """Return the density at exchange ``step``, counted from 0."""
         weight = 1.0 - 1.0 / math.sqrt(1.0 + _checked_step(step) / self.tau)
         return _between(self.start, self.end, weight)
 
@@ -132,7 +132,7 @@ Schedule: TypeAlias = Constant | Steps | Linear | Cosine | Exponential | Inverse
 
 
 def as_schedule(value: object) -> Schedule:
-    """Return the schedule that ``value`` stands for.
+    """Return ``value`` as a schedule.
 
     A number gives ``Constant``, a mapping {first step: density} gives ``Steps``, and a schedule
     is returned unchanged. Raises ValueError for a density or step out of range, TypeError for
@@ -154,13 +154,13 @@ def as_schedule(value: object) -> Schedule:
 
 
 def _between(start: float, end: float, weight: float) -> float:
-    """Return the density at ``weight`` (0 to 1) of the way; exact at both ends and monotonic."""
+    """Interpolate linearly with ``weight`` from 0 to 1; exact at both ends and monotonic."""
     density = end if weight >= 1.0 else start + (end - start) * weight
     return _rounded(_clipped(density, start, end))
 
 
 def _clipped(density: float, start: float, end: float) -> float:
-    """Return ``density`` without the rounding errors that would leave [start, end]."""
+    """Return ``density`` clipped to [start, end], which rounding errors may exceed."""
     return min(max(density, min(start, end)), max(start, end))
 
 

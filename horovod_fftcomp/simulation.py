@@ -1,4 +1,4 @@
-"""Ranks inside one process, stricter than a network: what would hang a real job raises here."""
+"""Simulation of all ranks in one process; what would hang a real job raises an error."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from horovod_fftcomp.types import Array
 
 
 class SimulatedStep(NamedTuple):
-    """One step of ``simulate``.
+    """Result of one step of ``simulate``.
 
-    ``average``: float32 ``[n]``, as every rank computed it. Bytes of each rank: ``sent_bytes``
-    what it put into collectives, ``received_bytes`` what came out of them. ``residual``: float32
-    ``[ranks, n]``, what each rank still owes.
+    ``average``: float32 ``[n]``, the same on every rank. ``sent_bytes``, ``received_bytes``: bytes
+    of each rank into and out of its collectives. ``residual``: float32 ``[ranks, n]``, the residual
+    of each rank after the step.
     """
 
     average: Array
@@ -31,10 +31,10 @@ class SimulatedStep(NamedTuple):
 
 
 class InProcessWorld:
-    """Named collectives between ``size`` ranks that submit in any order.
+    """Named collectives between ``size`` simulated ranks, which submit in any order.
 
-    Raises ConfigMismatchError where a real job would hang or mix data: a rank that did not
-    submit a name, another collective, dtype or (where sums are taken) shape.
+    Raises ConfigMismatchError where a real job would hang or mix data: if a rank did not submit a
+    name, or if collectives, dtypes, roots or (except for allgather) shapes differ.
     """
 
     def __init__(self, size: int) -> None:
@@ -42,7 +42,7 @@ class InProcessWorld:
         self._submitted: dict[str, dict[int, Round]] = {}
 
     def submit(self, rank: int, name: str, round_: Round) -> None:
-        """Hand in one rank's part of the collective called ``name``."""
+        """Submit one rank's input to the collective called ``name``."""
         parts = self._submitted.setdefault(name, {})
         if rank in parts:
             raise ConfigMismatchError(f"rank {rank} submitted {name!r} twice")
@@ -68,7 +68,7 @@ class InProcessWorld:
 
 
 def _output(name: str, rounds: Sequence[Round]) -> Array:
-    """Return what comes out of a collective for all that take part."""
+    """Return the output of a collective, the same for all participants."""
     for what, values in (
         ("collective", {part.collective for part in rounds}),
         ("dtype", {part.data.dtype.name for part in rounds}),
@@ -85,7 +85,7 @@ def _output(name: str, rounds: Sequence[Round]) -> Array:
     if rounds[0].collective == "broadcast":
         return rounds[rounds[0].root].data.copy()
     total = rounds[0].data.copy()
-    with np.errstate(over="ignore"):  # as in a network, nobody is told
+    with np.errstate(over="ignore"):  # as in a network, without a warning
         for part in rounds[1:]:
             total += part.data
     return total
@@ -98,7 +98,7 @@ def exchange_once(
 ) -> None:
     """Run one step on all ranks; ``grads[rank][bucket]`` are that bucket's flat gradients.
 
-    Each rank starts its buckets in an order of its own, as hooks of a real model may.
+    Each rank starts its buckets in a random order, as hooks of a real model may.
     """
     world = InProcessWorld(len(engines))
     n_buckets = len(engines[0].buckets)
@@ -118,12 +118,12 @@ def exchange_once(
 def simulate(
     recipe: str | Scheme, gradients: Array | Iterable[Array], **options: Any
 ) -> Iterator[SimulatedStep]:
-    """Yield, for each step, what ranks that exchange ``gradients`` would compute.
+    """Simulate the compressed exchange of ``gradients``; yield the result of each step.
 
-    ``recipe``: a name with its ``options`` (those of the recipe, and ``warmup_steps``,
-    ``density_schedule`` and ``ranks_per_node``, whose bytes within a node do not count), or a
-    scheme. ``gradients``: array ``[steps, ranks, n]`` or an iterable of arrays ``[ranks, n]``; not
-    changed. Raises ValueError for other shapes.
+    ``recipe``: a recipe's name with its ``options``, or a scheme. Options are those of the recipe,
+    and ``warmup_steps``, ``density_schedule`` and ``ranks_per_node`` (bytes within a node are not
+    counted). ``gradients``: array ``[steps, ranks, n]`` or an iterable of arrays ``[ranks, n]``;
+    not changed. Raises ValueError for other shapes.
 
     >>> import numpy as np, horovod_fftcomp as hfc
     >>> steps = hfc.simulate("topk", np.ones((3, 2, 8), np.float32), density=0.25, bits=32)
@@ -134,7 +134,7 @@ def simulate(
     if isinstance(recipe, str):
         policy = make_policy(recipe, **options)
     elif options:
-        raise TypeError("options belong to a recipe's name; a scheme has its own already")
+        raise TypeError("options belong to a recipe's name; a scheme already contains its options")
     else:
         policy = Always(recipe)
     return _steps(policy, gradients)

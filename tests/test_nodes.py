@@ -184,7 +184,10 @@ def test_what_leaders_alone_know_is_found_again():
 def test_recipes_that_would_do_something_else_on_one_node_are_refused():
     assert sorted(REFUSED) == ["demo", "signsgd", "signum"]
     for recipe in [*REFUSED, "dgc", "sketchsgd"]:
-        with pytest.raises(UnsupportedError, match="without a momentum of their own"):
+        with pytest.raises(
+            UnsupportedError,
+            match="ranks_per_node does not work with recipes that have their own momentum",
+        ):
             make_policy(recipe, ranks_per_node=2)
 
 

@@ -202,7 +202,7 @@ def test_thresholds_that_cannot_be_are_refused(bad):
 def test_other_arguments_are_told_by_name():
     with pytest.raises(ValueError, match="calibrate_steps must be a whole number from 1"):
         get_scheme("hard_threshold", calibrate_steps=0)
-    with pytest.raises(ValueError, match="give threshold= for a codec"):
+    with pytest.raises(ValueError, match="known only in a run; give threshold="):
         get_codec("hard_threshold")
     with pytest.raises(ValueError, match="depends on the values"):
         get_codec("hard_threshold", threshold=1.0).payload_nbytes(1000)

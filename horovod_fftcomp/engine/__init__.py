@@ -1,1 +1,1 @@
-"""The steps of one rank: state, buckets, order of rounds."""
+"""Engine: runs the exchanges of one rank, with its buckets, state and schedules."""

@@ -1,4 +1,4 @@
-"""Which tensors are exchanged together. Knows names and sizes, no data and no framework."""
+"""Buckets: assignment of tensors to groups that are exchanged together."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from horovod_fftcomp.schemes import Tensor
 MIN_NUMEL = 1024
 # Horovod's fusion buffer is of this order: large enough for bandwidth, small enough to overlap.
 BUCKET_NBYTES = 25_000_000
-# Backward ends with the first layers. Nothing is left then to hide the encoding of their bucket
-# behind, so no bucket may be a large share of the model...
+# The backward pass ends with the first layers, whose encoding then overlaps with nothing. So no
+# bucket may be a large part of the model...
 _LARGEST_SHARE = 1 / 8
 # ... unless it is so small that encoding takes no longer than a collective of its own, about 1 ms.
 _SMALL_NBYTES = 1_000_000
 
 
 class Bucket(NamedTuple):
-    """Tensors that are exchanged together, by one scheme; ``ruled``: a rule chose the policy."""
+    """Tensors that are exchanged together by one policy; ``ruled``: whether a rule selected it."""
 
     tensors: tuple[Tensor, ...]
     policy: Policy
@@ -30,12 +30,12 @@ class Bucket(NamedTuple):
 
 
 def is_compressed(tensor: Tensor, min_numel: int = MIN_NUMEL) -> bool:
-    """Tell whether ``tensor`` is worth compressing: not a vector (bias, norm), not small."""
+    """Return whether ``tensor`` is compressed by default: no vector (bias, norm), not small."""
     return len(tensor.shape) > 1 and math.prod(tensor.shape) >= min_numel
 
 
 def first_convolution(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return the kernel of the first convolution over two or three dimensions, if there is one."""
+    """Return the first tensor of 4 or 5 dimensions, a convolution kernel; None without one."""
     return next((tensor for tensor in tensors if len(tensor.shape) in (4, 5)), None)
 
 
@@ -46,14 +46,14 @@ def make_buckets(
     min_numel: int = MIN_NUMEL,
     capacity_nbytes: int = BUCKET_NBYTES,
 ) -> list[Bucket]:
-    """Return the compressed tensors, in the given order, in buckets of one policy each.
+    """Return the tensors to compress, in the given order, in buckets of one policy each.
 
-    A rule decides for the tensors that it names; of the others, vectors and small tensors stay
-    out, and so do the first convolution if the recipe is one to spare it, and everything under a
-    policy that is dense for ever. A bucket holds whole
-    tensors of up to ``capacity_nbytes`` in float32, and of up to an eighth of all that is
-    compressed, but for less than 1 MB; a larger tensor is a bucket of its own. Under a policy whose
-    scope is the model one bucket holds all its tensors.
+    Rules decide about the tensors that they name. Of the others, vectors and tensors of fewer than
+    ``min_numel`` elements are left out, as is the first convolution if the recipe spares it
+    (``Recipe.spares_first``); recipe "none" has no buckets. A bucket holds whole tensors of at most
+    ``capacity_nbytes`` in float32, and at most an eighth of all compressed bytes or 1 MB, whichever
+    is larger; a larger tensor has a bucket to itself. Under a policy with scope "model" one bucket
+    holds all tensors.
     """
     tensors = list(tensors)
     spared = first_convolution(tensors) if RECIPES[policy.recipe].spares_first else None
@@ -68,12 +68,12 @@ def make_buckets(
         if chosen is not None and chosen.recipe != "none":
             by_policy.setdefault((chosen, action is not None), []).append(tensor)
     total_nbytes = sum(_nbytes(tensor) for members in by_policy.values() for tensor in members)
-    share_nbytes = max(_SMALL_NBYTES, int(_LARGEST_SHARE * total_nbytes))
-    room_nbytes = min(capacity_nbytes, share_nbytes)
+    limit_nbytes = max(_SMALL_NBYTES, int(_LARGEST_SHARE * total_nbytes))
+    limit_nbytes = min(capacity_nbytes, limit_nbytes)
     return [
         Bucket(group, chosen, ruled)
         for (chosen, ruled), members in by_policy.items()
-        for group in _filled(members, total_nbytes if chosen.scope == "model" else room_nbytes)
+        for group in _filled(members, total_nbytes if chosen.scope == "model" else limit_nbytes)
     ]
 
 
@@ -83,14 +83,14 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _filled(tensors: Iterable[Tensor], capacity_nbytes: int) -> list[tuple[Tensor, ...]]:
     groups: list[list[Tensor]] = []
-    room = 0
+    free_nbytes = 0
     for tensor in tensors:
         nbytes = _nbytes(tensor)
-        if not groups or nbytes > room:
+        if not groups or nbytes > free_nbytes:
             groups.append([])
-            room = capacity_nbytes
+            free_nbytes = capacity_nbytes
         groups[-1].append(tensor)
-        room -= nbytes
+        free_nbytes -= nbytes
     return [tuple(group) for group in groups]
 
 

@@ -1,4 +1,4 @@
-"""State of all ranks in one piece, dealt out when their number changes, and as bytes. Pure."""
+"""Gathered state of all ranks, its redistribution to another number of ranks, and as bytes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import numpy as np
 from horovod_fftcomp.types import Array
 
 FORMAT = 1
-# The kinds of state that belong to a rank; all others are the same on all of them.
+# The kinds of state that differ between ranks; all others are the same on all ranks.
 PER_RANK = ("residual", "velocity")
 
 
 def gathered(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the per-rank states, in rank order, as one."""
+    """Return the states of all ranks, in rank order, as one state_dict."""
     return {"version": FORMAT, "world_size": len(states), "ranks": list(states)}
 
 
 def part_of(saved: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
-    """Return what ``rank`` of ``world_size`` has to load of a saved state.
+    """Return the part of a saved state that ``rank`` of ``world_size`` ranks loads.
 
-    ``saved``: what one rank saved, for the same rank of as many; or all ranks' ``gathered``
-    states, for any number of ranks. With fewer ranks than before, rank r takes the sums over the
-    old ranks r, r + world_size, ...; with more, the new ranks begin without. So the sum of all
-    residuals stays what it was. What is the same on all ranks new ones have as well.
+    ``saved``: the state of one rank, for the same rank and world size; or the ``gathered`` states
+    of all ranks, for any world size. With fewer ranks than before, rank r gets the sums over the
+    old ranks r, r + world_size, ...; with more, new ranks start without residuals. So the sum of
+    all residuals is preserved. State that is the same on all ranks is copied to new ones.
 
-    Raises ValueError for a state that cannot serve.
+    Raises ValueError for another format version, rank or world size.
     """
     if saved.get("version") != FORMAT:
         raise ValueError(f"state_dict version is {saved.get('version')!r}, expected {FORMAT}")
@@ -45,7 +45,7 @@ def part_of(saved: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]
         return saved
     parts = saved["ranks"][rank::world_size]
     merged: dict[str, dict[str, Any]] = {}
-    for each in saved["ranks"]:  # where nodes have leaders, no rank has all of it
+    for each in saved["ranks"]:  # with ``Hierarchical`` no rank has all of it
         for kind, arrays in common(each["state"]).items():
             merged[kind] = {**arrays, **merged.get(kind, {})}
     for part in parts:
@@ -60,7 +60,7 @@ def part_of(saved: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]
 
 
 def common(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what of a rank's state is the same on all ranks."""
+    """Return the part of a rank's state that is the same on all ranks."""
     return {kind: arrays for kind, arrays in state.items() if kind not in PER_RANK}
 
 

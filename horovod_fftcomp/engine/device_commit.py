@@ -1,4 +1,4 @@
-"""Which steps of a GPU count: decided on the GPU, and read by the host when nobody has to wait."""
+"""Commits or rolls back a step on the device, without host synchronisation."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from horovod_fftcomp.kernels.cuda import Device, source, structs
 from horovod_fftcomp.schemes import OnDevice
 
 
-class Verdicts:
-    """Closes one step after the other on ``device``."""
+class DeviceCommit:
+    """Commit of the steps of ``device``: new state is kept only if the whole step was finite."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         names = ["judge", "count_corrupt", "count_step"]
         self._kernels = device.functions(source(), names)
         self._ledger = device.zeros(structs.LEDGER.itemsize // 4, np.uint32)
-        self._fetched: Callable[[], np.ndarray] | None = None  # of the step before
+        self._fetched: Callable[[], np.ndarray] | None = None  # ledger of the previous step
         self._flags: list[Any] = []
 
     def observe(self, flag: Any) -> None:
-        """Take a word of the device: not 0 if what was exchanged elsewhere is not finite."""
+        """Add a device word to this step: nonzero if a tensor exchanged elsewhere is not finite."""
         self._flags.append(flag)
 
     def close(self, exchanges: Sequence[OnDevice]) -> Callable[[], np.ndarray]:
-        """End a step: what ``exchanges`` have left counts if all of it was finite.
+        """End a step: keep the new state of ``exchanges`` if all are finite, else restore the old.
 
-        Returns what waits for the verdict, which is 0 if the step counts.
+        Returns a function that waits for the decision, one word: 0 if the step is committed.
         """
         verdict = self._device.zeros(1, np.uint32)
         for flags in [*self._flags, *(exchange.not_finite for exchange in exchanges)]:
@@ -42,9 +42,9 @@ class Verdicts:
         return self._device.fetch(verdict)
 
     def inspect(self, exchanges: Sequence[OnDevice]) -> None:
-        """Count the corrupt payloads of a step, whether it counts or not.
+        """Count the corrupt payloads of a step, whether it is committed or not.
 
-        Raises PayloadError if there were any in the step before.
+        Raises PayloadError if there were any in the previous step.
         """
         for exchange in exchanges:
             self._launch("count_corrupt", exchange.arrived, self._ledger, words=4)
@@ -53,30 +53,30 @@ class Verdicts:
             self._check(before())
 
     def reset(self) -> None:
-        """Forget everything, as of a state that is loaded."""
+        """Reset all counts, for a state that is loaded."""
         self._device.clear(self._ledger)
         self._fetched, self._flags = None, []
 
     def is_finite(self, exchanges: Sequence[OnDevice]) -> bool:
-        """Wait for the device and tell whether all is finite that it has seen of this step."""
+        """Wait for the device; return whether everything in this step so far is finite."""
         arrays = [*self._flags, *(exchange.not_finite for exchange in exchanges)]
         return not any(self._device.fetch(flags)().any() for flags in arrays)
 
     def skipped(self) -> int:
-        """Wait for the device; return how many of its steps did not count."""
+        """Wait for the device; return how many of its steps were rolled back."""
         ledger = self._device.fetch(self._ledger)()
         self._check(ledger)
         return int(ledger[0])
 
     def forget(self) -> None:
-        """Forget what was observed of a step that was broken off."""
+        """Discard the flags of a step that was aborted."""
         self._flags = []
 
     def _check(self, ledger: np.ndarray) -> None:
         if ledger[1]:
             raise PayloadError(
-                f"{ledger[1]} payloads were corrupt when they arrived on the GPU; the tensors they "
-                "belong to are NaN since. Look for a faulty network or memory, and go on from the "
+                f"{ledger[1]} payloads were corrupt when they arrived on the GPU; the sums of "
+                "their tensors are NaN. Look for a faulty network or memory, and resume from the "
                 "last checkpoint"
             )
 

@@ -1,4 +1,4 @@
-"""A GPU's answer to a small question, before a training trusts it."""
+"""GPU self-test: compares the GPU's sums of a small tensor with the CPU's before training."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ AnyDevice = TypeVar("AnyDevice", bound=Device)
 def trusted(
     make: Callable[[], AnyDevice], place: object, buckets: Sequence[Bucket]
 ) -> AnyDevice | None:
-    """Return the GPU that ``make`` returns if it can compute a bucket and its kernels run.
+    """Return the device that ``make`` returns; None if gradients are to be compressed on the host.
 
-    Otherwise gradients on it are compressed on the host: by the same rules, but slower. A warning
-    names ``place`` and tells why if that is because of the kernels. HOROVOD_FFTCOMP_GPU=0 in the
-    environment says so without a question.
+    None if no bucket can run on a GPU, if HOROVOD_FFTCOMP_GPU=0 is set, or if the kernels fail to
+    run or to pass ``probe``; then a RuntimeWarning names ``place`` and the reason. The host
+    computes the same results, but slower.
     """
     schemes: dict[Scheme, None] = {}
     for bucket in buckets:
@@ -55,10 +55,10 @@ def trusted(
         probe(device, schemes)
     except Exception as error:  # whatever an import, a compiler or a driver may raise
         warnings.warn(
-            f"gradients on {place} are compressed on the host, since the GPU's own kernels do not "
-            f"run: {error!r}. They need CuPy for CUDA 12 or 13, as the framework: pip install "
+            f"gradients on {place} are compressed on the host, because the GPU kernels do not run: "
+            f"{error!r}. They need CuPy for the framework's CUDA version, 12 or 13: pip install "
             "'horovod_fftcomp[gpu]' or 'horovod_fftcomp[gpu13]'. If the framework itself fails "
-            f"from here on, set {_SWITCH}=0: then nothing is asked of the GPU",
+            f"from here on, set {_SWITCH}=0, which skips this test of the GPU",
             RuntimeWarning,
             stacklevel=6,
         )
@@ -67,14 +67,14 @@ def trusted(
 
 
 def probe(device: Device, schemes: Iterable[Scheme]) -> None:
-    """Raise UnsupportedError unless the device makes the CPU's sums by all ``schemes``.
+    """Raise UnsupportedError unless the device computes the CPU's sums with all ``schemes``.
 
-    Those without a transform or a product of matrices to the last bit. It also compiles what they
-    need.
+    Sums must be equal to the last bit, unless a transform or a matrix product is involved. The
+    kernels of the schemes are compiled in passing.
     """
     steps = np.arange(math.prod(_TENSOR.shape), dtype=np.float64)
     grad = (np.sin(0.37 * steps) * np.exp2(steps % 13)).astype(np.float32)
-    for asked, tolerance in itertools.chain.from_iterable(map(_questions, schemes)):
+    for asked, tolerance in itertools.chain.from_iterable(map(_test_cases, schemes)):
         expected, total = (_exchanged(asked, (grad, -grad[::-1]), on) for on in (None, device))
         peak = differences.peak_of(expected)
         what = f"a sum with values up to {peak:.3g}"
@@ -82,13 +82,13 @@ def probe(device: Device, schemes: Iterable[Scheme]) -> None:
             raise UnsupportedError(f"{text}: {asked!r}")
 
 
-def _questions(scheme: Scheme) -> Iterator[tuple[Scheme, float]]:
-    """Yield what is asked for a scheme, and by how much of the peak the answer may differ."""
+def _test_cases(scheme: Scheme) -> Iterator[tuple[Scheme, float]]:
+    """Yield (scheme to run, tolerance as a share of the peak) to test ``scheme``."""
     if isinstance(scheme, Wrapper):
-        yield from _questions(scheme.scheme)
+        yield from _test_cases(scheme.scheme)
     elif isinstance(scheme, Auto):
         for codec in scheme.samples(_TENSOR.shape):
-            yield from _questions(Allgather(codec, scheme.error_feedback))
+            yield from _test_cases(Allgather(codec, scheme.error_feedback))
     elif isinstance(scheme, HardThreshold):
         yield replace(scheme, threshold=1.0), 0.0
     elif isinstance(scheme, Allgather) and not isinstance(scheme.codec.transform, Identity):
@@ -100,7 +100,7 @@ def _questions(scheme: Scheme) -> Iterator[tuple[Scheme, float]]:
 
 
 def _exchanged(scheme: Scheme, grads: Sequence[Array], device: Device | None) -> Array:
-    """Return the sums of two steps of two ranks, the second of which has what the first left."""
+    """Return the sums of two consecutive steps of two ranks, concatenated."""
     states: list[OldState] = [{}, {}]
     sums = []
     for step in range(2):
@@ -119,7 +119,7 @@ def _exchanged(scheme: Scheme, grads: Sequence[Array], device: Device | None) ->
 
 
 def _driven(ranks: Sequence[Exchange], device: Device | None) -> list[Outcome]:
-    """Return the outcomes of exchanges whose rounds go through the host."""
+    """Run exchanges whose rounds go through the host; return their outcomes."""
     outcomes: list[Outcome] = []
     sent = [next(exchange) for exchange in ranks]
     while sent:

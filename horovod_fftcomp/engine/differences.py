@@ -1,4 +1,4 @@
-"""Where results of a GPU differ from the CPU's by more than they may, in words.
+"""Comparison of GPU results with the CPU's, with tolerances; differences are described in words.
 
 Each function returns the first difference, or None where there is none.
 """
@@ -15,25 +15,25 @@ from horovod_fftcomp.kernels.reference import decode_values, encode_values
 from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire.header import Header
 
-# Shares of the largest magnitude. A transform adds in another order than the CPU's; a product of
-# matrices does as well, and users may let PyTorch multiply in TF32, of 11 bits.
+# Tolerances as shares of the largest magnitude. A transform adds in another order than the CPU's;
+# so does a matrix product, which users may let PyTorch compute in TF32, of 11 bits.
 TRANSFORMED, MULTIPLIED = 1e-5, 0.01
-_LEAST = float(np.finfo(np.float32).tiny)  # below, float32 is no more precise than here
+_LEAST = float(np.finfo(np.float32).tiny)  # float32 is no more precise below
 
 
 def transform_limit(*arrays: Array | None) -> float:
-    """Return by how much coefficients, or sums of them, may differ that are as large as these."""
+    """Return the tolerance of coefficients, or of their sums, that are as large as ``arrays``."""
     return TRANSFORMED * max(peak_of(*arrays), _LEAST)
 
 
 def peak_of(*arrays: Array | None) -> float:
-    """Return the largest magnitude of any component; 0 of None."""
+    """Return the largest magnitude of any component; None counts as 0."""
     given = [array.view(np.float32) for array in arrays if array is not None]
     return max((float(np.abs(array).max(initial=0)) for array in given), default=0.0)
 
 
 def of_arrays(what: str, found: Array, expected: Array, limit: float | None = None) -> str | None:
-    """Compare arrays: by their bytes, or with a ``limit`` by their values' components, float32."""
+    """Compare arrays: bit by bit, or, with ``limit``, their float32 components within it."""
     if found.nbytes != expected.nbytes:
         return f"{what} has {found.nbytes} bytes, the CPU's has {expected.nbytes}"
     found = found.view(expected.dtype)
@@ -51,7 +51,7 @@ def of_arrays(what: str, found: Array, expected: Array, limit: float | None = No
 
 
 def of_finite(what: str, found: Array, expected: Array, limit: float | None = None) -> str | None:
-    """Compare arrays of floating-point numbers; of some that are not finite, that alone."""
+    """Compare floating-point arrays; if both are not finite their values are not compared."""
     ours, theirs = np.isfinite(found).all(), np.isfinite(expected).all()
     if ours != theirs:
         words = [" is finite", " is not finite"]
@@ -60,7 +60,7 @@ def of_finite(what: str, found: Array, expected: Array, limit: float | None = No
 
 
 def of_headers(found: Header, expected: Header, limit: float = 0.0) -> str | None:
-    """Compare field by field; the scale may differ by up to ``limit``."""
+    """Compare headers field by field; the scale may differ by up to ``limit``."""
     if not expected.finite or abs(found.scale - expected.scale) <= limit:
         found = found._replace(scale=expected.scale)
     for field, ours, theirs in zip(Header._fields, found, expected, strict=True):
@@ -70,7 +70,7 @@ def of_headers(found: Header, expected: Header, limit: float = 0.0) -> str | Non
 
 
 def of_payloads(found: Array, expected: Array) -> str | None:
-    """Compare all bytes; only headers where the values are not finite."""
+    """Compare payloads byte by byte; only their headers if the values are not finite."""
     ours, theirs = wire.read_header(found), wire.read_header(expected)
     text = of_headers(ours, theirs)
     return text if text or not theirs.finite else of_arrays("its payload", found, expected)
@@ -79,10 +79,10 @@ def of_payloads(found: Array, expected: Array) -> str | None:
 def of_spectra(
     codec: Codec, found: Array, expected: Array, wanted: Array, left: Array | None, limit: float
 ) -> str | None:
-    """Compare what payloads send of coefficients that differ by up to ``limit``.
+    """Compare payloads of two sets of coefficients that differ by up to ``limit``.
 
-    ``wanted``: the CPU's coefficients, to be sent or carried on; ``left``: what the GPU carries on
-    of its own, if anything.
+    ``wanted``: the CPU's coefficients (gradient plus residual); ``left``: the GPU's new residual,
+    or None.
     """
     ours, theirs = wire.read_header(found), wire.read_header(expected)
     text = of_headers(ours, theirs, limit)
@@ -107,7 +107,7 @@ def of_spectra(
 
 
 def _sizes(coeffs: Array, bins_per_block: int) -> Array:
-    """Return by what coefficients are ranked, float32: see ``selection_keys``."""
+    """Return the magnitudes by which coefficients are ranked, float32: see ``selection_keys``."""
     sizes = np.abs(coeffs)
     if np.iscomplexobj(coeffs):
         sizes[::bins_per_block] *= np.float32(0.5**0.5)
@@ -115,26 +115,27 @@ def _sizes(coeffs: Array, bins_per_block: int) -> Array:
 
 
 def _of_choices(sizes: Array, chosen: Array, least: float, limit: float) -> str | None:
-    """Compare which coefficients are sent with those of at least a size, of which it may differ."""
-    left = sizes.copy()
-    left[chosen] = 0
+    """Check that the chosen coefficients are those of at least ``least``, within ``limit``."""
+    unsent = sizes.copy()
+    unsent[chosen] = 0
     sent = sizes[chosen]
-    if sent.min(initial=np.inf) >= least - limit and left.max(initial=0) <= least + limit:
+    if sent.min(initial=np.inf) >= least - limit and unsent.max(initial=0) <= least + limit:
         return None
     too_small = bool((sent < least - limit).any())
-    place = int(chosen[sent.argmin()] if too_small else left.argmax())
+    place = int(chosen[sent.argmin()] if too_small else unsent.argmax())
     return (
-        f"coefficient {place}, of magnitude {sizes[place]}, is {'sent' if too_small else 'left'}, "
-        f"the CPU's is not: the least that it sends is {least}"
+        f"coefficient {place} of magnitude {sizes[place]} is {'sent' if too_small else 'not sent'}, "
+        f"the CPU's is {'not sent' if too_small else 'sent'}: the smallest that it sends is {least}"
     )
 
 
 def _of_values(
     sent: Array, wanted: Array, chosen: Array, coding: Coding, limit: float
 ) -> str | None:
-    """Compare values with what is sent of a little less and of a little more: rounding is monotone.
+    """Check that sent values lie between the codes of the coefficient minus and plus ``limit``.
 
-    Between a coefficient of the CPU's and one of the GPU's a code may end and the next begin.
+    Rounding is monotone, and the boundary between two codes may lie between the CPU's and the GPU's
+    coefficient.
     """
     exact, values = (array[chosen].view(np.float32) for array in (wanted, sent))
     low, written, high = (
@@ -146,6 +147,6 @@ def _of_values(
         return None
     place = int(wrong.argmax())
     return (
-        f"coefficient {chosen[place * chosen.size // values.size]} is sent as {values[place]}, the "
-        f"CPU's is {written[place]}, of {exact[place]}"
+        f"coefficient {chosen[place * chosen.size // values.size]} is sent as {values[place]}, "
+        f"the CPU's is sent as {written[place]}, for a value of {exact[place]}"
     )

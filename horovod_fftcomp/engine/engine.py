@@ -1,7 +1,7 @@
-"""One rank's exchanges, step by step: state that commits or vanishes, and what it all cost.
+"""Engine: runs one rank's exchanges, keeps their state and commits or drops it each step.
 
-The engine runs the schemes' rounds for whoever owns a network; it never calls one. Schemes are
-pure, so everything that lasts longer than a step lies here.
+The engine calls no network: it returns rounds, and its caller hands in their outputs. Schemes are
+pure, so everything that lasts longer than a step is kept here.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from horovod_fftcomp.schemes import (
 from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
-    from horovod_fftcomp.engine.device_commit import Verdicts
+    from horovod_fftcomp.engine.device_commit import DeviceCommit
     from horovod_fftcomp.engine.shadow_check import ShadowCheck
 
 
 @dataclass
 class Costs:
-    """Sums since the start, on this rank."""
+    """Traffic, times and errors of this rank since the start."""
 
     sent_nbytes: int = 0
     received_nbytes: int = 0
-    inside_nbytes: int = 0  # handed to rounds within a node, which the others do not count
+    inside_nbytes: int = 0  # sent within a node, not part of the two above
     collectives: int = 0
     encode_s: float = 0.0
     decode_s: float = 0.0
@@ -55,7 +55,7 @@ class Costs:
 
 
 class Result(NamedTuple):
-    """What a ``Work`` has made: the next round, or the outcome after the last.
+    """Result of a ``Work``: the next round, or the outcome after the last round.
 
     ``began``, ``ended``: ``time.perf_counter()``, the same clock in all threads.
     """
@@ -66,8 +66,8 @@ class Result(NamedTuple):
     ended: float
 
 
-# What a bucket computes before its first round, between two, or after its last. Any thread may call
-# it, once: it runs its own bucket's exchange and touches nothing else of the engine. It reads
+# The computation of a bucket before its first round, between two, or after its last. Any thread may
+# call it, once: it runs its bucket's exchange and touches nothing else of the engine. It reads
 # gradients and state, which must not change meanwhile.
 Work = Callable[[], Result]
 
@@ -82,40 +82,40 @@ def _run(bucket: int, exchange: Exchange, output: Array | None) -> Result:
     return Result(bucket, made, began, time.perf_counter())
 
 
-_TAKEN = np.empty(0, np.float32)  # in the place of a sum
+_TAKEN = np.empty(0, np.float32)  # replaces a sum that was taken
 
 
-def _verdicts_of(device: Device) -> Verdicts:
-    from horovod_fftcomp.engine.device_commit import Verdicts  # not for whoever has no GPU
+def _commit_of(device: Device) -> DeviceCommit:
+    from horovod_fftcomp.engine.device_commit import DeviceCommit  # imported only with a GPU
 
-    return Verdicts(device)
+    return DeviceCommit(device)
 
 
 class Engine:
-    """All buckets of one compressor on one rank.
+    """Exchanges, state and costs of all buckets of one compressor on one rank.
 
     A step is: ``start`` each bucket, ``advance`` it with the output of each of its rounds, read
-    ``sums``. The new state waits until ``settle``: it is committed if every part of the step was
-    finite on every rank, and dropped otherwise, so a step that an AMP scaler skips leaves no
-    trace. All ranks see the same facts and decide alike without another message.
+    ``sums``. ``settle`` ends the step: it commits the new state if every part of the step was
+    finite on every rank, and drops it otherwise, so that a step that an AMP scaler skips changes no
+    residual. All ranks have the same information and decide alike without another message.
 
-    With a ``device`` gradients may be its arrays. What it cannot compute is computed on the host;
-    what it can is launched, and never waited for.
+    With a ``device`` gradients may be device arrays. Schemes that cannot run on it run on the host;
+    those that can are launched without waiting.
 
-    One thread owns an engine. Whoever wants to compute in another takes apart what ``start`` and
-    ``advance`` do: ``begin`` or ``proceed``, the ``Work`` that they return, and ``accept``. Until
-    all work of a step is accepted, call no method that changes step, state or buckets.
+    One thread owns an engine. To compute in another thread, replace ``start`` and ``advance`` by
+    their parts: ``begin`` or ``proceed``, the ``Work`` that they return, and ``accept``. Until all
+    work of a step is accepted, call no method that changes step, state or buckets.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], rank: int, world_size: int, device: Device | None = None
     ) -> None:
         self.device = device
-        self._verdicts = None if device is None else _verdicts_of(device)
-        self.shadow: ShadowCheck | None = None  # of what the device computes
-        self._there: frozenset[int] = frozenset()  # the buckets that it computes
+        self._commit = None if device is None else _commit_of(device)
+        self.shadow: ShadowCheck | None = None  # compares the device with the CPU
+        self._there: frozenset[int] = frozenset()  # buckets that the device computes
         self._skipped_there = 0  # steps that the device is known to have skipped
-        # Of steps that were measured there: what waits for the verdict, outcomes, loss scale.
+        # Steps measured on the device: function that waits for the decision, outcomes, loss scale.
         self._unread: list[tuple[Callable[[], Array], dict[int, Outcome], float]] = []
         self._verdict: Callable[[], Array] | None = None  # of the step that is being settled
         self.buckets = list(buckets)
@@ -127,29 +127,29 @@ class Engine:
         self.loss_scale = 1.0
         self._state: list[State] = [{} for _ in self.buckets]
         self._running: dict[int, Exchange] = {}
-        self._inside: set[int] = set()  # buckets whose present round stays within a node
+        self._inside: set[int] = set()  # buckets whose current round is within a node
         self._outcomes: dict[int, Outcome] = {}
-        self._sent: dict[int, list[Round]] = {}  # of buckets under way
+        self._sent: dict[int, list[Round]] = {}  # of running buckets
         self.bad: dict[str, bool] = {}  # of this step, see ``bad_tensors``
         self._finite = True
         self._observed = False
 
     def scheme(self, bucket: int) -> Scheme:
-        """Return the scheme that a bucket runs in the present step."""
+        """Return the scheme that a bucket runs in the current step."""
         return self.buckets[bucket].policy.at(self.step)
 
     def start(self, bucket: int, grads: Sequence[Array | None]) -> Round:
-        """Begin this step's exchange of a bucket; see ``begin``."""
+        """Begin this step's exchange of a bucket and return its first round; see ``begin``."""
         first = self.accept(self.begin(bucket, grads)())
         assert first is not None  # a scheme has one round at least
         return first
 
     def advance(self, bucket: int, output: Array) -> Round | None:
-        """Hand over a round's output; return the next round, or None when the sums are ready."""
+        """Process a round's output; return the next round, or None when the sums are ready."""
         return self.accept(self.proceed(bucket, output)())
 
     def begin(self, bucket: int, grads: Sequence[Array | None]) -> Work:
-        """Return the work that makes a bucket's first round of this step.
+        """Return the work that computes a bucket's first round of this step.
 
         ``grads``: flat float32, one for each tensor; None for a frozen one, which sends zeros and
         keeps its state.
@@ -170,19 +170,19 @@ class Engine:
         return partial(_run, bucket, exchange, None)
 
     def computes_on_device(self, bucket: int) -> bool:
-        """Tell whether a bucket's exchange, once begun, is computed by the device."""
+        """Return whether the device computes a bucket's exchange; valid once it has begun."""
         return bucket in self._there
 
     def proceed(self, bucket: int, output: Array) -> Work:
-        """Return the work that goes on with a round's output."""
+        """Return the work that continues with a round's output."""
         if bucket not in self._inside:
             self.costs.received_nbytes += output.nbytes
         return partial(_run, bucket, self._running[bucket], output)
 
     def accept(self, result: Result) -> Round | None:
-        """Enter what a work has made; return the next round, or None when the sums are ready.
+        """Record the result of a work; return the next round, or None when the sums are ready.
 
-        What ends in a round counts as encoding, what ends in sums as decoding.
+        Work that ends in a round counts as encoding, work that ends in sums as decoding.
         """
         seconds = result.ended - result.began
         if isinstance(result.made, Outcome):
@@ -197,7 +197,7 @@ class Engine:
         self.costs.encode_s += seconds
         round_ = result.made
         sent = self._sent.setdefault(result.bucket, [])
-        if not sent or sent[-1].data.dtype == np.uint8:  # no values yet; more is not looked at
+        if not sent or sent[-1].data.dtype == np.uint8:  # up to the first with values
             sent.append(round_)
         self.costs.collectives += round_.among != ()
         if round_.inside:
@@ -209,36 +209,36 @@ class Engine:
         return round_
 
     def sums(self, bucket: int) -> list[Array]:
-        """Return the sums over ranks of a bucket whose rounds are done."""
+        """Return the sums over ranks of a bucket whose rounds are complete."""
         return self._outcomes[bucket].sums
 
     def take_sum(self, bucket: int, position: int) -> Array:
-        """Return one of ``sums``, once: its memory is the caller's, and free when he lets it go."""
+        """Return one of ``sums`` and drop the engine's reference to it."""
         sums = self._outcomes[bucket].sums
         total, sums[position] = sums[position], _TAKEN
         return total
 
     def observe(self, finite: bool) -> None:
-        """Report whether a tensor that was exchanged elsewhere came out finite."""
+        """Report whether a tensor that was exchanged outside the engine is finite."""
         self._finite = self._finite and finite
         self._observed = True
 
     def observe_on_device(self, not_finite: Any) -> None:
-        """Report the same by a word of the device, not 0 if the tensor is not finite."""
-        assert self._verdicts is not None
-        self._verdicts.observe(not_finite)
+        """Report the same by a device word that is nonzero if the tensor is not finite."""
+        assert self._commit is not None
+        self._commit.observe(not_finite)
         self._observed = True
 
     def settle(self) -> None:
-        """End the step: commit its new state if all of it was finite, else drop it."""
+        """End the step: commit its new state if everything was finite, else drop it."""
         if self._running:
             raise ValueError(f"buckets {sorted(self._running)} are still under way")
         outcomes, finite = self._outcomes, self._finite
         if not outcomes and not self._observed:
             return
         finite = finite and all(outcome.finite for outcome in outcomes.values())
-        if self._verdicts is not None:
-            finite = self._close_on_device(self._verdicts, outcomes, finite)
+        if self._commit is not None:
+            finite = self._close_on_device(self._commit, outcomes, finite)
         self.abandon()
         self.step += 1
         if not finite:
@@ -247,17 +247,17 @@ class Engine:
         for bucket, outcome in outcomes.items():
             self._state[bucket] = outcome.state
         if any(o.on_device and o.on_device.measured for o in outcomes.values()):
-            self._read_measured()  # measured so many steps ago that nobody waits
+            self._read_measured()  # old enough to be read without waiting
             assert self._verdict is not None
             light = {bucket: outcome.measured_alone() for bucket, outcome in outcomes.items()}
             self._unread.append((self._verdict, light, self.loss_scale))
         else:
-            self._take_down(outcomes, self.loss_scale)
+            self._record(outcomes, self.loss_scale)
 
     def read_device(self) -> None:
-        """Wait for the device, and take down what it has measured and skipped."""
-        if self._verdicts is not None:
-            skipped = self._verdicts.skipped()
+        """Wait for the device, and record its measurements and skipped steps."""
+        if self._commit is not None:
+            skipped = self._commit.skipped()
             self.costs.skipped_steps += skipped - self._skipped_there
             self._skipped_there = skipped
             self._read_measured()
@@ -266,38 +266,38 @@ class Engine:
         unread, self._unread = self._unread, []
         for verdict, outcomes, loss_scale in unread:
             if verdict()[0]:
-                continue  # the step did not count
+                continue  # the step was rolled back
             for bucket, outcome in outcomes.items():
                 if outcome.on_device is not None and outcome.on_device.measured is not None:
                     outcomes[bucket] = outcome._replace(**outcome.on_device.measured())
-            self._take_down(outcomes, loss_scale)
+            self._record(outcomes, loss_scale)
 
-    def _take_down(self, outcomes: dict[int, Outcome], loss_scale: float) -> None:
+    def _record(self, outcomes: dict[int, Outcome], loss_scale: float) -> None:
         self.costs.total_error += self._missed(outcomes) / loss_scale**2
         self._measure(outcomes)  # last: its warnings may be errors to this rank's user
 
     def _close_on_device(
-        self, verdicts: Verdicts, outcomes: dict[int, Outcome], finite: bool
+        self, commit: DeviceCommit, outcomes: dict[int, Outcome], finite: bool
     ) -> bool:
-        """Close the device's part of a step; return whether the step counts, for all one knows.
+        """Commit the device's part of a step; return whether the host commits its part.
 
-        Where the host alone knows that it does not, nothing is left for the device to decide; and
-        where the host keeps state as well, both have to know.
+        If the host already knows that something was not finite, the device has nothing to decide.
+        If the host has new state as well, it waits for the device's flags, so that both agree.
         """
         there = {b: o.on_device for b, o in outcomes.items() if o.on_device is not None}
-        verdicts.inspect(list(there.values()))
+        commit.inspect(list(there.values()))
         keeps_state = any(o.state for b, o in outcomes.items() if b not in there)
         if finite and keeps_state:
-            finite = verdicts.is_finite(list(there.values()))
+            finite = commit.is_finite(list(there.values()))
         if not finite:
             return False
-        self._verdict = verdicts.close(list(there.values()))
+        self._verdict = commit.close(list(there.values()))
         return True
 
     def _missed(self, outcomes: dict[int, Outcome]) -> float:
-        """Return the sum of squares of what is left unsent.
+        """Return the sum of squares of the unsent values.
 
-        Where it is measured seldom, each step until the next time is taken to leave as much.
+        If a scheme measures only every ``MEASURE_EVERY`` steps, the value counts for each of them.
         """
         return sum(
             MEASURE_EVERY * sum(energy.left for energy in outcome.energies.values())
@@ -307,7 +307,7 @@ class Engine:
         )
 
     def _measure(self, outcomes: dict[int, Outcome]) -> None:
-        """Take down relative errors, and warn of residuals that keep growing."""
+        """Record relative errors, and warn of residuals that keep growing."""
         wanted = left = 0.0
         similar = [o.similarity for o in outcomes.values() if o.similarity is not None]
         if chosen := sum(similarity.chosen for similarity in similar):
@@ -326,16 +326,17 @@ class Engine:
             self.costs.relative_error = (left / wanted) ** 0.5
 
     def abandon(self) -> None:
-        """Forget a step that was broken off; its new state vanishes."""
+        """Discard the running step; its new state is dropped."""
         self._running, self._outcomes, self._sent, self.bad = {}, {}, {}, {}
         self._finite, self._observed = True, False
-        if self._verdicts is not None:
-            self._verdicts.forget()
+        if self._commit is not None:
+            self._commit.forget()
 
     def follow_loss_scale(self, scale: float) -> None:
-        """Bring the state to gradients that are multiplied by ``scale`` from now on.
+        """Rescale the state for gradients with loss scale ``scale``.
 
-        What is carried over was measured in the old units; a power of two changes it exactly.
+        State is in units of scaled gradients. If the ratio of the scales is a power of two, the
+        change is exact.
         """
         if scale != self.loss_scale:
             factor = np.float32(scale / self.loss_scale)
@@ -354,10 +355,10 @@ class Engine:
             for tensor in bucket.tensors:
                 if tensor.name == name:
                     return number, tensor
-        raise ValueError(f"no bucket holds a tensor named {name!r}; it travels dense")
+        raise ValueError(f"no bucket holds a tensor named {name!r}; it is sent dense")
 
     def choices(self) -> dict[str, str]:
-        """Return what is chosen for each tensor whose recipe chooses, in words."""
+        """Return by name, in words, what is chosen for each tensor whose recipe chooses (auto)."""
         return {
             tensor.name: choice
             for number, (bucket, state) in enumerate(zip(self.buckets, self._state, strict=True))
@@ -366,18 +367,18 @@ class Engine:
         }
 
     def residual(self, name: str) -> Array:
-        """Return what is not sent yet of a tensor, float32 in its shape, as last committed."""
+        """Return the last committed residual of a tensor, float32 in its shape."""
         bucket, tensor = self.tensor(name)
         return self.scheme(bucket).residual(self._state_on_host(bucket), tensor)
 
     def residual_norm(self) -> float:
-        """Return the norm of what is not sent yet, of all tensors together."""
+        """Return the norm of the residuals of all tensors together."""
         names = [tensor.name for bucket in self.buckets for tensor in bucket.tensors]
         squares = [np.square(self.residual(name), dtype=np.float64).sum() for name in names]
         return float(np.sum(squares)) ** 0.5
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, settled; see ``checkpoint`` for that of all ranks."""
+        """Settle the step and return this rank's state; see ``checkpoint`` for all ranks'."""
         self.settle()
         merged: dict[str, dict[str, Array]] = {}
         for bucket in range(len(self._state)):
@@ -395,7 +396,7 @@ class Engine:
         }
 
     def _state_on_host(self, bucket: int) -> State:
-        """Return a bucket's state as NumPy arrays; itself, not a copy, where it is that."""
+        """Return a bucket's state as NumPy arrays, without copies of those that are already."""
         return {
             kind: {name: on_host(array, self.device) for name, array in arrays.items()}
             for kind, arrays in self._state[bucket].items()
@@ -409,13 +410,13 @@ class Engine:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore one rank's state or its part of all ranks'; ValueError if it cannot fit."""
+        """Restore this rank's state from its own or a gathered one; ValueError if unfit."""
         part = checkpoint.part_of(saved, self.rank, self.world_size)
         names = {tensor.name for bucket in self.buckets for tensor in bucket.tensors}
         for kind, arrays in part["state"].items():
             foreign = sorted(set(arrays) - names)
             if foreign:
-                raise ValueError(f"{kind} of unknown tensors {foreign}; is this another model?")
+                raise ValueError(f"{kind} of unknown tensors {foreign}; was another model saved?")
         states: list[State] = [
             {
                 kind: {t.name: arrays[t.name].copy() for t in bucket.tensors if t.name in arrays}
@@ -435,8 +436,8 @@ class Engine:
             for tensor in bucket.tensors:
                 _check_arrays(tensor, state, scheme.state_arrays(tensor, state))
         self.abandon()
-        if self._verdicts is not None:
-            self._verdicts.reset()
+        if self._commit is not None:
+            self._commit.reset()
         self._unread, self._skipped_there = [], 0
         self.step = part["step"]
         self.loss_scale = part["loss_scale"]
@@ -446,13 +447,13 @@ class Engine:
 def _check_arrays(
     tensor: Tensor, state: State, expected: Mapping[str, tuple[np.dtype, int]]
 ) -> None:
-    """Raise ValueError if an array of a tensor's state is not what its scheme takes."""
+    """Raise ValueError for an array of a tensor's state that its scheme does not accept."""
     for kind, arrays in state.items():
         if tensor.name not in arrays:
             continue
         array = arrays[tensor.name]
         if kind not in expected:
-            raise ValueError(f"the {kind} of {tensor.name!r} is of no use to its recipe")
+            raise ValueError(f"the recipe of {tensor.name!r} has no {kind}, but the state does")
         dtype, size = expected[kind]
         if (array.dtype, array.shape) != (dtype, (size,)):
             raise ValueError(

@@ -1,7 +1,7 @@
-"""A step's buckets on their way, while the step goes on: one thread encodes, another trains.
+"""Overlaps encoding with the backward pass: complete buckets are encoded in a worker thread.
 
-Gradients come in one by one; a bucket that is complete is encoded in a thread of its own, and what
-comes out is handed to whoever owns a network.
+Gradients arrive one by one. When all those of a bucket are there it is encoded in the worker; the
+training thread sends and receives, by the caller's ``send``.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from horovod_fftcomp.engine.engine import Engine, Result, Work
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array
 
-# While a round may come in as well, that is how long an encoding is waited for at a time.
+# While rounds are pending too, an encoding is waited for in intervals of this length.
 _POLL_S = 0.0002
 
 
 class Pending(Protocol):
-    """A round that has been sent."""
+    """Handle of a round that has been sent."""
 
     def is_done(self) -> bool:
-        """Tell whether the output is there."""
+        """Return whether the output is there."""
         ...
 
     def wait(self, timeout_s: float) -> Array:
-        """Return the output; raise if it has not come after ``timeout_s`` seconds."""
+        """Return the output; raise if it has not arrived after ``timeout_s`` seconds."""
         ...
 
 
-# Starts a round that is known by a name, between the ranks of a process set, and does not wait.
+# Starts a round, given its name and process set, without waiting.
 Send = Callable[[Round, str, Any], Pending]
 
 
 def no_answer(what: str, timeout_s: float) -> str:
-    """Return the message on an exchange in which some rank does not take part."""
+    """Return the error message for an exchange in which some rank does not take part."""
     return (
         f"{what} got no answer from all ranks in {timeout_s:.0f} s: a rank has died, runs without "
         "this compressor, skips this exchange, or made its compressors in another order. Look at "
@@ -48,14 +48,14 @@ def no_answer(what: str, timeout_s: float) -> str:
 
 
 class Slot(NamedTuple):
-    """Where a compressed tensor's gradient goes."""
+    """Position of a compressed tensor: its bucket, and its index there."""
 
     bucket: int
     position: int  # among the bucket's tensors
 
 
 class _Inline(Executor):
-    """Runs work at once: what a GPU computes is only launched, on the stream of the caller."""
+    """Executor that runs work immediately: GPU work is only launched, on the caller's stream."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -67,17 +67,17 @@ class _Inline(Executor):
 
 
 class StepPipeline:
-    """The buckets of ``engine``, each exchanged once a step.
+    """Pipeline of a step: encodes, sends and decodes each bucket of ``engine`` once.
 
-    ``send(round, bucket, number)`` starts a bucket's round and does not wait. ``timeout_s``: how
-    long a round is waited for. In seconds since the start: ``wait_s`` and ``encode_wait_s``, how
-    long the thread that trains has waited for rounds and for encodings; ``encode_hidden_s``, the
-    encoding that passed before the last gradient of its step came.
+    ``send(round, bucket, number)`` starts a bucket's round without waiting. ``timeout_s``: how long
+    to wait for a round. Times in seconds since the start: ``wait_s`` and ``encode_wait_s``, in
+    which the training thread waited for rounds and for encodings; ``encode_hidden_s``, encoding
+    that overlapped with the backward pass, before the last gradient of its step.
 
-    All methods are called by the thread that trains, and only it sends. The worker runs one
-    ``Work`` after the other, in the order in which the buckets were complete, so the engine is in
-    one thread's hands. An error in the worker is raised by ``finish``, as it was. The gradients
-    of a step must not change before ``finish`` returns or ``abandon`` is called.
+    Only the training thread calls methods and sends. The worker runs one ``Work`` at a time, in the
+    order in which buckets were complete, so that the engine is used by one thread. ``finish``
+    raises an error of the worker unchanged. The gradients of a step must not change before
+    ``finish`` returns or ``abandon`` is called.
     """
 
     def __init__(
@@ -87,48 +87,48 @@ class StepPipeline:
         self._send = send
         self._timeout_s = timeout_s
         self.wait_s = self.encode_wait_s = self.encode_hidden_s = 0.0
-        # Its thread begins with the first bucket, keeps no reference to us and ends with us. An
-        # interpreter that exits waits for it; since it never waits for other ranks, not for long.
+        # The thread starts with the first bucket, holds no reference to this object and ends with
+        # it. An exiting interpreter waits for it, but not for long: it never waits for other ranks.
         self._worker = ThreadPoolExecutor(1, "fftcomp-encode")
         self._arrived: list[dict[int, Array | None]] = [{} for _ in engine.buckets]
-        self._number = [0 for _ in engine.buckets]  # of each bucket's present round
+        self._number = [0 for _ in engine.buckets]  # number of each bucket's current round
         self._encoding: dict[int, Future[Result]] = {}  # by bucket, in the worker's order
         self._pending: dict[int, Pending] = {}  # by bucket, in the order in which they were sent
-        self._inner: set[int] = set()  # those whose pending round is not their last
+        self._inner: set[int] = set()  # buckets whose pending round is not their last
         self._computes = False
-        self._last_came = 0.0  # when a gradient of this step came last
+        self._last_came = 0.0  # time of the last gradient of this step
         self._spans: list[tuple[float, float]] = []  # when this step's encodings began and ended
 
     @property
     def is_computing(self) -> bool:
-        """Whether something is being encoded or decoded; another thread may ask."""
+        """Whether something is being encoded or decoded; safe to read from other threads."""
         return self._computes or any(not work.done() for work in list(self._encoding.values()))
 
     def note_gradient(self) -> None:
-        """Note that a gradient comes, be it one that is exchanged elsewhere."""
+        """Record the time of a gradient, also of one that is exchanged elsewhere."""
         self._last_came = time.perf_counter()
 
     def add(self, slot: Slot, grad: Array | None) -> None:
-        """Take a gradient, flat float32; None for that of a frozen parameter."""
+        """Add a gradient, flat float32; None for a frozen parameter."""
         arrived = self._arrived[slot.bucket]
         arrived[slot.position] = grad
         if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):
             self._start(slot.bucket)
 
     def complete(self) -> None:
-        """Take zeros for the gradients that are missing in buckets that are not complete.
+        """Start incomplete buckets, with zeros for their missing gradients.
 
-        A bucket that got no gradient at all is left out of this step.
+        A bucket without any gradient is not exchanged in this step.
         """
         for bucket, arrived in enumerate(self._arrived):
             if arrived:
                 self._start(bucket)
 
     def advance(self) -> None:
-        """Send what is encoded, and encode what follows on rounds that are done; do not wait."""
+        """Send encoded rounds, and start encoding after completed rounds; do not wait."""
         for bucket, encoding in list(self._encoding.items()):
             if not encoding.done() or encoding.exception() is not None:
-                break  # errors are for ``finish``: inside a hook they would depend on the timing
+                break  # ``finish`` raises errors: raised here, in a hook, they depend on timing
             del self._encoding[bucket]
             self._submit(bucket, encoding.result())
         for bucket in sorted(self._inner):
@@ -136,9 +136,9 @@ class StepPipeline:
                 self._receive(bucket)
 
     def finish(self) -> None:
-        """Run what is left of the step; then the engine has the sums.
+        """Complete the step; afterwards the engine has the sums.
 
-        Raises what an encoding has raised, and what waits raise. No work is then left behind.
+        Raises the errors of encodings and of waits; pending work is cancelled first.
         """
         try:
             self.complete()
@@ -159,7 +159,7 @@ class StepPipeline:
         self._spans = []
 
     def abandon(self) -> None:
-        """Forget a step that was broken off; waits for an encoding that is being computed."""
+        """Discard the running step; waits for an encoding that is being computed."""
         self._drop_work()
         self._arrived = [{} for _ in self._arrived]
         self._pending, self._inner, self._spans = {}, set(), []
@@ -183,7 +183,7 @@ class StepPipeline:
         if not self._engine.computes_on_device(bucket):
             self._encoding[bucket] = self._worker.submit(work)
             return
-        self._computes = True  # compiles kernels, at first
+        self._computes = True  # the first call compiles kernels
         try:
             self._encoding[bucket] = _Inline().submit(work)
         finally:
@@ -199,7 +199,7 @@ class StepPipeline:
             self._inner.add(bucket)
 
     def _receive(self, bucket: int) -> None:
-        """Wait for a bucket's round; decode the last one, and encode what follows on another."""
+        """Wait for a bucket's round; decode if it is the last one, else start the next encoding."""
         begin = time.perf_counter()
         output = self._pending.pop(bucket).wait(self._timeout_s)
         self.wait_s += time.perf_counter() - begin
@@ -215,7 +215,7 @@ class StepPipeline:
                 self._computes = False
 
     def _wait_for_encoding(self) -> None:
-        """Wait for the worker's present work, or until a round may have come in."""
+        """Wait for the worker's current work, or only briefly if rounds are pending too."""
         encoding = next(iter(self._encoding.values()))
         begin = time.perf_counter()
         wait([encoding], _POLL_S if self._pending else None)

@@ -1,4 +1,4 @@
-"""Which scheme a tensor runs at which step: recipe, density schedule, dense warm-up, rules."""
+"""Policies: the scheme of a tensor at each step, by recipe, schedule, warm-up and rules."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hierarchical import Hierarchical
 from horovod_fftcomp.schemes.options import check_names, checked
 
-# Which tensors (a shell pattern of names, or a function of name and shape), and what they get:
+# A rule: tensors (a shell pattern of names, or a function of name and shape) and an action:
 # "dense", another density, or {"recipe": name, option: value, ...}.
 Action = str | float | Mapping[str, Any]
 Rule = tuple[str | Callable[[Tensor], bool], Action]
 
-# What ``make_policy`` takes besides a recipe's options.
+# Keywords of ``make_policy`` besides a recipe's options.
 KEYWORDS = ("warmup_steps", "density_schedule", "ranks_per_node")
 
 
 class Policy(Protocol):
-    """A scheme for every step; a function of the step alone, so that all ranks choose alike."""
+    """The scheme to run at each step; it depends on the step only, so all ranks agree."""
 
     def at(self, step: int) -> Scheme:
-        """Return the scheme of the exchange number ``step``."""
+        """Return the scheme of exchange ``step``, counted from 0."""
         ...
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
@@ -37,11 +37,11 @@ class Policy(Protocol):
         ...
 
     def density(self, step: int) -> float | None:
-        """Return the kept share at ``step``; None where there is none."""
+        """Return the density at ``step``; None if the recipe has none."""
         ...
 
     def facts(self) -> dict[str, object]:
-        """Return what has to be equal on all ranks, defaults included, in words."""
+        """Return the settings that must be equal on all ranks, by name, defaults included."""
         ...
 
 
@@ -60,20 +60,20 @@ class Always:
         return self.scheme.possible_rounds()
 
     def density(self, step: int) -> float | None:
-        """Return None: the scheme alone knows."""
+        """Return None: the density is known to the scheme only."""
         del step
         return None
 
     def facts(self) -> dict[str, object]:
-        """Return what has to be equal on all ranks, in words."""
+        """Return the settings that must be equal on all ranks, by name."""
         return {"options": self.scheme.spec()}
 
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A recipe whose density may follow a schedule, after ``warmup_steps`` dense steps.
+    """Policy of a recipe, with an optional density schedule after ``warmup_steps`` dense steps.
 
-    ``ranks_per_node`` above 1: it runs between nodes of so many ranks; see ``Hierarchical``.
+    With ``ranks_per_node`` above 1 it compresses between nodes only; see ``Hierarchical``.
     """
 
     recipe: str
@@ -83,11 +83,11 @@ class Scheduled:
     ranks_per_node: int = 1
 
     def at(self, step: int) -> Scheme:
-        """Return the scheme of the exchange number ``step``."""
-        scheme = self._between_nodes(step)
+        """Return the scheme of exchange ``step``, counted from 0."""
+        scheme = self._compressing(step)
         return scheme if self.ranks_per_node == 1 else Hierarchical(scheme, self.ranks_per_node)
 
-    def _between_nodes(self, step: int) -> Scheme:
+    def _compressing(self, step: int) -> Scheme:
         if step < self.warmup_steps:
             return _scheme(self.recipe, self.options).in_warmup() or Dense("float32")
         if self.schedule is None:
@@ -103,7 +103,7 @@ class Scheduled:
         return self.at(0).possible_rounds() | self.at(self.warmup_steps).possible_rounds()
 
     def density(self, step: int) -> float | None:
-        """Return the kept share at ``step``, 1 in the warm-up; None for a recipe without one."""
+        """Return the density at ``step``, 1 in the warm-up; None for a recipe without one."""
         if step < self.warmup_steps and "density" in RECIPES[self.recipe].options:
             return 1.0
         if self.schedule is not None:
@@ -112,11 +112,11 @@ class Scheduled:
 
     @property
     def scope(self) -> str:
-        """What shares one k: "tensor", "bucket" or "model"."""
+        """The elements that share one k: "tensor", "bucket" or "model"."""
         return dict(self.options).get("scope", "tensor")
 
     def in_force(self) -> dict[str, object]:
-        """Return the options with their defaults, as ``make_policy`` would take them."""
+        """Return all options in effect, defaults included, as keywords of ``make_policy``."""
         options = {**RECIPES[self.recipe].options, **dict(self.options)}
         if isinstance(self.schedule, Constant):
             options["density"] = self.schedule.at(0)
@@ -130,7 +130,7 @@ class Scheduled:
         return options
 
     def facts(self) -> dict[str, object]:
-        """Return what has to be equal on all ranks, defaults included: one fact an option."""
+        """Return the settings that must be equal on all ranks: one entry per option."""
         settings = {"warmup_steps": self.warmup_steps, "ranks_per_node": self.ranks_per_node}
         facts = {"recipe": self.recipe, **settings, **self.in_force()}
         return {
@@ -139,12 +139,12 @@ class Scheduled:
         }
 
     def written(self) -> str:
-        """Return the recipe with what is in force, as a call of a factory: ``fft(bits=4)``."""
+        """Return recipe and options in effect as a call of a factory: ``fft(bits=4)``."""
         written = ", ".join(f"{name}={value!r}" for name, value in self.in_force().items())
         return f"{self.recipe}({written})"
 
     def with_density(self, density: float) -> Scheduled:
-        """Return the same policy at a constant density from now on."""
+        """Return the same policy with a constant density."""
         _require_density(self.recipe, "density")
         changed = replace(self, schedule=as_schedule(density))
         changed.at(self.warmup_steps)
@@ -183,9 +183,9 @@ def make_policy(
         Density over steps: one of ``schedules`` or a mapping {step: density}; 0 is the first
         compressed step.
     ranks_per_node
-        Ranks in a row that sum dense among themselves; sums are compressed between such nodes.
+        Number of consecutive ranks that form a node: sums are dense within it, compressed between.
     **options
-        The recipe's own; see ``get_scheme``.
+        Options of the recipe; see ``get_scheme``.
     """
     warmup_steps = checked("warmup_steps", warmup_steps, int, 0)
     if warmup_steps < 0:
@@ -206,7 +206,7 @@ def make_policy(
 
 
 def action_for(tensor: Tensor, rules: Sequence[Rule]) -> Action | None:
-    """Return what the first matching rule gives ``tensor``; None if no rule matches."""
+    """Return the action of the first rule that matches ``tensor``; None if none matches."""
     for which, action in rules:
         if fnmatch.fnmatchcase(tensor.name, which) if isinstance(which, str) else which(tensor):
             return action
@@ -214,7 +214,7 @@ def action_for(tensor: Tensor, rules: Sequence[Rule]) -> Action | None:
 
 
 def check_rules(rules: Sequence[Rule], policy: Scheduled) -> tuple[Rule, ...]:
-    """Return ``rules`` as a tuple; ValueError or TypeError for one that no tensor could follow."""
+    """Return ``rules`` as a tuple; ValueError or TypeError for an invalid rule."""
     for rule in rules:
         if not isinstance(rule, tuple) or len(rule) != 2:
             raise TypeError(f"a rule is a pair (names, action), got {rule!r}")
@@ -226,7 +226,7 @@ def check_rules(rules: Sequence[Rule], policy: Scheduled) -> tuple[Rule, ...]:
 
 
 def unmatched(rules: Sequence[Rule], tensors: Sequence[Tensor]) -> list[str]:
-    """Return the patterns that name no tensor: most likely misspelt."""
+    """Return the patterns that match no tensor, most likely misspelt."""
     return [
         which
         for which, _ in rules
@@ -235,7 +235,7 @@ def unmatched(rules: Sequence[Rule], tensors: Sequence[Tensor]) -> list[str]:
 
 
 def policy_of(action: Action, policy: Scheduled) -> Scheduled | None:
-    """Return the policy that a rule's action makes of the compressor's; None for dense."""
+    """Return the compressor's policy as changed by a rule's action; None for dense."""
     if action == "dense":
         return None
     if isinstance(action, Mapping):

@@ -1,6 +1,7 @@
-"""Does a GPU compute what the CPU computes? Asks now and then, of one tensor of the training.
+"""Shadow check: compares a GPU's results with the CPU's during training, one tensor at a time.
 
-``twins`` knows what is computed and compared; here is whose turn it is, and how all ranks learn.
+``shadow_steps`` recomputes and compares; this module selects the tensors, and exchanges the results
+between all ranks.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from horovod_fftcomp.types import Array
 if TYPE_CHECKING:
     from horovod_fftcomp.engine.engine import Engine
 
-# A check is put off while steps do not count or are the host's: as long as a loss scale takes to
-# settle, or `hard_threshold` to find its threshold.
+# A check is repeated for this many steps while steps are skipped or run on the host: a loss scale
+# takes as long to settle, or `hard_threshold` to calibrate its threshold.
 _PATIENCE = 128
-_RECORD_NBYTES = 1024  # what a rank tells, in UTF-8
+_RECORD_NBYTES = 1024  # size of a rank's report: a status byte and a text in UTF-8
 _SAME, _AGAIN, _DIFFERS = range(3)
 
 
 class ShadowCheck:
-    """In every ``every``-th step one tensor of ``engine``'s, in turn, is the CPU's as well.
+    """In each ``every``-th step the CPU recomputes one tensor of ``engine``, in rotation.
 
-    A step is: ``begin``, ``followed`` for each bucket that the GPU computes, and when all are
-    decoded ``finish``. Where that cannot wait for other ranks, an allgather of the next step takes
-    along what there is to tell: ``with_record`` and ``without_record``. All ranks have the same
-    turns, and raise the same UnsupportedError.
+    A step is: ``begin``, ``followed`` for each bucket that the GPU computes, and ``finish`` when
+    all are decoded. If the caller cannot wait for other ranks in ``finish``, an allgather of the
+    next step carries the report instead: ``with_record`` and ``without_record``. All ranks check
+    the same tensor, and raise the same UnsupportedError if a rank finds a difference.
     """
 
     def __init__(
@@ -42,22 +43,22 @@ class ShadowCheck:
         self._engine, self._every = engine, every
         self._send, self._name, self._set = send, f"{name}.shadow", process_set
         self._timeout_s = timeout_s
-        self._greetings, self._next = -1, 0  # the step from which on a check is due
+        self._greetings, self._next = -1, 0  # _next: first step at which a check is due
         self.turn: Slot | None = None
-        self._step = 0  # of the last turn
+        self._step = 0  # step of the last check
         self._seen: Seen | None = None
         self._is_hosts = False
-        self._record: Array | None = None  # of the last step's turn, to be told in this one
-        self._own_nbytes = 0  # what comes before it
-        self.seconds = 0.0  # spent here in all, for stats
+        self._record: Array | None = None  # report of the last step's check, sent in this one
+        self._own_nbytes = 0  # size of the message before it
+        self.seconds = 0.0  # total time spent here, for stats
 
     def begin(self, greetings: int) -> None:
-        """Begin a step; ``greetings``: how often the ranks have met, after which a check is due."""
+        """Begin a step; a changed ``greetings`` (number of handshakes) makes a check due."""
         step = self._engine.step
         if greetings != self._greetings:
             self._greetings, self._next, self.turn, self._record = greetings, step, None, None
         if self.turn is not None:
-            self._record = self._judged()
+            self._record = self._compared()
         if self._record is not None or step < self._next:
             return
         if turns := self._turns(step):
@@ -67,7 +68,7 @@ class ShadowCheck:
             self._next = step + 1
 
     def _turns(self, step: int) -> list[Slot]:
-        """Return all tensors that the GPU compresses in a step, but for a whole model's."""
+        """Return all tensors that the GPU compresses in a step, except with scope "model"."""
         return [
             Slot(number, position)
             for number, bucket in enumerate(self._engine.buckets)
@@ -78,7 +79,7 @@ class ShadowCheck:
         ]
 
     def followed(self, bucket: int, scheme: Scheme) -> Scheme:
-        """Return what carries out ``scheme`` in this step: itself, if it is not its turn."""
+        """Return ``scheme``, wrapped to record its exchange if ``bucket`` is checked."""
         if self.turn is None or self.turn.bucket != bucket:
             return scheme
         return followed(scheme, self.turn.position, self._note)
@@ -87,14 +88,14 @@ class ShadowCheck:
         self._seen, self._is_hosts = seen, seen is None
 
     def finish(self) -> None:
-        """End a step: raise UnsupportedError on all ranks if a GPU is found to compute wrongly."""
+        """End a step; raise UnsupportedError on all ranks if any rank found a difference."""
         if self.turn is None:
             return
-        record = self._judged()
+        record = self._compared()
         own = np.array([record[0] == _DIFFERS, record[0] == _AGAIN], np.float32)
-        differ, again = self._exchanged(Round("allreduce", own))  # by a rank that joins as well
+        differ, again = self._exchanged(Round("allreduce", own))  # hvd.join() allows this
         if differ:
-            self._hear(self._exchanged(Round("allgather", record)))
+            self._read(self._exchanged(Round("allgather", record)))
         self._plan(bool(again))
 
     def _exchanged(self, round_: Round) -> Array:
@@ -102,25 +103,25 @@ class ShadowCheck:
         return self._send(round_, name, self._set).wait(self._timeout_s)
 
     def with_record(self, message: Array) -> Array:
-        """Return a message, uint8, and after it what there is to tell of the last step."""
+        """Return a message, uint8, with the report of the last step's check appended, if any."""
         self._own_nbytes = message.size
         return message if self._record is None else np.concatenate([message, self._record])
 
     def without_record(self, gathered: Array) -> Array:
-        """Return the messages of all ranks by themselves; raises as ``finish``."""
+        """Return all ranks' messages without the reports; raises as ``finish`` does."""
         if self._record is None:
             return gathered
         rows = gathered.reshape(-1, self._own_nbytes + _RECORD_NBYTES)
         self._record = None
-        self._plan(self._hear(rows[:, self._own_nbytes :]))
+        self._plan(self._read(rows[:, self._own_nbytes :]))
         return rows[:, : self._own_nbytes].reshape(-1)
 
     def _plan(self, again: bool) -> None:
         if not again or self._step - self._next >= _PATIENCE:
             self._next = (self._step // self._every + 1) * self._every
 
-    def _judged(self) -> Array:
-        """Return what this rank has to tell of the step in which it is ``turn``'s turn."""
+    def _compared(self) -> Array:
+        """Compare the checked tensor with the CPU's result; return this rank's report."""
         begin, slot, seen = time.perf_counter(), self.turn, self._seen
         assert slot is not None
         self.turn = self._seen = None
@@ -141,8 +142,8 @@ class ShadowCheck:
         self.seconds += time.perf_counter() - begin
         return record
 
-    def _hear(self, records: Array) -> bool:
-        """Raise if one of all ranks' records tells of a difference; return whether to ask again."""
+    def _read(self, records: Array) -> bool:
+        """Raise if any rank's report has a difference; return whether to repeat the check."""
         rows = records.reshape(-1, _RECORD_NBYTES)
         texts = [
             bytes(row[1:]).rstrip(b"\0").decode(errors="ignore")
@@ -152,8 +153,8 @@ class ShadowCheck:
         if texts:
             raise UnsupportedError(
                 f"a GPU computes otherwise than the CPU from the same inputs: {'; '.join(texts)}. "
-                "Either that GPU is faulty or a kernel is wrong there. Set HOROVOD_FFTCOMP_GPU=0 "
-                "on all ranks to compress on the host, go on from the last checkpoint, and report "
+                "Either the GPU is faulty or a kernel is wrong on it. Set HOROVOD_FFTCOMP_GPU=0 "
+                "on all ranks to compress on the host, resume from the last checkpoint, and report "
                 "this with the model of the GPU and the versions of its driver and CuPy"
             )
         return bool((rows[:, 0] == _AGAIN).any())

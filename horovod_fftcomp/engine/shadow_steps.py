@@ -1,4 +1,4 @@
-"""The CPU's twin of an exchange that a GPU computes: the same inputs, compared results."""
+"""Recomputes a GPU's exchange on the CPU from the same inputs, and compares the results."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from horovod_fftcomp.schemes.sparcml import SparCml
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array
 
-# What these send of a tensor depends on no other one.
+# Schemes whose payload of a tensor depends on no other tensor.
 _SEPARABLE = (Allgather, HardThreshold, Auto, Dgc, SparCml)
 
 Copy = Callable[[], Array]
 
 
 def _copy(array: Any, device: Device) -> Copy:
-    """Begin to copy an array, the device's or NumPy's, to the host."""
+    """Start copying an array, NumPy's or the device's, to the host."""
     if isinstance(array, np.ndarray):
         copied = np.array(array)
         return lambda: copied
@@ -42,9 +42,10 @@ def _copy(array: Any, device: Device) -> Copy:
 
 @dataclass
 class Seen:
-    """What an exchange on a device has taken and made, of ``tensors`` alone but for messages.
+    """Recorded inputs and outputs of an exchange on a device, for ``tensors``, and its messages.
 
-    ``position``: that of the only tensor among those of the messages; None if it is all of them.
+    ``position``: index of the only tensor among the ``n_tensors`` of the messages; None if all of
+    them are recorded.
     """
 
     scheme: Scheme
@@ -61,10 +62,10 @@ class Seen:
 
 
 def followed(scheme: Scheme, position: int, note: Callable[[Seen | None], None]) -> Scheme:
-    """Return a scheme that carries out ``scheme`` on a device and notes what it has seen there.
+    """Return a scheme that runs ``scheme`` on a device and passes a record of it to ``note``.
 
-    ``position``: whose turn it is of a bucket's tensors. None is noted of a step that the scheme
-    itself brings to the host.
+    ``position``: index in the bucket of the tensor to record. ``note`` gets None for a step that
+    the scheme itself ran on the host.
     """
     if isinstance(scheme, Wrapper):
         return replace(scheme, scheme=followed(scheme.scheme, position, note))  # type: ignore
@@ -83,7 +84,7 @@ class _Followed(Wrapper):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         device = context.device
         assert device is not None
-        at = min(self.position, len(tensors) - 1)  # of tensors that are joined there is one
+        at = min(self.position, len(tensors) - 1)  # joined tensors are one
         is_alone = isinstance(self.scheme, _SEPARABLE)
         part = slice(at, at + 1) if is_alone else slice(None)
         names = {tensor.name for tensor in tensors[part]}
@@ -120,16 +121,16 @@ def _copies(state: OldState, names: Container[str], device: Device) -> dict[str,
 
 
 class Difference(NamedTuple):
-    """Of which tensor or tensors what the GPU made differs, and how, in words."""
+    """A difference between GPU and CPU: the tensor or tensors, and a description."""
 
     tensors: str
     what: str
 
 
 class Twin:
-    """The exchange of ``seen`` as the CPU computes it, fed with what the GPU's has received.
+    """The CPU's computation of the exchange ``seen``, with the messages that the GPU received.
 
-    ``is_finite``: whether all of that is, once it has been compared. Of what is not, headers alone
+    ``is_finite``: whether the exchange was finite, known after the comparison. If not, only headers
     are compared.
     """
 
@@ -141,11 +142,11 @@ class Twin:
         codec = self._scheme.codec if isinstance(self._scheme, Allgather) else None
         transforms = isinstance(codec, Codec) and not isinstance(codec.transform, Identity)
         self._codec = codec if transforms and isinstance(codec, Codec) else None
-        self._positions: list[tuple[Array, Array]] = []  # which wait for ``is_finite``
+        self._positions: list[tuple[Array, Array]] = []  # compared once ``is_finite`` is known
         self.is_finite = True
 
     def first_difference(self) -> Difference | None:
-        """Return what the GPU made otherwise than it may, if anything."""
+        """Return the first difference that exceeds the tolerance, or None."""
         return next(self._differences(), None)
 
     def _differences(self) -> Iterator[Difference]:
@@ -163,7 +164,7 @@ class Twin:
         except StopIteration as stop:
             outcome: Outcome = stop.value
         except PayloadError as error:
-            yield Difference(self._names, f"what was sent or has come cannot be read: {error}")
+            yield Difference(self._names, f"a message cannot be read: {error}")
             return
         self.is_finite = outcome.finite
         for tensor, sum_, expected in zip(
@@ -180,7 +181,7 @@ class Twin:
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
     def _part(self, message: Array) -> Array:
-        """Return a message of the only tensor, or all of it."""
+        """Return the payloads of the recorded tensor, or the whole message."""
         if self._seen.position is None:
             return message
         payloads = [payload for _, payload in wire.split_payloads(message)]
@@ -194,16 +195,16 @@ class Twin:
             for tensor, ((_, ours), (_, theirs)) in zip(self._tensors, payloads, strict=False):
                 if text := self._in_payload(ours, theirs):
                     yield Difference(repr(tensor.name), text)
-        elif expected.dtype == np.uint8:  # any where values are not finite
+        elif expected.dtype == np.uint8:  # positions are arbitrary where values are not finite
             self._positions.append((found, expected))
-        elif number == 0 or np.isfinite(expected).all():  # else what had come was not finite
+        elif number == 0 or np.isfinite(expected).all():  # else the received values were not finite
             limit = None
             if isinstance(self._scheme, PowerSgd):
                 factors = self._state.get("factor", {}) if number == 0 else {}
                 largest = max(map(differences.peak_of, factors.values()), default=1.0)
                 scale = max(differences.peak_of(expected), self._peak() * largest)
                 limit = differences.MULTIPLIED * scale
-            what = f"what it hands to round {number}"
+            what = f"its message in round {number}"
             if text := differences.of_finite(what, found, expected, limit):
                 yield Difference(self._names, text)
 
@@ -221,7 +222,7 @@ class Twin:
         limit = differences.transform_limit(wanted, carried)
         try:
             return differences.of_spectra(codec, found, expected, wanted, left, limit)
-        except ValueError as error:  # codes or positions that there are not
+        except ValueError as error:  # invalid codes or positions
             return f"its payload cannot be read: {error}"
 
     def _in_sum(self, found: Array, expected: Array) -> str | None:
@@ -243,14 +244,14 @@ class Twin:
             if kind == "residual" and isinstance(self._scheme, PowerSgd):
                 limit = differences.MULTIPLIED * self._peak()
             if kind == "residual" and self._codec is not None and self._grads[0] is not None:
-                continue  # compared with the payload
+                continue  # was compared together with the payload
             for name, expected in arrays.items():
                 array = there.get(kind, {}).get(name, expected[:0])
                 if text := differences.of_arrays(f"its {kind}", array, expected, limit):
                     yield Difference(repr(name), text)
 
     def _peak(self) -> float:
-        """Return the largest magnitude of gradients and residuals."""
+        """Return the largest magnitude in gradients and residuals."""
         return differences.peak_of(*self._grads, *self._state.get("residual", {}).values())
 
 
@@ -261,7 +262,7 @@ def _read(copies: dict[str, dict[str, Copy]]) -> dict[str, dict[str, Array]]:
 
 
 def _alike(scheme: Scheme, tensor: Tensor, state: OldState) -> Scheme:
-    """Return the scheme whose results on the host are those of ``scheme`` on a GPU."""
+    """Return the scheme that gives the results of ``scheme`` on a GPU when run on the host."""
     if isinstance(scheme, Auto):
         return Allgather(scheme.codec_of(tensor, state), scheme.error_feedback)
     if isinstance(scheme, SparCml):

@@ -1,1 +1,1 @@
-"""Checks and records of a training while it runs."""
+"""Monitoring of a running training: checks, warnings and records."""

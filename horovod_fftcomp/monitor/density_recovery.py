@@ -1,7 +1,7 @@
-"""When to send more because training got worse: the decision alone, no network, no framework.
+"""Density recovery: decides from a reported metric when to raise the density.
 
-Sending more (a lower drop ratio theta = 1 - density) wins back the accuracy that compression
-cost: Wang et al., HPDC 2020. The rule by which to decide it is this package's own.
+A higher density (a lower drop ratio theta = 1 - density) recovers the accuracy lost by compression:
+Wang et al., HPDC 2020. The decision rule is this package's own.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Recover:
-    """How to recover: multiply the density by ``factor`` when reports stay worse than the best.
+    """Recovery options: the density is multiplied by ``factor`` while a metric stays worse.
 
     Parameters
     ----------
     factor
-        By which the density grows each time, greater than 1.
+        Factor by which the density grows each time, greater than 1.
     patience
-        So many reports in a row must be worse before the density grows, at least 1.
+        Number of consecutive worse reports after which the density grows, at least 1.
     tolerance
-        A report is worse if it misses the best by more than this, in the metric's own unit. Below
-        0 it is worse unless it beats the best by so much: a run that stands still recovers too.
+        A report is worse if it is worse than the best by more than this, in units of the metric. If
+        negative, a report is worse unless it improves on the best by at least as much, so that the
+        density also grows when training stalls.
     max_density
-        The density never grows beyond this, in (0, 1].
+        Upper limit of the density, in (0, 1].
     better
         ``"lower"`` for a loss or an error, ``"higher"`` for an accuracy.
     """
@@ -53,12 +54,12 @@ class Recover:
         if not _is_finite(self.tolerance):
             raise ValueError(
                 f"Recover.tolerance must be a finite number, got {self.tolerance!r}; it is the "
-                "loss or accuracy that may be missing, below 0 what a report has to gain"
+                "loss or accuracy by which a report may be worse; negative: what it has to gain"
             )
         if not _is_finite(self.max_density) or not 0 < self.max_density <= 1:
             raise ValueError(
                 f"Recover.max_density must lie in (0, 1], got {self.max_density!r}; "
-                "1.0 lets recovery go as far as to send everything"
+                "1.0 lets the density grow until everything is sent"
             )
         if self.better not in ("lower", "higher"):
             raise ValueError(
@@ -68,11 +69,11 @@ class Recover:
 
 
 class Recovery:
-    """Decide from a metric, reported now and then, when the density must grow.
+    """Decision, from a metric that is reported now and then, when the density must grow.
 
-    Every rank reports its metric, but the reports may differ (each rank's own loss), and so might
-    decisions made from them. So whoever drives the exchange hands the first rank's report to all
-    ranks, and all of them ``observe`` that one: they decide alike and keep the same state.
+    Reports of ranks may differ (each rank's own loss), and so might decisions made from them. So
+    the caller broadcasts the first rank's report, and all ranks ``observe`` that one: they decide
+    alike and keep the same state.
 
     >>> recovery = Recovery(Recover(factor=2.0, tolerance=0.1))
     >>> recovery.observe(1.0), recovery.observe(1.05), recovery.observe(1.2)
@@ -89,14 +90,14 @@ class Recovery:
         self._worse_reports = 0
 
     def observe(self, metric: float) -> bool:
-        """Take a report; tell whether the density must grow now.
+        """Process a report; return whether the density must grow now.
 
-        True when ``metric`` was worse than the best so far, by more than the tolerance, in
-        ``patience`` reports in a row; counting then begins anew, as it does after a report that
-        is not worse. NaN is worse than any number and never the best; the first report that is a
-        number is the best to begin with. The best stays the best when the density grows.
+        True if ``metric`` was worse than the best so far, by more than the tolerance, in
+        ``patience`` consecutive reports. The count restarts then, and after a report that is not
+        worse. NaN is worse than any number and never the best; the first number reported is the
+        first best. The best is kept when the density grows.
 
-        ``metric``: a number, or what ``float`` makes one, such as a 0-d array or tensor.
+        ``metric``: a number, or an object that ``float`` converts, such as a 0-d array or tensor.
         """
         if not isinstance(metric, SupportsFloat):
             raise TypeError(f"metric must be a number, got {metric!r}; report a loss or accuracy")
@@ -111,17 +112,17 @@ class Recovery:
         return True
 
     def raised(self, density: float) -> float:
-        """Return the density to go on with: min(max_density, density * factor).
+        """Return the raised density, min(max_density, density * factor).
 
-        A density that is beyond ``max_density`` already is returned unchanged: recovery never
-        sends less. Raises ValueError for a ``density`` outside (0, 1].
+        A density above ``max_density`` is returned unchanged: recovery never lowers it. Raises
+        ValueError for a ``density`` outside (0, 1].
         """
         if not _is_finite(density) or not 0 < density <= 1:
             raise ValueError(f"density must lie in (0, 1], got {density!r}; 1.0 sends everything")
         return float(max(density, min(self.options.max_density, density * self.options.factor)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the decision remembers: built-in numbers and strings, the options apart."""
+        """Return the state as built-in numbers and strings, without the options."""
         return {
             "version": FORMAT,
             "better": self.options.better,
@@ -130,7 +131,7 @@ class Recovery:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; ValueError, and no change, for one that cannot serve."""
+        """Restore ``state``; ValueError, and no change, for an invalid one."""
         if state.get("version") != FORMAT:
             raise ValueError(f"state_dict version is {state.get('version')!r}, expected {FORMAT}")
         if state["better"] != self.options.better:

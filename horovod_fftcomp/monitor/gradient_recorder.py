@@ -1,4 +1,4 @@
-"""Gradients of some steps in an ``.npz`` file, from which recipes can be tried without training."""
+"""Records gradients in an ``.npz`` file, with which recipes can be compared without training."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 
-# Bytes beside name and values that a member of the file takes at most: its two headers.
+# Upper limit of the bytes of a file member beside name and values: its two headers.
 _HEADERS_NBYTES = 4096
-_BUFFER_NBYTES = 1 << 23  # of a directory: a hundred bytes for an array
+_BUFFER_NBYTES = 1 << 23  # for a zip directory: about 100 bytes per array
 
 
 class Recorder:
-    """Writes the gradients of every ``every``-th step into a new file, in a thread of its own.
+    """Writer of every ``every``-th step's gradients to a new file, in a background thread.
 
-    ``path``: of a file that does not exist, in a folder that does; otherwise FileExistsError or
-    FileNotFoundError. ``np.load`` reads the file, also during the run and after the process was
-    killed, unless in the milliseconds in which a directory of the file is written: its keys are
-    "<step>/<tensor name>", its arrays float32 in the tensor's shape.
+    ``path``: a new file; FileExistsError if it exists, FileNotFoundError if its folder does not.
+    ``np.load`` reads the file: keys are "<step>/<tensor name>", arrays float32 in the tensor's
+    shape. It can also be read during the run and after the process was killed, except in the
+    milliseconds in which the zip directory is written.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: int) -> None:
@@ -44,13 +44,13 @@ class Recorder:
         self._writing: Future[None] | None = None
 
     def wants(self, step: int) -> bool:
-        """Tell whether ``step`` is to be written; one that the file has is not written again."""
+        """Return whether ``step`` is to be recorded; recorded steps are not written again."""
         return step % self.every == 0 and step > self._last
 
     def append(self, step: int, grads: Mapping[str, np.ndarray]) -> None:
-        """Write a step's gradients, by name, as float32; they must not change any more.
+        """Write a step's gradients, by name, as float32; they must not change afterwards.
 
-        Returns at once, but not before the step that was written last is in the file.
+        Waits until the previous step is written, then writes in the background.
         """
         self.flush()
         self._last = step
@@ -58,27 +58,27 @@ class Recorder:
         self._writing = self._worker.submit(_append, self.path, members)
 
     def check(self) -> None:
-        """Raise what writing has raised, if it has; do not wait."""
+        """Raise an error of the last write, if it has failed; do not wait."""
         if self._writing is not None and self._writing.done():
             self.flush()
 
     def flush(self) -> None:
-        """Wait until everything is written; raise what writing has raised."""
+        """Wait until everything is written; raise an error of the last write."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
 
 def _append(path: Path, members: Mapping[str, np.ndarray]) -> None:
-    """Add arrays to a zip file; on an error leave it as it was.
+    """Append arrays to a zip file; on an error leave it as it was.
 
-    A zip file is read from its end, where its directory lies. So the directory is first copied to
-    where the file will end, then the new arrays fill the gap, and last comes the new directory.
+    A zip file is read from its directory at the end. So the directory is first copied to the future
+    end of the file, then the new arrays are written before it, and finally the new directory.
     """
     begin = path.stat().st_size
-    room = sum(g.nbytes + 4 * len(name) + _HEADERS_NBYTES for name, g in members.items())
+    gap_nbytes = sum(g.nbytes + 4 * len(name) + _HEADERS_NBYTES for name, g in members.items())
     with _or_truncated_to(begin, path), _opened(path) as archive:
-        archive.start_dir = begin + room
+        archive.start_dir = begin + gap_nbytes
         archive.comment = archive.comment  # counts as a change: the directory is written
     end = path.stat().st_size
     with _or_truncated_to(end, path), _opened(path) as archive:
@@ -93,14 +93,14 @@ def _append(path: Path, members: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    # The buffer lets a directory reach the file in one piece, or nearly.
+    # With this buffer the directory is written in one piece, or nearly.
     with path.open("r+b", buffering=_BUFFER_NBYTES) as file, zipfile.ZipFile(file, "a") as archive:
         yield archive
 
 
 @contextlib.contextmanager
 def _or_truncated_to(nbytes: int, path: Path) -> Iterator[None]:
-    """Cut the file back if an error comes, to where a directory ends it."""
+    """Truncate the file to ``nbytes``, the end of a directory, on an error."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""A warning of the first NaN or Inf among gradients, with the tensors and the rank it came from."""
+"""Warning of the first NaN or Inf in gradients, with the tensors and the rank of origin."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ DENSE = "tensors that Horovod exchanges itself"
 def bad_tensors(
     tensors: Sequence[Tensor], sums: Sequence[Array], sent: Sequence[Round]
 ) -> dict[str, bool]:
-    """Return, of each tensor whose sum is not finite, whether this rank's part was not either.
+    """Return the tensors whose sum is not finite, and whether this rank's own values were not.
 
     ``sent``: the rounds in which this rank has sent its part of the bucket.
     """
-    # What is sent later also has what came from the others.
-    told = (_own(round_, len(tensors)) for round_ in sent)
-    own = next((flags for flags in told if flags), [False] * len(tensors))
+    # Later rounds also contain values of the other ranks, so the first with flags counts.
+    flags_by_round = (_own(round_, len(tensors)) for round_ in sent)
+    own = next((flags for flags in flags_by_round if flags), [False] * len(tensors))
     return {
         tensor.name: own[number]
         for number, (tensor, total) in enumerate(zip(tensors, sums, strict=True))
@@ -34,50 +34,50 @@ def bad_tensors(
 
 
 def _own(round_: Round, n_tensors: int) -> list[bool]:
-    """Return for each tensor whether what was sent of it is not finite; [] if that is not seen."""
+    """Return for each tensor whether its sent values are not finite; [] if unknown."""
     data = round_.data
     if not isinstance(data, np.ndarray):
         return []
-    if data.dtype != np.uint8:  # values of all tensors
+    if data.dtype != np.uint8:  # one array with the values of all tensors
         return [not bool(np.isfinite(data).all())] * n_tensors
     try:
         flags = [not header.finite for header, _ in wire.split_payloads(data)]
-    except PayloadError:  # positions, say
+    except PayloadError:  # no payloads, for instance positions
         return []
     return flags if len(flags) == n_tensors else [any(flags)] * n_tensors
 
 
 class NotFiniteWarning:
-    """Warns once of gradients with NaN or Inf; never where a loss scaler deals with them."""
+    """Single warning of gradients with NaN or Inf; none if a loss scaler handles them."""
 
     def __init__(self, has_scaler: bool) -> None:
         self._is_over = has_scaler
 
     def observe(self, bad: Mapping[str, bool], rank: int, ranks: Sequence[int]) -> None:
-        """Take a step's tensors that came out not finite, and whether this rank brought that in.
+        """Process a step's result of ``bad_tensors``; warn if it is the first that is not empty.
 
-        ``rank``: its place among ``ranks``.
+        ``rank``: index of this rank in ``ranks``, the global ranks.
         """
         own = [name for name, is_own in bad.items() if is_own]
         if self._is_over or not bad:
             return
         self._is_over = True
         if not own and rank != 0:
-            return  # who brought it says so, and the first rank
+            return  # only ranks of origin and the first rank warn
         names = own or list(bad)
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         listed = ", ".join(map(repr, names[:_SHOWN])) + more
         origin = (
-            f"rank {ranks[rank]} brought NaN or Inf in the gradients of {listed}"
+            f"rank {ranks[rank]} has NaN or Inf in the gradients of {listed}"
             if own
-            else f"the sums of {listed} over the ranks have NaN or Inf, which some rank "
-            "brought, or an overflow of the sum"
+            else f"the sums of {listed} over the ranks have NaN or Inf, from the gradients of some "
+            "rank or from an overflow of the sum"
         )
         warnings.warn(
             f"{origin}. Their gradients are NaN or Inf on all ranks in this step; no residual "
-            "changes, but nothing keeps the optimizer from applying them: skip the step, clip, or "
+            "changes, but the optimizer applies them unless the script skips the step. Clip, or "
             "lower the learning rate; in mixed precision use a GradScaler and give it to the "
-            "compressor (grad_scaler=). This warning comes once.",
+            "compressor (grad_scaler=). This warning is given once.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,7 +1,8 @@
-"""Do all ranks still hold the same parameters? Hashes, whose turn it is, and who differs.
+"""Parameter hashes: check that all ranks still hold the same parameters.
 
-Pure; calls no network: whoever owns one gathers the hashes. Hash what must be equal, which are
-the parameters; running statistics of batch normalization differ between ranks by design.
+Hashes arrays, rotates over the tensors to hash and finds the ranks that differ; the caller gathers
+the hashes. Hash parameters only: running statistics of batch normalization differ between ranks by
+design.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def hash_bytes(array: Array) -> int:
     """Return a 64-bit hash of the bytes of ``array`` in C order, at about a memcpy's speed.
 
     Equal bytes give equal hashes on all machines of one byte order; one changed word of 8 bytes
-    always changes the hash, any other difference but for a chance of about 2^-64. It is no
-    defence against tampering. Bytes count, not values: 0.0 and -0.0 differ, and the shape and
+    always changes the hash, any other difference except with probability 2^-64 or so. It is no
+    protection against tampering. Bytes count, not values: 0.0 and -0.0 differ, and the shape and
     dtype do not enter. ``array``: of any shape and of any dtype but object, neither changed nor
     aliased; copied only if it is not contiguous. The first call loads Numba.
 
@@ -47,7 +48,7 @@ def hash_bytes(array: Array) -> int:
 
 
 def hash_bytes_reference(array: Array) -> int:
-    """Return ``hash_bytes(array)`` by plain NumPy: slow, and the definition.
+    """Return ``hash_bytes(array)`` in plain NumPy: the slow reference implementation.
 
     The bytes are read as rows of 64 words of 8 bytes. Each of 64 lanes takes in the words of its
     column. One more lane takes in the lanes, then the words that fill no row, the last of them
@@ -69,7 +70,7 @@ def _step(lanes: Array, words: Array) -> Array:
 
 
 def _words(array: Array) -> tuple[Array, Array, np.uint64]:
-    """Return the words in whole rows ``[rows, 64]``, the others ``[words]``, and the byte count."""
+    """Return (words in whole rows ``[rows, 64]``, remaining words ``[words]``, byte count)."""
     if array.dtype.hasobject:
         raise TypeError(f"{array.dtype} arrays hold references, not values; pass numbers")
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -82,7 +83,7 @@ def _words(array: Array) -> tuple[Array, Array, np.uint64]:
 
 @functools.cache
 def _kernel() -> Callable[[Array, Array, np.uint64], int]:
-    """Compile ``_hash_words``, once for arrays aligned or not, writable or not."""
+    """Compile ``_hash_words`` once, for aligned, unaligned, writable and read-only arrays."""
     from numba import njit, types  # here, since importing this package must not load Numba
 
     rows = types.Array(types.uint64, 2, "C", readonly=True, aligned=False)
@@ -109,7 +110,7 @@ def _hash_words(rows, tail, nbytes):
 
 
 class Rotation:
-    """Whose turn it is to be hashed, so that no step pays for all tensors.
+    """Rotation over the tensors to hash, so that no step hashes all of them.
 
     The tensors are split into ``within // every`` groups of consecutive ones. At each step that
     ``every`` divides one group is due, so any ``within`` steps in a row hash every tensor. A group
@@ -121,7 +122,7 @@ class Rotation:
     nbytes : sequence of int
         Size of each tensor in bytes, the same on all ranks.
     within : int
-        Number of steps in which every tensor has its turn; at least ``every``.
+        Number of steps in which every tensor is hashed once; at least ``every``.
     every : int
         Steps from one group to the next; at least 1.
 
@@ -160,7 +161,7 @@ def _split(nbytes: Sequence[int], n_groups: int) -> list[range]:
     total, before = max(1, sum(nbytes)), 0
     sizes = [0] * n_groups
     for size in nbytes:
-        # A tensor without bytes at the very end lies on the border of a share that is not there.
+        # An empty tensor at the very end would fall into a group after the last.
         group = (2 * before + size) * n_groups // (2 * total)
         sizes[min(group, n_groups - 1)] += 1
         before += size
@@ -172,7 +173,7 @@ def find_differences(gathered: Array, names: Sequence[str]) -> dict[str, list[in
     """Return, for each tensor that differs between ranks, the ranks outside its majority.
 
     The majority is the hash that most ranks hold; of equally frequent ones that of the lowest
-    rank counts. A majority need not be right, it is merely where to look first.
+    rank. The majority is not necessarily right.
 
     Parameters
     ----------
@@ -211,7 +212,7 @@ def find_differences(gathered: Array, names: Sequence[str]) -> dict[str, list[in
 
 
 def describe(differences: Mapping[str, Sequence[int]]) -> str:
-    """Return one message on what ``find_differences`` found: tensors, ranks, cause, mend."""
+    """Return a message about the result of ``find_differences``: tensors, ranks, causes, cure."""
     if not differences:
         return "all ranks hold the same values"
     places = [f"{name!r} on {_ranks(ranks)}" for name, ranks in differences.items()]

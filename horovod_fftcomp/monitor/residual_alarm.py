@@ -1,36 +1,36 @@
-"""Tells a residual that keeps growing: the sign of a density that is too low. Pure; no I/O."""
+"""Residual alarm: detects residuals that keep growing, the sign of a density that is too low."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 
-# Density d sends a coordinate about every 1/d steps. Where gradients of successive steps are
-# unrelated a residual e settles at e^2 = (1 - d) (e^2 + g^2), that is at sqrt((1 - d) / d)
-# gradients g; where they all agree it reaches at most about 1/d. Ten is the latter at density
-# 0.1, the former at 0.01. Callers know the density and pass 1/d, times 1/(1-m) where momentum m is
-# accumulated before compression: above that no healthy residual settles.
+# At density d a coordinate is sent about every 1/d steps. If gradients g of successive steps are
+# unrelated, a residual e settles where e^2 = (1 - d) (e^2 + g^2), at e = sqrt((1 - d) / d) g; if
+# they are all equal, it reaches about g / d. The ratio e / g is 10 at density 0.01 in the first
+# case, at 0.1 in the second. Callers know the density and pass 1/d, times 1/(1-m) if momentum m is
+# accumulated before compression: no healthy residual settles above that.
 DEFAULT_THRESHOLD = 10.0
 
-# A healthy residual grows too, from zero to where it settles, and measurements scatter: only a
-# climb that does not pause counts. At one measurement in 53 steps five of them are 265 steps.
+# A healthy residual also grows at first, from zero to its limit, and measurements scatter, so only
+# uninterrupted growth counts. With one measurement every 53 steps, 5 of them span 265 steps.
 GROWTH = 1.1
 MEASUREMENTS = 5
 
 
 class ResidualAlarm:
-    """Warn of tensors whose residual outgrows their gradient.
+    """Warning of tensors whose residual keeps growing relative to their gradient.
 
-    A tensor is warned of when the ratio |residual| / |gradient| exceeds ``threshold`` and grew by
-    more than 10 % at each of the last 5 measurements; then not again until it has calmed down,
-    which is when the ratio is back at the threshold or has not grown so at any of the last 5. Only
-    the last 6 ratios of each tensor are kept. Nothing here belongs in a checkpoint: after a
-    restart the alarm measures anew.
+    A tensor causes a warning when the ratio |residual| / |gradient| exceeds ``threshold`` and grew
+    by more than 10 % at each of the last 5 measurements. There is no second warning until the ratio
+    is at most ``threshold`` again, or none of the last 5 measurements grew that much. Only the last
+    6 ratios of each tensor are kept. They are not saved in checkpoints: after a restart the alarm
+    starts anew.
 
     Parameters
     ----------
     threshold : float
-        Ratio up to which no growth is warned of, positive and finite; 1 / density is sound.
+        Ratio up to which there are no warnings, positive and finite; 1 / density is suitable.
 
     Raises
     ------
@@ -51,18 +51,18 @@ class ResidualAlarm:
         if not 0 < threshold < math.inf:
             raise ValueError(
                 f"threshold must be positive and finite, got {threshold!r}; "
-                "1 / density is what a healthy residual settles below"
+                "1 / density suits: a healthy residual stays below it"
             )
         self.threshold = threshold
         self._history: dict[str, deque[float]] = {}
         self._warned: set[str] = set()
 
     def observe(self, name: str, gradient_norm: float, residual_norm: float) -> str | None:
-        """Record one measurement of a tensor; return a warning if it is due, else None.
+        """Record one measurement of a tensor; return a warning message, or None.
 
         Call it at every 53rd step or so. ``gradient_norm``, ``residual_norm``: Euclidean norms on
-        this rank. A measurement with a norm that is zero or not finite is skipped, as if it had
-        not been taken: such a step says nothing of the trend.
+        this rank. A measurement with a norm that is zero or not finite is ignored, since
+        such a step says nothing about the trend.
         """
         if not (0 < gradient_norm < math.inf and 0 < residual_norm < math.inf):
             return None
@@ -87,7 +87,7 @@ class ResidualAlarm:
         return (
             f"the residual of {name!r} is {ratio:.3g} times its gradient (healthy: up to "
             f"{self.threshold:.3g}) and grew by more than 10 % at each of the last {MEASUREMENTS} "
-            "measurements: less is sent than comes in, so the model trains on stale gradients. "
-            "Raise the density, lower the learning rate, begin with more dense steps (dense "
-            "warm-up), or clip the momentum."
+            "measurements: less is sent than is added, so the model trains on stale gradients. "
+            "Raise the density, lower the learning rate, use a longer dense warm-up "
+            "(warmup_steps), or clip the momentum."
         )

@@ -1,6 +1,6 @@
-"""What compression does while a training goes on: a JSON line and scalars at every n-th step.
+"""Step log: a JSON line and scalars about compression at every n-th step of a training.
 
-No framework here: an adapter says how a scalar is written.
+Framework-independent: an adapter supplies the function that writes a scalar.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-# Takes name, value and step, as ``SummaryWriter.add_scalar`` does.
+# Function of (name, value, step), like ``SummaryWriter.add_scalar``.
 AddScalar = Callable[[str, float, int], Any]
 
 _NO_SCALARS = ("step", "steps", "residual_tensor")
@@ -24,12 +24,12 @@ _NO_SCALARS = ("step", "steps", "residual_tensor")
 def figures(
     before: Mapping[str, Any], now: Mapping[str, Any], residual_ratios: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return what the steps between two moments came to, to six decimals; None if not finite.
+    """Return the figures of the steps between two ``Compressor.stats``, rounded to six decimals.
 
-    ``before``, ``now``: what ``Compressor.stats`` returned; an empty ``before`` is the start.
-    Bytes, milliseconds and ``collectives`` are means over ``steps``; ``relative_error``,
-    ``kept_energy`` (1 - relative_error^2) and the largest of ``residual_ratios`` are of the last
-    measured step, ``density`` is the present one.
+    Values that are not finite are None. ``before``, ``now``: results of ``Compressor.stats``; an
+    empty ``before`` stands for the start. Bytes, milliseconds and ``collectives`` are means over
+    ``steps``; ``relative_error``, ``kept_energy`` (1 - relative_error^2) and the largest of
+    ``residual_ratios`` are of the last measured step, ``density`` is the present one.
     """
 
     def passed(key: str) -> float:
@@ -65,9 +65,10 @@ def _rounded(value: float) -> float | None:
 
 
 class LiveView:
-    """Appends lines to the file at ``path`` and hands scalars to ``add_scalar``; None: neither.
+    """Writer of JSON lines to the file at ``path`` and of scalars by ``add_scalar``.
 
-    What cannot be written is warned of once and then left alone: no training ends for it.
+    Either may be None. If writing fails, a RuntimeWarning is given and that output is no longer
+    written; training continues.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, add_scalar: AddScalar | None) -> None:
@@ -80,7 +81,7 @@ class LiveView:
             self._writers["scalars"] = functools.partial(_add_scalars, add_scalar)
 
     def check(self) -> None:
-        """Make the file if it is not there; OSError if that, or writing to it, is not possible."""
+        """Create the file if it does not exist; OSError if it cannot be created or written."""
         if self._path is None:
             return
         if not self._path.parent.is_dir():
@@ -94,7 +95,7 @@ class LiveView:
     ) -> None:
         """Write the ``figures`` of the steps since the last call.
 
-        ``step``: how many steps there were, those before a checkpoint included.
+        ``step``: number of steps so far, those before a loaded checkpoint included.
         """
         line = {"step": step, **figures(self._before, stats, residual_ratios)}
         self._before = stats
@@ -104,15 +105,15 @@ class LiveView:
             except Exception as error:  # the writer of scalars is not ours: it may raise anything
                 del self._writers[name]
                 warnings.warn(
-                    f"{name} cannot be written any more ({type(error).__name__}: {error}); the "
-                    "training goes on without it",
+                    f"{name} cannot be written any more ({type(error).__name__}: {error}); "
+                    "training continues without it",
                     RuntimeWarning,
                     stacklevel=2,
                 )
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:
-    """Add a line to a file in one piece; on an error leave the file as it was."""
+    """Append a line to a file in one write; on an error leave the file as it was."""
     data = (json.dumps(line, allow_nan=False) + "\n").encode()
     with path.open("ab", buffering=0) as file:
         begin = file.tell()

@@ -162,7 +162,8 @@ class CommonIndex(Scheme):
         if residual is not None and (residual.dtype, residual.size) != expected:
             found = (residual.dtype, residual.size)
             raise ValueError(
-                f"residual of {tensor.name!r}: (dtype, elements) is {found}, expected {expected}"
+                f"tensor {tensor.name!r}: the residual is (dtype, elements) {found}, "
+                f"expected {expected}"
             )
 
     def _agree(

@@ -274,5 +274,5 @@ def test_the_first_nan_is_told_once_with_its_tensor_and_rank():
     told = [str(w.message) for w in caught if "NaN or Inf" in str(w.message)]
     assert len(told) == 1
     assert "dense/kernel" in told[0]
-    origin = "some rank brought" if hvd.rank() == 0 else "rank 1 brought NaN or Inf in the grad"
+    origin = "gradients of some rank" if hvd.rank() == 0 else "rank 1 has NaN or Inf in the grad"
     assert origin in told[0]

@@ -466,7 +466,7 @@ def test_the_first_nan_is_told_once_with_its_tensor_and_rank(recipe):
     told = [str(warning.message) for warning in caught]
     assert len(told) == 1
     assert "layers.3.weight" in told[0]
-    origin = "some rank brought" if hvd.rank() == 0 else "rank 1 brought NaN or Inf in the grad"
+    origin = "gradients of some rank" if hvd.rank() == 0 else "rank 1 has NaN or Inf in the grad"
     assert origin in told[0]
 
 
