@@ -168,7 +168,7 @@ def test_repr_rebuilds_the_options(options):
             for wrong in (NAN, INF, "0", None, False)
         ),
         *(
-            ("max_density", wrong, "must lie in (0, 1], got {!r}; 1.0 lets recovery go")
+            ("max_density", wrong, "must lie in (0, 1], got {!r}; 1.0 lets the density grow")
             for wrong in (0.0, -0.5, 1.1, NAN, INF, "1", None, True)
         ),
         *(

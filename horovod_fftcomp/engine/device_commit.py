@@ -32,14 +32,14 @@ class DeviceCommit:
 
         Returns a function that waits for the decision, one word: 0 if the step is committed.
         """
-        verdict = self._device.zeros(1, np.uint32)
+        dropped = self._device.zeros(1, np.uint32)
         for flags in [*self._flags, *(exchange.not_finite for exchange in exchanges)]:
-            self._launch("judge", flags, verdict)
+            self._launch("judge", flags, dropped)
         self._flags = []
         for exchange in exchanges:
-            exchange.restore(verdict)
-        self._kernels["count_step"](1, 1, [verdict, self._ledger], 0)
-        return self._device.fetch(verdict)
+            exchange.restore(dropped)
+        self._kernels["count_step"](1, 1, [dropped, self._ledger], 0)
+        return self._device.fetch(dropped)
 
     def inspect(self, exchanges: Sequence[OnDevice]) -> None:
         """Count the corrupt payloads of a step, whether it is committed or not.

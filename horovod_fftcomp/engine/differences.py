@@ -124,8 +124,8 @@ def _of_choices(sizes: Array, chosen: Array, least: float, limit: float) -> str 
     too_small = bool((sent < least - limit).any())
     place = int(chosen[sent.argmin()] if too_small else unsent.argmax())
     return (
-        f"coefficient {place} of magnitude {sizes[place]} is {'sent' if too_small else 'not sent'}, "
-        f"the CPU's is {'not sent' if too_small else 'sent'}: the smallest that it sends is {least}"
+        f"coefficient {place} of magnitude {sizes[place]} is {'' if too_small else 'not '}sent, "
+        f"the CPU's is {'not ' if too_small else ''}sent: the smallest that it sends is {least}"
     )
 
 

@@ -117,7 +117,7 @@ class Engine:
         self._skipped_there = 0  # steps that the device is known to have skipped
         # Steps measured on the device: function that waits for the decision, outcomes, loss scale.
         self._unread: list[tuple[Callable[[], Array], dict[int, Outcome], float]] = []
-        self._verdict: Callable[[], Array] | None = None  # of the step that is being settled
+        self._dropped: Callable[[], Array] | None = None  # of the step that is being settled
         self.buckets = list(buckets)
         self.costs = Costs()
         self.alarm = ResidualAlarm()
@@ -248,9 +248,9 @@ class Engine:
             self._state[bucket] = outcome.state
         if any(o.on_device and o.on_device.measured for o in outcomes.values()):
             self._read_measured()  # old enough to be read without waiting
-            assert self._verdict is not None
+            assert self._dropped is not None
             light = {bucket: outcome.measured_alone() for bucket, outcome in outcomes.items()}
-            self._unread.append((self._verdict, light, self.loss_scale))
+            self._unread.append((self._dropped, light, self.loss_scale))
         else:
             self._record(outcomes, self.loss_scale)
 
@@ -264,8 +264,8 @@ class Engine:
 
     def _read_measured(self) -> None:
         unread, self._unread = self._unread, []
-        for verdict, outcomes, loss_scale in unread:
-            if verdict()[0]:
+        for dropped, outcomes, loss_scale in unread:
+            if dropped()[0]:
                 continue  # the step was rolled back
             for bucket, outcome in outcomes.items():
                 if outcome.on_device is not None and outcome.on_device.measured is not None:
@@ -291,7 +291,7 @@ class Engine:
             finite = commit.is_finite(list(there.values()))
         if not finite:
             return False
-        self._verdict = commit.close(list(there.values()))
+        self._dropped = commit.close(list(there.values()))
         return True
 
     def _missed(self, outcomes: dict[int, Outcome]) -> float:

@@ -134,7 +134,7 @@ class Outcome(NamedTuple):
         """Return the measurements alone, so that sums and state can be freed."""
         later = self.on_device
         if later is not None:
-            later = OnDevice(None, None, lambda verdict: None, later.measured)
+            later = OnDevice(None, None, lambda dropped: None, later.measured)
         return self._replace(sums=[], state={}, on_device=later)
 
 

@@ -112,7 +112,7 @@ class Choice(NamedTuple):
     similarity: Similarity | None
 
 
-class Lead(NamedTuple):
+class ChunkSlices(NamedTuple):
     """Assignment of a bucket's chunks to ranks in one step: one slice of chunks for each rank.
 
     ``size``: chunks per slice; slices at the end may be shorter, or empty.
@@ -132,12 +132,12 @@ class Lead(NamedTuple):
         return (chunk // self.size - self.step) % self.n_ranks
 
 
-def lead_of(total: int, step: int, n_ranks: int) -> Lead:
+def chunk_slices(total: int, step: int, n_ranks: int) -> ChunkSlices:
     """Return the assignment of ``total`` chunks to ranks in a step."""
-    return Lead(max(1, -(-total // n_ranks)), step, n_ranks)
+    return ChunkSlices(max(1, -(-total // n_ranks)), step, n_ranks)
 
 
-def share_the_lead(
+def gather_selection(
     selector: ChunkWinners,
     tensors: Sequence[Tensor],
     grads: Grads,
@@ -152,7 +152,7 @@ def share_the_lead(
     numels = [math.prod(tensor.shape) for tensor in tensors]
     ends = np.cumsum([0, *(selector.count(n) for n in numels)])
     total = int(ends[-1])
-    lead = lead_of(total, context.step, context.world_size)
+    lead = chunk_slices(total, context.step, context.world_size)
     choose = partial(_winners, selector, tensors, grads, residuals)
     begin, end = lead.chunks_of(context.rank, total)
     message = np.zeros(selector.slice_nbytes(lead.size), np.uint8)
@@ -202,7 +202,7 @@ def _winners(
     return np.concatenate(offsets)
 
 
-def _offsets(selector: ChunkWinners, gathered: Array, lead: Lead, total: int) -> Array:
+def _offsets(selector: ChunkWinners, gathered: Array, lead: ChunkSlices, total: int) -> Array:
     """Return the offsets in all chunks; PayloadError for a message of the wrong size."""
     nbytes = selector.slice_nbytes(lead.size)
     if gathered.size != lead.n_ranks * nbytes:
@@ -219,7 +219,7 @@ def _offsets(selector: ChunkWinners, gathered: Array, lead: Lead, total: int) ->
     return offsets
 
 
-def follow_the_leader(
+def broadcast_selection(
     selector: Largest,
     tensors: Sequence[Tensor],
     grads: Grads,

@@ -29,10 +29,10 @@ from horovod_fftcomp.schemes.clt_selection import (
     ChunkWinners,
     Largest,
     Selector,
-    follow_the_leader,
-    share_the_lead,
+    broadcast_selection,
+    gather_selection,
 )
-from horovod_fftcomp.schemes.common_index_on_device import shared_on_device
+from horovod_fftcomp.schemes.common_index_on_device import common_index_on_device
 from horovod_fftcomp.schemes.dense import saturated_half
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import align
@@ -103,7 +103,7 @@ class CommonIndex(Scheme):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         carried = state.get("residual", {})
         if context.device is not None:
-            return (yield from shared_on_device(self, tensors, grads, carried, context))
+            return (yield from common_index_on_device(self, tensors, grads, carried, context))
         for tensor in tensors:
             self._check(carried.get(tensor.name), tensor)
         chosen, similarity = yield from self._agree(tensors, grads, carried, context)
@@ -175,9 +175,11 @@ class CommonIndex(Scheme):
     ) -> Generator[Round, Array, Choice]:
         """Return each tensor's positions, after a round if ranks select them."""
         if isinstance(self.selection, ChunkWinners):
-            return (yield from share_the_lead(self.selection, tensors, grads, carried, context))
+            return (yield from gather_selection(self.selection, tensors, grads, carried, context))
         if isinstance(self.selection, Largest):
-            return (yield from follow_the_leader(self.selection, tensors, grads, carried, context))
+            return (
+                yield from broadcast_selection(self.selection, tensors, grads, carried, context)
+            )
         return Choice(self._drawn(tensors, context, context.rank), None)
 
     def _drawn(self, tensors: Sequence[Tensor], context: Context, rank: int) -> list[Array]:

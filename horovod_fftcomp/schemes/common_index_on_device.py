@@ -12,8 +12,8 @@ from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.schemes import Context, OnDevice, Outcome, Round, Similarity, Tensor
-from horovod_fftcomp.schemes.clt_selection import ChunkWinners, lead_of
-from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, kept
+from horovod_fftcomp.schemes.clt_selection import ChunkWinners, chunk_slices
+from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, cached
 from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class _Bucket(BucketRows):
         self.begins = np.cumsum([0, *counts], dtype=np.uint64)
         self.rows["k"] = counts
         if isinstance(selection, ChunkWinners):
-            size = lead_of(int(self.begins[-1]), 0, n_ranks).size
+            size = chunk_slices(int(self.begins[-1]), 0, n_ranks).size
             self.rows["chunk"], self.rows["bits"] = selection.chunk, selection.bits
             self.rows["factor"], self.rows["first"] = size, self.begins[:-1]
             self.rows["message_words"] = selection.slice_nbytes(size) // 4
@@ -63,7 +63,7 @@ class _Exchange(ExchangeRows):
         context: Context,
     ) -> None:
         assert context.device is not None
-        self.bucket = kept(_Bucket, context.device, tensors, scheme, context.world_size)
+        self.bucket = cached(_Bucket, context.device, tensors, scheme, context.world_size)
         carried = carried if scheme.error_feedback else {}
         super().__init__(self.bucket, tensors, grads, carried, context)
         self._scheme = scheme
@@ -86,7 +86,7 @@ class _Exchange(ExchangeRows):
             self._draw(context.rank)
             return
         total = int(self.bucket.begins[-1])
-        lead = lead_of(total, context.step, context.world_size)
+        lead = chunk_slices(total, context.step, context.world_size)
         here = tuple(np.uint64(end) for end in lead.chunks_of(context.rank, total))
         own = self._chosen(selection.slice_nbytes(lead.size), *here)
         chosen = yield Round("allgather", own, divided=True)
@@ -157,9 +157,9 @@ class _Exchange(ExchangeRows):
             bucket.on_groups("add_shares", table, self._turn, not_finite)
         return sums, not_finite
 
-    def restore(self, verdict: Any) -> None:
-        """Launch the kernel that restores the old residuals if ``verdict`` is nonzero."""
-        self.bucket.on_tiles("restore<1>", self.bucket.coeffs_table(self.rows, "left"), verdict)
+    def restore(self, dropped: Any) -> None:
+        """Launch the kernel that restores the old residuals if ``dropped`` is nonzero."""
+        self.bucket.on_tiles("restore<1>", self.bucket.coeffs_table(self.rows, "left"), dropped)
 
     def measured(self) -> Callable[[], dict[str, Any]]:
         """Return a function that waits for the measurements and keeps no array alive."""
@@ -178,7 +178,7 @@ def _measured(
     return fields
 
 
-def shared_on_device(
+def common_index_on_device(
     scheme: CommonIndex,
     tensors: Sequence[Tensor],
     grads: Sequence[Any],

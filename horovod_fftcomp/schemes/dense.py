@@ -104,7 +104,7 @@ def outcome_on_device(
     sizes: Sequence[int],
     state: State,
     device: Device,
-    restore: Callable[[Any], None] = lambda verdict: None,
+    restore: Callable[[Any], None] = lambda dropped: None,
 ) -> Outcome:
     """Return the outcome of sums that lie on the device in one array, ``reduced``.
 

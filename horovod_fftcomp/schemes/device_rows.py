@@ -72,7 +72,7 @@ class BucketRows:
 AnyBucket = TypeVar("AnyBucket", bound=BucketRows)
 
 
-def kept(
+def cached(
     make: Callable[..., AnyBucket], device: Device, tensors: Sequence[Tensor], *made_for: Any
 ) -> AnyBucket:
     """Return ``make(device, tensors, *made_for)``; only the last result per bucket is cached."""

@@ -12,7 +12,7 @@ from horovod_fftcomp.codec.quantizers import pattern_of
 from horovod_fftcomp.kernels.cuda import Device, on_device
 from horovod_fftcomp.schemes import Context, OldState, Outcome, Round, Tensor
 from horovod_fftcomp.schemes.dense import outcome_on_device
-from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, kept, placed, state_of
+from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, cached, placed, state_of
 from horovod_fftcomp.schemes.wrapper import numels_of
 from horovod_fftcomp.types import Array
 
@@ -80,7 +80,7 @@ def clip_factors(
     if most is None:
         return 0
     assert device is not None
-    clipping = kept(_Clipping, device, tensors)
+    clipping = cached(_Clipping, device, tensors)
     clipping.find(placed(grads, numels_of(tensors), device), most)
     return clipping.factors
 
@@ -104,7 +104,7 @@ def momentum_sum_on_device(
     """Allreduce residuals plus velocities without waiting; see ``MomentumSum.exchange``."""
     device, numels = context.device, numels_of(tensors)
     assert device is not None
-    bucket = kept(_Bucket, device, tensors, correction)
+    bucket = cached(_Bucket, device, tensors, correction)
     velocities, residuals = (state.get(kind, {}) for kind in ("velocity", "residual"))
     exchange = ExchangeRows(bucket, tensors, grads, residuals, context)
     exchange.point_at_old("velocity", velocities)
@@ -121,8 +121,8 @@ def momentum_sum_on_device(
     left = [device.zeros(n) if residual else None for n, residual in old]
     exchange.point("whole", left)
 
-    def restore(verdict: Any) -> None:
-        bucket.on_tiles("restore<1>", bucket.coeffs_table(exchange.rows, "whole"), verdict)
+    def restore(dropped: Any) -> None:
+        bucket.on_tiles("restore<1>", bucket.coeffs_table(exchange.rows, "whole"), dropped)
 
     new_state = {
         "velocity": state_of(tensors, grads, velocities, moved),

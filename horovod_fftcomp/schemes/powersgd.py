@@ -216,7 +216,7 @@ class PowerSgd(Scheme):
         factors, residuals = {}, {}
         for part, reduced in zip(parts, second, strict=True):
             if part.matrix.rank:
-                # A column of zeros would stay one: of a frozen tensor, or one of lower rank.
+                # A zero column (frozen tensor, lower rank) would stay zero: keep the old one.
                 right = reduced.reshape(part.right.shape)
                 kept = np.where(right.any(0), right, part.right)
                 factors[part.tensor.name] = np.ascontiguousarray(kept).reshape(-1)

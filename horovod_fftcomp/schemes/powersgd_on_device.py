@@ -11,7 +11,7 @@ import numpy as np
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device, on_device
 from horovod_fftcomp.schemes import Context, OldState, OnDevice, Outcome, Round, Tensor
-from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, kept, state_of
+from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, cached, state_of
 
 if TYPE_CHECKING:
     from horovod_fftcomp.schemes.powersgd import PowerSgd
@@ -56,7 +56,7 @@ class _Exchange(ExchangeRows):
         context: Context,
     ) -> None:
         assert context.device is not None
-        self.bucket = kept(_Bucket, context.device, tensors, scheme)
+        self.bucket = cached(_Bucket, context.device, tensors, scheme)
         carried = state.get("residual", {}) if scheme.error_feedback else {}
         super().__init__(self.bucket, tensors, grads, carried, context)
         self._whole = self.new("whole", np.array(self.takes_part) & (self.rows["rank"] > 0))
@@ -143,11 +143,11 @@ class _Exchange(ExchangeRows):
         bucket.on_tensors("keep_factors", self._table, np.uint64(0))  # while ``received`` is there
         return sums
 
-    def restore(self, verdict: Any) -> None:
-        """Launch the kernels that restore the old state if ``verdict`` is nonzero."""
-        self.bucket.on_tensors("keep_factors", self._table, verdict)
+    def restore(self, dropped: Any) -> None:
+        """Launch the kernels that restore the old state if ``dropped`` is nonzero."""
+        self.bucket.on_tensors("keep_factors", self._table, dropped)
         table = self.bucket.coeffs_table(self.rows, "whole")
-        self.bucket.on_tiles("restore<1>", table, verdict)
+        self.bucket.on_tiles("restore<1>", table, dropped)
 
 
 def _split(array: Any, begins: np.ndarray) -> list[Any]:

@@ -17,7 +17,7 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device, on_host
 from horovod_fftcomp.schemes import Context, OldState, OnDevice, Outcome, Round, Tensor
 from horovod_fftcomp.schemes.allgather import part_of
-from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, kept, on_each, state_of
+from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, cached, on_each, state_of
 from horovod_fftcomp.schemes.gtopk import largest
 from horovod_fftcomp.schemes.momentum_on_device import clip_factors
 from horovod_fftcomp.types import Array
@@ -73,7 +73,7 @@ class _Exchange(ExchangeRows):
         context: Context,
     ) -> None:
         assert context.device is not None
-        self.bucket = kept(_Bucket, context.device, tensors, scheme)
+        self.bucket = cached(_Bucket, context.device, tensors, scheme)
         super().__init__(self.bucket, tensors, grads, state.get("residual", {}), context)
         self._scheme, velocities = scheme, state.get("velocity", {})
         self._whole, self._moved = (
@@ -200,10 +200,10 @@ class _Exchange(ExchangeRows):
         if self.measures:
             self.square(False, "whole")
 
-    def restore(self, verdict: Any) -> None:
-        """Launch the kernel that restores the old state if ``verdict`` is nonzero."""
+    def restore(self, dropped: Any) -> None:
+        """Launch the kernel that restores the old state if ``dropped`` is nonzero."""
         table = self.bucket.coeffs_table(self.rows, "whole")
-        self.bucket.on_tiles("restore<1>", table, verdict)
+        self.bucket.on_tiles("restore<1>", table, dropped)
 
 
 def sketchsgd_on_device(
