@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.adapter import agreement, handshake
+from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.adapter.process_sets import size_of
 from horovod_fftcomp.adapter.watch import Watch, await_shutdown
 from horovod_fftcomp.engine.overlap import Pending, Send
@@ -116,7 +116,7 @@ class Connection:
         self.greetings = 0  # so many as well, however ranks are counted
         self._set = process_set
         self._timeout_s = watch.timeout_s
-        self._handshake: agreement.Handshake | None = None
+        self._handshake: handshake.Handshake | None = None
         self._roll_call: Pending | None = None
         self._agreements = itertools.cycle(range(2))  # they block: more names are not needed
         self.is_up = False
@@ -166,8 +166,8 @@ class Connection:
         name = f"{self._name}.handshake"
         self._tell_number(self._set if optimizers is None else optimizers)
         self.greetings += 1
-        told = {**facts(), agreement.ADDRESS: self.watch.start()}
-        self._handshake = agreement.Handshake(send, told, name, self._set, optimizers)
+        told = {**facts(), handshake.ADDRESS: self.watch.start()}
+        self._handshake = handshake.Handshake(send, told, name, self._set, optimizers)
 
     def _tell_number(self, process_set: Any) -> None:
         """Compare, at the first use, the number of this compressor with those of the other ranks'.
@@ -182,7 +182,7 @@ class Connection:
         name = f"fftcomp.use.{_counts.used[set_number]}"
         _counts.used[set_number] += 1
         counts = self._number, _counts.made
-        self.watch.compare(agreement.Numbers(self._start, *counts, name, process_set).difference)
+        self.watch.compare(handshake.Numbers(self._start, *counts, name, process_set).difference)
 
     def _hear(self) -> None:
         assert self._handshake is not None
@@ -236,7 +236,7 @@ class Connection:
         self.watch.start()
         self.watch.calls(call)
         try:
-            found = agreement.gather_objects(
+            found = handshake.gather_objects(
                 self.send, (call, thing), name, self._set, self._timeout_s
             )
         finally:

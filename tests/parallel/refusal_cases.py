@@ -105,7 +105,7 @@ def test_ranks_whose_models_or_packages_differ(what, same_everywhere, monkeypatc
         model = model.double()
         parameters = list(model.named_parameters())
     elif what == "version" and odd:
-        monkeypatch.setattr("horovod_fftcomp.adapter.agreement.__version__", "9.9.9")
+        monkeypatch.setattr("horovod_fftcomp.adapter.handshake.__version__", "9.9.9")
     elif what == "schedule" and odd:
         options = {"density_schedule": {0: 0.01, 10: 0.1}}
     elif what == "rules" and odd:

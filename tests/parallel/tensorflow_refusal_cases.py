@@ -42,7 +42,7 @@ def test_ranks_that_differ_all_stop_with_the_same_message(recipe, same_everywher
     elif recipe == "order" and odd:
         pairs = pairs[::-1]
     elif recipe == "version" and odd:
-        monkeypatch.setattr("horovod_fftcomp.adapter.agreement.__version__", "9.9.9")
+        monkeypatch.setattr("horovod_fftcomp.adapter.handshake.__version__", "9.9.9")
     compression = getattr(Compression, name)(pairs, timeout_s=200, **options)
     text, seconds = stop_of(model, compression)
     assert seconds < 60
