@@ -1,1 +1,1 @@
-"""What the adapters of all frameworks share."""
+"""Code shared by the PyTorch and TensorFlow adapters."""

@@ -1,7 +1,7 @@
-"""What the compressors of all frameworks have in common: report, density, state, going on.
+"""Base class of the compressors of all frameworks: statistics, density, state, elastic resets.
 
-No framework and no network here: an adapter carries out the steps, and says how ranks exchange
-objects.
+It uses neither a framework nor the network: the adapters' subclasses carry out the steps and
+exchange objects between ranks.
 """
 
 from __future__ import annotations
@@ -31,43 +31,47 @@ from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.step_log import AddScalar, LiveView
 from horovod_fftcomp.schemes import Tensor
 
-# Every rank makes its compressors in the same order, so equal numbers mean the same one.
+# Every rank makes its compressors in the same order, so equal numbers denote the same compressor.
 _numbers = itertools.count()
 
 
 class StepDriver(Protocol):
-    """The course of an adapter's steps; what it has counted since the start."""
+    """Interface of an adapter's step driver, which carries out the training steps.
+
+    Counts since the start: ``count`` closed steps, ``dense_nbytes`` bytes of all gradients in
+    float32, ``other_nbytes`` bytes of what Horovod itself reduced (dense tensors and probes).
+    """
 
     count: int
     dense_nbytes: int
     other_nbytes: int
 
     def times(self) -> dict[str, float]:
-        """Return the seconds of ``stats`` that the engine does not know."""
+        """Return the times of ``stats`` that the step driver measures, in seconds."""
         ...
 
     def loss_scale(self) -> float:
-        """Return what gradients are multiplied by at present."""
+        """Return the present loss scale."""
         ...
 
     def settle(self) -> None:
-        """Close the last step for whoever looks between two; ValueError if one is under way."""
+        """Close the last step, before its results are read; ValueError if a step is under way."""
         ...
 
     def close_if_complete(self) -> None:
-        """Close the last step if nothing of it is under way."""
+        """Close the last step if it is complete."""
         ...
 
     def abandon(self) -> None:
-        """Forget a step that was broken off."""
+        """Discard a step that an error interrupted."""
         ...
 
 
 class Compressor:
-    """One policy bound to the parameters of one optimizer; an adapter's ``Compression`` makes it.
+    """Base class of compressors: one policy for the parameters of one optimizer.
 
-    An adapter sets ``_engine``, ``_connection``, ``_steps``, ``_parameters``, ``_tensors`` and
-    ``_dtypes``, in the order of the parameters.
+    Subclasses set ``_engine``, ``_connection``, ``_steps`` and ``_parameters``, and ``_tensors``
+    and ``_dtypes`` in the order of the parameters.
     """
 
     _engine: Engine
@@ -76,7 +80,7 @@ class Compressor:
     _parameters: Replicas
     _tensors: Sequence[Tensor]
     _dtypes: Sequence[str]
-    _IN_ELASTIC_JOBS = ""  # what takes a compressor there
+    _IN_ELASTIC_JOBS = ""  # end of an error message: how to keep a compressor in an elastic job
 
     def __init__(self, policy: Scheduled, settings: Settings) -> None:
         self._policy = self._first_policy = policy
@@ -88,43 +92,43 @@ class Compressor:
         self._recovery = Recovery(settings.recover) if settings.recover else None
         self._changed_density: float | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._told_of_momentum = False
+        self._warned_of_momentum = False
 
     def check_differences(self) -> None:
-        """Raise UnsupportedError unless differences of weights may be sent, as of local steps."""
+        """Raise UnsupportedError unless local steps (differences of weights) are supported."""
         for bucket in self._buckets:
             bucket.policy.at(self._policy.warmup_steps).check_differences(repr(self))
         if self._settings.grad_scaler is not None:
-            raise UnsupportedError("weights have no loss scale: leave grad_scaler out")
+            raise UnsupportedError("weights have no loss scale: make it without grad_scaler")
 
     def _warn_of_two_momenta(self, optimizer: str, momenta: Mapping[str, object]) -> None:
-        """Warn once if the recipe keeps a momentum and the ``optimizer`` too: ``momenta``."""
+        """Warn once if recipe and ``optimizer`` both have momentum; ``momenta``: its options."""
         own = self._policy.at(self._policy.warmup_steps).own_momentum()
-        if not own or not momenta or self._told_of_momentum:
+        if not own or not momenta or self._warned_of_momentum:
             return
-        self._told_of_momentum = True
+        self._warned_of_momentum = True
         given = ", ".join(f"{option}={value}" for option, value in momenta.items())
         warnings.warn(
             f"recipe {self._policy.recipe!r} keeps a momentum of its own ({own}), and the "
-            f"optimizer {optimizer} has one too ({given}): gradients are averaged over steps "
-            "twice, which trains another way than either alone. Take an optimizer without "
-            "momentum, such as SGD(momentum=0), or a recipe without",
+            f"optimizer {optimizer} has one too ({given}): momentum is applied twice, which trains "
+            "differently from either alone. Use an optimizer without momentum, such as "
+            "SGD(momentum=0), or a recipe without one",
             RuntimeWarning,
             stacklevel=3,
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return names and shapes of all parameters, dense ones included, in their order."""
+        """Return names and shapes of all parameters in their order, dense ones included."""
         return list(self._tensors)
 
     def on_step(self, listener: Callable[[], None]) -> None:
-        """Let ``listener()`` be called whenever a step has been closed: as the next one begins."""
+        """Call ``listener()`` each time a step is closed, which is when the next one begins."""
         self._listeners.append(listener)
 
     def end_training(self, error: type[BaseException]) -> None:
-        """Raise ``error`` in the thread that trains: now, and after each step if it is caught.
+        """Raise ``error`` in the training thread now, and again after each step if it is caught.
 
-        For a listener of ``on_step``, on all ranks at the same step.
+        Call it from a listener of ``on_step``, at the same step on all ranks.
         """
         self._listeners.append(functools.partial(self._raise, error))
         self._raise(error)
@@ -133,31 +137,36 @@ class Compressor:
         raise error
 
     def digest(self) -> str:
-        """Return a hash of this rank's present parameters: of equal bits on all ranks equal."""
-        found = hashlib.sha256()
+        """Return a SHA-256 hash of this rank's parameters; it is equal where all their bits are."""
+        sha256 = hashlib.sha256()
         for number in range(len(self._parameters.names)):
-            found.update(self._parameters.read(number).tobytes())
-        return found.hexdigest()
+            sha256.update(self._parameters.read(number).tobytes())
+        return sha256.hexdigest()
 
     def stats(self) -> dict[str, Any]:
-        """Return what this rank has sent and spent so far.
+        """Return this rank's statistics since the start: bytes, seconds, errors.
 
-        ``dense_nbytes``: the gradients in float32; ``sent_nbytes``: what was handed to
-        collectives, headers, padding and probes included; ``ratio``: their quotient;
-        ``received_nbytes``: what buckets' collectives gave back; of ``ranks_per_node`` these are
-        bytes between nodes, and ``inside_nbytes`` what was handed to collectives of one. Seconds:
-        ``encode_s``; ``encode_hidden_s``, those of them that passed before the step's last
-        gradient came; ``encode_wait_s``, in which the training thread waited for an encoding;
-        ``wait_s`` (for other ranks and the network; dense tensors, which Horovod exchanges,
-        excluded), ``decode_s``, ``check_s`` (of parameters between ranks, and of a GPU
-        by the CPU).
-        ``relative_error``: norm of what the last measured step left unsent over the norm of what
-        it was to send; ``total_error``: sum over all steps of the square of what each left unsent.
-        ``similarity``: of the positions that other ranks chose for all in the
-        last measured step, the share that this one would have chosen; None if there were none.
-        ``skipped_steps``: steps with NaN or Inf somewhere, which left no trace in
-        the residuals. ``density``: the present one. ``choices``: of ``auto``, what it has chosen
-        for each tensor, in words.
+        Bytes: ``dense_nbytes``, the size of all gradients in float32; ``sent_nbytes``, the size of
+        what was passed to collectives, with headers, padding and probes; ``ratio``, the compression
+        ratio ``dense_nbytes / sent_nbytes``; ``received_nbytes``, the output of buckets'
+        collectives. With ``ranks_per_node`` sent and received bytes are those between nodes, and
+        ``inside_nbytes`` counts what was passed to collectives within a node.
+
+        Seconds: ``encode_s``, encoding; ``encode_hidden_s``, the part of it that overlaps with the
+        backward pass (before the step's last gradient); ``encode_wait_s``, waits of the training
+        thread for an encoding; ``wait_s``, waits for other ranks and the network, without those for
+        dense tensors, which Horovod exchanges; ``decode_s``, decoding; ``check_s``, comparing
+        parameters between ranks and checking the GPU by the CPU.
+
+        Errors: ``relative_error``, the norm of what the last measured step did not send over the
+        norm of what it had to send; ``total_error``, the sum over steps of the squared norm of what
+        was not sent; ``similarity``, in the last measured step, the share of the positions chosen
+        by other ranks for all that this rank would also have chosen, None if there were none.
+        ``skipped_steps``: number of steps with NaN or Inf on any rank, which do not change the
+        residuals.
+
+        ``density``: the present one. ``choices``: what recipe ``auto`` has chosen for each tensor,
+        as text.
         """
         self._steps.close_if_complete()
         self._engine.read_device()
@@ -186,25 +195,25 @@ class Compressor:
         }
 
     def residual(self, name: str) -> Any:
-        """Return what is not sent yet of the parameter called ``name``, float32 in its shape."""
+        """Return the residual of the parameter ``name``: float32, in the parameter's shape."""
         self._steps.settle()
         return self._engine.residual(name)
 
     def residual_norm(self) -> float:
-        """Return the norm of what this rank has not sent yet, of all parameters together."""
+        """Return the L2 norm of this rank's residuals, of all parameters together."""
         self._steps.settle()
         return self._engine.residual_norm()
 
     def residual_ratios(self) -> dict[str, float]:
-        """Return norm of residual over norm of gradient, as last measured, for each tensor."""
+        """Return for each tensor the residual's norm over the gradient's, as last measured."""
         self._engine.read_device()
         return self._engine.alarm.ratios()
 
     def set_density(self, density: float) -> None:
-        """Compress with ``density`` from the next step on; every rank has to call it alike.
+        """Compress with ``density`` from the next step on; call it on every rank.
 
-        Raises ConfigMismatchError on all ranks if they ask for different densities or stand at
-        different steps, and ValueError for a recipe without density.
+        Raises ConfigMismatchError on all ranks if their densities or their steps differ, and
+        ValueError for a recipe without density.
         """
         self._steps.settle()
         handshake.compare_facts(
@@ -215,50 +224,51 @@ class Compressor:
         self._use_density(density)
 
     def report(self, metric: float) -> None:
-        """Report a validation metric, on every rank; more density if the first rank's worsens.
+        """Report a validation metric; the density is raised if the first rank's gets worse.
 
-        See ``Recover``, which has to be given as ``recover=``.
+        Call it on every rank. ValueError unless the compressor was made with ``recover=``, see
+        ``Recover``.
         """
         if self._recovery is None:
-            raise ValueError("report() needs recover=Recover(...) when the compressor is made")
+            raise ValueError("report() needs a compressor that was made with recover=Recover(...)")
         self._steps.settle()
         first = self._connection.gather("report()", float(metric))[0]
         density, step = self._policy.density(self._engine.step), self._engine.step
         if density is None or step < self._policy.warmup_steps:
-            return  # nothing is compressed yet that could be to blame
+            return  # nothing is compressed yet, so compression cannot be the cause
         if self._recovery.observe(first) and self._recovery.raised(density) > density:
             self._use_density(self._recovery.raised(density))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals and step, for this rank of as many alone.
+        """Return this rank's residuals and step.
 
-        Arrays are NumPy's, with PyTorch tensors: ``torch.save`` and its safe loader take it. Every
-        rank has others: each has to save its own, or one of them what ``gathered_state_dict``
-        returns.
+        Arrays are NumPy arrays, or with PyTorch tensors, which ``torch.save`` and its safe loader
+        accept. Residuals differ between ranks: save it on every rank, or save the result of
+        ``gathered_state_dict`` on one. Only the same rank of as many ranks can load it.
         """
         return self._of_framework(self._state())
 
     def _of_framework(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with the framework's arrays in the place of NumPy's."""
+        """Return ``state`` with its NumPy arrays converted to the framework's arrays."""
         return state
 
     def _state(self) -> dict[str, Any]:
-        """Return ``state_dict`` with NumPy arrays."""
+        """Return the result of ``state_dict`` with NumPy arrays."""
         self._steps.settle()
         state = {**self._engine.state_dict(), "density": self._changed_density}
         state["recovery"] = self._recovery.state_dict() if self._recovery else None
         return state
 
     def gathered_state_dict(self) -> dict[str, Any]:
-        """Return the states of all ranks, on all ranks; all have to call it.
+        """Return the states of all ranks; call it on every rank.
 
-        It can be loaded by any number of ranks; the sum of the residuals stays what it was.
+        Any number of ranks can load the result; the sum of the residuals over ranks is kept.
         """
         states = self._connection.gather("gathered_state_dict()", self._state())
         return self._of_framework(checkpoint.gathered(states))
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned on the same rank, or a gathered state."""
+        """Load a state that ``state_dict`` returned on this rank, or a gathered one."""
         part = checkpoint.part_of(saved, **self.place())
         before = self._recovery.state_dict() if self._recovery else None
         if self._recovery and part["recovery"] is not None:
@@ -274,32 +284,32 @@ class Compressor:
         self._connection.reset()  # some ranks may have loaded nothing
 
     def place(self) -> dict[str, int]:
-        """Return this rank's number and how many there are, as the state knows them."""
+        """Return this rank and the world size, as keys of a state."""
         return {"rank": self._engine.rank, "world_size": self._engine.world_size}
 
     def rejoin(self) -> list[int]:
-        """Go on after an elastic reset, on all ranks; return the old ranks whose state is lost.
+        """Continue after an elastic reset; return the former ranks whose residuals are lost.
 
-        Survivors keep their residuals and new ranks begin with none; all take step and density
-        from the first survivor. A RuntimeWarning names lost ranks.
+        Call it on every rank. Surviving ranks keep their residuals, new ranks start with none, and
+        all take step and density from the first survivor. A RuntimeWarning names the lost ranks.
         """
         engine = self._engine
         state = self._state()
-        kept = state.pop("state")
-        state["common"] = checkpoint.common(kept)
+        arrays = state.pop("state")
+        state["common"] = checkpoint.common(arrays)
         self._connection.recount()
         present = self._connection.gather("rejoin()", state)
         survivors = [old for old in present if old["step"] > 0]
         engine.rank, engine.world_size = self._set.rank(), self._set.size()
         first = (survivors or present)[0]
-        kept = {**kept, **first["common"]}
-        self.load_state_dict({**first, **self.place(), "state": kept})
+        arrays = {**arrays, **first["common"]}
+        self.load_state_dict({**first, **self.place(), "state": arrays})
         before = range(survivors[0]["world_size"]) if survivors else ()
         lost = sorted(set(before) - {old["rank"] for old in survivors})
         if lost:
             warnings.warn(
-                f"the residuals of former ranks {lost} are lost with their hosts: what they had "
-                "not sent yet is missing from the sum; the other ranks' are unchanged",
+                f"the residuals of former ranks {lost} are lost with their hosts: the gradients in "
+                "them will never be sent; the residuals of the other ranks are unchanged",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -316,17 +326,17 @@ class Compressor:
     def __reduce__(self) -> Any:
         raise TypeError(
             "a compressor is bound to this rank and cannot be pickled or broadcast; save its "
-            "state_dict() on every rank, or on one of them gathered_state_dict(), which all have "
-            f"to call, and load it into a new compressor{self._IN_ELASTIC_JOBS}"
+            "state_dict() on every rank, or call gathered_state_dict() on every rank and save it "
+            f"on one, and load that into a new compressor{self._IN_ELASTIC_JOBS}"
         )
 
     @staticmethod
     def _new_name() -> str:
-        """Return the name with which this compressor's operations begin; once, when it is whole."""
+        """Return the prefix of this compressor's operation names, with a new number."""
         return f"fftcomp.{next(_numbers)}"
 
     def _watch(self, name: str, shutdown: Callable[[], None]) -> Watch:
-        """Return what watches over the steps; ``shutdown`` ends Horovod."""
+        """Return the watch that detects stalls; ``shutdown`` shuts Horovod down."""
         settings = self._settings
         ends = settings.on_timeout == "raise"
         return Watch(name, self._policy.recipe, settings.timeout_s, ends, shutdown)
@@ -340,7 +350,7 @@ class Compressor:
         return slots_in(self._buckets, [tensor.name for tensor in self._tensors])
 
     def _facts(self) -> dict[str, Any]:
-        """Return what has to be the same on all ranks, for the handshake."""
+        """Return the configuration that the handshake compares between ranks."""
         slots = self._slots
         layout = list(zip(self._tensors, self._dtypes, slots, strict=True))
         ruled = [bucket.policy.facts() for bucket in self._buckets if bucket.ruled]
@@ -351,7 +361,7 @@ class Compressor:
             "compressed tensors": sum(slot is not None for slot in slots),
             "buckets": len(self._buckets),
             "names, shapes, dtypes and order of the tensors (hash)": f"{wire.fnv1a(str(layout)):x}",
-            # Their sums may differ in the last bits, which ranks must not.
+            # Their sums may differ in the last bits, but ranks must have equal ones.
             "steps computed on": "the host" if self._engine.device is None else "the GPU",
             "replica_check": self._settings.replica_check,
             "shadow_check": self._settings.shadow_check,
@@ -362,7 +372,7 @@ class Compressor:
         }
 
     def _use_density(self, density: float | None) -> None:
-        """Change to a density, or back to what the compressor was made with."""
+        """Set the density; None restores the policy with which the compressor was made."""
         first = self._first_policy
         changed = first if density is None else first.with_density(density)
         self._engine.buckets = [
@@ -384,7 +394,7 @@ class Compressor:
         return Recorder(self._settings.record, self._settings.record_every)
 
     def _closed(self) -> Callable[[], None]:
-        """Return what has to be called after each step that is closed."""
+        """Return the function that is called after each closed step."""
         show = self._live_view()
 
         def closed() -> None:
@@ -396,7 +406,7 @@ class Compressor:
         return closed
 
     def _live_view(self) -> Callable[[], None] | None:
-        """Return what shows a step to whoever looks; None if nobody does."""
+        """Return the function that writes a step's statistics, or None if there is no output."""
         settings = self._settings
         if settings.live_view is None and settings.scalars is None:
             return None
@@ -405,14 +415,14 @@ class Compressor:
             view.check()
 
         def show() -> None:
-            # Whoever is first now: a job that loses the first rank's host goes on with another.
+            # The present first rank: an elastic job may have lost the host of the former one.
             if self._engine.rank == 0 and self._steps.count % settings.live_every == 0:
                 view.show(self._engine.step, self.stats(), self._engine.alarm.ratios())
 
         return show
 
     def _add_scalar(self) -> AddScalar | None:
-        """Return what writes a scalar, of what the user gave."""
+        """Return the function of the setting ``scalars`` that writes a scalar; None without it."""
         scalars = self._settings.scalars
         if scalars is not None and not hasattr(scalars, "add_scalar"):
             raise TypeError(
@@ -424,7 +434,7 @@ class Compressor:
 
 
 def slots_in(buckets: Sequence[Bucket], names: Sequence[str]) -> list[Slot | None]:
-    """Return the place of each named tensor; None if it lies in no bucket."""
+    """Return each named tensor's slot in the buckets; None if it is in none."""
     slots: Mapping[str, Slot] = {
         tensor.name: Slot(number, index)
         for number, bucket in enumerate(buckets)

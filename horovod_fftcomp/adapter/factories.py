@@ -1,4 +1,4 @@
-"""Factories of compressors, one for each recipe: the attributes of ``Compression``.
+"""Factory functions of ``Compression``, one per recipe, that make compressors.
 
 ``compression.pyi`` beside each adapter's ``Compression`` has the same signatures, for editors and
 type checkers: ``make stubs`` writes them.
@@ -32,9 +32,9 @@ def keywords_of(recipe: str) -> list[inspect.Parameter]:
 
 
 def documentation(recipe: str, parameters: Iterable[inspect.Parameter], *others: object) -> str:
-    """Return the docstring of a recipe's factory: type, default and meaning of each parameter.
+    """Return the docstring of a recipe's factory: type, default and description of each parameter.
 
-    The meanings are those in the docstrings of ``get_scheme``, ``make_policy``, ``Settings`` and
+    The descriptions come from the docstrings of ``get_scheme``, ``make_policy``, ``Settings`` and
     ``others``.
     """
     pages = [inspect.getdoc(each) or "" for each in (get_scheme, make_policy, Settings, *others)]
@@ -53,30 +53,34 @@ def declaration(parameter: inspect.Parameter) -> str:
 
 
 class _NoCompressor:
-    """Refuses what Horovod does with a compressor; for what may be given in the place of one."""
+    """Base of objects that are passed to Horovod by mistake instead of a compressor.
+
+    Every method that Horovod calls raises UnsupportedError, which says how to make a compressor.
+    """
 
     def compress(self, *given: Any) -> NoReturn:
         """Raise UnsupportedError."""
         name = "Compression" if isinstance(self, type) else str(self)
         factory = "Compression.fft" if isinstance(self, type) else name
         raise UnsupportedError(
-            f"compression={name} is not a compressor, but what makes one: give "
+            f"compression={name} is a factory, not a compressor; call it: give "
             f"compression={factory}(model), or with TensorFlow compression={factory}()"
         )
 
     decompress = reduced = compress
 
     def __hash__(self) -> int:
-        # Horovod's first act with it in TensorFlow, and in Keras 3, which it does not reduce, last.
+        # In TensorFlow Horovod hashes it first; with Keras 3, whose gradients it does not reduce,
+        # that is its only call.
         if sys._getframe(1).f_globals.get("__name__") == "horovod.tensorflow.util":
             self.compress()
         return id(self)
 
 
 class Factory(_NoCompressor):
-    """Returns a compressor of one recipe when it is called.
+    """Callable that makes a compressor of one recipe, with a signature and docstring of its own.
 
-    ``make`` takes the model, and by keyword ``policy`` and ``settings``.
+    ``make``: function of the model and the keywords ``policy`` and ``settings``.
     """
 
     def __init__(self, recipe: str, make: Callable[..., Any]) -> None:
@@ -89,10 +93,10 @@ class Factory(_NoCompressor):
         self.__doc__ = documentation(recipe, parameters, make)
 
     def __get__(self, instance: Any, owner: Any = None) -> Factory:
-        return self  # by which ``help`` knows it for a function
+        return self  # ``help`` shows descriptors with ``__get__`` as functions
 
     def __call__(self, model: Any = None, **options: Any) -> Any:
-        """Return the compressor of ``model``."""
+        """Return a compressor for the gradients of ``model``."""
         check_names(self.__name__, options, RECIPES[self.__name__].options, [*KEYWORDS, *_SETTINGS])
         settings = {name: options.pop(name) for name in list(options) if name in _SETTINGS}
         policy = make_policy(self.__name__, **options)
@@ -103,7 +107,7 @@ class Factory(_NoCompressor):
 
 
 class Factories(_NoCompressor, type):
-    """Gives a class one factory for each recipe; the class has ``_make``."""
+    """Metaclass that adds a ``Factory`` per recipe; its classes define ``_make``."""
 
     def __getattr__(cls, recipe: str) -> Factory:
         if recipe not in RECIPES:

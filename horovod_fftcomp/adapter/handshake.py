@@ -22,18 +22,19 @@ from horovod_fftcomp.types import Array
 from horovod_fftcomp.version import __version__
 
 MESSAGE_NBYTES = 2048
-_SHOWN = 250  # characters of a fact
-ADDRESS = "address"  # a fact that is told, not compared
+_SHOWN = 250  # characters sent of a fact
+ADDRESS = "address"  # key of a fact that is sent but not compared
 
 
 def pack(facts: Mapping[str, object]) -> Array:
     """Return ``facts`` (JSON values) as a uint8 message of ``MESSAGE_NBYTES`` bytes.
 
-    Of a long text the beginning goes, and the hash of all of it.
+    A text above 250 characters is replaced by its beginning and the hash of the whole. ValueError
+    if the facts are too long all the same.
     """
     text = json.dumps({key: _shortened(value) for key, value in facts.items()}).encode()
     if len(text) > MESSAGE_NBYTES:
-        raise ValueError(f"the facts take {len(text)} bytes, {MESSAGE_NBYTES} are there")
+        raise ValueError(f"the facts take {len(text)} bytes, but a message has {MESSAGE_NBYTES}")
     return np.frombuffer(text.ljust(MESSAGE_NBYTES), np.uint8).copy()
 
 
@@ -44,19 +45,20 @@ def _shortened(value: object) -> object:
 
 
 def compare(gathered: Array) -> None:
-    """Raise ConfigMismatchError if the gathered messages differ; the same text on all ranks."""
+    """Raise ConfigMismatchError, with the same text on all ranks, if the messages differ."""
     compare_facts(unpack(gathered))
 
 
 def unpack(gathered: Array) -> list[dict[str, Any]]:
-    """Return the facts of each rank, of the gathered messages."""
+    """Return the facts of each rank from the gathered messages."""
     return [json.loads(m.tobytes()) for m in gathered.reshape(-1, MESSAGE_NBYTES)]
 
 
 def compare_facts(facts: Sequence[Mapping[str, object]]) -> None:
-    """Raise ConfigMismatchError if the ranks' facts differ, naming values and ranks.
+    """Raise ConfigMismatchError if the ranks' facts differ; the error names values and ranks.
 
-    If recipes differ, facts that some ranks do not have are options of the others: left out.
+    If the recipes differ, facts that only some ranks have are options of their recipe and are not
+    compared.
     """
     differences = []
     recipes = {rank_facts.get("recipe") for rank_facts in facts}
@@ -78,15 +80,16 @@ def compare_facts(facts: Sequence[Mapping[str, object]]) -> None:
     )
 
 
-def differing_numbers(told: Sequence[Mapping[str, Any]]) -> str:
-    """Return in words that the ranks have made other numbers of compressors; "" if they have not.
+def differing_numbers(counts_by_rank: Sequence[Mapping[str, Any]]) -> str:
+    """Return an error message if the ranks made different numbers of compressors, else "".
 
-    ``told``: of each rank the ``number`` of the compressor that it uses now, and how many it has
-    ``made``. Where all have made as many, or use the same one, it is "": hooks of several
-    optimizers may run in another order, and a compressor may be unused on some ranks.
+    ``counts_by_rank``: for each rank the ``number`` of the compressor that it uses now and the
+    count of compressors that it has ``made``. The result is also "" if all ranks made equally many,
+    or all use the same one: hooks of several optimizers may run in different orders, and some ranks
+    may leave a compressor unused.
     """
     ranks_by_counts: dict[tuple[int, int], list[int]] = {}
-    for rank, counts in enumerate(told):
+    for rank, counts in enumerate(counts_by_rank):
         ranks_by_counts.setdefault((counts["made"], counts["number"]), []).append(rank)
     if any(len(set(values)) < 2 for values in zip(*ranks_by_counts, strict=True)):
         return ""
@@ -107,9 +110,10 @@ def _ranks(ranks: list[int]) -> str:
 
 
 class Handshake:
-    """The comparison of all ranks' ``facts``, under way.
+    """Asynchronous comparison of all ranks' ``facts``, started when it is made.
 
-    ``own``: the compressor's process set; ``optimizers``: that of the optimizer, if known.
+    ``own``: the compressor's process set; ``optimizers``: that of the optimizer, if known, in which
+    the messages are gathered.
     """
 
     def __init__(
@@ -120,75 +124,76 @@ class Handshake:
             "wire format": wire.VERSION,
             "process set": describe(own),
         }
-        self._own, self._meeting = own, own if optimizers is None else optimizers
+        self._own, self._optimizers = own, own if optimizers is None else optimizers
         message = Round("allgather", pack({**versions, **facts}))
-        self._pending = send(message, name, self._meeting)
+        self._pending = send(message, name, self._optimizers)
 
     def is_done(self, patience_s: float = 0.0) -> bool:
-        """Tell whether all ranks' facts are there, or come within ``patience_s`` seconds."""
+        """Return whether all ranks' facts have arrived; wait up to ``patience_s`` seconds."""
         limit = time.monotonic() + patience_s
         while not self._pending.is_done() and time.monotonic() < limit:
             time.sleep(0.001)
         return self._pending.is_done()
 
     def compare(self, timeout_s: float) -> dict[str, Any]:
-        """Raise ConfigMismatchError, the same on all ranks, if they differ.
+        """Compare the facts and return the first rank's address.
 
-        Returns the address that the first rank has told.
+        Raises ConfigMismatchError, with the same text on all ranks, if they differ.
         """
         facts = unpack(self._pending.wait(timeout_s))
-        addresses = [told.pop(ADDRESS, {}) for told in facts]
+        addresses = [rank_facts.pop(ADDRESS, {}) for rank_facts in facts]
         compare_facts(facts)
-        own, meeting = describe(self._own), describe(self._meeting)
-        if own != meeting:
+        own, optimizers = describe(self._own), describe(self._optimizers)
+        if own != optimizers:
             raise ConfigMismatchError(
                 f"the compressor's process set is {own}, but that of its DistributedOptimizer is "
-                f"{meeting}; give process_set= the same value in both"
+                f"{optimizers}; give process_set= the same value in both"
             )
         return addresses[0]
 
 
 class Numbers:
-    """The comparison of which compressor each rank uses at its first, second, ... use of one.
+    """Asynchronous comparison of the numbers of the compressors that the ranks start to use.
 
-    ``number``: that of the compressor that this rank begins to use; ``made``: how many it has made;
-    ``name``: of the exchange, which does not depend on them, so ranks with other numbers meet.
+    ``number``: number of this rank's compressor; ``made``: count of compressors that this rank has
+    made; ``name``: name of the exchange. The name depends on neither, so that ranks with different
+    numbers still exchange them.
     """
 
     def __init__(self, send: Send, number: int, made: int, name: str, process_set: Any) -> None:
-        told = pack({"number": number, "made": made})
-        self._pending: Pending | None = send(Round("allgather", told), name, process_set)
+        message = pack({"number": number, "made": made})
+        self._pending: Pending | None = send(Round("allgather", message), name, process_set)
         self._difference = ""
 
     def difference(self) -> str:
-        """Return what is wrong, if that is known, without a wait; see ``differing_numbers``."""
+        """Return ``differing_numbers`` of the ranks without waiting; "" until all have answered."""
         if self._pending is not None and self._pending.is_done():
-            told, self._pending = unpack(self._pending.wait(0.0)), None
-            self._difference = differing_numbers(told)
+            counts, self._pending = unpack(self._pending.wait(0.0)), None
+            self._difference = differing_numbers(counts)
         return self._difference
 
 
 def gather_objects(
-    send: Send, thing: object, name: str, process_set: Any, timeout_s: float
+    send: Send, value: object, name: str, process_set: Any, timeout_s: float
 ) -> list[Any]:
-    """Return the ``thing`` of every rank, in rank order: values that ``checkpoint.pack`` takes.
+    """Return the ``value`` of every rank, in rank order; ``checkpoint.pack`` serializes it.
 
-    Horovod's own ``allgather_object`` knows no process sets.
+    Horovod's own ``allgather_object`` takes no process set.
     """
-    data = np.frombuffer(checkpoint.pack(thing), np.uint8)
+    data = np.frombuffer(checkpoint.pack(value), np.uint8)
     message = np.concatenate([np.array([data.size], np.int64).view(np.uint8), data])
     gathered = send(Round("allgather", message), name, process_set).wait(timeout_s)
-    things: list[Any] = []
+    values: list[Any] = []
     offset = 0
     while offset < gathered.size:
         begin = offset + 8
         offset = begin + int(gathered[offset:begin].copy().view(np.int64)[0])
-        things.append(checkpoint.unpack(gathered[begin:offset].tobytes()))
-    return things
+        values.append(checkpoint.unpack(gathered[begin:offset].tobytes()))
+    return values
 
 
 def describe(process_set: Any) -> str:
-    """Return the ranks of a process set in a text of bounded length."""
+    """Return the ranks of a process set as a text of bounded length."""
     ranks = process_set.ranks
     if process_set.process_set_id == 0 or ranks is None:
         return "global"

@@ -1,4 +1,4 @@
-"""What a compressor is told besides its recipe: one table of keywords with their checks."""
+"""Settings of a compressor besides its recipe: keyword arguments, their defaults and checks."""
 
 from __future__ import annotations
 
@@ -28,36 +28,39 @@ class Settings:
     Parameters
     ----------
     min_numel
-        Smallest number of elements of a tensor that is compressed; vectors never are.
+        Size in elements from which a tensor is compressed; smaller ones and vectors stay dense.
     bucket_nbytes
-        Most bytes of tensors that are exchanged together, counted in float32.
+        Maximum size of a bucket (tensors that are exchanged together), in bytes of float32.
     rules
-        Pairs (names, action); the first match counts. Names: a shell pattern or a function of the
-        ``Tensor``. Action: "dense", a density or a dict {"recipe": ..., options}.
+        Pairs (names, action) for single tensors; the first match applies. Names: a shell pattern,
+        or a function that takes a ``Tensor`` and returns a bool. Action: "dense", a density, or a
+        dict {"recipe": ..., options}.
     process_set
-        The optimizer's ``hvd.ProcessSet``; None: all ranks.
+        ``hvd.ProcessSet`` of the optimizer; None: all ranks.
     grad_scaler
-        Scaler of the loss in mixed precision, whose scale the residuals follow.
+        Loss scaler of mixed precision training; residuals are rescaled when its scale changes.
     replica_check
-        Reaction to ranks whose parameters differ: "warn", "broadcast" (the first's) or "off".
+        What to do if the ranks' parameters differ: "warn", "broadcast" (warn and copy the first
+        rank's parameters to all) or "off" (do not compare them).
     shadow_check
-        Steps of a GPU from one to the next of which the CPU computes a tensor too; 0: no check.
+        Interval in steps at which the CPU recomputes one tensor to check the GPU; 0: no check.
     recover
-        How ``report`` raises the density when a metric gets worse; None: not at all.
+        ``Recover`` object: how ``report`` raises the density when a metric gets worse; None: never.
     record
-        New .npz file into which the first rank writes its gradients.
+        Path of a new .npz file in which the first rank records its gradients; None: no recording.
     record_every
-        Steps from one recorded step to the next.
+        Interval in steps at which gradients are recorded.
     live_view
-        File to which the first rank appends a line of JSON with figures of the step.
+        Path of a file to which the first rank appends a line of JSON with a step's statistics.
     scalars
-        Writer of the same figures: ``add_scalar(name, value, step)``, or one of ``tf.summary``.
+        TensorBoard writer for the same statistics: an object with ``add_scalar(name, value,
+        step)``, or with TensorFlow a writer of ``tf.summary``.
     live_every
-        Steps from one line to the next.
+        Interval in steps at which ``live_view`` and ``scalars`` are written.
     timeout_s
-        Seconds that ranks wait for another one before the late rank is reported.
+        Time in seconds that ranks wait for another rank before it is reported as late.
     on_timeout
-        Reaction to a late rank: "raise" ends the job, "warn" goes on waiting.
+        What to do about a late rank: "raise" ends the job, "warn" reports it and keeps waiting.
     """
 
     min_numel: int = MIN_NUMEL
@@ -107,10 +110,10 @@ def _check_process_set(process_set: Any) -> None:
     if not hasattr(process_set, "process_set_id"):
         raise TypeError(
             "process_set must be a hvd.ProcessSet or None, got "
-            f"{process_set!r} ({type(process_set).__name__}); make one by hvd.add_process_set"
+            f"{process_set!r} ({type(process_set).__name__}); make one with hvd.add_process_set"
         )
     if process_set.process_set_id is None:
         raise ValueError(
-            "process_set is not registered; make it by hvd.add_process_set, or give it to "
-            "hvd.init(process_sets=...)"
+            "process_set is not registered with Horovod; make it with hvd.add_process_set, or pass "
+            "it to hvd.init(process_sets=...)"
         )
