@@ -99,7 +99,10 @@ class Compressor:
         for bucket in self._buckets:
             bucket.policy.at(self._policy.warmup_steps).check_differences(repr(self))
         if self._settings.grad_scaler is not None:
-            raise UnsupportedError("weights have no loss scale: make it without grad_scaler")
+            raise UnsupportedError(
+                "local steps exchange weights, which have no loss scale; make the compressor "
+                "without grad_scaler"
+            )
 
     def _warn_of_two_momenta(self, optimizer: str, momenta: Mapping[str, object]) -> None:
         """Warn once if recipe and ``optimizer`` both have momentum; ``momenta``: its options."""

@@ -1,4 +1,4 @@
-"""How the ranks of one compressor meet: the handshake, each step's roll call, agreements."""
+"""Connection of a compressor's ranks: handshake, barrier of each step, gathered objects."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array
 
-# Compressors of this process whose handshake is not over. Hooks of several may come first in
-# another order on another rank, so none of them may then wait for long; ranks that begin
-# together answer in milliseconds. The wait is a courtesy to ranks that differ: the message that
-# names the difference then comes before an error of Horovod's about shapes. However short it is, no
-# bucket is exchanged before the handshake has ended, for which ``open`` waits.
+# Compressors of this process whose handshake has not ended. The first hooks of several compressors
+# may run in different orders on different ranks, so a handshake must not wait long while there are
+# several; ranks that start together answer in milliseconds. The wait only improves the error: where
+# the ranks differ, our message names the difference before Horovod raises one about shapes. However
+# short it is, no bucket is exchanged before the handshake has ended, since ``open`` waits for it.
 _unconnected: weakref.WeakSet[Connection] = weakref.WeakSet()
 _GREETING_S = 2.0
 
 
 @dataclass
 class _Counts:
-    """How many compressors this process has made, and used in each process set, by its number."""
+    """Numbers of compressors that this process has made, and used per process set id."""
 
     made: int = 0
     used: Counter[int] = field(default_factory=Counter)
@@ -40,38 +40,38 @@ class _Counts:
 _counts = _Counts()
 
 JOINED = (
-    "a rank has called hvd.join(), under which Horovod exchanges nothing but allreduces. Give all "
+    "a rank has called hvd.join(), after which Horovod supports allreduces only. Give all "
     "ranks the same number of batches (PyTorch: DistributedSampler with drop_last=True, "
     "TensorFlow: drop_remainder=True or steps_per_epoch), or use Compression.none with "
     "replica_check='off'"
 )
 
 
-class _NoPart:
-    """A round in which this rank has no part."""
+class _EmptyRound:
+    """Result of a round in which this rank does not take part: empty, and complete at once."""
 
     def __init__(self, round_: Round) -> None:
-        self._nothing = round_.data[:0]
+        self._empty = round_.data[:0]
 
     def is_done(self) -> bool:
-        """Tell that there is nothing to wait for."""
+        """Return True."""
         return True
 
     def wait(self, timeout_s: float) -> Array:
-        """Return no data."""
+        """Return an empty array."""
         del timeout_s
-        return self._nothing
+        return self._empty
 
 
 class _Watched:
-    """A round that is waited for as long as the watch allows, and fails with what it has found."""
+    """Pending round whose wait is limited by the watch and raises the error that it found."""
 
     def __init__(self, pending: Pending, watch: Watch) -> None:
         self._pending, self._watch = pending, watch
         self.is_done = pending.is_done
 
     def wait(self, timeout_s: float) -> Array:
-        """Return the output; ConfigMismatchError if the watch has ended the job."""
+        """Return the output. Raises ConfigMismatchError if the watch has ended the job."""
         try:
             return self._pending.wait(max(timeout_s, self._watch.limit_s))
         except Exception:
@@ -81,19 +81,19 @@ class _Watched:
 
 def _check(watch: Watch) -> None:
     """Raise ConfigMismatchError if the watch has ended the job."""
-    if watch.verdict:
+    if watch.failure:
         await_shutdown()
-        raise ConfigMismatchError(watch.verdict)
+        raise ConfigMismatchError(watch.failure)
 
 
 class Connection:
-    """One compressor's link to its like on the other ranks of ``process_set``.
+    """Connection of one compressor to the same compressor on the other ranks of ``process_set``.
 
-    ``name``: that of the compressor, with which all its operations begin. Steps that begin after
-    another handshake use other names, so nothing that a dropped step has left on its way, on some
-    ranks or on all, can meet them. ``watch`` says how long ranks wait for each other. ``groups``
-    makes the process sets, by their ranks, of rounds among some ranks alone; it is called once, by
-    all ranks, when they have greeted each other.
+    ``name``: name of the compressor, the prefix of its operations' names. Steps after another
+    handshake use other names, so they are never matched with operations of a dropped step that are
+    still pending on some or all ranks. ``watch`` limits how long ranks wait for each other.
+    ``groups`` returns the process sets, by their ranks, for rounds among a part of the ranks; all
+    ranks call it once, after the handshake.
     """
 
     def __init__(
@@ -112,45 +112,46 @@ class Connection:
         self._number = int(name.rpartition(".")[2])
         _counts.made = max(_counts.made, self._number + 1)
         self._is_used = False
-        self._epoch = 0  # how many handshakes this rank has begun
-        self.greetings = 0  # so many as well, however ranks are counted
+        self._epoch = 0  # number of handshakes since ``recount``, part of names of operations
+        self.n_handshakes = 0  # since the start
         self._set = process_set
         self._timeout_s = watch.timeout_s
         self._handshake: handshake.Handshake | None = None
-        self._roll_call: Pending | None = None
-        self._agreements = itertools.cycle(range(2))  # they block: more names are not needed
+        self._barrier: Pending | None = None
+        self._agreements = itertools.cycle(range(2))  # they block, so two names are enough
         self.is_up = False
         self.reset()
 
     def reset(self) -> None:
-        """Forget a roll call under way, and compare configurations again."""
-        self._handshake, self._roll_call = None, None
+        """Drop a pending barrier; the next step starts with a new handshake."""
+        self._handshake, self._barrier = None, None
         self.is_up = False
-        self.watch.leave()
+        self.watch.disconnect()
         _unconnected.add(self)
 
     def connect(self, facts: Callable[[], dict[str, Any]], optimizers: Any | None) -> None:
-        """Compare ``facts()`` with the other ranks'; raise ConfigMismatchError if they differ.
+        """Start the handshake, or finish it if all ranks have answered.
 
-        The first gradient waits, so that ranks that differ stop before they exchange anything.
-        ``optimizers``: the process set of the optimizer that is served, if it is known.
+        The first gradient waits for it, so that ranks that differ stop before they exchange
+        anything; ``facts()`` is compared. ``optimizers``: the process set of the optimizer, if it
+        is known. Raises ConfigMismatchError if the ranks differ.
         """
         if self._handshake is None:
             self._epoch += 1
-            self.greet(self.send, facts, optimizers)
+            self.start_handshake(self.send, facts, optimizers)
             is_alone = len(_unconnected) <= 1
             patience_s = 0.0 if is_alone else _GREETING_S
         else:
             is_alone, patience_s = False, 0.0
         assert self._handshake is not None
         if is_alone or self._handshake.is_done(patience_s):
-            self._hear()
+            self._finish_handshake()
 
     def send(self, round_: Round, name: str, process_set: Any) -> Pending:
-        """Start a round of the present step, or of an agreement between two; see ``Send``."""
+        """Start a round of the present step, or of a call between two steps; see ``Send``."""
         if round_.among is not None:
             if not round_.among:
-                return _NoPart(round_)
+                return _EmptyRound(round_)
             process_set = self._groups[round_.among]
         name = f"{name}.{self._epoch}" if self._epoch else name
         return _Watched(self._start(round_, name, process_set), self.watch)
@@ -159,21 +160,22 @@ class Connection:
         """Raise ConfigMismatchError if the watch has ended the job."""
         _check(self.watch)
 
-    def greet(
+    def start_handshake(
         self, send: Send, facts: Callable[[], dict[str, Any]], optimizers: Any | None
     ) -> None:
-        """Begin to compare ``facts()`` by ``send``, without a wait; ``open`` ends it."""
+        """Start to compare ``facts()`` over ``send``, without waiting; ``open`` finishes it."""
         name = f"{self._name}.handshake"
-        self._tell_number(self._set if optimizers is None else optimizers)
-        self.greetings += 1
-        told = {**facts(), handshake.ADDRESS: self.watch.start()}
-        self._handshake = handshake.Handshake(send, told, name, self._set, optimizers)
+        self._compare_number(self._set if optimizers is None else optimizers)
+        self.n_handshakes += 1
+        sent = {**facts(), handshake.ADDRESS: self.watch.start()}
+        self._handshake = handshake.Handshake(send, sent, name, self._set, optimizers)
 
-    def _tell_number(self, process_set: Any) -> None:
-        """Compare, at the first use, the number of this compressor with those of the other ranks'.
+    def _compare_number(self, process_set: Any) -> None:
+        """Start, at the first use, to compare this compressor's number between ranks.
 
-        Where they differ, the handshakes have different names and wait for ever: the watch looks at
-        this comparison, and says why. Ranks that are new to an elastic job have used none.
+        If the numbers differ, the handshakes have different names and wait forever; the watch reads
+        this comparison and reports the reason. Elastic jobs do not compare: their new ranks have
+        used no compressor yet.
         """
         if self._is_used or os.environ.get("HOROVOD_ELASTIC", "0") == "1":
             return
@@ -184,68 +186,69 @@ class Connection:
         counts = self._number, _counts.made
         self.watch.compare(handshake.Numbers(self._start, *counts, name, process_set).difference)
 
-    def _hear(self) -> None:
+    def _finish_handshake(self) -> None:
         assert self._handshake is not None
-        self.watch.calls("the first exchange of all ranks")
+        self.watch.note_call("the first exchange of all ranks")
         try:
             first = self._handshake.compare(self._timeout_s)
         finally:
-            self.watch.calls("")
+            self.watch.note_call("")
         self.watch.join_ranks(first, self._set.rank(), self._set.ranks)
         self._groups = self._groups or self._make_groups()
         self.is_up, self._handshake = True, None
         _unconnected.discard(self)
 
     def barrier(self) -> None:
-        """Ask whether all ranks have begun this step: an allgather without one crashes Horovod.
+        """Start an allreduce that counts the ranks which have begun this step; ``open`` reads it.
 
-        A rank that has left by ``hvd.join`` takes part in allreduces alone, with zeros.
+        A rank that called ``hvd.join`` takes part in allreduces only, with zeros; an allgather
+        without it would crash Horovod.
         """
         ones = Round("allreduce", np.ones(1, np.float32))
-        self._roll_call = self.send(ones, f"{self._name}.present", self._set)
+        self._barrier = self.send(ones, f"{self._name}.present", self._set)
 
-    def may_open(self) -> bool:
-        """Tell whether ``open`` would return without a wait."""
-        return self.is_up and (self._roll_call is None or self._roll_call.is_done())
+    def can_open(self) -> bool:
+        """Return whether ``open`` would return without waiting."""
+        return self.is_up and (self._barrier is None or self._barrier.is_done())
 
     def open(self) -> None:
-        """Wait until this step's exchanges may begin; UnsupportedError if a rank has left."""
+        """Wait for handshake and barrier; UnsupportedError if a rank has called ``hvd.join``."""
         if not self.is_up:
-            self._hear()
-        if self._roll_call is None:
+            self._finish_handshake()
+        if self._barrier is None:
             return
-        present = self._roll_call.wait(self._timeout_s)
-        self._roll_call = None
+        present = self._barrier.wait(self._timeout_s)
+        self._barrier = None
         if present[0] != size_of(self._set):
             raise UnsupportedError(JOINED)
 
     def leave_together(self) -> None:
-        """Wait, where some ranks exchange without the others, until all have ended their step.
+        """Wait until all ranks have ended their step, if some rounds are among a part of the ranks.
 
-        A rank that leaves the job before would take Horovod from those that have not.
+        A rank that ended its process before that would shut Horovod down for the others.
         """
         if self._groups:
             ones = Round("allreduce", np.ones(1, np.float32))
             self.send(ones, f"{self._name}.parted", self._set).wait(self._timeout_s)
 
-    def gather(self, call: str, thing: object) -> list[Any]:
-        """Return the ``thing`` of every rank, in rank order; all have to make this ``call``."""
+    def gather(self, call: str, value: object) -> list[Any]:
+        """Return the ``value`` of every rank, in rank order; all have to make this ``call``."""
         self.check()
-        self._tell_number(self._set)
+        self._compare_number(self._set)
         name = f"{self._name}.agreement.{next(self._agreements)}"
         self.watch.start()
-        self.watch.calls(call)
+        self.watch.note_call(call)
         try:
-            found = handshake.gather_objects(
-                self.send, (call, thing), name, self._set, self._timeout_s
+            gathered = handshake.gather_objects(
+                self.send, (call, value), name, self._set, self._timeout_s
             )
         finally:
-            self.watch.calls("")
-        handshake.compare_facts([{"call": made} for made, _ in found])
-        return [one for _, one in found]
+            self.watch.note_call("")
+        handshake.compare_facts([{"call": made} for made, _ in gathered])
+        return [given for _, given in gathered]
 
     def recount(self) -> None:
-        """Count from 0 again, as ranks do that are new after an elastic reset."""
-        self.watch.leave()
+        """Reset the counts in names, as after an elastic reset new ranks start with 0."""
+        self.watch.disconnect()
         self._epoch = 0
         self._agreements = itertools.cycle(range(2))

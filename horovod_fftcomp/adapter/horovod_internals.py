@@ -1,4 +1,4 @@
-"""Private parts of Horovod that the adapters of all frameworks rely on, and its version."""
+"""Private parts of Horovod that both adapters rely on, and a check of its version."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ TESTED = "0.28"
 
 @functools.cache  # one warning for all adapters of a process
 def check_version() -> None:
-    """Warn once if Horovod is another version than ``TESTED``.
+    """Warn once if the installed version of Horovod is not ``TESTED``.
 
     The functions of this module and of each adapter's ``horovod_internals`` rely on private parts
-    of Horovod, which any version may change.
+    of Horovod, which can change in any version.
     """
     from horovod import __version__ as version
 
     if not version.startswith(f"{TESTED}."):
         warnings.warn(
             f"Horovod {version} is installed, but horovod_fftcomp relies on private parts of "
-            f"Horovod {TESTED} and is tested with 0.28.1 alone: exchanges may fail. Install "
+            f"Horovod {TESTED} and is only tested with 0.28.1; exchanges may fail. Install "
             "horovod==0.28.1",
             RuntimeWarning,
             stacklevel=3,
@@ -31,16 +31,16 @@ def check_version() -> None:
 
 
 def n_ranks() -> int:
-    """Return the number of ranks of the job, whatever frameworks are loaded.
+    """Return the number of ranks of the job.
 
-    Relies on ``horovod.common.process_sets._basics``, which is set up when a framework's module of
-    Horovod is imported.
+    Relies on ``horovod.common.process_sets._basics``, which is set up when ``horovod.torch`` or
+    ``horovod.tensorflow`` is imported.
     """
     return process_sets._basics.size()
 
 
 def registered_process_sets() -> Mapping[tuple[int, ...], int]:
-    """Return the numbers of the process sets that Horovod has, by their ranks.
+    """Return the ids of Horovod's process sets, keyed by their ranks.
 
     Relies on ``_get_process_set_ids_and_ranks`` of ``horovod.common.process_sets._basics``.
     """

@@ -1,4 +1,4 @@
-"""Horovod's process sets: their sizes, and those in which nodes and their leaders exchange."""
+"""Horovod process sets: sizes, and the sets of nodes and of their leaders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from horovod.common import process_sets  # what all its frameworks have in common
+from horovod.common import process_sets  # shared by its frameworks
 
 from horovod_fftcomp.adapter import horovod_internals
 from horovod_fftcomp.adapter.settings import Settings
@@ -20,46 +20,47 @@ _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
 def size_of(process_set: Any) -> int:
-    """Return the number of ranks, at once.
+    """Return the number of ranks, without waiting.
 
-    Horovod's own ``size()`` takes a lock that its thread holds as long as it exchanges anything.
+    Horovod's own ``size()`` takes a lock that its background thread holds during exchanges.
     """
     return len(process_set.ranks)
 
 
 def makers(policy: Scheduled, settings: Settings) -> Callable[[], Mapping[Ranks, Any]]:
-    """Return what makes the sets of ``policy``, by their ranks; all ranks have to call it alike.
+    """Return a function that makes the process sets of ``policy``, keyed by their ranks.
 
-    Raises UnsupportedError where sets of nodes cannot be had.
+    All ranks have to call that function. Raises UnsupportedError if Horovod cannot make process
+    sets of nodes in this job.
     """
     if policy.ranks_per_node == 1:
         return dict
     if settings.process_set is not None and settings.process_set.process_set_id != 0:
-        raise UnsupportedError("ranks_per_node counts all ranks of a job: leave process_set out")
+        raise UnsupportedError("ranks_per_node counts all ranks of a job; leave process_set out")
     if os.environ.get(_DYNAMIC, "0") in ("", "0"):
         raise UnsupportedError(
-            f"ranks_per_node needs a process set for each node: set {_DYNAMIC}=1 before hvd.init()"
+            f"ranks_per_node needs a process set for each node; set {_DYNAMIC}=1 before hvd.init()"
         )
     if os.environ.get("HOROVOD_ELASTIC", "0") == "1":
-        raise UnsupportedError("ranks_per_node cannot follow an elastic job: leave it out")
-    return lambda: _made(policy.ranks_per_node, settings.timeout_s)
+        raise UnsupportedError("ranks_per_node is not supported in elastic jobs; leave it out")
+    return lambda: _make_sets(policy.ranks_per_node, settings.timeout_s)
 
 
-def _made(ranks_per_node: int, timeout_s: float) -> Mapping[Ranks, Any]:
-    found: dict[Ranks, Any] = {}
+def _make_sets(ranks_per_node: int, timeout_s: float) -> Mapping[Ranks, Any]:
+    sets: dict[Ranks, Any] = {}
     for ranks in NodeLayout(ranks_per_node, horovod_internals.n_ranks()).groups():
-        # A second compressor has the sets of the first.
+        # A second compressor uses the sets of the first.
         number = horovod_internals.registered_process_sets().get(ranks)
-        found[ranks] = process_sets.ProcessSet(list(ranks))
+        sets[ranks] = process_sets.ProcessSet(list(ranks))
         if number is None:
-            _add(found[ranks], timeout_s)
+            _add(sets[ranks], timeout_s)
         else:
-            found[ranks].process_set_id = number
-    return found
+            sets[ranks].process_set_id = number
+    return sets
 
 
 def _add(process_set: Any, timeout_s: float) -> None:
-    """Add a set, for which Horovod waits until all ranks do so."""
+    """Register a process set with Horovod, which waits until all ranks do so."""
     errors: list[ValueError] = []
 
     def add() -> None:
@@ -72,6 +73,6 @@ def _add(process_set: Any, timeout_s: float) -> None:
     adding.start()
     adding.join(timeout_s)
     if errors:
-        raise UnsupportedError(f"process set {process_set.ranks}: {errors[0]}")
+        raise UnsupportedError(f"Horovod cannot add process set {process_set.ranks}: {errors[0]}")
     if process_set.process_set_id is None:
         raise UnsupportedError(no_answer(f"adding process set {process_set.ranks}", timeout_s))

@@ -1,4 +1,4 @@
-"""Do all ranks still hold the same parameters? Asks in turns, beside the steps, and acts."""
+"""Replica check: compares hashes of the parameters between ranks during training."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from horovod_fftcomp.types import Array
 
 
 class Replicas(Protocol):
-    """An adapter's parameters as bytes, each by its number."""
+    """Interface to an adapter's parameters as bytes, addressed by number."""
 
     names: Sequence[str]
 
     def sizes(self) -> list[int]:
-        """Return the bytes of each."""
+        """Return the size of each parameter in bytes."""
         ...
 
     def read(self, number: int) -> Array:
-        """Return its present values, uint8 1-D."""
+        """Return a parameter's present values, uint8 1-D."""
         ...
 
     def write(self, number: int, values: Array) -> None:
-        """Overwrite its values by these bytes."""
+        """Overwrite a parameter with ``values``, uint8 1-D."""
         ...
 
 
 class ReplicaCheck:
-    """Compares parameters between ranks, in turns, all within 100 steps.
+    """Comparison of parameters between ranks: some at each step, all of them within 100 steps.
 
-    The exchange of a turn's hashes runs beside the step. ``action``: "warn", "broadcast" (the
-    first rank's values replace the others') or "off".
+    The hashes are exchanged while the step goes on. ``action`` if they differ: "warn", "broadcast"
+    (warn and overwrite them with the first rank's values) or "off" (no comparison).
     """
 
     def __init__(
@@ -53,58 +53,59 @@ class ReplicaCheck:
         self._name = f"{name}.replicas"
         self._rotation = Rotation(sizes := parameters.sizes())
         self._n_sizes = len(sizes)
-        self.seconds = 0.0  # spent here in all, for stats
+        self.seconds = 0.0  # total time spent here, for stats
         self._due: Sequence[int] = ()
         self._pending: Pending | None = None
         self._device: Device | None = None
 
     def abandon(self) -> None:
-        """Forget an exchange that was broken off."""
+        """Discard an exchange that an error interrupted."""
         self._pending = None
 
     def is_due(self, step: int) -> bool:
-        """Tell whether ``begin`` would compare anything; the same on all ranks."""
+        """Return whether ``begin`` would compare anything; the same on all ranks."""
         return self._action != "off" and len(self._rotation.due(step)) > 0
 
     def begin(
         self, step: int, device: Device | None = None, in_place: Callable[[int], Any] | None = None
     ) -> None:
-        """Start comparing what is due before ``step``'s update; every rank calls it alike.
+        """Start comparing the parameters that are due, before ``step`` updates them.
 
-        ``device``: the GPU that holds all parameters and computes steps, if one does; then
-        ``in_place`` returns one's values there, uint8 1-D at a multiple of 8 bytes.
+        All ranks have to call it. ``device``: the GPU that holds all parameters and computes steps,
+        or None; with a GPU, ``in_place`` returns a parameter's values there: uint8 1-D, aligned to
+        8 bytes.
         """
         self._device = device
-        if len(self._parameters.names) != self._n_sizes:  # the optimizer was given more of them
+        if len(self._parameters.names) != self._n_sizes:  # the optimizer got new ones
             self._rotation = Rotation(sizes := self._parameters.sizes())
             self._n_sizes = len(sizes)
         self._due = self._rotation.due(step) if self.is_due(step) else ()
         if self._due:
             start = time.perf_counter()
             if device is not None and in_place is not None:
-                from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device  # not without one
+                from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device  # only with a GPU
 
                 hashes = hashes_on_device(device, [in_place(number) for number in self._due])
             else:
-                found = [hash_bytes(self._parameters.read(number)) for number in self._due]
-                hashes = np.array(found, np.uint64).view(np.uint8)
+                values = [hash_bytes(self._parameters.read(number)) for number in self._due]
+                hashes = np.array(values, np.uint64).view(np.uint8)
             self._pending = self._send(Round("allgather", hashes), self._name, self._set)
             self.seconds += time.perf_counter() - start
 
     def finish(self, timeout_s: float) -> None:
-        """Act on a difference, if one was found."""
+        """Wait for the hashes; warn, and broadcast if so set, where they differ."""
         if self._pending is None:
             return
         start = time.perf_counter()
         hashes = on_host(self._pending.wait(timeout_s), self._device)
         self._pending = None
-        found = hashes.view(np.uint64)
-        if found.size != size_of(self._set) * len(self._due):
+        words = hashes.view(np.uint64)
+        if words.size != size_of(self._set) * len(self._due):
             raise ConfigMismatchError(
-                f"the optimizers of the ranks have different parameters: this one has "
-                f"{self._n_sizes}; call add_param_group() alike on all ranks"
+                "the ranks' optimizers have different parameters; that of this rank has "
+                f"{self._n_sizes}. Make the same calls of add_param_group() on all ranks"
             )
-        gathered = found.reshape(-1, len(self._due))
+        gathered = words.reshape(-1, len(self._due))
         self.seconds += time.perf_counter() - start
         names = [self._parameters.names[number] for number in self._due]
         differences = find_differences(gathered, names)
@@ -119,6 +120,6 @@ class ReplicaCheck:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _broadcast(self, number: int, timeout_s: float) -> None:
-        own = self._parameters.read(number)  # bytes: Horovod sends no bfloat16
-        values = self._send(Round("broadcast", own), f"{self._name}.mend", self._set)
+        data = self._parameters.read(number)  # bytes: Horovod does not send bfloat16
+        values = self._send(Round("broadcast", data), f"{self._name}.mend", self._set)
         self._parameters.write(number, values.wait(timeout_s))

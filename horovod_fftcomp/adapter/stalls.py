@@ -1,7 +1,7 @@
-"""Finds out which rank keeps the others waiting, from what the ranks report of themselves. Pure.
+"""Diagnosis of stalls: which rank is late, computed from the ranks' progress reports.
 
-Every rank of a compressor has to take part in every step. A rank that has begun a step while
-another has not can only wait for it, so ranks' positions alone tell who is late.
+Pure functions. Every rank of a compressor takes part in every step, so a rank that has begun a
+step can only wait for ranks that have not: their positions are enough to find the late ones.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _SHOWN_RANKS, _SHOWN_NAMES = 8, 4
-# Two waits that can never end together are told this early: no answer can still be on its way.
+# Seconds after which ranks that wait for each other in different calls are reported: by then no
+# answer can still be under way.
 CLASH_S = 4.0
 
 
 class Progress(NamedTuple):
-    """How far one rank is.
+    """Progress of one rank.
 
-    ``step``: the step that it began last, counted from 0. ``handed`` and ``returned``: how many of
-    its gradients were taken and how many sums given back. ``inside``: whether the step is under
-    way; ``busy``: whether this rank itself encodes or decodes. ``call``: a call outside of steps in
-    which all ranks have to take part, such as ``set_density()``. ``doing``: what is under way, in
-    words.
+    ``step``: number of the last step that it began, from 0. ``handed`` and ``returned``: number of
+    gradients that it passed to the compressor and of sums that it got back in that step.
+    ``inside``: whether the step is under way; ``busy``: whether this rank is encoding or decoding.
+    ``call``: name of a call between steps in which all ranks have to take part, such as
+    ``set_density()``. ``doing``: description of what is under way.
     """
 
     step: int
@@ -34,10 +35,11 @@ class Progress(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one rank tells the first one: its progress, and since when nothing has changed.
+    """Report of one rank to the first rank: its progress and the seconds since it last changed.
 
     ``waits``: whether its main thread is inside Horovod or this package; ``where``: the line that
-    its main thread is at. ``missing``: numbers of tensors not handed in, as ranges.
+    its main thread is at. ``missing``: numbers of the tensors without a gradient yet, as
+    ``ranges``.
     """
 
     progress: Progress
@@ -52,19 +54,19 @@ class Report(NamedTuple):
 
     @staticmethod
     def unpack(values: Any) -> Report:
-        """Return what ``pack`` made; ValueError or TypeError for anything else."""
+        """Return the report that ``pack`` serialized; ValueError or TypeError for anything else."""
         progress, quiet_s, waits, where, missing = values
         return Report(Progress(*progress), float(quiet_s), bool(waits), str(where), str(missing))
 
     @property
     def is_waiting(self) -> bool:
-        """Whether others are needed before this rank can go on."""
+        """Whether this rank needs others to continue."""
         progress = self.progress
         return (progress.inside or bool(progress.call)) and not progress.busy
 
     @property
     def position(self) -> tuple[int, int, int, bool]:
-        """Steps, gradients and sums so far, and whether it waits: smaller on a rank behind."""
+        """Sort key: step, gradients, sums, whether it waits; smaller for ranks behind."""
         waits = self.waits and not self.progress.busy
         return (*self.progress[:3], bool(self.progress.call) or waits)
 
@@ -76,10 +78,11 @@ def diagnose(
     names: Sequence[str],
     timeout_s: float,
 ) -> str:
-    """Return what keeps the ranks from going on, in words; "" if nothing does, or not long enough.
+    """Return a message that explains why the ranks wait; "" if none has waited ``timeout_s``.
 
-    ``reports`` by rank; not among those are ``silent`` ranks, which have stopped reporting, and
-    ``unheard`` ones, which never did. ``names``: all tensors'.
+    ``reports``: by rank, without the ``silent`` ranks, which have stopped reporting, and the
+    ``unheard`` ones, which never reported. ``names``: names of all tensors. Ranks that wait for
+    each other in different calls are reported after ``CLASH_S`` seconds already.
     """
     if clash := _clash(reports):
         return clash
@@ -91,23 +94,23 @@ def diagnose(
     behind = [r for r in sorted(reports) if reports[r].position == least != first.position]
     late = sorted({*silent, *behind}) or sorted(unheard)
     if not behind and all(r.progress.returned >= r.progress.handed for r in waiting.values()):
-        return ""  # each may be busy with something of its own
+        return ""  # each rank may be busy by itself
     longest = max(report.quiet_s for report in waiting.values())
-    parts = [f"no progress for {longest:.0f} s in {_what(first, waiting)}."]
-    parts += [_described(rank, reports.get(rank), first.progress) for rank in late[:_SHOWN_RANKS]]
+    parts = [f"no progress for {longest:.0f} s in {_activity(first, waiting)}."]
+    parts += [_late_rank(rank, reports.get(rank), first.progress) for rank in late[:_SHOWN_RANKS]]
     if not late:
         parts.append(
             "All ranks wait in the same place: the network is stuck, or too slow for this limit."
         )
     others = [rank for rank in sorted(reports) if reports[rank].is_waiting and rank not in late]
     if late and others:
-        wanted = _wanted(reports, late, first, names)
-        parts.append(f"{_ranks(others).capitalize()} {_wait(others)} for {wanted}.")
+        awaited = _awaited(reports, late, first, names)
+        parts.append(f"{_ranks(others).capitalize()} {_wait(others)} for {awaited}.")
     return " ".join(parts)
 
 
 def _clash(reports: Mapping[int, Report]) -> str:
-    """Return the message on ranks that wait for each other in different places, if there are."""
+    """Return a message on ranks that wait for each other in different calls; "" if none do."""
     quiet = {rank: r for rank, r in reports.items() if r.is_waiting and r.quiet_s >= CLASH_S}
     callers = [rank for rank, report in quiet.items() if report.progress.call]
     if not callers:
@@ -129,18 +132,18 @@ def _clash(reports: Mapping[int, Report]) -> str:
     )
 
 
-def _what(first: Report, waiting: Mapping[int, Report]) -> str:
-    """Return what the ranks are in the midst of."""
+def _activity(first: Report, waiting: Mapping[int, Report]) -> str:
+    """Return the name of the call or step that is under way."""
     calls = {report.progress.call for report in waiting.values() if report.progress.call}
     return min(calls) if calls else f"step {first.progress.step}"
 
 
-def _described(rank: int, report: Report | None, first: Progress) -> str:
-    """Return what is known of a rank that is late."""
+def _late_rank(rank: int, report: Report | None, first: Progress) -> str:
+    """Return a sentence on the position of a late rank."""
     if report is None:
         return (
             f"Rank {rank} is late: it does not answer at all; its process has been stopped or "
-            "killed, its host cannot be reached (by UDP), or its interpreter is held by a call "
+            "killed, its host cannot be reached (by UDP), or its interpreter is blocked by a call "
             "that never returns."
         )
     progress = report.progress
@@ -156,10 +159,10 @@ def _described(rank: int, report: Report | None, first: Progress) -> str:
     )
 
 
-def _wanted(
+def _awaited(
     reports: Mapping[int, Report], late: Sequence[int], first: Report, names: Sequence[str]
 ) -> str:
-    """Return which tensors are waited for."""
+    """Return what the other ranks wait for: tensors, or a call."""
     if first.progress.call:
         return f"it in {first.progress.call}"
     begun = [
@@ -192,7 +195,7 @@ def ranges(numbers: Iterable[int], most: int = 200) -> str:
 
 
 def expanded(text: str) -> list[int]:
-    """Return the numbers of ``ranges``.
+    """Return the numbers that ``ranges`` wrote as text.
 
     >>> expanded(ranges([0, 1, 2, 5]))
     [0, 1, 2, 5]

@@ -1,9 +1,9 @@
-"""Watches over a training's progress: says which rank is late, and ends a job that stands still.
+"""Stall detection: reports which rank is late, and ends a job that makes no progress.
 
-One daemon thread of each process looks at its compressors four times a second, and once a second
-sends a datagram (UDP) with what it sees to the first rank, which alone judges and tells all. That
-goes on beside Horovod's collectives and needs none of them, so it works while these wait for a rank
-that sleeps, loops or has left. Training threads are never slowed: they are only looked at.
+A daemon thread of each process polls its compressors four times a second and sends a UDP datagram
+with their progress to the first rank once a second. The first rank alone diagnoses a stall and
+announces it to all. This needs none of Horovod's collectives, so it works while they wait for a
+rank that sleeps, loops or has ended. Training threads are only observed, never slowed.
 """
 
 from __future__ import annotations
@@ -33,56 +33,57 @@ from horovod_fftcomp.engine.overlap import no_answer
 _LOOK_S, _TELL_S = 0.25, 1.0
 _RANKS_A_SECOND = 64  # more would keep the first rank's thread busy
 _MOST_NBYTES = 1400  # fits one packet of Ethernet
-_NOTICE_S = 8.0  # in which ranks that begin together have met
-_MARGIN_S = 6.0  # that the first rank has to tell what it found, before a rank speaks for itself
-# Launchers drop what a rank writes just before another one ends the job. A courtesy to the reader:
-# whatever is lost, all ranks end, and those that miss the message raise Horovod's own error.
+_NOTICE_S = 8.0  # ranks that start together have finished the handshake by then
+_MARGIN_S = 6.0  # time for the first rank's announcement, before a rank writes one of its own
+# Launchers drop what a rank writes just before another one ends the job, so a rank waits this long
+# after its message. Only the message may get lost: all ranks end in any case, and those without it
+# raise Horovod's own error.
 _LAST_WORDS_S = 3.0
-# How long a wait may outlast ``timeout_s``: by then the watch has ended it.
+# Seconds by which a wait may exceed ``timeout_s``: by then the watch has ended the job.
 _BACKSTOP_S = _MARGIN_S + 2 * _LAST_WORDS_S
-# Where a rank's process or host has been stopped, Horovod's shutdown waits for it for ever. And if
-# two looks lie further apart than the second, the process, or all of the job, was suspended.
+# Horovod's shutdown waits forever for a rank whose process or host has been stopped. And if two
+# polls are further apart than _SUSPENDED_S, the process or the whole job was suspended.
 _SHUTDOWN_S, _SUSPENDED_S = 20.0, 5.0
-# Two threads in Horovod's shutdown at once hang; Horovod calls it when the interpreter exits.
+# Two concurrent calls of Horovod's shutdown hang; Horovod calls it when the interpreter exits.
 _shutting_down = threading.Lock()
 
 _ADVICE = (
     " Give all ranks the same number of batches (PyTorch: DistributedSampler with drop_last=True, "
-    "TensorFlow: drop_remainder=True), and let all of them make the same calls. If a rank is only "
+    "TensorFlow: drop_remainder=True), and make the same calls on all of them. If a rank is only "
     "slow, raise timeout_s, now {timeout_s:.0f} s; on_timeout='warn' goes on waiting."
 )
 
 
 class Watched(Protocol):
-    """The course of an adapter's steps, as far as it is watched."""
+    """Interface of a step driver to the watch."""
 
     def progress(self) -> Progress:
-        """Return how far this rank is; called from another thread than the training's."""
+        """Return this rank's progress; called in the watch's thread."""
         ...
 
     def missing(self) -> Sequence[int]:
-        """Return the numbers of the tensors that are not handed in yet in this step."""
+        """Return the numbers of the tensors without a gradient yet in this step."""
         ...
 
     def may_wait(self, running: Collection[CodeType]) -> bool:
-        """Return False if none of the functions that threads are in can belong to a step."""
+        """Return False if no thread can be in a step; ``running``: code objects they are in."""
         ...
 
 
 class Watch:
-    """Watches over one compressor's steps on this rank.
+    """Stall detection of one compressor on this rank.
 
-    ``name`` of the compressor, the same on all ranks, and ``recipe`` are for messages. After
-    ``timeout_s`` seconds in which a rank waits for others in vain, every rank writes to stderr who
-    is late. If ``ends``, ``shutdown`` then ends Horovod, which fails all that waits, and
-    ``verdict`` has the message.
+    ``name``: name of the compressor, the same on all ranks; ``recipe``: for messages. When a rank
+    has waited ``timeout_s`` seconds for others without progress, every rank writes to stderr which
+    rank is late. If ``ends``, ``failure`` is then set to the message and ``shutdown`` shuts Horovod
+    down, which makes all waiting operations fail.
     """
 
     def __init__(
         self, name: str, recipe: str, timeout_s: float, ends: bool, shutdown: Callable[[], None]
     ) -> None:
         self.name, self.timeout_s, self.ends = name, timeout_s, ends
-        self.verdict = ""
+        self.failure = ""
         self._label = f"compressor {name.rpartition('.')[2]} ({recipe})"
         self._shutdown = shutdown
         self._names: Sequence[str] = ()
@@ -92,29 +93,29 @@ class Watch:
         self._seen: tuple[Progress, str] | None = None
         self._since = self._looked_at = time.monotonic()  # the last change; the last look
         self._next_s = self._end_at = 0.0
-        self._noticed = False
-        self._spoke_at = -float("inf")
-        self._rank, self._n_ranks = 0, 0  # 0: the ranks have not met
-        self._ranks: Sequence[int] = ()  # their numbers among all of Horovod's
+        self._wrote_notice = False
+        self._announced_at = -float("inf")
+        self._rank, self._n_ranks = 0, 0  # 0 ranks: the handshake has not ended
+        self._ranks: Sequence[int] = ()  # their global ranks in Horovod
         self._token = b""
-        self._hubs: list[tuple[str, int]] = []  # addresses at which the first rank may answer
-        self._heard_at = 0.0  # when it did
-        self._reports: dict[int, tuple[float, Report]] = {}  # of the first rank: when, and what
+        self._first_addresses: list[tuple[str, int]] = []  # where the first rank may answer
+        self._heard_at = 0.0  # when the first rank last answered
+        self._reports: dict[int, tuple[float, Report]] = {}  # on the first rank: time and report
         self._peers: dict[int, tuple[str, int]] = {}
-        self._told = (0, "")  # number and text of the last message to all
+        self._announcement = (0, "")  # number and text of the last one
 
     def follow(self, steps: Watched, names: Sequence[str]) -> None:
-        """Look at the progress of ``steps``, which are not kept alive; ``names`` of the tensors."""
+        """Observe ``steps``, held by a weak reference; ``names``: names of the tensors."""
         self._steps, self._names = weakref.ref(steps), names
 
     def compare(self, difference: Callable[[], str]) -> None:
-        """Ask ``difference``, while the ranks have not met, for the reason in words; "" if none."""
+        """Use ``difference()`` to explain a handshake that does not end; "" if it cannot."""
         self._difference = difference
 
     def start(self) -> dict[str, Any]:
-        """Begin to look; return what the other ranks have to know to report to this one.
+        """Start polling; return the address to which other ranks send their reports.
 
-        Where the system grants no socket, that is nothing, and nobody watches.
+        If the system provides no socket, it is empty and stalls are not detected.
         """
         try:
             return _Post.started(self).address
@@ -122,39 +123,39 @@ class Watch:
             return {}
 
     def join_ranks(self, first: Mapping[str, Any], rank: int, ranks: Sequence[int]) -> None:
-        """Report to the rank whose ``start`` returned ``first`` from now on.
+        """Start reporting to the first rank, whose ``start`` returned ``first``.
 
-        ``rank``: this one's place among ``ranks``.
+        ``rank``: index of this rank in ``ranks``, the global ranks.
         """
         if not first:
             return
         now = time.monotonic()
         self._token = bytes.fromhex(first["token"])
-        self._hubs = [(host, first["port"]) for host in first["hosts"]]
+        self._first_addresses = [(host, first["port"]) for host in first["hosts"]]
         self._rank, self._ranks, self._since, self._heard_at = rank, list(ranks), now, now
-        self._reports, self._peers, self._told = {}, {}, (0, "")
-        self._n_ranks = len(ranks)  # last: the watching thread looks at it first
+        self._reports, self._peers, self._announcement = {}, {}, (0, "")
+        self._n_ranks = len(ranks)  # last, since the watch's thread tests it first
 
-    def leave(self) -> None:
-        """Report to nobody until the ranks meet again."""
-        if self.verdict:
+    def disconnect(self) -> None:
+        """Stop reporting until ``join_ranks`` is called again."""
+        if self.failure:
             await_shutdown()
-        self._n_ranks, self.verdict, self._end_at, self._noticed = 0, "", 0.0, False
+        self._n_ranks, self.failure, self._end_at, self._wrote_notice = 0, "", 0.0, False
 
     @property
     def limit_s(self) -> float:
-        """How long a wait of the training thread may take before it gives up by itself."""
+        """Longest wait of the training thread in seconds, in case the watch does not end it."""
         if not self.ends:
             return threading.TIMEOUT_MAX
         margin_s = _BACKSTOP_S if self._n_ranks else 0.0
         return min(self.timeout_s + margin_s, threading.TIMEOUT_MAX)
 
-    def calls(self, call: str) -> None:
-        """Note a call in which this rank waits for all others; "" when it has returned."""
+    def note_call(self, call: str) -> None:
+        """Record the call in which this rank waits for all others; "" when it has returned."""
         self._call = call
 
-    def look(self, post: _Post) -> None:
-        """Notice progress, report it, and act on what is known; called by the watching thread."""
+    def poll(self, post: _Post) -> None:
+        """Poll the progress, report it and act on stalls; called in the watch's thread."""
         steps = self._steps()
         now = time.monotonic()
         if (gap_s := now - self._looked_at) > _SUSPENDED_S:
@@ -176,15 +177,15 @@ class Watch:
         if self._n_ranks and self._rank == 0:
             self._heard_at = now
             self._reports[0] = (now, report)
-            self._judge(post, now)
+            self._diagnose(post, now)
         elif self._n_ranks:
             values = {"to": self.name, "rank": self._rank, "report": report.pack()}
-            for hub in self._hubs:
-                post.send(self._token, values, hub)
-        self._speak_for_itself(report, now)
+            for address in self._first_addresses:
+                post.send(self._token, values, address)
+        self._announce_alone(report, now)
 
-    def take(self, post: _Post, token: bytes, values: Mapping[str, Any], sender: Any) -> None:
-        """Take a datagram for this compressor; what is not from one of its ranks is ignored."""
+    def receive(self, post: _Post, token: bytes, values: Mapping[str, Any], sender: Any) -> None:
+        """Handle a datagram for this compressor; ignore it unless one of its ranks sent it."""
         if not self._n_ranks or not hmac.compare_digest(token, self._token):
             return
         now = time.monotonic()
@@ -196,86 +197,86 @@ class Watch:
             self._peers[rank] = sender
             post.send(self._token, self._message(), sender)
         elif "told" in values and self._rank != 0:
-            self._heard_at, self._hubs = now, [sender]
+            self._heard_at, self._first_addresses = now, [sender]
             number, text = int(values["told"]), str(values["text"])
-            if number > self._told[0]:
-                self._told = (number, text)
-                self._speak(text, now)
+            if number > self._announcement[0]:
+                self._announcement = (number, text)
+                self._announce(text, now)
 
     def _message(self) -> dict[str, Any]:
-        number, text = self._told
+        number, text = self._announcement
         return {"to": self.name, "told": number, "text": text}
 
-    def _judge(self, post: _Post, now: float) -> None:
-        """Tell all ranks what keeps them from going on, if something does."""
-        if self.verdict or now - self._spoke_at < self.timeout_s:
+    def _diagnose(self, post: _Post, now: float) -> None:
+        """Announce to all ranks why they wait, if they have waited too long."""
+        if self.failure or now - self._announced_at < self.timeout_s:
             return
         age_s = 3 * (self._next_s - now) + 2
         ages = {self._ranks[rank]: now - at for rank, (at, _) in self._reports.items()}
-        found = {self._ranks[rank]: report for rank, (_, report) in self._reports.items()}
-        silent = [rank for rank, age in ages.items() if age > age_s and found.pop(rank)]
+        reports = {self._ranks[rank]: report for rank, (_, report) in self._reports.items()}
+        silent = [rank for rank, age in ages.items() if age > age_s and reports.pop(rank)]
         unheard = [rank for rank in self._ranks if rank not in ages]
-        text = diagnose(found, silent, unheard, self._names, self.timeout_s)
+        text = diagnose(reports, silent, unheard, self._names, self.timeout_s)
         if not text:
             return
         text = text.encode()[: _MOST_NBYTES // 2].decode(errors="ignore")
-        self._told = (self._told[0] + 1, text)
+        self._announcement = (self._announcement[0] + 1, text)
         for peer in self._peers.values():
             post.send(self._token, self._message(), peer)
-        self._speak(text, now)
+        self._announce(text, now)
 
-    def _speak_for_itself(self, report: Report, now: float) -> None:
-        """Speak where the first rank does not: before the ranks have met, or if it is gone."""
-        if not report.is_waiting or self.verdict:
+    def _announce_alone(self, report: Report, now: float) -> None:
+        """Announce a stall without the first rank: before the handshake ends, or if it is gone."""
+        if not report.is_waiting or self.failure:
             return
         doing, quiet_s = report.progress.call or report.progress.doing, report.quiet_s
-        if self._n_ranks == 0 and not self._noticed and _NOTICE_S <= quiet_s < self.timeout_s:
-            self._noticed = True
+        if self._n_ranks == 0 and not self._wrote_notice and _NOTICE_S <= quiet_s < self.timeout_s:
+            self._wrote_notice = True
             self._write(
-                f"{self._label} has waited for {quiet_s:.0f} s in {doing} for an answer of all "
-                f"ranks, and goes on for {self.timeout_s:.0f} s. A rank may be slow to begin; else "
-                "it has no compressor, made its compressors in another order, or did not make this "
-                "call"
+                f"{self._label} has waited {quiet_s:.0f} s in {doing} for an answer of all ranks, "
+                f"and will wait up to {self.timeout_s:.0f} s. A rank may be slow to start; "
+                "otherwise it has no compressor, made its compressors in another order, or did not "
+                "make this call"
             )
-        if now - self._spoke_at < self.timeout_s:
+        if now - self._announced_at < self.timeout_s:
             return
         if self._n_ranks == 0 and quiet_s >= CLASH_S and (difference := self._difference()):
-            self._speak(difference, now)
+            self._announce(difference, now)
         elif self._n_ranks == 0 and quiet_s >= self.timeout_s + _TELL_S:
-            self._speak(no_answer(f"{self._label}: {doing!r}", self.timeout_s), now)
+            self._announce(no_answer(f"{self._label}: {doing!r}", self.timeout_s), now)
         elif now - self._heard_at >= _MARGIN_S and quiet_s >= self.timeout_s + _MARGIN_S:
-            self._speak(
+            self._announce(
                 f"no progress for {quiet_s:.0f} s in {doing}. Which rank is late is not known: the "
-                f"first one was heard last {now - self._heard_at:.0f} s ago (by UDP). It may have "
-                "been stopped, its host may be unreachable, or UDP does not pass between hosts.",
+                f"first rank last answered {now - self._heard_at:.0f} s ago (by UDP). It may have "
+                "been stopped, its host may be unreachable, or UDP may be blocked between hosts.",
                 now,
             )
 
-    def _speak(self, text: str, now: float) -> None:
-        """Write to stderr, and have the job end soon if that is wanted."""
-        self._spoke_at = now
+    def _announce(self, text: str, now: float) -> None:
+        """Write ``text`` to stderr, and schedule the end of the job if ``ends``."""
+        self._announced_at = now
         if text.startswith("no progress"):
             text += _ADVICE.format(timeout_s=self.timeout_s)
         if self._label not in text:
             text = f"{self._label}: {text}"
         if self.ends:
-            self.verdict, self._end_at = text, now + _LAST_WORDS_S
+            self.failure, self._end_at = text, now + _LAST_WORDS_S
         self._write(f"ConfigMismatchError: {text}" if self.ends else text)
 
     def give_up(self, error: Exception) -> None:
-        """Say that this watch has failed: nobody looks after its steps from now on."""
+        """Report that this watch has failed and detects no stalls from now on."""
         self._n_ranks = 0
-        self._write(f"{self._label}: hangs are no longer found, since the watch failed: {error!r}")
+        self._write(f"{self._label}: stalls are no longer detected, as the watch failed: {error!r}")
 
     def _write(self, text: str) -> None:
         rank = f" on rank {self._ranks[self._rank]}" if self._n_ranks else ""
         with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
-            # One write, so that no line of another rank comes in between.
+            # One write, so that lines of other ranks are not mixed in.
             sys.stderr.write(f"horovod_fftcomp{rank}: {text}\n")
             sys.stderr.flush()
 
     def _end(self, progress: Progress) -> None:
-        """Shut Horovod down, so that all that waits on this rank fails."""
+        """Shut Horovod down, so that all waiting operations of this rank fail."""
         self._end_at = 0.0
         if not (progress.inside or progress.call):
             return
@@ -283,7 +284,7 @@ class Watch:
         ending.start()
         ending.join(_SHUTDOWN_S)
         if ending.is_alive():
-            self._write(f"Horovod does not end within {_SHUTDOWN_S:.0f} s: this process is ended")
+            self._write(f"Horovod's shutdown took over {_SHUTDOWN_S:.0f} s: ending this process")
             os._exit(1)
 
     def _shut_down(self) -> None:
@@ -292,7 +293,7 @@ class Watch:
 
 
 class _Post:
-    """The socket and the thread of this process, for all its watches."""
+    """UDP socket and polling thread of this process, shared by all its watches."""
 
     _present: _Post | None = None
     _lock = threading.Lock()
@@ -302,18 +303,18 @@ class _Post:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(("", 0))
-        self._poll = select.poll()  # which takes numbers of 1024 and above, as ``select`` does not
+        self._poll = select.poll()  # ``select`` takes no descriptors from 1024
         self._poll.register(self._socket, select.POLLIN)
         self._watches: weakref.WeakValueDictionary[str, Watch] = weakref.WeakValueDictionary()
         self._stops = threading.Event()
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="fftcomp-watch", daemon=True)
-        atexit.register(self._stop)  # later than Horovod's, so it is called first
+        atexit.register(self._stop)  # registered after Horovod's, so called before it
         self._thread.start()
 
     @classmethod
     def started(cls, watch: Watch) -> _Post:
-        """Return this process's, which looks after ``watch`` from now on."""
+        """Return this process's instance, which polls ``watch`` from now on."""
         with cls._lock:
             if cls._present is None or cls._present._process != os.getpid():
                 cls._present = cls()
@@ -322,7 +323,7 @@ class _Post:
 
     @property
     def address(self) -> dict[str, Any]:
-        """Where this process can be reached, as JSON values."""
+        """Address of this process as JSON values: hosts, port and token."""
         return {
             "hosts": ["127.0.0.1", *_own_addresses()][:8],
             "port": self._socket.getsockname()[1],
@@ -330,7 +331,7 @@ class _Post:
         }
 
     def send(self, token: bytes, values: Mapping[str, Any], to: tuple[str, int]) -> None:
-        """Send a datagram; what cannot be sent is lost, as others may be: they are repeated."""
+        """Send a datagram. Errors are ignored: datagrams may get lost anyway and are repeated."""
         with contextlib.suppress(OSError):
             self._socket.sendto(token + json.dumps(values, ensure_ascii=False).encode(), to)
 
@@ -345,8 +346,8 @@ class _Post:
             watches = list(self._watches.values())
         for watch in watches:
             try:
-                watch.look(self)
-            except Exception as error:  # whatever it is, the other watches go on
+                watch.poll(self)
+            except Exception as error:  # any error: the other watches continue
                 del self._watches[watch.name]
                 watch.give_up(error)
 
@@ -355,12 +356,12 @@ class _Post:
             try:
                 data, sender = self._socket.recvfrom(2 * _MOST_NBYTES)
             except OSError:
-                return  # nothing more is there
+                return  # no more datagrams
             try:
                 values = json.loads(data[16:])
                 if (watch := self._watches.get(values["to"])) is not None:
-                    watch.take(self, data[:16], values, sender)
-            except Exception:  # a stranger's, whatever it may be
+                    watch.receive(self, data[:16], values, sender)
+            except Exception:  # malformed: not one of ours
                 continue
 
     def _stop(self) -> None:
@@ -370,14 +371,14 @@ class _Post:
 
 
 def await_shutdown() -> None:
-    """Wait until Horovod's shutdown by a watch is over, if one is under way."""
+    """Wait until a shutdown of Horovod by a watch has ended, if one is under way."""
     if _shutting_down.acquire(timeout=_SHUTDOWN_S + _LAST_WORDS_S):
         _shutting_down.release()
 
 
 def _own_addresses() -> list[str]:
-    """Return this host's IPv4 addresses but the loopback's."""
-    found = []
+    """Return this host's IPv4 addresses without the loopback ones."""
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name[:15].encode())
@@ -385,12 +386,12 @@ def _own_addresses() -> list[str]:
                 answer = fcntl.ioctl(asking.fileno(), 0x8915, request)  # SIOCGIFADDR
             except OSError:
                 continue  # an interface without an address
-            found.append(socket.inet_ntoa(answer[20:24]))
-    return [address for address in found if not address.startswith("127.")]
+            addresses.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in addresses if not address.startswith("127.")]
 
 
 def _report(steps: Watched | None, progress: Progress, quiet_s: float) -> Report:
-    """Return this rank's report; where nothing stands still, without what costs time."""
+    """Return this rank's report; while there is progress, without the costly parts."""
     if quiet_s < _TELL_S or steps is None:
         return Report(progress, quiet_s)
     threads = innermost_frames()
@@ -401,25 +402,24 @@ def _report(steps: Watched | None, progress: Progress, quiet_s: float) -> Report
 
 
 def innermost_frames() -> dict[int, tuple[CodeType, int]]:
-    """Return the code and the line that each thread is at, by its number.
+    """Return the code object and the line that each thread is at, by thread id.
 
-    What is below a thread's innermost frame is not looked at: other threads may run meanwhile, and
-    CPython 3.11 then crashes on frames that are gone. ``faulthandler`` crashes on threads that are
-    just being made.
+    Only innermost frames are read: other threads run meanwhile, and CPython 3.11 crashes on outer
+    frames that have ended. ``faulthandler`` crashes on threads that are being created.
     """
     frames = sys._current_frames()
     return {thread: (frame.f_code, frame.f_lineno) for thread, frame in frames.items()}
 
 
-_OWN = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(__file__).parents[1])
 
 
 def _main_thread_at(threads: Mapping[int, tuple[CodeType, int]]) -> tuple[bool, str]:
-    """Return whether the main thread is inside Horovod or this package, and its place."""
+    """Return whether the main thread is inside Horovod or this package, and its line."""
     main = threading.main_thread().ident
     if main is None or main not in threads:
         return False, ""
     code, line = threads[main]
     horovod = getattr(sys.modules.get("horovod"), "__path__", ["/horovod/"])
-    waits = code.co_filename.startswith((_OWN, *horovod))
+    waits = code.co_filename.startswith((_PACKAGE, *horovod))
     return waits, f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"

@@ -317,7 +317,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), target)
 
     def _greet(self, send: GraphRound) -> None:
-        self._connection.greet(send, self._facts, self._steps.meeting)
+        self._connection.start_handshake(send, self._facts, self._steps.meeting)
 
     def _add_scalar(self) -> AddScalar | None:
         scalars = self._settings.scalars

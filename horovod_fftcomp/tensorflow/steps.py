@@ -205,7 +205,7 @@ class StepDriver:
             self._replicas.begin(self._engine.step)
         message, shadow = self.hashes.take(), self._engine.shadow
         if shadow is not None and not self._alone:
-            shadow.begin(self._connection.greetings)
+            shadow.begin(self._connection.n_handshakes)
             message = shadow.with_record(message)
         return np.int32(0), message
 

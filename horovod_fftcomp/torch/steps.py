@@ -157,7 +157,7 @@ class StepDriver:
             if self._recorded is not None and values is not None:
                 recorded = arrays.flat_float32(grad)
                 self._recorded[self._parameters.names[number]] = recorded.reshape(grad.shape)
-        if self._opened or self._connection.may_open():
+        if self._opened or self._connection.can_open():
             self._open()
             self.pipeline.advance()
         return sent, GradientContext(grad, slot, number)
@@ -239,7 +239,7 @@ class StepDriver:
         """Do what comes before a step's first gradient."""
         self._engine.follow_loss_scale(self.loss_scale())
         if self._engine.shadow is not None:
-            self._engine.shadow.begin(self._connection.greetings)
+            self._engine.shadow.begin(self._connection.n_handshakes)
         if self._recorder is not None:
             self._recorder.check()
             self._recorded = {} if self._recorder.wants(self._engine.step) else None
