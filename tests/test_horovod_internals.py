@@ -157,7 +157,7 @@ def test_register_state_handler(monkeypatch):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_come_after_horovod(monkeypatch, asynchronous):
+def test_wait_for_horovod(monkeypatch, asynchronous):
     """What Horovod does on a GPU is seen on one alone; here, what we do about it."""
     internals = _torch()
     import torch
@@ -170,7 +170,7 @@ def test_come_after_horovod(monkeypatch, asynchronous):
     output = SimpleNamespace(
         device="cuda", is_sparse=False, record_stream=lambda stream: done.append(("record", stream))
     )
-    internals.come_after_horovod(output)
+    internals.wait_for_horovod(output)
     assert done == [("wait", "default")] * asynchronous + [("record", current)]
 
 

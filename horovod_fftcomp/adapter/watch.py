@@ -31,16 +31,16 @@ from horovod_fftcomp.adapter.stalls import CLASH_S, Progress, Report, diagnose, 
 from horovod_fftcomp.engine.overlap import no_answer
 
 _LOOK_S, _TELL_S = 0.25, 1.0
-_RANKS_A_SECOND = 64  # more would keep the first rank's thread busy
+_RANKS_PER_S = 64  # more would keep the first rank's thread busy
 _MOST_NBYTES = 1400  # fits one packet of Ethernet
 _NOTICE_S = 8.0  # ranks that start together have finished the handshake by then
 _MARGIN_S = 6.0  # time for the first rank's announcement, before a rank writes one of its own
 # Launchers drop what a rank writes just before another one ends the job, so a rank waits this long
 # after its message. Only the message may get lost: all ranks end in any case, and those without it
 # raise Horovod's own error.
-_LAST_WORDS_S = 3.0
+_FLUSH_S = 3.0
 # Seconds by which a wait may exceed ``timeout_s``: by then the watch has ended the job.
-_BACKSTOP_S = _MARGIN_S + 2 * _LAST_WORDS_S
+_BACKSTOP_S = _MARGIN_S + 2 * _FLUSH_S
 # Horovod's shutdown waits forever for a rank whose process or host has been stopped. And if two
 # polls are further apart than _SUSPENDED_S, the process or the whole job was suspended.
 _SHUTDOWN_S, _SUSPENDED_S = 20.0, 5.0
@@ -172,7 +172,7 @@ class Watch:
             self._end(progress)
         if now < self._next_s:
             return
-        self._next_s = now + max(_TELL_S, self._n_ranks / _RANKS_A_SECOND)
+        self._next_s = now + max(_TELL_S, self._n_ranks / _RANKS_PER_S)
         report = _report(steps, progress, quiet_s)
         if self._n_ranks and self._rank == 0:
             self._heard_at = now
@@ -260,7 +260,7 @@ class Watch:
         if self._label not in text:
             text = f"{self._label}: {text}"
         if self.ends:
-            self.failure, self._end_at = text, now + _LAST_WORDS_S
+            self.failure, self._end_at = text, now + _FLUSH_S
         self._write(f"ConfigMismatchError: {text}" if self.ends else text)
 
     def give_up(self, error: Exception) -> None:
@@ -372,7 +372,7 @@ class _Post:
 
 def await_shutdown() -> None:
     """Wait until a shutdown of Horovod by a watch has ended, if one is under way."""
-    if _shutting_down.acquire(timeout=_SHUTDOWN_S + _LAST_WORDS_S):
+    if _shutting_down.acquire(timeout=_SHUTDOWN_S + _FLUSH_S):
         _shutting_down.release()
 
 

@@ -1,4 +1,4 @@
-"""The adapter for ``horovod.torch``: pass ``Compression.fft(model)`` as ``compression=``."""
+"""Adapter for ``horovod.torch``: pass ``Compression.fft(model)`` as ``compression=``."""
 
 from horovod_fftcomp.torch import elastic
 from horovod_fftcomp.torch.compression import Compression

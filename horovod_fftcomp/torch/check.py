@@ -1,4 +1,4 @@
-"""Whether a job of several ranks works; runs on all ranks, before anything else."""
+"""The part of ``horovod-fftcomp check`` that runs on all ranks of a job."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from horovod_fftcomp.tools.check.finding import Finding, Level
 from horovod_fftcomp.torch.compression import Compression
 from horovod_fftcomp.torch.rounds import PendingRound
 
-_LOOK = "look at the other ranks' output: one has ended, hangs, or cannot be reached"
-_STEPS = 3  # the second sends a residual, the third what the second left
-_GATHERED_NBYTES = (1 << 20, 16 << 20)  # a layer's payload, and a large model's
-_RECEIVED_AT_MOST = 256 << 20  # on many ranks less is gathered from each
+_OTHERS = "look at the other ranks' output: one has ended, hangs, or cannot be reached"
+_STEPS = 3  # the second sends the residual of the first, the third that of the second
+_GATHERED_NBYTES = (1 << 20, 16 << 20)  # payloads of a layer and of a large model
+_MAX_RECEIVED_NBYTES = 256 << 20  # with many ranks, less is gathered from each
 
 
 def findings(
     expect: Callable[[str, str], None], failed: Callable[[], bool], timeout_s: float
 ) -> Iterator[Finding]:
-    """Initialize Horovod and yield what this rank finds; ``finish`` comes after it.
+    """Initialize Horovod and yield the findings of this rank; call ``finish`` afterwards.
 
-    ``expect`` is told what comes next and what to do if it does not end; ``failed`` tells at the
-    end whether this rank has failed. A collective without an answer for ``timeout_s`` seconds
-    raises ConfigMismatchError.
+    ``expect(next, remedy)`` is called before each check with its name and the remedy if it hangs;
+    ``failed`` returns, before the last check, whether this rank has failed. Raises
+    ConfigMismatchError if a collective is not answered within ``timeout_s`` seconds.
     """
-    expect("hvd.init()", f"{_LOOK}; check the hosts and network interfaces given to the launcher")
+    expect("hvd.init()", f"{_OTHERS}; check the hosts and network interfaces given to the launcher")
     hvd.init()
     controller = "MPI" if hvd.mpi_enabled() else "Gloo"
     found = f"{hvd.size()} ranks over {controller}, {hvd.local_size()} on this machine"
     if hvd.size() == 1:
-        remedy = "horovodrun -np 2 horovod-fftcomp check; Horovod compresses nothing on one rank"
+        remedy = "horovodrun -np 2 horovod-fftcomp check; on one rank nothing is compressed"
         yield Finding("job", Level.WARNING, found, remedy)
     else:
         yield Finding("job", Level.OK, found)
-        expect("the versions of all ranks", _LOOK)
+        expect("the versions of all ranks", _OTHERS)
         yield from _versions(timeout_s)
-        expect("a compressed training step", _LOOK)
+        expect("a compressed training step", _OTHERS)
         yield _exchange(timeout_s)
-        expect("allreduces of one number", _LOOK)
+        expect("allreduces of one number", _OTHERS)
         yield _latency()
         for nbytes in _GATHERED_NBYTES:
-            nbytes = min(nbytes, _RECEIVED_AT_MOST // hvd.size())
-            expect(f"allgathers of {nbytes} bytes", f"{_LOOK}; or raise --timeout")
+            nbytes = min(nbytes, _MAX_RECEIVED_NBYTES // hvd.size())
+            expect(f"allgathers of {nbytes} bytes", f"{_OTHERS}; or raise --timeout")
             yield _bandwidth(nbytes)
-        expect("the outcome of all ranks", _LOOK)
+        expect("the outcome of all ranks", _OTHERS)
         yield _outcome(failed(), timeout_s)
 
 
 def finish(timeout_s: float) -> None:
-    """Wait until all ranks have printed: a launcher ends the others when the first one fails."""
+    """Wait until all ranks have printed: launchers end all ranks when the first one fails."""
     _gather(np.zeros(1, np.uint8), "finish", timeout_s)
     hvd.shutdown()
 
@@ -69,7 +69,7 @@ def _gather(data: np.ndarray, name: str, timeout_s: float) -> np.ndarray:
 
 
 def _versions(timeout_s: float) -> Iterator[Finding]:
-    """Compare what makes ranks compute different bits."""
+    """Compare versions and processors, which may make ranks compute different bits."""
     gathered = {
         what: _gather(handshake.pack(facts), what, timeout_s)
         for what, facts in (
@@ -92,7 +92,7 @@ def _versions(timeout_s: float) -> Iterator[Finding]:
 
 
 def _exchange(timeout_s: float) -> Finding:
-    """Train a layer through stock Horovod; compare the ranks bit by bit, and with dense."""
+    """Train a layer through Horovod; compare it between ranks bit by bit, and with dense."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(256, 64, bias=False)
     compression = Compression.fft(layer, timeout_s=timeout_s, replica_check="off")
@@ -110,7 +110,7 @@ def _exchange(timeout_s: float) -> Finding:
         (own,) = torch.autograd.grad(loss, layer.weight, retain_graph=True)
         loss.backward()
         optimizer.step()
-        if step == 0:  # later steps send residuals too
+        if step == 0:  # later steps also send residuals
             dense = hvd.allreduce(own, name="fftcomp.check.dense", op=hvd.Average)
             error = float((layer.weight.grad - dense).norm() / dense.norm())
         digest.update(layer.weight.grad.numpy().tobytes() + layer.weight.detach().numpy().tobytes())

@@ -1,4 +1,4 @@
-"""``Compression``: what a user of ``horovod.torch`` passes as ``compression=``."""
+"""``Compression``, whose factories make the argument ``compression=`` of ``horovod.torch``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from horovod_fftcomp.torch.compressor import TorchCompressor
 
 
 class Compression(metaclass=Factories):
-    """One factory for each recipe: ``Compression.fft(model, density=0.15)`` and so on.
+    """Factory functions of compressors, one per recipe: ``Compression.fft(model, density=0.15)``.
 
-    Each takes the model (or its ``named_parameters()``, or a list of parameters), and by keyword
-    the recipe's options and the settings; ``help(Compression.fft)`` describes them.
+    Each takes the model (or its ``named_parameters()``, or a list of parameters), and the recipe's
+    options and the settings as keyword arguments, which ``help(Compression.fft)`` describes.
     """
 
     _make = TorchCompressor

@@ -1,8 +1,9 @@
-"""One compressor: what Horovod and the user call.
+"""``TorchCompressor``, the compression object that Horovod's optimizer and the user call.
 
-Horovod calls ``compress`` with a gradient, reduces what that returns, and calls ``decompress``
-with the outcome. For a compressed tensor it gets a probe, a single 1.0; the exchange itself runs
-beside it, and the probe's reduced value carries Horovod's op and factors to our sum.
+Horovod calls ``compress`` with a gradient, allreduces the result, and calls ``decompress`` with the
+reduced value. For a compressed tensor the result is a probe, a tensor with a single 1.0, while the
+exchange itself runs in parallel. The sum is multiplied by the reduced probe, which contains
+Horovod's op and scaling factors.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from horovod_fftcomp.torch.steps import GradientContext, StepDriver
 
 
 class TorchCompressor(Compressor):
-    """One policy bound to the parameters of one optimizer; made by ``Compression``.
+    """Compressor of the gradients of one optimizer; made by the factories of ``Compression``.
 
     Parameters
     ----------
@@ -37,10 +38,10 @@ class TorchCompressor(Compressor):
         The model whose gradients the optimizer exchanges, its ``named_parameters()``, or a list of
         its parameters.
     policy, settings
-        Made by the factory.
+        Recipe with its schedule, and settings; made by the factory.
     """
 
-    _IN_ELASTIC_JOBS = "; in elastic jobs give hvd.elastic.TorchState compression=compression"
+    _IN_ELASTIC_JOBS = "; in elastic jobs pass compression=compression to hvd.elastic.TorchState"
 
     def __init__(self, model: Model, *, policy: Scheduled, settings: Settings) -> None:
         super().__init__(policy, settings)
@@ -51,7 +52,7 @@ class TorchCompressor(Compressor):
         self._tensors = parameters.specs()
         self._dtypes = [str(parameter.dtype) for parameter in parameters.tensors]
         buckets = self._buckets_of(self._tensors)
-        member = self._set.included()  # Horovod never calls the compressor of the others
+        member = self._set.included()  # on other ranks Horovod never calls the compressor
         device = device_of(parameters.tensors, buckets) if member else None
         rank = self._set.rank() if member else 0
         self._engine = Engine(buckets, rank, self._set.size(), device)
@@ -82,13 +83,13 @@ class TorchCompressor(Compressor):
     # Horovod calls these two.
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
-        """Take a parameter's gradient; return what Horovod is to reduce, and a context."""
+        """Start the exchange of a gradient; return the tensor to be allreduced, and a context."""
         self._steps.close_finished()
         if not self._steps.under_way and process_sets.size_of(self._set) != self._engine.world_size:
-            self.rejoin()  # an elastic reset that removed ranks: Horovod then skips ``sync``
+            self.rejoin()  # Horovod calls no ``sync`` after an elastic reset that removed ranks
         if not self._connection.is_up:
-            # A compressor on another process set would wait for ranks that never come, so the
-            # handshake runs on the optimizer's own set and compares.
+            # On a process set other than the optimizer's, the handshake would wait for ranks that
+            # never call it; so it runs on the optimizer's set and compares the two.
             caller = horovod_internals.calling_optimizer(self)
             if isinstance(caller, torch.optim.Optimizer):
                 self._parameters.follow(caller)
@@ -97,27 +98,27 @@ class TorchCompressor(Compressor):
         return self._steps.start_gradient(tensor)
 
     def decompress(self, tensor: torch.Tensor, ctx: GradientContext | None) -> torch.Tensor:
-        """Return the reduced gradient; ``tensor`` is what Horovod made of ``compress``'s."""
+        """Return the reduced gradient; ``tensor``: allreduce of the result of ``compress``."""
         return self._steps.finish_gradient(tensor, ctx)
 
-    # For the user, beside what all compressors offer: tensors in the place of arrays.
+    # User methods that take and return tensors instead of arrays.
 
     def residual(self, name: str) -> torch.Tensor:
-        """Return what is not sent yet of the parameter called ``name``, float32 in its shape."""
+        """Return the residual of the parameter ``name``: float32, in the parameter's shape."""
         return torch.from_numpy(super().residual(name))
 
     def _of_framework(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state with tensors in the place of NumPy arrays."""
+        """Return ``state`` with its NumPy arrays converted to tensors."""
         return arrays.to_torch(state)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned on the same rank, or a gathered state."""
+        """Load a state that ``state_dict`` returned on this rank, or a gathered one."""
         super().load_state_dict(with_plain_names(arrays.to_numpy(saved)))
 
     def _warn_of_momentum(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if the optimizer has a momentum for tensors for which the recipe keeps one."""
+        """Warn if optimizer and recipe both have momentum for the same tensors."""
         momenta: dict[str, object] = {}
-        tensors = zip(self._parameters.tensors, self._slots, strict=False)  # the frozen come last
+        tensors = zip(self._parameters.tensors, self._slots, strict=False)  # frozen ones come last
         compressed = {id(tensor) for tensor, slot in tensors if slot is not None}
         for group in optimizer.param_groups:
             if compressed.isdisjoint(map(id, group["params"])):

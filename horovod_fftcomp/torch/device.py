@@ -1,4 +1,4 @@
-"""Whether the kernels of ``kernels.cuda`` compute the steps of a model on a GPU."""
+"""Choice of the device that computes a model's steps: its GPU or the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
 
 
 def device_of(parameters: Sequence[torch.Tensor], buckets: Sequence[Bucket]) -> TorchDevice | None:
-    """Return the GPU that holds all parameters, if it can compute a bucket; see ``trusted``."""
+    """Return the GPU that holds all parameters, or None if the CPU computes; see ``trusted``."""
     places = {parameter.device for parameter in parameters}
     if len(places) != 1 or (place := places.pop()).type != "cuda":
         return None

@@ -1,7 +1,7 @@
-"""Horovod's elastic ``TorchState`` with a compressor in it: commit, restore, go on.
+"""Support of compressors in ``hvd.elastic.TorchState``: save, restore and synchronize.
 
-``hvd.elastic.TorchState(model=..., optimizer=..., compression=compression)`` would otherwise
-broadcast the first rank's residual to all. Importing ``horovod_fftcomp.torch`` registers this.
+Without it ``hvd.elastic.TorchState(model=..., optimizer=..., compression=compression)`` would
+broadcast the first rank's residuals to all. Importing ``horovod_fftcomp.torch`` registers it.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from horovod_fftcomp.torch.compressor import TorchCompressor
 
 
 class CompressorStateHandler(elastic.StateHandler):
-    """Saves and restores each rank's own residuals; tells which were lost with their hosts."""
+    """State handler that saves and restores each rank's own residuals."""
 
     def __init__(self, value: TorchCompressor) -> None:
         super().__init__(value)
         self.save()
 
     def save(self) -> None:
-        """Take a copy of this rank's state."""
+        """Copy this rank's state."""
         self._saved = self.value.state_dict()
 
     def restore(self) -> None:
-        """Go back to the last copy, whatever number this rank has now."""
+        """Restore the last copy, even if this rank has another number now."""
         self.value.load_state_dict({**self._saved, **self.value.place()})
 
     def sync(self) -> None:
-        """Go on with the ranks that are there now."""
+        """Continue with the present ranks after a reset; warn of lost residuals."""
         self.value.rejoin()
         self.save()
 
 
 def register() -> None:
-    """Tell Horovod's elastic state how to treat a compressor; once is enough, more do no harm."""
+    """Register the handler of compressors with Horovod; repeated calls have no effect."""
     horovod_internals.register_state_handler(TorchCompressor, CompressorStateHandler)

@@ -1,4 +1,4 @@
-"""A density for each layer by how much is computed for each of its gradients."""
+"""Density of each layer by the number of multiplications per weight."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 
 from horovod_fftcomp.engine.policy import Rule
 
-# (multiplications a step and weight, from which on; compression rate). The fewer multiplications a
-# weight takes, the more of the time goes into exchanging its gradient.
+# Pairs (lowest number of multiplications per weight and step, compression rate). The fewer
+# multiplications a weight takes, the larger is the share of time spent on exchanging its gradient.
 RATES = ((196, 25), (128, 50), (0, 400))
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -21,13 +21,14 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def rules_by_flops(
     model: nn.Module, *inputs: object, rates: Sequence[tuple[float, float]] = RATES
 ) -> list[Rule]:
-    """Return ``rules=`` that give each convolution and linear layer a density by its work.
+    """Return a density for each convolution and linear layer, in the format of ``rules=``.
 
-    ``inputs``: what ``model`` is called with in a training step, in this process's batch size. It
-    is run once without gradients, in evaluation mode. A weight is multiplied once for each
-    position and sample of its layer's output; ``rates`` are (from how many on, rate), and the
-    density is 1 / rate. The first convolution travels dense. Source of the rule: Chen et al.,
-    NeurIPS 2020; the rates are a choice.
+    The density is 1 / rate, where ``rates`` has pairs (lowest number of multiplications per weight
+    and step, rate). A weight is multiplied once per sample and position of its layer's output.
+    ``inputs``: arguments of ``model`` in a training step, with the batch size of one process; the
+    model is run on them once, in evaluation mode without gradients. The first convolution is sent
+    dense. Raises ValueError if no rate applies to a layer. Source of the rule: Chen et al., NeurIPS
+    2020; the default rates are our choice.
 
     >>> layers = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(72, 2)
     >>> model = nn.Sequential(*layers)
@@ -41,33 +42,35 @@ def rules_by_flops(
     def count(module: nn.Module, _: object, output: torch.Tensor) -> None:
         name = names[module.weight]
         if isinstance(module, nn.Linear):
-            applied = output.numel() / module.out_features
+            n_uses = output.numel() / module.out_features
         else:
-            applied = output.numel() / module.out_channels
+            n_uses = output.numel() / module.out_channels
             convolutions.append(name)
-        uses[name] = uses.get(name, 0) + applied  # a weight may serve several layers
+        uses[name] = uses.get(name, 0) + n_uses  # a weight may serve several layers
 
-    with _watched(model, count), torch.no_grad():
+    with _hooked(model, count), torch.no_grad():
         model(*inputs)
     return [
-        (glob.escape(name), "dense" if name in convolutions[:1] else _density(applied, rates))
-        for name, applied in uses.items()
+        (glob.escape(name), "dense" if name in convolutions[:1] else _density(n_uses, rates))
+        for name, n_uses in uses.items()
     ]
 
 
-def _density(applied: float, rates: Sequence[tuple[float, float]]) -> float:
+def _density(n_uses: float, rates: Sequence[tuple[float, float]]) -> float:
     for least, rate in sorted(rates, reverse=True):
-        if applied >= least:
+        if n_uses >= least:
             return 1 / rate
-    raise ValueError(f"rates names none for {applied:g} multiplications: end it with (0, rate)")
+    raise ValueError(
+        f"rates has no entry for {n_uses:g} multiplications per weight; end it with (0, rate)"
+    )
 
 
 @contextmanager
-def _watched(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+def _hooked(model: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
     """Call ``hook`` after each convolution and linear layer of ``model``, in evaluation mode."""
     training = {module: module.training for module in model.modules()}
-    watched = [module for module in training if isinstance(module, (nn.Linear, *_CONVOLUTIONS))]
-    handles = [module.register_forward_hook(hook) for module in watched]
+    layers = [module for module in training if isinstance(module, (nn.Linear, *_CONVOLUTIONS))]
+    handles = [module.register_forward_hook(hook) for module in layers]
     model.eval()
     try:
         yield

@@ -1,6 +1,6 @@
-"""Private parts of ``horovod.torch`` that this adapter relies on, each in a function of its own.
+"""Private parts of ``horovod.torch`` that this adapter relies on, one per function.
 
-A test of each function in ``tests/test_horovod_internals.py`` fails where Horovod differs.
+``tests/test_horovod_internals.py`` tests each function and fails if Horovod has changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ check_version()
 
 
 def _calling_frames() -> Iterator[FrameType]:
-    """Yield the frames of the functions that are calling, the innermost first."""
+    """Yield the frames of the call stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -29,10 +29,10 @@ def _calling_frames() -> Iterator[FrameType]:
 
 
 def calling_optimizer(compression: object) -> Any | None:
-    """Return the optimizer whose hook is calling, or whatever else has the compressor; else None.
+    """Return the object on the call stack that uses ``compression``: the optimizer; None without.
 
-    Horovod does not tell it. Relies on ``_DistributedOptimizer._compression``, and on its methods
-    calling ``compress`` with the optimizer as ``self``. Its ``process_set`` is public.
+    Horovod does not pass it to the hook. Relies on ``_DistributedOptimizer._compression``, and on
+    its methods calling ``compress`` with the optimizer as ``self``. Its ``process_set`` is public.
     """
     for frame in _calling_frames():
         owner = frame.f_locals.get("self")
@@ -42,9 +42,9 @@ def calling_optimizer(compression: object) -> Any | None:
 
 
 def parameter_of_hook() -> Any | None:
-    """Return the parameter whose gradient Horovod's hook is handing over; None if no hook calls.
+    """Return the parameter of the Horovod hook on the call stack; None without one.
 
-    A sparse gradient that Horovod has made dense is a copy, and only the hook knows of what. Relies
+    A sparse gradient that Horovod has made dense is a copy, and only the hook knows whose. Relies
     on the local variable ``p`` of ``_DistributedOptimizer._allreduce_grad_async``.
     """
     for frame in _calling_frames():
@@ -54,15 +54,15 @@ def parameter_of_hook() -> Any | None:
 
 
 def shut_down() -> None:
-    """Shut Horovod down, and keep the handles of operations that other threads wait for.
+    """Shut Horovod down without dropping the handles of operations that other threads wait for.
 
-    ``hvd.shutdown`` of ``horovod.torch`` drops them first. Relies on ``mpi_ops._basics``.
+    ``hvd.shutdown`` of ``horovod.torch`` would drop them first. Relies on ``mpi_ops._basics``.
     """
     mpi_ops._basics.shutdown()
 
 
 def register_state_handler(kind: type, handler: type) -> None:
-    """Have ``hvd.elastic.TorchState`` treat objects of ``kind`` by ``handler``; once is enough.
+    """Register ``handler`` for objects of ``kind`` with ``hvd.elastic.TorchState``, once.
 
     Relies on the registry of ``horovod.torch.elastic.state``, whose first match counts.
     """
@@ -71,16 +71,16 @@ def register_state_handler(kind: type, handler: type) -> None:
         elastic.set_handler_registry([*registry, (kind, handler)])
 
 
-def come_after_horovod(output: torch.Tensor) -> None:
-    """Let PyTorch's current stream come after ``output``, whose operation is done for Horovod.
+def wait_for_horovod(output: torch.Tensor) -> None:
+    """Order PyTorch's current stream after the operation of ``output``, which Horovod has finished.
 
-    Relies on this: Horovod's threads know the default stream alone. There they allocate outputs,
-    and with HOROVOD_ENABLE_ASYNC_COMPLETION wait for operations, which otherwise have ended by now.
+    Relies on Horovod's threads using the default stream only: they allocate outputs there and, with
+    HOROVOD_ENABLE_ASYNC_COMPLETION, wait for operations there, which otherwise have ended by now.
     """
     current = torch.cuda.current_stream(output.device)
     default = torch.cuda.default_stream(output.device)
     if current != default:
         if os.environ.get("HOROVOD_ENABLE_ASYNC_COMPLETION", "0") != "0":
             current.wait_stream(default)
-        if not output.is_sparse:  # the default stream gets its memory after this one is done
+        if not output.is_sparse:  # its memory is not reused before this stream has read it
             output.record_stream(current)

@@ -1,4 +1,4 @@
-"""Ranks that train alone for some steps and then exchange what has changed, compressed."""
+"""Local SGD: ranks train alone for some steps, then average their changes, compressed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from horovod_fftcomp.torch.parameters import Parameters
 
 
 class LocalSteps:
-    """Bring the ranks of a model together after every ``period`` steps of a plain optimizer.
+    """Local SGD with compression: the ranks' weights are averaged after every ``period`` steps.
 
-    ``model`` as for ``Compression``, equal on all ranks now; ``compression``: a compressor made of
-    it, or one of ``hvd.Compression``. UnsupportedError for one that holds for gradients alone: with
-    a momentum, of signs, with a loss scaler. The mean over ranks of (weights - those of the last
-    meeting) is sent, and what compression leaves of it goes into the next meeting. Moments of
-    optimizers and running means stay with each rank. Source: Stich, ICLR 2019 (local SGD); with
-    compression and feedback, Basu et al., NeurIPS 2019.
+    Each rank takes steps of a plain optimizer. After ``period`` steps, every rank sends the change
+    of its weights since the last exchange, and all add the mean of the changes to the weights of
+    the last exchange; what compression does not send is added to the next change (error feedback).
+    Moments of optimizers and running means stay local.
+
+    ``model``: as for ``Compression``, equal on all ranks at the start; ``compression``: a
+    compressor made of it, or one of ``hvd.Compression``. Raises UnsupportedError for compressors
+    that are for gradients only: with momentum, of signs, or with a loss scaler; ValueError unless
+    ``period`` is a whole number from 1. Source: Stich, ICLR 2019 (local SGD); with compression and
+    error feedback: Basu et al., NeurIPS 2019.
 
     >>> compression = Compression.topk(model, density=0.05)  # doctest: +SKIP
     >>> local = LocalSteps(model, compression, period=8)  # doctest: +SKIP
@@ -39,10 +43,10 @@ class LocalSteps:
         self._compression = compression
         self.process_set = process_set or hvd.global_process_set
         self._period = period
-        self.steps = 0  # since the last meeting
+        self.steps = 0  # since the last exchange
 
     def after_step(self) -> bool:
-        """Count a step; meet if it is the last one of a period, and tell whether it is."""
+        """Count a step; return True after the last one of a period, which calls ``synchronize``."""
         self.steps += 1
         if self.steps < self._period:
             return False
@@ -51,19 +55,19 @@ class LocalSteps:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make the weights those of the last meeting plus the mean change, on all ranks.
+        """Set the weights to those of the last exchange plus the mean change over ranks.
 
-        Where a rank's change has NaN or Inf all ranks go back to the weights of the last meeting.
+        If a rank's change has NaN or Inf, all ranks restore the weights of the last exchange.
         Gradients are kept.
         """
-        kept = [parameter.grad for _, parameter in self._pairs]
+        grads = [parameter.grad for _, parameter in self._pairs]
         for (_, parameter), last in zip(self._pairs, self._last, strict=True):
             parameter.grad = last - parameter
-            parameter.copy_(last)  # equal on all ranks, as a check of replicas wants them
+            parameter.copy_(last)  # equal on all ranks, for the replica check
         try:
             means = self._means()
         finally:
-            for (_, parameter), grad in zip(self._pairs, kept, strict=True):
+            for (_, parameter), grad in zip(self._pairs, grads, strict=True):
                 parameter.grad = grad
         if all(bool(torch.isfinite(mean).all()) for mean in means):
             for (_, parameter), last, mean in zip(self._pairs, self._last, means, strict=True):
@@ -71,7 +75,7 @@ class LocalSteps:
         self.steps = 0
 
     def _means(self) -> list[torch.Tensor]:
-        """Return the means of what lies in the gradients, as Horovod's optimizer would."""
+        """Return the means over ranks of the parameters' ``grad``, as Horovod's optimizer would."""
         sent = []
         for name, parameter in reversed(self._pairs):
             data, context = self._compression.compress(parameter.grad)

@@ -1,4 +1,4 @@
-"""The parameters of one optimizer, and whose gradient a tensor is."""
+"""Parameters of a compressor's model, and the lookup of the parameter of a gradient."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | Iterab
 
 
 class Parameters:
-    """Names and trainable parameters, in the order that all ranks share.
+    """Names and trainable parameters of a model, in an order that is equal on all ranks.
 
-    ``model``: a module, named parameters or a list. Raises ValueError if there are none.
+    ``model``: a module, named parameters or a list of parameters. Raises ValueError if none is
+    trainable or names are not unique, TypeError for anything else than parameters and
+    UnsupportedError for parameters that are not floating point.
     """
 
     def __init__(self, model: Model | None) -> None:
@@ -31,7 +33,7 @@ class Parameters:
             raise TypeError(
                 "model must be a torch.nn.Module, its named_parameters() or a list of parameters, "
                 f"got a {type(model).__name__} of {type(model).__module__}; "
-                "for a Keras model take Compression of horovod_fftcomp.tensorflow"
+                "for a Keras model use Compression of horovod_fftcomp.tensorflow"
             )
         items = list(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
         pairs = [
@@ -48,29 +50,29 @@ class Parameters:
         self.names = [name for name, _ in trainable]
         self.tensors = [parameter for _, parameter in trainable]
         self.frozen = [pair for pair in pairs if not pair[1].requires_grad]
-        self.seen: dict[int, None] = {}  # numbers, in this step's order
+        self.seen: dict[int, None] = {}  # numbers of gradients that came, in this step's order
         self._last_order: list[int] = []
-        self._cursor = 0  # where in the last order the next one is expected
+        self._cursor = 0  # position in the last order at which the next one is expected
 
     def __len__(self) -> int:
         return len(self.names)
 
     def specs(self) -> list[Tensor]:
-        """Return names and shapes."""
+        """Return names and shapes of the trainable parameters."""
         return [
             Tensor(name, tuple(parameter.shape))
             for name, parameter in zip(self.names, self.tensors, strict=True)
         ]
 
     def begin_step(self) -> None:
-        """Forget which gradients have come, but not their order."""
+        """Start a new step, in which no gradient has come; remember the order of the last one."""
         self._last_order, self.seen, self._cursor = list(self.seen), {}, 0
 
     def register(self, grad: torch.Tensor) -> int:
-        """Return the number of the parameter whose gradient ``grad`` is, and mark it as seen.
+        """Return the number of the parameter that ``grad`` belongs to, and mark it as seen.
 
-        Horovod tells no names; ``parameter.grad is grad`` does. Raises UnsupportedError for a
-        gradient of none of them, or one that has come in this step already.
+        Horovod passes no names, so it is found by ``parameter.grad is grad``. Raises
+        UnsupportedError if ``grad`` belongs to no parameter, or has already come in this step.
         """
         number = self._expected(grad)
         if number is None:
@@ -81,7 +83,7 @@ class Parameters:
         return number
 
     def _expected(self, grad: torch.Tensor) -> int | None:
-        """Search onward in the order of the last step: one of all for each would be quadratic."""
+        """Search from the cursor in the last step's order; full searches would be quadratic."""
         for position in range(self._cursor, len(self._last_order)):
             number = self._last_order[position]
             if self.tensors[number].grad is grad and number not in self.seen:
@@ -100,19 +102,19 @@ class Parameters:
                 return number
             if parameter is grad:
                 raise UnsupportedError(
-                    "op=hvd.Adasum hands over parameters instead of gradients and cannot be "
+                    "op=hvd.Adasum passes parameters instead of gradients and cannot be "
                     "compressed; use op=hvd.Average or op=hvd.Sum"
                 )
         return None
 
     def _densified(self, grad: torch.Tensor) -> int:
-        """Return the parameter whose sparse gradient Horovod made dense.
+        """Return the number of the parameter whose sparse gradient Horovod has made dense.
 
-        ``grad`` is a copy then, and only the hook that calls knows of what.
+        ``grad`` is a copy then, and only the calling hook knows its parameter.
         """
-        asking = horovod_internals.parameter_of_hook()
+        caller = horovod_internals.parameter_of_hook()
         for number, parameter in enumerate(self.tensors):
-            if parameter is asking and number not in self.seen:
+            if parameter is caller and number not in self.seen:
                 return number
         raise UnsupportedError(
             f"a gradient of shape {tuple(grad.shape)} belongs to none of the {len(self)} "
@@ -122,12 +124,12 @@ class Parameters:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has in the model that ``torch.compile`` has wrapped."""
+    """Return a parameter's name without the prefix that ``torch.compile`` adds."""
     return name.replace("_orig_mod.", "")
 
 
 def with_plain_names(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state, or all ranks' gathered ones, with ``plain_name`` of each tensor."""
+    """Return a saved state, single or gathered, with ``plain_name`` applied to its keys."""
     if "ranks" in saved:
         return {**saved, "ranks": [with_plain_names(each) for each in saved["ranks"]]}
     renamed = dict(saved)
@@ -142,7 +144,7 @@ def with_plain_names(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(pairs: list[tuple[str, Any]]) -> None:
-    """Raise TypeError, ValueError or UnsupportedError for what cannot be told apart or sent."""
+    """Raise TypeError, ValueError or UnsupportedError for wrong types, names or dtypes."""
     for name, parameter in pairs:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(
@@ -151,13 +153,13 @@ def _check(pairs: list[tuple[str, Any]]) -> None:
             )
         if parameter.requires_grad and not parameter.is_floating_point():
             raise UnsupportedError(
-                f"parameter {name!r} is {parameter.dtype}; gradients of float16, bfloat16, "
-                "float32 and float64 can be exchanged"
+                f"parameter {name!r} is {parameter.dtype}; supported are gradients of float16, "
+                "bfloat16, float32 and float64"
             )
     counts = Counter(name for name, _ in pairs)
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         raise ValueError(
-            f"names of parameters must differ, these come twice: {', '.join(twice[:8])}; of "
+            f"names of parameters must be unique, but these come twice: {', '.join(twice[:8])}; of "
             "several models prefix them: [(f'g.{n}', p) for n, p in g.named_parameters()]"
         )

@@ -1,4 +1,4 @@
-"""All parameters that an optimizer changes, exchanged or not: ranks must hold the same of them."""
+"""Parameters that the replica check compares between ranks: those that an optimizer changes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SHOWN = 8
 
 
 class OptimizedParameters:
-    """The parameters that a compressor was given, frozen ones too, and its optimizer's others.
+    """Parameters of a compressor's model, frozen ones included, and those of its optimizer.
 
-    ``names`` and ``tensors`` grow where the optimizer is given more of them.
+    ``names`` and ``tensors`` grow when parameters are added to the optimizer.
     """
 
     def __init__(self, given: Parameters) -> None:
@@ -26,17 +26,17 @@ class OptimizedParameters:
         self.names = [*given.names, *(name for name, _ in given.frozen)]
         self.tensors = [*given.tensors, *(parameter for _, parameter in given.frozen)]
         self._optimizer: Callable[[], Any] = lambda: None
-        self._n_counted = 0  # of the optimizer's parameters
-        self._own: list[int] = []  # numbers of the optimizer's
-        self._told: set[int] = set()
+        self._n_counted = 0  # number of the optimizer's parameters
+        self._optimized: list[int] = []  # numbers of the optimizer's parameters
+        self._warned: set[int] = set()
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch over the parameters of ``optimizer`` as well, which is not kept alive."""
+        """Include the parameters of ``optimizer``, held by a weak reference."""
         self._optimizer, self._n_counted = weakref.ref(optimizer), 0
         self.refresh()
 
     def refresh(self) -> None:
-        """Take in parameters that the optimizer has been given since the last time."""
+        """Include parameters that were added to the optimizer since the last call."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -45,35 +45,35 @@ class OptimizedParameters:
             return
         self._n_counted = count
         known = {id(tensor): number for number, tensor in enumerate(self.tensors)}
-        self._own = []
+        self._optimized = []
         for i, group in enumerate(groups):
             for j, parameter in enumerate(group):
                 if id(parameter) not in known:
                     known[id(parameter)] = len(self.tensors)
                     self.names.append(f"param_groups[{i}]['params'][{j}]")
                     self.tensors.append(parameter)
-                self._own.append(known[id(parameter)])
+                self._optimized.append(known[id(parameter)])
 
     def warn_of_unexchanged(self) -> None:
-        """Warn once of each parameter that trains although no rank has exchanged its gradient.
+        """Warn, once for each parameter, of trained parameters whose gradient was not exchanged.
 
-        To be called when Horovod has handed over all gradients of the step.
+        To be called when Horovod has passed all gradients of the step to the compressor.
         """
         self.refresh()
-        if len(self._own) == len(self._given.seen):
+        if len(self._optimized) == len(self._given.seen):
             return
         alone = [
             number
-            for number in self._own
+            for number in self._optimized
             if number not in self._given.seen
-            and number not in self._told
+            and number not in self._warned
             and self.tensors[number].requires_grad
             and self.tensors[number].grad is not None
-            and not self.tensors[number].grad.is_sparse  # which Horovod gathers itself
+            and not self.tensors[number].grad.is_sparse  # sparse ones are gathered by Horovod
         ]
         if not alone:
             return
-        self._told.update(alone)
+        self._warned.update(alone)
         listed = ", ".join(repr(self.names[number]) for number in alone[:_SHOWN])
         more = f" and {len(alone) - _SHOWN} more" if len(alone) > _SHOWN else ""
         warnings.warn(
@@ -88,7 +88,7 @@ class OptimizedParameters:
         )
 
     def sizes(self) -> list[int]:
-        """Return the bytes of each parameter."""
+        """Return the size of each parameter in bytes."""
         return [tensor.numel() * tensor.element_size() for tensor in self.tensors]
 
     def read(self, number: int) -> np.ndarray:
@@ -97,13 +97,13 @@ class OptimizedParameters:
         return flat.view(torch.uint8).numpy()
 
     def read_in_place(self, number: int) -> torch.Tensor:
-        """Return the same on the device of the first parameter, at a multiple of 8 bytes."""
+        """Return the same on the device of the first parameter, aligned to 8 bytes."""
         place = self.tensors[0].device
         flat = self.tensors[number].detach().to(place).contiguous().reshape(-1).view(torch.uint8)
         return flat if flat.data_ptr() % 8 == 0 else flat.clone()
 
     def write(self, number: int, values: np.ndarray) -> None:
-        """Overwrite a parameter by bytes."""
+        """Overwrite a parameter with ``values``, uint8 1-D."""
         parameter = self.tensors[number]
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values).view(parameter.dtype).view(parameter.shape))

@@ -1,4 +1,4 @@
-"""Rounds as named asynchronous operations of ``horovod.torch``, waited for with a time limit."""
+"""Rounds as named asynchronous operations of ``horovod.torch``, with a time limit for waits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.torch.horovod_internals import come_after_horovod
+from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
 
-# Horovod's own synchronize spins on a core; a poll this often costs nothing and delays no step.
+# Horovod's own synchronize spins on a core; polling at this interval costs little and is no delay.
 _POLL_S = 0.0001
 
 
 class PendingRound:
-    """One collective under way; named, so that ranks may start theirs in any order."""
+    """Asynchronous collective; matched by name, so ranks may start theirs in any order."""
 
     def __init__(self, round_: Round, name: str, process_set: hvd.ProcessSet) -> None:
         self.name = name
@@ -32,19 +32,19 @@ class PendingRound:
         elif round_.collective == "allreduce":
             self._handle = hvd.allreduce_async(data, op=hvd.Sum, name=name, process_set=process_set)
         elif round_.collective == "broadcast":
-            root = process_set.ranks[round_.root]  # Horovod wants the rank among all
+            root = process_set.ranks[round_.root]  # Horovod takes the global rank
             self._handle = hvd.broadcast_async(data, root, name=name, process_set=process_set)
         else:
             raise ValueError(f"unknown collective {round_.collective!r}")
 
     def is_done(self) -> bool:
-        """Tell whether the output is there."""
+        """Return whether the output is available."""
         return hvd.poll(self._handle)
 
     def wait(self, timeout_s: float) -> np.ndarray | torch.Tensor:
-        """Return the output, NumPy's or where the input was.
+        """Return the output: a NumPy array if the input was one, else a tensor on its device.
 
-        Raises ConfigMismatchError if it has not come after ``timeout_s`` seconds.
+        Raises ConfigMismatchError if it is not available after ``timeout_s`` seconds.
         """
         limit = time.monotonic() + timeout_s
         while not self.is_done():
@@ -53,5 +53,5 @@ class PendingRound:
             time.sleep(_POLL_S)
         output = hvd.synchronize(self._handle)
         if output.is_cuda:
-            come_after_horovod(output)
+            wait_for_horovod(output)
         return output.numpy() if self._is_numpy else output

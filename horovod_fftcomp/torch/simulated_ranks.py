@@ -1,4 +1,4 @@
-"""Learners that share one process and one model: what a job of many ranks would train, exactly."""
+"""Simulation of a job of several ranks that train one PyTorch model, in one process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from horovod_fftcomp.torch.parameters import Parameters
 
 
 class SimulatedLearners:
-    """``n_learners`` ranks whose gradients are exchanged as Horovod with a compressor would.
+    """``n_learners`` simulated ranks; gradients are exchanged as by Horovod with a compressor.
 
     ``recipe`` and ``options`` as for ``Compression``; ``rules``, ``min_numel`` and
-    ``bucket_nbytes`` as in ``Settings``. Each learner keeps residuals and buffers (running means of
-    batch norm) of its own; all share the weights, which are equal on all ranks of a job.
+    ``bucket_nbytes`` as in ``Settings``. Each learner has its own residuals and buffers (running
+    means of batch norm); all share the weights, which are equal on all ranks of a job.
 
     >>> model = torch.nn.Linear(50, 30)
     >>> learners = SimulatedLearners(model, 4, "topk", density=0.05)
@@ -61,16 +61,16 @@ class SimulatedLearners:
         self._dense = {t.name for t in specs}.difference(*self._buckets)
         self._grads: list[dict[str, np.ndarray]] = [{} for _ in range(n_learners)]
         self._buffers = [self._copied_buffers() for _ in range(n_learners)]
-        self.dense_nbytes = 0  # sent of tensors that travel dense, by each rank since the start
+        self.dense_nbytes = 0  # sent by each rank for dense tensors, since the start
 
     @property
     def costs(self) -> list[Costs]:
-        """What each rank has sent, spent and left unsent so far."""
+        """Bytes, times and errors of each rank since the start."""
         return [engine.costs for engine in self._engines]
 
     @contextmanager
     def turn_of(self, rank: int) -> Iterator[None]:
-        """Run one learner's forward and backward pass inside; gradients begin as None."""
+        """Return a context for one learner's forward and backward pass; gradients start as None."""
         for name, buffer in self._model.named_buffers():
             buffer.copy_(self._buffers[rank][name])
         for parameter in self._parameters.tensors:
@@ -86,24 +86,24 @@ class SimulatedLearners:
         }
 
     def reduce(self) -> None:
-        """Exchange what the learners' turns have left; the parameters' gradients are the means."""
-        wanted = [
+        """Exchange the learners' gradients and set the parameters' gradients to the means."""
+        bucketed = [
             [
                 [grads.get(name, np.zeros(self._numels[name], np.float32)) for name in bucket]
                 for bucket in self._buckets
             ]
             for grads in self._grads
         ]
-        exchange_once(self._engines, wanted, random.Random(0))
+        exchange_once(self._engines, bucketed, random.Random(0))
         totals = {
             name: total
             for number, bucket in enumerate(self._buckets)
             for name, total in zip(bucket, self._engines[0].sums(number), strict=True)
         }
         for name in self._dense:
-            parts = [grads[name] for grads in self._grads if name in grads]
-            if parts:
-                totals[name] = np.sum(parts, axis=0, dtype=np.float32)
+            addends = [grads[name] for grads in self._grads if name in grads]
+            if addends:
+                totals[name] = np.sum(addends, axis=0, dtype=np.float32)
                 self.dense_nbytes += totals[name].nbytes
         finite = all(np.isfinite(totals[name]).all() for name in self._dense & set(totals))
         for name, parameter in zip(self._parameters.names, self._parameters.tensors, strict=True):
@@ -117,11 +117,11 @@ class SimulatedLearners:
         self._grads = [{} for _ in self._engines]
 
     def residual_norms(self) -> list[float]:
-        """Return the norm of what each rank has not sent yet, all tensors together."""
+        """Return the L2 norm of each rank's residuals, of all tensors together."""
         return [engine.residual_norm() for engine in self._engines]
 
     def set_density(self, density: float) -> None:
-        """Compress with ``density`` from the next step on, but for tensors that a rule names."""
+        """Compress with ``density`` from the next step on, except for tensors under a rule."""
         for engine in self._engines:
             engine.buckets = [
                 bucket

@@ -1,4 +1,4 @@
-"""The course of a step: it takes gradients as Horovod's hooks bring them, and gives sums back."""
+"""Step driver of the PyTorch adapter: exchanges the gradients that Horovod's hooks pass to it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch import arrays
-from horovod_fftcomp.torch.horovod_internals import come_after_horovod
+from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
 from horovod_fftcomp.torch.parameters import Parameters
 from horovod_fftcomp.torch.replicas import OptimizedParameters
 
-# A rank that ends shuts Horovod down on all of them. One that begins an operation at that moment
-# may hang: it holds the interpreter and waits for a lock whose holder waits for that. So an error
-# waits until the others have begun theirs; a rank that only waits is told of the end. This is a
-# courtesy, so that other ranks raise errors of their own: where it is too short, the launcher kills
-# the rank that hangs, since this one has ended with an error.
+# Seconds that a rank waits before it raises an error. A rank that ends shuts Horovod down on all
+# ranks. One that starts an operation at that moment may hang: it holds the GIL and waits for a lock
+# whose holder waits for the GIL. So the others get time to start theirs; ranks that only wait then
+# raise errors of their own. If the time is too short, the launcher kills the rank that hangs, since
+# this one has ended with an error.
 _GRACE_S = 2.0
 
 
 class GradientContext(NamedTuple):
-    """What has to be known of a gradient when its reduced value comes."""
+    """Context of a gradient, from ``start_gradient`` to ``finish_gradient``."""
 
     grad: torch.Tensor
     slot: Slot | None  # None: exchanged densely, by Horovod
@@ -46,13 +46,12 @@ class GradientContext(NamedTuple):
 
 
 class StepDriver:
-    """One step after the other, of one optimizer.
+    """Carries out the steps of one optimizer, one after the other.
 
-    ``places``: for each parameter its place in the buckets of ``engine``; None if it travels
-    dense. ``recorder`` keeps the compressed tensors' gradients of some steps. ``closed`` is called
-    when a step has been closed. Attributes count since the start: ``count`` the steps that are
-    closed, ``dense_nbytes`` all gradients in float32, ``other_nbytes`` what Horovod itself was
-    given.
+    ``slots``: each parameter's slot in the buckets of ``engine``; None if it is sent dense.
+    ``recorder`` records the compressed tensors' gradients of some steps. ``closed`` is called when
+    a step has been closed. Counts since the start: ``count`` closed steps, ``dense_nbytes`` bytes
+    of all gradients in float32, ``other_nbytes`` bytes of what Horovod itself reduced.
     """
 
     def __init__(
@@ -87,40 +86,40 @@ class StepDriver:
 
         self.pipeline = StepPipeline(engine, send, settings.timeout_s)
         connection.watch.follow(self, parameters.names)
-        # An exchange of allreduces alone goes through a join as it does in Horovod.
+        # Exchanges of allreduces only need no barrier: they work with hvd.join as in Horovod.
         self._gathers = settings.replica_check != "off" or may_gather(engine.buckets)
         self._made_on = {parameter.device for parameter in parameters.tensors}
         self._opened = self._finished = False
         self._stream_of_sums: torch.cuda.Stream | None = None
-        self._broken_by = ""  # the error that ended a step too early, in words
-        self._out = 0  # gradients that Horovod has taken and not given back
+        self._broken_by = ""  # text of the error that interrupted a step
+        self._n_pending = 0  # gradients that were started and not finished
         self.count = self.dense_nbytes = self.other_nbytes = 0
 
     @property
     def under_way(self) -> bool:
-        """Whether a gradient of a step that is not closed has come."""
+        """Whether gradients of a step that is not closed have come."""
         return bool(self._parameters.seen)
 
     def progress(self) -> Progress:
-        """Return how far this rank is; for the watch, which looks from another thread."""
-        handed, out = len(self._parameters.seen), self._out
-        counts = (self._engine.step, handed, handed - out)
+        """Return this rank's progress; called in the watch's thread."""
+        n_seen, n_pending = len(self._parameters.seen), self._n_pending
+        counts = (self._engine.step, n_seen, n_seen - n_pending)
         doing = f"step {self._engine.step}"
-        inside = out > 0 and not self._broken_by
+        inside = n_pending > 0 and not self._broken_by
         return Progress(*counts, inside, self.pipeline.is_computing, doing=doing)
 
     def missing(self) -> list[int]:
         """Return the numbers of the parameters whose gradients have not come in this step."""
-        seen = set(list(self._parameters.seen))  # copied at once: it grows meanwhile
+        seen = set(list(self._parameters.seen))  # copied, since it grows meanwhile
         return [number for number in range(len(self._parameters)) if number not in seen]
 
     def may_wait(self, running: Collection[CodeType]) -> bool:
-        """Return True: a step is under way until its last sum is given back."""
+        """Return True: a step is under way until its last gradient is finished."""
         del running
         return True
 
     def times(self) -> dict[str, float]:
-        """Return the seconds of ``stats`` that the engine does not know."""
+        """Return the times of ``stats`` that are measured here, in seconds."""
         return {
             "encode_hidden_s": self.pipeline.encode_hidden_s,
             "encode_wait_s": self.pipeline.encode_wait_s,
@@ -129,12 +128,12 @@ class StepDriver:
         }
 
     def loss_scale(self) -> float:
-        """Return what gradients are multiplied by at present."""
+        """Return the present loss scale."""
         scaler = self._settings.grad_scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     def start_gradient(self, grad: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
-        """Take a parameter's gradient; return what Horovod is to reduce, and a context."""
+        """Start the exchange of a gradient; return the tensor to be allreduced, and a context."""
         self._check_unbroken()
         self.pipeline.note_gradient()
         begins = not self.under_way
@@ -143,7 +142,7 @@ class StepDriver:
             self._begin()
         self.dense_nbytes += 4 * grad.numel()
         slot = self._slots[number]
-        self._out += 1
+        self._n_pending += 1
         sent = (
             arrays.sendable(grad)
             if slot is None
@@ -165,26 +164,26 @@ class StepDriver:
     def finish_gradient(
         self, reduced: torch.Tensor, context: GradientContext | None
     ) -> torch.Tensor:
-        """Return the reduced gradient; ``reduced`` is Horovod's result for ``start_gradient``'s."""
+        """Return the reduced gradient; ``reduced``: allreduce of ``start_gradient``'s result."""
         if reduced.is_cuda:
-            come_after_horovod(reduced)
+            wait_for_horovod(reduced)
         if context is None:  # a sparse gradient that Horovod gathered itself
             values = reduced.coalesce().values() if reduced.is_sparse else reduced
             self._observe(values)
             return reduced
         if not self._finished:
             self._finish()
-        self._out -= 1
+        self._n_pending -= 1
         grad = self._restored(reduced, context)
-        if not self._out:
+        if not self._n_pending:
             self._not_finite.observe(self._bad, self._engine.rank, self._ranks)
         return grad
 
     def _restored(self, reduced: torch.Tensor, context: GradientContext) -> torch.Tensor:
-        """Return a gradient's reduced value like the gradient, and observe whether it is finite."""
+        """Return the reduced value with the gradient's dtype and strides; note if it is finite."""
         if context.slot is None:
             if not self._engine.buckets:
-                self._engine.observe(True)  # nothing depends on it
+                self._engine.observe(True)  # without buckets no state depends on it
             elif not self._observe(reduced):
                 self._bad[self._parameters.names[context.number]] = False
             return arrays.restored(reduced, context.grad)
@@ -195,7 +194,7 @@ class StepDriver:
         return grad
 
     def _flat(self, grad: torch.Tensor) -> np.ndarray | torch.Tensor:
-        """Return a gradient flat and float32: where it is, if a GPU computes steps."""
+        """Return a gradient as 1-D float32: on its device if a GPU computes steps, else on the host."""
         device = self._engine.device
         if device is None:
             if grad.device not in self._made_on:
@@ -218,9 +217,9 @@ class StepDriver:
         )
 
     def _observe(self, tensor: torch.Tensor) -> bool:
-        """Report whether ``tensor`` is finite; return False if it is known not to be.
+        """Tell the engine whether ``tensor`` is finite; return False if it is known not to be.
 
-        On a GPU that computes steps it reports without a wait, and so knows nothing.
+        On a GPU that computes steps it does not wait for the result and returns True.
         """
         if self._engine.device is not None:
             self._engine.observe_on_device(arrays.not_finite(tensor))
@@ -230,13 +229,13 @@ class StepDriver:
         return finite
 
     def _stream(self) -> torch.cuda.Stream | None:
-        """Return the stream that a GPU's kernels are given to now; None if none computes steps."""
+        """Return the current CUDA stream of the GPU that computes steps; None without one."""
         place = getattr(self._engine.device, "place", None)
         is_gpu = place is not None and place.type == "cuda"
         return torch.cuda.current_stream(place) if is_gpu else None
 
     def _begin(self) -> None:
-        """Do what comes before a step's first gradient."""
+        """Prepare a step, before its first gradient."""
         self._engine.follow_loss_scale(self.loss_scale())
         if self._engine.shadow is not None:
             self._engine.shadow.begin(self._connection.n_handshakes)
@@ -247,7 +246,7 @@ class StepDriver:
             self._connection.barrier()
 
     def _open(self) -> None:
-        """Wait until all ranks have begun this step, if they have not."""
+        """Wait until all ranks have begun this step; then start the replica check."""
         if not self._opened:
             self._connection.open()
             self._opened = True
@@ -255,7 +254,7 @@ class StepDriver:
             self._replicas.begin(self._engine.step, self._engine.device, in_place)
 
     def _finish(self) -> None:
-        """Complete every bucket: Horovod has submitted all gradients of this step by now."""
+        """Finish all buckets of the step, when Horovod has started all of its gradients."""
         self._check_unbroken()
         try:
             self.pipeline.complete()
@@ -265,13 +264,15 @@ class StepDriver:
                 self._engine.shadow.finish()
             self._connection.leave_together()
             if self._recorder is not None and self._recorded:
-                # Nobody changes these any more: Horovod gives parameters other memory for sums.
+                # These do not change any more: Horovod puts the sums into other memory.
                 self._recorder.append(self._engine.step, self._recorded)
                 self._recorded = None
             self._finished, self._stream_of_sums = True, self._stream()
         except BaseException as error:
             self._broken_by = repr(error)
-            if not isinstance(error, (FFTCompError, KeyboardInterrupt)):  # of this rank alone
+            if not isinstance(
+                error, (FFTCompError, KeyboardInterrupt)
+            ):  # an error of this rank only
                 time.sleep(_GRACE_S)
             raise
         self._replicas.finish(self._settings.timeout_s)
@@ -287,24 +288,24 @@ class StepDriver:
             )
 
     def close_finished(self) -> None:
-        """Close the step that has been finished; UnsupportedError if a gradient is still out."""
+        """Close the finished step; UnsupportedError if one of its gradients was not returned."""
         if not self._finished:
             return
-        if self._out:
-            self._out = 0
+        if self._n_pending:
+            self._n_pending = 0
             raise UnsupportedError(
-                "a new step begins before all gradients of the last one were taken back: this "
+                "a new step begins before all gradients of the last one were returned: this "
                 "compressor serves two optimizers; make another for the second"
             )
         self._close()
 
     def close_if_complete(self) -> None:
-        """Close the step if all its gradients were given back."""
-        if self._finished and not self._out:
+        """Close the step if all of its gradients were returned."""
+        if self._finished and not self._n_pending:
             self._close()
 
     def settle(self) -> None:
-        """Close the last step for whoever looks between two; ValueError if one is under way."""
+        """Close the last step, before its results are read; ValueError if a step is under way."""
         if self._finished:
             self._close()
         if self.under_way:
@@ -314,9 +315,9 @@ class StepDriver:
             )
 
     def _close(self) -> None:
-        """Close the step that has been finished; what it changed is committed."""
-        # This may be the first hook of the next step, on another stream: settled there, memory of
-        # the sums' stream could be given away before kernels have read it.
+        """Close the finished step and commit its state."""
+        # This may run in the first hook of the next step, on another stream. Settled there, memory
+        # of the sums' stream could be reused before kernels have read it.
         now, then = self._stream(), self._stream_of_sums
         with contextlib.nullcontext() if now == then else torch.cuda.stream(then):
             self._engine.settle()
@@ -330,10 +331,10 @@ class StepDriver:
             self._closed()
 
     def abandon(self) -> None:
-        """Forget a step that was broken off."""
+        """Discard a step that an error interrupted."""
         self._parameters.begin_step()
         self._replicas.abandon()
         self.pipeline.abandon()
         self._opened = self._finished = False
         self._broken_by, self._recorded = "", None
-        self._out = 0
+        self._n_pending = 0
