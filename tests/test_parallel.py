@@ -170,7 +170,7 @@ def test_tensorflow_join_ends_with_a_message(controller):
 def test_a_rank_that_never_compresses_ends_tensorflows_wait_with_a_message(controller):
     code, output = run_ranks(2, controller, "-c", TF_ABSENT, framework="tensorflow")
     assert code != 0
-    assert "the roll call of a step' got no answer from all ranks in 3 s: a rank has died" in output
+    assert "the barrier of a step' got no answer from all ranks in 3 s: a rank has died" in output
 
 
 ABSENT = """

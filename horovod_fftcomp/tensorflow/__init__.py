@@ -1,4 +1,4 @@
-"""The adapter for ``horovod.tensorflow`` and its Keras: pass ``Compression.fft(model)``."""
+"""Adapter for ``horovod.tensorflow`` and Keras: pass ``Compression.fft(model)``."""
 
 from horovod_fftcomp.tensorflow.compression import Compression
 from horovod_fftcomp.tensorflow.elastic import TensorFlowKerasState

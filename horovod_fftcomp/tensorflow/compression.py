@@ -1,4 +1,4 @@
-"""``Compression``: what a user of ``horovod.tensorflow`` passes as ``compression=``."""
+"""``Compression``, whose factories make the argument ``compression=`` of Horovod."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from horovod_fftcomp.tensorflow.compressor import TensorFlowCompressor
 
 
 class Compression(metaclass=Factories):
-    """One factory for each recipe: ``Compression.fft(model, density=0.15)`` and so on.
+    """Factory functions of compressors, one per recipe: ``Compression.fft(model, density=0.15)``.
 
-    Each takes the model (or variables, or (name, variable) pairs; without, what is exchanged
-    first), and by keyword the recipe's options and the settings; ``help(Compression.fft)``
-    describes them.
+    Each takes the model (or variables, or (name, variable) pairs; without it, the variables of the
+    first exchange are used), and the recipe's options and the settings as keyword arguments, which
+    ``help(Compression.fft)`` describes.
     """
 
     _make = TensorFlowCompressor

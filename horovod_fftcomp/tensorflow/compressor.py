@@ -1,9 +1,9 @@
-"""One compressor: what Horovod and the user call.
+"""``TensorFlowCompressor``, the compression object that Horovod and the user call.
 
-Horovod calls ``compress`` with a gradient while it traces, reduces what that returns, and calls
-``decompress`` with the outcome. For a compressed tensor it gets a probe, a single 1.0; the exchange
-itself runs beside it, see ``graph``, and the probe's reduced value carries Horovod's op and factors
-to our sum.
+While Horovod traces, it calls ``compress`` with a gradient, allreduces the result, and calls
+``decompress`` with the reduced value. For a compressed tensor the result is a probe, a tensor with
+a single 1.0, while the exchange itself is a separate part of the graph, see ``graph``. The sum is
+multiplied by the reduced probe, which contains Horovod's op and scaling factors.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _untraced = tf.autograph.experimental.do_not_convert
 
 
 class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
-    """One policy bound to the variables of one model or tape; made by ``Compression``.
+    """Compressor of the gradients of one model or tape; made by the factories of ``Compression``.
 
-    It can be a part of a ``tf.train.Checkpoint``, of this rank alone.
+    A ``tf.train.Checkpoint`` can contain it; every rank has to write its own.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         The Keras model whose gradients are exchanged, its ``trainable_variables``, or (name,
         variable) pairs; None: the variables that the optimizer or tape exchanges first.
     policy, settings
-        Made by the factory.
+        Recipe with its schedule, and settings; made by the factory.
     """
 
     _IN_ELASTIC_JOBS = "; in elastic jobs use horovod_fftcomp.tensorflow.TensorFlowKerasState"
@@ -73,25 +73,25 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             self._counter = tf.Variable(0, dtype=tf.int64, trainable=False, name=self._name)
         self._model = model
         self._variables: Variables | None = None
-        self._saved: dict[str, Any] | None = None  # loaded before the variables were known
-        self._exchange: graph.TracedStep | None = None  # of the trace under way
-        self._trains_in = threading.get_ident()  # the thread that traces, which calls the graph too
+        self._saved: dict[str, Any] | None = None  # state loaded before the variables were known
+        self._exchange: graph.TracedStep | None = None  # of the present trace
+        self._trains_in = threading.get_ident()  # the thread that traces and runs the graph
         if model is not None and getattr(model, "built", True):
             self._bind(pairs_of(model))
 
     def _bind(self, pairs: Sequence[tuple[str, Any]]) -> None:
-        """Learn of the variables, once."""
+        """Set the variables and make what depends on them; once."""
         self._parameters = variables = Variables(pairs)
         self._tensors = variables.specs()
         self._dtypes = [variable.dtype.name for variable in variables.variables]
         buckets = self._buckets_of(self._tensors)
-        member = self._set.included()  # Horovod traces the compressor of the others as well
+        member = self._set.included()  # on other ranks Horovod only traces the compressor
         rank = self._set.rank() if member else 0
         memory = memory_of(variables.variables, buckets) if member else None
         device = None if memory is None else memory.device
         self._engine = Engine(buckets, rank, self._set.size(), device)
         settings = self._settings
-        # Where ranks may join, nothing is gathered by which to tell what a GPU computes.
+        # The shadow check needs gathers, which ranks that called hvd.join do not take part in.
         if device is not None and self._gathers and (every := settings.shadow_check):
             of_job = (self._connection.send, self._name, self._set, settings.timeout_s)
             self._engine.shadow = ShadowCheck(self._engine, every, *of_job)
@@ -107,7 +107,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             settings,
             self._set,
             hashes,
-            self._greet,
+            self._start_handshake,
             self.rejoin,
             memory,
         )
@@ -117,7 +117,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             self.load_state_dict(saved)
 
     def bind(self, model: Any) -> None:
-        """Take a model's variables, if none are known yet."""
+        """Use the model's variables, unless variables are known already."""
         if not self.is_bound:
             self._bind(pairs_of(model))
 
@@ -136,14 +136,14 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
 
     @property
     def is_bound(self) -> bool:
-        """Whether the variables are known, so that there is a state."""
+        """Whether the variables are known."""
         return self._variables is not None
 
     def __hash__(self) -> int:
-        """Return a number of this object alone: Horovod remembers its functions by it.
+        """Return a hash by identity, by which Horovod caches its traced functions.
 
-        Raises UnsupportedError where Horovod wraps an optimizer of Keras 3, which would then never
-        call us, nor reduce anything.
+        Raises UnsupportedError if Horovod is about to wrap a Keras 3 optimizer, whose gradients it
+        would not reduce.
         """
         kinds = type(horovod_internals.optimizer_to_wrap()).__mro__
         if any(kind.__module__.startswith("keras.") for kind in kinds):
@@ -154,56 +154,57 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
 
     @_untraced
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Take a variable's gradient; return what Horovod is to reduce, and a context."""
+        """Start the exchange of a gradient; return the tensor to be allreduced, and a context."""
         if not is_elastic() and (not self._set.included() or self._set.size() == 1):
-            return tensor, None  # traced, but never run
+            return tensor, None  # traced but never run
         number = None if self._exchange is None else self._exchange.start_gradient(tensor)
         if number is None:
-            self._exchange = self._traced()
+            self._exchange = self._trace_call()
             number = self._exchange.start_gradient(tensor)
         assert number is not None
         exchange, total = self._exchange, self._exchange.sums[number]
         if exchange.is_taken:
-            self._exchange = None  # it would keep the graph alive
-        return exchange.handed[number], None if total is None else (total, tensor.dtype)
+            self._exchange = None  # a reference would keep the graph alive
+        return exchange.horovod_inputs[number], None if total is None else (total, tensor.dtype)
 
     @_untraced
     def decompress(self, tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """Return the reduced gradient; ``tensor`` is what Horovod made of ``compress``'s."""
+        """Return the reduced gradient; ``tensor``: allreduce of the result of ``compress``."""
         if ctx is None:
             return tensor
         total, dtype = ctx
         return tf.cast(total * (tensor / self._size()), dtype)
 
     def reduced(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the means over ranks of ``grads``, without an optimizer of Horovod's.
+        """Return the means over ranks of ``grads``, for use without Horovod's optimizer.
 
-        In a ``tf.function``. None stays None; IndexedSlices are made dense.
+        It has to be called in a ``tf.function``. None stays None; IndexedSlices become dense.
+        Raises UnsupportedError in eager execution and in elastic jobs.
         """
         if is_elastic():
             raise UnsupportedError(
-                "elastic jobs need an optimizer or tape of Horovod's, so Keras 2: "
+                "elastic jobs need Horovod's own optimizer or tape, and so Keras 2: set "
                 "TF_USE_LEGACY_KERAS=1"
             )
         dense = [tf.convert_to_tensor(g) if g is not None else None for g in grads]
         if self._set.size() == 1 or not self._set.included():
             return dense
         if tf.executing_eagerly():
-            raise UnsupportedError("reduced() works in a tf.function; run_eagerly=False")
-        exchange = self._exchange_of(dense, variables)
+            raise UnsupportedError("reduced() works in a tf.function only; use run_eagerly=False")
+        exchange = self._trace_step(dense, variables)
         means = []
         for number, (grad, total) in enumerate(zip(dense, exchange.sums, strict=True)):
             if total is not None:
                 means.append(tf.cast(total / self._size(), grad.dtype))
             elif grad is not None:
-                own, name = exchange.handed[number], f"{self._name}.dense.{number}"
-                means.append(hvd.allreduce(own, name=name, process_set=self._set))
+                sent, name = exchange.horovod_inputs[number], f"{self._name}.dense.{number}"
+                means.append(hvd.allreduce(sent, name=name, process_set=self._set))
             else:
                 means.append(None)
         return means
 
     def _check_optimizer(self, optimizer: Any) -> None:
-        """Warn if both the recipe and an optimizer of Keras have a momentum."""
+        """Warn if both the recipe and a Keras optimizer have momentum."""
         found = {option: getattr(optimizer, option, None) for option in ("momentum", "beta_1")}
         momenta = {o: value for o, value in found.items() if isinstance(value, float) and value}
         self._warn_of_two_momenta(type(optimizer).__name__, momenta)
@@ -213,8 +214,8 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             return tf.cast(horovod_internals.size_in_graph(self._set), tf.float32)
         return tf.constant(float(self._set.size()))
 
-    def _traced(self) -> graph.TracedStep:
-        """Put the exchange of all gradients of a call of Horovod's into the graph around it."""
+    def _trace_call(self) -> graph.TracedStep:
+        """Add the exchange of all gradients of the Horovod call to the graph around it."""
         call = horovod_internals.find_call()
         self._check_optimizer(call.optimizer)
         if call.op == hvd.Adasum:
@@ -222,68 +223,73 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
                 "op=hvd.Adasum cannot be compressed; use op=hvd.Average or op=hvd.Sum"
             )
         with horovod_internals.graph_around().as_default():
-            return self._exchange_of(
+            return self._trace_step(
                 call.grads, call.variables, call.process_set, call.op != hvd.Sum
             )
 
-    def _exchange_of(
+    def _trace_step(
         self,
         grads: Sequence[Any],
         variables: Sequence[Any] | None,
-        meeting: Any = None,
+        process_set: Any = None,
         averages: bool = True,
     ) -> graph.TracedStep:
         if self._variables is None:
             if self._model is None and variables is None:
-                raise UnsupportedError("give the compressor a model: Compression.fft(model)")
+                raise UnsupportedError(
+                    "the compressor knows no variables; give it a model: Compression.fft(model)"
+                )
             self._bind(pairs_of(variables if self._model is None else self._model))
         known = self._variables
         assert known is not None
         if variables is None:
             variables = known.variables
         if len(variables) != len(grads):
-            raise UnsupportedError(f"{len(grads)} gradients came for {len(variables)} variables")
+            raise UnsupportedError(f"got {len(grads)} gradients for {len(variables)} variables")
         slots = self._slots
         self._trains_in = threading.get_ident()
-        self._steps.meeting = meeting or self._set
+        self._steps.optimizers_set = process_set or self._set
         numbers = [known.number(variable) for variable in variables]
         return graph.TracedStep(
             self._steps,
             self._buckets,
             grads,
             [slots[number] for number in numbers],
-            shown=self._shown(variables, numbers),
+            identified=self._identified(variables, numbers),
             name=self._name,
             process_set=self._set,
             groups=self._groups,
             counter=self._counter,
             scale=self._loss_scale(),
             averages=averages,
-            calls_roll=self._gathers,
-            mends=self._settings.replica_check == "broadcast",
+            has_barrier=self._gathers,
+            repairs=self._settings.replica_check == "broadcast",
         )
 
     @property
     def _gathers(self) -> bool:
-        """Whether steps have other collectives than sums."""
+        """Whether steps have collectives other than allreduces."""
         return self._settings.replica_check != "off" or may_gather(self._buckets)
 
     @functools.cached_property
     def _groups(self) -> Mapping[Ranks, Any]:
-        """The process sets that rounds among some ranks need; operations are built for them.
+        """Process sets for rounds among a part of the ranks.
 
-        That is before the ranks greet each other in a step, so they have to agree here; once, as
-        later traces may be one rank's alone.
+        Operations are built for them before the handshake of the first step, so ranks compare
+        ``ranks_per_node`` here; once only, since a later trace may be on one rank only.
         """
         if not self._buckets:
             return {}
         if self._policy.ranks_per_node > 1:
-            told = {"ranks_per_node": self._policy.ranks_per_node}
-            handshake.compare_facts(self._connection.gather("the first step", told))
+            facts = {"ranks_per_node": self._policy.ranks_per_node}
+            handshake.compare_facts(self._connection.gather("the first step", facts))
         return self._make_groups()
 
-    def _shown(self, variables: Sequence[Any], numbers: Sequence[int]) -> dict[int, tf.Tensor]:
-        """Return the compressed variables' values where other variables may come in later."""
+    def _identified(self, variables: Sequence[Any], numbers: Sequence[int]) -> dict[int, tf.Tensor]:
+        """Return values of compressed variables whose memory each step checks, by number.
+
+        Only where Horovod may reuse the trace for other variables, see ``Variables.check``.
+        """
         slots = self._slots
         if not horovod_internals.is_called_eagerly():
             return {}
@@ -300,24 +306,24 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         scale = scaler() if callable(scaler) else scaler.loss_scale
         if not isinstance(scale, tf.Tensor | tf.Variable):
             raise TypeError(
-                f"grad_scaler gave the number {scale!r}, which would stay the same in the graph; "
-                "let it return a tensor or a variable"
+                f"grad_scaler gave the number {scale!r}, which would be constant in the graph; let "
+                "it return a tensor or a variable"
             )
         return tf.cast(scale, tf.float32)
 
     def _raise(self, error: type[BaseException]) -> None:
-        """Raise ``error`` in the thread that trains as soon as TensorFlow returns to it.
+        """Raise ``error`` in the training thread when TensorFlow's present call returns to it.
 
-        Steps are closed by operations, which TensorFlow runs in threads of its own, and of whose
-        errors it makes errors of its own. All ranks complete the call that is under way.
+        Steps are closed by operations, which TensorFlow runs in its own threads, and whose errors
+        it converts to its own types. All ranks complete the present call.
         """
         target = ctypes.py_object(error)
         if not ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._trains_in), target):
-            main = threading.main_thread().ident or 0  # the thread that has traced is gone
+            main = threading.main_thread().ident or 0  # the thread that traced has ended
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), target)
 
-    def _greet(self, send: GraphRound) -> None:
-        self._connection.start_handshake(send, self._facts, self._steps.meeting)
+    def _start_handshake(self, send: GraphRound) -> None:
+        self._connection.start_handshake(send, self._facts, self._steps.optimizers_set)
 
     def _add_scalar(self) -> AddScalar | None:
         scalars = self._settings.scalars
@@ -325,24 +331,24 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             return functools.partial(_add_scalar, scalars)
         return super()._add_scalar()
 
-    # For the user, beside what all compressors offer.
+    # Further user methods.
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned on the same rank, or a gathered state."""
+        """Load a state that ``state_dict`` returned on this rank, or a gathered one."""
         if self._variables is None:
             self._saved = saved
         else:
             super().load_state_dict(saved)
 
     def serialize(self) -> bytes:
-        """Return this rank's state for a ``tf.train.Checkpoint``, which every rank has to write."""
+        """Return this rank's state for a ``tf.train.Checkpoint``; every rank has to write one."""
         known = self._variables is not None
         return checkpoint.pack(self.state_dict() if known else self._saved)
 
     def deserialize(self, string_value: bytes) -> None:
-        """Restore what ``serialize`` returned; ``tf.train.Checkpoint`` calls it.
+        """Load the result of ``serialize``; called by ``tf.train.Checkpoint``.
 
-        ValueError for a pickle, as versions before 0.1.0 wrote it.
+        Raises ValueError for a pickle, which versions before 0.1.0 wrote.
         """
         saved = checkpoint.unpack(string_value)
         if saved is not None:
@@ -350,11 +356,11 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
 
 
 def _add_scalar(writer: tf.summary.SummaryWriter, name: str, value: float, step: int) -> None:
-    """Write what ``tf.summary.scalar`` does, which asks for an installed TensorBoard."""
+    """Write a scalar like ``tf.summary.scalar``, which needs an installed TensorBoard."""
     plugin = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
     metadata = tf.compat.v1.SummaryMetadata(plugin_data=plugin, data_class="DATA_CLASS_SCALAR")
     with tf.init_scope(), writer.as_default():  # the caller may be tracing
-        # Called by ``write``, the constant lies on the host, whatever devices there are.
+        # Made inside ``write``, the constant is on the host, whatever devices there are.
         tf.summary.write(name, lambda: tf.constant(value, tf.float32), step, metadata)
 
 

@@ -1,4 +1,4 @@
-"""Steps that the kernels of ``kernels.cuda`` compute: TensorFlow's tensors on a GPU, by DLPack."""
+"""TensorFlow tensors on a GPU as arrays of the CUDA kernels, without a copy, by DLPack."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ _pointer_in.restype, _pointer_in.argtypes = ctypes.c_void_p, [ctypes.py_object, 
 
 
 class LendingDevice(Device, Protocol):
-    """A device that computes on memory of others, too."""
+    """Interface of a device whose kernels can use memory allocated by TensorFlow."""
 
     def borrow(self, address: int, n: int, dtype: DTypeLike, owner: Any) -> Any:
-        """Return ``n`` elements at an address as an array, which keeps their owner alive."""
+        """Return an array of the ``n`` elements at ``address``; it keeps ``owner`` alive."""
         ...
 
     def owns(self, array: Any) -> bool:
-        """Tell whether an array is the device's, not NumPy's."""
+        """Return whether ``array`` is an array of the device, not of NumPy."""
         ...
 
     def copy(self, array: Any, into: Any) -> None:
-        """Overwrite an array by another of its dtype and size."""
+        """Copy ``array`` to the array ``into`` of the same dtype and size."""
         ...
 
     def wait(self) -> None:
-        """Wait until everything is done that was launched."""
+        """Wait for all launched kernels and copies."""
         ...
 
 
 class TensorFlowMemory:
-    """Tensors of TensorFlow's device ``place`` as arrays of ``device``, and back.
+    """Conversions between tensors on TensorFlow's device ``place`` and arrays of ``device``.
 
-    The two launch on streams that do not know of each other. So TensorFlow's is waited for where a
-    tensor comes in, and ours where tensors go out; TensorFlow owns all that goes out, and reuses it
-    when it has done with it.
+    TensorFlow and ``device`` use unsynchronized streams. So an input tensor waits for TensorFlow's
+    stream, and output tensors have to wait for ours, see ``tensor_of``. Output tensors are in
+    TensorFlow's memory, which TensorFlow frees.
     """
 
     def __init__(self, device: LendingDevice, place: str) -> None:
         self.device, self.place = device, place
 
     def array_of(self, tensor: tf.Tensor) -> Any:
-        """Return an eager tensor's memory, 1-D, once it has been computed."""
+        """Return a 1-D array on an eager tensor's memory, after the tensor has been computed."""
         n, dtype = tensor.shape.num_elements(), tensor.dtype.as_numpy_dtype
         return self.device.borrow(_address(tensor), n, dtype, tensor) if n else np.empty(0, dtype)
 
     def tensor_of(self, array: Any) -> tf.Tensor:
-        """Return a tensor that is a copy of a 1-D array after ``device.wait``."""
+        """Return a copy of a 1-D array as a tensor, which is valid after ``device.wait()``."""
         with tf.device(self.place):
             tensor = tf.fill(tf.constant([array.size], tf.int64), tf.zeros([], array.dtype))
         if array.size:
@@ -64,19 +64,19 @@ class TensorFlowMemory:
 
 
 def _address(tensor: tf.Tensor) -> int:
-    """Return where an eager tensor lies, when it is ready.
+    """Return the address of an eager tensor's memory; waits until the tensor is computed.
 
-    DLPack's number of the GPU is TensorFlow's own, which counts visible ones; CUDA knows another.
+    The device id in DLPack is not used: TensorFlow numbers visible GPUs differently from CUDA.
     """
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
-    # It points to DLPack's struct, whose first member is the address.
+    # The capsule points to a DLTensor, whose first member is the address.
     return ctypes.c_uint64.from_address(_pointer_in(capsule, b"dltensor")).value
 
 
 def memory_of(
     variables: Sequence[tf.Variable], buckets: Sequence[Bucket]
 ) -> TensorFlowMemory | None:
-    """Return the memory of the GPU that holds all variables, if it can compute a bucket."""
+    """Return the memory of the GPU with all variables; None if the CPU computes steps."""
     places = {variable.device for variable in variables}
     if len(places) != 1 or ":GPU:" not in (place := places.pop()):
         return None

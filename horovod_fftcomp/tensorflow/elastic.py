@@ -1,4 +1,4 @@
-"""Horovod's elastic state of a Keras model with a compressor in it: commit, restore, go on."""
+"""Elastic state of a Keras model with a compressor: save, restore and synchronize."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from horovod_fftcomp.tensorflow.compressor import TensorFlowCompressor
 
 
 class TensorFlowKerasState(elastic.TensorFlowKerasState):
-    """As Horovod's, but each rank keeps its own residuals.
+    """Horovod's ``TensorFlowKerasState`` with a compressor, whose residuals each rank keeps.
 
-    Horovod's own would give all ranks those of the first. ``sync`` tells which were lost with
-    their hosts.
+    Horovod's own state would broadcast the first rank's residuals to all. ``sync`` warns of
+    residuals that were lost with their hosts.
     """
 
     def __init__(
@@ -25,26 +25,26 @@ class TensorFlowKerasState(elastic.TensorFlowKerasState):
         **kwargs: Any,
     ) -> None:
         if compression is not None:
-            compression.bind(model)  # all ranks alike, also those that have made no step
+            compression.bind(model)  # on all ranks, including those without a step so far
         self.compression = compression
         self._saved_compression: dict[str, Any] | None = None
         super().__init__(model, optimizer, backend, **kwargs)
         self._save_compression()
 
     def save(self) -> None:
-        """Take a copy of model, optimizer and this rank's residuals."""
+        """Copy the model, the optimizer and this rank's residuals."""
         super().save()
         self._save_compression()
 
     def restore(self) -> None:
-        """Go back to the last copy, whatever number this rank has now."""
+        """Restore the last copy, even if this rank has another number now."""
         super().restore()
         if self.compression is not None and self._saved_compression is not None:
             place = self.compression.place()
             self.compression.load_state_dict({**self._saved_compression, **place})
 
     def sync(self) -> None:
-        """Go on with the ranks that are there now."""
+        """Continue with the present ranks after a reset; warn of lost residuals."""
         super().sync()
         if self.compression is not None:
             self.compression.rejoin()

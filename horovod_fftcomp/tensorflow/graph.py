@@ -1,8 +1,8 @@
-"""The exchange of one trace: operations that Horovod's own compression hook cannot hold.
+"""Exchange of all gradients of a traced step, as operations of TensorFlow's graph.
 
-Horovod calls the hook while it traces a ``tf.cond`` of its own for each gradient, where the others
-are out of reach. So the exchange of all gradients is put into the graph around those, at the first
-call, and each hook refers to its part of it.
+Horovod calls the compression hook inside a ``tf.cond`` per gradient, where the other gradients
+cannot be used. So the first hook call adds the exchange of all gradients to the graph around those,
+and each hook uses the outputs of its gradient.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from horovod_fftcomp.tensorflow import rounds
 from horovod_fftcomp.tensorflow.steps import Load, StepDriver
 
 
-class Ticket:
-    """Holds tensors back until ``zero``, a 0 of int32, is there.
+class Dependency:
+    """Data dependency on ``zero``, an int32 scalar with the value 0.
 
-    By data: of control dependencies into the branches of a ``tf.cond`` some get lost.
+    Control dependencies would not do: some of those into the branches of a ``tf.cond`` get lost.
     """
 
     def __init__(self, zero: tf.Tensor) -> None:
         self.zero = zero
-        self._shapes: dict[tuple[int, ...], tf.Tensor] = {}  # as they are once it is there
+        self._shapes: dict[tuple[int, ...], tf.Tensor] = {}  # shapes that depend on ``zero``
 
     def after(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return ``tensor``, but later."""
+        """Return ``tensor`` with a dependency on ``zero``."""
         if not tensor.shape.is_fully_defined():
             later = tf.reshape(tensor, tf.shape(tensor) + self.zero)
             later.set_shape(tensor.shape)
@@ -45,16 +45,17 @@ class Ticket:
 
 
 class TracedStep:
-    """The exchange of a trace's gradients, in the graph that is the default one.
+    """Exchange of the gradients of one trace, added to TensorFlow's default graph.
 
-    ``grads``: tensors, None, or IndexedSlices, which Horovod exchanges itself; ``places``: of each
-    the place in ``buckets``, None if it travels dense. ``scale``: a scalar tensor, the loss scale.
-    ``shown``: values of variables, by number, that are to be known again by their memory.
+    ``grads``: tensors, None, or IndexedSlices, which Horovod exchanges itself; ``slots``: the slot
+    of each in ``buckets``, None if it is sent dense. ``scale``: the loss scale, a scalar tensor.
+    ``identified``: values of variables, by number, whose memory is checked in each step.
     ``groups``: the process sets of nodes and of their leaders, by their ranks.
-    ``sums``: of each gradient the sum over ranks in float32, None if Horovod exchanges it.
-    ``handed``: what Horovod is given of each, the gradient or a single 1, when the step has begun:
-    if the ranks' settings differ, it would find other shapes on other ranks, and its own message
-    might come first.
+
+    ``sums``: for each gradient the sum over ranks in float32, None if Horovod exchanges it.
+    ``horovod_inputs``: for each gradient the tensor that Horovod reduces, the gradient or a single
+    1. It depends on the begin of the step: if the ranks' settings differ, so do the shapes, and
+    Horovod might raise an error of its own before ours.
     """
 
     def __init__(
@@ -64,15 +65,15 @@ class TracedStep:
         grads: Sequence[Any],
         slots: Sequence[Slot | None],
         *,
-        shown: Mapping[int, tf.Tensor],
+        identified: Mapping[int, tf.Tensor],
         name: str,
         process_set: Any,
         groups: Mapping[Ranks, Any],
         counter: tf.Variable,
         scale: tf.Tensor,
         averages: bool,
-        calls_roll: bool,
-        mends: bool,
+        has_barrier: bool,
+        repairs: bool,
     ) -> None:
         self.grads = list(grads)
         self.sums: list[tf.Tensor | None] = [None] * len(self.grads)
@@ -80,34 +81,34 @@ class TracedStep:
         self._steps, self._name, self._set, self._groups = steps, name, process_set, groups
         self._averages = averages
         self._place = "/CPU:0" if steps.memory is None else steps.memory.place
-        # Where Horovod has no operations of a GPU, TensorFlow brings messages to the host.
+        # If Horovod has no GPU operations, TensorFlow copies messages to the host.
         self._wire = self._place if hvd.nccl_built() else "/CPU:0"
         members = self._members(slots)
         with tf.name_scope(name), tf.device("/CPU:0"):
-            load = self._load(members, tuple(shown))
-            inputs = [counter.read_value(), scale, self._early(), *shown.values()]
+            load = self._load(members, tuple(identified))
+            inputs = [counter.read_value(), scale, self._first_grad(), *identified.values()]
             if members:
-                self._ticket = Ticket(self._begin(inputs, load, calls_roll))
+                self._dependency = Dependency(self._begin(inputs, load, has_barrier))
                 ended = self._end(self._decoded(buckets, members))
             else:
-                ended = self._without_buckets(inputs, load, calls_roll)
+                ended = self._without_buckets(inputs, load, has_barrier)
             counter.assign_add(ended)
-            if mends or not members:
-                # The update may not begin before differing parameters are replaced; nor, where only
-                # Horovod's sums are awaited, before they are read.
-                self._ticket = Ticket(tf.cast(ended, tf.int32) - 1)
+            if repairs or not members:
+                # The update must not begin before differing parameters are replaced; nor, without
+                # buckets, before the parameters are read.
+                self._dependency = Dependency(tf.cast(ended, tf.int32) - 1)
                 with tf.device(self._place):
-                    self.sums = [t if t is None else self._ticket.after(t) for t in self.sums]
-        with tf.name_scope(name):  # wherever the gradients are
-            self.handed = [self._handed(number) for number in range(len(self.grads))]
+                    self.sums = [t if t is None else self._dependency.after(t) for t in self.sums]
+        with tf.name_scope(name):  # on the devices of the gradients
+            self.horovod_inputs = [self._horovod_input(number) for number in range(len(self.grads))]
 
     def _decoded(
         self, buckets: Sequence[Bucket], members: Mapping[int, dict[int, int]]
     ) -> list[tf.Tensor]:
-        """Add the operations of all buckets; return what is there when their sums are.
+        """Add the operations of all buckets; return tensors that are computed after their sums.
 
-        Only operations that TensorFlow chains call Python with tensors of a GPU. So there one does
-        for all buckets what elsewhere one does for each.
+        Operations that call Python with GPU tensors are executed one after the other, so there one
+        operation serves all buckets; on the CPU each bucket has its own.
         """
         groups = [{number: members[number]} for number in sorted(members)]
         if self._steps.memory is not None:
@@ -121,21 +122,21 @@ class TracedStep:
         return decoded
 
     def _without_buckets(
-        self, inputs: Sequence[tf.Tensor], load: Load, calls_roll: bool
+        self, inputs: Sequence[tf.Tensor], load: Load, has_barrier: bool
     ) -> tf.Tensor:
-        """Return the number of steps, 1, when Horovod may exchange: mostly at once."""
-        step, scale, early, *memory = inputs
-        meets = functools.partial(self._steps.must_meet, load)
-        must_meet = _python(meets, [step, early, scale, *memory], tf.bool, [])
+        """Return the number of steps, 1, once Horovod may exchange; usually without a barrier."""
+        step, scale, first_grad, *memory = inputs
+        decide = functools.partial(self._steps.must_synchronize, load)
+        must_synchronize = _python(decide, [step, first_grad, scale, *memory], tf.bool, [])
 
-        def meet() -> tf.Tensor:
-            self._begin(inputs, load, calls_roll)
+        def synchronize() -> tf.Tensor:
+            self._begin(inputs, load, has_barrier)
             return self._end([])
 
-        return tf.cond(must_meet, meet, lambda: tf.constant(1, tf.int64))
+        return tf.cond(must_synchronize, synchronize, lambda: tf.constant(1, tf.int64))
 
-    def _parted(self, decoded: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Return what is there when all ranks have decoded, if need be; see ``Connection.part``."""
+    def _after_all_ranks(self, decoded: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Return tensors computed after all ranks have decoded, as ``leave_together`` does."""
         self._steps.ends_together = bool(self._groups and decoded)
         if not self._steps.ends_together:
             return decoded
@@ -144,25 +145,25 @@ class TracedStep:
 
     @property
     def is_taken(self) -> bool:
-        """Whether every gradient was asked for."""
+        """Whether ``start_gradient`` was called with every gradient."""
         return not self._untaken
 
     def start_gradient(self, grad: tf.Tensor) -> int | None:
-        """Return the number of a gradient, the first that is this tensor and was not taken yet."""
+        """Return the number of the first gradient that is ``grad`` and not taken yet, or None."""
         for number in self._untaken:
             if self.grads[number] is grad:
                 self._untaken.remove(number)
                 return number
         return None
 
-    def _handed(self, number: int) -> tf.Tensor | None:
+    def _horovod_input(self, number: int) -> tf.Tensor | None:
         grad = self.grads[number]
         if not isinstance(grad, tf.Tensor):
-            return None  # Horovod has it already
-        return self._ticket.after(grad if self.sums[number] is None else tf.ones([1]))
+            return None  # Horovod does not pass it to the hook
+        return self._dependency.after(grad if self.sums[number] is None else tf.ones([1]))
 
     def _members(self, slots: Sequence[Slot | None]) -> dict[int, dict[int, int]]:
-        """Return bucket -> position -> number of the gradient."""
+        """Return the numbers of the gradients by bucket and position in it."""
         members: dict[int, dict[int, int]] = {}
         for number, slot in enumerate(slots):
             if slot is not None and isinstance(self.grads[number], tf.Tensor):
@@ -181,31 +182,32 @@ class TracedStep:
             other += 4 if number in compressed else values.dtype.size * numel
         return Load(frozenset(members), dense, other, identified)
 
-    def _begin(self, inputs: Sequence[tf.Tensor], load: Load, calls_roll: bool) -> tf.Tensor:
-        step, scale, early, *memory = inputs
-        meeting = self._steps.meeting
-        inputs = [step, early, scale]
-        present, greeting = tf.numpy_function(
-            self._steps.arrive, inputs, [tf.float32, tf.uint8], stateful=False
+    def _begin(self, inputs: Sequence[tf.Tensor], load: Load, has_barrier: bool) -> tf.Tensor:
+        step, scale, first_grad, *memory = inputs
+        optimizers_set = self._steps.optimizers_set
+        inputs = [step, first_grad, scale]
+        present, message = tf.numpy_function(
+            self._steps.enter_barrier, inputs, [tf.float32, tf.uint8], stateful=False
         )
         present.set_shape([2])
-        greeting.set_shape([None])
-        greetings = rounds.gather_if_any(greeting, f"{self._name}.handshake", meeting)
-        if calls_roll:
-            present = rounds.reduce(present, f"{self._name}.present", meeting)
-        begin = functools.partial(self._steps.begin, load, calls_roll)
-        begun, self._hashes = _message(begin, [step, present, greetings, scale, *memory])
+        message.set_shape([None])
+        handshakes = rounds.gather_if_any(message, f"{self._name}.handshake", optimizers_set)
+        if has_barrier:
+            present = rounds.reduce(present, f"{self._name}.present", optimizers_set)
+        begin = functools.partial(self._steps.begin, load, has_barrier)
+        begun, self._hashes = _message(begin, [step, present, handshakes, scale, *memory])
         return begun
 
     def _end(self, decoded: Sequence[tf.Tensor]) -> tf.Tensor:
-        # By data: where only a control dependency is left, TensorFlow drops stateless calls.
-        told = rounds.gather_if_any(self._hashes, f"{self._name}.replicas", self._set)
-        return _python(self._steps.end, [told, *self._parted(decoded)], tf.int64, [])
+        # A data dependency: TensorFlow drops stateless calls with control dependencies only.
+        hashes = rounds.gather_if_any(self._hashes, f"{self._name}.replicas", self._set)
+        return _python(self._steps.end, [hashes, *self._after_all_ranks(decoded)], tf.int64, [])
 
-    def _early(self) -> tf.Tensor:
-        """Return a value of the gradient that is likely to come first.
+    def _first_grad(self) -> tf.Tensor:
+        """Return one value of the gradient that is probably computed first.
 
-        A step must not begin in a call that ends before it has gradients, as where data run out.
+        As an input it delays the begin of the step until there are gradients: a call may end
+        without any, such as when the data run out.
         """
         last = next(grad for grad in reversed(self.grads) if grad is not None)
         values = last if isinstance(last, tf.Tensor) else last.values
@@ -222,35 +224,35 @@ class TracedStep:
         return tf.where(finite, 0.0, math.nan)
 
     def _limit(self, dtype: tf.DType) -> float:
-        """Return the largest sum that ``dtype`` holds, once Horovod's op has been applied to it."""
+        """Return the largest sum that is finite in ``dtype`` after Horovod's op was applied."""
         return float(dtype.max) * (self._set.size() if self._averages else 1)
 
     def _exchange(
         self, buckets: Sequence[Bucket], members: Mapping[int, dict[int, int]], poison: tf.Tensor
     ) -> tf.Tensor:
-        """Add the operations of some buckets; return what is there when their sums are."""
-        positions = {number: tuple(sorted(own)) for number, own in members.items()}
-        places = [(number, p) for number, own in positions.items() for p in own]
-        grads = [members[number][p] for number, p in places]
-        shapes = [buckets[number].tensors[p].shape for number, p in places]
-        begun = tf.cast(self._ticket.zero, tf.int64)
+        """Add the operations of some buckets; return a tensor that is computed after their sums."""
+        positions = {number: tuple(sorted(grads)) for number, grads in members.items()}
+        slots = [(number, p) for number, within in positions.items() for p in within]
+        grads = [members[number][p] for number, p in slots]
+        shapes = [buckets[number].tensors[p].shape for number, p in slots]
+        begun = tf.cast(self._dependency.zero, tf.int64)
         with tf.device(self._place):
             values = [tf.cast(self.grads[grad], tf.float32) for grad in grads]
         encode = functools.partial(self._steps.encode, positions)
-        given = self._call(encode, [begun, poison, *values], tf.uint8, len(positions))
+        made = self._call(encode, [begun, poison, *values], tf.uint8, len(positions))
         kinds = {number: _kinds(buckets[number]) for number in positions}
         outputs: dict[int, tf.Tensor] = {}
         for round_ in range(max(map(len, kinds.values()))):
             running = [number for number in positions if round_ < len(kinds[number])]
             if round_ > 0:
                 advance = functools.partial(self._steps.advance, running)
-                arrived = [outputs[number] for number in running]
-                given = self._call(advance, arrived, tf.uint8, len(running))
+                received = [outputs[number] for number in running]
+                made = self._call(advance, received, tf.uint8, len(running))
             for at, number in enumerate(running):
                 name, sets = f"{self._name}.{number}.{round_}", self._sets_of(buckets[number])
-                code, codes = tf.cast(given[0][at], tf.int32), kinds[number][round_]
+                code, codes = tf.cast(made[0][at], tf.int32), kinds[number][round_]
                 with tf.device(self._wire):
-                    outputs[number] = rounds.exchange(code, given[1 + at], name, sets, codes)
+                    outputs[number] = rounds.exchange(code, made[1 + at], name, sets, codes)
         limits = [self._limit(self.grads[grad].dtype) for grad in grads]
         decode = functools.partial(self._steps.decode, positions, limits)
         decoded, *sums = self._call(decode, list(outputs.values()), tf.float32, len(grads))
@@ -262,7 +264,7 @@ class TracedStep:
     def _call(
         self, method: Any, inputs: Sequence[tf.Tensor], dtype: tf.DType, n: int
     ) -> list[tf.Tensor]:
-        """Return what a method of ``StepDriver`` makes: int64, and ``n`` vectors of ``dtype``."""
+        """Return what a method of ``StepDriver`` does: int64, then ``n`` vectors of ``dtype``."""
         dtypes = [tf.int64, *n * [dtype]]
         if self._steps.memory is None:
             outputs = tf.numpy_function(method, inputs, dtypes, stateful=False)
@@ -284,7 +286,7 @@ class TracedStep:
 
 
 def _kinds(bucket: Bucket) -> list[set[int]]:
-    """Return for each round of a bucket what may have to be done in it."""
+    """Return the codes, see ``rounds.exchange``, that are possible in each round of a bucket."""
     possible = bucket.policy.possible_rounds()
     if getattr(bucket.policy, "ranks_per_node", 1) > 1:
         return [set(range(rounds.REDUCE_INSIDE + 1))] * max(map(len, possible))
@@ -307,7 +309,7 @@ def _message(call: Any, inputs: Sequence[tf.Tensor]) -> tuple[tf.Tensor, tf.Tens
 def _python(
     call: Any, inputs: Sequence[tf.Tensor], dtype: tf.DType, shape: Sequence[int]
 ) -> tf.Tensor:
-    """Return the operation that calls Python; stateless, or TensorFlow would chain all of them."""
+    """Return an operation that calls Python; stateless, as TensorFlow serializes stateful ones."""
     output = tf.numpy_function(call, inputs, dtype, stateful=False)
     output.set_shape(shape)
     return output

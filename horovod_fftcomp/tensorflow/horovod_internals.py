@@ -1,7 +1,7 @@
-"""Private parts of ``horovod.tensorflow``, of its Keras and of TensorFlow that this adapter uses.
+"""Private parts of ``horovod.tensorflow`` and TensorFlow that this adapter relies on.
 
-Each is in a function of its own, that says what it relies on. A test of each in
-``tests/test_horovod_internals.py`` fails where Horovod or TensorFlow differs.
+Each function says what it relies on. ``tests/test_horovod_internals.py`` tests each and fails if
+Horovod or TensorFlow has changed.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from horovod_fftcomp.errors import UnsupportedError
 
 check_version()
 
-# Horovod's elastic loop takes TensorFlow's UnknownError for the end of the job. TensorFlow makes an
-# UnimplementedError of this one and an UnknownError of most others.
+# Horovod's elastic loop takes TensorFlow's UnknownError for the end of the job. TensorFlow converts
+# this exception to UnimplementedError, and most others to UnknownError.
 FatalInElasticJob = NotImplementedError
 
 
 class Call(NamedTuple):
-    """What Horovod's function is about to reduce whose compression hook is calling."""
+    """Arguments of the Horovod function that is calling the compression hook."""
 
     grads: Sequence[Any]
     variables: Sequence[Any] | None
     process_set: Any
     op: Any
-    optimizer: Any  # of Keras, if one is calling
+    optimizer: Any  # Keras optimizer, if one is calling
 
 
 def _calling_frames() -> Iterator[FrameType]:
-    """Yield the frames of the functions that are calling, the innermost first."""
+    """Yield the frames of the call stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -46,9 +46,9 @@ def _calling_frames() -> Iterator[FrameType]:
 
 
 def calling_objects() -> Iterator[Any]:
-    """Yield the ``self`` of each method that is calling, the innermost first.
+    """Yield the ``self`` of each method on the call stack, the innermost first.
 
-    By it Keras's models and loss scalers are found around an optimizer, which they do not tell.
+    Keras optimizers have no reference to the model or loss scaler that calls them.
     """
     for frame in _calling_frames():
         if "self" in frame.f_locals:
@@ -58,9 +58,9 @@ def calling_objects() -> Iterator[Any]:
 def find_call() -> Call:
     """Return the call of Horovod's ``allreduce_grads`` that is being traced.
 
-    Horovod tells the hook nothing but one tensor. Relies on the arguments ``grads`` and ``vars`` of
-    the functions in Horovod whose names end in ``allreduce_grads``, and on ``process_set``, ``op``
-    and ``compression`` in those between. Raises UnsupportedError elsewhere.
+    Horovod passes only one tensor to the hook. Relies on the arguments ``grads`` and ``vars`` of
+    Horovod's functions whose names end in ``allreduce_grads``, and on ``process_set``, ``op`` and
+    ``compression`` in those between. Raises UnsupportedError if there is no such call.
     """
     process_set = op = None
     for frame in _calling_frames():
@@ -70,14 +70,13 @@ def find_call() -> Call:
         if name.endswith("allreduce_grads") and "grads" in known and "vars" in known:
             return Call(known["grads"], known["vars"], process_set, op, _calling_optimizer())
     raise UnsupportedError(
-        "compression= of a compressor works in hvd.DistributedOptimizer and "
-        "hvd.DistributedGradientTape, which know the variables; to reduce single tensors, use "
-        "horovod_fftcomp.mpi"
+        "a compressor works in hvd.DistributedOptimizer and hvd.DistributedGradientTape, which "
+        "know the variables; to reduce single tensors, use horovod_fftcomp.mpi"
     )
 
 
 def _calling_optimizer() -> Any:
-    """Return the optimizer of Keras that is calling; None if there is none."""
+    """Return the Keras optimizer on the call stack; None if there is none."""
     optimizers = (
         owner
         for owner in calling_objects()
@@ -87,7 +86,7 @@ def _calling_optimizer() -> Any:
 
 
 def optimizer_to_wrap() -> Any | None:
-    """Return the optimizer of Keras that Horovod is about to wrap; None if it wraps none.
+    """Return the Keras optimizer that Horovod is about to wrap; None if it wraps none.
 
     Relies on Horovod hashing the compressor inside of ``_keras.create_distributed_optimizer``, and
     on that function's argument ``optimizer``.
@@ -99,7 +98,7 @@ def optimizer_to_wrap() -> Any | None:
 
 
 def graph_around() -> tf.Graph:
-    """Return the graph that holds the ``tf.cond`` in whose branch Horovod calls the hook.
+    """Return the graph around the ``tf.cond`` in whose branch Horovod calls the hook.
 
     Relies on Horovod calling it there, and on TensorFlow's ``FuncGraph.outer_graph``.
     """
@@ -113,7 +112,7 @@ def graph_around() -> tf.Graph:
     while around is not None:
         if getattr(around, "_xla_compile", False) or _is_compiled(around):
             raise UnsupportedError(
-                "compression calls Python, which XLA cannot: use jit_compile=False in "
+                "compression calls Python, which XLA does not support: use jit_compile=False in "
                 "model.compile() and tf.function()"
             )
         around = getattr(around, "outer_graph", None)
@@ -121,7 +120,7 @@ def graph_around() -> tf.Graph:
 
 
 def is_called_eagerly() -> bool:
-    """Tell whether the default graph is Horovod's own function, called from outside of graphs.
+    """Return whether the default graph is that of Horovod's function, called eagerly.
 
     Relies on the name of Horovod's ``tf.function``, ``allreduce_grads``.
     """
@@ -135,12 +134,12 @@ def _is_compiled(graph: Any) -> bool:
 
 
 def is_elastic() -> bool:
-    """Tell whether the number of ranks may change: by HOROVOD_ELASTIC, as Horovod itself asks."""
+    """Return whether the job is elastic, by HOROVOD_ELASTIC, as Horovod itself decides it."""
     return bool(int(os.environ.get("HOROVOD_ELASTIC", "0")))
 
 
 def size_in_graph(process_set: Any) -> tf.Tensor:
-    """Return an operation that gives the number of ranks when it runs, int32.
+    """Return the number of ranks at run time as an int32 tensor.
 
     Relies on ``horovod.tensorflow.mpi_ops.size_op``.
     """
@@ -148,15 +147,15 @@ def size_in_graph(process_set: Any) -> tf.Tensor:
 
 
 def elastic_scope(collective: str) -> AbstractContextManager[Any]:
-    """Return a name scope in which Horovod's elastic loop takes a failure for a lost rank.
+    """Return a name scope; Horovod's elastic loop takes errors in it for a lost rank.
 
-    Relies on the names that ``horovod.tensorflow.elastic`` searches in messages of errors.
+    Relies on the names that ``horovod.tensorflow.elastic`` searches for in error messages.
     """
     return tf.name_scope(f"Horovod{collective.capitalize()}")
 
 
 def execution_code() -> CodeType:
-    """Return the code in which a thread waits while TensorFlow runs a function that it called.
+    """Return the code object of the function in which threads wait for TensorFlow.
 
     Relies on ``tensorflow.python.eager.execute.quick_execute``.
     """

@@ -1,6 +1,7 @@
-"""Keras 3 with Horovod: an optimizer that reduces gradients, and a callback that broadcasts.
+"""Keras 3 with Horovod: a distributed optimizer and a callback that broadcasts variables.
 
-Horovod 0.28.1 wraps an optimizer of Keras 3 without ever being called, so ranks would train apart.
+Keras 3 never calls the reduction of Horovod 0.28.1's own ``DistributedOptimizer``, so with that the
+ranks would train different models.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from horovod_fftcomp.tensorflow.compressor import TensorFlowCompressor
 
 
 def DistributedOptimizer(optimizer: Any, compression: TensorFlowCompressor) -> Any:  # noqa: N802
-    """Return a copy of a Keras 3 ``optimizer`` that applies the means of all ranks' gradients.
+    """Return a copy of a Keras 3 ``optimizer`` that averages gradients over ranks.
 
-    Its class has the name and configuration of the optimizer's, so that a saved model loads
-    without us. With a mixed precision policy of float16 give it a ``LossScaleOptimizer``, and to
-    the compressor ``grad_scaler=lambda: optimizer.dynamic_scale.value``. Gradients are reduced in
-    every call of ``apply``, before they are accumulated.
+    Its class has the name and configuration of the optimizer's class, so that a saved model loads
+    without this package. For mixed precision with float16 pass a ``LossScaleOptimizer``, and make
+    the compressor with ``grad_scaler=lambda: optimizer.dynamic_scale.value``. Gradients are reduced
+    in every call of ``apply``, before accumulation.
     """
     kind = type(optimizer)
 
@@ -32,7 +33,7 @@ def DistributedOptimizer(optimizer: Any, compression: TensorFlowCompressor) -> A
             variables = self._trainable_variables if variables is None else list(variables)
             _check_caller(self)
             if not self.built:
-                self.build(variables)  # makes the loss scale, which the exchange asks for
+                self.build(variables)  # makes the loss scale, which the exchange reads
             means = compression.reduced(grads, variables)
             compression._check_optimizer(self)
             return super().apply(means, variables)
@@ -43,23 +44,24 @@ def DistributedOptimizer(optimizer: Any, compression: TensorFlowCompressor) -> A
 
 
 def _check_caller(optimizer: Any) -> None:
-    """Raise UnsupportedError where ranks would part: behind a scaler, or compiled by XLA."""
+    """Raise UnsupportedError inside a LossScaleOptimizer, or in a model compiled by XLA."""
     for owner in horovod_internals.calling_objects():
         if isinstance(owner, keras.optimizers.LossScaleOptimizer) and owner is not optimizer:
             raise UnsupportedError(
                 "a LossScaleOptimizer around the distributed optimizer would skip steps on some "
-                "ranks alone; put it inside: DistributedOptimizer(LossScaleOptimizer(optimizer))"
+                "ranks only; put it inside: DistributedOptimizer(LossScaleOptimizer(optimizer))"
             )
         if isinstance(owner, keras.Model) and owner.jit_compile is True:
             raise UnsupportedError(
-                "compression calls Python, which XLA cannot: model.compile(..., jit_compile=False)"
+                "compression calls Python, which XLA does not support: use "
+                "model.compile(..., jit_compile=False)"
             )
 
 
 class BroadcastCallback(keras.callbacks.Callback):
-    """Gives all ranks of ``process_set`` the first rank's model and optimizer, once.
+    """Keras callback that broadcasts the first rank's model and optimizer to ``process_set``.
 
-    Before the first step; of a model that is built by its first batch, after that.
+    It broadcasts once, before the first step, or after it for models built by their first batch.
     """
 
     def __init__(self, process_set: Any = None) -> None:
@@ -68,12 +70,12 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._is_done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if there is something."""
+        """Broadcast if the model is built."""
         if self.model.built:
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast what the first batch has made."""
+        """Broadcast if the first batch has built the model."""
         self._broadcast()
 
     def _broadcast(self) -> None:

@@ -1,4 +1,4 @@
-"""Collectives of ``horovod.tensorflow``: as operations of a step's graph, and beside it."""
+"""Collectives of ``horovod.tensorflow``, in the graph of a step and outside of it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.tensorflow import horovod_internals
 from horovod_fftcomp.types import Array
 
-# What a step's graph is told to do with a payload; see ``exchange``. Within a node as well.
+# Codes of ``exchange``: what the graph does with a message. *_INSIDE: within a node.
 NOTHING, GATHER, REDUCE_FLOAT32, REDUCE_FLOAT16, GATHER_INSIDE, REDUCE_INSIDE = range(6)
 
 
 class Sets(NamedTuple):
-    """The process sets of a bucket's rounds, and of those that stay within a node.
+    """Process sets of a bucket: ``usual`` rounds, and rounds ``inside`` a node.
 
-    None where this rank has no part in such rounds.
+    None if this rank takes part in no such rounds.
     """
 
     usual: hvd.ProcessSet | None
@@ -32,20 +32,20 @@ class Sets(NamedTuple):
 
 
 def code_of(round_: Round | None) -> int:
-    """Return what ``exchange`` has to do for a round; ``NOTHING`` for None."""
+    """Return the code of ``exchange`` for a round; ``NOTHING`` for None."""
     if round_ is None or round_.among == ():
         return NOTHING
     if round_.inside:
         return REDUCE_INSIDE if round_.collective == "allreduce" else GATHER_INSIDE
     if round_.collective == "allreduce":
         return REDUCE_FLOAT16 if round_.data.dtype == np.float16 else REDUCE_FLOAT32
-    # A broadcast operation has its root built in; a gathering in which one rank alone hands in
-    # something does the same for a root that changes.
+    # A broadcast operation has a fixed root; a gather to which only one rank contributes has the
+    # same result for a root that changes.
     return GATHER
 
 
 def message_of(round_: Round | None, rank: int) -> Array:
-    """Return what ``rank`` hands in for a round, uint8 1-D, where the round's data are."""
+    """Return the message of ``rank`` in a round: uint8 1-D, on the device of its data."""
     if round_ is None:
         return np.empty(0, np.uint8)
     if round_.collective == "broadcast" and round_.among != ():
@@ -69,10 +69,10 @@ def reduce(values: tf.Tensor, name: str, process_set: hvd.ProcessSet) -> tf.Tens
 def exchange(
     code: tf.Tensor, message: tf.Tensor, name: str, sets: Sets, codes: set[int]
 ) -> tf.Tensor:
-    """Return the operation that carries out a round, bytes in, bytes out.
+    """Return the output of the collective selected by ``code``; ``message`` and output: uint8 1-D.
 
-    ``codes``: those that may occur; if it is one, there is no branch. Where ``sets`` has None they
-    do not.
+    ``codes``: the possible codes; with one only, there is no branch. Codes whose process set in
+    ``sets`` is None do not occur.
     """
 
     def reduced(dtype: tf.DType, process_set: hvd.ProcessSet) -> tf.Tensor:
@@ -96,34 +96,34 @@ def exchange(
         branches[REDUCE_INSIDE] = lambda: reduced(tf.float32, inside)
     if len(codes) == 1:
         return branches[next(iter(codes))]()
-    # As many branches on every rank: in a graph that differs Horovod's own operations get other
-    # names than on other ranks.
+    # Equally many branches on every rank: in a different graph, Horovod's own operations would have
+    # other names than on the other ranks.
     nothing = branches[NOTHING]
     return tf.switch_case(code, [branches.get(n, nothing) for n in range(max(codes) + 1)])
 
 
 def gather_if_any(message: tf.Tensor, name: str, process_set: hvd.ProcessSet) -> tf.Tensor:
-    """Return all ranks' messages; where they are empty, nothing is exchanged."""
+    """Return all ranks' messages, concatenated; no exchange if they are empty on all ranks."""
     code = tf.where(tf.size(message) > 0, GATHER, NOTHING)
     return exchange(code, message, name, Sets(process_set), {NOTHING, GATHER})
 
 
 @functools.cache
 def _operation(code: int, name: str, process_set: hvd.ProcessSet) -> Any:
-    """Return a function that carries out one collective; names need a graph."""
+    """Return a TensorFlow function of one collective; operation names need a graph."""
     signature = [tf.TensorSpec([None], tf.uint8)]
 
     def run(message: tf.Tensor) -> tf.Tensor:
         return exchange(tf.constant(code), message, name, Sets(process_set), {code})
 
-    # Concrete: TensorFlow warns of many functions of one code that are traced when called.
+    # A concrete function: TensorFlow warns if functions of the same code are traced often.
     return tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
 
 
 class PendingRound:
-    """One collective under way outside of a step's graph, in a thread of its own.
+    """Asynchronous collective outside of a step's graph, in a daemon thread.
 
-    A thread that waits for ranks that never come does not keep the process from ending.
+    A thread that waits for a rank in vain does not keep the process from ending.
     """
 
     def __init__(self, round_: Round, name: str, process_set: hvd.ProcessSet) -> None:
@@ -144,11 +144,11 @@ class PendingRound:
             self._error = error
 
     def is_done(self) -> bool:
-        """Tell whether the output is there."""
+        """Return whether the output is available."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float) -> np.ndarray:
-        """Return the output; raises ConfigMismatchError if it has not come in ``timeout_s``."""
+        """Return the output; ConfigMismatchError if it takes more than ``timeout_s`` seconds."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise ConfigMismatchError(no_answer(repr(self.name), timeout_s))
@@ -159,34 +159,35 @@ class PendingRound:
 
 
 class GraphRound:
-    """Sends rounds by a step's graph, one at a time; what is no allgather, by a thread.
+    """Allgather that a step's graph carries out, one at a time; other rounds use a thread.
 
-    An operation that waited for a thread would take one of TensorFlow's, which may have no other.
+    An operation that waited for our thread would block one of TensorFlow's threads, which may have
+    no other.
     """
 
     def __init__(self) -> None:
-        self.message = np.empty(0, np.uint8)  # what the graph has to gather, if anything
-        self.output = self.message  # and what it has gathered
+        self.message = np.empty(0, np.uint8)  # message that the graph has to gather, if any
+        self.output = self.message  # all ranks' messages, set by the caller
 
     def __call__(
         self, round_: Round, name: str, process_set: hvd.ProcessSet
     ) -> GraphRound | PendingRound:
-        """Take a round's data, uint8."""
+        """Keep an allgather's data, uint8, for the graph; start any other round."""
         if round_.collective != "allgather":
             return PendingRound(round_, name, process_set)
         self.message = round_.data
         return self
 
     def take(self) -> np.ndarray:
-        """Return the message for the graph, once."""
+        """Return the message for the graph and clear it."""
         message, self.message = self.message, np.empty(0, np.uint8)
         return message
 
     def is_done(self) -> bool:
-        """Tell whether the output is there."""
+        """Return whether the output is available."""
         return bool(self.output.size)
 
     def wait(self, timeout_s: float) -> np.ndarray:
-        """Return the output, which the graph has brought."""
+        """Return the output of the graph, without waiting."""
         del timeout_s
         return self.output

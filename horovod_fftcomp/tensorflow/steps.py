@@ -1,10 +1,10 @@
-"""The Python part of a step's graph: what its operations call, in whatever order they become ready.
+"""Step driver of the TensorFlow adapter: the Python functions that a step's graph calls.
 
-The graph orders the calls by data alone: ``arrive``, ``begin``, for each bucket ``encode``,
-``advance`` for each round but the last and ``decode``, and when all are decoded ``end``. Without
-buckets ``must_meet`` comes first, and mostly alone. None of them waits for another, but all take
-one lock, since an engine has one owner at a time. With a GPU's tensors ``encode``, ``advance`` and
-``decode`` are called once for all buckets.
+Data dependencies in the graph order the calls: ``enter_barrier``, ``begin``, for each bucket
+``encode``, ``advance`` for each round except the last and ``decode``, and after all buckets
+``end``. Without buckets ``must_synchronize`` is called first, and usually alone. None of them
+waits for another, but all take one lock, since an engine must not be used by two threads at once.
+With GPU tensors, ``encode``, ``advance`` and ``decode`` are called once for all buckets.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ if TYPE_CHECKING:
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 SCALES = (
-    "the ranks' loss scales differ, so their gradients cannot be added. A LossScaleOptimizer "
-    "around backward_passes_per_step > 1 decides by gradients that are not reduced yet: use a "
-    "fixed scale (dynamic=False), or one pass for each step"
+    "the ranks' loss scales differ, so their gradients cannot be added. With "
+    "backward_passes_per_step > 1, a LossScaleOptimizer adjusts the scale by gradients that are "
+    "not reduced yet: use a fixed scale (dynamic=False), or one pass for each step"
 )
 
 
-Members = Mapping[int, Sequence[int]]  # positions in buckets, in the order of their tensors
+Members = Mapping[int, Sequence[int]]  # by bucket, ascending positions of tensors in it
 
 
 class Load(NamedTuple):
-    """What a trace of the graph exchanges: its buckets, and bytes of each step."""
+    """Exchange of one traced step: its buckets, and its bytes."""
 
     buckets: frozenset[int]
     dense_nbytes: int  # all gradients in float32
-    other_nbytes: int  # what Horovod itself is given
-    identified: tuple[int, ...]  # the variables whose memory is shown to ``begin``
+    other_nbytes: int  # what Horovod itself reduces
+    identified: tuple[int, ...]  # variables whose memory ``begin`` checks
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a method alone, in IEEE arithmetic; an error in it breaks the step off for good."""
+    """Decorate a method that the graph calls: lock, IEEE arithmetic, errors end the step."""
 
     @functools.wraps(method)
     def run(self: StepDriver, *arguments: Any) -> Any:
@@ -72,7 +72,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
                 return method(self, *arguments)
             except BaseException as error:
                 self.broken_by = repr(error)
-                self._course.doing = ""
+                self._progress.doing = ""
                 if isinstance(error, FFTCompError) and horovod_internals.is_elastic():
                     raise horovod_internals.FatalInElasticJob(repr(error)) from error
                 raise
@@ -83,8 +83,8 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass
-class _Course:
-    """How far a step is, for the watch; ``doing``: what is under way, in words."""
+class _StepProgress:
+    """Progress of a step, for the watch; see ``stalls.Progress``."""
 
     doing: str = ""
     step: int = 0
@@ -94,14 +94,14 @@ class _Course:
 
 
 class StepDriver:
-    """One step after the other, of one optimizer or tape.
+    """Carries out the steps of one optimizer or tape, one after the other.
 
-    ``closed`` is called when a step has been closed; ``hashes`` is by what ``replicas`` sends;
-    ``greet`` begins to compare the ranks' settings by what it is given; ``rejoin`` is called where
-    the number of ranks has changed. ``meeting``: the process set of the optimizer or tape, in which
-    the ranks meet; it should be ``process_set``. ``memory``: where the engine's device finds
-    TensorFlow's tensors, if it has one. Other attributes count since the start, as in
-    ``Compressor.stats``.
+    ``closed`` is called when a step has been closed; ``hashes`` sends the hashes of ``replicas``;
+    ``start_handshake`` sends the ranks' settings with its argument; ``rejoin`` is called if the
+    number of ranks has changed. ``optimizers_set``: the process set of the optimizer or tape, used
+    by handshake and barrier, which should be ``process_set``. ``memory``: conversions of GPU
+    tensors, None if the CPU computes steps. Counts since the start: ``count``, ``dense_nbytes``
+    and ``other_nbytes``, see ``adapter.compressor.StepDriver``.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class StepDriver:
         settings: Settings,
         process_set: Any,
         hashes: rounds.GraphRound,
-        greet: Callable[[rounds.GraphRound], None],
+        start_handshake: Callable[[rounds.GraphRound], None],
         rejoin: Callable[[], Any],
         memory: TensorFlowMemory | None,
     ) -> None:
@@ -126,36 +126,37 @@ class StepDriver:
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
         self._timeout_s = settings.timeout_s
         self._not_finite = NotFiniteWarning(settings.grad_scaler is not None)
-        self._set = self.meeting = process_set
-        self._greet, self._rejoin, self.memory = greet, rejoin, memory
-        self._greeting, self.hashes = rounds.GraphRound(), hashes
+        self._set = self.optimizers_set = process_set
+        self._start_handshake, self._rejoin, self.memory = start_handshake, rejoin, memory
+        self._handshake, self.hashes = rounds.GraphRound(), hashes
         connection.watch.follow(self, variables.names)
-        self._course = _Course()
-        self._poisoned = ""  # the tensor that stands for a dense one that is not finite; or DENSE
+        self._progress = _StepProgress()
+        self._poisoned = ""  # tensor set to NaN because a dense one is not finite, or DENSE
         self._scale, self._is_busy = 1.0, False
         self._alone = False  # elastic, and no other rank is left
-        self._sent: dict[int, Round | None] = {}  # each bucket's round that is under way
-        self._left: set[int] = set()  # buckets of this step that are not decoded
+        self._sent: dict[int, Round | None] = {}  # each bucket's present round
+        self._undecoded: set[int] = set()  # buckets of this step
         self._n_buckets = 0
         self._begun = False
         self.ends_together = False  # whether a step's last operation waits for all ranks
-        self.broken_by = ""  # the error that ended a step too early, in words
+        self.broken_by = ""  # text of the error that interrupted a step
         self.count = self.dense_nbytes = self.other_nbytes = 0
         self._wait_s = self._hidden_s = 0.0
-        self._spans: list[tuple[float, float]] = []  # when this step's encodings began and ended
+        self._spans: list[tuple[float, float]] = []  # begin and end of this step's encodings
         self._n_encoded, self._idle_since = 0, 0.0
 
     # The graph calls these.
 
     @_guarded
-    def must_meet(
-        self, load: Load, step: np.ndarray, early: np.ndarray, scale: np.ndarray, *memory: Any
+    def must_synchronize(
+        self, load: Load, step: np.ndarray, first_grad: np.ndarray, scale: np.ndarray, *memory: Any
     ) -> np.bool_:
-        """Tell whether the ranks have to meet in a step without buckets; the same on all ranks.
+        """Return whether a step without buckets needs handshake or replica check.
 
-        If not, Horovod exchanges everything, nothing is compared, and the step is begun and ended.
+        The result is the same on all ranks. If False, Horovod exchanges everything and this call
+        begins the step.
         """
-        del step, early  # order the calls
+        del step, first_grad  # inputs that order the calls
         self._close_last(load, memory)
         if self._connection.is_up and not horovod_internals.is_elastic():
             if not self._compares(self._engine.step):
@@ -165,41 +166,41 @@ class StepDriver:
         return np.True_
 
     @_guarded
-    def arrive(
-        self, step: np.ndarray, early: np.ndarray, scale: np.ndarray
+    def enter_barrier(
+        self, step: np.ndarray, first_grad: np.ndarray, scale: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return what this rank hands in to a roll call, and its greeting if one is due."""
-        del step, early  # order the calls
-        is_over = self._begun and not self._left
-        self._note("the roll call of a step", self._engine.step + is_over, 1)
+        """Return this rank's inputs of the barrier, and of the handshake if one is due."""
+        del step, first_grad  # inputs that order the calls
+        is_over = self._begun and not self._undecoded
+        self._note("the barrier of a step", self._engine.step + is_over, 1)
         if not self._connection.is_up and size_of(self._set) > 1:
-            self._greet(self._greeting)
-        return np.array([1, scale], np.float32), self._greeting.take()
+            self._start_handshake(self._handshake)
+        return np.array([1, scale], np.float32), self._handshake.take()
 
     @_guarded
     def begin(
         self,
         load: Load,
-        calls_roll: bool,
+        has_barrier: bool,
         step: np.ndarray,
         present: np.ndarray,
-        greetings: np.ndarray,
+        handshakes: np.ndarray,
         scale: np.ndarray,
         *memory: np.ndarray,
     ) -> Any:
-        """Close the last step and begin one, when all ranks have arrived; return 0 and hashes."""
-        del step  # orders the steps
+        """Close the last step and begin one, after the barrier; return 0 and hashes to gather."""
+        del step  # an input that orders the steps
         self._close_last(load, memory)
         self._note(f"step {self._engine.step}", self._engine.step, 2)
-        if greetings.size:
-            self._greeting.output = greetings
+        if handshakes.size:
+            self._handshake.output = handshakes
             self._connection.open()
-        if calls_roll:
+        if has_barrier:
             self._check_presence(present, scale)
         n_ranks = size_of(self._set)
         self._alone = n_ranks == 1
         if n_ranks != self._engine.world_size:
-            self._rejoin()  # an elastic reset
+            self._rejoin()  # after an elastic reset
         self._enter(load, scale)
         if not self._alone and self._compares(self._engine.step):
             self._replicas.begin(self._engine.step)
@@ -210,22 +211,22 @@ class StepDriver:
         return np.int32(0), message
 
     def _close_last(self, load: Load, memory: Sequence[np.ndarray]) -> None:
-        """Close the last step; UnsupportedError if it is not over, or this one is of others."""
+        """Close the last step; UnsupportedError if it is incomplete or variables differ."""
         for number, values in zip(load.identified, memory, strict=True):
             self._variables.check(number, values)
-        if self._begun and self._left:
+        if self._begun and self._undecoded:
             raise UnsupportedError(
                 "a step begins before all gradients of the last one were exchanged: this "
-                "compressor serves two models or tapes, or the last step was broken off; make "
+                "compressor serves two models or tapes, or the last step was interrupted; make "
                 "another compressor for the second, or load a state_dict()"
             )
         self._close()
 
     def _enter(self, load: Load, scale: np.ndarray) -> None:
-        """Begin a step on this rank."""
+        """Begin a step on this rank, after the exchanges with others."""
         self._scale = float(scale)
         self._engine.follow_loss_scale(self._scale)
-        self._begun, self._left, self._n_buckets = True, set(load.buckets), len(load.buckets)
+        self._begun, self._undecoded, self._n_buckets = True, set(load.buckets), len(load.buckets)
         self.dense_nbytes += load.dense_nbytes
         self.other_nbytes += load.other_nbytes
         if self._recorder is not None:
@@ -233,33 +234,33 @@ class StepDriver:
             self._recorded = {} if self._recorder.wants(self._engine.step) else None
 
     def _compares(self, step: int) -> bool:
-        """Tell whether parameters are compared in a step; Keras broadcasts after the first one."""
+        """Return whether a step compares parameters; not the first: Keras broadcasts after it."""
         return step > 0 and self._replicas.is_due(step)
 
     def _check_presence(self, present: np.ndarray, scale: np.ndarray) -> None:
-        """Raise UnsupportedError, on all ranks, if one has left or has another loss scale."""
-        if present[0] != size_of(self.meeting):
+        """Raise UnsupportedError on all ranks if one called hvd.join or loss scales differ."""
+        if present[0] != size_of(self.optimizers_set):
             raise UnsupportedError(JOINED)
         if abs(present[1] - present[0] * scale) > 1e-5 * present[1]:
             raise UnsupportedError(SCALES)
 
     @_guarded
-    def encode(self, members: Members, ticket: Any, poison: Any, *grads: Any) -> list[Any]:
-        """Return codes and messages of buckets' first rounds.
+    def encode(self, members: Members, begun: Any, poison: Any, *grads: Any) -> list[Any]:
+        """Encode buckets; return codes and messages of their first rounds.
 
-        ``poison`` is not finite if a gradient that is exchanged elsewhere is not; that makes the
-        step one that does not count, on all ranks.
+        ``poison`` is not finite if a gradient that Horovod exchanges is not; the step is then
+        skipped on all ranks.
         """
-        del ticket  # orders this after ``begin``
+        del begun  # an input that orders this after ``begin``
         began, worst = time.perf_counter(), float(poison)  # on a GPU this waits, without the GIL
-        came, made = iter(grads), {}
+        remaining, made = iter(grads), {}
         for bucket, positions in members.items():
-            arrived = {position: self._array(next(came)) for position in positions}
+            arrived = {position: self._array(next(remaining)) for position in positions}
             made[bucket] = None if self._alone else self._start(bucket, arrived, worst)
             worst = 0.0
         messages = self._messages(made)
-        self._course.encoded.update(members)
-        self._course.handed += len(members)
+        self._progress.encoded.update(members)
+        self._progress.handed += len(members)
         if not self._alone:
             self._idle_since = time.perf_counter()
             self._spans.append((began, self._idle_since))
@@ -267,7 +268,7 @@ class StepDriver:
         return messages
 
     def _start(self, bucket: int, arrived: dict[int, Any], poison: float) -> Round:
-        """Begin a bucket's exchange with the gradients at some positions."""
+        """Start a bucket's exchange; ``arrived``: gradients by position."""
         tensors = self._engine.buckets[bucket].tensors
         if self._recorded is not None:
             for position, grad in arrived.items():
@@ -281,7 +282,7 @@ class StepDriver:
 
     @_guarded
     def advance(self, buckets: Sequence[int], *outputs: Any) -> list[Any]:
-        """Take outputs of rounds; return codes and messages of the next ones, if there are any."""
+        """Take the outputs of rounds; return codes and messages of the next rounds."""
         return self._messages(
             dict(zip(buckets, map(self._received, buckets, outputs), strict=True))
         )
@@ -290,9 +291,10 @@ class StepDriver:
     def decode(self, members: Members, limits: Sequence[float], *outputs: Any) -> list[Any]:
         """Take the last rounds' outputs; return 0 and the sums of the tensors of ``members``.
 
-        A sum beyond its limit will not be finite in the dtype of its gradient.
+        A sum beyond its limit would not be finite in the dtype of its gradient; the step is then
+        skipped.
         """
-        given: list[Any] = []
+        made: list[Any] = []
         for (bucket, positions), output in zip(members.items(), outputs, strict=True):
             if self._received(bucket, output) is not None:
                 raise AssertionError(f"bucket {bucket} has more rounds than its graph")
@@ -301,13 +303,13 @@ class StepDriver:
                 sums = [np.zeros(math.prod(tensor.shape), np.float32) for tensor in tensors]
             else:
                 sums = self._engine.sums(bucket)
-            self._left.discard(bucket)
-            self._course.returned += 1
+            self._undecoded.discard(bucket)
+            self._progress.returned += 1
             for position in positions:
-                self._check_limit(sums[position], limits[len(given)])
-                given.append(self._tensor(sums[position]))
+                self._check_limit(sums[position], limits[len(made)])
+                made.append(self._tensor(sums[position]))
         self._wait()
-        return [np.int64(0), *given]
+        return [np.int64(0), *made]
 
     def _check_limit(self, total: Any, limit: float) -> None:
         if limit < _FLOAT32_MAX:
@@ -317,47 +319,47 @@ class StepDriver:
 
     @_guarded
     def end(self, hashes: np.ndarray, *decoded: np.ndarray) -> np.ndarray:
-        """Do what comes after a step's last decoding; return the number of steps: 1."""
-        del decoded  # orders this after all of them
-        self._course.doing = ""
+        """Finish a step after its last decoding; return the number of steps, 1."""
+        del decoded  # inputs that order this after all decodings
+        self._progress.doing = ""
         if self._engine.shadow is not None and not self._alone:
             hashes = self._engine.shadow.without_record(hashes)
         self.hashes.output = hashes
         self._replicas.finish(self._timeout_s)
-        bad = {n: own for n, own in self._engine.bad.items() if n != self._poisoned}
+        bad = {name: own for name, own in self._engine.bad.items() if name != self._poisoned}
         bad |= {DENSE: True} if self._poisoned else {}
         self._not_finite.observe(bad, self._engine.rank, self._set.ranks)
         return np.int64(1)
 
     def _messages(self, made: Mapping[int, Round | None]) -> list[Any]:
-        """Return codes, int64, and messages of rounds that begin now."""
-        given: list[Any] = [np.array([rounds.code_of(round_) for round_ in made.values()])]
+        """Return codes, int64, and messages of rounds that are about to begin."""
+        outputs: list[Any] = [np.array([rounds.code_of(round_) for round_ in made.values()])]
         for bucket, round_ in made.items():
             self._sent[bucket] = round_
-            given.append(self._tensor(rounds.message_of(round_, self._engine.rank)))
+            outputs.append(self._tensor(rounds.message_of(round_, self._engine.rank)))
         self._wait()
-        return given
+        return outputs
 
     def _array(self, tensor: Any) -> Any:
-        """Return a gradient 1-D, where it is."""
+        """Return a gradient as a 1-D array on its device."""
         return tensor.reshape(-1) if self.memory is None else self.memory.array_of(tensor)
 
     def _tensor(self, array: Any) -> Any:
-        there = self.memory is not None and self.memory.device.owns(array)
-        return self.memory.tensor_of(array) if there else array
+        on_gpu = self.memory is not None and self.memory.device.owns(array)
+        return self.memory.tensor_of(array) if on_gpu else array
 
     def _wait(self) -> None:
         if self.memory is not None:
             self.memory.device.wait()
 
     def _received(self, bucket: int, output: Any) -> Round | None:
-        """Hand a round's output over, where its message was; return the next round."""
+        """Pass a round's output, on its message's device, to the engine; return the next round."""
         sent = self._sent.pop(bucket)
         if sent is None:
             return None
         if self.memory is not None:
-            there = self.memory.device.owns(sent.data)
-            output = self._array(output) if there else output.numpy()
+            on_gpu = self.memory.device.owns(sent.data)
+            output = self._array(output) if on_gpu else output.numpy()
         now = time.perf_counter()
         if self._n_encoded == self._n_buckets:  # before, gradients are still being computed
             self._wait_s += now - self._idle_since
@@ -368,68 +370,68 @@ class StepDriver:
     # The watch calls these, from a thread of its own.
 
     def progress(self) -> Progress:
-        """Return how far this rank is; it counts buckets."""
-        course = self._course
-        counts = (course.step, course.handed, course.returned)
-        return Progress(*counts, bool(course.doing), self._is_busy, doing=course.doing)
+        """Return this rank's progress, counted in buckets."""
+        progress = self._progress
+        counts = (progress.step, progress.handed, progress.returned)
+        return Progress(*counts, bool(progress.doing), self._is_busy, doing=progress.doing)
 
     def missing(self) -> list[int]:
         """Return the numbers of the variables of buckets that are not encoded in this step."""
         buckets = enumerate(self._engine.buckets)
-        left = [bucket for number, bucket in buckets if number not in self._course.encoded]
+        left = [bucket for number, bucket in buckets if number not in self._progress.encoded]
         names = {tensor.name for bucket in left for tensor in bucket.tensors}
         return [n for n, name in enumerate(self._variables.names) if name in names]
 
     def may_wait(self, running: Collection[CodeType]) -> bool:
-        """Return False if no thread is in TensorFlow: an error has ended the step then."""
+        """Return False if no thread runs TensorFlow: then an error has ended the step."""
         return horovod_internals.execution_code() in running
 
     def _note(self, doing: str, step: int, handed: int, returned: int = 0) -> None:
-        self._course, self._poisoned = _Course(doing, step, handed, returned), ""
+        self._progress, self._poisoned = _StepProgress(doing, step, handed, returned), ""
 
     # The compressor calls these.
 
     def times(self) -> dict[str, float]:
-        """Return the seconds of ``stats`` that the engine does not know."""
+        """Return the times of ``stats`` that are measured here, in seconds."""
         return {
             "encode_hidden_s": self._hidden_s,
-            "encode_wait_s": 0.0,  # no thread of ours waits for an encoding: operations do
+            "encode_wait_s": 0.0,  # operations wait for encodings, not the training thread
             "wait_s": self._wait_s,
             "check_s": self._replicas.seconds,
         }
 
     def loss_scale(self) -> float:
-        """Return what gradients are multiplied by in the present step."""
+        """Return the loss scale of the present step."""
         return self._scale
 
     def settle(self) -> None:
-        """Close the last step for whoever looks between two; ValueError if one is under way."""
+        """Close the last step, before its results are read; ValueError if a step is under way."""
         with self.lock:
             self.check_unbroken()
-            if self._begun and self._left:
+            if self._begun and self._undecoded:
                 raise ValueError("a step is under way: call this between two steps")
             self._close()
 
     def close_if_complete(self) -> None:
-        """Close the last step if nothing of it is under way."""
+        """Close the last step if it is complete."""
         with self.lock:
-            if not self._left and not self.broken_by:
+            if not self._undecoded and not self.broken_by:
                 self._close()
 
     def abandon(self) -> None:
-        """Forget a step that was broken off."""
+        """Discard a step that an error interrupted."""
         with self.lock:
             self._engine.abandon()
             self._replicas.abandon()
-            self._course = _Course()
-            self._sent, self._left, self._spans, self._n_encoded = {}, set(), [], 0
+            self._progress = _StepProgress()
+            self._sent, self._undecoded, self._spans, self._n_encoded = {}, set(), [], 0
             self._begun, self._recorded, self.broken_by = False, None, ""
 
     def check_unbroken(self) -> None:
-        """Raise UnsupportedError if a step was broken off."""
+        """Raise UnsupportedError if an error has interrupted a step."""
         if self.broken_by:
             raise UnsupportedError(
-                f"a step was broken off by {self.broken_by}; to go on, drop it: load a "
+                f"a step was interrupted by {self.broken_by}; to continue, discard it: load a "
                 "state_dict() into the compressor and the last good checkpoint into the model"
             )
 
@@ -437,7 +439,7 @@ class StepDriver:
         if not self._begun:
             return
         if not self._alone:
-            self._engine.observe(True)  # what Horovod exchanges itself is in ``poison``
+            self._engine.observe(True)  # ``poison`` covers what Horovod exchanges
             self._engine.settle()
         self._begun = False
         self.count += 1

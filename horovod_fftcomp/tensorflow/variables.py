@@ -1,4 +1,4 @@
-"""The variables of one optimizer or tape, in the order that all ranks share."""
+"""Variables of a compressor's model, in an order that is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from horovod_fftcomp.schemes import Tensor
 
 
 class Variables:
-    """Names and variables. Raises ValueError or TypeError for what cannot be told apart.
+    """Names and variables of a model, numbered in their order.
 
-    ``pairs``: (name, variable); a variable of Keras 3 stands for the one of TensorFlow inside.
+    ``pairs``: (name, variable); of a Keras 3 variable, the TensorFlow variable inside is used.
+    Raises ValueError if there are none or names are not unique, TypeError for anything else than
+    variables, UnsupportedError for variables that are not floating point.
     """
 
     def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
@@ -29,8 +31,8 @@ class Variables:
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
             raise ValueError(
-                f"names of variables must differ, these come twice: {', '.join(twice[:8])}; pass "
-                "(name, variable) pairs"
+                f"names of variables must be unique, but these come twice: {', '.join(twice[:8])}; "
+                "pass (name, variable) pairs"
             )
         self.names = [name for name, _ in pairs]
         self.variables = [_inner(name, variable) for name, variable in pairs]
@@ -40,18 +42,18 @@ class Variables:
         return len(self.names)
 
     def specs(self) -> list[Tensor]:
-        """Return names and shapes."""
+        """Return names and shapes of the variables."""
         return [
             Tensor(name, tuple(variable.shape.as_list()))
             for name, variable in zip(self.names, self.variables, strict=True)
         ]
 
     def number(self, variable: Any) -> int:
-        """Return the number of a variable; UnsupportedError if it is none of these."""
+        """Return the number of a variable; UnsupportedError if it is not one of these."""
         number = self._numbers.get(id(_inner("variable", variable)))
         if number is None:
             raise UnsupportedError(
-                f"variable {variable.name!r} of shape {tuple(variable.shape)} is none of the "
+                f"variable {variable.name!r} of shape {tuple(variable.shape)} is not one of the "
                 f"{len(self)} variables of this compressor: it was not trainable when the "
                 "compressor was made, or belongs to another model. Make the compressor while all "
                 "layers that will ever train are trainable; it serves one model: make another for "
@@ -60,22 +62,22 @@ class Variables:
         return number
 
     def check(self, number: int, values: np.ndarray) -> None:
-        """Raise UnsupportedError if ``values`` are not the memory of a variable, but of another.
+        """Raise UnsupportedError if ``values`` is not a view of the variable's memory.
 
-        Called eagerly, Horovod reuses a trace for all variables of equal shapes.
+        In eager execution, Horovod reuses a trace for other variables of equal shapes.
         """
         variable = self.variables[number]
         first, second = variable.read_value(), variable.read_value()
-        kept = _address(memoryview(first))
-        if kept == _address(memoryview(second)) and kept != _address(values):
+        address = _address(memoryview(first))
+        if address == _address(memoryview(second)) and address != _address(values):
             raise UnsupportedError(
-                f"a gradient came of another variable than {self.names[number]!r} of the same "
+                f"got the gradient of another variable than {self.names[number]!r}, of the same "
                 "shape; a compressor serves one model, whose variables come in one order: make "
                 "another for the second model, or use tf.function"
             )
 
     def sizes(self) -> list[int]:
-        """Return the bytes of each variable."""
+        """Return the size of each variable in bytes."""
         return [int(np.prod(v.shape.as_list())) * v.dtype.size for v in self.variables]
 
     def read(self, number: int) -> np.ndarray:
@@ -83,7 +85,7 @@ class Variables:
         return self.variables[number].numpy().reshape(-1).view(np.uint8)
 
     def write(self, number: int, values: np.ndarray) -> None:
-        """Overwrite a variable by bytes."""
+        """Overwrite a variable with ``values``, uint8 1-D."""
         variable = self.variables[number]
         dtype = variable.dtype.as_numpy_dtype
         variable.assign(values.view(dtype).reshape(variable.shape.as_list()))
@@ -94,18 +96,18 @@ def _address(buffer: Any) -> int:
 
 
 def pairs_of(model: Any) -> list[tuple[str, Any]]:
-    """Return (name, variable) of a Keras model, of variables, or of such pairs."""
+    """Return (name, variable) pairs of a Keras model, of variables, or of such pairs."""
     variables = getattr(model, "trainable_variables", model)
     if not isinstance(variables, Iterable):
         raise TypeError(
             "model must be a Keras model, its trainable_variables or (name, variable) pairs, got a "
-            f"{type(model).__name__} of {type(model).__module__}; for a PyTorch model take "
+            f"{type(model).__name__} of {type(model).__module__}; for a PyTorch model use "
             "Compression of horovod_fftcomp.torch"
         )
     items = list(variables)
     if any(isinstance(item, tuple) for item in items):
         return items
-    return _told_apart([(_name(item), item) for item in items])
+    return _with_unique_names([(_name(item), item) for item in items])
 
 
 def _name(variable: Any) -> str:
@@ -117,14 +119,14 @@ def _name(variable: Any) -> str:
     return getattr(variable, "path", variable.name).removesuffix(":0")
 
 
-def _told_apart(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Return the pairs, those of equal names numbered: Keras and TensorFlow give such."""
+def _with_unique_names(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the pairs with a number added to equal names, which Keras and TensorFlow allow."""
     counts, seen = Counter(name for name, _ in pairs), Counter[str]()
-    told = []
+    unique = []
     for name, variable in pairs:
-        told.append((name if counts[name] == 1 else f"{name}.{seen[name]}", variable))
+        unique.append((name if counts[name] == 1 else f"{name}.{seen[name]}", variable))
         seen[name] += 1
-    return told
+    return unique
 
 
 def _inner(name: str, variable: Any) -> tf.Variable:
@@ -132,7 +134,7 @@ def _inner(name: str, variable: Any) -> tf.Variable:
     if not isinstance(inner, tf.Variable) and isinstance(
         getattr(variable, "value", None), tf.Variable
     ):
-        inner = variable.value  # of Keras 3
+        inner = variable.value  # a variable of Keras 3
     if not isinstance(inner, tf.Variable):
         raise TypeError(
             f"model: {name!r} is a {type(variable).__name__}, not a variable; pass a Keras model, "
@@ -140,7 +142,7 @@ def _inner(name: str, variable: Any) -> tf.Variable:
         )
     if not inner.dtype.is_floating:
         raise UnsupportedError(
-            f"variable {name!r} is {inner.dtype.name}; gradients of float16, bfloat16, float32 and "
-            "float64 can be exchanged"
+            f"variable {name!r} is {inner.dtype.name}; supported are gradients of float16, "
+            "bfloat16, float32 and float64"
         )
     return inner

@@ -1,4 +1,4 @@
-"""Step driver of the PyTorch adapter: exchanges the gradients that Horovod's hooks pass to it."""
+"""Step driver of the PyTorch adapter: exchanges the gradients that Horovod's hooks pass on."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class StepDriver:
         return grad
 
     def _flat(self, grad: torch.Tensor) -> np.ndarray | torch.Tensor:
-        """Return a gradient as 1-D float32: on its device if a GPU computes steps, else on the host."""
+        """Return a gradient as 1-D float32: on the GPU if it computes steps, else on the host."""
         device = self._engine.device
         if device is None:
             if grad.device not in self._made_on:
@@ -270,9 +270,7 @@ class StepDriver:
             self._finished, self._stream_of_sums = True, self._stream()
         except BaseException as error:
             self._broken_by = repr(error)
-            if not isinstance(
-                error, (FFTCompError, KeyboardInterrupt)
-            ):  # an error of this rank only
+            if not isinstance(error, (FFTCompError, KeyboardInterrupt)):  # this rank's only
                 time.sleep(_GRACE_S)
             raise
         self._replicas.finish(self._settings.timeout_s)
@@ -283,7 +281,7 @@ class StepDriver:
         self._connection.check()
         if self._broken_by:
             raise UnsupportedError(
-                f"a step was broken off by {self._broken_by}; to go on, drop it: load a "
+                f"a step was interrupted by {self._broken_by}; to continue, discard it: load a "
                 "state_dict() into the compressor and one into the optimizer"
             )
 

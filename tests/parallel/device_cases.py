@@ -212,7 +212,7 @@ def test_a_rank_whose_gpu_computes_nothing_is_told_by_all():
 )
 def test_a_gpu_that_computes_wrongly_ends_the_step_on_all_ranks(recipe, where, what, monkeypatch):
     with on_gpu():
-        # Without the roll call of a replica check some of these take part in a join.
+        # Without the barrier of a replica check some of these take part in a join.
         model, optimizer, compression = prepared(recipe, replica_check="off")
         if hvd.rank() == 1:
             scheme = type(compression._engine.scheme(0))

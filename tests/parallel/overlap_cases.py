@@ -230,7 +230,7 @@ def test_an_error_in_the_worker_is_raised_after_backward_and_the_step_can_be_dro
         lambda: compression.decompress(torch.ones(1), contexts[0]),
         lambda: compression.compress(named[0][1].grad),
     ):
-        with pytest.raises(UnsupportedError, match=r"broken off by TypeError.* drop it: load"):
+        with pytest.raises(UnsupportedError, match=r"interrupted by TypeError.* discard it: load"):
             again()
     compression.load_state_dict(saved)
     for step in range(2, 5):

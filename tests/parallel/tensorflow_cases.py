@@ -272,7 +272,7 @@ def test_eager_twins_of_one_compressor_are_refused():
     train(twins[0], compression, 2, graph=False)
     with pytest.raises(tf.errors.UnknownError, match=r"another variable than 'layers\.0\.weight'"):
         train(twins[1], compression, 1, graph=False)
-    with pytest.raises(UnsupportedError, match="a step was broken off by UnsupportedError"):
+    with pytest.raises(UnsupportedError, match="a step was interrupted by UnsupportedError"):
         compression.state_dict()
 
 

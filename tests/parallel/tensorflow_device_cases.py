@@ -243,7 +243,7 @@ def test_a_gpu_that_computes_wrongly_ends_the_next_step_on_all_ranks(
         step(*data[1])
     first = compression._buckets[0].tensors[0].name
     assert f"rank 1, step 0, recipe '{recipe}', tensor '{first}': " in caught.value.message
-    with pytest.raises(UnsupportedError, match="a step was broken off by UnsupportedError"):
+    with pytest.raises(UnsupportedError, match="a step was interrupted by UnsupportedError"):
         compression.residual_norm()
 
 

@@ -52,7 +52,7 @@ def test_ranks_that_differ_all_stop_with_the_same_message(recipe, same_everywher
              "none": "recipe is topk on rank 0 but none on rank 1", "buckets": "buckets is ",
              "order": "(hash)", "version": "but 9.9.9 on rank 1"}  # fmt: skip
     assert named[recipe] in text
-    with pytest.raises(UnsupportedError, match="a step was broken off by ConfigMismatchError"):
+    with pytest.raises(UnsupportedError, match="a step was interrupted by ConfigMismatchError"):
         compression.residual_norm()
 
 
