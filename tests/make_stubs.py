@@ -54,7 +54,7 @@ MADE = {"torch": "TorchCompressor", "tensorflow": "TensorFlowCompressor"}
 def stub(framework: str) -> str:
     """Return the stub of one framework's ``Compression``, as the table of recipes has it today."""
     summary = (
-        '    """A factory for each recipe: ``Compression.fft(model, density=0.15)`` and so on."""'
+        '    """Factories of compressors, such as ``Compression.fft(model, density=0.15)``."""'
     )
     lines = [HEADS[framework], "class Compression:", summary]
     for name, recipe in RECIPES.items():

@@ -36,21 +36,21 @@ def test_a_rank_that_has_not_begun_the_step_is_late():
 def test_a_rank_that_stays_in_its_backward_pass_is_late_with_what_it_has_not_handed_in():
     stuck = report(4, 4, 0, True, waits=False, missing="0-1")
     text = diagnose({0: report(4, 6, 0, True), 1: stuck}, [], [], NAMES, 15)
-    assert "Rank 1 is late: it has handed in 4 of its gradients of step 4" in text
+    assert "Rank 1 is late: it has submitted 4 of its gradients of step 4" in text
     assert "Rank 0 waits for gradients of 'a', 'b'." in text
 
 
 def test_a_rank_that_has_handed_in_everything_and_does_not_wait_is_late():
     away = report(4, 6, 0, True, waits=False, where="train.py:12 in clip")
     text = diagnose({0: away, 1: report(4, 6, 0, True)}, [], [], NAMES, 15)
-    assert "Rank 0 is late: it has handed in all of its gradients of step 4" in text
+    assert "Rank 0 is late: it has submitted all of its gradients of step 4" in text
     assert "train.py:12 in clip. Rank 1 waits for the sums of step 4." in text
 
 
 def test_a_rank_that_encodes_for_long_is_late_but_waits_for_nobody():
     busy = report(4, 6, 0, True, busy=True)
     text = diagnose({0: busy, 1: report(4, 6, 0, True)}, [], [], NAMES, 15)
-    assert "Rank 0 is late: it has handed in all" in text
+    assert "Rank 0 is late: it has submitted all" in text
     assert "Rank 1 waits" in text
 
 
@@ -157,7 +157,7 @@ def check_stall(framework: str, controller: str, mode: str, timeout_s: float = T
     assert code != 0, output[-8000:]
     assert "ends well" not in output
     late = "Rank 0 is late: it has "
-    late += "handed in all of its gradients of step 3" if mode == "between" else "not begun step 3"
+    late += "submitted all of its gradients of step 3" if mode == "between" else "not begun step 3"
     for rank in range(3):
         found = re.search(rf"horovod_fftcomp on rank {rank}: ConfigMismatchError: .*", output)
         assert found, f"rank {rank} says nothing:\n{output[-8000:]}"

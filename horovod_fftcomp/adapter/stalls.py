@@ -154,8 +154,8 @@ def _late_rank(rank: int, report: Report | None, first: Progress) -> str:
         return f"Rank {rank} is late: it has not begun step {first.step}.{place}"
     handed = "all" if not report.missing else str(progress.handed)
     return (
-        f"Rank {rank} is late: it has handed in {handed} of its gradients of step "
-        f"{progress.step} and taken back {progress.returned}.{place}"
+        f"Rank {rank} is late: it has submitted {handed} of its gradients of step "
+        f"{progress.step} and received {progress.returned} of the sums.{place}"
     )
 
 

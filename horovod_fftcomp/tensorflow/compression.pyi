@@ -15,7 +15,7 @@ class _Model(Protocol):
     def trainable_variables(self) -> Any: ...
 
 class Compression:
-    """A factory for each recipe: ``Compression.fft(model, density=0.15)`` and so on."""
+    """Factories of compressors, such as ``Compression.fft(model, density=0.15)``."""
 
     @staticmethod
     def none(

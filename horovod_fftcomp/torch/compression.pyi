@@ -10,7 +10,7 @@ from horovod_fftcomp.torch.compressor import TorchCompressor
 from horovod_fftcomp.torch.parameters import Model
 
 class Compression:
-    """A factory for each recipe: ``Compression.fft(model, density=0.15)`` and so on."""
+    """Factories of compressors, such as ``Compression.fft(model, density=0.15)``."""
 
     @staticmethod
     def none(
