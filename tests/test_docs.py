@@ -26,6 +26,7 @@ from horovod_fftcomp.kernels import reference
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools.advise import advice
 from tests.loops import each
+from tests.test_layering import FLOOR_OF
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -137,6 +138,32 @@ def test_the_folders_that_import_a_framework_are_named():
     assert with_framework - {"horovod_fftcomp/kernels/cuda"} == named  # the GPU's arrays
     for folder in named:
         assert folder.replace("/", ".") in horovod_fftcomp.__doc__
+
+
+def test_the_architectures_figure_has_the_floors_of_the_layering():
+    [figure] = code_blocks("docs/architecture.md", "text")
+    lines = figure.splitlines()
+    at = {
+        name: next(n for n, line in enumerate(lines) if re.search(rf"\b{name}\b", line))
+        for name in FLOOR_OF
+        if not name.startswith("__")
+    }
+    top_down = sorted(at, key=at.__getitem__)
+    assert [FLOOR_OF[name] for name in top_down] == sorted(map(FLOOR_OF.get, at), reverse=True)
+    assert len({(at[name], FLOOR_OF[name]) for name in at}) == len({FLOOR_OF[name] for name in at})
+
+
+def test_the_functions_of_a_gradients_trip_are_in_their_files():
+    row = r"\| \[[^]]+\]\(\.\./([^)]+\.py)\) \| (`[^|]*`) \|"
+    rows = re.findall(row, read("docs/architecture.md"))
+    assert len(rows) >= 18
+    missing = {
+        f"{path}: {name}"
+        for path, names in rows
+        for name in re.findall(r"`(\w+)`", names)
+        if not re.search(rf"^ *(?:def|class) {name}\b", read(path), re.M)
+    }
+    assert not missing
 
 
 def test_every_codec_is_named_where_they_have_their_common_part():
