@@ -1,6 +1,7 @@
-"""Write the golden payloads: ``make golden``. A change of them is a change of the wire format.
+"""Write the golden payloads and specifications: ``make golden``.
 
-Each file holds coefficients (so that no FFT library matters), the payload and what it decodes to.
+A change of them is a change of the wire format or of the saved state. A payload's file holds
+coefficients (so that no FFT library matters), the payload and the residual.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import numpy as np
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.recipes import RECIPES, get_scheme
+from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.wire.counter_rng import RngKey
 from tests.contracts import CODECS, make_codec, ranked
 
 FOLDER = Path(__file__).parent / "golden"
+SPECS = FOLDER / "specs.txt"
 SHAPE = (9, 5, 13, 4)
 
 
@@ -36,7 +41,23 @@ def make(key: str) -> dict[str, np.ndarray]:
     return {"coeffs": coeffs, "payload": encoded.payload, "residual": encoded.residual}
 
 
+def specifications() -> list[str]:
+    """Return a line for the specification of each recipe, its state and each codec."""
+    tensor, between_nodes = (
+        Tensor("w", (8, 6)),
+        make_policy("topk", ranks_per_node=2, scope="model"),
+    )
+    return [
+        *(f"{name}: {get_scheme(name).spec()}" for name in RECIPES),
+        *(f"state of {name}: {get_scheme(name).state_format(tensor)}" for name in RECIPES),
+        f"between nodes: {between_nodes.at(0).spec()}",
+        *(f"codec {key}: {make_codec(key).spec()}" for key in CODECS),
+    ]
+
+
 if __name__ == "__main__":
+    SPECS.write_text("\n".join(specifications()) + "\n")
+    print(f"wrote {SPECS}")
     for name in CODECS:
         np.savez_compressed(FOLDER / f"{name}.npz", **make(name))
         print(f"wrote {FOLDER / name}.npz")
