@@ -33,6 +33,9 @@ GATHER_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(n
 SHARED_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), CommonIndex)]
 DRAWN_RECIPES = [name for name in SHARED_RECIPES if "seed" in RECIPES[name].options]
 
+# Recipes without CUDA kernels: with a GPU, too, the host computes them.
+HOST_ONLY: frozenset[str] = frozenset()
+
 # Codecs beyond the recipes' defaults: every layout of positions and the ends of every option.
 CODECS = {
     **{

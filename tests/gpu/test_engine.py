@@ -20,6 +20,7 @@ from horovod_fftcomp.schemes import MEASURE_EVERY, Tensor
 from horovod_fftcomp.schemes.auto import TRIAL_STEPS
 from horovod_fftcomp.schemes.hierarchical import NodeLayout
 from horovod_fftcomp.simulation import exchange_once
+from tests.contracts import HOST_ONLY
 from tests.gpu.emulator import DeviceArray, Emulator
 from tests.gpu.steps import (
     TENSORS,
@@ -435,7 +436,7 @@ class Asked(Emulator):
 
 
 def test_the_probe_finds_a_device_that_computes_wrong():
-    schemes = [get_scheme(recipe) for recipe in RECIPES if recipe != "none"]
+    schemes = [get_scheme(recipe) for recipe in RECIPES if recipe not in ("none", *HOST_ONLY)]
     device = Asked()
     probe(device, schemes)
     assert device.names <= set(cuda.NAMES)

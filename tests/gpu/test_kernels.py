@@ -24,15 +24,16 @@ from horovod_fftcomp.monitor.parameter_hash import hash_bytes_reference
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.header import DTYPES, read_header
 from horovod_fftcomp.wire.positions import Layout, unary_bits
-from tests.contracts import CASES, CODECS, make_codec, plan_of
+from tests.contracts import CASES, CODECS, HOST_ONLY, make_codec, plan_of
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
 from tests.loops import each
 
 SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
-ELEMENTS = [key for key in CODECS if isinstance(make_codec(key), DenseCodec)]
+KEYS = [key for key, (recipe, _) in CODECS.items() if recipe not in HOST_ONLY]
+ELEMENTS = [key for key in KEYS if isinstance(make_codec(key), DenseCodec)]
 ELEMENTS = [key for key in ELEMENTS if not isinstance(make_codec(key).method, EliasQSGD)]
-SPARSE = [key for key in CODECS if isinstance(make_codec(key), (AdaptiveCodec, Codec))]
-CHOSEN = [key for key in CODECS if isinstance(make_codec(key), AdaptiveCodec)]
+SPARSE = [key for key in KEYS if isinstance(make_codec(key), (AdaptiveCodec, Codec))]
+CHOSEN = [key for key in KEYS if isinstance(make_codec(key), AdaptiveCodec)]
 SERVED = SPARSE + ELEMENTS
 FIXED = [key for key in SERVED if make_codec(key).has_fixed_size]
 PLAIN = [key for key in SERVED if isinstance(make_codec(key).transform, Identity)]

@@ -16,6 +16,7 @@ from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.simulation import exchange_once
+from tests.contracts import HOST_ONLY
 from tests.gpu.emulator import Emulator
 from tests.gpu.faults import Fault
 from tests.gpu.steps import TENSORS, random_grads
@@ -59,7 +60,7 @@ def take_step(engines, grads, greetings=0, turns=None):
 
 
 CASES = [
-    *((name, {}) for name in RECIPES if name not in ("none", "hard_threshold")),
+    *((name, {}) for name in RECIPES if name not in ("none", "hard_threshold", *HOST_ONLY)),
     ("hard_threshold", {"density": 0.05, "calibrate_steps": 2}),  # at first of the host, as `auto`
     ("hard_threshold", {"threshold": 1.5, "bits": 6}),
     ("topk", {"density": 0.05, "error_feedback": False}),
