@@ -123,12 +123,12 @@ def test_bad_arguments_are_told(capsys, file, tmp_path, monkeypatch):
         (("gone.py",), "no script 'gone.py'"),
         ((*given, "train.py"), "either a script or --gradients"),
         (("--gradients", file), "needs --compute-ms"),
-        ((*given, "--latency-us", 5), "add --gbit-per-s"),
+        ((*given, "--latency-us", 5), "need --gbit-per-s"),
         ((*given, "--gbit-per-s", 1), "needs --ranks"),
         ((*given, "--gbit-per-s", 0), "above 0, got 0"),
         ((*given, "--gbit-per-s", 1, "--ranks", 1), "at least 2"),
         ((*given, "-np", 1), "one rank exchanges nothing"),
-        ((*given, "--nodes", "8..2"), "no range of ranks"),
+        ((*given, "--nodes", "8..2"), "not a range of ranks"),
         ((*given, "--recipes", "fftt"), "unknown recipe 'fftt'"),
         (("--gradients", empty, "--compute-ms", 5), "holds no array"),
         ((*given, "--launcher", "/no/launcher"), "'/no/launcher' was not found"),
@@ -260,8 +260,8 @@ def test_a_gain_within_the_accuracy_of_the_forecast_is_no_clear_one():
     found = advice.advise([none, close])
     assert (found.best, found.unclear) == (None, close)
     assert found.why == (
-        "no clear gain: b, the fastest recipe, is forecast to make a step 1.20 times as fast, "
-        "which may be 0.96 to 1.44"
+        "no clear gain: b, the fastest recipe, is forecast to make a step 1.20 times as fast "
+        "(range 0.96 to 1.44)"
     )
     found = advice.advise([none, close, fast])
     assert (found.best, found.unclear) == (fast, None)

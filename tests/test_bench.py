@@ -418,16 +418,16 @@ def test_recipes_are_written_with_their_options():
         ("topk(colour=1)", "recipe 'topk' has no option colour; it has: density, bits"),
         ("topk(density=2)", "density must lie in"),
         ("topk(density='a')", "density must be a number, got 'a'"),
-        ("topk(density=0.1,density=0.2)", "is no recipe"),
-        ("topk(density=print())", "is no recipe"),
-        ("topk(0.1)", "is no recipe"),
-        ("topk(**x)", "is no recipe"),
-        ("topk(density=0.1", "is no recipe"),
-        ("topk.x", "is no recipe"),
-        ("topk=1", "is no recipe"),
-        ("1", "is no recipe"),
-        ("", "is no recipe"),
-        ("topk,,fft", "is no recipe"),
+        ("topk(density=0.1,density=0.2)", "is not a recipe"),
+        ("topk(density=print())", "is not a recipe"),
+        ("topk(0.1)", "is not a recipe"),
+        ("topk(**x)", "is not a recipe"),
+        ("topk(density=0.1", "is not a recipe"),
+        ("topk.x", "is not a recipe"),
+        ("topk=1", "is not a recipe"),
+        ("1", "is not a recipe"),
+        ("", "is not a recipe"),
+        ("topk,,fft", "is not a recipe"),
     ],
 )
 def test_other_recipes_are_refused(text, message, capsys):
@@ -457,7 +457,7 @@ def test_arrays_of_any_order_and_width_become_float32_in_c_order(tmp_path):
 BAD_FILES = {
     "integers": ({"w": np.arange(5)}, "array 'w' of .* has dtype int64"),
     "complex": ({"w": np.ones(5, complex)}, "array 'w' of .* has dtype complex128"),
-    "objects": ({"w": np.array([{}])}, "is no .npy or .npz file of numbers"),
+    "objects": ({"w": np.array([{}])}, "is not a .npy or .npz file of numbers"),
     "nan": ({"w": np.ones(5), "v": np.array([1, np.nan, np.inf])}, "array 'v' .* 2 of 3 elements"),
     "large": ({"w": np.array([1e300])}, "array 'w' .* beyond float32"),
     "no elements": ({"w": np.ones((0, 3))}, r"array 'w' .* has shape \(0, 3\)"),
@@ -491,8 +491,10 @@ def test_every_recipe_is_measured(tmp_path, capsys):
     [found] = json.loads(path.read_text())["tensors"]
     assert [row["recipe"] for row in found["recipes"]] == list(recipes.RECIPES)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Gathered: bf16, topk," in printed
-    assert "Reducible, so that a rank receives no more from more ranks: none, fp16," in printed
+    assert "With an allgather: bf16, topk," in printed
+    assert (
+        "By allreduce alone, so what a rank receives does not grow with the ranks: none," in printed
+    )
 
 
 def test_contradictory_arguments_are_refused(tmp_path, capsys):
@@ -500,7 +502,7 @@ def test_contradictory_arguments_are_refused(tmp_path, capsys):
     assert "not allowed with" in refusal(capsys, "--gradients", tmp_path, "-n", "5")
     assert "--per-tensor is for a file" in refusal(capsys, "--per-tensor")
     assert "--all measures every recipe" in refusal(capsys, "--all", "--recipes", "fft")
-    assert "make the folder" in refusal(capsys, "--json", tmp_path / "no" / "x.json")
+    assert "create the folder" in refusal(capsys, "--json", tmp_path / "no" / "x.json")
     assert "must end in .png" in refusal(capsys, "--plot", tmp_path / "plot.xyz")
     assert "at least 0, got -1" in refusal(capsys, "--seed", "-1")
     assert "at least 1, got x" in refusal(capsys, "--threads", "x")

@@ -291,7 +291,7 @@ def test_an_import_that_ends_the_interpreter_is_a_finding(answers, script, expec
     found = answers(horovod=script)["horovod.torch"]
     assert found.level is Level.FAIL
     assert found.found == expected
-    assert "build Horovod anew" in found.remedy
+    assert "rebuild Horovod for the installed PyTorch" in found.remedy
 
 
 def test_an_import_that_hangs_is_a_finding(answers, monkeypatch):

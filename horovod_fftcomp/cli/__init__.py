@@ -1,4 +1,4 @@
-"""The command line: one file for each command, which adds its arguments and runs it."""
+"""Command line ``horovod-fftcomp``: one module per command, with its arguments and its code."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parsed.run(parsed)
     except KeyboardInterrupt:
         if getattr(parsed, "compression", None):
-            raise  # it is the script's, as all of its errors
+            raise  # as every error of the script
         print("horovod-fftcomp: interrupted", file=sys.stderr)
         raise SystemExit(130) from None

@@ -1,4 +1,4 @@
-"""``horovod-fftcomp advise``: what a step would take with each recipe, and which one to use."""
+"""``horovod-fftcomp advise``: forecast the step time with each recipe and recommend one."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from horovod_fftcomp.tools.run import launcher
 from horovod_fftcomp.types import Array
 
 _RECIPES = "fp16,topk,fft,dct,auto,scalecom"
-# Sends and computes next to nothing, so that its step is computation: what is measured.
-_NEXT_TO_NOTHING = RecipeChoice(
+# Sends and computes almost nothing, so that the time of its step is the computation.
+_ALMOST_NOTHING = RecipeChoice(
     "random_block", "random_block", {"density": 1e-5, "error_feedback": False}
 )
 _MOST_PROBED_NBYTES = 64_000_000
@@ -60,11 +60,11 @@ examples:
   horovod-fftcomp advise --gradients g.npz --compute-ms 120 --gbit-per-s 1 --latency-us 50 --ranks 4
   horovod-fftcomp advise --gradients g.npz --compute-ms 120 -np 2 --nodes 2..1024 --plot steps.png
 
-The first two start the script several times, for --steps steps each. docs/advise.md tells what is
-measured, and what the forecast leaves out.
+The first two run the script twice, for --steps steps each. docs/advise.md describes the
+measurements, the model of a step and its limits.
 
-exit status: 0 when there is a forecast, be it of no gain; 2 when something cannot be measured; 3
-when the measurement is invalid, since other work disturbed it: then there is no forecast.
+exit status: 0 after a forecast, also of no gain; 2 for wrong arguments and for what cannot be
+measured; 3 if other work disturbed the measurement, so that there is no forecast.
 """
 _INVALID = 3  # the exit status
 
@@ -73,9 +73,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser(
         "advise",
-        help="tell beforehand what compression would gain",
-        description="Measure a model, the network and the codecs, or take them as given; forecast "
-        "a step's time with each recipe, and recommend one, or none.",
+        help="forecast the step time with each recipe and recommend one",
+        description="Measure the model, the network and the codecs (or use given values),\n"
+        "forecast the step time with each recipe, and recommend a recipe or none.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -85,49 +85,70 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--recipes",
         type=settings,
         metavar="RECIPE,RECIPE",
-        help=f"to forecast (default: {_RECIPES})",
+        help=f"recipes to forecast (default: {_RECIPES})",
     )
-    add("--steps", type=count, default=20, metavar="N", help="of the script (default: %(default)s)")
-    add("--threads", type=count, metavar="N", help="of a rank's kernels (default: its cores, to 8)")
+    add(
+        "--steps",
+        type=count,
+        default=20,
+        metavar="N",
+        help="steps of each run of the script (default: %(default)s)",
+    )
+    add(
+        "--threads",
+        type=count,
+        metavar="N",
+        help="CPU threads of each rank (default: its cores, at most 8)",
+    )
     add(
         "--cores-per-rank",
         type=count,
         metavar="N",
-        help="cores a rank has; with 1, encoding does not hide behind the backward pass",
+        help="CPU cores of each rank; with 1, encoding cannot overlap with backward",
     )
     add(
         "--repeat",
         type=count,
         default=5,
         metavar="N",
-        help="times of a median (default: %(default)s)",
+        help="timings per median (default: %(default)s)",
     )
-    add("--nodes", type=node_range, metavar="A..B", help="forecast for so many ranks, too")
-    add("--json", type=output_path, metavar="FILE", help="write all numbers there")
-    add("--plot", type=picture_path, metavar="FILE.png", help="draw the forecast there")
-    add("script", nargs="?", help="a Horovod script, unedited")
-    add("script_arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    add("--nodes", type=node_range, metavar="A..B", help="also forecast for A to B ranks")
+    add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")
+    add("--plot", type=picture_path, metavar="FILE.png", help="draw the forecast")
+    add("script", nargs="?", help="an unmodified Horovod training script")
+    add("script_arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(
         run=run, fail=parser.error, warmup_steps=None, ranks_per_node=None, record=None
     )
 
 
 def _add_measured(parser: argparse.ArgumentParser) -> None:
-    """Add what says where gradients, computation and network come from."""
+    """Add the arguments on gradients, computation and network."""
     add = parser.add_argument
-    add("--gradients", type=Path, metavar="FILE", help="recorded gradients in place of a script")
-    add("--compute-ms", type=positive, metavar="MS", help="a step without exchange takes so long")
+    add("--gradients", type=Path, metavar="FILE", help="recorded gradients, instead of a script")
     add(
-        "--gbit-per-s", type=positive, metavar="X", help="speed of a rank's link; not measured then"
+        "--compute-ms", type=positive, metavar="MS", help="duration of a step without communication"
+    )
+    add(
+        "--gbit-per-s",
+        type=positive,
+        metavar="X",
+        help="bandwidth of a rank's link; the network is then not measured",
     )
     add("--latency-us", type=positive, metavar="US", help="latency of a message (default: 50)")
-    add("--ranks", type=count, metavar="P", help="ranks, where the network is given")
-    add("-np", type=count, default=2, metavar="N", help="ranks to launch (default: %(default)s)")
-    add("--launcher", type=shlex.split, metavar="COMMAND", help="by what (default: horovodrun)")
+    add("--ranks", type=count, metavar="P", help="number of ranks, with --gbit-per-s")
+    add("-np", type=count, default=2, metavar="N", help="ranks to start (default: %(default)s)")
+    add(
+        "--launcher",
+        type=shlex.split,
+        metavar="COMMAND",
+        help="command that starts the ranks (default: horovodrun)",
+    )
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Measure, forecast, print and write."""
+    """Measure, forecast, print the report and write the files."""
     _check(parsed)
     with Status("measuring ...", console=Console(stderr=True)) as status:
         found = _findings(parsed, lambda what: status.update(f"measuring {what} ..."))
@@ -144,29 +165,29 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    """End with a message if arguments are missing or do not belong together."""
+    """Exit with a message if arguments are missing or contradict each other."""
     if bool(parsed.gradients) == bool(parsed.script):
         parsed.fail("give either a script or --gradients FILE")
     if parsed.script and not Path(parsed.script).is_file():
         parsed.fail(f"there is no script {parsed.script!r}")
     if parsed.gradients and parsed.compute_ms is None:
-        parsed.fail("--gradients needs --compute-ms: what a step takes without any exchange")
+        parsed.fail("--gradients needs --compute-ms, the duration of a step without communication")
     if parsed.gbit_per_s is None and (parsed.latency_us or parsed.ranks):
-        parsed.fail("--latency-us and --ranks describe a network that is given: add --gbit-per-s X")
+        parsed.fail("--latency-us and --ranks need --gbit-per-s X: they describe a given network")
     if parsed.gbit_per_s is not None and (parsed.ranks or 0) < 2:
         parsed.fail("--gbit-per-s needs --ranks P, at least 2")
     if parsed.np < 2:
         parsed.fail("-np must be at least 2: one rank exchanges nothing")
     if launcher.launched_rank() is not None:
-        parsed.fail("advise starts its jobs itself: leave horovodrun out, and give -np N")
+        parsed.fail("advise starts its own jobs: run it without horovodrun and give -np N")
     if parsed.plot and not plot.matplotlib_is_installed():
         parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
 
 
 class _Model(NamedTuple):
-    """Tensors, gradients by name (flat), and of jobs, if there were, steps by recipe.
+    """A model to forecast: tensors, flat gradients by name, measured step times by recipe.
 
-    ``cores``: how many their first rank had for itself. ``spread``: of the steps' times.
+    ``cores``: CPU cores of the first rank of the jobs. ``spread``: that of the step times.
     """
 
     tensors: list[Tensor]
@@ -187,7 +208,7 @@ def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
     for choice in parsed.recipes or settings(_RECIPES):
         tell(choice.label)
         options.append(_option(choice, model, parsed))
-    nothing = _option(_NEXT_TO_NOTHING, model, parsed)
+    nothing = _option(_ALMOST_NOTHING, model, parsed)
     tell("the network")
     network, times, varies = _network(parsed, options)
     if parsed.compute_ms is not None:
@@ -219,13 +240,13 @@ def _from_file(parsed: argparse.Namespace) -> _Model:
 
 
 def _from_script(parsed: argparse.Namespace) -> _Model:
-    """Run a few steps of the script: dense, and with next to no exchange while it is recorded."""
+    """Run the script twice: dense, and with almost no exchange while gradients are recorded."""
     with tempfile.TemporaryDirectory() as folder:
         parsed.record_every = max(1, parsed.steps // 2)
         dense = _job(parsed, RecipeChoice("none", "none", {}))
         parsed.record = Path(folder) / "gradients.npz"
-        bare = _job(parsed, _NEXT_TO_NOTHING)
-        # The first rank of a job on other hosts writes there: then the gradients are made up.
+        bare = _job(parsed, _ALMOST_NOTHING)
+        # Without the file, as on other hosts, gradients are synthetic.
         recorded = gradient_files.read(parsed.record) if parsed.record.exists() else []
     tensors = [Tensor(name, tuple(shape)) for name, shape in dense["tensors"]]
     step_s = {"none": dense["step_s"], "random_block": bare["step_s"]}
@@ -235,14 +256,15 @@ def _from_script(parsed: argparse.Namespace) -> _Model:
 
 
 def _job(parsed: argparse.Namespace, choice: RecipeChoice) -> dict[str, Any]:
-    """Return the first rank's report of a job of the script; end with its output if it failed."""
+    """Return the first rank's report of a job; exit with the job's output if it failed."""
     lines: list[str] = []
     ended = run_command.launch(parsed, choice, parsed.np, lines.append)
     trouble = run_command.trouble(ended, parsed.np)
     if trouble or ended.reports[0]["step_s"] is None:
         sys.stderr.write("".join(lines[-50:]))
         parsed.fail(
-            f"{parsed.script} with recipe {choice.name}: {trouble or 'one step is too few'}"
+            f"{parsed.script} with recipe {choice.name}: "
+            f"{trouble or 'it took one step, at least two are needed'}"
         )
     return ended.reports[0]
 
@@ -251,7 +273,7 @@ _Probe = tuple[Network, list[tuple[Message, float]], float]
 
 
 def _network(parsed: argparse.Namespace, options: list[Option]) -> _Probe:
-    """Return the network, given or probed, the times of the probe and their usual spread."""
+    """Return the network (given or measured), the measured times and their median spread."""
     if parsed.gbit_per_s is None:
         return _probed(parsed, options)
     latency_s = (parsed.latency_us or 50) / 1e6
@@ -259,7 +281,7 @@ def _network(parsed: argparse.Namespace, options: list[Option]) -> _Probe:
 
 
 def _cycle_s(parsed: argparse.Namespace) -> float:
-    """Return Horovod's cycle in jobs that are started here, in seconds."""
+    """Return the cycle time of Horovod in jobs that are started here, in seconds."""
     told = os.environ.get("HOROVOD_CYCLE_TIME", str(1e3 * CYCLE_S))
     try:
         cycle_ms = float(told)
@@ -271,7 +293,7 @@ def _cycle_s(parsed: argparse.Namespace) -> float:
 
 
 def _planned(options: list[Option], ranks: int) -> Iterator[Message]:
-    """Yield small and large collectives of all kinds, and ones of each option's whole size."""
+    """Yield the collectives to time: small and large ones, and each option's total size."""
     sizes = {(collective, "float32"): {4} for collective in ("allreduce", "allgather")}
     for option in options:
         handed_in: Counter[tuple[str, str]] = Counter()
@@ -287,7 +309,7 @@ def _planned(options: list[Option], ranks: int) -> Iterator[Message]:
 
 
 def _probed(parsed: argparse.Namespace, options: list[Option]) -> _Probe:
-    """Time small and large collectives, and fake payloads of the planned sizes."""
+    """Return the network as timed by ``torch.network`` on the ranks, the times and their spread."""
     messages = sorted(_planned(options, parsed.np))
     command = [sys.executable, "-m", "horovod_fftcomp.torch.network", json.dumps(messages)]
     lines: list[str] = []
@@ -299,7 +321,7 @@ def _probed(parsed: argparse.Namespace, options: list[Option]) -> _Probe:
     if len(ended.reports) < parsed.np:
         sys.stderr.write("".join(lines[-50:]))
         parsed.fail(
-            "the network could not be measured, which takes horovod.torch; give it: "
+            "the network could not be measured (this needs horovod.torch); give its values: "
             "--gbit-per-s X --latency-us US --ranks P"
         )
     # The slowest rank's times are those of a step.

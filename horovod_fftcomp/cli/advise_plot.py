@@ -1,4 +1,4 @@
-"""The figure of ``advise``: what a step takes now, and on more ranks."""
+"""Figure of ``advise``: parts of a step, and step time by number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _draw_parts(axes: Axes, found: Findings) -> None:
     for what, key in (
         ("compute", "compute_s"),
         ("encode", "encode_s"),
-        ("exchange that nothing hides", "exposed_s"),
+        ("exposed exchange", "exposed_s"),
         ("decode", "decode_s"),
     ):
         widths = [1e3 * getattr(forecast.time, key) for forecast in found.forecasts]
@@ -39,7 +39,7 @@ def _draw_parts(axes: Axes, found: Findings) -> None:
     errors = [1e3 * forecast.error * forecast.time.total_s for forecast in found.forecasts]
     axes.errorbar(left, labels, xerr=errors, fmt="none", ecolor="black", capsize=3)
     axes.invert_yaxis()
-    axes.set_xlabel(f"ms of a step on {found.ranks} ranks")
+    axes.set_xlabel(f"step time on {found.ranks} ranks (ms)")
     axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=4, frameon=False)
 
 
@@ -50,6 +50,6 @@ def _draw_growth(axes: Axes, found: Findings, ranks: list[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
-    axes.legend(title="dashed: by allgather")
+    axes.legend(title="dashed: allgather")
     axes.set_xlabel("ranks")
-    axes.set_ylabel("ms of a step")
+    axes.set_ylabel("step time (ms)")

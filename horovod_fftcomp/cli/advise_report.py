@@ -1,4 +1,4 @@
-"""What ``advise`` found, as tables, as text and as JSON values."""
+"""Report of ``advise``: tables, text and JSON values."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from horovod_fftcomp.tools.advise import advice
 from horovod_fftcomp.tools.advise.advice import Advice, Forecast, Option
 from horovod_fftcomp.tools.advise.cost_model import Compute, Line, Message, Network, crossover
 
-# A computation below this share of the measured steps is none that was told from the exchange.
+# Below this share of the measured step time, computation is not told apart from the exchange.
 _TOO_LITTLE = 0.01
-# A bandwidth is known if it makes up this share of the largest message's time; else noise does.
+# A bandwidth is reported if bytes make up this share of the largest message's time.
 _TOO_FAST = 0.2
 _DISTURBED = (
-    "The network alone was slower than in the script's steps, so that nothing is left for "
-    "computing: other work disturbed it"
+    "The network alone was slower than in the script's steps, which leaves no time for "
+    "computing: other work disturbed the measurement"
 )
 
 
 class Findings(NamedTuple):
-    """All that was measured and forecast.
+    """Measurements, forecasts and advice.
 
-    ``times``: of the network's probe; ``step_s``: measured steps by recipe. Both may be empty.
+    ``times``: measured collectives; ``step_s``: measured step times by recipe. Both may be empty.
     """
 
     compute: Compute
@@ -41,7 +41,7 @@ class Findings(NamedTuple):
 
 
 def invalid(found: Findings) -> str:
-    """Return why nothing can be forecast by what was measured; nothing if it can."""
+    """Return why the measurement is invalid; an empty string if it is valid."""
     if not found.step_s:
         return ""
     if found.compute.total_s < _TOO_LITTLE * min(found.step_s.values()):
@@ -53,11 +53,11 @@ def invalid(found: Findings) -> str:
 
 
 def print_report(found: Findings, nodes: range | None) -> None:
-    """Print what was found, the forecast and the advice; or why there is none."""
+    """Print measurements, forecast and advice, or why there is no forecast."""
     console = make_console()
     if why := invalid(found):
         console.print(Text("The measurement is invalid, so there is no forecast.", "bold"))
-        for line in (f"{why}.", *_facts(found), "Measure again on machines at rest."):
+        for line in (f"{why}.", *_facts(found), "Measure again on idle machines."):
             console.print(Text(line))
         return
     console.print(_table(found))
@@ -116,11 +116,11 @@ def _facts(found: Findings) -> Iterator[str]:
     if "none" in found.step_s:
         yield f"The script's step without compression took {in_ms(found.step_s['none'])} ms here."
     if not found.compute.spare_core:
-        yield "A rank has one core: encoding does not hide behind the backward pass."
+        yield "Each rank has one core: encoding does not overlap with the backward pass."
 
 
 def _speed(found: Findings, collective: str, line: Line) -> str:
-    """Return a link's speed in words; of a measured one only if bytes took a good part of time."""
+    """Return a link's bandwidth in words; see ``_TOO_FAST`` for a measured one."""
     p, kind = found.ranks, (collective, "float32")
     if same := [(m.nbytes, time_s) for m, time_s in found.times if m[::2] == kind]:
         nbytes, time_s = max(same)
@@ -132,7 +132,9 @@ def _speed(found: Findings, collective: str, line: Line) -> str:
 
 def _growth(found: Findings, nodes: range) -> Table:
     ranks = list(advice.powers_of_two(nodes.start, nodes.stop - 1))
-    title = f"Step in ms by number of ranks, ±{100 * max(f.error for f in found.forecasts):.0f} %"
+    title = (
+        f"Step time in ms by number of ranks, ±{100 * max(f.error for f in found.forecasts):.0f} %"
+    )
     table = make_table("recipe", map(str, ranks), title)
     for option, steps in growth(found, ranks):
         table.add_row(option.label, *(f"{1e3 * step_s:.0f}" for step_s in steps))
@@ -140,7 +142,7 @@ def _growth(found: Findings, nodes: range) -> Table:
 
 
 def growth(found: Findings, ranks: Sequence[int]) -> list[tuple[Option, list[float]]]:
-    """Return a step's seconds on each number of ranks, for each option."""
+    """Return (option, step time in seconds on each number of ranks) for each option."""
     options = [forecast.option for forecast in found.forecasts]
     columns = [
         [f.time.total_s for f in advice.forecasts(options, found.compute, found.network, p)]
@@ -151,7 +153,7 @@ def growth(found: Findings, ranks: Sequence[int]) -> list[tuple[Option, list[flo
 
 
 def crossovers(found: Findings) -> dict[str, int | None]:
-    """Return, for recipes that gather, from how many ranks on a dense allreduce is faster."""
+    """Return the number of ranks from which a dense allreduce is faster than each allgather."""
     dense = Message("allreduce", found.forecasts[0].option.sent_nbytes)
     return {
         option.label: crossover(found.network, Message("allgather", option.sent_nbytes), dense)
@@ -176,9 +178,9 @@ def _to_paste(found: Findings) -> Iterator[str]:
     arguments = "".join(f", {name}={value!r}" for name, value in option.options.items())
     yield f"    compression=Compression.{option.recipe}(model{arguments})"
     script, setting = found.script or "train.py", _setting(option)
-    yield "or, without an edit:"
+    yield "or, without editing the script:"
     yield f"    horovodrun -np {found.ranks} horovod-fftcomp run --compression {setting} {script}"
-    yield "Compare the loss with that of none first: rel. error is what a single step loses."
+    yield "Compare the training loss with that of none first: rel. error is that of one step."
 
 
 def _to_measure(found: Findings) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Types of arguments that several commands take."""
+"""Argument types that several commands share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9}
 
 
 class RecipeChoice(NamedTuple):
-    """A recipe as it was written, its name, and the options that were given."""
+    """A recipe on the command line: its text, its name and the given options."""
 
     label: str
     name: str
@@ -60,15 +60,15 @@ def positive(text: str) -> float:
 
 
 def node_range(text: str) -> range:
-    """Return numbers of ranks: ``2..1024``."""
+    """Return a range of numbers of ranks, written ``2..1024``."""
     first, dots, last = text.partition("..")
     if dots and first.isdecimal() and last.isdecimal() and 2 <= int(first) <= int(last) <= 1 << 20:
         return range(int(first), int(last) + 1)
-    raise argparse.ArgumentTypeError(f"{text!r} is no range of ranks; write it as 2..1024")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a range of ranks; write 2..1024")
 
 
 def numels(text: str) -> list[int]:
-    """Return numbers of elements: ``25000000``, ``25M`` or ``1e6``, or several with commas."""
+    """Return numbers of elements, separated by commas: ``25000000``, ``25M`` or ``1e6``."""
     return [_numel(part.strip()) for part in text.split(",")]
 
 
@@ -81,12 +81,12 @@ def _numel(text: str) -> int:
     except ArithmeticError:
         pass
     raise argparse.ArgumentTypeError(
-        f"{text!r} is no number of elements; write 25000000, 25M or 25e6"
+        f"{text!r} is not a number of elements; write 25000000, 25M or 25e6"
     )
 
 
 def recipe_choices(text: str) -> list[RecipeChoice]:
-    """Return recipes: ``fft``, ``topk(density=0.01,bits=8)``, or several with commas."""
+    """Return recipes, separated by commas: ``fft``, ``topk(density=0.01,bits=8)``."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError):
@@ -118,7 +118,7 @@ def _recipe_choice(node: ast.expr) -> RecipeChoice:
 
 
 def _value(node: ast.expr, recipe: ast.expr) -> object:
-    """Return the value of an option: a word, as in ``scope=model``, or what Python makes of it."""
+    """Return the value of an option: a word, as in ``scope=model``, or a Python literal."""
     if isinstance(node, ast.Name):
         return node.id
     try:
@@ -128,7 +128,7 @@ def _value(node: ast.expr, recipe: ast.expr) -> object:
 
 
 def _converted(value: object, kind: object) -> object:
-    """Return the bool or None that a word or 0 or 1 stands for where one is wanted."""
+    """Return ``value``, converted to a bool or None if the option takes one."""
     if kind is bool and not isinstance(value, float):
         return _BOOLS.get(str(value).lower(), value)
     if isinstance(value, str) and value.lower() == "none" and NoneType in get_args(kind):
@@ -140,14 +140,14 @@ def setting(text: str) -> RecipeChoice:
     """Return one recipe: ``fft``, ``fft:density=0.15,bits=8`` or ``fft(density=0.15,bits=8)``."""
     choices = settings(text)
     if len(choices) != 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is {len(choices)} recipes, one is wanted")
+        raise argparse.ArgumentTypeError(f"{text!r} is {len(choices)} recipes, expected one")
     return choices[0]
 
 
 def settings(text: str) -> list[RecipeChoice]:
-    """Return recipes: ``none,fft:density=0.15,bits=8,auto``, or options in brackets.
+    """Return recipes, written ``none,fft:density=0.15,bits=8,auto`` or with options in brackets.
 
-    What contains "=" but no ":" is another option of the recipe before it.
+    A part with "=" and without ":" is a further option of the recipe before it.
     """
     if "(" in text or ":" not in text:
         return recipe_choices(text)
@@ -167,28 +167,29 @@ def settings(text: str) -> list[RecipeChoice]:
 
 
 def as_setting(choice: RecipeChoice) -> str:
-    """Return a recipe as ``setting`` reads it, without brackets that a shell would want quoted."""
+    """Return a recipe in the form that ``setting`` reads and a shell needs no quotes for."""
     options = ",".join(f"{option}={value}" for option, value in choice.options.items())
     return f"{choice.name}:{options}" if options else choice.name
 
 
 def _not_a_recipe(text: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(
-        f"{text!r} is no recipe; write its name, and options as in topk(density=0.01,bits=8), "
-        "each once, inside quotation marks; true, false and words as in scope=model are values too"
+        f"{text!r} is not a recipe; write its name, with each option once, as in "
+        "'topk(density=0.01,bits=8)', in quotation marks; a value is a number, true, false or a "
+        "word, as in scope=model"
     )
 
 
 def output_path(text: str) -> Path:
-    """Return the path of a file to write, whose folder is there."""
+    """Return the path of a file to write; its folder has to exist."""
     path = Path(text)
     if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r}: no file can be written there; make the folder")
+        raise argparse.ArgumentTypeError(f"{text!r}: cannot write a file there; create the folder")
     return path
 
 
 def picture_path(text: str) -> Path:
-    """Return the path of a picture to write, of a kind that matplotlib knows."""
+    """Return the path of a picture to write: .png, .svg or .pdf."""
     path = output_path(text)
     if path.suffix not in _PICTURES:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(_PICTURES)}")

@@ -1,4 +1,4 @@
-"""``horovod-fftcomp bench``: what recipes cost and give on this machine, with the user's data."""
+"""``horovod-fftcomp bench``: measure time, bytes and error of recipes on this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from horovod_fftcomp.tools.bench import RecipeSession, Session, peers, plot
 from horovod_fftcomp.tools.gradient_files import History
 
 _RECIPES = "fp16,bf16,topk(density=0.01,bits=32),topk,fft,dct"
-_BUSY = 0.7  # processes; what a run just before this one leaves of its own load is less
+_BUSY = 0.7  # processes; more than what a previous run of this command adds to the load
 _SIZES = "1M,25M"  # a layer, and all of a ResNet-50
 
 
@@ -44,8 +44,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser(
         "bench",
-        help="measure what recipes cost and give on this machine",
-        description="Measure time, bytes and error of recipes; docs/bench.md explains the columns.",
+        help="measure time, bytes and error of recipes on this machine",
+        description="Measure time, bytes and error of recipes, without Horovod or a network. "
+        "docs/bench.md explains the columns.",
     )
     add = parser.add_argument
     add(
@@ -53,15 +54,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=recipe_choices,
         action="extend",
         metavar="RECIPE[,RECIPE]",
-        help=f"names, with options in brackets (default: {_RECIPES})",
+        help=f"recipes, with options in brackets (default: {_RECIPES})",
     )
-    add("--all", action="store_true", help="every recipe, and which of them are reducible")
+    add(
+        "--all",
+        action="store_true",
+        help="measure every recipe, and list which gather and which reduce",
+    )
     _add_data(parser)
-    add("--threads", type=count, metavar="N", help="for recipes, peers and memcpy alike")
-    add("--repeat", type=count, default=5, help="times of each median (default: %(default)s)")
-    add("--no-peers", action="store_true", help="leave out the compressors written in PyTorch")
-    add("--json", type=output_path, metavar="FILE", help="write all numbers there")
-    add("--plot", type=picture_path, metavar="FILE.png", help="draw costs and errors there")
+    add("--threads", type=count, metavar="N", help="CPU threads of recipes, peers and memcpy")
+    add("--repeat", type=count, default=5, help="timings per median (default: %(default)s)")
+    add("--no-peers", action="store_true", help="skip the compressors written in PyTorch")
+    add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")
+    add("--plot", type=picture_path, metavar="FILE.png", help="draw times and errors")
     parser.set_defaults(run=run, fail=parser.error)
 
 
@@ -73,24 +78,29 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         type=numels,
         action="extend",
         metavar="N[,N]",
-        help=f"elements of made-up gradients, as 25000000, 25M or 1e6 (default: {_SIZES})",
+        help=f"elements of synthetic gradients, as 25000000, 25M or 1e6 (default: {_SIZES})",
     )
     either.add_argument(
         "--gradients",
         type=Path,
         metavar="FILE",
-        help=".npy or .npz of your own; keys STEP/NAME are steps of tensors",
+        help="recorded gradients, .npy or .npz; keys STEP/NAME are steps of tensors",
     )
     add = parser.add_argument
-    add("--seed", type=seed, default=0, help="of made-up gradients (default: %(default)s)")
+    add(
+        "--seed",
+        type=seed,
+        default=0,
+        help="seed of synthetic gradients (default: %(default)s)",
+    )
     add(
         "--min-numel",
         type=count,
         default=MIN_NUMEL,
         metavar="N",
-        help="leave smaller arrays of the file out, as training does (default: %(default)s)",
+        help="skip arrays of FILE with fewer elements, as training does (default: %(default)s)",
     )
-    add("--per-tensor", action="store_true", help="a table for each tensor of the file")
+    add("--per-tensor", action="store_true", help="also print a table for each tensor of FILE")
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -132,13 +142,13 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def _histories(parsed: argparse.Namespace) -> tuple[Iterable[History], int, str]:
-    """Return the gradients, how many tensors they are, and what they are in words."""
+    """Return (the gradients, their number of tensors, a description in words)."""
     if parsed.per_tensor and not parsed.gradients:
         parsed.fail("--per-tensor is for a file of --gradients")
     if not parsed.gradients:
         sizes = parsed.numel or numels(_SIZES)
         made = (gradient_files.synthetic(size, seed=parsed.seed) for size in sizes)
-        return made, len(sizes), f"made-up gradients (Student's t, seed {parsed.seed})"
+        return made, len(sizes), f"synthetic gradients (Student's t, seed {parsed.seed})"
     try:
         histories = gradient_files.read(parsed.gradients)
     except (OSError, ValueError) as error:
@@ -147,8 +157,8 @@ def _histories(parsed: argparse.Namespace) -> tuple[Iterable[History], int, str]
     if not kept:
         parsed.fail(
             f"{parsed.gradients}: each of the {len(histories)} arrays has fewer than "
-            f"{parsed.min_numel} elements or is a vector; training does not compress such. "
-            "--min-numel changes the number"
+            f"{parsed.min_numel} elements or is a vector, which training does not compress. "
+            "Lower --min-numel to measure smaller matrices"
         )
     data = f"{len(kept)} tensors of {parsed.gradients.name}"
     if len(kept) < len(histories):
@@ -157,7 +167,7 @@ def _histories(parsed: argparse.Namespace) -> tuple[Iterable[History], int, str]
 
 
 def _compressed(histories: list[History], min_numel: int) -> list[History]:
-    """Return what training would compress; where all arrays are flat, vectors too."""
+    """Return the arrays that training would compress; vectors too if all arrays are flat."""
     all_flat = all(history.steps[0].ndim <= 1 for history in histories)
     return [
         history
@@ -233,22 +243,22 @@ def _print(
     console.print(
         Text(
             f"{data}. {facts['threads']} of {facts['cores']} cores of {facts['cpu']}; {versions}.\n"
-            f"Medians of at least {parsed.repeat} times. x: times in memcpys of the gradient into "
-            "memory that is there. EF: error feedback."
+            f"Medians of at least {parsed.repeat} timings. x: multiples of a memcpy of the "
+            "gradient to allocated memory. EF: error feedback."
         )
     )
     if not parsed.gradients:
         console.print(
             Text(
-                "Made-up elements are independent, so transforms gain nothing on them: "
-                "compare errors on --gradients of your own."
+                "Synthetic elements are independent, so transforms gain nothing on them: "
+                "compare errors on your own --gradients."
             )
         )
     if facts["load"] > _BUSY:
-        load = f"The load before this run was {facts['load']:.1f} processes: times may be high."
+        load = f"The load before this run was {facts['load']:.1f} processes: times may be too high."
         console.print(Text(load))
     if not parsed.no_peers and not peers.torch_is_installed():
-        console.print(Text("Peers written in PyTorch are left out: pip install torch"))
+        console.print(Text("The compressors written in PyTorch were skipped: pip install torch"))
 
 
 def _write_json(

@@ -1,4 +1,4 @@
-"""What ``bench`` found, as tables, as lines of text and as JSON values."""
+"""Report of ``bench``: tables, lines of text and JSON values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horovod_fftcomp.tools.bench.peers import PEERS
 
 
 class Result(NamedTuple):
-    """What was measured of one tensor, or of all in a file: our recipes, then the peers."""
+    """Measurements of one tensor, or of all tensors of a file: of recipes and of peers."""
 
     title: str
     ours: list[Measurement]
@@ -24,14 +24,14 @@ class Result(NamedTuple):
 
 
 def peer_density(choices: Sequence[RecipeChoice]) -> float:
-    """Return the density at which torch.topk is the peer of our first Top-k."""
+    """Return the density of torch.topk: that of the first ``topk`` among the recipes."""
     options = next((choice.options for choice in choices if choice.name == "topk"), {})
     default = RECIPES["topk"].options["density"]
     return float(options.get("density", default))  # type: ignore[arg-type]
 
 
 def table(result: Result) -> Table:
-    """Return the table of one tensor or file, which fits into 120 columns."""
+    """Return the table of one tensor or file; at most 120 columns wide."""
     first = result.ours[0]
     speed = 4 * first.numel / first.memcpy_s / 1e9
     columns = (
@@ -71,14 +71,14 @@ def _cells(one: Measurement) -> list[str]:
 
 
 def _short(number: float) -> str:
-    """Return three digits or all before the point; an exponent would be hard to compare."""
+    """Return ``number`` to three digits, without an exponent, which would be hard to compare."""
     rounded = float(f"{number:.3g}")
     digits = max(0, 2 - math.floor(math.log10(rounded))) if rounded > 0 else 0
     return f"{number:.{min(digits, 3)}f}"
 
 
 def speed_ups(result: Result, choices: Sequence[RecipeChoice]) -> Iterator[str]:
-    """Yield how much faster recipes are than their peers; Top-k of the same density alone."""
+    """Yield the speed-up of each recipe over its peer; of ``topk`` at equal density only."""
     for choice, one in zip(choices, result.ours, strict=True):
         label = "torch.topk" if choice.name == "topk" else PEERS.get(choice.name)
         found = (p for p in result.peers if label is not None and p.label.startswith(label))
@@ -98,16 +98,17 @@ def speed_ups(result: Result, choices: Sequence[RecipeChoice]) -> Iterator[str]:
 
 
 def collectives(choices: Sequence[RecipeChoice]) -> str:
-    """Return in words which recipes are summed on the way, and which are gathered."""
+    """Return in words which recipes gather payloads and which reduce sums."""
     gathered: list[str] = []
     reducible: list[str] = []
     for choice in choices:
         rounds = get_scheme(choice.name, **choice.options).rounds
         (gathered if "allgather" in rounds else reducible).append(choice.label)
-    lines = [f"Gathered: {', '.join(gathered)}."] if gathered else []
+    lines = [f"With an allgather: {', '.join(gathered)}."] if gathered else []
     if reducible:
         lines.append(
-            f"Reducible, so that a rank receives no more from more ranks: {', '.join(reducible)}."
+            "By allreduce alone, so what a rank receives does not grow with the ranks: "
+            f"{', '.join(reducible)}."
         )
     return "\n".join(lines)
 

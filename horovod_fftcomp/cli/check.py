@@ -1,4 +1,4 @@
-"""``horovod-fftcomp check``: whether this installation and, under a launcher, its job are sound."""
+"""``horovod-fftcomp check``: check the installation and, under a launcher, the job."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from horovod_fftcomp.tools.run.launcher import launched_rank
 _STYLES = {Level.OK: "green", Level.ABSENT: "dim", Level.WARNING: "yellow", Level.FAIL: "bold red"}
 _TRY_JOB = "horovodrun -np 2 horovod-fftcomp check"
 _BUSY = "see what keeps this machine or its file system busy, or raise --timeout"
-_GRACE_S = 10  # what the watchdog has to print
+_GRACE_S = 10  # for the watchdog to print the report
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser(
         "check",
-        help="tell whether this installation and its job are sound",
-        description=f"Tell whether this installation is sound; of a job too: {_TRY_JOB}",
+        help="check this installation and, under a launcher, its job",
+        description="Check versions, kernels and frameworks of this installation. Under a launcher "
+        f"also check the job: {_TRY_JOB}",
     )
     parser.add_argument(
         "--timeout",
         type=count,
         default=120,
         metavar="S",
-        help="seconds that one check may take; then it fails (default: %(default)s)",
+        help="time limit of each check in seconds (default: %(default)s)",
     )
     parser.set_defaults(run=run)
 
@@ -63,16 +64,16 @@ def run(parsed: argparse.Namespace) -> None:
 def _check_job(
     report: Report, watchdog: Watchdog, timeout_s: int
 ) -> Callable[[float], None] | None:
-    """Add what the ranks find together; return what ends the job, if it has begun.
+    """Add the findings of all ranks together; return a function that ends the job, if it began.
 
-    Without a launcher it does not begin: there MPI_Init may end the process.
+    Without a launcher there is no job: MPI_Init may then end the process.
     """
     if report.rank is None:
         report.add(Finding("job", Level.ABSENT, "not tried without a launcher", _TRY_JOB))
         return None
     if not report.has_working_horovod:
         found = "this rank cannot take part without horovod.torch"
-        report.add(Finding("job", Level.FAIL, found, "mend what is said of it"))
+        report.add(Finding("job", Level.FAIL, found, "fix the failure of horovod.torch first"))
         return None
     try:
         from horovod_fftcomp.torch import check as job
@@ -81,7 +82,7 @@ def _check_job(
             report.add(finding)
         return job.finish
     except Exception as error:
-        # The other ranks may be in a collective that this one will not reach: no use to go on.
+        # The other ranks may wait in a collective that this one will not reach: stop here.
         report.add(Finding("job", Level.FAIL, check.told(error), "look at all ranks' output"))
         return None
 
@@ -99,12 +100,12 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Tell whether something does not work."""
+        """Whether a check has failed."""
         return any(finding.level is Level.FAIL for finding in self._findings)
 
     @property
     def has_working_horovod(self) -> bool:
-        """Tell whether ``horovod.torch`` could be imported."""
+        """Whether ``horovod.torch`` could be imported."""
         return Finding("horovod.torch", Level.OK, "")[:2] in {f[:2] for f in self._findings}
 
     def print(self) -> None:
@@ -132,7 +133,7 @@ class Report:
 
 
 class Watchdog:
-    """Ends the process with the report and status 1 if what is expected takes too long."""
+    """Time limit of a check; when it expires, the report is printed and the process ends."""
 
     def __init__(self, limit_s: float, report: Report) -> None:
         self._limit_s = limit_s
@@ -140,7 +141,7 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def expect(self, what: str, remedy: str) -> None:
-        """Begin to wait for ``what``; ``remedy``: what to do if it never comes."""
+        """Start the time limit of ``what``; ``remedy``: what to do if it is exceeded."""
         self.stop()
         self._timer = threading.Timer(self._limit_s, self._end, (what, remedy))
         self._timer.daemon = True
@@ -151,7 +152,7 @@ class Watchdog:
         )
 
     def stop(self) -> None:
-        """Wait for nothing."""
+        """Stop the time limit."""
         faulthandler.cancel_dump_traceback_later()
         if self._timer is not None:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""Where commands print."""
+"""Console and tables of the commands."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _WIDTH_OF_FILES = 120
 
 
 def make_console(is_terminal: bool | None = None) -> Console:
-    """Return standard output, as wide as the terminal; files and pipes have room for tables.
+    """Return a console on standard output: as wide as the terminal, else 120 columns.
 
-    ``is_terminal``: None to find out. A launcher may offer ranks a terminal that nobody sees.
+    ``is_terminal``: None to find out. Under a launcher a rank's terminal is not the user's.
     """
     if is_terminal is None:
         is_terminal = sys.stdout.isatty()
@@ -26,7 +26,7 @@ def make_console(is_terminal: bool | None = None) -> Console:
 
 
 def make_table(first: str, columns: Iterable[str], title: str = "") -> Table:
-    """Return a table of numbers without rows: a column of names, called ``first``, and others."""
+    """Return an empty table: a column of names, headed ``first``, and right-aligned columns."""
     table = Table(
         title=Text(title) if title else None,
         title_justify="left",

@@ -1,4 +1,4 @@
-"""``horovod-fftcomp recipes``: the table of recipes, their options and ratios; help for one."""
+"""``horovod-fftcomp recipes``: list the recipes with options and ratios, or describe one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ from horovod_fftcomp.schemes import Tensor
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser("recipes", help="list the recipes, their options and ratios")
-    parser.add_argument("name", nargs="?", choices=RECIPES, metavar="NAME", help="tell its options")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        choices=RECIPES,
+        metavar="NAME",
+        help="describe the options and settings of this recipe",
+    )
     parser.add_argument(
         "-n",
         "--numel",
         type=count,
         default=1_000_000,
-        help="elements of the tensor that the ratio is computed for (default: %(default)s)",
+        help="elements of the tensor whose ratios are listed (default: %(default)s)",
     )
     parser.set_defaults(run=run)
 
@@ -35,9 +41,9 @@ def run(parsed: argparse.Namespace) -> None:
         return
     shape = " x ".join(f"{length:,}" for length in near_square(parsed.numel))
     table = Table(
-        caption=f"Ratio: float32 bytes / bytes as sent, {parsed.numel:,} elements in a tensor of "
-        f"{shape}, as near to a square matrix as their number allows; forecasts for "
-        "hard_threshold, strom, adacomp and wangni, where the values decide."
+        caption=f"Ratio: float32 bytes / sent bytes for {parsed.numel:,} elements in a tensor of "
+        f"{shape}, the matrix of that size that is nearest to a square; estimates for "
+        "hard_threshold, strom, adacomp and wangni, whose sizes depend on the values."
     )
     for column in ("recipe", "what is sent", "options = default", "collectives", "source"):
         table.add_column(column)
@@ -51,11 +57,11 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def ratio(name: str, numel: int) -> float:
-    """Return float32 bytes over bytes as sent with a recipe's defaults, for a matrix."""
+    """Return the compression ratio of a recipe with default options, for a matrix."""
     return 4 * numel / get_scheme(name).sent_nbytes(Tensor(name, near_square(numel)))
 
 
 def near_square(numel: int) -> tuple[int, ...]:
-    """Return the shape of ``numel`` elements nearest to a square; of a prime number a vector's."""
+    """Return the matrix shape of ``numel`` elements nearest to a square; a vector's if prime."""
     rows = next((rows for rows in range(math.isqrt(numel), 1, -1) if numel % rows == 0), 1)
     return (rows, numel // rows) if rows > 1 else (numel,)

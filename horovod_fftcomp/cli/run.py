@@ -1,4 +1,4 @@
-"""``horovod-fftcomp run``: compression in a training script that does not mention it."""
+"""``horovod-fftcomp run``: run an unmodified training script with compression."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ examples:
   horovod-fftcomp run --compare none,fft,auto --steps 100 -np 2 train.py
   horovod-fftcomp run --compare none,topk:bits=8 --launcher "horovodrun -H a:1,b:1" train.py
 
-docs/run.md tells what a script may contain.
+docs/run.md lists what a script may contain.
 """
 _NOTHING = (
     "nothing was exchanged through horovod_fftcomp: the script took no step with "
     "hvd.DistributedOptimizer or hvd.DistributedGradientTape on several ranks"
 )
 _START = " (start it as horovodrun -np 2 horovod-fftcomp run ...)"
-# What a rank raises, or ends by, when another one has failed.
+# Errors of a rank that follow from the failure of another one.
 _CONSEQUENCES = ("HorovodInternalError", "Horovod has been shut down", "SIGTERM")
-_MOST_SHOWN = 500  # characters of an exception; its traceback has all
+_MOST_SHOWN = 500  # characters of an exception; its traceback has the rest
 _DIFFER = "PARAMETERS DIFFER"
 _TIMES = ("encode", "wait", "decode")
 
@@ -52,9 +52,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser(
         "run",
-        help="train with compression in a script that does not mention it",
-        description="Run a Horovod script of PyTorch, TensorFlow or Keras, unedited, with "
-        "compression, and tell time and bytes of a step at the end.",
+        help="run an unmodified training script with compression",
+        description="Run an unmodified Horovod script of PyTorch, TensorFlow or Keras with\n"
+        "compression, and report time and bytes of a step at the end.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -64,48 +64,53 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--compression",
         type=setting,
         metavar="RECIPE[:OPTION=VALUE,...]",
-        help="what the script's optimizers and tapes are given",
+        help="recipe for the script's optimizers and tapes",
     )
     which.add_argument(
         "--compare",
         type=settings,
         metavar="RECIPE,RECIPE",
-        help="start a job for each of these, one after another, and print a table",
+        help="run one job for each recipe, one after another, and print a table",
     )
     add("--steps", type=count, metavar="N", help="end the script after N steps")
     add("--warmup-steps", type=count, metavar="N", help="begin with N dense steps")
-    add("--ranks-per-node", type=count, metavar="N", help="compress between nodes of N ranks alone")
-    add("--record", type=Path, metavar="FILE.npz", help="write gradients there, see bench")
+    add(
+        "--ranks-per-node",
+        type=count,
+        metavar="N",
+        help="sum dense within nodes of N ranks and compress between nodes",
+    )
+    add("--record", type=Path, metavar="FILE.npz", help="record gradients, for bench and advise")
     add(
         "--record-every",
         type=count,
         default=50,
         metavar="N",
-        help="steps apart (default: %(default)s)",
+        help="record every N-th step (default: %(default)s)",
     )
-    add("--live-view", type=Path, metavar="FILE", help="append a line of JSON at every 50th step")
+    add("--live-view", type=Path, metavar="FILE", help="append JSON lines to FILE, every 50th step")
     _add_jobs(parser)
     add("script", help="the training script")
-    add("script_arguments", nargs=argparse.REMAINDER, help="what the script is given")
+    add("script_arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run, fail=parser.error)
 
 
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
-    """Add what belongs to jobs."""
+    """Add the arguments on jobs."""
     add = parser.add_argument
     add("-np", type=count, metavar="N", help="ranks of each job of --compare (default: 2)")
     add(
         "--launcher",
         type=shlex.split,
         metavar="COMMAND",
-        help="what starts the jobs of --compare; -np N is put behind (default: horovodrun)",
+        help="command that starts the jobs of --compare, before -np N (default: horovodrun)",
     )
-    add("--json", type=output_path, metavar="FILE", help="write what --compare finds there")
-    add("--report-json", action="store_true", help="report as JSON, on every rank")
+    add("--json", type=output_path, metavar="FILE", help="write the results of --compare to FILE")
+    add("--report-json", action="store_true", help="report as a line of JSON, on every rank")
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Run the script, here or in jobs."""
+    """Run the script in this process, or in jobs with ``--compare``."""
     if not Path(parsed.script).is_file():
         parsed.fail(f"there is no script {parsed.script!r}")
     if not parsed.compare:
@@ -117,17 +122,17 @@ def run(parsed: argparse.Namespace) -> None:
                 )
         _run_script(parsed)
     elif launcher.launched_rank() is not None:
-        parsed.fail("--compare starts the jobs itself: leave horovodrun out, and give -np N")
+        parsed.fail("--compare starts its own jobs: run it without horovodrun and give -np N")
     elif parsed.report_json:
         parsed.fail("--report-json belongs to --compression: with --compare give --json FILE")
     elif parsed.record or parsed.live_view:
-        parsed.fail("--record and --live-view belong to --compression: all jobs have one file")
+        parsed.fail("--record and --live-view belong to --compression: jobs would share a file")
     else:
         _compare(parsed)
 
 
 def _run_script(parsed: argparse.Namespace) -> None:
-    """Run the script as Python would, and report at its end, be it an error."""
+    """Run the script as Python would, and report at its end, also after an error."""
     choice: RecipeChoice = parsed.compression
     given = {
         "warmup_steps": parsed.warmup_steps,
@@ -162,7 +167,7 @@ def _run_script(parsed: argparse.Namespace) -> None:
 
 
 def _described(error: BaseException) -> str:
-    """Return in one line what ended the script; nothing if it is the usual end."""
+    """Return the error that ended the script in one line; an empty string if there was none."""
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r})" if error.code else ""
     text = " ".join(str(error).split())
@@ -174,17 +179,17 @@ class StepsDone(SystemExit):
 
 
 def _found(steps: StepReport) -> dict[str, Any]:
-    """Return what the steps came to so far, or why that is not known."""
+    """Return the figures of the steps so far, or the error that kept them from being read."""
     try:
         return steps.values()
-    except Exception as error:  # the script was broken off in the midst of a step, say
+    except Exception as error:  # as after an error within a step
         return {"steps": 0, "error": str(error) or repr(error)}
 
 
 def _report(
     parsed: argparse.Namespace, steps: StepReport, final: Mapping[str, Any], failure: str
 ) -> None:
-    """Print what the steps took: JSON on every rank, or text on the first one."""
+    """Print time and bytes of the steps: JSON on every rank, or text on the first one."""
     found = dict(final) if final else _found(steps)
     if failure:
         found["failure"] = failure
@@ -239,7 +244,7 @@ def _compare(parsed: argparse.Namespace) -> None:
 
 
 def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table of the jobs, and below it what went wrong with them."""
+    """Print a table of the jobs, and below it their failures."""
     names = (
         "ms a step", "speed-up", "MB sent", "ratio", "encode ms", "wait ms", "decode ms", "ranks"
     )  # fmt: skip
@@ -268,7 +273,9 @@ def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if row["trouble"]:
             console.print(Text(f"{row['recipe']}: {row['trouble']}."))
-    console.print(Text("Medians; bytes and times of a step, of the first rank."))
+    console.print(
+        Text("Figures of the first rank: median time of a step, means of bytes and other times.")
+    )
 
 
 def _pass_on(line: str) -> None:
@@ -278,7 +285,7 @@ def _pass_on(line: str) -> None:
 def launch(
     parsed: argparse.Namespace, choice: RecipeChoice, n_ranks: int, line: Callable[[str], None]
 ) -> launcher.Ended:
-    """Run the script with one recipe in a job of its own; ``line`` gets what it prints."""
+    """Run the script with one recipe in a job of its own; ``line`` gets each line of output."""
     own: Sequence[str] = [sys.executable, "-m", "horovod_fftcomp", "run", "--report-json"]
     given = {
         "--steps": parsed.steps,
@@ -302,7 +309,7 @@ def launch(
 
 
 def trouble(ended: launcher.Ended, n_ranks: int) -> str:
-    """Return what is wrong with a job in words; nothing if all is well."""
+    """Return the failures of a job in words; an empty string if there are none."""
     reports = ended.reports
     wrong = _failures(reports)
     if len(reports) < n_ranks:
@@ -317,7 +324,10 @@ def trouble(ended: launcher.Ended, n_ranks: int) -> str:
 
 
 def _failures(reports: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what ended the script and on which ranks, consequences left out if there is more."""
+    """Return the errors that ended the script, with their ranks.
+
+    Errors that follow from another rank's failure are left out unless there are no others.
+    """
     ranks: dict[str, list[str]] = {}
     for found in reports:
         if "failure" in found:

@@ -1,1 +1,1 @@
-"""The work behind each command of the command line."""
+"""Implementation of the commands; ``cli`` has their arguments and output."""

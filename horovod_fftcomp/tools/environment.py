@@ -1,4 +1,4 @@
-"""What a measurement was made on, in words: processor, cores, threads and versions."""
+"""The machine of a measurement: processor, cores, threads and versions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from horovod_fftcomp.kernels.threads import get_num_threads
 from horovod_fftcomp.version import __version__
 
-# The names in the package index of what may change a result or a time.
+# Packages whose versions may change a result or a time, as named in the package index.
 PACKAGES = ("numpy", "numba", "llvmlite", "torch", "horovod")
 
 
 def describe() -> dict[str, object]:
-    """Return the machine as JSON values; of packages that are missing, nothing.
+    """Return the machine as JSON values; packages that are not installed are left out.
 
-    ``load`` is the number of processes that have wanted a core in the last minute.
+    ``load``: mean number of runnable processes over the last minute.
     """
     return {
         "cpu": cpu_model(),
@@ -30,7 +30,7 @@ def describe() -> dict[str, object]:
 
 
 def cpu_model() -> str:
-    """Return the processor's name as Linux tells it, else its architecture."""
+    """Return the processor's name from /proc/cpuinfo, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

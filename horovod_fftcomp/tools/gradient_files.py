@@ -1,4 +1,4 @@
-"""Gradients to measure compressors with: a user's own, from a file, or made up.
+"""Gradients to measure compressors with: recorded in a file, or synthetic.
 
 A file is ``.npy`` (one tensor) or ``.npz``. Keys ``<step>/<tensor name>`` hold the steps of a
 training; under any other keys each array is a tensor of one step.
@@ -23,7 +23,7 @@ _SPREAD = 1.0  # standard deviation of the logarithm of the rows' scales
 
 
 class History(NamedTuple):
-    """What a tensor's gradient was: ``steps`` are C-contiguous float32 arrays of one shape."""
+    """Gradients of one tensor: ``steps`` are C-contiguous float32 arrays of one shape."""
 
     name: str
     steps: list[Array]
@@ -33,8 +33,8 @@ def synthetic(numel: int, n_steps: int = 2, seed: int = 0) -> History:
     """Return heavy-tailed gradients of ``numel`` elements, float32 1-D, a function of ``seed``.
 
     Student's t with 3 degrees of freedom, scaled in rows of 1024 elements by a log-normal factor
-    that stays from step to step. Elements are independent, so a transform has nothing to gain;
-    gradients of real nets are smoother.
+    that is the same in every step. Elements are independent, so transforms gain nothing; gradients
+    of real nets are smoother.
     """
     rng = np.random.default_rng(seed)
     n_rows = -(-numel // _ROW)
@@ -53,9 +53,9 @@ def synthetic(numel: int, n_steps: int = 2, seed: int = 0) -> History:
 def read(path: Path) -> list[History]:
     """Return the tensors in a ``.npy`` or ``.npz`` file, steps in ascending order.
 
-    Raises OSError where there is no file, and ValueError for what holds no gradients: no NumPy
-    file, no array, other dtypes than floating point, no element, NaN or Inf, steps of one tensor
-    in several shapes. The message names the array.
+    Raises OSError if the file does not exist, and ValueError for a file that is not NumPy's or
+    holds no array, and for arrays that are not floating point, are empty, contain NaN or Inf, or
+    are steps of one tensor in several shapes. The message names the array.
     """
     arrays = _load(path)
     if not arrays:
@@ -89,21 +89,21 @@ def _load(path: Path) -> dict[str, Array]:
             return {path.stem: loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"{path} is no .npy or .npz file of numbers ({error}); {_REMEDY}"
+            f"{path} is not a .npy or .npz file of numbers ({error}); {_REMEDY}"
         ) from error
 
 
 def _checked(array: Array, where: str) -> Array:
     if array.dtype.kind != "f":
-        raise ValueError(f"{where} has dtype {array.dtype}; gradients are floating-point numbers")
+        raise ValueError(f"{where} has dtype {array.dtype}; expected a floating-point dtype")
     if array.size == 0:
-        raise ValueError(f"{where} has shape {array.shape}, so no elements; leave it out")
+        raise ValueError(f"{where} has shape {array.shape}, which has no elements; remove it")
     with np.errstate(over="ignore"):
         grad = np.ascontiguousarray(array, np.float32).reshape(array.shape)
     n_bad = grad.size - int(np.count_nonzero(np.isfinite(grad)))
     if n_bad:
         raise ValueError(
             f"{where} has {n_bad:,} of {grad.size:,} elements that are NaN, Inf or beyond float32; "
-            "training skips such a step: leave it out"
+            "training skips such a step: remove it"
         )
     return grad

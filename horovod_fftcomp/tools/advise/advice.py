@@ -1,6 +1,6 @@
-"""What a recipe would send and cost for a model, as parts of a step for ``cost_model``; the advice.
+"""Messages and codec times of each recipe for a model, forecasts made of them, and the advice.
 
-Codecs are timed here, by the exchanges that a training runs; the network is not needed for that.
+Codecs are timed by running the exchanges of a training in this process, without a network.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from horovod_fftcomp.tools.advise.cost_model import (
 from horovod_fftcomp.tools.bench import settle_malloc
 from horovod_fftcomp.types import Array
 
-_WORTH = 0.95  # a recipe is advised if it takes less than this share of dense's time
-# What forecasts were off by: 12 of 15 were nearer, see forecast.py in benchmarks/README.md.
+_WORTH = 0.95  # a recipe is recommended if it takes less than this share of the dense time
+# Relative error of a forecast: 12 of 15 had less, see forecast.py in benchmarks/README.md.
 ACCURACY = 0.2
-_FEW, _MORE = 2, 6  # ranks whose payloads are decoded, to tell the time of each from the rest
-# Of the steps that usually come: no measurement, no trial, and the turn of the rank that is timed.
+_FEW, _MORE = 2, 6  # numbers of ranks to decode, whose difference is the time for each rank
+# A usual step: without a measurement or a trial, and led by the rank that is timed.
 _USUAL_STEP = 6 * _FEW * _MORE
 _PROBE_NBYTES = 4
 _CACHES_NBYTES = 1 << 25
@@ -45,10 +45,10 @@ _CACHES_NBYTES = 1 << 25
 class Option(NamedTuple):
     """One way to exchange a model's gradients.
 
-    ``sent_nbytes``: what a rank hands to collectives in a step, and what the others hand in of what
-    is divided among ranks. ``relative_error``: norm of what a gradient loses over its norm, without
-    error feedback. ``compute``: the computation of such a step, where it was told from the others'.
-    ``spread``: of the codec's times, as ``cost_model.spread`` has it.
+    ``sent_nbytes``: bytes that a rank hands to collectives in a step; of "divided" messages those
+    of all ranks. ``relative_error``: norm of the error over norm of the gradient, without error
+    feedback. ``compute``: computation of a step with this option, if it was measured by itself.
+    ``spread``: of the codec's times, see ``cost_model.spread``.
     """
 
     label: str
@@ -62,14 +62,14 @@ class Option(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The collective that carries most bytes, of those that nothing divides."""
+        """The collective of the largest message, "divided" ones left out."""
         messages = [message for part in self.parts for message in part.messages]
         whole = [message for message in messages if message.collective != "divided"]
         return max(whole, key=lambda message: message.nbytes).collective
 
 
 def dense(tensors: Sequence[Tensor]) -> Option:
-    """Return Horovod's own exchange, without us."""
+    """Return the option ``none``: Horovod's own dense allreduce of each tensor."""
     ready = _ready(tensors)
     parts = [Transfer(ready[t.name], (Message("allreduce", _nbytes(t)),)) for t in tensors]
     return Option("none", "none", {}, parts, sum(map(_nbytes, tensors)), 0.0)
@@ -83,9 +83,9 @@ def compressed(
     grads: Mapping[str, Array],
     repeat: int,
 ) -> Option:
-    """Return a recipe's exchange; codecs are timed ``repeat`` times on ``grads``, flat float32.
+    """Return the option of a recipe; its codecs are timed ``repeat`` times.
 
-    Tensors without a gradient in ``grads`` get made-up ones.
+    ``grads``: flat float32 by tensor name; tensors that are missing get synthetic gradients.
     """
     used = dict(options)
     if "calibrate_steps" in RECIPES[recipe].options:
@@ -94,7 +94,7 @@ def compressed(
     buckets = make_buckets(tensors, policy)
     inside = {tensor.name for bucket in buckets for tensor in bucket.tensors}
     rest = sum(_nbytes(tensor) for tensor in tensors if tensor.name not in inside)
-    # Before the first bucket the ranks meet; probes go with what stays dense, at the end.
+    # The roll call comes before the first bucket; probes go with the dense tensors, at the end.
     parts = [
         Transfer(0.0, (Message("allreduce", _PROBE_NBYTES),)),
         Transfer(1.0, (Message("allreduce", rest + _PROBE_NBYTES * len(inside)),)),
@@ -119,9 +119,9 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _ready(tensors: Sequence[Tensor]) -> dict[str, float]:
-    """Return after which share of the backward pass each gradient is there: the last comes first.
+    """Return the share of the backward pass after which each gradient is ready, last layer first.
 
-    Each matrix or kernel is taken to need as much of it; a vector comes with the one before.
+    Every matrix or kernel is assumed to take the same share, and vectors none.
     """
     heavy = [len(tensor.shape) > 1 for tensor in tensors]
     total, done = max(1, sum(heavy)), 0
@@ -140,7 +140,7 @@ def _gradient(tensor: Tensor, grads: Mapping[str, Array]) -> Array:
 def _timed(
     bucket: Bucket, grads: Sequence[Array], ready: float, repeat: int
 ) -> tuple[Transfer, float]:
-    """Return a bucket's messages and medians of its times, in a usual step, and their spread."""
+    """Return (messages and median times of a bucket in a usual step; their spread)."""
     scheme, first = bucket.policy.at(_USUAL_STEP), bucket.policy.at(0)
     state = _run(first, bucket, grads, {}, 0, 1).state
     runs: dict[int, list[_Run]] = {
@@ -157,7 +157,7 @@ def _timed(
 
 
 def _lost(bucket: Bucket, grads: Sequence[Array]) -> tuple[float, float]:
-    """Return sums of squares of what a first exchange loses, and of the gradients."""
+    """Return the sums of squares of the error of a first exchange, and of the gradients."""
     sums = _run(bucket.policy.at(0), bucket, grads, {}, 0, 1).sums
     return (
         sum(
@@ -169,7 +169,7 @@ def _lost(bucket: Bucket, grads: Sequence[Array]) -> tuple[float, float]:
 
 
 class _Run(NamedTuple):
-    """One exchange: messages of this rank, seconds, the sums and the new state."""
+    """One exchange: messages of this rank, times in seconds, sums and new state."""
 
     messages: tuple[Message, ...]
     encode_s: float
@@ -186,9 +186,9 @@ def _run(
     step: int,
     ranks: int,
 ) -> _Run:
-    """Exchange ``grads`` with ranks that all send the same.
+    """Run one exchange in which all ranks send the payloads of ``grads``.
 
-    The caches hold something else before, as after the forward and backward pass of a training.
+    The caches are overwritten before each part, as by the forward and backward pass of a training.
     """
     np.empty(_CACHES_NBYTES, np.uint8).fill(1)
     exchange = scheme.exchange(bucket.tensors, grads, state, Context(step, 0, ranks))
@@ -206,7 +206,7 @@ def _run(
         except StopIteration as stop:
             decode_s = time.perf_counter() - begin
             outcome = stop.value
-            # Only what a later step of the same recipe would find.
+            # The part of the state that all ranks have in common is what a later step finds.
             kept = outcome.state if step == 0 else common(outcome.state)
             return _Run(tuple(messages), sum(times), decode_s, outcome.sums, kept)
 
@@ -219,7 +219,7 @@ def _message(round_: Round, ranks: int) -> Message:
 
 
 def _output(round_: Round, ranks: int) -> Array:
-    if round_.divided:  # ours may be no legal part of another rank's; zeros are of all
+    if round_.divided:  # our part may be invalid as another rank's; zeros never are
         return np.concatenate([round_.data, np.zeros((ranks - 1) * round_.data.size, np.uint8)])
     if round_.collective == "allgather":
         return np.concatenate([round_.data] * ranks)
@@ -227,9 +227,10 @@ def _output(round_: Round, ranks: int) -> Array:
 
 
 class Forecast(NamedTuple):
-    """What a step takes with an option; ``ceiling_s``: if its codec took no time at all.
+    """Forecast time of a step with an option.
 
-    ``error``: the share of ``time.total_s`` by which it may be off, up or down.
+    ``ceiling_s``: the time if encoding and decoding took none. ``error``: relative error of
+    ``time.total_s``, in both directions.
     """
 
     option: Option
@@ -238,9 +239,9 @@ class Forecast(NamedTuple):
     error: float = ACCURACY
 
     def speed_up(self, none: Forecast) -> tuple[float, float, float]:
-        """Return how many times as fast as ``none`` a step is: at least, expected, at most.
+        """Return the speed-up over ``none``: (at least, expected, at most).
 
-        Speed-ups are off by as much as the forecasts are of which they are made.
+        Its relative error is the larger one of the two forecasts.
         """
         gain, error = none.time.total_s / self.time.total_s, max(self.error, none.error)
         return gain * max(0.0, 1 - error), gain, gain * (1 + error)
@@ -254,10 +255,10 @@ def forecasts(
     step_spread: float = 0.0,
     network_spread: float = 0.0,
 ) -> list[Forecast]:
-    """Return what a step takes with each option.
+    """Return the forecast of each option.
 
-    A forecast may be off by ``ACCURACY``, or by as much as the times vary of which it is made:
-    those of the script's steps, of the network and of the codec.
+    The relative error of a forecast is ``ACCURACY``, or more if the measured times vary more: those
+    of the script's steps (``step_spread``), of the network and of the codec.
     """
     found = []
     for option in options:
@@ -272,9 +273,9 @@ def forecasts(
 
 
 class Advice(NamedTuple):
-    """The forecast to follow, or None if no gain is clear; ``why`` in words.
+    """The recommended forecast (None if there is no clear gain) and the reason in words.
 
-    ``unclear``: the fastest one, if it is forecast to gain but may not.
+    ``unclear``: the fastest forecast, if it gains, but not in its whole range.
     """
 
     best: Forecast | None
@@ -283,10 +284,10 @@ class Advice(NamedTuple):
 
 
 def advise(found: Sequence[Forecast]) -> Advice:
-    """Return the fastest of the forecasts if it saves 5 % of the first one's time: ``none``.
+    """Return the advice on ``found``, whose first forecast is that of ``none``.
 
-    And if it still gains where it is off by its ``error``. Of those that save as much and take at
-    most 5 % longer than it, the one that loses least of a gradient.
+    A recipe qualifies if it saves 5 % of the time of ``none`` and gains even at the lower end of
+    its range. Of those within 5 % of the fastest, the one of least relative error is recommended.
     """
     none, *others = found
     worth_s = _WORTH * none.time.total_s
@@ -304,7 +305,7 @@ def advise(found: Sequence[Forecast]) -> Advice:
         low, gain, high = best.speed_up(none)
         why = (
             f"no clear gain: {best.option.label}, the fastest recipe, is forecast to make a step "
-            f"{gain:.2f} times as fast, which may be {low:.2f} to {high:.2f}"
+            f"{gain:.2f} times as fast (range {low:.2f} to {high:.2f})"
         )
         return Advice(None, why, best)
     return Advice(None, _no_gain(none, min(others, key=lambda f: f.time.total_s, default=none)))
@@ -330,7 +331,7 @@ def _no_gain(none: Forecast, best: Forecast) -> str:
 def compute_of(
     step_s: float, option: Option, network: Network, ranks: int, spare_core: bool
 ) -> Compute:
-    """Return the computation that explains a measured step of ``option``, by bisection."""
+    """Return the computation with which ``option`` takes ``step_s`` in the model, by bisection."""
     low, high = 0.0, step_s
     for _ in range(60):
         middle = (low + high) / 2
@@ -341,7 +342,7 @@ def compute_of(
 
 
 def powers_of_two(first: int, last: int) -> Iterator[int]:
-    """Yield the numbers of ranks of a forecast: ``first``, its doubles, and ``last``."""
+    """Yield ``first``, its doubles below ``last``, and ``last``."""
     ranks = first
     while ranks < last:
         yield ranks

@@ -1,4 +1,4 @@
-"""What a training step takes: collectives by alpha and beta, and what hides behind the backward.
+"""Cost model of a training step: alpha-beta times of collectives, and overlap with backward.
 
 Times in seconds, sizes in bytes. alpha: latency of a message between two ranks; beta: seconds a
 byte. The formulas are those of ring and tree collectives (Thakur, Rabenseifner and Gropp 2005).
@@ -13,14 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-CYCLE_S = 1e-3  # in each of which Horovod looks for work once, unless it is told otherwise
+CYCLE_S = 1e-3  # Horovod's default cycle, in which it looks for work once
 _MOST_RANKS = 1 << 20  # searched for a crossover
 
 
 class Message(NamedTuple):
-    """One collective and the bytes that each rank hands in; of "divided" all ranks together.
+    """One collective and the bytes that each rank hands in.
 
-    ``dtype``: of what is summed. Not all take the same time: Gloo adds float16 one by one.
+    "divided": an allgather whose bytes all ranks hand in together. ``dtype``: that of a sum, which
+    changes its time: Gloo adds float16 one by one.
     """
 
     collective: str
@@ -43,12 +44,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Network:
-    """What collectives take: ``reduce`` those that sum, ``gather`` the others.
+    """Times of collectives: ``reduce`` for allreduces, ``gather`` for all others.
 
-    A measurement has one line for each, since summing costs more than copying. ``overhead_s`` is
-    what every collective takes on top, however many ranks there are. ``times_s``: what was measured
-    on ``measured_ranks`` ranks; on as many it counts, and the lines do for all others. Large
-    messages can take longer than any line would have it.
+    They differ since summing costs more than copying. ``overhead_s``: added to every collective, on
+    any number of ranks. ``times_s``: times measured on ``measured_ranks`` ranks, which are used for
+    that number of ranks; the lines are used for all others. Large messages can take longer than a
+    line says.
     """
 
     reduce: Line
@@ -58,7 +59,7 @@ class Network:
     measured_ranks: int = 0
 
     def seconds(self, message: Message, ranks: int) -> float:
-        """Return what a collective of ``ranks`` ranks takes, 0 on one rank.
+        """Return the time of a collective on ``ranks`` ranks in seconds; 0 on one rank.
 
         Ring allreduce: 2 (p-1) alpha + 2 (p-1)/p n beta. Ring allgather: (p-1) (alpha + n beta), n
         of each rank; "divided" is one to which all ranks together bring n. Broadcast by a tree:
@@ -86,7 +87,7 @@ class Network:
 
 
 def given_network(gbit_per_s: float, latency_s: float, cycle_s: float = CYCLE_S) -> Network:
-    """Return a network of links of this speed, used in both directions at once."""
+    """Return a network of full-duplex links of this bandwidth."""
     if not gbit_per_s > 0:
         raise ValueError(f"gbit_per_s must be above 0, got {gbit_per_s!r}")
     line = Line(latency_s, 8e-9 / gbit_per_s)
@@ -96,10 +97,10 @@ def given_network(gbit_per_s: float, latency_s: float, cycle_s: float = CYCLE_S)
 def fitted_network(
     times_s: Sequence[tuple[Message, float]], ranks: int, cycle_s: float = CYCLE_S
 ) -> Network:
-    """Return what fits measured times best, by least squares of the relative errors.
+    """Return the network that fits measured times, by least squares of the relative errors.
 
-    Of the time that does not depend on the bytes, one cycle of Horovod's is taken for
-    overhead, the rest for latency. ValueError if allreduces or allgathers of two sizes are missing.
+    Of the time that does not depend on the bytes, one cycle of Horovod is overhead and the rest
+    latency. Raises ValueError unless there are allreduces and allgathers of two sizes each.
     """
 
     def line(collective: str, steps: float, bytes_per_byte: float) -> Line:
@@ -117,7 +118,7 @@ def fitted_network(
 
 
 def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:
-    """Return the time at ``nbytes``; beyond the largest size the time of a byte stays the same."""
+    """Return the interpolated time; beyond the largest size it is proportional to ``nbytes``."""
     for (n, t), (larger, longer) in itertools.pairwise(points):
         if nbytes <= larger:
             return t + (longer - t) * max(0, nbytes - n) / (larger - n)
@@ -126,7 +127,7 @@ def _between(points: Sequence[tuple[int, float]], nbytes: float) -> float:
 
 
 def _fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return a, b of a + b n = t with the least sum of squares of 1 - (a + b n) / t, both >= 0."""
+    """Return a, b >= 0 that minimize the sum of squares of 1 - (a + b n) / t."""
     rows = [(1 / t, n / t) for n, t in points]
     uu, uv, vv = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     u, v = (sum(row[i] for row in rows) for i in (0, 1))
@@ -139,10 +140,10 @@ def _fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Compute:
-    """A step without exchange: ``total_s``, of which the last ``backward`` share makes gradients.
+    """Computation of a step: ``total_s``, whose last share ``backward`` is the backward pass.
 
-    ``spare_core``: whether a rank has a core on which encoding costs the others nothing. Without,
-    only the network hides behind the backward pass.
+    ``spare_core``: whether a rank has a second core, on which encoding overlaps with the backward
+    pass. Without it only the network overlaps.
     """
 
     total_s: float
@@ -152,11 +153,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What travels together: a bucket, or a tensor that Horovod exchanges itself.
+    """A bucket, or a tensor that Horovod exchanges itself.
 
-    ``ready``: the share of the backward pass after which its gradients are there. ``encode_s``
-    comes before the first message, ``decode_s`` and, for each rank, ``decode_each_s`` after the
-    last.
+    ``ready``: share of the backward pass after which its gradients are ready. ``encode_s``: time
+    before the first message; ``decode_s`` and, for each rank, ``decode_each_s``: after the last.
     """
 
     ready: float
@@ -167,9 +167,10 @@ class Transfer:
 
 
 class StepTime(NamedTuple):
-    """What a step takes, and of what: ``exposed_s`` is exchange that nothing hides.
+    """Time of a step and its parts in seconds.
 
-    ``encode_s`` counts what delays the step; ``exchange_s`` is all of the network's time.
+    ``encode_s``: encoding that delays the step. ``exposed_s``: exchange that overlaps with nothing.
+    ``exchange_s``: all time of the network, hidden or not.
     """
 
     total_s: float
@@ -183,12 +184,12 @@ class StepTime(NamedTuple):
 def step_time(
     compute: Compute, parts: Sequence[Transfer], network: Network, ranks: int
 ) -> StepTime:
-    """Return what a step takes by going through it.
+    """Return the time of a step by simulating it.
 
-    Gradients come evenly over the backward pass, in the order of ``ready``. A part is encoded when
-    it is ready, one after the other. The network carries one collective at a time; messages of one
-    kind that wait for it go as one, as Horovod fuses them. What has arrived is decoded when the
-    backward pass is over, one after the other.
+    Gradients become ready evenly over the backward pass, in the order of ``ready``, and are encoded
+    one part after the other. The network runs one collective at a time; waiting messages of one
+    kind are fused, as by Horovod. After the backward pass, received parts are decoded one after the
+    other.
     """
     order = sorted(parts, key=lambda part: part.ready)
     encoded, computed = _encoded(compute, order)
@@ -224,7 +225,7 @@ def _message(order: Sequence[Transfer], waiting: tuple[float, int, int]) -> Mess
 
 
 def _encoded(compute: Compute, order: Sequence[Transfer]) -> tuple[list[float], float]:
-    """Return when each part is encoded, and when the backward pass is over."""
+    """Return (the time at which each part is encoded, the end of the backward pass)."""
     backward_s = compute.backward * compute.total_s
     forward_s = compute.total_s - backward_s
     ends, now, delay_s = [], 0.0, 0.0
@@ -240,12 +241,12 @@ def _encoded(compute: Compute, order: Sequence[Transfer]) -> tuple[list[float], 
 
 
 def free_codecs(parts: Sequence[Transfer]) -> list[Transfer]:
-    """Return the parts as if encoding and decoding took no time: the ceiling."""
+    """Return the parts without encoding and decoding times."""
     return [replace(part, encode_s=0.0, decode_s=0.0, decode_each_s=0.0) for part in parts]
 
 
 def spread(times_s: Sequence[float]) -> float:
-    """Return half the distance of the quartiles over the median; 0 of fewer than three times."""
+    """Return half the interquartile range over the median; 0 for fewer than three times."""
     if len(times_s) < 3:
         return 0.0
     low, median, high = statistics.quantiles(times_s, n=4, method="inclusive")
@@ -253,16 +254,16 @@ def spread(times_s: Sequence[float]) -> float:
 
 
 def crossover(network: Network, gathered: Message, reduced: Message) -> int | None:
-    """Return the least number of ranks at which gathering takes longer than reducing.
+    """Return the least number of ranks at which ``gathered`` takes longer than ``reduced``.
 
-    None if it never does. In bandwidth alone it is the first p > 2 x reduced / gathered bytes.
+    None if there is none. By bandwidth alone it is the first p > 2 x reduced / gathered bytes.
     """
 
     def loses(p: int) -> bool:
         return network.seconds(gathered, p) > network.seconds(reduced, p)
 
-    # Once lost, more ranks lose more if a gathered byte costs at all; small jobs may lose by
-    # latency alone, so these are looked at one by one.
+    # Once gathering is slower, it stays slower on more ranks; only small jobs may be slower by
+    # latency alone, so these are tried one by one.
     for p in range(2, 1 << 10):
         if loses(p):
             return p

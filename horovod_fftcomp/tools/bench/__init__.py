@@ -1,7 +1,7 @@
-"""What a compressor costs and gives: times beside a memcpy's, bytes and errors.
+"""Measurements of compressors: times relative to a memcpy, bytes and errors.
 
-Gradients come from ``gradients``, the compressors of others from ``peers``, tables from the
-command line.
+Gradients come from ``tools.gradient_files``, compressors written in PyTorch from ``peers``; the
+tables are made in ``cli.bench_report``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = [
     "settle_malloc",
 ]
 
-# 2**18 elements, 1 MiB: a smaller share of a memcpy is over before a second thread has begun.
+# 2**18 elements, 1 MiB: a smaller part of a memcpy is copied before a second thread has started.
 _LEAST_COPIED = 1 << 18
-# The largest block after whose release glibc's malloc keeps blocks of that size for reuse.
+# Once a block of this size has been freed, glibc's malloc keeps blocks up to it for reuse.
 _LARGEST_KEPT_NBYTES = (32 << 20) - (1 << 16)
 _MOST_IN_A_ROW = 3
 _CHUNK = 1 << 20  # elements summed at a time: 8 MiB, against twice the size of a large gradient
@@ -45,13 +45,13 @@ _CHUNK = 1 << 20  # elements summed at a time: 8 MiB, against twice the size of 
 def measure(
     history: History, sessions: Sequence[Session], repeat: int, tick: Callable[[], None]
 ) -> list[Measurement]:
-    """Return what each session does with the steps of ``history``, in order.
+    """Return the measurement of each session on the steps of ``history``, in order.
 
-    The first step alone makes the residual that the others find; of a single step, itself. Each
-    of the others is timed so often that every median is of at least ``repeat`` times. Rounds let
-    a drift of the clock hit all sessions alike. In each a session runs a few times in a row, as in
-    a training, next to memcpys; the first time finds the memory that others have left, and does
-    not count. ``tick`` is called after each of a session's turns and once for each first step.
+    The first step makes a residual and is not measured, unless it is the only one. Each other step
+    is timed so often that every median is of at least ``repeat`` times. Sessions take turns, so
+    that a drift of the clock affects all of them. In a turn a session runs once, to replace what
+    the other sessions have left in memory, and then is timed a few times, each after a memcpy.
+    ``tick`` is called after each turn and once for each first step.
     """
     grads = [grad.reshape(-1) for grad in history.steps]
     measured = grads[1:] or grads
@@ -82,7 +82,7 @@ def measure(
 
 
 def schedule(history: History, repeat: int) -> tuple[int, int]:
-    """Return (rounds, times in a row) in which each measured step is timed."""
+    """Return (turns of a session, timings in a turn) for each measured step."""
     times = -(-repeat // max(1, len(history.steps) - 1))
     in_a_row = min(times, _MOST_IN_A_ROW)
     return -(-times // in_a_row), in_a_row
@@ -95,16 +95,16 @@ def n_ticks(history: History, n_sessions: int, repeat: int) -> int:
 
 
 def settle_malloc() -> None:
-    """Bring malloc into the state of a process that trains, which has used large blocks before.
+    """Free a large block, after which glibc's malloc keeps such blocks for reuse, as in a training.
 
-    Else it returns every block of some megabytes to the system at once, and the page faults of
-    the next one can double a time.
+    Otherwise it returns each block of some megabytes to the system, and the page faults of the next
+    one can double a time.
     """
     np.empty(_LARGEST_KEPT_NBYTES, np.uint8)
 
 
 def _time_once(session: Session, grad: Array) -> dict[str, float]:
-    """Return seconds of one encoding, one with feedback if there is any, and one decoding."""
+    """Return the seconds of an encoding, of one with feedback if it has any, and of a decoding."""
     times = {}
     times["encode"], message = _seconds(session.encode, grad, False)
     if session.has_feedback:
@@ -147,7 +147,7 @@ class _Sums:
         self.feedback_energy = self.feedback_error = 0.0
 
     def add(self, session: Session, grad: Array) -> None:
-        """Add what becomes of ``grad``, without and with feedback; the session goes on."""
+        """Add energies and errors of ``grad``, without and with feedback; advances the session."""
         decoded = session.alone(grad)
         self.energy += _energy(grad)
         self.decoded += _energy(decoded)
@@ -159,7 +159,7 @@ class _Sums:
 
 
 def _energy(values: Array) -> float:
-    """Return the sum of squares, in float64: that of large or tiny values has to fit too."""
+    """Return the sum of squares, in float64, where that of large or tiny values fits."""
     chunks = (
         values[begin : begin + _CHUNK].astype(np.float64) for begin in range(0, values.size, _CHUNK)
     )

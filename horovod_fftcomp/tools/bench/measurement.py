@@ -1,4 +1,4 @@
-"""What was measured of one compressor, and the figures that follow from it."""
+"""Measurement of one compressor, and the figures derived from it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Samples = dict[str, list[float]]
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What one compressor did with one tensor, or with several added up.
+    """Measurement of a compressor on one tensor, or the sum over several tensors.
 
-    Times are medians in seconds. ``energy``, ``decoded_energy`` and ``error_energy`` are sums of
-    squares of the gradient, of what the others receive, and of the difference, over all measured
-    steps. The ``feedback_`` ones are those of gradient plus residual. ``entropy_bits`` is what
-    the positions of ``k`` coefficients of ``n_bins`` take at least. ``samples_s`` are the times
-    whose medians these are, with those of the memcpy beside; sums have none.
+    Times are medians in seconds. ``energy``, ``decoded_energy`` and ``error_energy``: sums of
+    squares of the gradient, of the decoded gradient and of their difference, over all measured
+    steps; with the prefix ``feedback_`` those of gradient plus residual. ``entropy_bits``: the
+    least size of the positions of ``k`` of ``n_bins`` coefficients. ``samples_s``: all times, those
+    of the memcpy included; empty for a sum over tensors.
     """
 
     label: str
@@ -40,38 +40,38 @@ class Measurement:
 
     @property
     def ratio(self) -> float:
-        """Float32 bytes over bytes as sent."""
+        """Compression ratio: float32 bytes over sent bytes."""
         return 4 * self.numel / self.sent_nbytes
 
     @property
     def relative_error(self) -> float:
-        """Norm of what is lost over the norm of the gradient."""
+        """Norm of the error over the norm of the gradient."""
         return _relative(self.error_energy, self.energy)
 
     @property
     def feedback_relative_error(self) -> float | None:
-        """The same of gradient plus residual: what a training loses for the time being."""
+        """Norm of the new residual over the norm of gradient plus old residual."""
         if self.feedback_error_energy is None or self.feedback_energy is None:
             return None
         return _relative(self.feedback_error_energy, self.feedback_energy)
 
     @property
     def kept_energy(self) -> float:
-        """Share of the gradient's sum of squares that arrives."""
+        """Sum of squares of the decoded gradient over that of the gradient."""
         return self.decoded_energy / self.energy if self.energy else 1.0
 
     @property
     def bits_per_position(self) -> float | None:
-        """Bits that each position takes as sent; None where none is sent."""
+        """Sent bits for each position; None if no positions are sent."""
         return 8 * self.positions_nbytes / self.k if self.positions_nbytes else None
 
     @property
     def entropy_per_position(self) -> float | None:
-        """Bits that each position would take at its entropy."""
+        """Entropy of a position in bits; None if no positions are sent."""
         return self.entropy_bits / self.k if self.positions_nbytes else None
 
     def as_row(self) -> dict[str, object]:
-        """Return everything as JSON values."""
+        """Return all fields and derived figures as JSON values."""
         derived = (
             "ratio",
             "relative_error",
@@ -98,7 +98,7 @@ def _relative(error_energy: float, energy: float) -> float:
 
 
 def added(measurements: Sequence[Measurement]) -> Measurement:
-    """Return the sums over several tensors of one compressor."""
+    """Return the sum of the measurements of one compressor on several tensors."""
     columns = {}
     for field in dataclasses.fields(Measurement):
         values = [getattr(one, field.name) for one in measurements]
@@ -110,7 +110,7 @@ def added(measurements: Sequence[Measurement]) -> Measurement:
 
 
 def entropy_bits(n: int, k: int) -> float:
-    """Return the bits that tell which ``k`` of ``n`` places are meant: n H(k/n)."""
+    """Return the entropy in bits of a choice of ``k`` of ``n`` positions: n H(k/n)."""
     if not 0 < k < n:
         return 0.0
     return -k * math.log2(k / n) - (n - k) * math.log2((n - k) / n)

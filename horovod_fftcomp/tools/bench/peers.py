@@ -1,7 +1,7 @@
-"""Compressors as others write them in PyTorch, plainly: the yardsticks beside ours.
+"""Peers: common compressors written plainly in PyTorch, to compare recipes with.
 
-Unpacked, as in published collections of compressors: an index takes four bytes and a quantized
-value one. Their messages are tensors; ours are bytes ready for the wire.
+Messages are unpacked tensors, as in published collections of compressors: an index takes four bytes
+and a quantized value one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _QSGD_LEVELS = 127  # what int8 holds
 
 
 def torch_is_installed() -> bool:
-    """Tell whether the peers can run; imports nothing."""
+    """Return whether PyTorch is installed, without importing it."""
     return importlib.util.find_spec("torch") is not None
 
 
@@ -71,27 +71,27 @@ class TorchTopK(Sparse):
 
 
 class _WithoutFeedback:
-    """What compressors without a residual have in common."""
+    """Base of compressors without a residual."""
 
     has_feedback = False
 
     def advance(self, grad: Array) -> None:
-        """Do nothing: every step is like the first."""
+        """Do nothing: there is no state."""
 
     def residual(self) -> Array:
-        """Return nothing: there is no residual."""
+        """Return an empty array: there is no residual."""
         return np.zeros(0, np.float32)
 
 
 class _Summed:
-    """What both ranks send is summed in float32; ``_meant`` is what a message stands for."""
+    """Base of compressors whose messages are decoded by ``_meant`` and summed in float32."""
 
     encode: Any
     _meant: Any
     _other: tuple[torch.Tensor, ...]
 
     def collect(self, message: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, ...]]:
-        """Return what both ranks have sent; a residual may follow in ``message``."""
+        """Return the messages of both ranks, without the residual at the end of ``message``."""
         return [message[: len(self._other)], self._other]
 
     def decode(self, received: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
@@ -100,7 +100,7 @@ class _Summed:
         return sum(parts[1:], parts[0])
 
     def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad`` without feedback, flat float32."""
+        """Return ``grad`` encoded and decoded without feedback, flat float32."""
         return self.decode([self.encode(grad, feedback=False)]).numpy()
 
 
@@ -246,7 +246,7 @@ class TorchHalf(_WithoutFeedback):
         return torch.from_numpy(grad).half()
 
     def collect(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the sum that an allreduce of both ranks makes."""
+        """Return the float16 sum over both ranks."""
         return message + self._other
 
     def decode(self, received: torch.Tensor) -> torch.Tensor:
@@ -254,12 +254,12 @@ class TorchHalf(_WithoutFeedback):
         return received.float()
 
     def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad``, flat float32."""
+        """Return ``grad`` encoded and decoded, flat float32."""
         return self.encode(grad, feedback=False).float().numpy()
 
 
-# With this begins the label of the peer that computes what a recipe computes; Top-k, QSGD in int8
-# and float16 are always there.
+# The start of the label of the peer of each recipe. Peers of Top-k, QSGD in int8 and float16 always
+# run.
 PEERS = {
     "qsgd": TorchBucketedQSGD.label,
     "terngrad": TorchTernGrad.label,

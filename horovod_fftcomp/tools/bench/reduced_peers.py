@@ -1,7 +1,4 @@
-"""Compressors with a state or rounds of their own as others write them in PyTorch, plainly.
-
-As in ``peers``: unpacked, and a session of two ranks, the second of which sends always the same.
-"""
+"""Peers with a state of their own or several rounds, written plainly in PyTorch; see ``peers``."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _SAMPLED = 0.01  # of the elements, for the threshold
 
 
 class Carried:
-    """A residual that an encoding with feedback adds, and ends with a new one."""
+    """Base of compressors with a residual, the last item of an encoding with feedback."""
 
     has_feedback = True
     _residual: torch.Tensor
@@ -30,12 +27,12 @@ class Carried:
         *_, self._residual = self.encode(grad, feedback=True)
 
     def residual(self) -> Array:
-        """Return what is not sent yet, flat float32."""
+        """Return the residual, flat float32."""
         return self._residual.numpy().reshape(-1)
 
 
 class Sparse(Carried):
-    """A message that begins with values and indices; ``_other``: those of the second rank."""
+    """Base of compressors whose messages begin with values and indices."""
 
     _other: tuple[torch.Tensor, ...]
 
@@ -53,7 +50,7 @@ class Sparse(Carried):
         return total
 
     def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad`` without feedback, flat float32."""
+        """Return ``grad`` encoded and decoded without feedback, flat float32."""
         return self.decode([self.encode(grad, feedback=False)[:2]]).numpy()
 
 
@@ -89,7 +86,7 @@ class TorchDGC(Sparse):
         return values, indices.int(), velocity, residual
 
     def _choose(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """Return about k positions: those above what the sample says, mended a few times."""
+        """Return about k positions: those above a threshold from a sample, adjusted a few times."""
         sample = magnitudes[:: max(1, round(1 / _SAMPLED))]
         k_of_sample = max(1, round(self._k * sample.numel() / magnitudes.numel()))
         threshold = sample.topk(k_of_sample, sorted=False)[0].min()
@@ -110,7 +107,7 @@ class TorchDGC(Sparse):
 
 
 class TorchRandomK(Carried):
-    """``randperm`` of a generator that all ranks seed alike; values by allreduce."""
+    """Random positions by ``randperm`` with a shared seed; values by allreduce."""
 
     kind = "torch random-k"
 
@@ -138,7 +135,7 @@ class TorchRandomK(Carried):
         return values, indices, whole.index_fill_(0, indices, 0)
 
     def collect(self, message: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of values that an allreduce makes, and the indices."""
+        """Return the sum of values over both ranks, and the indices."""
         return message[0] + self._other, message[1]
 
     def decode(self, received: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -149,13 +146,13 @@ class TorchRandomK(Carried):
         return torch.zeros(self._residual.numel()).index_copy_(0, indices, values)
 
     def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad`` without feedback, flat float32."""
+        """Return ``grad`` encoded and decoded without feedback, flat float32."""
         values, indices = self.encode(grad, feedback=False)
         return self.decode((values, indices)).numpy()
 
 
 class TorchPowerSGD(Carried):
-    """Two products, Gram-Schmidt between them; warm start. Vogels et al., NeurIPS 2019.
+    """Low-rank factors with warm start, by Gram-Schmidt. Vogels et al., NeurIPS 2019.
 
     ``encode`` ends with this rank's part of the second sum.
     """
@@ -177,7 +174,7 @@ class TorchPowerSGD(Carried):
         self.sent_nbytes = 4 * rank * (rows + columns)
 
     def encode(self, grad: Array, feedback: bool) -> tuple[torch.Tensor, ...]:
-        """Return the right factor, the left one, and all that was to be sent."""
+        """Return the right factor, the left one, and gradient plus residual."""
         import torch
 
         whole = torch.from_numpy(grad).view(self._shape)
@@ -187,18 +184,18 @@ class TorchPowerSGD(Carried):
         return whole.T @ left, left, whole
 
     def collect(self, message: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Return the sum of right factors, the left one, and all that was to be sent."""
+        """Return the sum of right factors, the left one, gradient plus residual, the own factor."""
         right, left, whole = message
         return right + self._other.T @ left, left, whole, right
 
     def decode(self, received: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the sum over both ranks; keeps what a step leaves, as the published code does."""
+        """Return the sum over both ranks; keeps the new residual, as the published code does."""
         right, left, whole, own = received
         self._left_over = whole - left @ own.T
         return left @ right.T
 
     def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad`` alone without feedback, flat float32."""
+        """Return ``grad`` encoded and decoded without feedback, on one rank, flat float32."""
         import torch
 
         whole = torch.from_numpy(grad).view(self._shape)

@@ -1,4 +1,4 @@
-"""A compressor at work on one tensor, taken apart into what costs time and what does not."""
+"""Sessions: a compressor and one tensor, split into steps that are timed and steps that are not."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
 
-# Step 0 and every 53rd measure energies on top; a usual step does not. Where ranks take turns in
-# leading, it is the turn of rank 0, whose work is measured; and no recipe tries anything any more.
-# Where they share the lead, rank 0 is alone and has all of it: the most that choosing takes.
+# A usual step: it measures no energies (step 0 and every 53rd do), `auto` does not try candidates,
+# and where ranks take turns in leading, rank 0 leads, which is timed. Where all ranks choose a part
+# of the positions, rank 0 is alone and chooses all: the most time that choosing takes.
 _USUAL_STEP = 6
 
 
 class Session(Protocol):
-    """One compressor and one tensor; only ``encode`` and ``decode`` are timed.
+    """A compressor and one tensor, on rank 0 of two; only ``encode`` and ``decode`` are timed.
 
-    A second rank takes part, which always sends the same other gradient.
+    The second rank sends the payload of one other gradient in every step.
     """
 
     label: str
@@ -32,14 +32,14 @@ class Session(Protocol):
     sent_nbytes: int
 
     def encode(self, grad: Array, feedback: bool) -> Any:
-        """Return what is sent for ``grad``, with ``feedback`` plus the residual; commit nothing.
+        """Return the message of ``grad``, with ``feedback`` that of ``grad`` plus residual.
 
-        ``grad``: flat float32, left unchanged.
+        ``grad``: flat float32, not changed. The residual is not changed either.
         """
         ...
 
     def collect(self, message: Any) -> Any:
-        """Return what the network would make of ``message`` and the second rank's."""
+        """Return the output of the collective of ``message`` and the second rank's message."""
         ...
 
     def decode(self, received: Any) -> object:
@@ -47,7 +47,7 @@ class Session(Protocol):
         ...
 
     def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad`` without feedback, flat float32."""
+        """Return ``grad`` encoded and decoded without feedback, flat float32."""
         ...
 
     def advance(self, grad: Array) -> None:
@@ -55,33 +55,33 @@ class Session(Protocol):
         ...
 
     def residual(self) -> Array:
-        """Return what is not sent yet, flat float32."""
+        """Return the residual, flat float32."""
         ...
 
 
 class _Received(NamedTuple):
-    """An exchange that waits for the output of its last collective, and that output."""
+    """An exchange before its last collective's output is sent to it, and that output."""
 
     exchange: Exchange
     output: Array
 
 
 class _Started(NamedTuple):
-    """An exchange that waits for its last collective, and its part of it."""
+    """An exchange up to its last round, and that round."""
 
     exchange: Exchange
     last: Round
 
 
 class RecipeSession:
-    """A recipe of this package, driven as an engine drives it, from a usual step on."""
+    """Session of a recipe, run through ``Scheme.exchange`` as by an engine, in a usual step."""
 
     def __init__(
         self, label: str, recipe: str, options: Mapping[str, Any], tensor: Tensor, other_grad: Array
     ) -> None:
         self.label = label
         if "calibrate_steps" in RECIPES[recipe].options:
-            options = {**options, "calibrate_steps": 1}  # what follows after is measured
+            options = {**options, "calibrate_steps": 1}  # steps after the calibration are measured
         policy = make_policy(recipe, **options)
         self.scheme = policy.at(_USUAL_STEP)
         self.has_feedback = bool(
@@ -103,16 +103,16 @@ class RecipeSession:
 
     @property
     def plan(self) -> Plan | None:
-        """Sizes of the payload; None where there is none, or the values decide."""
+        """Plan of the payload; None if there is no payload or its size depends on the values."""
         codec = self.scheme.codec if isinstance(self.scheme, Allgather) else None
         if codec is None or not codec.has_fixed_size:
             return None
         return codec.plan(self._tensor.shape)
 
     def _sent_by_the_other(self, grad: Array) -> list[Array]:
-        """Return what the second rank hands to each round, as if the first sent the same.
+        """Return the data of each round of the second rank, if both ranks had ``grad``.
 
-        What the first does, if it is alone.
+        With one rank alone, its own data.
         """
         exchange = self._exchange(self._plain, grad, self._known)
         rounds = [next(exchange)]
@@ -123,21 +123,21 @@ class RecipeSession:
         return [round_.data for round_ in rounds]
 
     def encode(self, grad: Array, feedback: bool) -> _Started:
-        """Return the exchange of ``grad`` with the second rank, as far as the last collective."""
+        """Return the exchange of ``grad`` with the second rank, up to the last collective."""
         if feedback:
             return _start(self._exchange(self.scheme, grad, self._state), self._others)
         return _start(self._exchange(self._plain, grad, self._known), self._others)
 
     def collect(self, message: _Started) -> _Received:
-        """Return the exchange and what its last collective makes of both ranks' parts."""
+        """Return the exchange and the output of its last collective."""
         return _Received(message.exchange, _completed(message.last, self._others[-1]))
 
     def decode(self, received: _Received) -> Outcome:
-        """Return what the exchange ends in."""
+        """Return the outcome of the exchange."""
         return _finish(received)
 
     def alone(self, grad: Array) -> Array:
-        """Return what arrives of ``grad`` without feedback, flat float32."""
+        """Return ``grad`` encoded and decoded without feedback, flat float32."""
         return self._outcome_alone(grad, self._plain, _USUAL_STEP).sums[0]
 
     def _outcome_alone(self, grad: Array, scheme: Scheme, step: int) -> Outcome:
@@ -152,7 +152,7 @@ class RecipeSession:
         self._state = self.decode(self.collect(self.encode(grad, feedback=True))).state
 
     def residual(self) -> Array:
-        """Return what is not sent yet, flat float32."""
+        """Return the residual, flat float32."""
         return self.scheme.residual(self._state, self._tensor).reshape(-1)
 
     def _exchange(self, scheme: Scheme, grad: Array, state: State) -> Exchange:

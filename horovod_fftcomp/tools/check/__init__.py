@@ -1,4 +1,4 @@
-"""What one process can tell of its installation; a job of several is in ``torch.check``."""
+"""Checks of an installation in one process; ``torch.check`` checks a job of several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Finding", "Level", "findings", "told"]
 
 
 def findings() -> Iterator[Finding]:
-    """Yield what there is to say of this process, in the order of the report."""
+    """Yield the findings of this process, in the order of the report."""
     yield from packages.findings()
     yield from kernels.findings()
     yield from frameworks.findings()

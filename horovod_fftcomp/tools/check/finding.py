@@ -1,4 +1,4 @@
-"""One line of a report of health."""
+"""One line of the report of ``check``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 
 class Level(enum.Enum):
-    """How bad a finding is; the value is what the report shows."""
+    """Severity of a finding; the value is its text in the report."""
 
     OK = "OK"
-    ABSENT = "-"  # and not missed
+    ABSENT = "-"  # not there, and not needed
     WARNING = "warning"
     FAIL = "FAIL"
 
 
 class Finding(NamedTuple):
-    """What was found on ``topic``; ``remedy`` says what to do where something is to be done."""
+    """Result of the check of ``topic``; ``remedy``: what to do if something is wrong."""
 
     topic: str
     level: Level

@@ -1,6 +1,6 @@
-"""What PyTorch and Horovod say of themselves, asked in a process of its own.
+"""Checks of PyTorch and Horovod, each in a process of its own.
 
-A framework that was built for other libraries may end the interpreter that imports it.
+The import of a framework that was built for other libraries may end the process.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ print({_MARK!r} + str(hvd.size()))
 """
 _INITIALIZE_TIMEOUT_S = 60  # the import has been done once by then
 _REBUILD = (
-    "build Horovod anew, for the PyTorch that is installed: HOROVOD_WITH_PYTORCH=1 pip install "
+    "rebuild Horovod for the installed PyTorch: HOROVOD_WITH_PYTORCH=1 pip install "
     "--no-cache-dir --force-reinstall --no-deps horovod==0.28.1, or make install in a clone"
 )
 
 
 class _Answer(NamedTuple):
-    """What a process printed as JSON, or why it did not."""
+    """Answer of a process: the JSON value that it printed, or an error."""
 
     value: Any
     error: str
 
 
 def findings() -> Iterator[Finding]:
-    """Yield what GPUs PyTorch sees and what Horovod was built with, if they are installed."""
+    """Yield the GPUs that PyTorch sees and the backends of Horovod, if both are installed."""
     if importlib.util.find_spec("torch") is None:
         return
     yield _gpus()
@@ -63,7 +63,7 @@ def findings() -> Iterator[Finding]:
 def _gpus() -> Finding:
     answer = _ask(_ASK_TORCH)
     if answer.error:
-        remedy = "install PyTorch anew: pip install --force-reinstall torch"
+        remedy = "reinstall PyTorch: pip install --force-reinstall torch"
         return Finding("torch runs", Level.FAIL, answer.error, remedy)
     if not answer.value:
         return Finding("GPU", Level.ABSENT, "none; gradients are compressed on the CPU")
@@ -83,7 +83,7 @@ def _horovod() -> Finding:
 
 
 def _one_process() -> Finding:
-    """Return whether a script starts without a launcher, where MPI may end it."""
+    """Return whether ``hvd.init()`` works without a launcher, where MPI may end the process."""
     topic = "one process"
     answer = _ask(_INITIALIZE, "hvd.init()", _INITIALIZE_TIMEOUT_S)
     if not answer.error:
@@ -96,7 +96,7 @@ def _one_process() -> Finding:
 
 
 def _ask(script: str, what: str = "the import", timeout_s: int | None = None) -> _Answer:
-    """Return what ``script`` prints; ``what`` it does, for the message if it does not."""
+    """Return the answer that ``script`` prints; ``what``: its name in an error message."""
     timeout_s = timeout_s or _TIMEOUT_S
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Whether the kernels compile on this processor, write the right bytes, and stay compiled."""
+"""Checks of the CPU kernels: they compile, write the reference's bytes, and are cached."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.check.finding import Finding, Level, told
 from horovod_fftcomp.tools.gradient_files import synthetic
 
-_NUMEL = 5000  # whole blocks and a broken one
+_NUMEL = 5000  # whole blocks and a partial one
 _TOLERANCE = 1e-5  # of the peak: two float32 transforms round differently
-_WRITABLE = "export NUMBA_CACHE_DIR=FOLDER, with a folder that you may write"
+_WRITABLE = "export NUMBA_CACHE_DIR=FOLDER, a folder that you can write to"
 
 
 def findings() -> Iterator[Finding]:
-    """Yield what processor there is, whether kernels work on it, and where they are cached."""
+    """Yield the processor, whether the kernels work on it, and where they are cached."""
     yield _cores()
     begin = time.perf_counter()
     bad = list(_bad_kernels())
@@ -46,7 +46,7 @@ def _cores() -> Finding:
     )
     if threads <= cores and processes * threads <= (os.cpu_count() or 1):
         return Finding("CPU cores", Level.OK, found)
-    remedy = "start fewer processes on this machine, or let them wait for each other"
+    remedy = "start fewer processes on this machine; these compete for cores"
     return Finding("CPU cores", Level.WARNING, found, remedy)
 
 
@@ -66,12 +66,12 @@ def _bad_kernels() -> Iterator[Finding]:
             except Exception as error:
                 difference = told(error)
             if difference:
-                remedy = "install tested versions of numpy and numba; else report this machine"
+                remedy = "install tested versions of numpy and numba; if that fails, report it"
                 yield Finding(f"kernels: {name}", Level.FAIL, difference, remedy)
 
 
 def _difference(codec: AnyCodec) -> str:
-    """Return in what the kernels differ from the reference, or nothing."""
+    """Return how the kernels differ from the reference; an empty string if they do not."""
     grad = synthetic(_NUMEL).steps[0]
     reference = load_backend("reference")
     expected, actual = (
@@ -84,14 +84,14 @@ def _difference(codec: AnyCodec) -> str:
         for kernels in (reference, load_backend("cpu"))
     )
     if expected != actual:
-        return "other bytes than the reference's, from the same coefficients"
+        return "bytes differ from the reference's for the same coefficients"
     decoded = [codec.decode(codec.encode(grad, backend=b), backend=b) for b in ("reference", "cpu")]
     error = float(np.abs(decoded[0] - decoded[1]).max() / np.abs(grad).max())
     return "" if error <= _TOLERANCE else f"decoded values differ by {error:.1e} of the peak"
 
 
 def _cache() -> Finding:
-    """Return whether later processes find the kernels compiled."""
+    """Return whether later processes will find the compiled kernels."""
     folders = sorted(
         {
             kernel.stats.cache_path

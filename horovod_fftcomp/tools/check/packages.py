@@ -1,4 +1,4 @@
-"""Which packages are there, and whether their versions are among those that were tested."""
+"""Checks of packages: installed or not, and in a tested version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COMPARE = {
 
 
 class _Package(NamedTuple):
-    """The name to import, that of the requirement, and what to do or to say if it is missing."""
+    """A package: import name, requirement name, and remedy or purpose if it is missing."""
 
     module: str
     requirement: str
@@ -45,7 +45,7 @@ _PACKAGES = (
         "horovod",
         "horovod",
         remedy="to train: HOROVOD_WITH_PYTORCH=1 pip install horovod==0.28.1, or make install "
-        "in a clone, which mends its build for new compilers",
+        "in a clone, which patches its build for new compilers",
     ),
     _Package("tensorflow", "tensorflow", purpose="to train with TensorFlow"),
     _Package("mpi4py", "mpi4py", purpose="for scripts that call MPI themselves"),
@@ -64,7 +64,7 @@ def findings() -> Iterator[Finding]:
 
 
 def tested_ranges() -> dict[str, str]:
-    """Return what the installed package requires, extras included: name -> range of versions."""
+    """Return the requirements of this package, extras included: name -> range of versions."""
     try:
         required = metadata.requires(_OURS) or []
     except metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def tested_ranges() -> dict[str, str]:
 
 
 def is_within(version: str, versions: str) -> bool:
-    """Tell whether ``version`` is in a range such as ``>=2.0,<3``; other signs forbid nothing."""
+    """Return whether ``version`` is in a range such as ``>=2.0,<3``; other signs are ignored."""
     for part in versions.split(","):
         found = re.fullmatch(r"\s*([<>=!]+)\s*([\d.]+)\s*", part)
         compare = _COMPARE.get(found[1]) if found else None
@@ -84,7 +84,7 @@ def is_within(version: str, versions: str) -> bool:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, without suffixes; 2 and 2.0 are the same."""
+    """Return the numbers of a version, without suffixes and trailing zeros."""
     numbers = [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
     while numbers and numbers[-1] == 0:
         numbers.pop()
@@ -105,7 +105,7 @@ def _python() -> Finding:
 
 def _ours() -> Finding:
     found = f"{__version__} from {Path(__file__).resolve().parents[2]}"
-    remedy = "pip install . in the clone, which also tells the tested versions of the others"
+    remedy = "pip install . in the clone; it also records the tested versions of the other packages"
     try:
         installed = metadata.version(_OURS)
     except metadata.PackageNotFoundError:
@@ -132,7 +132,7 @@ def _version(package: _Package, ranges: Mapping[str, str]) -> Finding:
 
 
 def installed_version(module: str) -> str | None:
-    """Return the version of what ``module`` belongs to (tensorflow: tensorflow-cpu, ...)."""
+    """Return the version of the package of ``module`` (tensorflow: tensorflow-cpu, ...)."""
     for name in [module, *metadata.packages_distributions().get(module, [])]:
         try:
             return metadata.version(name)
@@ -147,7 +147,7 @@ def _keras() -> Finding:
         return Finding("keras", Level.ABSENT, "not installed; to train with Keras")
     if _release(version) < (3,):
         return Finding("keras", Level.OK, version)
-    found = f"{version}, which Horovod does not know"
+    found = f"{version}, which Horovod does not support"
     switch = "export TF_USE_LEGACY_KERAS=1"
     if importlib.util.find_spec("tf_keras") is None:
         remedy = f"to train with Keras: pip install tf_keras, and {switch}"
@@ -155,4 +155,4 @@ def _keras() -> Finding:
     if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() not in ("1", "true"):
         remedy = f"to train with Keras: {switch}"
         return Finding("keras", Level.WARNING, f"{found}; tf_keras is installed", remedy)
-    return Finding("keras", Level.OK, f"tf_keras in the place of {version}")
+    return Finding("keras", Level.OK, f"tf_keras instead of {version}")

@@ -1,1 +1,1 @@
-"""Compression in a script that does not mention it."""
+"""Implementation of ``run``: import hook, launcher and step report."""

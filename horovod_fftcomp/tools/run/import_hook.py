@@ -1,7 +1,7 @@
-"""Compression in a script that does not mention it: Horovod's wrappers are given a compressor.
+"""Import hook of ``run``: adds ``compression=`` to the optimizers and tapes of Horovod.
 
-No framework here. ``Wrapping`` waits until the script imports a module of Horovod and replaces what
-wraps optimizers and tapes there; the adapter is loaded when the script calls it.
+``Wrapping`` replaces Horovod's wrapper functions when the script imports a module of Horovod. It
+imports no framework itself; the adapter is imported when the script calls a wrapper.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from horovod_fftcomp.errors import UnsupportedError
 
-# Module of Horovod -> our adapter, and what it offers that reduces gradients.
+# Module of Horovod -> our adapter, and the functions of the module that take compression=.
 _KERAS = ("tensorflow", ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"))
 _WRAPPERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "horovod.torch": ("torch", ("DistributedOptimizer",)),
@@ -33,11 +33,11 @@ _WRAPPERS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class Wrapping:
-    """Gives every optimizer and tape that a script makes a compressor of one recipe.
+    """Passes a compressor of one recipe to each optimizer and tape that a script makes.
 
-    ``options``: those of the recipe, and what else ``Compression`` takes. ``made`` is called with
-    each new compressor. The tapes of one process share a compressor, since a loop makes a tape for
-    each step. What cannot be wrapped raises UnsupportedError where the script makes it.
+    ``options``: options of the recipe and settings of ``Compression``. ``made`` is called with each
+    new compressor. All tapes of a process share one compressor, since a loop makes a tape for each
+    step. A call that cannot be wrapped raises UnsupportedError.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Wrapping:
         self._ours: list[Any] = []  # the compressors made so far
 
     def install(self) -> None:
-        """Replace the wrappers of modules when they are imported, or now if they have been."""
+        """Replace the functions of modules that are imported already, and of others on import."""
         sys.meta_path.insert(0, _Finder(self._replace))
         for name in _WRAPPERS:
             if name in sys.modules:
@@ -73,7 +73,7 @@ class Wrapping:
             bound = signature.bind(*args, **kwargs)
             given = bound.arguments.get("compression")
             if any(given is one for one in self._ours):
-                return plain(*args, **kwargs)  # a wrapper of Horovod's that calls another one
+                return plain(*args, **kwargs)  # called by another wrapped function
             _check(f"hvd.{name}", bound.arguments, module)
             if adapter == "torch":
                 made = self._for_torch(bound.arguments)
@@ -117,12 +117,12 @@ class Wrapping:
 
 
 def _check(name: str, arguments: Mapping[str, Any], module: ModuleType) -> None:
-    """Raise UnsupportedError for what must not get a compressor without a word of the user's."""
+    """Raise UnsupportedError if a call must not get a compressor without an edit of the script."""
     given = arguments.get("compression")
     if given is not None and given is not module.Compression.none:
         raise UnsupportedError(
-            f"the script gives {name} a compression= of its own ({_described(given)}): take that "
-            "out of the script, or run the script without `horovod-fftcomp run`"
+            f"the script passes {name} a compression= of its own ({_described(given)}): remove it "
+            "from the script, or run the script without `horovod-fftcomp run`"
         )
     if arguments.get("op") is not None and arguments["op"] is getattr(module, "Adasum", None):
         raise UnsupportedError(
@@ -130,15 +130,15 @@ def _check(name: str, arguments: Mapping[str, Any], module: ModuleType) -> None:
         )
     if os.environ.get("HOROVOD_ELASTIC") == "1":
         raise UnsupportedError(
-            "an elastic job has to keep the residuals in its state (compression=...): give "
-            "compression= in the script itself and run it without `horovod-fftcomp run`"
+            "an elastic job has to keep the residuals in its state: pass compression= to the "
+            "optimizer and the state in the script, and run it without `horovod-fftcomp run`"
         )
 
 
 def _mend_callbacks(module: ModuleType) -> None:
-    """Give Horovod's callbacks the backend of ``tf.keras``.
+    """Make Horovod's callbacks use the backend of ``tf.keras``.
 
-    They take that of the package ``keras``; Keras 3's lacks functions that they call.
+    They use that of the package ``keras``, which in Keras 3 lacks functions that they call.
     """
     callbacks = getattr(module, "callbacks", None)
     if callbacks is not None and not hasattr(callbacks.K, "constant"):
@@ -151,7 +151,7 @@ def _described(compression: Any) -> str:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets others find Horovod's modules, and has ``loaded`` called with each that is loaded."""
+    """Finds Horovod's modules by the other finders; calls ``loaded`` when one is loaded."""
 
     def __init__(self, loaded: Callable[[ModuleType], None]) -> None:
         self._loaded = loaded
@@ -159,7 +159,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how one of Horovod's modules is loaded; None for all others."""
+        """Return the spec of one of Horovod's modules; None for all others."""
         if fullname not in _WRAPPERS:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)

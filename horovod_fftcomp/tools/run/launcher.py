@@ -1,7 +1,7 @@
-"""Jobs of several ranks: the launcher's traces in a rank, and a launch whose ranks report.
+"""Jobs of several ranks: their launch, the reports of the ranks, and the rank of this process.
 
-A rank reports by lines of JSON in its output, which reach whoever launched it from any host and
-over any launcher.
+A rank reports by lines of JSON in its output, which reach the launching process from any host and
+through any launcher.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from typing import Any, NamedTuple
 
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _MARK = "fftcomp-report "
-# Launchers that put the rank before each line cut what comes at once into pieces of 4 KiB. The
-# pause lets them read one line before the next. Where it is too short and a line is cut, its length
-# tells: the rank then counts as one without a report, and nothing wrong is read.
+# Launchers that prefix each line with the rank split longer writes into pieces of 4 KiB. The pause
+# lets them read one line before the next. A line that is split nevertheless is known by its length:
+# the rank then counts as one without a report.
 _PIECE, _PAUSE_S = 1000, 0.02
-# That what a launcher has started may outlive it. By then it has passed on what ranks wrote; those
-# that are killed here have lost their launcher.
+# For processes of a launcher that has ended: by then it has passed on what ranks wrote.
 _LEFT_BEHIND_S = 2.0
-_GRACE_S = 20.0  # that ranks have to end after all of them have reported, or were told to
-_LAST_WORDS_S = 3.0  # that a rank has before it ends by SIGTERM; horovodrun kills it after 5
+_GRACE_S = 20.0  # for ranks to end, once all have reported or been signalled
+_LAST_WORDS_S = 3.0  # between SIGTERM and the end of a rank; horovodrun kills it after 5
 
 
 def launched_rank() -> int | None:
@@ -38,7 +37,7 @@ def launched_rank() -> int | None:
 
 
 def report(values: Mapping[str, Any]) -> None:
-    """Print JSON values for ``launch``; they have to contain "rank"."""
+    """Print the report of this rank for ``launch``: JSON values, "rank" among them."""
     text = json.dumps(values)
     pieces = [text[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)]
     for number, piece in enumerate(pieces, 1):
@@ -51,10 +50,10 @@ def report(values: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def last_words(say: Callable[[], None]) -> Iterator[None]:
-    """Call ``say`` before SIGTERM ends this process, as launchers end ranks.
+    """Call ``say`` before SIGTERM ends this process; launchers end ranks by SIGTERM.
 
-    In a thread, since the main one may wait for other ranks where no Python code runs. A handler
-    that the process has, or sets meanwhile, counts in its place; forked children have none.
+    It is called in a thread, since the main thread may be waiting for other ranks outside Python. A
+    handler that the process has set, or sets meanwhile, has precedence; forked children have none.
     """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -63,7 +62,7 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
     mask, sigterm = signal.pthread_sigmask, {signal.SIGTERM}
 
     def handler(number: int, frame: object) -> None:
-        """Leave it to the thread, which is woken whenever a signal has a handler."""
+        """Do nothing: the thread is woken by any signal that has a handler."""
 
     def is_ours() -> bool:
         return signal.getsignal(signal.SIGTERM) is handler
@@ -101,14 +100,14 @@ def last_words(say: Callable[[], None]) -> Iterator[None]:
 
 
 class _Reports:
-    """Puts the lines of ``report`` together; what cannot be read is no report."""
+    """Collects the lines of ``report`` into reports; unreadable lines are ignored."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, dict[int, str]] = {}
         self.whole: dict[int, dict[str, Any]] = {}
 
     def take(self, line: str) -> None:
-        """Take what follows on the mark."""
+        """Add a line, without its mark."""
         try:
             rank, number, count, piece = line.rstrip("\n").split(" ", 3)
             if int(number) < int(count) and len(piece) != _PIECE:
@@ -123,13 +122,13 @@ class _Reports:
 
 
 def default_launcher() -> list[str]:
-    """Return ``horovodrun`` of this Python's environment, else the one on PATH."""
+    """Return ``horovodrun`` of this Python's environment, or else of PATH."""
     beside = Path(sys.executable).parent / "horovodrun"
     return [str(beside) if beside.exists() else shutil.which("horovodrun") or "horovodrun"]
 
 
 class Ended(NamedTuple):
-    """Exit status of a launcher, and the reports of its ranks in rank order."""
+    """Result of a job: exit status of the launcher, reports of its ranks in rank order."""
 
     code: int
     reports: list[dict[str, Any]]
@@ -138,11 +137,11 @@ class Ended(NamedTuple):
 def launch(
     launcher: Sequence[str], n_ranks: int, command: Sequence[str], line: Callable[[str], None]
 ) -> Ended:
-    """Run ``command`` on ``n_ranks`` ranks and return what they have reported.
+    """Run ``command`` on ``n_ranks`` ranks and return their reports.
 
-    ``line`` gets the other lines of output. When all ranks have reported, they have 20 seconds to
-    end. Whatever happens, no process of the job is left when this returns or raises.
-    Raises FileNotFoundError if there is no such launcher.
+    ``line`` is called with every other line of output. After all ranks have reported, they have 20
+    seconds to end. No process of the job is left when this returns or raises. Raises
+    FileNotFoundError if there is no such launcher.
     """
     process = subprocess.Popen(
         [*launcher, "-np", str(n_ranks), *command],
@@ -180,7 +179,7 @@ def launch(
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this process as an exception does, so that the job ends first."""
+    """Make SIGTERM and SIGHUP raise SystemExit, so that the job is ended before this process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -198,7 +197,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _sweep(process: subprocess.Popen[str]) -> None:
-    """End what a launcher has left behind, which else would keep its output open."""
+    """Kill processes that outlive their launcher, which would keep its output open."""
     process.wait()
     time.sleep(_LEFT_BEHIND_S)
     _kill(process, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the steps of a script took and sent, of the compressors that it was given."""
+"""Times and bytes of the steps of a script, from the compressors that ``run`` gave it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SUMMED = ("steps", "dense_nbytes", "sent_nbytes", "encode_s", "wait_s", "decode
 
 
 class StepReport:
-    """Watches compressors; ``ended`` is called when one, ``timed``, has closed ``n_steps``.
+    """Observes compressors; calls ``ended`` when ``timed`` has closed ``n_steps`` steps.
 
-    That is the one whose first step ends first; the others may never take one.
+    ``timed``: the compressor whose first step ends first; others may never take one.
     """
 
     def __init__(self, n_steps: int | None = None, ended: Callable[[], None] | None = None) -> None:
@@ -35,7 +35,7 @@ class StepReport:
         self._compressors.append(compressor)
 
     def disarm(self) -> None:
-        """Never call ``ended`` from now on: the script has ended by itself."""
+        """Stop calling ``ended``: the script has ended by itself."""
         self._ended = None
 
     def _step_ended(self, compressor: Any) -> None:
@@ -53,19 +53,19 @@ class StepReport:
         return [c for c in self._compressors if getattr(c, "is_bound", True)]
 
     def _so_far(self) -> dict[str, float]:
-        """Return sums over all compressors, but of steps those of the timed one."""
+        """Return the sums of ``stats`` over all compressors; steps are those of the timed one."""
         stats = [compressor.stats() for compressor in self._bound()]
         found = {key: sum(one[key] for one in stats) for key in _SUMMED}
         return found | {"steps": self.timed.stats()["steps"] if self.timed is not None else 0}
 
     def values(self) -> dict[str, Any]:
-        """Return what a step of this rank came to, as JSON values.
+        """Return the figures of this rank's steps, as JSON values.
 
-        ``steps``: how many there were; if none, there is nothing else. The first three do not count
-        in what follows, if there were more. ``step_s``: median time from one step's end to the
-        next one's; ``step_spread``: as ``cost_model.spread`` has it. Means, over all compressors:
-        bytes and seconds as ``stats`` explains them. ``digest``: of the parameters. ``tensors``:
-        names and shapes.
+        ``steps``: number of steps; if 0, there is no other key. All other figures leave the first
+        three steps out, if there were more. ``step_s``: median time from the end of one step to the
+        end of the next; ``step_spread``: see ``cost_model.spread``. Bytes and seconds of ``stats``:
+        means of a step, summed over all compressors. ``digest``: hash of the parameters.
+        ``tensors``: names and shapes.
         """
         bound = self._bound()
         found = self._so_far() if bound else {"steps": 0}
@@ -86,6 +86,6 @@ class StepReport:
         }
 
     def _times_s(self) -> list[float]:
-        """Return the seconds of the steps that count; none if there were not two."""
+        """Return the seconds of the steps that count; empty for fewer than two steps."""
         times = [end - begin for begin, end in itertools.pairwise(self._closed_at)]
         return times[_WARM_UP - 1 :] or times
