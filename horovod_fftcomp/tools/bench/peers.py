@@ -278,10 +278,10 @@ def make_sessions(
     seed: int,
     recipes: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> list[Session]:
-    """Return the peers for tensors of ``shape``; Top-k keeps the ``density`` share.
+    """Return the peers for tensors of ``shape``.
 
-    ``recipes``: all options of those that are measured beside them, by name; each brings the peer
-    that it has.
+    ``density``: that of Top-k. ``recipes``: the measured recipes with all their options, by name; the
+    peers of these are added.
     """
     numel = math.prod(shape)
     sessions: list[Session] = [
