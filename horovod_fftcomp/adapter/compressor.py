@@ -140,7 +140,7 @@ class Compressor:
         raise error
 
     def digest(self) -> str:
-        """Return a SHA-256 hash of this rank's parameters; it is equal where all their bits are."""
+        """Return a SHA-256 hash of this rank's parameters; bit-identical ranks have equal ones."""
         sha256 = hashlib.sha256()
         for number in range(len(self._parameters.names)):
             sha256.update(self._parameters.read(number).tobytes())

@@ -130,7 +130,7 @@ class Connection:
         _unconnected.add(self)
 
     def connect(self, facts: Callable[[], dict[str, Any]], optimizers: Any | None) -> None:
-        """Start the handshake, or finish it if all ranks have answered.
+        """Start the handshake at the first call; finish it as soon as all ranks have answered.
 
         The first gradient waits for it, so that ranks that differ stop before they exchange
         anything; ``facts()`` is compared. ``optimizers``: the process set of the optimizer, if it

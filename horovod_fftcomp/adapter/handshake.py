@@ -1,4 +1,4 @@
-"""Handshake of a compressor's ranks: blocking exchanges that compare what every rank runs.
+"""Handshake of a compressor's ranks, which compares what every rank runs; gathered objects.
 
 If the ranks differed, the job would hang (names of collectives that do not match) or train wrongly.
 The message has a fixed size, so that ranks with different versions of this package can read it.

@@ -38,7 +38,8 @@ class Settings:
     process_set
         ``hvd.ProcessSet`` of the optimizer; None: all ranks.
     grad_scaler
-        Loss scaler of mixed precision training; residuals are rescaled when its scale changes.
+        Loss scaler of mixed precision training, or with TensorFlow a function that returns the loss
+        scale; residuals are rescaled when the scale changes.
     replica_check
         What to do if the ranks' parameters differ: "warn", "broadcast" (warn and copy the first
         rank's parameters to all) or "off" (do not compare them).

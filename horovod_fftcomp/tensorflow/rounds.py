@@ -103,7 +103,7 @@ def exchange(
 
 
 def gather_if_any(message: tf.Tensor, name: str, process_set: hvd.ProcessSet) -> tf.Tensor:
-    """Return all ranks' messages, concatenated; no exchange if they are empty on all ranks."""
+    """Return all ranks' messages, concatenated; no exchange if they are empty, all or none."""
     code = tf.where(tf.size(message) > 0, GATHER, NOTHING)
     return exchange(code, message, name, Sets(process_set), {NOTHING, GATHER})
 
