@@ -41,7 +41,7 @@ class Inline:
 
 
 def inline(compression):
-    compression._steps.exchanges._worker = Inline()
+    compression._steps.pipeline._worker = Inline()
     return compression
 
 
@@ -325,7 +325,7 @@ def test_no_thread_outlives_its_compressor():
     optimizer = distributed(model, compression)
     train(model, optimizer, 1)
     assert len(workers()) == before + 1
-    [thread] = [t for t in workers() if t in list(compression._steps.exchanges._worker._threads)]
+    [thread] = [t for t in workers() if t in list(compression._steps.pipeline._worker._threads)]
     # Horovod's hooks hold its optimizer, and that one the compressor.
     del optimizer, model
     compression = None

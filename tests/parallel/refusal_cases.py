@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from horovod_fftcomp import ConfigMismatchError, Recover, UnsupportedError
+from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.torch import Compression
 from tests.parallel.models import (
     Branches,
@@ -105,7 +106,7 @@ def test_ranks_whose_models_or_packages_differ(what, same_everywhere, monkeypatc
         model = model.double()
         parameters = list(model.named_parameters())
     elif what == "version" and odd:
-        monkeypatch.setattr("horovod_fftcomp.adapter.handshake.__version__", "9.9.9")
+        monkeypatch.setattr(handshake, "__version__", "9.9.9")
     elif what == "schedule" and odd:
         options = {"density_schedule": {0: 0.01, 10: 0.1}}
     elif what == "rules" and odd:

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from horovod_fftcomp import Recover, UnsupportedError
+from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.tensorflow import Compression
 from tests.parallel.tensorflow_models import Layers, batches, small_buckets, stepper, train
 
@@ -42,7 +43,7 @@ def test_ranks_that_differ_all_stop_with_the_same_message(recipe, same_everywher
     elif recipe == "order" and odd:
         pairs = pairs[::-1]
     elif recipe == "version" and odd:
-        monkeypatch.setattr("horovod_fftcomp.adapter.handshake.__version__", "9.9.9")
+        monkeypatch.setattr(handshake, "__version__", "9.9.9")
     compression = getattr(Compression, name)(pairs, timeout_s=200, **options)
     text, seconds = stop_of(model, compression)
     assert seconds < 60
