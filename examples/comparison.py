@@ -1,7 +1,7 @@
-"""What the examples share: train a task once for each recipe, and compare.
+"""Shared by the examples: train a task once with each recipe, and compare.
 
-A task is trained by the ranks of a Horovod job or, with --simulate N, by N learners that share this
-process. Both give the same weights.
+A task is trained by the ranks of a Horovod job or, with --simulate N, by N learners in one process.
+Both give the same weights.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Task(NamedTuple):
-    """Something to train: ``batches(rank, size)`` are a rank's share of the data, for ever.
+    """A training task: ``batches(rank, size)`` yields a rank's share of the data, endlessly.
 
-    ``quality`` returns what is compared, of the model as it is; ``measure`` names it.
+    ``quality`` evaluates the present model; ``measure``: the name of that figure.
     """
 
     model: torch.nn.Module
@@ -45,10 +45,10 @@ class Task(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What came out of one training.
+    """Result of one training.
 
     ``steps``, ``qualities``, ``residual_norms``: of each evaluation; ``losses``: of each step, the
-    mean of the learners; ``sent_nbytes``: of one learner and step, in the mean.
+    mean over the learners; ``sent_nbytes``: mean bytes of one learner in a step.
     """
 
     recipe: str
@@ -87,9 +87,9 @@ def train_simulated(
     steer: Callable[[int, float], float | None] = lambda step, quality: None,
     **settings: object,
 ) -> Run:
-    """Train ``task`` by learners in this process; ``report`` hears of every step.
+    """Train ``task`` with learners in this process; ``report`` is called after every step.
 
-    ``steer`` hears of every evaluation and may return the density from then on. ``settings``: of
+    ``steer`` is called after every evaluation and may return a new density. ``settings``: those of
     ``SimulatedLearners``.
     """
     learners = SimulatedLearners(task.model, n_learners, choice.name, **choice.options, **settings)
@@ -127,7 +127,7 @@ def train_distributed(
     evaluations: int = 10,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Run:
-    """Train ``task`` as any Horovod script does; every rank returns the same."""
+    """Train ``task`` in a Horovod job; returns the same on every rank."""
     hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
     compression = getattr(Compression, choice.name)(task.model, **choice.options)
     optimizer = hvd.DistributedOptimizer(
@@ -157,7 +157,7 @@ def _mean(value: float) -> float:
 
 
 class _Record:
-    """What is written down while a task is trained."""
+    """Losses and evaluations of a training."""
 
     def __init__(self, task: Task, n_steps: int, evaluations: int) -> None:
         self._task, self._began = task, time.perf_counter()
@@ -168,18 +168,18 @@ class _Record:
         self.losses: list[float] = []
 
     def add(self, loss: float) -> bool:
-        """Enter a step; tell whether it is time to evaluate."""
+        """Record a step; return whether to evaluate after it."""
         self.losses.append(loss)
         return len(self.losses) in self._at
 
     def evaluate(self, residual_norm: float) -> None:
-        """Enter the quality of the model as it is."""
+        """Record the quality of the present model."""
         self.steps.append(len(self.losses))
         self.qualities.append(self._task.quality())
         self.norms.append(residual_norm)
 
     def run(self, label: str, learners: int, sent_nbytes: float, total_error: float) -> Run:
-        """Return all of it, ``sent_nbytes`` and ``total_error`` being those of the whole run."""
+        """Return the result; ``sent_nbytes`` and ``total_error`` are those of the whole run."""
         dense = 4 * sum(p.numel() for p in self._task.model.parameters() if p.requires_grad)
         sent = sent_nbytes / len(self.losses)
         return Run(
@@ -225,7 +225,7 @@ def parse_args(
     # fmt: off
     add("--compressor", type=recipe_choices, metavar="RECIPE[,RECIPE]",
         help=f"as topk(density=0.01),fft; of: {', '.join(RECIPES)} (default: %(default)s)")
-    add("--simulate", type=int, metavar="N", help="learners in this process, in place of ranks")
+    add("--simulate", type=int, metavar="N", help="simulate N learners instead of ranks")
     add("--steps", type=int, help="optimizer steps (default: %(default)s)")
     add("--batch-size", type=int, help="samples per learner (default: %(default)s)")
     add("--lr", type=float, help="highest learning rate (default: %(default)s)")

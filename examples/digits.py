@@ -1,4 +1,4 @@
-"""What the digits examples share, whatever their framework: data, flags, progress and report."""
+"""Shared by the digits examples of all frameworks: data, flags, progress and report."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ LR_WARM_UP_EPOCHS = 2
 UNTIMED_STEPS = 10  # the first one compiles the kernels
 PARTS = ("compute", "encode", "exchange", "decode", "step")
 CAPTION = f"""\
-sent: what a rank hands to collectives. ms: medians of all steps but the first {UNTIMED_STEPS}, \
-mean of the ranks. encode, decode: as compression.stats() counts them. compute: the rest of the \
-step. exchange: """
-# By Okabe and Ito; the colour-blind can tell these apart.
+sent: bytes that a rank passes to collectives. ms: medians of all steps but the first \
+{UNTIMED_STEPS}, mean of the ranks. encode, decode: from compression.stats(). compute: the \
+rest of the step. exchange: """
+# Okabe and Ito's colours, which the colour-blind can distinguish.
 STYLES = ("#000000 o", "#E69F00 s", "#56B4E9 D", "#009E73 ^", "#D55E00 v", "#CC79A7 P")
 
 
 class Run(NamedTuple):
-    """What came out of one training; losses (of each step) and ms are means over ranks."""
+    """Result of one training; losses (of each step) and ms are means over ranks."""
 
     recipe: str
     options: dict[str, object]
@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """What one step took on this rank; ``step``: all of it."""
+    """Times of one step on this rank in seconds; ``step``: the whole step."""
 
     encode: float
     exchange: float
@@ -58,7 +58,7 @@ class Seconds(NamedTuple):
 
 
 class Clock:
-    """Times steps that are one call, of which ``stats`` of the compressor tells the parts."""
+    """Times steps, with their parts from the compressor's ``stats``."""
 
     def __init__(self, stats: Callable[[], dict]) -> None:
         self._stats = stats
@@ -70,14 +70,14 @@ class Clock:
         self._before, self._began = self._stats(), time.perf_counter()
 
     def end(self) -> None:
-        """End it."""
+        """End the step."""
         step, after = time.perf_counter() - self._began, self._stats()
         parts = (after[key] - self._before[key] for key in ("encode_s", "wait_s", "decode_s"))
         self.seconds.append(Seconds(*parts, step))
 
 
 class Monitor:
-    """Progress unless ``quiet``: a live bar in a terminal, else a line every two seconds."""
+    """Shows progress unless ``quiet``: a live bar in a terminal, else a line every two seconds."""
 
     def __init__(self, epochs: float, quiet: bool) -> None:
         # Open MPI gives ranks a pseudo-terminal without a size, and control codes would garble it.
@@ -89,7 +89,7 @@ class Monitor:
         self._task, self._printed = self.bar.tasks[0], time.monotonic()
 
     def advance(self, text: str, epochs: float) -> None:
-        """Add ``epochs``, which may be a part of one."""
+        """Add ``epochs``, a number that may be fractional."""
         self.bar.update(self._task.id, advance=epochs, description=text)
         if self.bar.disable and time.monotonic() - self._printed >= 2:
             self._printed = time.monotonic()
@@ -118,9 +118,10 @@ def make_run(
     weights: Iterable[np.ndarray],
     gather: Callable[[object], list],
 ) -> Run:
-    """Take medians over steps, means over ranks; ``gather``: Horovod's ``allgather_object``.
+    """Return the result: medians over steps, means over ranks.
 
-    Raises RuntimeError, on all ranks, unless their ``weights`` are the same to the last bit.
+    ``gather``: Horovod's ``allgather_object``. Raises RuntimeError on all ranks unless
+    their ``weights`` are the same to the last bit.
     """
     digest = hashlib.sha256(b"".join(weight.tobytes() for weight in weights)).hexdigest()
     encode, exchange, decode, step = 1e3 * np.transpose(seconds[UNTIMED_STEPS:] or seconds)
@@ -137,7 +138,7 @@ def make_run(
 
 
 def make_table(runs: list[Run], exchange: str) -> Table:
-    """Return the table of all runs; ``exchange`` tells what that column means."""
+    """Return the table of all runs; ``exchange``: the caption of that column."""
     names = ("test accuracy", "kB/step sent", "ratio", *(f"{part} ms" for part in PARTS))
     columns = [Column(name, justify="right") for name in names]
     table = Table("recipe", *columns, caption=CAPTION + exchange, caption_justify="left")
@@ -174,7 +175,7 @@ def save(runs: list[Run], args: argparse.Namespace, name: str, ranks: int) -> Pa
 
 
 def parse_args(description: str, argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the flags, and in ``options`` what they mean for each recipe."""
+    """Return the flags, with the options of each recipe in ``options``."""
     parser = argparse.ArgumentParser(description=description)
     add, five = parser.add_argument, ["none", "fp16", "topk", "fft", "dct"]
     add("--compressor", nargs="+", default=five, metavar="NAME", help=f"of: {', '.join(RECIPES)}")
@@ -183,7 +184,12 @@ def parse_args(description: str, argv: list[str] | None = None) -> argparse.Name
     add("--epochs", type=int, default=12, help="passes over the images (default: %(default)s)")
     add("--batch-size", type=int, default=32, help="images per rank (default: %(default)s)")
     add("--lr", type=float, default=0.03, help="learning rate (default: %(default)s)")
-    add("--seed", type=int, default=0, help="weights, order of images (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of weights and order of images (default: %(default)s)",
+    )
     add("--out", type=Path, default=Path("out"), help="output folder (default: %(default)s)")
     args = parser.parse_args(argv)
     if min(args.epochs, args.batch_size, args.lr) <= 0:
@@ -212,7 +218,9 @@ def main(
     hvd.init()
     monitor = Monitor(len(args.options) * args.epochs, quiet=hvd.rank() != 0)
     if hvd.size() == 1:
-        monitor.console.print("One process: nothing is exchanged; start two: horovodrun -np 2 ...")
+        monitor.console.print(
+            "One process: nothing is exchanged; start two with horovodrun -np 2 ..."
+        )
     with monitor.bar:
         runs = [train(*pair, args, monitor.advance) for pair in args.options.items()]
     monitor.console.print(make_table(runs, exchange))

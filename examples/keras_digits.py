@@ -1,4 +1,4 @@
-"""Train a small conv net on handwritten digits by ``model.fit``, once for each recipe, and compare.
+"""Train a small conv net on handwritten digits by ``model.fit``, once with each recipe.
 
     horovodrun -np 2 python examples/keras_digits.py
 
@@ -25,7 +25,7 @@ from horovod_fftcomp.tensorflow import Compression
 
 
 class Watch(keras.callbacks.Callback):
-    """Times the steps, keeps their losses and tells ``progress`` of them."""
+    """Callback: times the steps, records their losses and calls ``progress``."""
 
     def __init__(
         self, recipe: str, clock: digits.Clock, progress: Callable[[str, float], None]
@@ -36,7 +36,7 @@ class Watch(keras.callbacks.Callback):
         self.losses: list[float] = []
 
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
-        """Remember the epoch, from 0 on."""
+        """Record the epoch, from 0."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
@@ -56,7 +56,7 @@ class Watch(keras.callbacks.Callback):
 def train(
     recipe: str, options: dict, args: argparse.Namespace, progress: Callable[[str, float], None]
 ) -> digits.Run:
-    """Train as any Horovod script does, and measure; ``progress`` hears of every step."""
+    """Train in a Horovod job and measure; ``progress`` is called after every step."""
     keras.utils.set_random_seed(args.seed)
     train_set, test_set = load_data(args)
     model = make_model()

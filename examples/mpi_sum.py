@@ -1,9 +1,9 @@
-"""Sum NumPy arrays over the ranks of an MPI job, once with each recipe; no deep learning.
+"""Sum NumPy arrays over the ranks of an MPI job, once with each recipe, without a framework.
 
     mpirun -np 4 python -m mpi4py examples/mpi_sum.py
     mpirun -np 4 python -m mpi4py examples/mpi_sum.py --compressor "topk(density=0.001),scalecom"
 
-Each rank's array is a part that all share plus noise of its own, as gradients are.
+As gradients, each rank's array is the sum of a common part and of noise of its own.
 """
 
 from __future__ import annotations

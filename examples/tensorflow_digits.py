@@ -1,4 +1,4 @@
-"""Train a small conv net on handwritten digits in a loop of one's own, once for each recipe.
+"""Train a small conv net on handwritten digits in a custom training loop, once with each recipe.
 
     horovodrun -np 2 python examples/tensorflow_digits.py
 
@@ -28,7 +28,7 @@ everything) is a part of compute."""
 
 
 def load_data(args: argparse.Namespace) -> tuple[tf.data.Dataset, tf.data.Dataset]:
-    """Return this rank's batches, anew in each epoch, and the test set, with a channel."""
+    """Return this rank's batches, reshuffled in each epoch, and the test set, with a channel."""
     x_train, x_test, y_train, y_test = digits.load_data()
     # All ranks take as many steps, with as many images: few in the last step, which moves the
     # weights as far, would make the accuracy after it a matter of luck.
@@ -42,7 +42,7 @@ def load_data(args: argparse.Namespace) -> tuple[tf.data.Dataset, tf.data.Datase
 
 
 def accuracy_of(model: keras.Model, test_set: tf.data.Dataset) -> float:
-    """Return the share of images that the model knows."""
+    """Return the accuracy of the model on the images."""
     [(images, labels)] = test_set
     return float(np.mean(np.argmax(model(images), axis=1) == labels))
 
@@ -65,7 +65,7 @@ def make_optimizer(args: argparse.Namespace, steps_per_epoch: int) -> keras.opti
 def train(
     recipe: str, options: dict, args: argparse.Namespace, progress: Callable[[str, float], None]
 ) -> digits.Run:
-    """Train as any Horovod script does, and measure; ``progress`` hears of every step."""
+    """Train in a Horovod job and measure; ``progress`` is called after every step."""
     keras.utils.set_random_seed(args.seed)
     train_set, test_set = load_data(args)
     model = make_model()

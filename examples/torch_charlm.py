@@ -1,4 +1,4 @@
-"""Train a small transformer language model on Python's own source, once for each recipe.
+"""Train a small transformer language model on Python's own source, once with each recipe.
 
     horovodrun -np 2 python examples/torch_charlm.py
     python examples/torch_charlm.py --simulate 8 --compressor "none,topk(density=0.01),scalecom"
@@ -23,7 +23,7 @@ N_EVALUATED = 128  # windows of the held-out text
 
 
 class CharacterModel(nn.Module):
-    """A transformer that tells the next character of a text."""
+    """A transformer that predicts the next character of a text."""
 
     def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ def load_text() -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 def windows(text: torch.Tensor, begin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs and targets: ``CONTEXT`` characters from each begin on, and the next ones."""
+    """Return inputs and targets: ``CONTEXT`` characters from each begin, and the next ones."""
     chosen = text[begin[:, None] + torch.arange(CONTEXT + 1)]
     return chosen[:, :-1], chosen[:, 1:]
 
 
 def make_task(args: argparse.Namespace, width: int = 64, layers: int = 2) -> Task:
-    """Return the model, its optimizer and text; with skew each learner reads modules of its own."""
+    """Return the model, its optimizer and text; with skew each learner has its own modules."""
     torch.manual_seed(args.seed)
     modules, held_out = load_text()
     everything, model = torch.cat(modules), CharacterModel(width, layers)

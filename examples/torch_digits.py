@@ -1,4 +1,4 @@
-"""Train a small conv net on handwritten digits, once for each recipe, and compare.
+"""Train a small conv net on handwritten digits, once with each recipe, and compare.
 
     horovodrun -np 2 python examples/torch_digits.py
 
@@ -39,7 +39,7 @@ def make_model() -> nn.Module:
 def train(
     recipe: str, options: dict, args: argparse.Namespace, progress: Callable[[str, float], None]
 ) -> digits.Run:
-    """Train as any Horovod script does, and measure; ``progress`` hears of every step."""
+    """Train in a Horovod job and measure; ``progress`` is called after every step."""
     torch.manual_seed(args.seed)
     train_set, test_set = load_data()
     sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), seed=args.seed)
@@ -90,7 +90,7 @@ def train(
 
 
 def seconds_of(*clock: tuple[float, dict]) -> digits.Seconds:
-    """Return what a step took.
+    """Return the times of a step.
 
     ``clock``: time and stats at its start, before and after ``synchronize``, and at its end.
     """

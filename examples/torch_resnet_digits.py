@@ -1,4 +1,4 @@
-"""Train a ResNet with batch norm on handwritten digits, once for each recipe.
+"""Train a ResNet with batch norm on handwritten digits, once with each recipe.
 
     horovodrun -np 2 python examples/torch_resnet_digits.py
     python examples/torch_resnet_digits.py --simulate 8 --skew 0.8 --compressor "none,topk,scalecom"
@@ -19,7 +19,7 @@ WIDTHS = (16, 32, 64)
 
 
 class Residual(nn.Module):
-    """Two 3 by 3 convolutions with batch norm, and a way around them."""
+    """Residual block: two 3 by 3 convolutions with batch norm, and a shortcut."""
 
     def __init__(self, n_in: int, n_out: int, stride: int) -> None:
         super().__init__()
@@ -29,12 +29,12 @@ class Residual(nn.Module):
         self.around = nn.Conv2d(n_in, n_out, 1, stride, bias=False)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return as many images with other channels."""
+        """Return the images with new channels."""
         return torch.relu(self.body(images) + self.around(images))
 
 
 def make_model(widths: tuple[int, int, int] = WIDTHS) -> nn.Module:
-    """Return a net with so many channels in its three stages; of 77,818 parameters by default."""
+    """Return a net with these channels in its three stages; 77,818 parameters by default."""
     a, b, c = widths
     stem = nn.Conv2d(1, a, 3, padding=1, bias=False), nn.BatchNorm2d(a), nn.ReLU()
     stages = Residual(a, a, 1), Residual(a, b, 2), Residual(b, c, 2)

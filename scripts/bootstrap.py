@@ -63,7 +63,7 @@ NETWORK = "Check the network (HTTPS_PROXY, PIP_INDEX_URL, PIP_CERT), then run ma
 
 
 class SetupError(Exception):
-    """The set-up cannot go on; the message names the cause and the mend."""
+    """Error of the set-up; the message names the cause and the remedy."""
 
 
 def clock(since: float) -> str:
@@ -73,7 +73,7 @@ def clock(since: float) -> str:
 
 @contextlib.contextmanager
 def step(number: int, title: str) -> Iterator[None]:
-    """Print a numbered step, and its duration when it ends well."""
+    """Print a numbered step, and its duration if it succeeds."""
     start = time.monotonic()
     print(f"[{number}/6] {title}", flush=True)
     yield
@@ -160,7 +160,7 @@ def require(worked: bool, what: str, mend: str, log: Path = LOG) -> None:
 
 
 def choose_python() -> None:
-    """Go on in another Python of this machine if this one is not supported."""
+    """Restart in another Python of this machine if this one is not supported."""
     if "{}.{}".format(*sys.version_info) in PYTHONS:
         return
     for version in PYTHONS:
@@ -197,7 +197,7 @@ def check_compiler() -> None:
 
 
 def check(wheels: Path) -> None:
-    """Find now what would otherwise stop the set-up after minutes."""
+    """Check the requirements that would otherwise fail after minutes."""
     if not sys.platform.startswith("linux"):
         raise SetupError("Linux is needed: the pinned Open MPI wheel is for Linux only.")
     if " " in str(ROOT):
@@ -218,7 +218,7 @@ def check(wheels: Path) -> None:
 
 
 def make_venv() -> None:
-    """Create the environment; anew if it is half made, or of another path or Python."""
+    """Create the environment; replace one that is incomplete, or of another path or Python."""
     owner, again = "{} {}.{}\n".format(ROOT, *sys.version_info), f"Delete {VENV}, run make again."
     if VENV.exists() and not OWNER.exists():
         raise SetupError(f"{VENV} was not made by this script: move it away, then run make again.")
@@ -326,7 +326,7 @@ def install_horovod(wheels: Path) -> None:
 
 
 def verify(wheels: Path) -> None:
-    """Raise a ``SetupError`` unless Horovod lists all that we asked for."""
+    """Raise a ``SetupError`` unless Horovod was built with everything that is needed."""
     mend = f"Delete {VENV} and the folder {wheels}, then run make again."
     require(run([VENV / "bin" / "horovodrun", "--check-build"], LOG), "horovodrun", mend)
     for part in ("PyTorch", "TensorFlow", "MPI", "Gloo"):
@@ -334,7 +334,7 @@ def verify(wheels: Path) -> None:
 
 
 def state() -> str:
-    """Return the hash of all that the environment is made from."""
+    """Return the hash of everything that the environment is made from."""
     files = (REQUIREMENTS, ROOT / "setup.py", Path(__file__))
     return hashlib.sha256(b"\0".join([bytes(ROOT), *map(Path.read_bytes, files)])).hexdigest()
 
@@ -346,7 +346,7 @@ def ready() -> bool:
 
 
 def install() -> None:
-    """Do all steps, the stamp last."""
+    """Run all steps, and write the stamp last."""
     choose_python()
     start, wheels = time.monotonic(), wheel_folder()
     built = "from the cache" if list(wheels.glob("*.whl")) else "compiled once, in minutes"
@@ -369,7 +369,7 @@ def install() -> None:
 
 
 def main() -> int:
-    """Set up unless that is done; return the exit status."""
+    """Set up, unless the environment is up to date; return the exit status."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if not ready():
@@ -377,7 +377,7 @@ def main() -> int:
                 if not ready():
                     install()
     except KeyboardInterrupt:
-        print("\nInterrupted; the next run goes on.", file=sys.stderr)
+        print("\nInterrupted; the next run continues.", file=sys.stderr)
         return 130
     except (SetupError, OSError, RuntimeError) as error:
         print(f"\nmake install: {error}", file=sys.stderr)

@@ -40,7 +40,7 @@ PYTORCH = (
 
 
 def run(*command: str | Path, cwd: Path | None = None, **settings: str) -> None:
-    """Run a command, whose output is shown; SetupError if it fails."""
+    """Run a command and show its output; SetupError if it fails."""
     shown = " ".join(map(str, command))
     print(f"$ {shown}", flush=True)
     if subprocess.run(command, cwd=cwd, env=os.environ | settings, check=False).returncode:
@@ -73,7 +73,7 @@ def find_cuda() -> Path:
 
 
 def nccl_of_pytorch() -> dict[str, str]:
-    """Return settings that name the NCCL that PyTorch brought; none if it brought none."""
+    """Return settings for the NCCL that was installed with PyTorch; empty if there is none."""
     spec = importlib.util.find_spec("nvidia")
     for path in (spec and spec.submodule_search_locations) or ():
         home = Path(path, "nccl")
@@ -87,7 +87,7 @@ def nccl_of_pytorch() -> dict[str, str]:
 
 
 def settings_for(operations: str, cuda: Path) -> dict[str, str]:
-    """Return what Horovod's build reads from the environment."""
+    """Return the environment variables of Horovod's build."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     jobs = max(1, min(len(os.sched_getaffinity(0)), int(memory / 2.5e9)))  # 2.5 GB a compiler
     found = {
@@ -110,7 +110,7 @@ def settings_for(operations: str, cuda: Path) -> dict[str, str]:
 
 
 def build(args: argparse.Namespace, folder: Path) -> Path:
-    """Return the wheel that was built within ``folder``."""
+    """Return the wheel in ``folder``."""
     cuda, pip = find_cuda(), (sys.executable, "-m", "pip")
     for tool in ("cmake", "g++"):
         if not shutil.which(tool):
@@ -131,12 +131,17 @@ def build(args: argparse.Namespace, folder: Path) -> Path:
 
 
 def main() -> int:
-    """Build and install, or keep the wheel; return the exit status."""
+    """Build the wheel and install or keep it; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--operations", choices=("nccl", "host"), default="nccl", help="who moves GPU tensors")
+    add(
+        "--operations",
+        choices=("nccl", "host"),
+        default="nccl",
+        help="library that moves GPU tensors",
+    )
     add("--sdist", type=Path, help="Horovod's sources, for machines without a network")
-    add("--wheel-dir", type=Path, help="keep the wheel there; do not install it")
+    add("--wheel-dir", type=Path, help="keep the wheel in this folder instead of installing it")
     args = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory(prefix="horovod-cuda-") as folder:

@@ -48,7 +48,7 @@ _CUDA_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
 
 class Size(NamedTuple):
-    """How many code lines something has."""
+    """Number of code lines of a file or function."""
 
     lines: int
     name: str
@@ -68,7 +68,7 @@ def code_lines(source: str, tree: ast.Module) -> set[int]:
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, range]]:
-    """Yield the qualified name and the lines of every function, those inside others too."""
+    """Yield the qualified name and the lines of every function, nested ones included."""
     for node in ast.iter_child_nodes(tree):
         name = prefix
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -280,8 +280,8 @@ def make_sessions(
 ) -> list[Session]:
     """Return the peers for tensors of ``shape``.
 
-    ``density``: that of Top-k. ``recipes``: the measured recipes with all their options, by name; the
-    peers of these are added.
+    ``density``: that of Top-k. ``recipes``: the measured recipes with all their options, by name;
+    their peers are added.
     """
     numel = math.prod(shape)
     sessions: list[Session] = [
