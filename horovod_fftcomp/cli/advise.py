@@ -81,38 +81,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument
     _add_measured(parser)
+    add("--recipes", type=settings, metavar="RECIPE,RECIPE", help=f"recipes (default: {_RECIPES})")
     add(
-        "--recipes",
-        type=settings,
-        metavar="RECIPE,RECIPE",
-        help=f"recipes to forecast (default: {_RECIPES})",
+        "--steps", type=count, default=20, metavar="N", help="steps of a run (default: %(default)s)"
     )
-    add(
-        "--steps",
-        type=count,
-        default=20,
-        metavar="N",
-        help="steps of each run of the script (default: %(default)s)",
-    )
-    add(
-        "--threads",
-        type=count,
-        metavar="N",
-        help="CPU threads of each rank (default: its cores, at most 8)",
-    )
+    add("--threads", type=count, metavar="N", help="CPU threads a rank (default: cores, at most 8)")
     add(
         "--cores-per-rank",
         type=count,
         metavar="N",
         help="CPU cores of each rank; with 1, encoding cannot overlap with backward",
     )
-    add(
-        "--repeat",
-        type=count,
-        default=5,
-        metavar="N",
-        help="timings per median (default: %(default)s)",
-    )
+    add("--repeat", type=count, default=5, metavar="N", help="timings a median (default: 5)")
     add("--nodes", type=node_range, metavar="A..B", help="also forecast for A to B ranks")
     add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")
     add("--plot", type=picture_path, metavar="FILE.png", help="draw the forecast")
@@ -130,12 +110,7 @@ def _add_measured(parser: argparse.ArgumentParser) -> None:
     add(
         "--compute-ms", type=positive, metavar="MS", help="duration of a step without communication"
     )
-    add(
-        "--gbit-per-s",
-        type=positive,
-        metavar="X",
-        help="bandwidth of a rank's link; the network is then not measured",
-    )
+    add("--gbit-per-s", type=positive, metavar="X", help="bandwidth of a rank's link, if known")
     add("--latency-us", type=positive, metavar="US", help="latency of a message (default: 50)")
     add("--ranks", type=count, metavar="P", help="number of ranks, with --gbit-per-s")
     add("-np", type=count, default=2, metavar="N", help="ranks to start (default: %(default)s)")
@@ -143,7 +118,7 @@ def _add_measured(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         type=shlex.split,
         metavar="COMMAND",
-        help="command that starts the ranks (default: horovodrun)",
+        help="start command (default: horovodrun)",
     )
 
 
@@ -263,8 +238,7 @@ def _job(parsed: argparse.Namespace, choice: RecipeChoice) -> dict[str, Any]:
     if trouble or ended.reports[0]["step_s"] is None:
         sys.stderr.write("".join(lines[-50:]))
         parsed.fail(
-            f"{parsed.script} with recipe {choice.name}: "
-            f"{trouble or 'it took one step, at least two are needed'}"
+            f"{parsed.script} with recipe {choice.name}: {trouble or 'at least two steps are needed'}"
         )
     return ended.reports[0]
 

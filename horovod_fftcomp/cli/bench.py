@@ -45,8 +45,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure time, bytes and error of recipes on this machine",
-        description="Measure time, bytes and error of recipes, without Horovod or a network. "
-        "docs/bench.md explains the columns.",
+        description="Measure time, bytes and error of recipes; docs/bench.md explains the columns.",
     )
     add = parser.add_argument
     add(
@@ -87,12 +86,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="recorded gradients, .npy or .npz; keys STEP/NAME are steps of tensors",
     )
     add = parser.add_argument
-    add(
-        "--seed",
-        type=seed,
-        default=0,
-        help="seed of synthetic gradients (default: %(default)s)",
-    )
+    add("--seed", type=seed, default=0, help="seed of synthetic gradients (default: 0)")
     add(
         "--min-numel",
         type=count,

@@ -30,8 +30,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "check",
         help="check this installation and, under a launcher, its job",
-        description="Check versions, kernels and frameworks of this installation. Under a launcher "
-        f"also check the job: {_TRY_JOB}",
+        description=f"Check this installation. To check a job as well: {_TRY_JOB}",
     )
     parser.add_argument(
         "--timeout",

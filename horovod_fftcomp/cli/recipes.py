@@ -17,13 +17,7 @@ from horovod_fftcomp.schemes import Tensor
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command and its arguments."""
     parser = commands.add_parser("recipes", help="list the recipes, their options and ratios")
-    parser.add_argument(
-        "name",
-        nargs="?",
-        choices=RECIPES,
-        metavar="NAME",
-        help="describe the options and settings of this recipe",
-    )
+    parser.add_argument("name", nargs="?", choices=RECIPES, metavar="NAME", help="describe one")
     parser.add_argument(
         "-n",
         "--numel",

@@ -74,12 +74,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add("--steps", type=count, metavar="N", help="end the script after N steps")
     add("--warmup-steps", type=count, metavar="N", help="begin with N dense steps")
-    add(
-        "--ranks-per-node",
-        type=count,
-        metavar="N",
-        help="sum dense within nodes of N ranks and compress between nodes",
-    )
+    add("--ranks-per-node", type=count, metavar="N", help="compress between nodes of N ranks only")
     add("--record", type=Path, metavar="FILE.npz", help="record gradients, for bench and advise")
     add(
         "--record-every",
