@@ -238,7 +238,7 @@ def _job(parsed: argparse.Namespace, choice: RecipeChoice) -> dict[str, Any]:
     if trouble or ended.reports[0]["step_s"] is None:
         sys.stderr.write("".join(lines[-50:]))
         parsed.fail(
-            f"{parsed.script} with recipe {choice.name}: {trouble or 'at least two steps are needed'}"
+            f"{parsed.script} with recipe {choice.name}: {trouble or 'two steps are needed'}"
         )
     return ended.reports[0]
 
