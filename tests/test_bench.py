@@ -492,9 +492,7 @@ def test_every_recipe_is_measured(tmp_path, capsys):
     assert [row["recipe"] for row in found["recipes"]] == list(recipes.RECIPES)
     printed = " ".join(capsys.readouterr().out.split())
     assert "With an allgather: bf16, topk," in printed
-    assert (
-        "By allreduce alone, so what a rank receives does not grow with the ranks: none," in printed
-    )
+    assert "Without, so that a rank receives no more from more ranks: none, fp16," in printed
 
 
 def test_contradictory_arguments_are_refused(tmp_path, capsys):

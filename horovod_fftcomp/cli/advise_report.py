@@ -132,9 +132,7 @@ def _speed(found: Findings, collective: str, line: Line) -> str:
 
 def _growth(found: Findings, nodes: range) -> Table:
     ranks = list(advice.powers_of_two(nodes.start, nodes.stop - 1))
-    title = (
-        f"Step time in ms by number of ranks, ±{100 * max(f.error for f in found.forecasts):.0f} %"
-    )
+    title = f"Step (ms) by number of ranks, ±{100 * max(f.error for f in found.forecasts):.0f} %"
     table = make_table("recipe", map(str, ranks), title)
     for option, steps in growth(found, ranks):
         table.add_row(option.label, *(f"{1e3 * step_s:.0f}" for step_s in steps))

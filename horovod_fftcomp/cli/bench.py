@@ -55,11 +55,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="RECIPE[,RECIPE]",
         help=f"recipes, with options in brackets (default: {_RECIPES})",
     )
-    add(
-        "--all",
-        action="store_true",
-        help="measure every recipe, and list which gather and which reduce",
-    )
+    add("--all", action="store_true", help="measure every recipe, and list those that gather")
     _add_data(parser)
     add("--threads", type=count, metavar="N", help="CPU threads of recipes, peers and memcpy")
     add("--repeat", type=count, default=5, help="timings per median (default: %(default)s)")

@@ -107,8 +107,7 @@ def collectives(choices: Sequence[RecipeChoice]) -> str:
     lines = [f"With an allgather: {', '.join(gathered)}."] if gathered else []
     if reducible:
         lines.append(
-            "By allreduce alone, so what a rank receives does not grow with the ranks: "
-            f"{', '.join(reducible)}."
+            f"Without, so that a rank receives no more from more ranks: {', '.join(reducible)}."
         )
     return "\n".join(lines)
 

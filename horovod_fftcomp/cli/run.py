@@ -268,9 +268,7 @@ def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if row["trouble"]:
             console.print(Text(f"{row['recipe']}: {row['trouble']}."))
-    console.print(
-        Text("Figures of the first rank: median time of a step, means of bytes and other times.")
-    )
+    console.print(Text("Of the first rank: median step time, means of bytes and other times."))
 
 
 def _pass_on(line: str) -> None:
