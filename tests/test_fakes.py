@@ -268,7 +268,7 @@ def test_a_rank_that_joins_ends_the_others_with_a_message():
             train(model, optimizer, 2)
             hvd.join()
             return
-        with pytest.raises(UnsupportedError, match=r"a rank has called hvd\.join\(\), under which"):
+        with pytest.raises(UnsupportedError, match=r"a rank has called hvd\.join\(\), after which"):
             train(model, optimizer, 3)
         hvd.shutdown()
 

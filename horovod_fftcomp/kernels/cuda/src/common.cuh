@@ -58,7 +58,7 @@ struct Tensor {
     u32 step, most;         // bits of the unit of STEPS, and how many there may be
     u32 bin;                // elements that share one of the maxima
 };
-static_assert(sizeof(Tensor) == 176, "tables.py describes tensors with the same layout");
+static_assert(sizeof(Tensor) == 176, "structs.py describes tensors with the same layout");
 
 // What the kernels find out of one tensor. Zeros before the first launch; they clear it themselves.
 struct Found {

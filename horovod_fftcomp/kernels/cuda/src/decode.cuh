@@ -35,7 +35,7 @@ struct Arriving {
     u32 step, largest;  // of STEPS: bits of the unit, and no code is larger
     u32 first_group;    // blocks of as many tiles as warps
 };
-static_assert(sizeof(Arriving) == 192, "tables.py describes arriving tensors with the same layout");
+static_assert(sizeof(Arriving) == 192, "structs.py describes arriving tensors with the same layout");
 
 // What is found out of a payload. Zeros before the first launch.
 struct Payload {
@@ -49,7 +49,7 @@ struct Messages {
     u32 rows_apart;  // 0: one row for a tensor of all ranks; else n_tensors, and offsets are whole
     u32 unused;
 };
-static_assert(sizeof(Messages) == 32, "tables.py describes messages with the same layout");
+static_assert(sizeof(Messages) == 32, "structs.py describes messages with the same layout");
 
 // Where a rank's part lies in what belongs to a row: rows of single ranks have one part.
 __device__ __forceinline__ u32 part_of(const Messages& messages, u32 rank) {

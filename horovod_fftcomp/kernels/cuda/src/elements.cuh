@@ -14,7 +14,7 @@ struct Elements {
     u32 bucket_bits;         // 2^this elements have a scale of their own; 12: all have one
     u32 unused;
 };
-static_assert(sizeof(Elements) == 56, "tables.py describes elements with the same layout");
+static_assert(sizeof(Elements) == 56, "structs.py describes elements with the same layout");
 
 // Sums of the elements that a row has in a tile: of those from 0 up and those below, or of all and
 // of their squares.

@@ -23,7 +23,7 @@ struct Coded {
     u32 n_warps, n_chunks;
     u32 tensor;  // whose code this is
 };
-static_assert(sizeof(Coded) == 88, "tables.py describes codes with the same layout");
+static_assert(sizeof(Coded) == 88, "structs.py describes codes with the same layout");
 
 __device__ __forceinline__ u32* words_of(const Coded& code) {
     return reinterpret_cast<u32*>(code.coded + (2ull * code.n_chunks + 3) / 4 * 4);

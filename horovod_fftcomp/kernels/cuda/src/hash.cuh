@@ -8,7 +8,7 @@ struct Hashed {
     const u8* bytes;  // 8-byte aligned
     u64 nbytes;
 };
-static_assert(sizeof(Hashed) == 16, "tables.py describes hashed arrays with the same layout");
+static_assert(sizeof(Hashed) == 16, "structs.py describes hashed arrays with the same layout");
 
 __device__ __forceinline__ u64 taken_in(u64 hash, u64 word) {
     u64 mixed = hash + word * WORD_PRIME;

@@ -11,7 +11,7 @@ struct Header {
                               // if `start` is all of the header
     u64 nbytes;
 };
-static_assert(sizeof(Header) == 32, "tables.py describes headers with the same layout");
+static_assert(sizeof(Header) == 32, "structs.py describes headers with the same layout");
 
 // One warp for each tensor. `not_finite`: one word for each; and the peak begins anew.
 __global__ void __launch_bounds__(32)

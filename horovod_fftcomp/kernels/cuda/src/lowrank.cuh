@@ -19,7 +19,7 @@ struct LowRank {
     u32 first_tile, n_tiles;
     u32 rank, unused;
 };
-static_assert(sizeof(LowRank) == 128, "tables.py describes matrices with the same layout");
+static_assert(sizeof(LowRank) == 128, "structs.py describes matrices with the same layout");
 
 // Gradient plus residual.
 __global__ void __launch_bounds__(THREADS, RESIDENT)

@@ -23,7 +23,7 @@ struct Shared {
     u32 message_words;      // of a rank's offsets
     u32 n_ranks, unused;
 };
-static_assert(sizeof(Shared) == 144, "tables.py describes shared values with the same layout");
+static_assert(sizeof(Shared) == 144, "structs.py describes shared values with the same layout");
 
 // Returns the offset of the winner in a tensor's chunk. `turn`: rank `r` leads in part `r + turn`.
 __device__ __forceinline__ u32 offset_of(const Shared& part, u64 j, u32 turn) {

@@ -19,7 +19,7 @@ struct Sketch {
     u32 rows, columns;
     u32 momentum, how;      // bits of the factor; of enum How
 };
-static_assert(sizeof(Sketch) == 128, "tables.py describes sketches with the same layout");
+static_assert(sizeof(Sketch) == 128, "structs.py describes sketches with the same layout");
 
 // Returns the hash of an element: bit 0 is the sign, the others tell the column.
 __device__ __forceinline__ u64 hash_of(const Sketch& part, u32 row, u64 i) {

@@ -6,7 +6,7 @@ struct Ledger {
     u32 skipped;  // steps that did not count
     u32 corrupt;  // payloads that were not what a peer can have written
 };
-static_assert(sizeof(Ledger) == 8, "tables.py describes the ledger with the same layout");
+static_assert(sizeof(Ledger) == 8, "structs.py describes the ledger with the same layout");
 
 // Notes whether a step counts. `flags`: not 0 where something is not finite; one thread for each.
 __global__ void __launch_bounds__(THREADS)
