@@ -95,6 +95,6 @@ def _filled(tensors: Iterable[Tensor], capacity_nbytes: int) -> list[tuple[Tenso
 
 
 def may_gather(buckets: Iterable[Bucket]) -> bool:
-    """Tell whether exchanges of ``buckets`` have other collectives than sums, at any step."""
+    """Return whether exchanges of ``buckets`` use other collectives than sums at any step."""
     possible = (rounds for bucket in buckets for rounds in bucket.policy.possible_rounds())
     return any(set(rounds) != {"allreduce"} for rounds in possible)

@@ -17,7 +17,7 @@ _SMALLEST_ERROR = 1e-7  # of float32 rounding; a logarithmic axis has no 0
 
 
 def matplotlib_is_installed() -> bool:
-    """Tell whether a figure can be drawn; imports nothing."""
+    """Return whether a figure can be drawn; imports nothing."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
