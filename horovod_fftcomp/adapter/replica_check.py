@@ -21,7 +21,10 @@ from horovod_fftcomp.types import Array
 class Replicas(Protocol):
     """Interface to an adapter's parameters as bytes, addressed by number."""
 
-    names: Sequence[str]
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the parameters, in their order."""
+        ...
 
     def sizes(self) -> list[int]:
         """Return the size of each parameter in bytes."""

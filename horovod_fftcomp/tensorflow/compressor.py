@@ -59,6 +59,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         Recipe with its schedule, and settings; made by the factory.
     """
 
+    _steps: StepDriver
     _IN_ELASTIC_JOBS = "; in elastic jobs use horovod_fftcomp.tensorflow.TensorFlowKerasState"
 
     def __init__(self, model: Any = None, *, policy: Scheduled, settings: Settings) -> None:
@@ -157,12 +158,13 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         """Start the exchange of a gradient; return the tensor to be allreduced, and a context."""
         if not is_elastic() and (not self._set.included() or self._set.size() == 1):
             return tensor, None  # traced but never run
-        number = None if self._exchange is None else self._exchange.start_gradient(tensor)
-        if number is None:
-            self._exchange = self._trace_call()
-            number = self._exchange.start_gradient(tensor)
-        assert number is not None
-        exchange, total = self._exchange, self._exchange.sums[number]
+        exchange = self._exchange
+        number = None if exchange is None else exchange.start_gradient(tensor)
+        if exchange is None or number is None:
+            exchange = self._exchange = self._trace_call()
+            number = exchange.start_gradient(tensor)
+            assert number is not None
+        total = exchange.sums[number]
         if exchange.is_taken:
             self._exchange = None  # a reference would keep the graph alive
         return exchange.horovod_inputs[number], None if total is None else (total, tensor.dtype)
@@ -192,15 +194,15 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         if tf.executing_eagerly():
             raise UnsupportedError("reduced() works in a tf.function only; use run_eagerly=False")
         exchange = self._trace_step(dense, variables)
-        means = []
+        means: list[Any] = []
         for number, (grad, total) in enumerate(zip(dense, exchange.sums, strict=True)):
-            if total is not None:
+            if grad is None:
+                means.append(None)
+            elif total is not None:
                 means.append(tf.cast(total / self._size(), grad.dtype))
-            elif grad is not None:
+            else:
                 sent, name = exchange.horovod_inputs[number], f"{self._name}.dense.{number}"
                 means.append(hvd.allreduce(sent, name=name, process_set=self._set))
-            else:
-                means.append(None)
         return means
 
     def _check_optimizer(self, optimizer: Any) -> None:

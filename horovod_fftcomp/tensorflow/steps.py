@@ -318,7 +318,7 @@ class StepDriver:
                 self._engine.observe(False)
 
     @_guarded
-    def end(self, hashes: np.ndarray, *decoded: np.ndarray) -> np.ndarray:
+    def end(self, hashes: np.ndarray, *decoded: np.ndarray) -> np.int64:
         """Finish a step after its last decoding; return the number of steps, 1."""
         del decoded  # inputs that order this after all decodings
         self._progress.doing = ""
@@ -345,8 +345,9 @@ class StepDriver:
         return tensor.reshape(-1) if self.memory is None else self.memory.array_of(tensor)
 
     def _tensor(self, array: Any) -> Any:
-        on_gpu = self.memory is not None and self.memory.device.owns(array)
-        return self.memory.tensor_of(array) if on_gpu else array
+        if self.memory is None or not self.memory.device.owns(array):
+            return array
+        return self.memory.tensor_of(array)
 
     def _wait(self) -> None:
         if self.memory is not None:

@@ -110,10 +110,12 @@ def _exchange(timeout_s: float) -> Finding:
         (own,) = torch.autograd.grad(loss, layer.weight, retain_graph=True)
         loss.backward()
         optimizer.step()
+        grad = layer.weight.grad
+        assert grad is not None
         if step == 0:  # later steps also send residuals
             dense = hvd.allreduce(own, name="fftcomp.check.dense", op=hvd.Average)
-            error = float((layer.weight.grad - dense).norm() / dense.norm())
-        digest.update(layer.weight.grad.numpy().tobytes() + layer.weight.detach().numpy().tobytes())
+            error = float((grad - dense).norm() / dense.norm())
+        digest.update(grad.numpy().tobytes() + layer.weight.detach().numpy().tobytes())
     digests = _gather(np.frombuffer(digest.digest(), np.uint8).copy(), "digests", timeout_s)
     topic, n_different = "compressed step", len(set(map(bytes, digests.reshape(-1, 32))))
     if n_different > 1:

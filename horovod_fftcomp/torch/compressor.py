@@ -41,6 +41,8 @@ class TorchCompressor(Compressor):
         Recipe with its schedule, and settings; made by the factory.
     """
 
+    _parameters: OptimizedParameters
+    _steps: StepDriver
     _IN_ELASTIC_JOBS = "; in elastic jobs pass compression=compression to hvd.elastic.TorchState"
 
     def __init__(self, model: Model, *, policy: Scheduled, settings: Settings) -> None:
@@ -48,7 +50,7 @@ class TorchCompressor(Compressor):
         _check_scaler(settings.grad_scaler)
         self._set = settings.process_set or hvd.global_process_set
         parameters = Parameters(model)
-        self._parameters: OptimizedParameters = OptimizedParameters(parameters)
+        self._parameters = OptimizedParameters(parameters)
         self._tensors = parameters.specs()
         self._dtypes = [str(parameter.dtype) for parameter in parameters.tensors]
         buckets = self._buckets_of(self._tensors)

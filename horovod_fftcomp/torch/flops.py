@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from horovod_fftcomp.engine.policy import Rule
 RATES = ((196, 25), (128, 50), (0, 400))
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_Layer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def rules_by_flops(
@@ -35,11 +37,11 @@ def rules_by_flops(
     >>> rules_by_flops(model, torch.zeros(20, 1, 7, 7))
     [('0.weight', 'dense'), ('1.weight', 0.02), ('3.weight', 0.0025)]
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     uses: dict[str, float] = {}
     convolutions: list[str] = []
 
-    def count(module: nn.Module, _: object, output: torch.Tensor) -> None:
+    def count(module: _Layer, _: object, output: torch.Tensor) -> None:
         name = names[module.weight]
         if isinstance(module, nn.Linear):
             n_uses = output.numel() / module.out_features

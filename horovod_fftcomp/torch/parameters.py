@@ -35,7 +35,9 @@ class Parameters:
                 f"got a {type(model).__name__} of {type(model).__module__}; "
                 "for a Keras model use Compression of horovod_fftcomp.tensorflow"
             )
-        items = list(model.named_parameters() if isinstance(model, torch.nn.Module) else model)
+        items: list[tuple[str, torch.Tensor] | torch.Tensor] = list(
+            model.named_parameters() if isinstance(model, torch.nn.Module) else model
+        )
         pairs = [
             (plain_name(item[0]), item[1]) if isinstance(item, tuple) else (f"{i}", item)
             for i, item in enumerate(items)

@@ -67,9 +67,9 @@ class OptimizedParameters:
             for number in self._optimized
             if number not in self._given.seen
             and number not in self._warned
-            and self.tensors[number].requires_grad
-            and self.tensors[number].grad is not None
-            and not self.tensors[number].grad.is_sparse  # sparse ones are gathered by Horovod
+            and (tensor := self.tensors[number]).requires_grad
+            and tensor.grad is not None
+            and not tensor.grad.is_sparse  # sparse ones are gathered by Horovod
         ]
         if not alone:
             return

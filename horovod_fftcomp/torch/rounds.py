@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
@@ -23,10 +24,9 @@ class PendingRound:
     def __init__(self, round_: Round, name: str, process_set: hvd.ProcessSet) -> None:
         self.name = name
         self.collective = round_.collective
-        data: torch.Tensor = round_.data
-        self._is_numpy = isinstance(round_.data, np.ndarray)
-        if self._is_numpy:
-            data = torch.from_numpy(round_.data)
+        given: Any = round_.data  # an array of NumPy or, if the GPU made it, a tensor
+        self._is_numpy = isinstance(given, np.ndarray)
+        data: torch.Tensor = torch.from_numpy(given) if self._is_numpy else given
         if round_.collective == "allgather":
             self._handle = hvd.allgather_async(data, name=name, process_set=process_set)
         elif round_.collective == "allreduce":
@@ -41,7 +41,7 @@ class PendingRound:
         """Return whether the output is available."""
         return hvd.poll(self._handle)
 
-    def wait(self, timeout_s: float) -> np.ndarray | torch.Tensor:
+    def wait(self, timeout_s: float) -> Any:
         """Return the output: a NumPy array if the input was one, else a tensor on its device.
 
         Raises ConfigMismatchError if it is not available after ``timeout_s`` seconds.

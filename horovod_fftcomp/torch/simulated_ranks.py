@@ -48,7 +48,7 @@ class SimulatedLearners:
         bucket_nbytes: int = BUCKET_NBYTES,
         **options: Any,
     ) -> None:
-        policy = make_policy(recipe, **options)
+        self._policy = policy = make_policy(recipe, **options)
         self._model = model
         self._parameters = Parameters(model)
         specs = self._parameters.specs()
@@ -103,7 +103,7 @@ class SimulatedLearners:
         for name in self._dense:
             addends = [grads[name] for grads in self._grads if name in grads]
             if addends:
-                totals[name] = np.sum(addends, axis=0, dtype=np.float32)
+                totals[name] = np.add.reduce(addends, axis=0, dtype=np.float32)
                 self.dense_nbytes += totals[name].nbytes
         finite = all(np.isfinite(totals[name]).all() for name in self._dense & set(totals))
         for name, parameter in zip(self._parameters.names, self._parameters.tensors, strict=True):
@@ -126,7 +126,7 @@ class SimulatedLearners:
             engine.buckets = [
                 bucket
                 if bucket.ruled
-                else bucket._replace(policy=bucket.policy.with_density(density))
+                else bucket._replace(policy=self._policy.with_density(density))
                 for bucket in engine.buckets
             ]
 

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import numpy as np
@@ -21,6 +21,7 @@ from horovod_fftcomp.engine.buckets import may_gather
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Pending, Slot, StepPipeline
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
+from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
 from horovod_fftcomp.schemes import Round
@@ -88,6 +89,8 @@ class StepDriver:
         connection.watch.follow(self, parameters.names)
         # Exchanges of allreduces only need no barrier: they work with hvd.join as in Horovod.
         self._gathers = settings.replica_check != "off" or may_gather(engine.buckets)
+        device = engine.device
+        self._place = device.place if isinstance(device, TorchDevice) else None
         self._made_on = {parameter.device for parameter in parameters.tensors}
         self._opened = self._finished = False
         self._stream_of_sums: torch.cuda.Stream | None = None
@@ -193,17 +196,16 @@ class StepDriver:
             self._observe(grad)
         return grad
 
-    def _flat(self, grad: torch.Tensor) -> np.ndarray | torch.Tensor:
+    def _flat(self, grad: torch.Tensor) -> Any:
         """Return a gradient as 1-D float32: on the GPU if it computes steps, else on the host."""
-        device = self._engine.device
-        if device is None:
+        if self._place is None:
             if grad.device not in self._made_on:
                 self._warn_of_move(grad.device)
             return arrays.flat_float32(grad)
-        if grad.device != device.place:
+        if grad.device != self._place:
             raise UnsupportedError(
                 f"a gradient is on {grad.device}, but the compressor was made of a model on "
-                f"{device.place}; make it after the model has been moved"
+                f"{self._place}; make it after the model has been moved"
             )
         return arrays.flat_in_place(grad)
 
@@ -230,9 +232,8 @@ class StepDriver:
 
     def _stream(self) -> torch.cuda.Stream | None:
         """Return the current CUDA stream of the GPU that computes steps; None without one."""
-        place = getattr(self._engine.device, "place", None)
-        is_gpu = place is not None and place.type == "cuda"
-        return torch.cuda.current_stream(place) if is_gpu else None
+        is_gpu = self._place is not None and self._place.type == "cuda"
+        return torch.cuda.current_stream(self._place) if is_gpu else None
 
     def _begin(self) -> None:
         """Prepare a step, before its first gradient."""
@@ -319,7 +320,7 @@ class StepDriver:
         now, then = self._stream(), self._stream_of_sums
         with contextlib.nullcontext() if now == then else torch.cuda.stream(then):
             self._engine.settle()
-        if now is not None and now != then:
+        if now is not None and then is not None and now != then:
             now.wait_stream(then)
         self.count += 1
         self._parameters.begin_step()
