@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import horovod.torch as hvd
 import pytest
 import torch
+from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 
@@ -74,6 +75,7 @@ class FakeHorovod:
         basics, patched = mpi_ops._basics, self._patched
         patched.setattr(mpi_ops, "mpi_lib", _Operations(self, mpi_ops.mpi_lib))
         patched.setattr(basics, "MPI_LIB_CTYPES", _Basics(self, basics.MPI_LIB_CTYPES))
+        patched.setattr(process_sets, "_basics", basics)  # TensorFlow's, if it came later
         patched.setattr(mpi_ops, "_handle_map", {})
         patched.setattr(hvd.global_process_set, "ranks", self.sets[0])
         patched.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -80,3 +81,31 @@ def test_bytes_that_are_cut_short_are_refused(cut):
     data = checkpoint.pack({"state": {"residual": {"a": np.ones(100, np.float32)}}})
     with pytest.raises(ValueError, match="no state of a compressor"):
         checkpoint.unpack(data[:cut])
+
+
+def test_damaged_bytes_are_refused_with_a_value_error():
+    data = checkpoint.pack({"state": {"residual": {"a": np.arange(20, dtype=np.float32)}}})
+    draw, others = np.random.default_rng(0), set()
+    for _ in range(2000):
+        damaged = bytearray(data)
+        for position in draw.integers(0, len(data), 2):
+            damaged[position] = draw.integers(256)
+        try:
+            checkpoint.unpack(bytes(damaged))
+        except ValueError:
+            continue  # what is damaged may also lie where nothing is read
+        except Exception as error:
+            others.add(repr(error))
+    plain = io.BytesIO()
+    np.save(plain, np.arange(3))
+    nested = io.BytesIO()
+    np.savez(nested, **{"state.json": np.frombuffer(b"[" * 100_000, np.uint8)})
+    for file in (plain, nested):
+        with pytest.raises(ValueError, match="no state of a compressor"):
+            checkpoint.unpack(file.getvalue())
+    assert not others
+
+
+def test_keys_that_are_no_strings_are_not_written():
+    with pytest.raises(TypeError, match="keys of a state must be strings, got 1"):
+        checkpoint.pack({"state": [{1: 2}]})

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from horovod_fftcomp.adapter.stalls import Progress, Report, diagnose, expanded, ranges
+from horovod_fftcomp.adapter.watch import Watch
 from tests.test_parallel import run_ranks
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "stall.py")
@@ -122,6 +123,20 @@ def test_a_rank_that_may_still_make_the_call_is_waited_for():
 @pytest.mark.parametrize("numbers", [[], [3], [0, 1, 2, 7, 9, 10]])
 def test_ranges_are_read_back(numbers):
     assert expanded(ranges(numbers)) == numbers
+
+
+def test_numbers_that_differ_explain_no_wait_after_the_handshake(capsys):
+    watch = Watch("fftcomp.0", "topk", 600.0, True, lambda: None)
+    watch.compare(lambda: "the ranks made different numbers of compressors")
+    waiting = report(0, 0, 0, True, quiet_s=5.0)
+    for n_handshakes in range(2):
+        if n_handshakes:
+            watch.join_ranks({"token": "00" * 16, "hosts": [], "port": 1}, 0, [0, 1])
+        watch.disconnect()  # as when a state is loaded
+        watch._announce_alone(waiting, time.monotonic())
+        assert bool(watch.failure) == (n_handshakes == 0)
+        assert ("different numbers" in capsys.readouterr().err) == (n_handshakes == 0)
+        watch._announced_at, watch.failure = -float("inf"), ""
 
 
 def test_ranges_are_cut_between_two_of_them():

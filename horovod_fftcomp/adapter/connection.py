@@ -31,10 +31,10 @@ _GREETING_S = 2.0
 
 @dataclass
 class _Counts:
-    """Numbers of compressors that this process has made, and used per process set id."""
+    """Numbers of compressors that this process has made, and used per ranks of a process set."""
 
     made: int = 0
-    used: Counter[int] = field(default_factory=Counter)
+    used: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
 
 _counts = _Counts()
@@ -180,9 +180,9 @@ class Connection:
         if self._is_used or os.environ.get("HOROVOD_ELASTIC", "0") == "1":
             return
         self._is_used = True
-        set_number = process_set.process_set_id
-        name = f"fftcomp.use.{_counts.used[set_number]}"
-        _counts.used[set_number] += 1
+        ranks = tuple(process_set.ranks)  # Horovod gives the id of a removed set to another one
+        name = f"fftcomp.use.{_counts.used[ranks]}"
+        _counts.used[ranks] += 1
         counts = self._number, _counts.made
         self.watch.compare(handshake.Numbers(self._start, *counts, name, process_set).difference)
 

@@ -6,6 +6,7 @@ The message has a fixed size, so that ranks with different versions of this pack
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -168,8 +169,9 @@ class Numbers:
     def difference(self) -> str:
         """Return ``differing_numbers`` of the ranks without waiting; "" until all have answered."""
         if self._pending is not None and self._pending.is_done():
-            counts, self._pending = unpack(self._pending.wait(0.0)), None
-            self._difference = differing_numbers(counts)
+            pending, self._pending = self._pending, None  # an error is the handshake's to report
+            with contextlib.suppress(Exception):
+                self._difference = differing_numbers(unpack(pending.wait(0.0)))
         return self._difference
 
 

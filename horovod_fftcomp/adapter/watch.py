@@ -127,6 +127,7 @@ class Watch:
 
         ``rank``: index of this rank in ``ranks``, the global ranks.
         """
+        self._difference = str  # the ranks have answered
         if not first:
             return
         now = time.monotonic()

@@ -65,6 +65,8 @@ def common(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 _TREE, _NUMBER = "state.json", "__array__"
+# Errors of NumPy, zipfile and json for bytes that are not a state, or not any more.
+_DAMAGED = (ValueError, KeyError, OSError, EOFError, TypeError, RuntimeError, MemoryError)
 
 
 def pack(state: Any) -> bytes:
@@ -83,11 +85,22 @@ def pack(state: Any) -> bytes:
             return value.item()
         raise TypeError(f"a {type(value).__name__} cannot be part of a state: {value!r}")
 
+    _check_keys(state)
     tree = np.frombuffer(json.dumps(state, default=numbered).encode(), np.uint8)
     named: dict[str, Any] = {_TREE: tree, **{str(n): array for n, array in enumerate(arrays)}}
     file = io.BytesIO()
     np.savez(file, **named)
     return file.getvalue()
+
+
+def _check_keys(value: Any) -> None:
+    """Raise TypeError for a key that JSON would make a string of."""
+    values = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict) and (wrong := [key for key in value if not isinstance(key, str)]):
+        raise TypeError(f"keys of a state must be strings, got {wrong[0]!r}")
+    if isinstance(value, (dict, list, tuple)):
+        for part in values:
+            _check_keys(part)
 
 
 def unpack(data: bytes) -> Any:
@@ -108,5 +121,5 @@ def unpack(data: bytes) -> Any:
                 return arrays[str(number)] if type(number) is int else value
 
             return json.loads(arrays[_TREE].tobytes(), object_hook=placed)
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (*_DAMAGED, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"these bytes are no state of a compressor: {error}") from error
