@@ -94,12 +94,14 @@ def pack(state: Any) -> bytes:
 
 
 def _check_keys(value: Any) -> None:
-    """Raise TypeError for a key that JSON would make a string of."""
-    values = value.values() if isinstance(value, dict) else value
-    if isinstance(value, dict) and (wrong := [key for key in value if not isinstance(key, str)]):
-        raise TypeError(f"keys of a state must be strings, got {wrong[0]!r}")
-    if isinstance(value, (dict, list, tuple)):
-        for part in values:
+    """Raise TypeError for a key that is not a string: JSON would convert it to one."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TypeError(f"keys of a state must be strings, got {key!r}")
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for part in value:
             _check_keys(part)
 
 
