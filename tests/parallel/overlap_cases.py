@@ -320,7 +320,8 @@ def test_no_thread_outlives_its_compressor():
     optimizer = distributed(model, compression)
     train(model, optimizer, 1)
     [thread] = compression._steps.pipeline._worker._threads
-    assert thread.is_alive() and thread.name.startswith("fftcomp-encode")
+    assert thread.is_alive()
+    assert thread.name.startswith("fftcomp-encode")
     # Horovod's hooks hold its optimizer, and that one the compressor.
     del optimizer, model
     compression = None
