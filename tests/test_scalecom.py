@@ -241,7 +241,7 @@ def test_similarity_is_the_share_of_positions_preferred_alike(selector):
         values = own.send(chosen).data
         with pytest.raises(StopIteration) as stopped:
             own.send(values)
-        return stopped.value.value.similarity
+        return stopped.value.value.measured().similarity
 
     x, other = normal(2000), normal(2000, seed=9)
     led = 50 if selector == "chunk" else 100

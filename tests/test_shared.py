@@ -174,7 +174,7 @@ def test_energies_are_those_of_what_arrives(recipe, options):
     scheme, tensor = get_scheme(recipe, density=0.1, **options), Tensor("w", (40, 50))
     grad = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
     outcome = alone(scheme, [tensor], [grad])
-    energy, total = outcome.energies["w"], outcome.sums[0]
+    energy, total = outcome.measured().energies["w"], outcome.sums[0]
     assert energy.gradient == pytest.approx((grad**2).sum(), rel=1e-5)
     assert energy.left == pytest.approx(((grad - total) ** 2).sum(), rel=1e-4)
 
@@ -184,7 +184,7 @@ def test_nothing_is_left_of_a_tensor_that_is_sent_whole(recipe):
     scheme, tensor = get_scheme(recipe, density=1.0), Tensor("w", (1500,))
     for seed in range(20):
         grad = np.random.default_rng(seed).standard_normal(1500).astype(np.float32)
-        assert 0 <= alone(scheme, [tensor], [grad]).energies["w"].left < 1e-3
+        assert 0 <= alone(scheme, [tensor], [grad]).measured().energies["w"].left < 1e-3
 
 
 @pytest.mark.parametrize("recipe", SHARED_RECIPES)

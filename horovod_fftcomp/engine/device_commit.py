@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.kernels.cuda import Device, source, structs
+from horovod_fftcomp.kernels.cuda import Device, is_on_host, on_device, source, structs
 from horovod_fftcomp.schemes import OnDevice
 
 
@@ -17,29 +17,52 @@ class DeviceCommit:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        names = ["judge", "count_corrupt", "count_step"]
+        names = ["judge", "count_corrupt", "count_step", "select_state"]
         self._kernels = device.functions(source(), names)
         self._ledger = device.zeros(structs.LEDGER.itemsize // 4, np.uint32)
         self._fetched: Callable[[], np.ndarray] | None = None  # ledger of the previous step
         self._flags: list[Any] = []
+        self._uploads = structs.Uploads(device)
 
     def observe(self, flag: Any) -> None:
         """Add a device word to this step: nonzero if a tensor exchanged elsewhere is not finite."""
         self._flags.append(flag)
 
-    def close(self, exchanges: Sequence[OnDevice]) -> Callable[[], np.ndarray]:
-        """End a step: keep the new state of ``exchanges`` if all are finite, else restore the old.
+    def close(
+        self, exchanges: Sequence[OnDevice], changes: Iterable[tuple[Any, Any]]
+    ) -> Callable[[], np.ndarray]:
+        """End a step: keep the new state if all ``exchanges`` are finite, else restore the old one.
 
-        Returns a function that waits for the decision, one word: 0 if the step is committed.
+        ``changes``: (old, new) arrays of the state; None stands for old zeros. New arrays on the
+        host, and those that are the old ones, stay as they are. Returns a function that waits for
+        the decision, one word: 0 if the step is committed.
         """
         dropped = self._device.zeros(1, np.uint32)
         for flags in [*self._flags, *(exchange.not_finite for exchange in exchanges)]:
             self._launch("judge", flags, dropped)
         self._flags = []
-        for exchange in exchanges:
-            exchange.restore(dropped)
+        self._select(dropped, [c for c in changes if c[0] is not c[1]])
         self._kernels["count_step"](1, 1, [dropped, self._ledger], 0)
         return self._device.fetch(dropped)
+
+    def _select(self, dropped: Any, changes: Sequence[tuple[Any, Any]]) -> None:
+        """Launch the kernel that copies old arrays to new ones if ``dropped`` is nonzero."""
+        changes = [
+            (None if old is None else on_device(old, self._device), new)
+            for old, new in changes
+            if len(new) and not is_on_host(new)
+        ]
+        if not changes:
+            return
+        rows = np.zeros(len(changes), structs.CHANGE)
+        for row, (old, new) in zip(rows, changes, strict=True):
+            row["old"] = 0 if old is None else self._device.address(old)
+            row["new"], row["n"] = self._device.address(new), new.nbytes // 4
+        n_tiles = (rows["n"] + np.uint64(structs.TILE - 1)) // np.uint64(structs.TILE)
+        rows["n_tiles"], rows["first_tile"] = n_tiles, np.cumsum(n_tiles) - n_tiles
+        owners = np.repeat(np.arange(len(rows), dtype=np.uint32), n_tiles.astype(np.int64))
+        tables = [self._uploads.of("changes", rows), self._uploads.of("owners", owners)]
+        self._kernels["select_state"](owners.size, structs.THREADS, [*tables, dropped], 0)
 
     def inspect(self, exchanges: Sequence[OnDevice]) -> None:
         """Count the corrupt payloads of a step, whether it is committed or not.

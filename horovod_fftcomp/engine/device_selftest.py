@@ -110,9 +110,6 @@ def _exchanged(scheme: Scheme, grads: Sequence[Array], device: Device | None) ->
             for grad, state, context in zip(grads, states, contexts, strict=True)
         ]
         outcomes = _driven(ranks, device)
-        for outcome in outcomes:
-            if outcome.on_device is not None and device is not None:
-                outcome.on_device.restore(device.zeros(1, np.uint32))
         states = [outcome.state for outcome in outcomes]
         sums.append(on_host(outcomes[0].sums[0], device))
     return np.concatenate(sums)

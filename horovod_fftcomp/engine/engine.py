@@ -25,6 +25,7 @@ from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
     Exchange,
+    Measured,
     Outcome,
     Round,
     Scheme,
@@ -85,6 +86,17 @@ def _run(bucket: int, exchange: Exchange, output: Array | None) -> Result:
 _TAKEN = np.empty(0, np.float32)  # replaces a sum that was taken
 
 
+class _Unread(NamedTuple):
+    """Measurements of a step that are still on the device, by bucket.
+
+    ``dropped`` waits for the decision on the step.
+    """
+
+    dropped: Callable[[], Array]
+    measured: dict[int, Callable[[], Measured]]
+    loss_scale: float
+
+
 def _commit_of(device: Device) -> DeviceCommit:
     from horovod_fftcomp.engine.device_commit import DeviceCommit  # imported only with a GPU
 
@@ -115,8 +127,7 @@ class Engine:
         self.shadow: ShadowCheck | None = None  # compares the device with the CPU
         self._there: frozenset[int] = frozenset()  # buckets that the device computes
         self._skipped_there = 0  # steps that the device is known to have skipped
-        # Steps measured on the device: function that waits for the decision, outcomes, loss scale.
-        self._unread: list[tuple[Callable[[], Array], dict[int, Outcome], float]] = []
+        self._unread: list[_Unread] = []  # steps measured on the device
         self._dropped: Callable[[], Array] | None = None  # of the step that is being settled
         self.buckets = list(buckets)
         self.costs = Costs()
@@ -246,13 +257,13 @@ class Engine:
             return
         for bucket, outcome in outcomes.items():
             self._state[bucket] = outcome.state
-        if any(o.on_device and o.on_device.measured for o in outcomes.values()):
+        measured = {b: o.measured for b, o in outcomes.items() if o.measured is not None}
+        if any(outcomes[bucket].on_device for bucket in measured):
             self._read_measured()  # old enough to be read without waiting
             assert self._dropped is not None
-            light = {bucket: outcome.measured_alone() for bucket, outcome in outcomes.items()}
-            self._unread.append((self._dropped, light, self.loss_scale))
-        else:
-            self._record(outcomes, self.loss_scale)
+            self._unread.append(_Unread(self._dropped, measured, self.loss_scale))
+        elif measured:
+            self._record({bucket: values() for bucket, values in measured.items()}, self.loss_scale)
 
     def read_device(self) -> None:
         """Wait for the device, and record its measurements and skipped steps."""
@@ -264,17 +275,13 @@ class Engine:
 
     def _read_measured(self) -> None:
         unread, self._unread = self._unread, []
-        for dropped, outcomes, loss_scale in unread:
-            if dropped()[0]:
-                continue  # the step was rolled back
-            for bucket, outcome in outcomes.items():
-                if outcome.on_device is not None and outcome.on_device.measured is not None:
-                    outcomes[bucket] = outcome._replace(**outcome.on_device.measured())
-            self._record(outcomes, loss_scale)
+        for dropped, measured, loss_scale in unread:
+            if not dropped()[0]:
+                self._record({bucket: read() for bucket, read in measured.items()}, loss_scale)
 
-    def _record(self, outcomes: dict[int, Outcome], loss_scale: float) -> None:
-        self.costs.total_error += self._missed(outcomes) / loss_scale**2
-        self._measure(outcomes)  # last: its warnings may be errors to this rank's user
+    def _record(self, measured: dict[int, Measured], loss_scale: float) -> None:
+        self.costs.total_error += _missed(measured) / loss_scale**2
+        self._measure(measured)  # last: its warnings may be errors to this rank's user
 
     def _close_on_device(
         self, commit: DeviceCommit, outcomes: dict[int, Outcome], finite: bool
@@ -285,38 +292,33 @@ class Engine:
         If the host has new state as well, it waits for the device's flags, so that both agree.
         """
         there = {b: o.on_device for b, o in outcomes.items() if o.on_device is not None}
-        commit.inspect(list(there.values()))
+        flags = list(there.values())
+        commit.inspect(flags)
         keeps_state = any(o.state for b, o in outcomes.items() if b not in there)
         if finite and keeps_state:
-            finite = commit.is_finite(list(there.values()))
+            finite = commit.is_finite(flags)
         if not finite:
             return False
-        self._dropped = commit.close(list(there.values()))
+        changes = (
+            (self._state[bucket].get(kind, {}).get(name), array)
+            for bucket in there
+            for kind, arrays in outcomes[bucket].state.items()
+            for name, array in arrays.items()
+        )
+        self._dropped = commit.close(flags, changes)
         return True
 
-    def _missed(self, outcomes: dict[int, Outcome]) -> float:
-        """Return the sum of squares of the unsent values.
-
-        If a scheme measures only every ``MEASURE_EVERY`` steps, the value counts for each of them.
-        """
-        return sum(
-            MEASURE_EVERY * sum(energy.left for energy in outcome.energies.values())
-            if outcome.missed is None
-            else outcome.missed
-            for outcome in outcomes.values()
-        )
-
-    def _measure(self, outcomes: dict[int, Outcome]) -> None:
+    def _measure(self, measured: dict[int, Measured]) -> None:
         """Record relative errors, and warn of residuals that keep growing."""
         wanted = left = 0.0
-        similar = [o.similarity for o in outcomes.values() if o.similarity is not None]
+        similar = [m.similarity for m in measured.values() if m.similarity is not None]
         if chosen := sum(similarity.chosen for similarity in similar):
             self.costs.similarity = sum(similarity.common for similarity in similar) / chosen
-        for bucket, outcome in sorted(outcomes.items(), key=lambda item: item[0]):
+        for bucket in sorted(measured):
             policy = self.buckets[bucket].policy
             density, growth = policy.density(self.step) or 1.0, policy.at(self.step).accumulation()
             self.alarm.threshold = max(DEFAULT_THRESHOLD, growth / density)
-            for name, energy in outcome.energies.items():
+            for name, energy in measured[bucket].energies.items():
                 wanted += energy.wanted
                 left += energy.left
                 warning = self.alarm.observe(name, energy.gradient**0.5, energy.left**0.5)
@@ -442,6 +444,19 @@ class Engine:
         self.step = part["step"]
         self.loss_scale = part["loss_scale"]
         self._state = states
+
+
+def _missed(measured: dict[int, Measured]) -> float:
+    """Return the sum of squares of the unsent values.
+
+    If a scheme measures only every ``MEASURE_EVERY`` steps, the value counts for each of them.
+    """
+    return sum(
+        MEASURE_EVERY * sum(energy.left for energy in values.energies.values())
+        if values.missed is None
+        else values.missed
+        for values in measured.values()
+    )
 
 
 def _check_arrays(

@@ -97,45 +97,54 @@ class Similarity(NamedTuple):
     chosen: int
 
 
+class Measured(NamedTuple):
+    """Measurements of an exchange.
+
+    ``energies``: by name, for the tensors that were measured. ``missed``: sum of squares of the
+    unsent values of this rank, where a scheme measures it in every step.
+    """
+
+    energies: Mapping[str, Energy] = MappingProxyType({})
+    similarity: Similarity | None = None
+    missed: float | None = None
+
+
 class OnDevice(NamedTuple):
-    """Results of an exchange that are still on the device; only ``measured`` waits for them.
+    """Flags of an exchange that are still on the device.
 
     ``not_finite``: uint32 words, any of them nonzero if a sum is not finite. ``arrived``: status of
-    the payloads, see ``Decoder.decode``. ``restore``: function of a device word; launches a kernel
-    that replaces the new state by the old one if the word is nonzero. ``measured``: None, or a
-    function that waits for the measurements and returns them as fields of ``Outcome``.
+    the payloads, see ``Decoder.decode``.
     """
 
     not_finite: Any
     arrived: Any
-    restore: Callable[[Any], None]
-    measured: Callable[[], Mapping[str, Any]] | None
 
 
 class Outcome(NamedTuple):
     """Result of an exchange: sums over ranks, flat float32, in the order of the tensors.
 
     ``state``: the new state, which replaces the old one if the whole step was finite on every rank.
-    ``finite``: whether this exchange was. ``energies``: by name, for the tensors that were
-    measured. ``missed``: sum of squares of the unsent values of this rank, where a scheme measures
-    it in every step. ``on_device``: results still on the GPU, if one computes the exchange;
-    ``finite`` is then only what the host knows.
+    ``finite``: whether this exchange was. ``measured``: None, or a function that returns the
+    measurements, for which it waits if they are on a GPU; it keeps no array alive that could be
+    freed. ``on_device``: flags on the GPU, if one computes the exchange; ``finite`` is then only
+    what the host knows.
     """
 
     sums: list[Array]
     state: State
     finite: bool
-    energies: Mapping[str, Energy] = MappingProxyType({})
-    similarity: Similarity | None = None
-    missed: float | None = None
+    measured: Callable[[], Measured] | None = None
     on_device: OnDevice | None = None
 
-    def measured_alone(self) -> Outcome:
-        """Return the measurements alone, so that sums and state can be freed."""
-        later = self.on_device
-        if later is not None:
-            later = OnDevice(None, None, lambda dropped: None, later.measured)
-        return self._replace(sums=[], state={}, on_device=later)
+
+def measured_on_host(
+    energies: Mapping[str, Energy],
+    similarity: Similarity | None = None,
+    missed: float | None = None,
+) -> Callable[[], Measured] | None:
+    """Return the field ``measured`` of an outcome that the host computes; see ``Measured``."""
+    values = Measured(energies, similarity, missed)
+    return (lambda: values) if values != Measured() else None
 
 
 Exchange = Generator[Round, Array, Outcome]

@@ -27,6 +27,7 @@ from horovod_fftcomp.schemes import (
     Round,
     Scheme,
     Tensor,
+    measured_on_host,
 )
 from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
 from horovod_fftcomp.types import Array, Body
@@ -64,7 +65,8 @@ def gather(
     gathered = yield Round("allgather", encoded.message)
     sums, finite, payloads = summed(codecs, tensors, gathered, context.world_size)
     state = {"residual": encoded.residuals} if error_feedback else {}
-    return Gathered(Outcome(sums, state, finite, encoded.energies), payloads)
+    measured = measured_on_host(encoded.energies)
+    return Gathered(Outcome(sums, state, finite, measured), payloads)
 
 
 def summed(
@@ -307,7 +309,7 @@ class Allgather(Scheme):
             return gathered.outcome
         self._keep_signs(gathered, context.world_size)
         # Votes have no relative error, so their energies are dropped.
-        return gathered.outcome if self.sign is True else gathered.outcome._replace(energies={})
+        return gathered.outcome if self.sign is True else gathered.outcome._replace(measured=None)
 
     def _keep_signs(self, gathered: Gathered, world_size: int) -> None:
         """Replace each sum by its sign times the number of ranks, in place."""

@@ -18,7 +18,16 @@ from horovod_fftcomp.codec.base import PayloadCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device, on_device, on_host
-from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
+from horovod_fftcomp.schemes import (
+    MEASURE_EVERY,
+    Context,
+    Energy,
+    Measured,
+    OnDevice,
+    Outcome,
+    Round,
+    Tensor,
+)
 from horovod_fftcomp.schemes.device_rows import placed, state_of
 from horovod_fftcomp.schemes.momentum_on_device import velocities_of
 from horovod_fftcomp.wire.counter_rng import RngKey
@@ -129,8 +138,7 @@ def gather_on_device(
     if measure or left is not None:
         kept = state_of(tensors, grads, old, [None] * len(tensors)) if error_feedback else {}
         measured = functools.partial(_measured, encoded.squares, left, tensors, kept, device)
-    later = OnDevice(not_finite, arrived, encoded.restore, measured)
-    return Outcome(sums, state, True, on_device=later)
+    return Outcome(sums, state, True, measured, OnDevice(not_finite, arrived))
 
 
 def _keys(
@@ -172,16 +180,15 @@ def _measured(
     tensors: Sequence[Tensor],
     kept: Mapping[str, Any],
     device: Device,
-) -> dict[str, Any]:
-    """Wait for the measurements; return fields of ``Outcome``.
+) -> Measured:
+    """Wait for the measurements.
 
     ``kept``: residuals of frozen tensors.
     """
     by_number = {} if squares is None else squares()
-    fields: dict[str, Any] = {
-        "energies": {tensors[number].name: Energy(*sums) for number, sums in by_number.items()}
-    }
-    if left is not None:
-        on_hold = [on_host(residual, device) for residual in kept.values()]
-        fields["missed"] = left() + sum(float(np.dot(array, array)) for array in on_hold)
-    return fields
+    energies = {tensors[number].name: Energy(*sums) for number, sums in by_number.items()}
+    if left is None:
+        return Measured(energies)
+    on_hold = [on_host(residual, device) for residual in kept.values()]
+    missed = left() + sum(float(np.dot(array, array)) for array in on_hold)
+    return Measured(energies, missed=missed)

@@ -23,6 +23,7 @@ from horovod_fftcomp.schemes import (
     Round,
     Scheme,
     Tensor,
+    measured_on_host,
 )
 from horovod_fftcomp.schemes.clt_selection import (
     Choice,
@@ -117,7 +118,8 @@ class CommonIndex(Scheme):
         numels = [math.prod(tensor.shape) for tensor in tensors]
         sums, finite = _scattered(received, sources, numels)
         new_state = {"residual": encoded.residuals} if self.error_feedback else {}
-        return Outcome(sums, new_state, finite, encoded.energies, similarity)
+        measured = measured_on_host(encoded.energies, similarity)
+        return Outcome(sums, new_state, finite, measured)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

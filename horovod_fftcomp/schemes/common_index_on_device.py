@@ -11,7 +11,7 @@ import numpy as np
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device
-from horovod_fftcomp.schemes import Context, OnDevice, Outcome, Round, Similarity, Tensor
+from horovod_fftcomp.schemes import Context, Measured, OnDevice, Outcome, Round, Similarity, Tensor
 from horovod_fftcomp.schemes.clt_selection import ChunkWinners, chunk_slices
 from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, cached
 from horovod_fftcomp.types import Array
@@ -157,25 +157,19 @@ class _Exchange(ExchangeRows):
             bucket.on_groups("add_shares", table, self._turn, not_finite)
         return sums, not_finite
 
-    def restore(self, dropped: Any) -> None:
-        """Launch the kernel that restores the old residuals if ``dropped`` is nonzero."""
-        self.bucket.on_tiles("restore<1>", self.bucket.coeffs_table(self.rows, "left"), dropped)
-
-    def measured(self) -> Callable[[], dict[str, Any]]:
+    def measured(self) -> Callable[[], Measured]:
         """Return a function that waits for the measurements and keeps no array alive."""
         return partial(_measured, self.energies(), self._similarity, self._n_led_by_others)
 
 
 def _measured(
-    energies: Callable[[], dict[str, Any]],
-    similarity: Callable[[], Array] | None,
-    n_chosen: int,
-) -> dict[str, Any]:
-    """Wait for the measurements; return them as fields of ``Outcome``."""
-    fields = energies()
-    if similarity is not None:
-        fields["similarity"] = Similarity(int(similarity().view(np.uint32)[0]), n_chosen)
-    return fields
+    measured: Callable[[], Measured], similarity: Callable[[], Array] | None, n_chosen: int
+) -> Measured:
+    """Wait for the measurements."""
+    if similarity is None:
+        return measured()
+    common = int(similarity().view(np.uint32)[0])
+    return measured()._replace(similarity=Similarity(common, n_chosen))
 
 
 def common_index_on_device(
@@ -191,6 +185,5 @@ def common_index_on_device(
     received = yield Round(scheme.collective, exchange.encode())
     sums, not_finite = exchange.sum(received)
     measured = exchange.measured() if exchange.measures else None
-    later = OnDevice(not_finite, exchange.arrived, exchange.restore, measured)
     state = {"residual": exchange.state} if scheme.error_feedback else {}
-    return Outcome(sums, state, True, on_device=later)
+    return Outcome(sums, state, True, measured, OnDevice(not_finite, exchange.arrived))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,22 +99,13 @@ def _sum_on_device(
     return outcome_on_device(reduced, sizes, {}, device)
 
 
-def outcome_on_device(
-    reduced: Any,
-    sizes: Sequence[int],
-    state: State,
-    device: Device,
-    restore: Callable[[Any], None] = lambda dropped: None,
-) -> Outcome:
-    """Return the outcome of sums that lie on the device in one array, ``reduced``.
-
-    ``restore``: see ``OnDevice``.
-    """
+def outcome_on_device(reduced: Any, sizes: Sequence[int], state: State, device: Device) -> Outcome:
+    """Return the outcome of sums that lie on the device in one array, ``reduced``."""
     not_finite = device.zeros(1, np.uint32)
     n, beyond = sum(sizes), np.uint32(LARGEST_FINITE_BITS)
     on_each(device, "find_beyond")("find_beyond", n, reduced, np.uint64(n), beyond, not_finite)
-    later = OnDevice(not_finite, device.zeros(0, np.uint32), restore, None)
-    return Outcome(split(reduced, sizes), state, True, on_device=later)
+    flags = OnDevice(not_finite, device.zeros(0, np.uint32))
+    return Outcome(split(reduced, sizes), state, True, on_device=flags)
 
 
 def half_limits(context: Context) -> tuple[int, float]:

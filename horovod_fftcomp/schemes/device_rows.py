@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from horovod_fftcomp.kernels.cuda import Device, on_device, source
-from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Tensor
+from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Measured, Tensor
 from horovod_fftcomp.types import Array
 
 _OF_WARPS = ("sum_parts<true>", "clip_factors")  # kernels with blocks of one warp
@@ -38,7 +38,7 @@ class BucketRows:
         self.rows["n"] = numels
         self.tiles = self.owners("tile", numels, structs.TILE)
         self._tiles = device.upload(self.tiles)
-        self._kernels = device.functions(source(), ["restore<1>", "square<1>", *kernels])
+        self._kernels = device.functions(source(), ["square<1>", *kernels])
 
     def owners(self, kind: str, sizes: Sequence[int], each: int) -> Array:
         """Assign each tensor its blocks of ``each`` elements; return the tensor of each block."""
@@ -175,8 +175,8 @@ class ExchangeRows:
         self._bucket.on_tiles("square<1>", table, np.uint32(of_gradient), sums)
         self._squares.append(self.device.fetch(sums))
 
-    def energies(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that waits for the energies and returns them as a field of ``Outcome``.
+    def energies(self) -> Callable[[], Measured]:
+        """Return a function that waits for the energies and returns them.
 
         It keeps no array alive. ``square`` must have been called three times.
         """
@@ -189,8 +189,7 @@ class ExchangeRows:
 
 def _energies(
     names: Sequence[str], tiles: Array, squares: Sequence[Callable[[], Array]]
-) -> dict[str, Any]:
+) -> Measured:
     sums = [np.bincount(tiles, of()[: tiles.size], len(names)) for of in squares]
     named = zip(names, *sums, strict=True)
-    by_name = {name: Energy(*map(float, of_tensor)) for name, *of_tensor in named if name}
-    return {"energies": by_name}
+    return Measured({name: Energy(*map(float, of_tensor)) for name, *of_tensor in named if name})

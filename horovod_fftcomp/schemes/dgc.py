@@ -23,6 +23,7 @@ from horovod_fftcomp.schemes import (
     Round,
     Tensor,
     energy_of,
+    measured_on_host,
 )
 from horovod_fftcomp.schemes.allgather import outputs_for, summed
 from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
@@ -81,7 +82,7 @@ class Dgc(MomentumScheme):
             "residual": {name: new.residual for name, new in named if new.residual is not None},
         }
         energies = {name: new.energy for name, new in named if new.energy is not None}
-        return Outcome(sums, new_state, finite, energies)
+        return Outcome(sums, new_state, finite, measured_on_host(energies))
 
     def _encode(
         self, tensor: Tensor, grad: Array | None, state: OldState, context: Context, out: Array

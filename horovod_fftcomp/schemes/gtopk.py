@@ -30,6 +30,7 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
     energy_of,
+    measured_on_host,
 )
 from horovod_fftcomp.schemes.allgather import outputs_for, part_of
 from horovod_fftcomp.schemes.allgather_on_device import serves
@@ -135,7 +136,7 @@ class GTopK(Scheme):
                 if measures:
                     energies[tensor.name] = Energy(energy_of(grad), wanted, energy_of(whole))
         kept = {"residual": residuals} if self.error_feedback else {}
-        return Outcome(sums, kept, finite, energies)
+        return Outcome(sums, kept, finite, measured_on_host(energies))
 
     @functools.cached_property
     def codec(self) -> Codec:

@@ -12,7 +12,16 @@ import numpy as np
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device, on_device, on_host
-from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
+from horovod_fftcomp.schemes import (
+    MEASURE_EVERY,
+    Context,
+    Energy,
+    Measured,
+    OnDevice,
+    Outcome,
+    Round,
+    Tensor,
+)
 from horovod_fftcomp.schemes.device_rows import on_each, placed, state_of
 from horovod_fftcomp.schemes.wrapper import numels_of
 
@@ -93,7 +102,7 @@ class _Exchange:
             self._launch("put_places", int(n), values, n, places, flag, total, left)
         return sums
 
-    def measured(self, encoded: Encoded) -> Callable[[], dict[str, Any]]:
+    def measured(self, encoded: Encoded) -> Callable[[], Measured]:
         """Return a function that waits for the measurements and keeps no large array alive."""
         assert encoded.squares is not None
         sent = [self.device.fetch(self._message[part]) for part in self._parts]
@@ -116,11 +125,11 @@ def gtopk_on_device(
     message = exchange.take(scheme.chosen(tensors, gathered, context.world_size))
     sums = exchange.sum((yield Round("allreduce", message)))
     measured = exchange.measured(encoded) if measure else None
-    later = OnDevice(exchange.bad, device.zeros(0, np.uint32), encoded.restore, measured)
+    flags = OnDevice(exchange.bad, device.zeros(0, np.uint32))
     if not scheme.error_feedback:
-        return Outcome(sums, {}, True, on_device=later)
+        return Outcome(sums, {}, True, measured, flags)
     state = {"residual": state_of(tensors, grads, carried, exchange.wholes)}
-    return Outcome(sums, state, True, on_device=later)
+    return Outcome(sums, state, True, measured, flags)
 
 
 def _encoder(device: Device, scheme: GTopK, tensors: Sequence[Tensor]) -> Encoder:
@@ -137,10 +146,10 @@ def _measured(
     squares: Callable[[], dict[int, tuple[float, float, float]]],
     sent: Sequence[Callable[[], np.ndarray]],
     tensors: Sequence[Tensor],
-) -> dict[str, Any]:
-    """Wait for the measurements; return them as a field of ``Outcome``."""
+) -> Measured:
+    """Wait for the measurements."""
     energies = {}
     for number, (gradient, wanted, _) in squares().items():
         gone = math.fsum(np.square(sent[number](), dtype=np.float64))
         energies[tensors[number].name] = Energy(gradient, wanted, max(0.0, wanted - gone))
-    return {"energies": energies}
+    return Measured(energies)

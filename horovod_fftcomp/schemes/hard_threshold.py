@@ -15,7 +15,15 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.kernels.cuda import on_host
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Scheme, Tensor
+from horovod_fftcomp.schemes import (
+    Context,
+    Exchange,
+    Grads,
+    OldState,
+    Scheme,
+    Tensor,
+    measured_on_host,
+)
 from horovod_fftcomp.schemes.allgather import Allgather, gather
 from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
 from horovod_fftcomp.types import Array
@@ -76,8 +84,11 @@ class HardThreshold(Scheme):
                 levels[tensor.name] = self._with(levels.get(tensor.name), float(np.mean(seen)))
         if self.threshold is None:
             outcome.state["levels"] = levels
-        missed = sum(float(np.dot(r, r)) for r in outcome.state.get("residual", {}).values())
-        return outcome._replace(missed=missed if self.error_feedback else None)
+        if not self.error_feedback:
+            return outcome
+        missed = sum(float(np.dot(r, r)) for r in outcome.state["residual"].values())
+        energies = outcome.measured().energies if outcome.measured else {}
+        return outcome._replace(measured=measured_on_host(energies, missed=missed))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``.

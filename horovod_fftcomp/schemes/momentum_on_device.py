@@ -119,13 +119,8 @@ def momentum_sum_on_device(
     # Residuals are zeros now, unless the step is dropped.
     old = zip(numels, exchange.rows["residual"], strict=True)
     left = [device.zeros(n) if residual else None for n, residual in old]
-    exchange.point("whole", left)
-
-    def restore(dropped: Any) -> None:
-        bucket.on_tiles("restore<1>", bucket.coeffs_table(exchange.rows, "whole"), dropped)
-
     new_state = {
         "velocity": state_of(tensors, grads, velocities, moved),
         "residual": state_of(tensors, grads, residuals, left),
     }
-    return outcome_on_device(reduced, numels, new_state, device, restore)
+    return outcome_on_device(reduced, numels, new_state, device)

@@ -24,6 +24,7 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
     energy_of,
+    measured_on_host,
 )
 from horovod_fftcomp.schemes.powersgd_on_device import powersgd_on_device
 from horovod_fftcomp.types import Array
@@ -120,7 +121,9 @@ class PowerSgd(Scheme):
             [total for total, _ in summed],
             self._new_state(parts, second),
             all(finite for _, finite in summed),
-            {part.tensor.name: part.energy for part in parts if part.energy is not None},
+            measured_on_host(
+                {part.tensor.name: part.energy for part in parts if part.energy is not None}
+            ),
         )
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:

@@ -143,12 +143,6 @@ class _Exchange(ExchangeRows):
         bucket.on_tensors("keep_factors", self._table, np.uint64(0))  # while ``received`` is there
         return sums
 
-    def restore(self, dropped: Any) -> None:
-        """Launch the kernels that restore the old state if ``dropped`` is nonzero."""
-        self.bucket.on_tensors("keep_factors", self._table, dropped)
-        table = self.bucket.coeffs_table(self.rows, "whole")
-        self.bucket.on_tiles("restore<1>", table, dropped)
-
 
 def _split(array: Any, begins: np.ndarray) -> list[Any]:
     return [array[begin:end] for begin, end in itertools.pairwise(begins)]
@@ -167,5 +161,4 @@ def powersgd_on_device(
     sums = exchange.sum((yield Round("allreduce", exchange.project_back(first))))
     measured = exchange.energies() if exchange.measures else None
     flags = exchange.not_finite  # there are no payloads that could be corrupt
-    later = OnDevice(flags, flags[:0], exchange.restore, measured)
-    return Outcome(sums, exchange.state, True, on_device=later)
+    return Outcome(sums, exchange.state, True, measured, OnDevice(flags, flags[:0]))

@@ -23,6 +23,7 @@ from horovod_fftcomp.schemes import (
     Round,
     Tensor,
     energy_of,
+    measured_on_host,
 )
 from horovod_fftcomp.schemes.gtopk import largest
 from horovod_fftcomp.schemes.momentum import MomentumScheme
@@ -122,7 +123,8 @@ class SketchSgd(MomentumScheme):
             sums.append(self._settle(part, reduced, good, context))
             finite = finite and good
         energies = {part.tensor.name: part.energy for part in parts if part.energy is not None}
-        return Outcome(sums, self._new_state(parts, state), finite, energies)
+        new_state = self._new_state(parts, state)
+        return Outcome(sums, new_state, finite, measured_on_host(energies))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

@@ -200,11 +200,6 @@ class _Exchange(ExchangeRows):
         if self.measures:
             self.square(False, "whole")
 
-    def restore(self, dropped: Any) -> None:
-        """Launch the kernel that restores the old state if ``dropped`` is nonzero."""
-        table = self.bucket.coeffs_table(self.rows, "whole")
-        self.bucket.on_tiles("restore<1>", table, dropped)
-
 
 def sketchsgd_on_device(
     scheme: SketchSgd,
@@ -219,5 +214,5 @@ def sketchsgd_on_device(
     sums = exchange.sum((yield Round("allreduce", exchange.look_up(first))))
     exchange.clear_sent()
     measured = exchange.energies() if exchange.measures else None
-    later = OnDevice(exchange.flags, exchange.flags[:0], exchange.restore, measured)
-    return Outcome(sums, exchange.state, True, on_device=later)
+    flags = OnDevice(exchange.flags, exchange.flags[:0])
+    return Outcome(sums, exchange.state, True, measured, flags)

@@ -26,6 +26,7 @@ from horovod_fftcomp.schemes import (
     Round,
     Scheme,
     Tensor,
+    measured_on_host,
 )
 from horovod_fftcomp.schemes.allgather import Allgather, encode, joined, part_of, summed
 from horovod_fftcomp.types import Array, Body
@@ -153,7 +154,7 @@ class SparCml(Scheme):
         writers = [_codec_of(codec, header) for header, _ in wire.split_payloads(arrived)]
         sums, finite, _ = summed(writers, tensors, arrived, 1)
         kept = {"residual": encoded.residuals} if self.error_feedback else {}
-        return Outcome(sums, kept, finite, encoded.energies)
+        return Outcome(sums, kept, finite, measured_on_host(encoded.energies))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

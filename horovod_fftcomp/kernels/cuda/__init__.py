@@ -24,7 +24,7 @@ _SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decod
 
 _OF_COEFFICIENTS = (
     "mark", "narrow", "settle", "emit", "count_offsets", "decode_chunks", "count_values",
-    "restore", "square",
+    "square",
 )  # fmt: skip
 # Name expressions of all kernels; a training compiles those that it uses.
 NAMES = (
@@ -35,7 +35,15 @@ NAMES = (
     *("subtract_products", "sum_products", "keep_factors"),
     *("add_elements", "sum_parts<false>", "sum_parts<true>", "settle_rows"),
     *("write_signs", "sum_signs", "write_levels", "sum_levels"),
-    *("judge", "find_beyond", "write_halves", "read_halves", "count_corrupt", "count_step"),
+    *(
+        "judge",
+        "find_beyond",
+        "write_halves",
+        "read_halves",
+        "count_corrupt",
+        "count_step",
+        "select_state",
+    ),
     *("hash_bytes", "add_up", "sums_below", "choose<0>", "choose<1>", "choose<2>"),
     *("take_places", "fill_sum", "put_places"),
     *("clip_factors", "accumulate", "sketch", "write_sketch", "check_sketch"),
@@ -111,13 +119,18 @@ def source() -> str:
     return "".join((_FOLDER / f"{name}.cuh").read_text(encoding="utf-8") for name in _SOURCES)
 
 
+def is_on_host(array: Any) -> bool:
+    """Return whether ``array`` is NumPy's; a device's may be of a subclass of NumPy's."""
+    return type(array) is np.ndarray
+
+
 def on_device(array: Any, device: Device) -> Any:
     """Return ``array`` on the device; uploads a NumPy array."""
-    return device.upload(array) if isinstance(array, np.ndarray) else array
+    return device.upload(array) if is_on_host(array) else array
 
 
 def on_host(array: Any, device: Device | None) -> Any:
     """Return ``array`` as a NumPy array; waits for the device if the array is there."""
-    if device is None or isinstance(array, np.ndarray):
+    if device is None or is_on_host(array):
         return array
     return device.fetch(array)()

@@ -29,17 +29,15 @@ from horovod_fftcomp.wire.positions import Layout
 class Encoded(NamedTuple):
     """Result of ``Encoder.encode``; arrays are on the device.
 
-    ``message``: uint8. ``not_finite``: for each tensor 1 if it is not finite, uint32. ``restore``:
-    a function of a flag, uint32 ``[1]`` on the device, that restores the coefficients from before
-    the step if the flag is not 0. ``squares``: with ``measure``, a function that waits for the
-    device and returns for each tensor, by its number, the sums of squares of the gradient, of
-    gradient plus residual, and of the new residual. ``left``: under a threshold, a function that
+    ``message``: uint8. ``not_finite``: for each tensor 1 if it is not finite, uint32.
+    ``squares``: with ``measure``, a function that waits for the device and returns for each tensor,
+    by its number, the sums of squares of the gradient, of gradient plus residual, and of the new
+    residual. ``left``: under a threshold, a function that
     waits and returns the sum of squares of all new residuals.
     """
 
     message: Any
     not_finite: Any
-    restore: Callable[[Any], None]
     squares: Callable[[], dict[int, tuple[float, float, float]]] | None
     left: Callable[[], float] | None
 
@@ -208,8 +206,7 @@ class Encoder:
         left = None
         if any(group.always_measures for group in self._groups if isinstance(group, SparseGroup)):
             left = partial(_sum_of_last_rows, sums)
-        restore = partial(self._restore, rows, (residuals, coeffs, velocities))
-        return Encoded(message, not_finite, restore, squares, left)
+        return Encoded(message, not_finite, squares, left)
 
     def _point_at(
         self, grads: Sequence[Any], residuals: Sequence[Any], coeffs: Sequence[Any]
@@ -263,12 +260,6 @@ class Encoder:
                     structs.enter_coding(self._rows[number], codec.coding(scale))
                 return scale
         return peak
-
-    def _restore(self, rows: Any, referenced: Any, undo: Any) -> None:
-        """Launch the kernels that undo an encoding if ``undo`` is not 0; see ``Encoded``."""
-        del referenced  # the rows hold addresses in these arrays, which were kept until now
-        for group in self._groups:
-            group.restore(self._kernels, rows, undo)
 
     def _squares(
         self, sums: Sequence[Callable[[], np.ndarray]], kept: Array

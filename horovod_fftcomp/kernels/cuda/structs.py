@@ -85,6 +85,7 @@ ELEMENTS = _struct(
 )
 PART = np.dtype([("first", "f8"), ("second", "f8"), ("count", "u4"), ("unused", "u4")])
 HASHED = _struct("bytes nbytes", "")
+CHANGE = _struct("old new n", "first_tile n_tiles")
 LEDGER = _struct("", "skipped corrupt")
 MESSAGES = _struct("bytes nbytes", "n_ranks n_tensors rows_apart unused")
 

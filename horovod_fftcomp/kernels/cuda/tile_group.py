@@ -21,9 +21,9 @@ class TileGroup:
     def __init__(self, device: Device, group: Group, reals: int = 1) -> None:
         self.device, self.members, self._owners_on_host = device, group.members, group.owners
         self.n_tiles, self.owners = group.owners.size, device.upload(group.owners)
-        self._restore, self._square = f"restore<{reals}>", f"square<{reals}>"
+        self._square = f"square<{reals}>"
         self.is_raw = group.transform is None
-        self.names = ["copy_raw"] if self.is_raw else [self._restore, self._square]
+        self.names = ["copy_raw"] if self.is_raw else [self._square]
 
     def choose(
         self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
@@ -52,11 +52,6 @@ class TileGroup:
         arguments = [rows, self.owners, np.uint32(of_gradient), sums]
         kernels[self._square](self.n_tiles, THREADS, arguments, structs.SQUARES_NBYTES)
         return self.device.fetch(sums)
-
-    def restore(self, kernels: Any, rows: Any, undo: Any) -> None:
-        """Launch the kernel that restores the old coefficients if ``undo`` is not 0."""
-        if not self.is_raw:
-            kernels[self._restore](self.n_tiles, THREADS, [rows, self.owners, undo], 0)
 
     def by_tensor(self, of_tiles: np.ndarray) -> dict[int, tuple[float, float, float]]:
         """Return the three sums of squares of each tensor, from those of tiles, ``[3, tiles]``."""

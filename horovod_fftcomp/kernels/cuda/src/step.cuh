@@ -27,22 +27,25 @@ __global__ void count_step(const u32* __restrict__ verdict, Ledger* __restrict__
     if (*verdict) ledger->skipped++;
 }
 
-// Where the step does not count, what is left unsent becomes what was left before it, and a velocity
-// what it was.
-template <u32 C>
+// An array of the state, as words: before the step and after it.
+struct Change {
+    const u32* old;  // 0: zeros
+    u32* now;
+    u64 n;
+    u32 first_tile, n_tiles;
+};
+static_assert(sizeof(Change) == 32, "structs.py describes CHANGE with the same layout");
+
+// Where the step does not count, replaces the new state by the old one.
 __global__ void __launch_bounds__(THREADS)
-    restore(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-            const u32* __restrict__ verdict) {
+    select_state(const Change* __restrict__ changes, const u32* __restrict__ tile_change,
+                 const u32* __restrict__ verdict) {
     if (!*verdict) return;
-    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
-    u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
-    u32 n = u32(min(u64(TILE), C * tensor.n - begin));
-    for (u32 i = threadIdx.x; i < n; i += THREADS) {
-        if (tensor.keep)
-            tensor.coeffs[begin + i] = tensor.residual ? tensor.residual[begin + i] : 0.0f;
-        if (C == 1 && tensor.moved)
-            tensor.moved[begin + i] = tensor.velocity ? tensor.velocity[begin + i] : 0.0f;
-    }
+    const Change change = changes[tile_change[blockIdx.x]];
+    u64 begin = u64(blockIdx.x - change.first_tile) * TILE;
+    u64 end = min(begin + TILE, change.n);
+    for (u64 i = begin + threadIdx.x; i < end; i += THREADS)
+        change.now[i] = change.old ? change.old[i] : 0u;
 }
 
 // The sum of squares of each tile, of gradients or of coefficients; in a fixed order. A complex
