@@ -34,7 +34,7 @@ SHARED_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(n
 DRAWN_RECIPES = [name for name in SHARED_RECIPES if "seed" in RECIPES[name].options]
 
 # Recipes without CUDA kernels: with a GPU, too, the host computes them.
-HOST_ONLY: frozenset[str] = frozenset()
+HOST_ONLY = frozenset({"gtopk", "sketchsgd"})
 
 # Codecs beyond the recipes' defaults: every layout of positions and the ends of every option.
 CODECS = {

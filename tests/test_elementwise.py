@@ -252,7 +252,7 @@ def test_bodies_that_no_method_writes_are_refused(recipe):
             codec.decode(damaged)
 
 
-def test_a_gpu_serves_all_recipes_but_not_with_all_options():
+def test_a_gpu_serves_all_recipes_with_kernels_but_not_with_all_options():
     tensors = [Tensor("w", (100, 100))]
     for recipe in list_compressors():
         assert get_scheme(recipe).runs_on_device(tensors) == (recipe not in HOST_ONLY)

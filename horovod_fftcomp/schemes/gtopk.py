@@ -33,8 +33,6 @@ from horovod_fftcomp.schemes import (
     measured_on_host,
 )
 from horovod_fftcomp.schemes.allgather import outputs_for, part_of
-from horovod_fftcomp.schemes.allgather_on_device import serves
-from horovod_fftcomp.schemes.gtopk_on_device import gtopk_on_device
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Header
 from horovod_fftcomp.wire.positions import Layout
@@ -109,8 +107,6 @@ class GTopK(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         carried = state.get("residual", {}) if self.error_feedback else {}
-        if context.device is not None:
-            return (yield from gtopk_on_device(self, tensors, grads, carried, context))
         numels = [math.prod(tensor.shape) for tensor in tensors]
         message, outs = outputs_for([self.codec] * len(tensors), tensors)
         assert message is not None
@@ -142,10 +138,6 @@ class GTopK(Scheme):
     def codec(self) -> Codec:
         """Codec of the top-k lists."""
         return Codec(Identity(), TopK(self.density), Float32())
-
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
-        return serves(self.codec, tensors)
 
     def _list(
         self, tensor: Tensor, grad: Array | None, carried: Mapping[str, Array], out: Array | None

@@ -27,7 +27,6 @@ from horovod_fftcomp.schemes import (
 )
 from horovod_fftcomp.schemes.gtopk import largest
 from horovod_fftcomp.schemes.momentum import MomentumScheme
-from horovod_fftcomp.schemes.sketchsgd_on_device import sketchsgd_on_device
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import counter_rng
 
@@ -98,8 +97,6 @@ class SketchSgd(MomentumScheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        if context.device is not None:
-            return (yield from sketchsgd_on_device(self, tensors, grads, state, context))
         kernels = load_backend("cpu")
         plans = [self.plan(tensor) for tensor in tensors]
         ends = np.cumsum([plan.first_numel(self.rows) for plan in plans])
@@ -125,10 +122,6 @@ class SketchSgd(MomentumScheme):
         energies = {part.tensor.name: part.energy for part in parts if part.energy is not None}
         new_state = self._new_state(parts, state)
         return Outcome(sums, new_state, finite, measured_on_host(energies))
-
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
-        return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
 
     def plan(self, tensor: Tensor) -> _Plan:
         """Return the sizes with which a tensor is sent."""

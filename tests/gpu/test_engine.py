@@ -110,7 +110,8 @@ def test_steps_are_the_cpus(recipe, options, tolerance):
         if step == 3:
             grads[0][0][1] = grads[1][0][1] = None
         assert_same_step(cpu, gpu, grads, tolerance)
-        on_host = (recipe, options) in ON_HOST
+        is_warmup = step < options.get("warmup_steps", 0)
+        on_host = (recipe, options) in ON_HOST or (recipe in HOST_ONLY and not is_warmup)
         assert all(engine.computes_on_device(0) != on_host for engine in gpu)
     assert_same_account(cpu, gpu, 1, tolerance)
 
@@ -142,7 +143,7 @@ def test_between_nodes_steps_are_the_cpus(recipe, options, tolerance, n_ranks, r
         if step == 3:
             grads[0][0][1] = grads[1][0][1] = None
         assert_same_step(cpu, gpu, grads, tolerance)
-    assert all(engine.computes_on_device(0) for engine in gpu)
+    assert all(engine.computes_on_device(0) != (recipe in HOST_ONLY) for engine in gpu)
     assert_same_account(cpu, gpu, 2, tolerance)
 
 
@@ -222,6 +223,12 @@ def test_a_variable_keeps_a_device_from_being_asked(monkeypatch):
     monkeypatch.delenv("HOROVOD_FFTCOMP_GPU")
     with pytest.warns(RuntimeWarning, match=r"pip install .*HOROVOD_FFTCOMP_GPU=0"):
         assert trusted(lambda: {}["no driver"], "a GPU", [bucket]) is None
+
+
+@pytest.mark.parametrize("recipe", sorted(HOST_ONLY))
+def test_a_recipe_that_the_host_computes_asks_for_no_device(recipe):
+    bucket = Bucket(TENSORS, make_policy(recipe, warmup_steps=9))
+    assert trusted(lambda: pytest.fail("asked"), "a GPU", [bucket]) is None
 
 
 def test_a_sum_is_taken_once():

@@ -225,8 +225,6 @@ def test_messages_of_another_length_are_refused():
         ("topk", {"density": 0.05}),
         ("hard_threshold", {"threshold": 2.0}),
         ("adacomp", {}),
-        ("gtopk", {}),
-        ("sketchsgd", {}),
         ("scalecom", {}),
         ("onebit", {}),
         ("qsgd", {"error_feedback": True}),

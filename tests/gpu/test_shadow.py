@@ -72,7 +72,6 @@ CASES = [
     ("dct", {"density": 1.0, "bits": 6}),
     ("random_k", {"density": 0.3, "exchange": "gather"}),
     ("dgc", {"density": 0.05, "max_norm": 140.0}),
-    ("sketchsgd", {"density": 0.002, "rows": 3}),
     ("powersgd", {"rank": 12, "error_feedback": False}),
     ("qsgd", {"levels": 2, "bucket": 64, "norm": "l2", "error_feedback": True}),
 ]
@@ -93,7 +92,7 @@ def test_a_gpu_that_computes_rightly_is_left_alone(recipe, options):
 
 
 @pytest.mark.parametrize("magnitude", [1e-40, 1e30])
-@pytest.mark.parametrize("recipe", ["fft", "dct", "demo", "powersgd", "topk", "fp16", "sketchsgd"])
+@pytest.mark.parametrize("recipe", ["fft", "dct", "demo", "powersgd", "topk", "fp16"])
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 def test_extreme_values_are_no_difference(recipe, magnitude):
     engines, rng = engines_of(recipe), np.random.default_rng(12)
@@ -131,7 +130,7 @@ def test_a_flipped_bit_is_told_to_all_ranks(recipe, options, where, monkeypatch)
         assert re.search(rf"element (11|22) of its ({'|'.join(fault.planted)}) is ", heard)
 
 
-@pytest.mark.parametrize("recipe", ["topk", "gtopk"])
+@pytest.mark.parametrize("recipe", ["topk", "scalecom"])
 def test_a_leader_of_nodes_that_computes_wrongly_is_found_out(recipe, monkeypatch):
     rng = np.random.default_rng(6)
     engines = engines_of(recipe, n_ranks=5, ranks_per_node=2)

@@ -19,8 +19,7 @@ from horovod_fftcomp.codec.transforms import BLOCK_LENGTHS
 _FOLDER = Path(__file__).parent / "src"
 # In the order in which they are concatenated: each file uses declarations of those before it.
 _SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode", "step",
-            "shared", "hash", "elements", "chosen", "halves", "places",
-            "momentum", "sketch", "lowrank")  # fmt: skip
+            "shared", "hash", "elements", "chosen", "halves", "momentum", "lowrank")  # fmt: skip
 
 _OF_COEFFICIENTS = (
     "mark", "narrow", "settle", "emit", "count_offsets", "decode_chunks", "count_values",
@@ -45,9 +44,7 @@ NAMES = (
         "select_state",
     ),
     *("hash_bytes", "add_up", "sums_below", "choose<0>", "choose<1>", "choose<2>"),
-    *("take_places", "fill_sum", "put_places"),
-    *("clip_factors", "accumulate", "sketch", "write_sketch", "check_sketch"),
-    *(f"estimate<{rows}>" for rows in (1, 3, 5, 7, 9)),
+    *("clip_factors", "accumulate"),
     *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),
     *(f"forward<{block}, {cosine}>" for block in BLOCK_LENGTHS for cosine in ("false", "true")),
     "sum_payloads<64, 0>",

@@ -76,10 +76,10 @@ LOW_RANK = _struct(
     "grad residual whole first second own right left factor scratch sum n rows columns",
     "first_tile n_tiles rank unused",
 )
-SKETCH = _struct(
-    "grad residual velocity moved factor whole hashes columns_at first estimates n first_n",
-    "first_tile n_tiles first_group n_groups rows columns momentum how",
+DENSE_MOMENTUM = _struct(
+    "grad residual velocity moved factor whole n", "first_tile n_tiles momentum how"
 )
+SKETCH = DENSE_MOMENTUM  # its name in schemes/momentum_on_device.py
 ELEMENTS = _struct(
     "clip length first_part", "first_row n_rows method top radix digits bucket_bits unused"
 )
