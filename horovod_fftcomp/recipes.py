@@ -14,7 +14,6 @@ from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.dense_methods import (
     QSGD,
     DoReFa,
-    EliasQSGD,
     Method,
     Natural,
     OneBit,
@@ -169,12 +168,10 @@ def _qsgd(
     levels: int = 7,
     bucket: int = 1024,
     norm: Literal["max", "l2"] = "max",
-    packing: Literal["fixed", "elias"] = "fixed",
     error_feedback: bool = False,
     seed: int = 0,
 ) -> Scheme:
-    method = QSGD if packing == "fixed" else EliasQSGD
-    return _elementwise(method(levels, bucket, norm), seed, error_feedback=error_feedback)
+    return _elementwise(QSGD(levels, bucket, norm), seed, error_feedback=error_feedback)
 
 
 # No error feedback: the error of a sent value exceeds the value, so residuals would grow.
@@ -463,8 +460,6 @@ def get_scheme(name: str, **options: object) -> Scheme:
     norm
         Norm that the levels divide evenly: "max", the largest magnitude, or "l2".
     packing
-        Coding of the levels: "fixed" width, or "elias" codes of variable length.
-    terngrad.packing
         "base3": 1.6 bits per value; "bits": 2 bits per value, faster to decode.
     clip
         Values are clipped to this many standard deviations of the tensor; 0: no clipping.

@@ -58,8 +58,6 @@ CODECS = {
     "qsgd-l2": ("qsgd", {"levels": 3, "bucket": 64, "norm": "l2"}),
     "qsgd-127": ("qsgd", {"levels": 127, "bucket": 4096}),
     "qsgd-many": ("qsgd", {"levels": 1000, "bucket": 128}),
-    "qsgd-elias": ("qsgd", {"packing": "elias"}),
-    "qsgd-elias-many": ("qsgd", {"packing": "elias", "levels": 2047, "norm": "l2", "bucket": 64}),
     "terngrad-bits": ("terngrad", {"clip": 0, "packing": "bits"}),
     "onebit-column": ("onebit", {"group": "column"}),
     "dorefa-1": ("dorefa", {"bits": 1}),

@@ -61,7 +61,6 @@ def test_words_hold_any_numbers_below_the_radix(radix, backend):
         ("qsgd", {}),
         ("qsgd", {"levels": 1, "norm": "l2", "bucket": 64}),
         ("qsgd", {"levels": 127, "norm": "l2"}),
-        ("qsgd", {"packing": "elias", "norm": "l2"}),
         ("terngrad", {"clip": 0}),
         ("natural", {}),
         ("dorefa", {}),
@@ -105,46 +104,15 @@ def test_one_element_that_holds_the_norm_has_the_highest_level(levels, norm):
     assert found.tobytes() == x.tobytes()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("half", [1, 7, 2047])
-def test_gamma_codes_are_those_of_elias_and_end_where_they_should(half, backend):
-    kernels, rng = load_backend(backend), np.random.default_rng(half)
-    for n in (0, 1, 31, 5000):
-        codes = np.clip(half + rng.standard_normal(n) * half / 3, 0, 2 * half).astype(np.uint32)
-        words = kernels.pack_gamma(codes, half)
-        assert words.tobytes() == load_backend("reference").pack_gamma(codes, half).tobytes()
-        assert kernels.unpack_gamma(words, n, half).tolist() == codes.tolist()
-        longer = np.append(words, np.uint32(0))
-        for damaged, most in [(words[:-1], half), (longer, half), (words, half // 3)]:
-            if n == 5000:
-                with pytest.raises(ValueError, match="level"):
-                    kernels.unpack_gamma(damaged, n, most)
-
-
-def test_elias_is_the_same_in_fewer_bytes_where_most_levels_are_zero():
-    x = _normal(200_000)
-    fixed, elias = (get_codec("qsgd", norm="l2", packing=how) for how in ("fixed", "elias"))
-    payloads = [codec.encode(x, 3, "w") for codec in (fixed, elias)]
-    decoded = [codec.decode(p) for codec, p in zip((fixed, elias), payloads, strict=True)]
-    assert decoded[0].tobytes() == decoded[1].tobytes()
-    levels = np.count_nonzero(decoded[0])
-    bits = 8 * payloads[1].nbytes - 32 * -(-x.size // 1024)
-    assert 8 * payloads[0].nbytes > 4 * x.size
-    assert x.size + 3 * levels <= bits < x.size + 3.3 * levels  # nearly all are 0, 1 or 2
-    with pytest.raises(ValueError, match="depends on the values"):
-        elias.payload_nbytes(1000)
-
-
-def test_a_corrupt_tensor_in_float32_beside_codes_of_elias_is_refused():
-    codec = get_codec("qsgd", levels=2047, packing="elias")
-    raw, packed = (codec.encode(np.array(x, np.float32)) for x in ([1, 0.9, 0.95], [1, 0, 0]))
-    assert (raw.size, packed.size) == (76, 72)
-    damaged = raw.copy()
-    damaged[-12:] = np.array([np.nan, 3e38, np.inf], np.float32).view(np.uint8)
-    for payloads in ([damaged], [damaged, packed], [packed, damaged]):
-        with pytest.raises(PayloadError, match="a value lies beyond the scale"):
-            codec.decode_sum(payloads)
-    np.testing.assert_array_equal(codec.decode_sum([raw, packed])[1:], codec.decode(raw)[1:])
+def test_a_corrupt_tensor_in_float32_is_refused():
+    codec = get_codec("qsgd")
+    raw = codec.encode(np.ones(1, np.float32))
+    for value in (np.nan, 3e38, np.inf):
+        damaged = raw.copy()
+        damaged[-4:] = np.array([value], np.float32).view(np.uint8)
+        for payloads in ([damaged], [damaged, raw], [raw, damaged]):
+            with pytest.raises(PayloadError, match="a value lies beyond the scale"):
+                codec.decode_sum(payloads)
 
 
 def test_clipping_limits_the_scale_of_terngrad():
@@ -259,7 +227,6 @@ def test_a_gpu_serves_all_recipes_with_kernels_but_not_with_all_options():
     as_it_is = [Tensor("w", (2000, 1))]  # a residual from before would be lost there
     assert not get_scheme("onebit", group="column").runs_on_device(as_it_is)
     for recipe, options in (
-        ("qsgd", {"packing": "elias"}),
         ("scalecom", {"bits": 16}),
         ("scalecom", {"selector": "exact"}),
         ("auto", {"gbit_per_s": 1.0}),

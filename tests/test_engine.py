@@ -19,7 +19,7 @@ from tests.contracts import CODECS, DRAWN_RECIPES, GATHER_RECIPES, SHARED_RECIPE
 from tests.loops import each
 
 # Of those that do without error feedback by default, the ones that contract can be given it.
-CONTRACTIONS = ("qsgd", "qsgd-127", "qsgd-many", "qsgd-elias", "natural", "dorefa")
+CONTRACTIONS = ("qsgd", "qsgd-127", "qsgd-many", "natural", "dorefa")
 ALWAYS = ("hard_threshold", "strom", "adacomp")  # with feedback; an option of the first alone
 FEEDBACK = {
     key: case
@@ -59,7 +59,6 @@ SCHEMES = {name: (name, {}) for name in [*GATHER_RECIPES, *SHARED_RECIPES]} | VA
 SCHEMES |= {
     "threshold": ("hard_threshold", {"threshold": 1.0}),
     "strom-quanta": ("strom", {"threshold": 0.3, "quanta": 4}),
-    "qsgd-elias": ("qsgd", {"packing": "elias", "error_feedback": True}),
     "auto": ("auto", {"ratio": 10, "every": 2}),
     "dgc": ("dgc", {"density": 0.01}),
     "dgc-options": (

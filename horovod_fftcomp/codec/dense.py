@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import Encoded, PayloadCodec, aligned
-from horovod_fftcomp.codec.dense_methods import EliasQSGD, Method, SignMethod
+from horovod_fftcomp.codec.dense_methods import Method, SignMethod
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
@@ -43,32 +43,15 @@ class DenseCodec(PayloadCodec):
     method: Method
     seed: int = 0
     transform = Identity()
+    has_fixed_size = True
 
     def __post_init__(self) -> None:
         counter_rng.check_seed(self.seed)
 
-    @property
-    def has_fixed_size(self) -> bool:
-        """Whether a payload's size depends on the shape alone."""
-        return not isinstance(self.method, EliasQSGD)
-
     def plan(self, shape: Shape, k: int | None = None) -> Plan:
-        """Return the layout and the sizes for a tensor of ``shape``; see ``PayloadCodec``.
-
-        ``k``: the number of 32-bit words of the body, if it depends on the values.
-        """
-        if self.has_fixed_size:
-            return _plan(self, shape)
-        if k is None:
-            raise ValueError("the size of a payload in the Elias gamma code depends on the values")
-        plan = wire.dense_plan(shape, 4 * k)
-        if plan.layout is Layout.RAW:
-            return plan
-        return replace(plan, positions=plan.positions._replace(k=k))
-
-    def expected_nbytes(self, shape: Shape) -> int:
-        """Return the size of a payload; for the Elias gamma code, the size without it."""
-        return _plan(self, shape).payload_nbytes
+        """Return the layout and the sizes for a tensor of ``shape``; see ``PayloadCodec``."""
+        del k
+        return _plan(self, shape)
 
     def coeffs_of(
         self,
@@ -119,10 +102,6 @@ class DenseCodec(PayloadCodec):
         As ``Codec.encode_coeffs``; ``rng_key`` seeds the method's random numbers.
         """
         key = self.key_at(rng_key)
-        if isinstance(self.method, EliasQSGD):
-            return self._encode_packed(
-                self.method, coeffs, shape, dtype, kernels, keep_residual, key
-            )
         plan, array, peak = self.plan(shape), coeffs.array, coeffs.peak
         if out is None:
             out = np.zeros(plan.payload_nbytes, np.uint8)
@@ -148,37 +127,6 @@ class DenseCodec(PayloadCodec):
         wire.write_header(payload, plan, self.fingerprint, dtype, scale, True)
         return Encoded(payload, array if keep_residual and not is_raw else None)
 
-    def _encode_packed(
-        self,
-        method: EliasQSGD,
-        coeffs: Coefficients,
-        shape: Shape,
-        dtype: str,
-        kernels: ModuleType,
-        keep_residual: bool,
-        key: int,
-    ) -> Encoded:
-        """Encode with a method that packs the body again, to a size that depends on the values.
-
-        If the packed body is longer than the tensor, its decoded values are sent as float32. The
-        tensor itself would be exact, but exact only for some draws, which would bias the mean.
-        """
-        array, finite, scale = coeffs.array, coeffs.peak <= LARGEST_FINITE_BITS, 0.0
-        body = np.zeros(method.body_nbytes(shape), np.uint8)
-        if finite and array.size:
-            finite, scale = method.encode(array, shape, body, key, kernels, keep_residual)
-        sent = method.packed(body, shape, kernels) if finite and array.size else body[:0]
-        plan = self.plan(shape, sent.size // 4)
-        if plan.layout is Layout.RAW:
-            total = np.zeros(array.size, np.float32)
-            method.add(total, shape, sent, scale, kernels)
-            sent = total.view(np.uint8)
-            scale = float(np.abs(total).max(initial=0))
-        payload = np.zeros(plan.payload_nbytes, np.uint8)
-        payload[plan.values_offset :] = sent
-        wire.write_header(payload, plan, self.fingerprint, dtype, scale, finite)
-        return Encoded(payload, array if keep_residual and finite else None)
-
     def _sum(
         self,
         payloads: Sequence[Array],
@@ -193,10 +141,7 @@ class DenseCodec(PayloadCodec):
         ):
             body = aligned(payload)[plan.values_offset :]
             try:
-                if plan.layout is Layout.RAW:  # other ranks' payloads may be in the gamma code
-                    total += self._raw_values(payload, plan, header, kernels)
-                else:
-                    self.method.add(total, header.shape, body, header.scale, kernels)
+                self.method.add(total, header.shape, body, header.scale, kernels)
             except ValueError as error:
                 raise PayloadError(f"payload {number}: body: {error}") from error
         return total

@@ -150,37 +150,6 @@ class QSGD:
         kernels.add_levels(total, body[split:].view(np.uint32), scales, self.grid())
 
 
-@dataclass(frozen=True)
-class EliasQSGD(QSGD):
-    """QSGD with levels in the Elias gamma code, which is short if most of them are 0.
-
-    A level l is sent as l + 1 in the gamma code, then a sign bit unless l is 0. The decoded values
-    are those of QSGD. (Alistarh et al. 2017; Elias 1975.)
-    """
-
-    spec_name = "EliasQSGD"
-
-    def packed(self, body: Array, shape: Shape, kernels: ModuleType) -> Array:
-        """Return ``body`` as ``encode`` wrote it, with its levels in the gamma code, uint8."""
-        split = 4 * self._n_buckets(shape)
-        radix = 2 * self.levels + 1
-        codes = kernels.unpack_words(body[split:].view(np.uint32), math.prod(shape), radix)
-        stream = kernels.pack_gamma(codes, self.levels)
-        return np.concatenate([body[:split], stream.view(np.uint8)])
-
-    def add(
-        self, total: Array, shape: Shape, body: Array, scale: float, kernels: ModuleType
-    ) -> None:
-        """Add norms times levels; see ``Method``."""
-        split = 4 * self._n_buckets(shape)
-        if body.size < split:
-            raise ValueError(f"the norms take {split} bytes, but the body has {body.size}")
-        codes = kernels.unpack_gamma(body[split:].view(np.uint32), total.size, self.levels)
-        words = kernels.pack_words(codes, 2 * self.levels + 1)
-        fixed = np.concatenate([body[:split], words.view(np.uint8)])
-        super().add(total, shape, fixed, scale, kernels)
-
-
 class _OneScale(abc.ABC):
     """Base class of methods with one scale for the whole tensor, which is in the header."""
 

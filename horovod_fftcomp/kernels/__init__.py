@@ -46,8 +46,6 @@ KERNELS = (
     "estimate",
     "pack_words",
     "unpack_words",
-    "pack_gamma",
-    "unpack_gamma",
     "moments",
     "encode_levels",
     "add_levels",

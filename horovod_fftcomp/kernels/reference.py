@@ -29,11 +29,9 @@ from horovod_fftcomp.kernels.reference_dense import (  # noqa: F401 (kernels as 
     lane_sums,
     majority_sign,
     moments,
-    pack_gamma,
     pack_words,
     random_words,
     subtract_signs,
-    unpack_gamma,
     unpack_words,
 )
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients

@@ -589,7 +589,6 @@ class Compression:
         levels: int = 7,
         bucket: int = 1024,
         norm: Literal["max", "l2"] = "max",
-        packing: Literal["fixed", "elias"] = "fixed",
         error_feedback: bool = False,
         seed: int = 0,
         warmup_steps: int = 0,

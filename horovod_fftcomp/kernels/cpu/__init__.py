@@ -21,9 +21,7 @@ from horovod_fftcomp.kernels.cpu.dense import (
     encode_levels,
     encode_octaves,
     moments,
-    pack_gamma,
     pack_words,
-    unpack_gamma,
     unpack_words,
 )
 from horovod_fftcomp.kernels.cpu.float16 import from_float16, to_float16
@@ -85,7 +83,6 @@ __all__ = [
     "pack_bitmap",
     "pack_bits",
     "pack_entropy",
-    "pack_gamma",
     "pack_offsets",
     "pack_words",
     "positions_of",
@@ -102,7 +99,6 @@ __all__ = [
     "unpack_bitmap",
     "unpack_bits",
     "unpack_entropy",
-    "unpack_gamma",
     "unpack_offsets",
     "unpack_words",
     "zero_at",

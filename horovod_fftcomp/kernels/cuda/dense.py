@@ -11,7 +11,6 @@ from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.dense_methods import (
     QSGD,
     DoReFa,
-    EliasQSGD,
     Method,
     Natural,
     OneBit,
@@ -52,7 +51,7 @@ def _enter_method(row: np.void, plan: Plan, method: Method) -> None:
         row["method"] = _VOTES if isinstance(method, Sign) else _MAGNITUDE
     elif isinstance(method, Natural):
         row["method"], row["top"], row["radix"] = _OCTAVES, 254, 255
-    elif isinstance(method, (QSGD, TernGrad, DoReFa)) and not isinstance(method, EliasQSGD):
+    elif isinstance(method, (QSGD, TernGrad, DoReFa)):
         row["top"], row["radix"], norm, bucket = method.grid()
         if norm != GIVEN:
             row["bucket_bits"] = bucket.bit_length() - 1
