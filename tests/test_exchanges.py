@@ -48,7 +48,7 @@ class Shifted(Scheme):
             t.name: g + before.get(t.name, np.float32(0))
             for t, g in zip(tensors, grads, strict=True)
         }
-        return Outcome(parts, {"residual": kept}, True)
+        return Outcome(parts, {"residual": kept})
 
     def state_format(self, tensor):
         return str(tensor.shape)
@@ -73,7 +73,7 @@ class Gated(Scheme):
         if self.error is not None:
             raise self.error
         total = yield Round("allreduce", np.concatenate(grads))
-        return Outcome(np.split(total, np.cumsum([g.size for g in grads])[:-1]), {}, True)
+        return Outcome(np.split(total, np.cumsum([g.size for g in grads])[:-1]), {})
 
 
 class Network:

@@ -196,6 +196,6 @@ def test_a_bad_value_makes_all_of_its_tensor_nan_wherever_it_lies(recipe, bad):
         grads = [np.ones(1000, np.float32), np.ones(500, np.float32)]
         grads[0][place] = bad
         outcome = alone(scheme, tensors, grads, step=7)
-        assert not outcome.finite
+        assert not outcome.flags.finite
         assert np.isnan(outcome.sums[0]).all()
         assert np.isfinite(outcome.sums[1]).all()

@@ -81,7 +81,7 @@ def test_doubling_and_gathering_end_in_the_same_bits_on_all_ranks(ranks, density
     expected = outcome_of(started[0][0], gathered)
     for (exchange, _), message in zip(started[1:], messages[1:], strict=True):
         outcome = outcome_of(exchange, message)
-        assert outcome.finite
+        assert outcome.flags.finite
         for total, same in zip(outcome.sums, expected.sums, strict=True):
             assert total.tobytes() == same.tobytes()
 

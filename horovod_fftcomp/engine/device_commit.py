@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device, is_on_host, on_device, source, structs
-from horovod_fftcomp.schemes import OnDevice
+from horovod_fftcomp.kernels.ops import Flags
 
 
 class DeviceCommit:
@@ -29,7 +29,7 @@ class DeviceCommit:
         self._flags.append(flag)
 
     def close(
-        self, exchanges: Sequence[OnDevice], changes: Iterable[tuple[Any, Any]]
+        self, exchanges: Sequence[Flags], changes: Iterable[tuple[Any, Any]]
     ) -> Callable[[], np.ndarray]:
         """End a step: keep the new state if all ``exchanges`` are finite, else restore the old one.
 
@@ -64,7 +64,7 @@ class DeviceCommit:
         tables = [self._uploads.of("changes", rows), self._uploads.of("owners", owners)]
         self._kernels["select_state"](owners.size, structs.THREADS, [*tables, dropped], 0)
 
-    def inspect(self, exchanges: Sequence[OnDevice]) -> None:
+    def inspect(self, exchanges: Sequence[Flags]) -> None:
         """Count the corrupt payloads of a step, whether it is committed or not.
 
         Raises PayloadError if there were any in the previous step.
@@ -80,7 +80,7 @@ class DeviceCommit:
         self._device.clear(self._ledger)
         self._fetched, self._flags = None, []
 
-    def is_finite(self, exchanges: Sequence[OnDevice]) -> bool:
+    def is_finite(self, exchanges: Sequence[Flags]) -> bool:
         """Wait for the device; return whether everything in this step so far is finite."""
         arrays = [*self._flags, *(exchange.not_finite for exchange in exchanges)]
         return not any(self._device.fetch(flags)().any() for flags in arrays)

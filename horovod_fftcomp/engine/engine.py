@@ -201,7 +201,7 @@ class Engine:
             self._outcomes[result.bucket] = result.made
             del self._running[result.bucket]
             sent = self._sent.pop(result.bucket, [])
-            if not result.made.finite:
+            if not result.made.flags.finite:
                 tensors = self.buckets[result.bucket].tensors
                 self.bad |= bad_tensors(tensors, result.made.sums, sent)
             return None
@@ -247,7 +247,7 @@ class Engine:
         outcomes, finite = self._outcomes, self._finite
         if not outcomes and not self._observed:
             return
-        finite = finite and all(outcome.finite for outcome in outcomes.values())
+        finite = finite and all(outcome.flags.finite for outcome in outcomes.values())
         if self._commit is not None:
             finite = self._close_on_device(self._commit, outcomes, finite)
         self.abandon()
@@ -258,7 +258,7 @@ class Engine:
         for bucket, outcome in outcomes.items():
             self._state[bucket] = outcome.state
         measured = {b: o.measured for b, o in outcomes.items() if o.measured is not None}
-        if any(outcomes[bucket].on_device for bucket in measured):
+        if any(outcomes[bucket].flags.not_finite is not None for bucket in measured):
             self._read_measured()  # old enough to be read without waiting
             assert self._dropped is not None
             self._unread.append(_Unread(self._dropped, measured, self.loss_scale))
@@ -291,7 +291,7 @@ class Engine:
         If the host already knows that something was not finite, the device has nothing to decide.
         If the host has new state as well, it waits for the device's flags, so that both agree.
         """
-        there = {b: o.on_device for b, o in outcomes.items() if o.on_device is not None}
+        there = {b: o.flags for b, o in outcomes.items() if o.flags.not_finite is not None}
         flags = list(there.values())
         commit.inspect(flags)
         keeps_state = any(o.state for b, o in outcomes.items() if b not in there)

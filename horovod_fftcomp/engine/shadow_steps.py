@@ -109,7 +109,7 @@ class _Followed(Wrapper):
             outcome: Outcome = stop.value
         seen.sums = [_copy(total, device) for total in outcome.sums[part]]
         seen.new_state = _copies(outcome.state, names, device)
-        self.note(None if outcome.on_device is None else seen)
+        self.note(None if outcome.flags.not_finite is None else seen)
         return outcome
 
 
@@ -166,7 +166,7 @@ class Twin:
         except PayloadError as error:
             yield Difference(self._names, f"a message cannot be read: {error}")
             return
-        self.is_finite = outcome.finite
+        self.is_finite = outcome.flags.finite
         for tensor, sum_, expected in zip(
             self._tensors, self._seen.sums, outcome.sums, strict=True
         ):

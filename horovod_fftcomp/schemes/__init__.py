@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device
+from horovod_fftcomp.kernels.ops import Flags, Ops
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.spec import spec_of
 
@@ -72,6 +73,19 @@ class Round(NamedTuple):
     divided: bool = False
 
 
+def ops_of(device: Device | None) -> Ops:
+    """Return the ops of the host, or those of a device."""
+    if device is None:
+        from horovod_fftcomp.kernels.host import HOST  # loads Numba
+
+        return HOST
+    if "ops" not in device.cache:
+        from horovod_fftcomp.kernels.cuda.ops import CudaOps  # imported only where there is a GPU
+
+        device.cache["ops"] = CudaOps(device)
+    return device.cache["ops"]
+
+
 class Context(NamedTuple):
     """Step, rank, world size and loss scale of an exchange; ``device``: the GPU for it, if any."""
 
@@ -80,6 +94,11 @@ class Context(NamedTuple):
     world_size: int
     loss_scale: float = 1.0
     device: Device | None = None
+
+    @property
+    def ops(self) -> Ops:
+        """The ops with which to compute: of the device, or of the host."""
+        return ops_of(self.device)
 
 
 class Energy(NamedTuple):
@@ -109,32 +128,19 @@ class Measured(NamedTuple):
     missed: float | None = None
 
 
-class OnDevice(NamedTuple):
-    """Flags of an exchange that are still on the device.
-
-    ``not_finite``: uint32 words, any of them nonzero if a sum is not finite. ``arrived``: status of
-    the payloads, see ``Decoder.decode``.
-    """
-
-    not_finite: Any
-    arrived: Any
-
-
 class Outcome(NamedTuple):
     """Result of an exchange: sums over ranks, flat float32, in the order of the tensors.
 
     ``state``: the new state, which replaces the old one if the whole step was finite on every rank.
-    ``finite``: whether this exchange was. ``measured``: None, or a function that returns the
+    ``flags`` say whether this exchange was. ``measured``: None, or a function that returns the
     measurements, for which it waits if they are on a GPU; it keeps no array alive that could be
-    freed. ``on_device``: flags on the GPU, if one computes the exchange; ``finite`` is then only
-    what the host knows.
+    freed.
     """
 
     sums: list[Array]
     state: State
-    finite: bool
+    flags: Flags = Flags()
     measured: Callable[[], Measured] | None = None
-    on_device: OnDevice | None = None
 
 
 def measured_on_host(

@@ -16,6 +16,7 @@ from horovod_fftcomp.codec.base import aligned
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -66,7 +67,7 @@ def gather(
     sums, finite, payloads = summed(codecs, tensors, gathered, context.world_size)
     state = {"residual": encoded.residuals} if error_feedback else {}
     measured = measured_on_host(encoded.energies)
-    return Gathered(Outcome(sums, state, finite, measured), payloads)
+    return Gathered(Outcome(sums, state, Flags(finite), measured), payloads)
 
 
 def summed(

@@ -18,12 +18,12 @@ from horovod_fftcomp.codec.base import PayloadCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device, on_device, on_host
+from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
     Energy,
     Measured,
-    OnDevice,
     Outcome,
     Round,
     Tensor,
@@ -138,7 +138,7 @@ def gather_on_device(
     if measure or left is not None:
         kept = state_of(tensors, grads, old, [None] * len(tensors)) if error_feedback else {}
         measured = functools.partial(_measured, encoded.squares, left, tensors, kept, device)
-    return Outcome(sums, state, True, measured, OnDevice(not_finite, arrived))
+    return Outcome(sums, state, Flags(True, not_finite, arrived), measured)
 
 
 def _keys(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, State, Tensor
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.common_index import CommonIndex
-from horovod_fftcomp.schemes.wrapper import Wrapper, join, numels_of, split
+from horovod_fftcomp.schemes.wrapper import Wrapper, numels_of, split
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,19 @@ class BucketScope(Wrapper):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        numels, whole, device = numels_of(tensors), self._whole(tensors), context.device
+        numels, whole, ops = numels_of(tensors), self._whole(tensors), context.ops
         # A frozen tensor sends zeros, and its residual stays as it is.
         takes_part = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is not None}
         before = {
             kind: {
-                whole.name: join(
-                    [arrays.get(t.name) if t.name in takes_part else None for t in tensors],
-                    numels,
-                    device,
+                whole.name: ops.join(
+                    [arrays.get(t.name) if t.name in takes_part else None for t in tensors], numels
                 )
             }
             for kind, arrays in state.items()
         }
         outcome = yield from self.scheme.exchange(
-            [whole], [join(grads, numels, device)], before, context
+            [whole], [ops.join(grads, numels)], before, context
         )
         after: State = {}
         for kind, arrays in outcome.state.items():

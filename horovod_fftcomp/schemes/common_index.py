@@ -12,6 +12,7 @@ import numpy as np
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
+from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -34,7 +35,7 @@ from horovod_fftcomp.schemes.clt_selection import (
     gather_selection,
 )
 from horovod_fftcomp.schemes.common_index_on_device import common_index_on_device
-from horovod_fftcomp.schemes.dense import saturated_half
+from horovod_fftcomp.schemes.dense import half_limits
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import align
 
@@ -119,7 +120,7 @@ class CommonIndex(Scheme):
         sums, finite = _scattered(received, sources, numels)
         new_state = {"residual": encoded.residuals} if self.error_feedback else {}
         measured = measured_on_host(encoded.energies, similarity)
-        return Outcome(sums, new_state, finite, measured)
+        return Outcome(sums, new_state, Flags(finite), measured)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
@@ -146,7 +147,7 @@ class CommonIndex(Scheme):
         ]
         sent = message
         if self.bits == 16:
-            message = saturated_half(message, context)
+            message = context.ops.to_half(message, *half_limits(context))
             sent = kernels.from_float16(message)
         residuals: dict[str, Array] = {}
         energies: dict[str, Energy] = {}

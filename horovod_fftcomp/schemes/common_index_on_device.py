@@ -11,7 +11,8 @@ import numpy as np
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device
-from horovod_fftcomp.schemes import Context, Measured, OnDevice, Outcome, Round, Similarity, Tensor
+from horovod_fftcomp.kernels.ops import Flags
+from horovod_fftcomp.schemes import Context, Measured, Outcome, Round, Similarity, Tensor
 from horovod_fftcomp.schemes.clt_selection import ChunkWinners, chunk_slices
 from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, cached
 from horovod_fftcomp.types import Array
@@ -186,4 +187,4 @@ def common_index_on_device(
     sums, not_finite = exchange.sum(received)
     measured = exchange.measured() if exchange.measures else None
     state = {"residual": exchange.state} if scheme.error_feedback else {}
-    return Outcome(sums, state, True, measured, OnDevice(not_finite, exchange.arrived))
+    return Outcome(sums, state, Flags(True, not_finite, exchange.arrived), measured)

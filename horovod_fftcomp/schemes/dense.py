@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
     Grads,
     OldState,
-    OnDevice,
     Outcome,
     Round,
     Scheme,
-    State,
     Tensor,
 )
-from horovod_fftcomp.schemes.device_rows import on_each
-from horovod_fftcomp.schemes.wrapper import join, split
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.schemes.wrapper import numels_of, split
 
 
 @dataclass(frozen=True)
@@ -47,18 +40,12 @@ class Dense(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         del state
-        sizes = [math.prod(tensor.shape) for tensor in tensors]
-        if context.device is not None:
-            halves = half_limits(context) if self.dtype == "float16" else None
-            return (yield from _sum_on_device(grads, sizes, context.device, halves))
-        kernels, values = load_backend("cpu"), join(grads, sizes, None)
-        if self.dtype == "float16":
-            values = saturated_half(values, context)
-        reduced = yield Round("allreduce", values)
-        if self.dtype == "float16":
-            reduced = kernels.from_float16(reduced)
-        finite = kernels.max_abs_bits(reduced) <= LARGEST_FINITE_BITS
-        return Outcome(split(reduced, sizes), {}, finite)
+        ops, numels, halves = context.ops, numels_of(tensors), self.dtype == "float16"
+        values = ops.join(grads, numels)
+        message = ops.to_half(values, *half_limits(context)) if halves else values
+        reduced = yield Round("allreduce", message)
+        reduced = ops.from_half(reduced) if halves else reduced
+        return Outcome(split(reduced, numels), {}, ops.flags_of(reduced))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
@@ -75,39 +62,6 @@ class Dense(Scheme):
         return "none"
 
 
-def _sum_on_device(
-    grads: Sequence[Any], sizes: Sequence[int], device: Device, halves: tuple[int, float] | None
-) -> Generator[Round, Any, Outcome]:
-    """Allreduce device arrays without host synchronisation.
-
-    ``halves``: for float16, what ``half_limits`` returns.
-    """
-    n = sum(sizes)
-    launch = on_each(device, "find_beyond", "write_halves", "read_halves")
-    values = join(grads, sizes, device)
-    if halves is None:
-        reduced = yield Round("allreduce", values)
-    else:
-        largest, limit = halves
-        beyond, message = device.zeros(1, np.uint32), device.empty(n, np.float16)
-        launch("find_beyond", n, values, np.uint64(n), np.uint32(largest), beyond)
-        bits = np.float32(limit).view(np.uint32)
-        launch("write_halves", n, values, np.uint64(n), bits, beyond, message)
-        arrived = yield Round("allreduce", message)
-        reduced = device.empty(n)
-        launch("read_halves", n, arrived, np.uint64(n), reduced)
-    return outcome_on_device(reduced, sizes, {}, device)
-
-
-def outcome_on_device(reduced: Any, sizes: Sequence[int], state: State, device: Device) -> Outcome:
-    """Return the outcome of sums that lie on the device in one array, ``reduced``."""
-    not_finite = device.zeros(1, np.uint32)
-    n, beyond = sum(sizes), np.uint32(LARGEST_FINITE_BITS)
-    on_each(device, "find_beyond")("find_beyond", n, reduced, np.uint64(n), beyond, not_finite)
-    flags = OnDevice(not_finite, device.zeros(0, np.uint32))
-    return Outcome(split(reduced, sizes), state, True, on_device=flags)
-
-
 def half_limits(context: Context) -> tuple[int, float]:
     """Return (float32 bits of the largest magnitude that is not sent as NaN, saturation limit)."""
     share = np.finfo(np.float16).max / np.float32(context.world_size)
@@ -116,11 +70,3 @@ def half_limits(context: Context) -> tuple[int, float]:
         limit = np.nextafter(limit, np.float16(0))
     largest = LARGEST_FINITE_BITS if context.loss_scale == 1 else int(share.view(np.uint32))
     return largest, float(limit)
-
-
-def saturated_half(values: Array, context: Context) -> Array:
-    """Return float32 ``values`` as float16 that can be summed over all ranks; see ``Dense``."""
-    largest, limit = half_limits(context)
-    if load_backend("cpu").max_abs_bits(values) > largest:
-        return np.full(values.size, np.nan, np.float16)
-    return load_backend("cpu").to_float16(values, limit)

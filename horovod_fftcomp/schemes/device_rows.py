@@ -82,24 +82,6 @@ def cached(
     return device.cache[key][1]
 
 
-def on_each(device: Device, *names: str) -> Callable[..., None]:
-    """Return a function of (kernel name, ``n``, arguments) that launches ``n`` threads.
-
-    ``names``: the kernels that it can launch.
-    """
-    from horovod_fftcomp.kernels.cuda.structs import THREADS  # imported only where there is a GPU
-
-    if names not in device.cache:
-        device.cache[names] = device.functions(source(), names)
-    kernels = device.cache[names]
-
-    def launch(name: str, n: int, *arguments: Any) -> None:
-        if n:
-            kernels[name](-(-n // THREADS), THREADS, list(arguments), 0)
-
-    return launch
-
-
 def placed(grads: Sequence[Any], numels: Sequence[int], device: Device) -> list[Any]:
     """Return gradients on the device, with zeros for a frozen tensor."""
     return [

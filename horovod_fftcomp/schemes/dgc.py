@@ -12,6 +12,7 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -82,7 +83,7 @@ class Dgc(MomentumScheme):
             "residual": {name: new.residual for name, new in named if new.residual is not None},
         }
         energies = {name: new.energy for name, new in named if new.energy is not None}
-        return Outcome(sums, new_state, finite, measured_on_host(energies))
+        return Outcome(sums, new_state, Flags(finite), measured_on_host(energies))
 
     def _encode(
         self, tensor: Tensor, grad: Array | None, state: OldState, context: Context, out: Array

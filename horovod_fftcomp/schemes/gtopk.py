@@ -18,6 +18,7 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -132,7 +133,7 @@ class GTopK(Scheme):
                 if measures:
                     energies[tensor.name] = Energy(energy_of(grad), wanted, energy_of(whole))
         kept = {"residual": residuals} if self.error_feedback else {}
-        return Outcome(sums, kept, finite, measured_on_host(energies))
+        return Outcome(sums, kept, Flags(finite), measured_on_host(energies))
 
     @functools.cached_property
     def codec(self) -> Codec:

@@ -79,7 +79,7 @@ class HardThreshold(Scheme):
             codecs, tensors, grads, carried, context, self.error_feedback
         )
         for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True)):
-            if codec.has_fixed_size and outcome.finite:
+            if codec.has_fixed_size and outcome.flags.finite:
                 seen = [_level(codec, *payload) for payload in payloads[number :: len(tensors)]]
                 levels[tensor.name] = self._with(levels.get(tensor.name), float(np.mean(seen)))
         if self.threshold is None:

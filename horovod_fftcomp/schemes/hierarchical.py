@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.backend import load_backend
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, is_whole
+from horovod_fftcomp.codec.quantizers import is_whole
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.kernels.cuda import Device, on_host
+from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -25,9 +23,9 @@ from horovod_fftcomp.schemes import (
     Round,
     Scheme,
     Tensor,
+    ops_of,
 )
-from horovod_fftcomp.schemes.dense import outcome_on_device
-from horovod_fftcomp.schemes.wrapper import Wrapper, join, numels_of, split
+from horovod_fftcomp.schemes.wrapper import Wrapper, numels_of, split
 from horovod_fftcomp.types import Array
 
 Ranks = tuple[int, ...]
@@ -98,12 +96,10 @@ class Hierarchical(Wrapper):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        layout, device = NodeLayout(self.ranks_per_node, context.world_size), context.device
+        layout, ops = NodeLayout(self.ranks_per_node, context.world_size), context.ops
         node, leaders = layout.node_of(context.rank), layout.leaders(tensors)
         leads, numels = context.rank in leaders, numels_of(tensors)
-        mine = join(
-            grads if leads else self._compensated(tensors, grads, state, device), numels, device
-        )
+        mine = ops.join(grads if leads else self._compensated(tensors, grads, state, ops), numels)
         within = yield from _among(node, Round("allreduce", mine, inside=True))
         if not leads:
             for collective in self.scheme.rounds:
@@ -113,33 +109,37 @@ class Hierarchical(Wrapper):
                 within = yield from _among(node, last)
             else:
                 yield last._replace(among=(), inside=False)
-            if any(state.values()):  # only the host can restore a state
-                within, device = on_host(within, device), None
-            return _summed(within, numels, _kept(tensors, grads, state), device)
+            # Its leader has the same sums, so both decide alike.
+            kept = _kept(tensors, grads, state)
+            if any(state.values()):  # all but that of frozen tensors is dropped, by the host alone
+                within, ops = ops.get(within), ops_of(None)
+            return Outcome(split(within, numels), kept, ops.flags_of(within))
 
         summed = [
-            None if grad is None and not on_host(part, device).any() else part
+            None if grad is None and not ops.get(part).any() else part
             for part, grad in zip(split(within, numels), grads, strict=True)
         ]
         place = context._replace(rank=leaders.index(context.rank), world_size=len(leaders))
         outcome = yield from _between(leaders, self.scheme.exchange(tensors, summed, state, place))
-        result = join(outcome.sums, numels, device)
+        result = ops.join(outcome.sums, numels)
         yield from _among(node, Round("allgather", result, inside=True))
-        return _checked(outcome, result, numels, device)
+        if outcome.flags.not_finite is None:
+            result, ops = ops.get(result), ops_of(None)
+        return outcome._replace(flags=ops.both(outcome.flags, ops.flags_of(result)))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return self.scheme.runs_on_device(tensors)
 
     def _compensated(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, device: Device | None
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, ops: Ops
     ) -> list[Array | None]:
         """Return a non-leader's gradients, plus its residuals from a loaded state."""
         with_state = {name for arrays in state.values() for name in arrays}
         return [
             grad
             if grad is None or tensor.name not in with_state
-            else on_host(grad, device) + self.scheme.residual(state, tensor).reshape(-1)
+            else ops.get(grad) + self.scheme.residual(state, tensor).reshape(-1)
             for tensor, grad in zip(tensors, grads, strict=True)
         ]
 
@@ -155,33 +155,6 @@ def _kept(tensors: Sequence[Tensor], grads: Grads, state: OldState) -> dict[str,
         kind: {name: array for name, array in arrays.items() if name in frozen}
         for kind, arrays in state.items()
     }
-
-
-def _summed(
-    within: Any, numels: Sequence[int], state: dict[str, dict[str, Array]], device: Device | None
-) -> Outcome:
-    """Return a non-leader's outcome, made of its node's sums; not finite if any sum is not.
-
-    Its leader has the same sums, so both decide alike.
-    """
-    if device is not None:
-        return outcome_on_device(within, numels, state, device)
-    finite = load_backend("cpu").max_abs_bits(within) <= LARGEST_FINITE_BITS
-    return Outcome(split(within, numels), state, finite)
-
-
-def _checked(
-    outcome: Outcome, result: Any, numels: Sequence[int], device: Device | None
-) -> Outcome:
-    """Return a leader's outcome, marked as not finite if any sum in ``result`` is not finite."""
-    if outcome.on_device is None:
-        judged = _summed(on_host(result, device), numels, {}, None)
-        return outcome._replace(finite=outcome.finite and judged.finite)
-    assert device is not None
-    judged = outcome_on_device(result, numels, {}, device)
-    assert judged.on_device is not None
-    flags = [outcome.on_device.not_finite, judged.on_device.not_finite]
-    return outcome._replace(on_device=outcome.on_device._replace(not_finite=device.joined(flags)))
 
 
 def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:

@@ -11,7 +11,6 @@ import numpy as np
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.dense_methods import ordered_sum
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -153,8 +152,7 @@ class MomentumSum(MomentumScheme):
             )
             share[:] = coeffs.array
         reduced = yield Round("allreduce", values)
-        finite = kernels.max_abs_bits(reduced) <= LARGEST_FINITE_BITS
-        return Outcome(np.split(reduced, ends), kept, finite)
+        return Outcome(np.split(reduced, ends), kept, context.ops.flags_of(reduced))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""

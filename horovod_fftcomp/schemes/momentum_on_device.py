@@ -11,9 +11,8 @@ import numpy as np
 from horovod_fftcomp.codec.quantizers import pattern_of
 from horovod_fftcomp.kernels.cuda import Device, on_device
 from horovod_fftcomp.schemes import Context, OldState, Outcome, Round, Tensor
-from horovod_fftcomp.schemes.dense import outcome_on_device
 from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, cached, placed, state_of
-from horovod_fftcomp.schemes.wrapper import numels_of
+from horovod_fftcomp.schemes.wrapper import numels_of, split
 from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
@@ -123,4 +122,4 @@ def momentum_sum_on_device(
         "velocity": state_of(tensors, grads, velocities, moved),
         "residual": state_of(tensors, grads, residuals, left),
     }
-    return outcome_on_device(reduced, numels, new_state, device)
+    return Outcome(split(reduced, numels), new_state, context.ops.flags_of(reduced))

@@ -12,6 +12,7 @@ import numpy as np
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -120,7 +121,7 @@ class PowerSgd(Scheme):
         return Outcome(
             [total for total, _ in summed],
             self._new_state(parts, second),
-            all(finite for _, finite in summed),
+            Flags(all(finite for _, finite in summed)),
             measured_on_host(
                 {part.tensor.name: part.energy for part in parts if part.energy is not None}
             ),

@@ -10,7 +10,8 @@ import numpy as np
 
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device, on_device
-from horovod_fftcomp.schemes import Context, OldState, OnDevice, Outcome, Round, Tensor
+from horovod_fftcomp.kernels.ops import Flags
+from horovod_fftcomp.schemes import Context, OldState, Outcome, Round, Tensor
 from horovod_fftcomp.schemes.device_rows import BucketRows, ExchangeRows, cached, state_of
 
 if TYPE_CHECKING:
@@ -161,4 +162,4 @@ def powersgd_on_device(
     sums = exchange.sum((yield Round("allreduce", exchange.project_back(first))))
     measured = exchange.energies() if exchange.measures else None
     flags = exchange.not_finite  # there are no payloads that could be corrupt
-    return Outcome(sums, exchange.state, True, measured, OnDevice(flags, flags[:0]))
+    return Outcome(sums, exchange.state, Flags(True, flags, flags[:0]), measured)

@@ -12,6 +12,7 @@ import numpy as np
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparsifiers import TopK
+from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -121,7 +122,7 @@ class SketchSgd(MomentumScheme):
             finite = finite and good
         energies = {part.tensor.name: part.energy for part in parts if part.energy is not None}
         new_state = self._new_state(parts, state)
-        return Outcome(sums, new_state, finite, measured_on_host(energies))
+        return Outcome(sums, new_state, Flags(finite), measured_on_host(energies))
 
     def plan(self, tensor: Tensor) -> _Plan:
         """Return the sizes with which a tensor is sent."""

@@ -17,6 +17,7 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -154,7 +155,7 @@ class SparCml(Scheme):
         writers = [_codec_of(codec, header) for header, _ in wire.split_payloads(arrived)]
         sums, finite, _ = summed(writers, tensors, arrived, 1)
         kept = {"residual": encoded.residuals} if self.error_feedback else {}
-        return Outcome(sums, kept, finite, measured_on_host(encoded.energies))
+        return Outcome(sums, kept, Flags(finite), measured_on_host(encoded.energies))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

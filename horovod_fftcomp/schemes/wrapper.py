@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.codec.backend import load_backend
-from horovod_fftcomp.kernels.cuda import Device, on_device
 from horovod_fftcomp.schemes import OldState, Scheme, Tensor
 from horovod_fftcomp.types import Array
 
@@ -64,25 +62,6 @@ class Wrapper(Scheme):
 def numels_of(tensors: Sequence[Tensor]) -> list[int]:
     """Return the number of elements of each tensor."""
     return [math.prod(tensor.shape) for tensor in tensors]
-
-
-def join(parts: Sequence[Any], numels: Sequence[int], device: Device | None) -> Any:
-    """Return flat float32 ``parts`` concatenated in a new array, with zeros for None.
-
-    The array is on the device, if there is one.
-    """
-    if device is not None:
-        return device.joined(
-            [
-                device.zeros(numel) if part is None else on_device(part, device)
-                for part, numel in zip(parts, numels, strict=True)
-            ]
-        )
-    filled = [
-        np.zeros(numel, np.float32) if part is None else part
-        for part, numel in zip(parts, numels, strict=True)
-    ]
-    return np.concatenate(filled, out=load_backend("cpu").empty(sum(numels)))
 
 
 def split(whole: Any, numels: Sequence[int]) -> list[Any]:

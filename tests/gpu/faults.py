@@ -53,7 +53,7 @@ class Fault:
                     round_ = made.send((yield round_))
             except StopIteration as stop:
                 outcome = stop.value
-            if outcome.on_device is not None:
+            if outcome.flags.not_finite is not None:
                 self._in(outcome, tensors[0].name)
             return outcome
 

@@ -1,0 +1,121 @@
+"""Ops of a device that all schemes use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels.cuda import Device, on_device, on_host, source, structs
+from horovod_fftcomp.kernels.ops import Deferred, Flags
+from horovod_fftcomp.types import Array
+
+_KERNELS = ("find_beyond", "write_halves", "read_halves", "square<1>")
+
+
+class CommonOps:
+    """See ``Ops``. Tables of descriptors are uploaded only if their contents are new."""
+
+    def __init__(self, device: Device) -> None:
+        self.device: Device = device
+        self.uploads = structs.Uploads(device)
+
+    def kernels(self, *names: str) -> Any:
+        """Return the compiled kernels with these names, by name; compiled once."""
+        if names not in self.device.cache:
+            self.device.cache[names] = self.device.functions(source(), names)
+        return self.device.cache[names]
+
+    def address(self, array: Any) -> int:
+        """Return the address of an array; 0 for None."""
+        return 0 if array is None else self.device.address(array)
+
+    def empty(self, n: int, dtype: type = np.float32) -> Any:
+        """See ``Ops.empty``."""
+        return self.device.empty(max(1, n), dtype)[:n]
+
+    def zeros(self, n: int, dtype: type = np.float32) -> Any:
+        """See ``Ops.zeros``."""
+        return self.device.zeros(max(1, n), dtype)[:n]
+
+    def put(self, array: Any) -> Any:
+        """See ``Ops.put``."""
+        return on_device(array, self.device)
+
+    def get(self, array: Any) -> Array:
+        """See ``Ops.get``."""
+        return on_host(array, self.device)
+
+    def join(self, parts: Sequence[Any], numels: Sequence[int]) -> Any:
+        """See ``Ops.join``."""
+        return self.device.joined(
+            [
+                self.device.zeros(numel) if part is None else self.put(part)
+                for part, numel in zip(parts, numels, strict=True)
+            ]
+        )
+
+    def squares(self, arrays: Sequence[Any]) -> Deferred:
+        """See ``Ops.squares``. The sums are float64, in a fixed order."""
+        rows = np.zeros(len(arrays), structs.TENSOR)
+        rows["coeffs"] = [self.address(array) for array in arrays]
+        rows["n"] = [0 if array is None else len(array) for array in arrays]
+        owners = self.tiles(rows, rows["n"])
+        sums = self.device.empty(max(1, owners.size), np.float64)
+        if owners.size:
+            tables = [self.uploads.of("squares", rows), self.uploads.of("owners", owners)]
+            arguments = [*tables, np.uint32(0), sums]
+            kernel = self.kernels(*_KERNELS)["square<1>"]
+            kernel(owners.size, structs.THREADS, arguments, structs.SQUARES_NBYTES)
+        return _summed(self.device.fetch(sums), owners, len(arrays))
+
+    def tiles(self, rows: Array, sizes: Array) -> Array:
+        """Enter the tiles of each row, of ``sizes`` elements; return the row of each tile."""
+        tile = np.uint64(structs.TILE)
+        counts = (np.asarray(sizes, np.uint64) + tile - np.uint64(1)) // tile
+        rows["n_tiles"], rows["first_tile"] = counts, np.cumsum(counts) - counts
+        return np.repeat(np.arange(len(rows), dtype=np.uint32), counts.astype(np.int64))
+
+    def flags_of(self, values: Any) -> Flags:
+        """See ``Ops.flags_of``."""
+        beyond = self.device.zeros(1, np.uint32)
+        self._find_beyond(values, LARGEST_FINITE_BITS, beyond)
+        return Flags(True, beyond, self.device.zeros(0, np.uint32))
+
+    def both(self, a: Flags, b: Flags) -> Flags:
+        """See ``Ops.both``."""
+        not_finite = self.device.joined([a.not_finite, b.not_finite])
+        return Flags(a.finite and b.finite, not_finite, a.arrived)
+
+    def _find_beyond(self, values: Any, largest: int, flag: Any) -> None:
+        n = len(values)
+        self._on_each("find_beyond", n, values, np.uint64(n), np.uint32(largest), flag)
+
+    def _on_each(self, name: str, n: int, *arguments: Any) -> None:
+        """Launch a kernel with a thread for each of ``n`` elements."""
+        if n:
+            kernel = self.kernels(*_KERNELS)[name]
+            kernel(-(-n // structs.THREADS), structs.THREADS, list(arguments), 0)
+
+    def to_half(self, values: Any, largest: int, limit: float) -> Any:
+        """See ``Ops.to_half``."""
+        n, beyond = len(values), self.device.zeros(1, np.uint32)
+        message = self.device.empty(n, np.float16)
+        self._find_beyond(values, largest, beyond)
+        bits = np.float32(limit).view(np.uint32)
+        self._on_each("write_halves", n, values, np.uint64(n), bits, beyond, message)
+        return message
+
+    def from_half(self, values: Any) -> Any:
+        """See ``Ops.from_half``."""
+        n = len(values)
+        whole = self.device.empty(n)
+        self._on_each("read_halves", n, values, np.uint64(n), whole)
+        return whole
+
+
+def _summed(sums: Callable[[], Array], owners: Array, n: int) -> Deferred:
+    """Return a function that waits for the sums of tiles and adds those of each array."""
+    return lambda: np.bincount(owners, sums()[: owners.size], n).tolist()

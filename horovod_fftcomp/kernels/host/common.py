@@ -1,0 +1,77 @@
+"""Ops of the host that all schemes use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels import cpu
+from horovod_fftcomp.kernels.cuda import Device
+from horovod_fftcomp.kernels.ops import Deferred, Flags
+from horovod_fftcomp.types import Array
+
+
+def energy_of(values: Array | None) -> float:
+    """Return the sum of squares of ``values``: Inf if it overflows, 0 for None."""
+    if values is None:
+        return 0.0
+    flat = values.reshape(-1)
+    with np.errstate(over="ignore"):
+        return float(np.dot(flat, flat))
+
+
+class CommonOps:
+    """See ``Ops``."""
+
+    device: Device | None = None
+
+    def empty(self, n: int, dtype: type = np.float32) -> Array:
+        """See ``Ops.empty``."""
+        return cpu.empty(n, dtype)
+
+    def zeros(self, n: int, dtype: type = np.float32) -> Array:
+        """See ``Ops.zeros``."""
+        array = cpu.empty(n, dtype)
+        array.fill(0)
+        return array
+
+    def put(self, array: Array) -> Array:
+        """See ``Ops.put``."""
+        return array
+
+    def get(self, array: Array) -> Array:
+        """See ``Ops.get``."""
+        return array
+
+    def join(self, parts: Sequence[Array | None], numels: Sequence[int]) -> Array:
+        """See ``Ops.join``."""
+        filled = [
+            np.zeros(numel, np.float32) if part is None else part
+            for part, numel in zip(parts, numels, strict=True)
+        ]
+        return np.concatenate(filled, out=self.empty(sum(numels)))
+
+    def squares(self, arrays: Sequence[Array | None]) -> Deferred:
+        """See ``Ops.squares``."""
+        found = [energy_of(array) for array in arrays]
+        return lambda: found
+
+    def flags_of(self, values: Array) -> Flags:
+        """See ``Ops.flags_of``."""
+        return Flags(cpu.max_abs_bits(values) <= LARGEST_FINITE_BITS)
+
+    def both(self, a: Flags, b: Flags) -> Flags:
+        """See ``Ops.both``."""
+        return Flags(a.finite and b.finite)
+
+    def to_half(self, values: Array, largest: int, limit: float) -> Array:
+        """See ``Ops.to_half``."""
+        if cpu.max_abs_bits(values) > largest:
+            return np.full(values.size, np.nan, np.float16)
+        return cpu.to_float16(values, limit)
+
+    def from_half(self, values: Array) -> Array:
+        """See ``Ops.from_half``."""
+        return cpu.from_float16(values)
