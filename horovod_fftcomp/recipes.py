@@ -225,10 +225,9 @@ def _wangni(density: float = 0.01, seed: int = 0) -> Scheme:
 def _auto(
     ratio: float = 50.0,
     every: int = 2000,
-    gbit_per_s: float | None = None,
     error_feedback: bool = True,
 ) -> Scheme:
-    return Auto(ratio, every, gbit_per_s, error_feedback)
+    return Auto(ratio, every, error_feedback)
 
 
 def _dgc(
@@ -407,8 +406,6 @@ def get_scheme(name: str, **options: object) -> Scheme:
         Compression ratio of each tensor, dense bytes over sent bytes: 1 to 10,000.
     every
         Steps from one trial of all transforms and bit widths to the next.
-    gbit_per_s
-        Speed of a rank's link in Gbit/s: buckets that are faster dense go dense; None: none do.
     decay
         Decay of the momentum per step, above 0 and at most 1.
     sign

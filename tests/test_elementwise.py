@@ -229,6 +229,5 @@ def test_a_gpu_serves_all_recipes_with_kernels_but_not_with_all_options():
     for recipe, options in (
         ("scalecom", {"bits": 16}),
         ("scalecom", {"selector": "exact"}),
-        ("auto", {"gbit_per_s": 1.0}),
     ):
         assert not get_scheme(recipe, **options).runs_on_device(tensors)

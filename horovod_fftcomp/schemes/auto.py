@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,14 +21,12 @@ from horovod_fftcomp.schemes import (
     Exchange,
     Grads,
     OldState,
-    Outcome,
     Round,
     Scheme,
     Tensor,
 )
 from horovod_fftcomp.schemes.allgather import gather
 from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
-from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.spec import spec_of
 
@@ -37,9 +34,9 @@ TRANSFORMS: tuple[Transform, ...] = (
     Identity(), BlockFFT(64), BlockFFT(256), BlockDCT(64), BlockDCT(256),
 )  # fmt: skip
 BITS = (3, 4, 5, 6, 8)
-# A choice is a number: DENSE, or 1 + index in this list. 2 is Identity with 4 bits.
+# A choice is 1 + index in this list. 2 is Identity with 4 bits.
 CANDIDATES = tuple((transform, bits) for transform in TRANSFORMS for bits in BITS)
-DENSE, FIRST_CHOICE = 0, 2
+FIRST_CHOICE = 2
 _SAMPLE = 1 << 16  # elements of a tensor that candidates are tried on
 _PIECE = 1 << 12  # consecutive ones of them, so that blocks stay blocks
 _WORTH_CHANGING = 0.99  # of the present choice's error
@@ -55,14 +52,14 @@ class Auto(Scheme):
     A candidate is a transform and a bit width. In the first ``TRIAL_STEPS`` of every ``every``
     steps all ranks try all candidates on a sample of each gradient and allreduce the relative
     errors; the candidate of the least sum is used until the next trial, and residuals are
-    transformed to its domain. With ``gbit_per_s``, the speed of a rank's network link, a bucket is
-    sent dense if that takes less time than encoding, sending and decoding, as timed in the trials.
+    transformed to its domain.
     """
 
     spec_name = "Auto"
     ratio: float = 50.0
     every: int = 2000
-    gbit_per_s: float | None = None
+    # No option any more, but the specification, which ranks and states compare, has it.
+    gbit_per_s: None = field(default=None, init=False, repr=False)
     error_feedback: bool = True
     tries: bool = False
     begins: bool = False
@@ -72,22 +69,17 @@ class Auto(Scheme):
             raise ValueError(f"ratio must lie in [1, 10000], got {self.ratio!r}")
         if type(self.every) is not int or self.every < 1:
             raise ValueError(f"every must be a whole number of steps from 1, got {self.every!r}")
-        if self.gbit_per_s is not None and not self.gbit_per_s > 0:
-            raise ValueError(f"gbit_per_s must be above 0 or None, got {self.gbit_per_s!r}")
         object.__setattr__(self, "ratio", float(self.ratio))
 
     @property
     def rounds(self) -> tuple[str, ...]:
-        """The collectives of an exchange; a bucket that is sent dense ends with an allreduce."""
+        """The collectives of an exchange."""
         return ("allreduce", "allgather") if self.tries else ("allgather",)
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have; see ``Scheme``.
-
-        Without ``gbit_per_s`` too a bucket may travel dense, if a loaded state chose that.
-        """
+        """Return every list of collectives that an exchange may have; see ``Scheme``."""
         trials = [("allreduce",), ()] if self.every > TRIAL_STEPS else [("allreduce",)]
-        return frozenset((*trial, last) for trial in trials for last in ("allgather", "allreduce"))
+        return frozenset((*trial, "allgather") for trial in trials)
 
     def at(self, step: int) -> Auto:
         """Return the scheme to run at a step, counted from the first compressed one."""
@@ -100,7 +92,7 @@ class Auto(Scheme):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         chosen = [_chosen(state, tensor) for tensor in tensors]
         trials, device = dict(state.get("trials", {})), context.device
-        if device is not None and not self.tries and DENSE not in chosen:
+        if device is not None and not self.tries:
             codecs = [self.codec(t.shape, c) for t, c in zip(tensors, chosen, strict=True)]
             outcome = yield from gather_on_device(
                 codecs, tensors, grads, state, context, self.error_feedback
@@ -115,7 +107,7 @@ class Auto(Scheme):
             for tensor, new in zip(tensors, np.split(summed, len(tensors)), strict=True):
                 before = None if self.begins else trials.get(tensor.name)
                 trials[tensor.name] = new.copy() if before is None else before + new
-            decided = self._decided(tensors, chosen, trials, context.world_size)
+            decided = self._decided(tensors, chosen, trials)
             carried = {
                 tensor.name: self._moved(carried[tensor.name], tensor, old, new)
                 for tensor, old, new in zip(tensors, chosen, decided, strict=True)
@@ -123,22 +115,18 @@ class Auto(Scheme):
             }
             chosen = decided
         choices = {t.name: np.array([c], np.uint8) for t, c in zip(tensors, chosen, strict=True)}
-        if chosen and chosen[0] == DENSE:
-            outcome = yield from self._dense(tensors, grads, carried, context)
-        else:
-            codecs = [self.codec(t.shape, c) for t, c in zip(tensors, chosen, strict=True)]
-            outcome, _ = yield from gather(
-                codecs, tensors, grads, carried, context, self.error_feedback
-            )
+        codecs = [self.codec(t.shape, c) for t, c in zip(tensors, chosen, strict=True)]
+        outcome, _ = yield from gather(
+            codecs, tensors, grads, carried, context, self.error_feedback
+        )
         return outcome._replace(state={**outcome.state, "choice": choices, "trials": trials})
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute the exchange for every choice; see ``Scheme``.
 
-        In trials this scheme itself copies arrays to the host. With ``gbit_per_s`` the host
-        computes everything, since its clock decides about dense buckets.
+        In trials this scheme itself copies arrays to the host.
         """
-        return self.gbit_per_s is None and all(_are_served(t.shape, self.ratio) for t in tensors)
+        return all(_are_served(t.shape, self.ratio) for t in tensors)
 
     def samples(self, shape: tuple[int, ...]) -> list[Codec]:
         """Return codecs of a few candidates that cover all transforms and all bit widths."""
@@ -146,36 +134,12 @@ class Auto(Scheme):
 
     def codec(self, shape: tuple[int, ...], choice: int) -> Codec:
         """Return the codec of a choice for tensors of ``shape``, at the largest density."""
-        transform, bits = CANDIDATES[(choice or FIRST_CHOICE) - 1]
+        transform, bits = CANDIDATES[choice - 1]
         return _codec(transform, bits, shape, self.ratio)
 
     def codec_of(self, tensor: Tensor, state: OldState) -> Codec:
         """Return the codec of the present choice of a tensor."""
         return self.codec(tensor.shape, _chosen(state, tensor))
-
-    def _dense(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Grads,
-        carried: Mapping[str, Array],
-        context: Context,
-    ) -> Generator[Round, Array, Outcome]:
-        """Send gradients and residuals dense; residuals are then empty."""
-        whole: list[Array | None] = []
-        kept: dict[str, Array] = {}
-        for tensor, grad in zip(tensors, grads, strict=True):
-            residual = carried.get(tensor.name)
-            if residual is not None and grad is not None:
-                unsent = self.codec(tensor.shape, DENSE).transform.inverse(
-                    residual, grad.size, load_backend("cpu")
-                )
-                grad = load_backend("cpu").add_residual(grad, unsent, 0).array
-            elif residual is not None:
-                kept[tensor.name] = residual
-            whole.append(grad)
-        # On the host: only there a dropped step restores the residuals that are cleared here.
-        outcome = yield from Dense().exchange(tensors, whole, {}, context._replace(device=None))
-        return outcome._replace(state={"residual": kept} if self.error_feedback else {})
 
     def _moved(self, residual: Array, tensor: Tensor, old: int, new: int) -> Array:
         """Return a residual transformed to the domain of another choice."""
@@ -187,66 +151,39 @@ class Auto(Scheme):
         return after.forward(elements, None, 0, kernels).array
 
     def _tried(self, tensor: Tensor, grad: Array | None) -> Array:
-        """Return each candidate's relative squared error, each one's encoding seconds, and a 1.
+        """Return each candidate's relative squared error, as many zeros, and a 1.
 
         Float32, ``[2 * len(CANDIDATES) + 1]``; the 1 counts trials in the sum over ranks. The
-        errors of a frozen tensor are zeros, so its choice stays.
+        zeros had times once, and keep the format of messages and saved states. The errors of a
+        frozen tensor are zeros, so its choice stays.
         """
-        lost, seconds = np.zeros((2, len(CANDIDATES)), np.float32)
+        tried = np.zeros(2 * len(CANDIDATES) + 1, np.float32)
+        lost, tried[-1] = tried[: len(CANDIDATES)], 1
         if grad is not None and grad.size:
             part = _sample_of(grad)
             energy = float(np.square(part, dtype=np.float64).sum()) or 1.0
             for number in range(len(CANDIDATES)):
                 codec = self.codec(tensor.shape, number + 1)
-                begin = time.perf_counter()
                 coeffs = codec.coeffs_of(part, part.shape, load_backend("cpu"))
                 encoded = codec.encode_coeffs(coeffs, part.shape, kernels=load_backend("cpu"))
-                if self.gbit_per_s is not None:  # otherwise the state must not depend on the clock
-                    seconds[number] = (time.perf_counter() - begin) * grad.size / part.size
                 if coeffs.peak > LARGEST_FINITE_BITS:
                     lost[number] = np.nan
                 elif encoded.residual is not None:
                     lost[number] = codec.energy(encoded.residual, part.shape) / energy
-        return np.concatenate([lost, seconds, np.ones(1, np.float32)])
+        return tried
 
     def _decided(
-        self,
-        tensors: Sequence[Tensor],
-        chosen: Sequence[int],
-        trials: Mapping[str, Array],
-        world_size: int,
+        self, tensors: Sequence[Tensor], chosen: Sequence[int], trials: Mapping[str, Array]
     ) -> list[int]:
         """Return the best choice of each tensor from all trials; the same on all ranks."""
-        decided, encode_s = [], 0.0
+        decided = []
         for tensor, present in zip(tensors, chosen, strict=True):
-            lost, seconds = np.split(trials[tensor.name][:-1], 2)
-            present = present or FIRST_CHOICE
+            lost = trials[tensor.name][: len(CANDIDATES)]
             best = 1 + int(np.argmin(lost))
             if not lost[best - 1] < _WORTH_CHANGING * lost[present - 1]:  # also if not finite
                 best = present
             decided.append(best)
-            encode_s += float(seconds[best - 1] / trials[tensor.name][-1])
-        if self._is_dense_faster(tensors, decided, encode_s, world_size):
-            return [DENSE] * len(decided)
         return decided
-
-    def _is_dense_faster(
-        self, tensors: Sequence[Tensor], decided: Sequence[int], encode_s: float, size: int
-    ) -> bool:
-        """Return whether a ring allreduce is faster than the codec and an allgather of payloads.
-
-        The ring moves 2 (p - 1) / p of all bytes, the allgather p - 1 payloads.
-        """
-        if self.gbit_per_s is None or size == 1:
-            return False
-        bytes_per_s = self.gbit_per_s * 1e9 / 8
-        dense = sum(4 * math.prod(tensor.shape) for tensor in tensors)
-        gathered = (size - 1) * sum(
-            self.codec(tensor.shape, choice).payload_nbytes(tensor.shape)
-            for tensor, choice in zip(tensors, decided, strict=True)
-        )
-        codec_s = 2 * encode_s  # decoding takes about as long
-        return 2 * (size - 1) / size * dense / bytes_per_s < gathered / bytes_per_s + codec_s
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the payload bytes of ``tensor`` in each step, for the first choice."""
@@ -273,10 +210,7 @@ class Auto(Scheme):
 
     def choice_of(self, state: OldState, tensor: Tensor) -> str:
         """Return the present choice of a tensor in words."""
-        choice = _chosen(state, tensor)
-        if choice == DENSE:
-            return "dense"
-        transform, bits = CANDIDATES[choice - 1]
+        transform, bits = CANDIDATES[_chosen(state, tensor) - 1]
         return f"{spec_of(transform)}, {bits} bits"
 
 
@@ -288,7 +222,8 @@ def _chosen(state: OldState, tensor: Tensor) -> int:
         raise ValueError(
             f"the saved choice of {tensor.name!r} is {choice[0]}; auto has 0 to {len(CANDIDATES)}"
         )
-    return int(choice[0])
+    # 0: sent dense, which an option of earlier versions could choose; any residual is by element.
+    return int(choice[0]) or FIRST_CHOICE
 
 
 def _sample_of(flat: Array) -> Array:

@@ -180,7 +180,6 @@ class Compression:
         *,
         ratio: float = 50.0,
         every: int = 2000,
-        gbit_per_s: float | None = None,
         error_feedback: bool = True,
         warmup_steps: int = 0,
         density_schedule: Schedule | Mapping[int, float] | float | None = None,

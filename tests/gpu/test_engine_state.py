@@ -12,7 +12,6 @@ from horovod_fftcomp import PayloadError
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
-from horovod_fftcomp.schemes.auto import TRIAL_STEPS
 from horovod_fftcomp.simulation import exchange_once
 from tests.gpu.emulator import Emulator
 from tests.gpu.steps import TENSORS, assert_same_step, make_engines, random_grads, run_step
@@ -87,22 +86,6 @@ def test_a_residual_that_is_sent_whole_is_kept_if_the_step_is_dropped(device):
             np.testing.assert_array_equal(engine.residual(tensor.name), residual)
     run_step(denser, random_grads(rng))
     assert all(engine.residual_norm() == 0 for engine in denser)
-
-
-def test_auto_keeps_what_a_loaded_dense_choice_would_send_if_the_step_is_dropped():
-    [engine], rng = make_engines(Emulator(), "auto", 1), np.random.default_rng(20)
-    for _ in range(TRIAL_STEPS + 1):
-        run_step([engine], random_grads(rng, 1))
-    saved = engine.state_dict()
-    for name in saved["state"]["choice"]:
-        saved["state"]["choice"][name][:] = 0
-        saved["state"]["residual"][name] = np.ones(engine.residual(name).size, np.float32)
-    engine.load_state_dict(saved)
-    before, grads = engine.residual_norm(), random_grads(rng, 1)
-    grads[0][0][0][7] = np.nan
-    run_step([engine], grads)
-    engine.read_device()
-    assert engine.residual_norm() == before > 0
 
 
 def test_a_flag_of_a_dense_tensor_drops_the_step():
