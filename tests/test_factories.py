@@ -125,7 +125,7 @@ class Model:
 model = [("weight", 1)]
 rules = [("conv*", 0.5), (lambda tensor: tensor.shape == (1,), {"recipe": "fft", "bits": 8})]
 Compression.topk(model, density=0.01, bits=8, scope="bucket", rules=rules, timeout_s=60)
-Compression.fft(model, density_schedule={0: 1.0, 5: 0.1}, recover=Recover(), record="a.npz")
+Compression.fft(model, density_schedule={0: 1.0, 5: 0.1}, recover=Recover(), record="a")
 Compression.fft(model, density_schedule=schedules.Linear(1.0, 0.1, 50)).set_density(0.1)
 OfTensorFlow.fft()
 OfTensorFlow.fft(Model(), bits=8)

@@ -67,7 +67,7 @@ OTHERS = {
     "rules": ["conv*", "", {"conv*": "dense"}, 3, None, True, iter(())],
     "process_set": [0, "global", True, [0, 1]],
     "recover": [0, False, True, "yes", 2.0, {"factor": 2.0}, Recover],
-    "record": [0, False, True, 3, b"grads.npz", ["grads.npz"]],
+    "record": [0, False, True, 3, b"grads", ["grads"]],
     "live_view": [0, False, True, 3, b"live.jsonl", ["live.jsonl"]],
 }
 ELSEWHERE = {"grad_scaler", "scalars"}  # the adapters know what these have to have

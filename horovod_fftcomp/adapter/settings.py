@@ -48,7 +48,8 @@ class Settings:
     recover
         ``Recover`` object: how ``report`` raises the density when a metric gets worse; None: never.
     record
-        Path of a new .npz file in which the first rank records its gradients; None: no recording.
+        Path of a new folder in which the first rank records its gradients, a .npz file per step;
+        None: no recording.
     record_every
         Interval in steps at which gradients are recorded.
     live_view

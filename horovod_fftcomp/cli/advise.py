@@ -57,8 +57,8 @@ _EXAMPLES = """\
 examples:
   horovod-fftcomp advise -np 2 train.py --epochs 1
   horovod-fftcomp advise --launcher "horovodrun -H a:1,b:1" train.py
-  horovod-fftcomp advise --gradients g.npz --compute-ms 120 --gbit-per-s 1 --latency-us 50 --ranks 4
-  horovod-fftcomp advise --gradients g.npz --compute-ms 120 -np 2 --nodes 2..1024 --plot steps.png
+  horovod-fftcomp advise --gradients g --compute-ms 120 --gbit-per-s 1 --latency-us 50 --ranks 4
+  horovod-fftcomp advise --gradients g --compute-ms 120 -np 2 --nodes 2..1024 --plot steps.png
 
 The first two run the script twice, for --steps steps each. docs/advise.md describes the
 measurements, the model of a step and its limits.
@@ -106,7 +106,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def _add_measured(parser: argparse.ArgumentParser) -> None:
     """Add the arguments on gradients, computation and network."""
     add = parser.add_argument
-    add("--gradients", type=Path, metavar="FILE", help="recorded gradients, instead of a script")
+    add("--gradients", type=Path, metavar="PATH", help="recorded gradients, instead of a script")
     add(
         "--compute-ms", type=positive, metavar="MS", help="duration of a step without communication"
     )
@@ -142,7 +142,7 @@ def run(parsed: argparse.Namespace) -> None:
 def _check(parsed: argparse.Namespace) -> None:
     """Exit with a message if arguments are missing or contradict each other."""
     if bool(parsed.gradients) == bool(parsed.script):
-        parsed.fail("give either a script or --gradients FILE")
+        parsed.fail("give either a script or --gradients PATH")
     if parsed.script and not Path(parsed.script).is_file():
         parsed.fail(f"there is no script {parsed.script!r}")
     if parsed.gradients and parsed.compute_ms is None:
@@ -219,10 +219,10 @@ def _from_script(parsed: argparse.Namespace) -> _Model:
     with tempfile.TemporaryDirectory() as folder:
         parsed.record_every = max(1, parsed.steps // 2)
         dense = _job(parsed, RecipeChoice("none", "none", {}))
-        parsed.record = Path(folder) / "gradients.npz"
+        parsed.record = Path(folder) / "gradients"
         bare = _job(parsed, _ALMOST_NOTHING)
-        # Without the file, as on other hosts, gradients are synthetic.
-        recorded = gradient_files.read(parsed.record) if parsed.record.exists() else []
+        # Without files, as on other hosts, gradients are synthetic.
+        recorded = gradient_files.read(parsed.record) if any(parsed.record.glob("*.npz")) else []
     tensors = [Tensor(name, tuple(shape)) for name, shape in dense["tensors"]]
     step_s = {"none": dense["step_s"], "random_block": bare["step_s"]}
     grads = {h.name: h.steps[-1].reshape(-1) for h in recorded}

@@ -78,8 +78,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     either.add_argument(
         "--gradients",
         type=Path,
-        metavar="FILE",
-        help="recorded gradients, .npy or .npz; keys STEP/NAME are steps of tensors",
+        metavar="PATH",
+        help="recorded gradients: a folder with STEP.npz files, or a .npy or .npz file",
     )
     add = parser.add_argument
     add("--seed", type=seed, default=0, help="seed of synthetic gradients (default: 0)")
@@ -88,9 +88,9 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=MIN_NUMEL,
         metavar="N",
-        help="skip arrays of FILE with fewer elements, as training does (default: %(default)s)",
+        help="skip arrays of PATH with fewer elements, as training does (default: %(default)s)",
     )
-    add("--per-tensor", action="store_true", help="also print a table for each tensor of FILE")
+    add("--per-tensor", action="store_true", help="also print a table for each tensor of PATH")
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -134,7 +134,7 @@ def run(parsed: argparse.Namespace) -> None:
 def _histories(parsed: argparse.Namespace) -> tuple[Iterable[History], int, str]:
     """Return (the gradients, their number of tensors, a description in words)."""
     if parsed.per_tensor and not parsed.gradients:
-        parsed.fail("--per-tensor is for a file of --gradients")
+        parsed.fail("--per-tensor is for a file or folder of --gradients")
     if not parsed.gradients:
         sizes = parsed.numel or numels(_SIZES)
         made = (gradient_files.synthetic(size, seed=parsed.seed) for size in sizes)

@@ -75,7 +75,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--steps", type=count, metavar="N", help="end the script after N steps")
     add("--warmup-steps", type=count, metavar="N", help="begin with N dense steps")
     add("--ranks-per-node", type=count, metavar="N", help="compress between nodes of N ranks only")
-    add("--record", type=Path, metavar="FILE.npz", help="record gradients, for bench and advise")
+    add("--record", type=Path, metavar="FOLDER", help="record gradients, for bench and advise")
     add(
         "--record-every",
         type=count,
@@ -121,7 +121,7 @@ def run(parsed: argparse.Namespace) -> None:
     elif parsed.report_json:
         parsed.fail("--report-json belongs to --compression: with --compare give --json FILE")
     elif parsed.record or parsed.live_view:
-        parsed.fail("--record and --live-view belong to --compression: jobs would share a file")
+        parsed.fail("--record and --live-view belong to --compression: jobs would share files")
     else:
         _compare(parsed)
 

@@ -1,7 +1,8 @@
-"""Gradients to measure compressors with: recorded in a file, or synthetic.
+"""Gradients to measure compressors with: recorded in files, or synthetic.
 
-A file is ``.npy`` (one tensor) or ``.npz``. Keys ``<step>/<tensor name>`` hold the steps of a
-training; under any other keys each array is a tensor of one step.
+A folder holds files ``<step>.npz`` of a training, with tensor names as keys. A file is ``.npy``
+(one tensor) or ``.npz``: keys ``<step>/<tensor name>`` hold the steps of a training; under any
+other keys each array is a tensor of one step.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def synthetic(numel: int, n_steps: int = 2, seed: int = 0) -> History:
 
 
 def read(path: Path) -> list[History]:
-    """Return the tensors in a ``.npy`` or ``.npz`` file, steps in ascending order.
+    """Return the tensors in a folder or a ``.npy`` or ``.npz`` file, steps in ascending order.
 
     Raises OSError if the file does not exist, and ValueError for a file that is not NumPy's or
     holds no array, and for arrays that are not floating point, are empty, contain NaN or Inf, or
@@ -83,6 +84,9 @@ _REMEDY = 'write one by numpy.savez(path, **{"0/layer.weight": gradient})'
 
 
 def _load(path: Path) -> dict[str, Array]:
+    if path.is_dir():
+        files = [file for file in path.glob("*.npz") if file.stem.isdecimal()]
+        return {f"{file.stem}/{name}": grad for file in files for name, grad in _load(file).items()}
     try:
         with path.open("rb") as file:  # np.load(path) would leave a broken file open
             loaded = np.load(file, allow_pickle=False)

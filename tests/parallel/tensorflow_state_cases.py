@@ -216,14 +216,13 @@ def test_density_changes_and_warm_up(same_everywhere):
 
 
 def test_the_first_ranks_gradients_are_recorded(tmp_path, same_everywhere):
-    path = tmp_path / "gradients.npz"
+    path = tmp_path / "gradients"
     model = Layers()
     compression = small_buckets(model, "topk", record=path, record_every=2)
     train(model, compression, 5)
     compression.stats()
     if hvd.rank() == 0:
         compression._steps._recorder.flush()
-        with np.load(path) as recorded:
-            assert {key.split("/")[0] for key in recorded} == {"0", "2", "4"}
-            assert recorded[f"2/{NAME}"].shape == (40, 40)
+        assert {file.name for file in path.iterdir()} == {"0.npz", "2.npz", "4.npz"}
+        assert np.load(path / "2.npz")[NAME].shape == (40, 40)
     same_everywhere(flat(model))
