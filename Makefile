@@ -8,7 +8,7 @@ JOBS := -n 4 --dist loadgroup
 QUICK := not (parallel or slow) or smoke
 CORE := not (torch or tf or parallel or mpi or gpu or slow)
 # Would load a framework, or build the emulator, only to be left out then.
-NOT_CORE := gpu parallel test_fakes.py test_flops.py test_learners.py
+NOT_CORE := gpu parallel test_fakes.py test_flops.py test_learners.py test_peers.py
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export TF_CPP_MIN_LOG_LEVEL ?= 2

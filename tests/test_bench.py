@@ -20,7 +20,7 @@ from horovod_fftcomp.recipes import get_codec, get_scheme
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.tools import gradient_files
-from horovod_fftcomp.tools.bench import RecipeSession, added, measure, memcpy, n_ticks, peers
+from horovod_fftcomp.tools.bench import RecipeSession, added, measure, memcpy, n_ticks
 from horovod_fftcomp.tools.bench.measurement import entropy_bits
 from horovod_fftcomp.tools.gradient_files import History
 
@@ -33,8 +33,8 @@ def bench(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(threads, "_num_threads", None)
     path = tmp_path / "bench.json"
 
-    def run(*arguments: object, peers: bool = False) -> tuple[str, dict]:
-        fixed = ["bench", "--repeat", "1", "--json", path, *([] if peers else ["--no-peers"])]
+    def run(*arguments: object) -> tuple[str, dict]:
+        fixed = ["bench", "--repeat", "1", "--json", path]
         main([str(argument) for argument in [*fixed, *arguments]])
         return capsys.readouterr().out, json.loads(path.read_text())
 
@@ -43,7 +43,7 @@ def bench(tmp_path, capsys, monkeypatch):
 
 def refusal(capsys, *arguments: object) -> str:
     with pytest.raises(SystemExit) as caught:
-        main(["bench", "--no-peers", *map(str, arguments)])
+        main(["bench", *map(str, arguments)])
     assert caught.value.code == 2
     return capsys.readouterr().err.split("error: ")[1]
 
@@ -172,70 +172,8 @@ def test_json_tells_command_machine_and_options(bench):
     }  # fmt: skip
 
 
-@pytest.mark.torch
-def test_peers_stand_beside_with_their_bytes(bench):
-    pytest.importorskip("torch")
-    printed, result = bench("-n", "4000", "--recipes", "topk(density=0.1,bits=32)", peers=True)
-    [ours] = result["tensors"][0]["recipes"]
-    topk, qsgd, half = result["tensors"][0]["peers"]
-    assert [row["sent_nbytes"] for row in (topk, qsgd, half)] == [8 * 400, 4004, 8000]
-    assert topk["relative_error"] == pytest.approx(ours["relative_error"], rel=1e-5)
-    feedback = "feedback_relative_error"
-    assert topk[feedback] == pytest.approx(ours[feedback], rel=1e-5)
-    assert qsgd["feedback_s"] is half["feedback_s"] is None
-    assert "topk(density=0.1, bits=32) over torch.topk 0.1: encodes" in " ".join(printed.split())
-
-
-@pytest.mark.torch
-def test_peers_sum_two_ranks():
-    torch = pytest.importorskip("torch")
-    rng = np.random.default_rng(0)
-    grad, other = rng.standard_normal((2, 3000)).astype(np.float32)
-    options = {name: recipes.RECIPES[name].options for name in peers.PEERS}
-    sessions = peers.make_sessions(0.05, (50, 60), other, 1, options)
-    assert len(sessions) == 3 + len(peers.PEERS)
-    *sessions, low_rank = sessions
-    found = low_rank.decode(low_rank.collect(low_rank.encode(grad, feedback=False))).numpy()
-    left = np.linalg.svd(found)[0][:, :4]  # the sum is the projection of both to four columns
-    np.testing.assert_allclose(found, left @ left.T @ (grad + other).reshape(50, 60), atol=1e-4)
-    for session in sessions:
-        before = grad.tobytes()
-        total = session.decode(session.collect(session.encode(grad, feedback=False))).numpy()
-        assert grad.tobytes() == before
-        assert total.dtype == np.float32
-        # Some draw anew, by up to one level of each rank.
-        largest = np.abs(grad).max() + np.abs(other).max()
-        levels = {
-            "torch QSGD int8": (np.linalg.norm(grad) + np.linalg.norm(other)) / 127,
-            "torch QSGD 7 levels": largest / 7,
-            "torch TernGrad int8": 2.5 * (grad.std() + other.std()),
-        }
-        slack = 1.01 * levels.get(session.label, 2e-3)
-        expected = session.alone(grad) + session.alone(other)
-        assert np.abs(total - expected).max() <= 2 * slack
-        if session.has_feedback:
-            session.advance(grad)
-            np.testing.assert_array_equal(session.residual(), grad - session.alone(grad))
-    assert torch.is_tensor(session.decode(session.collect(session.encode(grad, False))))
-
-
-@pytest.mark.torch
-def test_qsgd_is_unbiased():
-    pytest.importorskip("torch")
-    grad = np.random.default_rng(0).standard_normal(500).astype(np.float32)
-    session = peers.TorchQSGD(500, grad, seed=0)
-    n = 2000
-    mean = sum(session.alone(grad).astype(np.float64) for _ in range(n)) / n
-    # A level is rounded up or down by chance: variance at most 1/4 of its square.
-    bound = 5 * 0.5 * np.linalg.norm(grad) / 127 / math.sqrt(n)
-    assert np.abs(mean - grad).max() < bound
-
-
-def test_missing_torch_and_matplotlib_are_told(bench, capsys, monkeypatch, tmp_path):
+def test_a_missing_matplotlib_is_told(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    printed, result = bench("-n", "2000", "--recipes", "topk", peers=True)
-    assert "pip install torch" in printed
-    assert result["tensors"][0]["peers"] == []
     error = refusal(capsys, "-n", "2000", "--plot", tmp_path / "plot.png")
     assert "pip install matplotlib" in error
 
@@ -261,7 +199,7 @@ def test_an_interrupted_run_prints_the_tensors_that_are_done(bench, capsys, monk
 
         monkeypatch.setattr(bench_command.bench, "measure", measured)
         with pytest.raises(SystemExit) as caught:
-            main(["bench", "--no-peers", "--repeat", "1", "--recipes", "fp16", "--json", str(path),
+            main(["bench", "--repeat", "1", "--recipes", "fp16", "--json", str(path),
                   "-n", "1100,1200,1300"])  # fmt: skip
         assert caught.value.code == 130
         return capsys.readouterr()
@@ -487,7 +425,7 @@ def test_files_of_another_kind_are_refused(content, suffix, tmp_path, capsys):
 
 def test_every_recipe_is_measured(tmp_path, capsys):
     path = tmp_path / "all.json"
-    main(["bench", "--all", "--no-peers", "-n", "5000", "--repeat", "1", "--json", str(path)])
+    main(["bench", "--all", "-n", "5000", "--repeat", "1", "--json", str(path)])
     [found] = json.loads(path.read_text())["tensors"]
     assert [row["recipe"] for row in found["recipes"]] == list(recipes.RECIPES)
     printed = " ".join(capsys.readouterr().out.split())

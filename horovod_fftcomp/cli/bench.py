@@ -8,7 +8,7 @@ import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import Progress
@@ -32,12 +32,27 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import bench, environment, gradient_files
-from horovod_fftcomp.tools.bench import RecipeSession, Session, peers, plot
+from horovod_fftcomp.tools.bench import RecipeSession, Session, plot
 from horovod_fftcomp.tools.gradient_files import History
+from horovod_fftcomp.types import Array, Shape
 
 _RECIPES = "fp16,bf16,topk(density=0.01,bits=32),topk,fft,dct"
 _BUSY = 0.7  # processes; more than what a previous run of this command adds to the load
 _SIZES = "1M,25M"  # a layer, and all of a ResNet-50
+
+
+class Peers(Protocol):
+    """Compressors to measure beside the recipes, as ``benchmarks/peers.py`` does."""
+
+    def sessions(
+        self, choices: Sequence[RecipeChoice], shape: Shape, other_grad: Array
+    ) -> list[Session]:
+        """Return the peers of the recipes for tensors of ``shape``."""
+        ...
+
+    def lines(self, result: Result, choices: Sequence[RecipeChoice]) -> Iterable[str]:
+        """Return lines of text to print below a table."""
+        ...
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -47,6 +62,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="measure time, bytes and error of recipes on this machine",
         description="Measure time, bytes and error of recipes; docs/bench.md explains the columns.",
     )
+    add_arguments(parser)
+    parser.set_defaults(program=["horovod-fftcomp"])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that ``run`` reads."""
     add = parser.add_argument
     add(
         "--recipes",
@@ -57,9 +78,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add("--all", action="store_true", help="measure every recipe, and list those that gather")
     _add_data(parser)
-    add("--threads", type=count, metavar="N", help="CPU threads of recipes, peers and memcpy")
+    add("--threads", type=count, metavar="N", help="CPU threads of recipes and memcpy")
     add("--repeat", type=count, default=5, help="timings per median (default: %(default)s)")
-    add("--no-peers", action="store_true", help="skip the compressors written in PyTorch")
     add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")
     add("--plot", type=picture_path, metavar="FILE.png", help="draw times and errors")
     parser.set_defaults(run=run, fail=parser.error)
@@ -93,8 +113,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--per-tensor", action="store_true", help="also print a table for each tensor of PATH")
 
 
-def run(parsed: argparse.Namespace) -> None:
-    """Measure, print the tables and write the files."""
+def run(parsed: argparse.Namespace, peers: Peers | None = None) -> None:
+    """Measure, print the tables and write the files; with ``peers`` for those too."""
     if parsed.plot and not plot.matplotlib_is_installed():
         parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
     if parsed.all and parsed.recipes:
@@ -103,14 +123,11 @@ def run(parsed: argparse.Namespace) -> None:
     histories, n_histories, data = _histories(parsed)
     if parsed.threads:
         threads.set_num_threads(parsed.threads)
-    has_peers = not parsed.no_peers and peers.torch_is_installed()
-    if has_peers:
-        peers.set_num_threads(threads.get_num_threads())
     facts = environment.describe()  # before the load that this run makes
     results: list[Result] = []
     interrupted = False
     try:
-        for result in _measured(parsed, choices, histories, n_histories, has_peers):
+        for result in _measured(parsed, choices, histories, n_histories, peers):
             results.append(result)
     except MemoryError as error:
         parsed.fail(f"{str(error) or 'the memory is full'}; take smaller tensors or fewer recipes")
@@ -120,7 +137,8 @@ def run(parsed: argparse.Namespace) -> None:
         interrupted = True
         data = f"Interrupted: {len(results)} of {n_histories} tensors. {data}"
     shown = [_total(results, data)] if parsed.gradients else results
-    _print((results if parsed.per_tensor else []) + shown, choices, data, facts, parsed)
+    tables = (results if parsed.per_tensor else []) + shown
+    _print(tables, choices, data, facts, parsed, peers)
     if parsed.json:
         _write_json(parsed, choices, results, shown, data, facts)
     if parsed.plot:
@@ -172,7 +190,7 @@ def _measured(
     choices: Sequence[RecipeChoice],
     histories: Iterable[History],
     n_histories: int,
-    has_peers: bool,
+    peers: Peers | None,
 ) -> Iterator[Result]:
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
@@ -186,15 +204,7 @@ def _measured(
                 RecipeSession(choice.label, choice.name, choice.options, tensor, other)
                 for choice in choices
             ]
-            theirs: list[Session] = []
-            if has_peers:
-                theirs += peers.make_sessions(
-                    bench_report.peer_density(choices),
-                    shape,
-                    other,
-                    parsed.seed,
-                    {c.name: {**RECIPES[c.name].options, **c.options} for c in choices},
-                )
+            theirs = peers.sessions(choices, shape, other) if peers else []
             progress.reset(
                 task,
                 total=bench.n_ticks(history, len(ours + theirs), parsed.repeat),
@@ -220,11 +230,12 @@ def _print(
     data: str,
     facts: Mapping[str, Any],
     parsed: argparse.Namespace,
+    peers: Peers | None,
 ) -> None:
     console = make_console()
     for result in results:
         console.print(bench_report.table(result))
-        for line in bench_report.speed_ups(result, choices):
+        for line in peers.lines(result, choices) if peers else ():
             console.print(Text(line))
         console.print()
     if parsed.all:
@@ -247,8 +258,6 @@ def _print(
     if facts["load"] > _BUSY:
         load = f"The load before this run was {facts['load']:.1f} processes: times may be too high."
         console.print(Text(load))
-    if not parsed.no_peers and not peers.torch_is_installed():
-        console.print(Text("The compressors written in PyTorch were skipped: pip install torch"))
 
 
 def _write_json(
@@ -260,7 +269,7 @@ def _write_json(
     facts: Mapping[str, Any],
 ) -> None:
     content = {
-        "command": shlex.join(["horovod-fftcomp", *parsed.arguments]),
+        "command": shlex.join([*parsed.program, *parsed.arguments]),
         "machine": facts,
         "data": data,
         "repeat": parsed.repeat,

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.table import Table
 
 from horovod_fftcomp.cli.arguments import RecipeChoice
 from horovod_fftcomp.cli.console import make_table
-from horovod_fftcomp.recipes import RECIPES, get_scheme
+from horovod_fftcomp.recipes import get_scheme
 from horovod_fftcomp.tools.bench import Measurement
-from horovod_fftcomp.tools.bench.peers import PEERS
 
 
 class Result(NamedTuple):
-    """Measurements of one tensor, or of all tensors of a file: of recipes and of peers."""
+    """Measurements of one tensor, or of all tensors of a file: of recipes and of any peers."""
 
     title: str
     ours: list[Measurement]
     peers: list[Measurement]
-
-
-def peer_density(choices: Sequence[RecipeChoice]) -> float:
-    """Return the density of torch.topk: that of the first ``topk`` among the recipes."""
-    options = next((choice.options for choice in choices if choice.name == "topk"), {})
-    default = RECIPES["topk"].options["density"]
-    return float(options.get("density", default))  # type: ignore[arg-type]
 
 
 def table(result: Result) -> Table:
@@ -77,26 +69,6 @@ def _short(number: float) -> str:
     return f"{number:.{min(digits, 3)}f}"
 
 
-def speed_ups(result: Result, choices: Sequence[RecipeChoice]) -> Iterator[str]:
-    """Yield the speed-up of each recipe over its peer; of ``topk`` at equal density only."""
-    for choice, one in zip(choices, result.ours, strict=True):
-        label = "torch.topk" if choice.name == "topk" else PEERS.get(choice.name)
-        found = (p for p in result.peers if label is not None and p.label.startswith(label))
-        peer = next(found, None)
-        if peer is None:
-            continue
-        if choice.name == "topk" and peer_density([choice]) != peer_density(choices):
-            continue
-        encode = peer.encode_s / one.encode_s
-        if peer.feedback_s and one.feedback_s:
-            encode = peer.feedback_s / one.feedback_s
-        yield (
-            f"{choice.label} over {peer.label}: encodes {encode:.1f}x as fast, decodes "
-            f"{peer.decode_s / one.decode_s:.1f}x as fast, "
-            f"ratio {one.ratio / peer.ratio:.1f}x as high"
-        )
-
-
 def collectives(choices: Sequence[RecipeChoice]) -> str:
     """Return in words which recipes gather payloads and which reduce sums."""
     gathered: list[str] = []
@@ -118,4 +90,5 @@ def as_json(result: Result, choices: Sequence[RecipeChoice]) -> dict[str, object
         {"recipe": choice.name, "options": choice.options} | one.as_row()
         for choice, one in zip(choices, result.ours, strict=True)
     ]
-    return {"title": result.title, "recipes": ours, "peers": [p.as_row() for p in result.peers]}
+    theirs = {"peers": [peer.as_row() for peer in result.peers]} if result.peers else {}
+    return {"title": result.title, "recipes": ours, **theirs}

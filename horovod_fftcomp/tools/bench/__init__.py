@@ -1,7 +1,6 @@
 """Measurements of compressors: times relative to a memcpy, bytes and errors.
 
-Gradients come from ``tools.gradient_files``, compressors written in PyTorch from ``peers``; the
-tables are made in ``cli.bench_report``.
+Gradients come from ``tools.gradient_files``; the tables are made in ``cli.bench_report``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ and a quantized value one.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -28,18 +27,6 @@ if TYPE_CHECKING:
     import torch
 
 _QSGD_LEVELS = 127  # what int8 holds
-
-
-def torch_is_installed() -> bool:
-    """Return whether PyTorch is installed, without importing it."""
-    return importlib.util.find_spec("torch") is not None
-
-
-def set_num_threads(count: int) -> None:
-    """Let PyTorch compute with ``count`` threads, as the kernels do."""
-    import torch
-
-    torch.set_num_threads(count)
 
 
 class TorchTopK(Sparse):
