@@ -10,6 +10,13 @@ Array = np.ndarray
 Shape = tuple[int, ...]
 
 
+class Tensor(NamedTuple):
+    """Name and shape of a tensor, the same on all ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
 class Signs(NamedTuple):
     """Packed signs of a tensor and, piece by piece, the sums and counts for the means.
 

@@ -15,8 +15,9 @@ from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.engine import differences
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device
+from horovod_fftcomp.kernels.host.payloads import joined
 from horovod_fftcomp.schemes import Context, Exchange, OldState, Outcome, Scheme, State, Tensor
-from horovod_fftcomp.schemes.allgather import Allgather, joined
+from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.gtopk import GTopK

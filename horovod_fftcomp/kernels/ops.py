@@ -5,11 +5,17 @@ Schemes call ops and never ask where. Nothing waits for a GPU but ``Ops.get`` an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
+from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.wire.header import Header
+
+AnyCodec = Codec | DenseCodec | AdaptiveCodec
 
 Deferred = Callable[[], Any]  # returns a result that is on its way; waits for it
 
@@ -25,6 +31,85 @@ class Flags(NamedTuple):
     finite: bool = True
     not_finite: Any = None
     arrived: Any = None
+
+
+class Momentum(NamedTuple):
+    """Momentum that is applied to gradients before a top-k; see ``schemes.momentum``.
+
+    ``largest_norm``: norm to which a tensor's gradient is clipped; None for no clipping.
+    """
+
+    momentum: float
+    nesterov: bool
+    masking: bool
+    largest_norm: float | None
+
+
+class Feedback(NamedTuple):
+    """What is sent besides the gradient, and what is kept of it; see ``schemes.allgather``.
+
+    ``keep``: residuals are kept. ``decay`` multiplies the old ones. ``keeps_sent``: sent values
+    stay in them. ``sign``: sums become signs. ``momentum``: of the gradients.
+    """
+
+    keep: bool = True
+    decay: float = 1.0
+    keeps_sent: bool = False
+    sign: bool | str = False
+    momentum: Momentum | None = None
+
+
+class Encoded(NamedTuple):
+    """Message of a bucket, and the new state of each tensor, None where nothing is kept.
+
+    ``squares``: None, or returns by a tensor's number the sums of squares of the gradient, of
+    gradient plus residual, and of the new residual. ``left``: None, or returns the sum of squares
+    of all new residuals, where a device computes it in every step.
+    """
+
+    message: Any
+    residuals: Sequence[Any]
+    velocities: Sequence[Any]
+    squares: Callable[[], Mapping[int, tuple[float, float, float]]] | None
+    left: Callable[[], float] | None = None
+
+
+class Summed(NamedTuple):
+    """Sums of payloads, flat float32; ``payloads``: those of rank 0, then of rank 1, and so on.
+
+    A device does not read them: None.
+    """
+
+    sums: list[Any]
+    flags: Flags
+    payloads: list[tuple[Header, Array]] | None = None
+
+
+class Coder(Protocol):
+    """Encoder of a bucket's tensors into one message, and decoder of all ranks' messages."""
+
+    def encode(
+        self,
+        grads: Sequence[Any],
+        state: Mapping[str, Mapping[str, Any]],
+        at: tuple[int, int],
+        feedback: Feedback,
+        measure: bool,
+    ) -> Encoded:
+        """Return the message of gradients plus residuals, and the new state.
+
+        ``grads``: flat float32, None for a frozen tensor, which sends zeros and has no new state.
+        ``state``: by kind and name; not changed. ``at``: step and rank, which seed random numbers.
+        ``measure``: sum the squares.
+        """
+        ...
+
+    def decode_sum(self, gathered: Any, sign: bool | str) -> Summed:
+        """Return the sums of all ranks' messages, uint8, added in rank order.
+
+        Raises PayloadError for bytes that are not such messages, as far as the host reads them.
+        """
+        ...
 
 
 class Ops(Protocol):
@@ -79,4 +164,8 @@ class Ops(Protocol):
 
     def from_half(self, values: Any) -> Any:
         """Return float16 ``values`` as float32."""
+        ...
+
+    def coder(self, codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], n_ranks: int) -> Coder:
+        """Return the coder of a bucket, one codec for each tensor; made once for a bucket."""
         ...

@@ -17,7 +17,7 @@ import numpy as np
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.ops import Flags, Ops
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Tensor
 from horovod_fftcomp.wire.spec import spec_of
 
 # A measurement takes an extra pass or more over the data, which is negligible at this interval. A
@@ -41,13 +41,6 @@ def energy_of(values: Array | None) -> float:
     flat = values.reshape(-1)
     with np.errstate(over="ignore"):
         return float(np.dot(flat, flat))
-
-
-class Tensor(NamedTuple):
-    """Name and shape of a tensor, the same on all ranks."""
-
-    name: str
-    shape: tuple[int, ...]
 
 
 class Round(NamedTuple):
@@ -76,7 +69,7 @@ class Round(NamedTuple):
 def ops_of(device: Device | None) -> Ops:
     """Return the ops of the host, or those of a device."""
     if device is None:
-        from horovod_fftcomp.kernels.host import HOST  # loads Numba
+        from horovod_fftcomp.kernels.host.ops import HOST  # loads Numba
 
         return HOST
     if "ops" not in device.cache:
@@ -151,6 +144,35 @@ def measured_on_host(
     """Return the field ``measured`` of an outcome that the host computes; see ``Measured``."""
     values = Measured(energies, similarity, missed)
     return (lambda: values) if values != Measured() else None
+
+
+def on_the_host(
+    context: Context, grads: Grads, state: OldState
+) -> tuple[Context, Grads, dict[str, dict[str, Array]]]:
+    """Return a step's inputs as NumPy arrays, for what the host alone can compute; waits."""
+    get = context.ops.get
+    there = {
+        kind: {name: get(array) for name, array in arrays.items()} for kind, arrays in state.items()
+    }
+    local = [None if grad is None else get(grad) for grad in grads]
+    return context._replace(device=None), local, there
+
+
+def measures(context: Context) -> bool:
+    """Return whether energies are measured in this step."""
+    return context.step % MEASURE_EVERY == 0
+
+
+def merged(
+    tensors: Sequence[Tensor], grads: Grads, old: Mapping[str, Array], new: Sequence[Array | None]
+) -> dict[str, Array]:
+    """Return the new arrays by name, and the old ones of frozen tensors."""
+    state = {}
+    for tensor, grad, array in zip(tensors, grads, new, strict=True):
+        kept = old.get(tensor.name) if grad is None else array
+        if kept is not None:
+            state[tensor.name] = kept
+    return state
 
 
 Exchange = Generator[Round, Array, Outcome]

@@ -15,7 +15,7 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, RangeFloat
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform
-from horovod_fftcomp.kernels.cuda import on_host
+from horovod_fftcomp.kernels.ops import Feedback
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -24,9 +24,9 @@ from horovod_fftcomp.schemes import (
     Round,
     Scheme,
     Tensor,
+    on_the_host,
 )
-from horovod_fftcomp.schemes.allgather import gather
-from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
+from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.spec import spec_of
 
@@ -91,34 +91,25 @@ class Auto(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         chosen = [_chosen(state, tensor) for tensor in tensors]
-        trials, device = dict(state.get("trials", {})), context.device
-        if device is not None and not self.tries:
-            codecs = [self.codec(t.shape, c) for t, c in zip(tensors, chosen, strict=True)]
-            outcome = yield from gather_on_device(
-                codecs, tensors, grads, state, context, self.error_feedback
-            )
-            outcome.state.update({"choice": dict(state.get("choice", {})), "trials": trials})
-            return outcome
-        grads = [None if grad is None else on_host(grad, device) for grad in grads]
-        carried = {n: on_host(array, device) for n, array in state.get("residual", {}).items()}
+        trials, carried = dict(state.get("trials", {})), {"residual": state.get("residual", {})}
         if self.tries:
+            context, grads, state = on_the_host(context, grads, state)
             own = [self._tried(t, grad) for t, grad in zip(tensors, grads, strict=True)]
             summed = yield Round("allreduce", np.concatenate(own))
             for tensor, new in zip(tensors, np.split(summed, len(tensors)), strict=True):
                 before = None if self.begins else trials.get(tensor.name)
                 trials[tensor.name] = new.copy() if before is None else before + new
-            decided = self._decided(tensors, chosen, trials)
-            carried = {
-                tensor.name: self._moved(carried[tensor.name], tensor, old, new)
+            decided, residuals = self._decided(tensors, chosen, trials), state.get("residual", {})
+            carried["residual"] = {
+                tensor.name: self._moved(residuals[tensor.name], tensor, old, new)
                 for tensor, old, new in zip(tensors, chosen, decided, strict=True)
-                if tensor.name in carried
+                if tensor.name in residuals
             }
             chosen = decided
         choices = {t.name: np.array([c], np.uint8) for t, c in zip(tensors, chosen, strict=True)}
         codecs = [self.codec(t.shape, c) for t, c in zip(tensors, chosen, strict=True)]
-        outcome, _ = yield from gather(
-            codecs, tensors, grads, carried, context, self.error_feedback
-        )
+        feedback = Feedback(self.error_feedback)
+        outcome, *_ = yield from gather(codecs, tensors, grads, carried, context, feedback)
         return outcome._replace(state={**outcome.state, "choice": choices, "trials": trials})
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:

@@ -18,6 +18,7 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.kernels.host.payloads import outputs_for, part_of
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
@@ -33,7 +34,6 @@ from horovod_fftcomp.schemes import (
     energy_of,
     measured_on_host,
 )
-from horovod_fftcomp.schemes.allgather import outputs_for, part_of
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Header
 from horovod_fftcomp.wire.positions import Layout

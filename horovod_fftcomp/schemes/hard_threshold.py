@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -14,18 +15,18 @@ from horovod_fftcomp.codec.quantizers import Float32, Quantizer
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
-from horovod_fftcomp.kernels.cuda import on_host
+from horovod_fftcomp.kernels.ops import Deferred, Feedback
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
     Grads,
+    Measured,
     OldState,
     Scheme,
     Tensor,
-    measured_on_host,
+    on_the_host,
 )
-from horovod_fftcomp.schemes.allgather import Allgather, gather
-from horovod_fftcomp.schemes.allgather_on_device import gather_on_device, serves
+from horovod_fftcomp.schemes.allgather import Allgather, gather, serves
 from horovod_fftcomp.types import Array
 
 
@@ -65,30 +66,24 @@ class HardThreshold(Scheme):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         levels = dict(state.get("levels", {}))
         codecs = [self._codec(levels.get(tensor.name), context) for tensor in tensors]
-        carried, device = state.get("residual", {}), context.device
-        if device is not None and not any(codec.has_fixed_size for codec in codecs):
-            outcome = yield from gather_on_device(
-                codecs, tensors, grads, state, context, self.error_feedback
-            )
-            if self.threshold is None:
-                outcome.state["levels"] = levels
-            return outcome
-        grads = [None if grad is None else on_host(grad, device) for grad in grads]
-        carried = {name: on_host(array, device) for name, array in carried.items()}
-        outcome, payloads = yield from gather(
-            codecs, tensors, grads, carried, context, self.error_feedback
-        )
+        if any(codec.has_fixed_size for codec in codecs):  # calibration reads the payloads
+            context, grads, state = on_the_host(context, grads, state)
+        feedback = Feedback(self.error_feedback)
+        found = yield from gather(codecs, tensors, grads, state, context, feedback)
+        outcome, payloads = found.outcome, found.summed.payloads
         for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True)):
-            if codec.has_fixed_size and outcome.flags.finite:
+            if codec.has_fixed_size and outcome.flags.finite and payloads is not None:
                 seen = [_level(codec, *payload) for payload in payloads[number :: len(tensors)]]
                 levels[tensor.name] = self._with(levels.get(tensor.name), float(np.mean(seen)))
         if self.threshold is None:
             outcome.state["levels"] = levels
         if not self.error_feedback:
             return outcome
-        missed = sum(float(np.dot(r, r)) for r in outcome.state["residual"].values())
-        energies = outcome.measured().energies if outcome.measured else {}
-        return outcome._replace(measured=measured_on_host(energies, missed=missed))
+        residuals, left = outcome.state["residual"], found.encoded.left
+        frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
+        rest = [array for name, array in residuals.items() if left is None or name in frozen]
+        measured = partial(_measured, outcome.measured, left, context.ops.squares(rest))
+        return outcome._replace(measured=measured)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``.
@@ -145,6 +140,14 @@ class HardThreshold(Scheme):
     @property
     def _gather(self) -> Allgather:
         return Allgather(Codec(Identity(), TopK(self.density), self.quantizer), self.error_feedback)
+
+
+def _measured(
+    measured: Callable[[], Measured] | None, left: Callable[[], float] | None, rest: Deferred
+) -> Measured:
+    """Return the measurements, with the squares of all residuals: ``left`` and ``rest``."""
+    missed = sum(rest()) + (0.0 if left is None else left())
+    return Measured({} if measured is None else measured().energies, missed=missed)
 
 
 @functools.lru_cache(1 << 14)

@@ -11,6 +11,7 @@ import numpy as np
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.dense_methods import ordered_sum
+from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -71,6 +72,11 @@ class MomentumCorrection:
         return load_backend("cpu").momentum_accumulate(
             grad, velocity, residual, self.momentum, self.nesterov, self._factor(grad, context), k
         )
+
+    def options(self, context: Context) -> Momentum:
+        """Return the momentum as ops take it."""
+        largest = self.largest_norm(context)
+        return Momentum(self.momentum, self.nesterov, self.masking, largest)
 
     def largest_norm(self, context: Context) -> float | None:
         """Return the clipping norm of a gradient, loss scale included; None without clipping."""

@@ -17,7 +17,8 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.kernels.ops import Flags
+from horovod_fftcomp.kernels.host.payloads import joined, part_of, summed
+from horovod_fftcomp.kernels.ops import Feedback
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -27,9 +28,10 @@ from horovod_fftcomp.schemes import (
     Round,
     Scheme,
     Tensor,
-    measured_on_host,
+    measures,
+    merged,
 )
-from horovod_fftcomp.schemes.allgather import Allgather, encode, joined, part_of, summed
+from horovod_fftcomp.schemes.allgather import Allgather, measured_by
 from horovod_fftcomp.types import Array, Body
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.header import Header
@@ -140,9 +142,10 @@ class SparCml(Scheme):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         if context.device is not None:
             return (yield from self._topk.exchange(tensors, grads, state, context))
-        codec, carried = self.codec, state.get("residual", {})
-        codecs = [codec] * len(tensors)
-        encoded = encode(codecs, tensors, grads, carried, context, self.error_feedback, False)
+        codec, feedback = self.codec, Feedback(self.error_feedback)
+        coder = context.ops.coder([codec] * len(tensors), tensors, context.world_size)
+        at = (context.step, context.rank)
+        encoded = coder.encode(grads, state, at, feedback, measures(context))
         fold = partial(merge, codec, tensors)
         arrived = yield Round("allgather", encoded.message, merge=fold)
         if wire.read_header(arrived).fingerprint != SUMS.fingerprint:
@@ -153,9 +156,10 @@ class SparCml(Scheme):
                 )
             arrived = merge_all(np.split(arrived, context.world_size), fold)
         writers = [_codec_of(codec, header) for header, _ in wire.split_payloads(arrived)]
-        sums, finite, _ = summed(writers, tensors, arrived, 1)
-        kept = {"residual": encoded.residuals} if self.error_feedback else {}
-        return Outcome(sums, kept, Flags(finite), measured_on_host(encoded.energies))
+        sums, flags, _ = summed(writers, tensors, arrived, 1)
+        kept = merged(tensors, grads, state.get("residual", {}), encoded.residuals)
+        new_state = {"residual": kept} if self.error_feedback else {}
+        return Outcome(sums, new_state, flags, measured_by(tensors, encoded))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

@@ -1,0 +1,138 @@
+"""Coder of a bucket on a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
+from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.dense_methods import QSGD, DoReFa, Natural, TernGrad
+from horovod_fftcomp.kernels.cuda import on_device
+from horovod_fftcomp.kernels.cuda.decoder import Decoder, ThresholdDecoder
+from horovod_fftcomp.kernels.cuda.encoder import Encoder, Velocities
+from horovod_fftcomp.kernels.cuda.ops.clipping import clip_factors
+from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
+from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Momentum, Summed
+from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.wire.counter_rng import RngKey
+
+_DRAWN = (QSGD, TernGrad, DoReFa, Natural)
+
+
+class DeviceCoder:
+    """See ``Coder``. Codecs: all of fixed payload size, or none."""
+
+    def __init__(
+        self,
+        ops: CommonOps,
+        codecs: Sequence[AnyCodec],
+        tensors: Sequence[Tensor],
+        n_ranks: int,
+    ) -> None:
+        self._ops, self._codecs, self._tensors = ops, codecs, tensors
+        self._device = device = ops.device
+        shapes = [tensor.shape for tensor in tensors]
+        self._numels = [math.prod(shape) for shape in shapes]
+        self._encoder = Encoder(device, codecs, shapes)
+        self._decoder: Decoder | ThresholdDecoder
+        if all(codec.has_fixed_size for codec in codecs):
+            self._decoder = Decoder(device, codecs, shapes, self._encoder, n_ranks)
+        else:
+            self._decoder = ThresholdDecoder(device, codecs, shapes, n_ranks)
+
+    def encode(
+        self,
+        grads: Sequence[Any],
+        state: Mapping[str, Mapping[str, Any]],
+        at: tuple[int, int],
+        feedback: Feedback,
+        measure: bool,
+    ) -> Encoded:
+        """See ``Coder.encode``."""
+        device = self._device
+        there = [
+            device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
+            for grad, numel in zip(grads, self._numels, strict=True)
+        ]
+        old = self._old(grads, state.get("residual", {}))
+        new = [
+            device.empty(max(1, form[1]), form[0])[: form[1]]
+            if form is not None and grad is not None and (feedback.keep or measure)
+            else None
+            for grad, form in zip(grads, self._encoder.coeffs_formats, strict=True)
+        ]
+        velocities = self._velocities(grads, there, state.get("velocity", {}), feedback.momentum)
+        encoded = self._encoder.encode(
+            there,
+            old,
+            new,
+            measure,
+            self._keys(*at),
+            velocities,
+            feedback.decay,
+            feedback.keeps_sent,
+        )
+        return Encoded(
+            encoded.message,
+            new if feedback.keep else [None] * len(new),
+            [None] * len(new) if velocities is None else velocities.new,
+            encoded.squares,
+            encoded.left if feedback.keep else None,
+        )
+
+    def _old(self, grads: Sequence[Any], carried: Mapping[str, Any]) -> list[Any]:
+        """Return each tensor's array in ``carried`` on the device; None for a frozen tensor."""
+        found = [
+            None if grad is None else carried.get(tensor.name)
+            for grad, tensor in zip(grads, self._tensors, strict=True)
+        ]
+        return [None if array is None else on_device(array, self._device) for array in found]
+
+    def _velocities(
+        self,
+        grads: Sequence[Any],
+        there: Sequence[Any],
+        carried: Mapping[str, Any],
+        momentum: Momentum | None,
+    ) -> Velocities | None:
+        if momentum is None:
+            return None
+        device = self._device
+        new = [
+            None if grad is None else device.empty(max(1, numel))[:numel]
+            for grad, numel in zip(grads, self._numels, strict=True)
+        ]
+        factors = clip_factors(self._ops, self._tensors, there, momentum.largest_norm)
+        return Velocities(self._old(grads, carried), new, factors, *momentum[:3])
+
+    def _keys(self, step: int, rank: int) -> list[int] | None:
+        """Return the random key of each tensor; None if no method here draws random numbers."""
+        keys = [
+            codec.key_at(RngKey(step, tensor.name, rank))
+            for codec, tensor in zip(self._codecs, self._tensors, strict=True)
+            if isinstance(codec, AdaptiveCodec)
+            or (isinstance(codec, DenseCodec) and isinstance(codec.method, _DRAWN))
+        ]
+        return keys or None
+
+    def decode_sum(self, gathered: Any, sign: bool | str) -> Summed:
+        """See ``Coder.decode_sum``."""
+        sums = [self._device.empty(max(1, numel))[:numel] for numel in self._numels]
+        return Summed(sums, Flags(True, *self._decoder.decode(gathered, sums, sign)))
+
+
+class CoderOps(CommonOps):
+    """See ``Ops``."""
+
+    def coder(
+        self, codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], n_ranks: int
+    ) -> DeviceCoder:
+        """See ``Ops.coder``. A bucket's is cached for its last codecs only."""
+        cache = self.device.cache
+        key, made_for = ("coder", tuple(tensors)), (tuple(codecs), n_ranks)
+        if key not in cache or cache[key][0] != made_for:
+            cache.pop(key, None)  # frees its memory first
+            cache[key] = (made_for, DeviceCoder(self, codecs, tensors, n_ranks))
+        return cache[key][1]

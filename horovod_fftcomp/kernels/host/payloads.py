@@ -1,0 +1,84 @@
+"""Messages of payloads on the host: one payload for each tensor of a bucket, at aligned offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.base import aligned
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.kernels.ops import AnyCodec, Flags, Summed
+from horovod_fftcomp.types import Array, Body, Tensor
+from horovod_fftcomp.wire.header import Header
+
+
+def outputs_for(
+    codecs: Sequence[AnyCodec], tensors: Sequence[Tensor]
+) -> tuple[Array | None, Sequence[Array | None]]:
+    """Return (a message of zeros, a view of it for each payload); None where sizes vary."""
+    if not all(codec.has_fixed_size for codec in codecs):
+        return None, [None] * len(codecs)
+    sizes = [
+        wire.align(codec.payload_nbytes(tensor.shape))
+        for codec, tensor in zip(codecs, tensors, strict=True)
+    ]
+    message = load_backend("cpu").empty(sum(sizes), np.uint8)
+    message.fill(0)
+    return message, np.split(message, np.cumsum(sizes)[:-1])
+
+
+def joined(payloads: Sequence[Array]) -> Array:
+    """Return the payloads in one message, each at an aligned offset."""
+    ends = np.cumsum([wire.align(payload.size) for payload in payloads])
+    message = load_backend("cpu").empty(int(ends[-1]), np.uint8)
+    for payload, end in zip(payloads, ends, strict=True):
+        begin = end - wire.align(payload.size)
+        message[begin : begin + payload.size] = payload
+        message[begin + payload.size : end] = 0
+    return message
+
+
+def summed(
+    codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], gathered: Array, world_size: int
+) -> Summed:
+    """Decode all ranks' messages and sum them; PayloadError if they are not of these codecs."""
+    payloads = list(wire.split_payloads(gathered))
+    expected = world_size * len(tensors)
+    if len(payloads) != expected:
+        raise PayloadError(f"{len(payloads)} payloads arrived, {expected} were expected")
+    finite = all(header.finite for header, _ in payloads)
+    sums = []
+    for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True)):
+        headers, bodies = zip(*payloads[number :: len(tensors)], strict=True)
+        try:
+            total = codec.decode_sum(bodies, headers=headers).reshape(-1)
+        except PayloadError as error:
+            raise PayloadError(f"tensor {tensor.name!r}: {error} (payload = rank)") from error
+        if finite and codec.may_overflow(headers):
+            finite = bool(np.isfinite(total).all())
+        sums.append(total)
+    return Summed(sums, Flags(finite), payloads)
+
+
+def part_of(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Body | None:
+    """Return a payload's values, float32, and their positions; None if it is not finite.
+
+    ``codec``: one that sends values in float32. PayloadError for a payload that it did not write.
+    """
+    cpu = load_backend("cpu")
+    try:
+        if header.shape != tensor.shape:
+            raise PayloadError(f"header field 'shape' is {header.shape}, expected {tensor.shape}")
+        plan = codec.checked_plan(payload, header)
+        if not header.finite:
+            return None
+        part = codec.part(aligned(payload), plan, header, cpu)
+        if cpu.max_abs_bits(part.packed.view(np.float32)) > part.coding.largest:
+            raise PayloadError("body: a value lies beyond the scale")
+    except (PayloadError, ValueError) as error:
+        raise PayloadError(f"tensor {tensor.name!r}: {error}") from error
+    return part
