@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch_peers import PEERS, make_sessions
 
 from horovod_fftcomp.cli import bench
 from horovod_fftcomp.cli.arguments import RecipeChoice
@@ -20,7 +21,6 @@ from horovod_fftcomp.cli.bench_report import Result
 from horovod_fftcomp.kernels.threads import get_num_threads
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.tools.bench import Session
-from horovod_fftcomp.tools.bench.peers import PEERS, make_sessions
 from horovod_fftcomp.types import Array, Shape
 
 

@@ -45,9 +45,7 @@ PACKAGES = {
     "monitor/parameter_hash": {"numba"},
     "mpi": {"mpi4py"},
     "tensorflow/": {"tensorflow", "horovod", "keras"},
-    "tools/bench/peers": {"torch"},
     "tools/bench/plot": {"matplotlib"},
-    "tools/bench/reduced_peers": {"torch"},
     "torch/": {"torch", "horovod"},
 }
 FILES = {

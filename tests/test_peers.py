@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import subprocess
@@ -12,11 +13,16 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.tools.bench import peers
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("torch_peers")
 
 
 def test_peers_stand_beside_with_their_bytes(tmp_path):
@@ -41,7 +47,7 @@ def test_peers_stand_beside_with_their_bytes(tmp_path):
     assert "topk(density=0.1, bits=32) over torch.topk 0.1: encodes" in " ".join(printed.split())
 
 
-def test_peers_sum_two_ranks():
+def test_peers_sum_two_ranks(peers):
     rng = np.random.default_rng(0)
     grad, other = rng.standard_normal((2, 3000)).astype(np.float32)
     options = {name: RECIPES[name].options for name in peers.PEERS}
@@ -72,7 +78,7 @@ def test_peers_sum_two_ranks():
     assert torch.is_tensor(session.decode(session.collect(session.encode(grad, False))))
 
 
-def test_qsgd_is_unbiased():
+def test_qsgd_is_unbiased(peers):
     grad = np.random.default_rng(0).standard_normal(500).astype(np.float32)
     session = peers.TorchQSGD(500, grad, seed=0)
     n = 2000

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from horovod_fftcomp.tools.bench.reduced_peers import (
+from horovod_fftcomp.tools.bench.sessions import Session
+from horovod_fftcomp.types import Array
+from torch_peers.reduced import (
     Carried,
     Sparse,
     TorchDGC,
     TorchPowerSGD,
     TorchRandomK,
 )
-from horovod_fftcomp.tools.bench.sessions import Session
-from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""Peers with a state of their own or several rounds, written plainly in PyTorch; see ``peers``."""
+"""Peers with a state of their own or several rounds, written plainly in PyTorch."""
 
 from __future__ import annotations
 
