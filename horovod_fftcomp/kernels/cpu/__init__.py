@@ -4,6 +4,8 @@ They release the GIL and split large arrays among ``threads``. Each is compiled 
 combination of types, and cached on disk, so that ranks that start together write the same files.
 """
 
+# ruff: noqa: F401 (the kernels of this backend)
+
 from horovod_fftcomp.kernels.cpu.adaptive import bin_winners, draw_chosen, sums_below, take_chosen
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.common_index import (
@@ -52,54 +54,3 @@ from horovod_fftcomp.kernels.cpu.transforms import (
     irfft_sum,
     rfft_blocks,
 )
-
-__all__ = [
-    "add_levels",
-    "add_octaves",
-    "add_residual",
-    "add_signs",
-    "bin_winners",
-    "chunk_winners",
-    "count_above",
-    "dct_blocks",
-    "draw_chosen",
-    "empty",
-    "encode_levels",
-    "encode_octaves",
-    "encode_signs",
-    "estimate",
-    "from_float16",
-    "idct_blocks",
-    "idct_sum",
-    "irfft_blocks",
-    "irfft_sum",
-    "low_pass",
-    "low_rank",
-    "majority_sign",
-    "max_abs_bits",
-    "moments",
-    "momentum_accumulate",
-    "orthonormal",
-    "pack_bitmap",
-    "pack_bits",
-    "pack_entropy",
-    "pack_offsets",
-    "pack_words",
-    "positions_of",
-    "rfft_blocks",
-    "select_quantize_pack",
-    "sketch",
-    "subtract_signs",
-    "sum_sparse",
-    "sum_values",
-    "sums_below",
-    "take_chosen",
-    "to_float16",
-    "topk_threshold",
-    "unpack_bitmap",
-    "unpack_bits",
-    "unpack_entropy",
-    "unpack_offsets",
-    "unpack_words",
-    "zero_at",
-]
