@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 import horovod_fftcomp
-from horovod_fftcomp import RECIPES, get_codec
+from horovod_fftcomp import RECIPES, get_codec, get_scheme
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
@@ -242,7 +242,7 @@ def shape_of(numel: int) -> tuple[int, ...]:
 def measure_step(
     device: Any, place: str, tensors: str, sizes: Sequence[int], recipe: str, repeat: int
 ) -> dict[str, Any]:
-    """Measure all that one rank computes in a step of one bucket, by any recipe."""
+    """Measure all that one rank computes in a step of one bucket, by a recipe with kernels."""
     grads, answers = random_grads(sizes, place), Answers()
     policy = make_policy(recipe, **STEP_OPTIONS.get(recipe, {}))
     bucket = Bucket(tuple(Tensor(str(i), shape_of(n)) for i, n in enumerate(sizes)), policy)
@@ -319,7 +319,8 @@ def measured(
         (title, sizes, name, True) for title, sizes in lists for name in CODECS
     ]
     # What auto's trials cost, on the host, is benchmarks/auto_choice.py's.
-    recipes = [recipe for recipe in RECIPES if recipe not in ("none", "auto")]
+    names = [name for name in RECIPES if name not in ("none", "auto")]
+    recipes = [name for name in names if get_scheme(name).runs_on_device(())]
     of_steps = [(t, n) for t, n in lists if t != "one tensor" or sum(n) == STEPS_NUMEL]
     cases += [(title, sizes, name, False) for title, sizes in of_steps for name in recipes]
     for title, sizes, name, is_codec in track(cases, "measuring"):

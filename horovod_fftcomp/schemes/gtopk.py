@@ -116,7 +116,7 @@ class GTopK(Scheme):
             for tensor, grad, out in zip(tensors, grads, outs, strict=True)
         ]
         gathered = yield Round("allgather", message)
-        chosen = self.chosen(tensors, gathered, context.world_size)
+        chosen = self._chosen(tensors, gathered, context.world_size)
         ends = np.cumsum([places.size for places, _ in chosen])
         values = _at(local, chosen, ends)
         reduced = np.split((yield Round("allreduce", values)), ends[:-1])
@@ -156,7 +156,7 @@ class GTopK(Scheme):
         finite = coeffs.peak <= LARGEST_FINITE_BITS
         return _Local(None if grad is None else coeffs.array, finite)
 
-    def chosen(self, tensors: Sequence[Tensor], gathered: Array, n_ranks: int) -> list[Entries]:
+    def _chosen(self, tensors: Sequence[Tensor], gathered: Array, n_ranks: int) -> list[Entries]:
         """Return each tensor's merged list from the gathered messages of all ranks.
 
         Its values are NaN, at arbitrary indices, if one of a tensor's lists is not finite.

@@ -99,7 +99,7 @@ class SketchSgd(MomentumScheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         kernels = load_backend("cpu")
-        plans = [self.plan(tensor) for tensor in tensors]
+        plans = [self._plan(tensor) for tensor in tensors]
         ends = np.cumsum([plan.first_numel(self.rows) for plan in plans])
         message = kernels.empty(int(ends[-1]))
         parts = [
@@ -124,7 +124,7 @@ class SketchSgd(MomentumScheme):
         new_state = self._new_state(parts, state)
         return Outcome(sums, new_state, Flags(finite), measured_on_host(energies))
 
-    def plan(self, tensor: Tensor) -> _Plan:
+    def _plan(self, tensor: Tensor) -> _Plan:
         """Return the sizes with which a tensor is sent."""
         n = math.prod(tensor.shape)
         k = TopK(self.density).count(n)
@@ -133,7 +133,7 @@ class SketchSgd(MomentumScheme):
             return _Plan(n, n, 0, 0)
         return _Plan(n, k, columns, candidates)
 
-    def hashes(self, tensor: Tensor, context: Context) -> Array:
+    def _hashes(self, tensor: Tensor, context: Context) -> Array:
         """Return (multiplier, addend) of the hash of each row, uint64 ``[rows, 2]``."""
         drawn = [
             counter_rng.draw(self.seed, context.step, tensor.name, place)
@@ -159,7 +159,7 @@ class SketchSgd(MomentumScheme):
         if not finite:
             share.fill(np.nan)
         elif plan.columns:
-            hashes = self.hashes(tensor, context)
+            hashes = self._hashes(tensor, context)
             sketch = load_backend("cpu").sketch(coeffs.array, hashes, plan.columns, coeffs.peak)
             share[:] = sketch.reshape(-1)
         else:
@@ -176,7 +176,7 @@ class SketchSgd(MomentumScheme):
             share.fill(np.nan)
             return
         estimates = kernels.estimate(
-            table.reshape(self.rows, plan.columns), self.hashes(part.tensor, context), plan.numel
+            table.reshape(self.rows, plan.columns), self._hashes(part.tensor, context), plan.numel
         )
         part.places = largest(estimates, plan.candidates)
         if part.whole is not None:
@@ -220,5 +220,5 @@ class SketchSgd(MomentumScheme):
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
-        plan = self.plan(tensor)
+        plan = self._plan(tensor)
         return 4 * (plan.first_numel(self.rows) + plan.second_numel)
