@@ -20,7 +20,6 @@ from horovod_fftcomp.schemes import Context, Exchange, OldState, Outcome, Scheme
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dgc import Dgc
-from horovod_fftcomp.schemes.gtopk import GTopK
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
@@ -191,7 +190,7 @@ class Twin:
         return joined(payloads[self._seen.position :: self._seen.n_tensors])
 
     def _in_message(self, number: int, found: Array, expected: Array) -> Iterator[Difference]:
-        if expected.dtype == np.uint8 and isinstance(self._scheme, (*_SEPARABLE, GTopK)):
+        if expected.dtype == np.uint8 and isinstance(self._scheme, _SEPARABLE):
             payloads = zip(wire.split_payloads(found), wire.split_payloads(expected), strict=False)
             for tensor, ((_, ours), (_, theirs)) in zip(self._tensors, payloads, strict=False):
                 if text := self._in_payload(ours, theirs):
