@@ -54,15 +54,15 @@ def exchange(recipe: str, rank: int, world_size: int) -> list[list[float]]:
 
     rng, spent = np.random.default_rng(rank), []
     for step in range(1 + STEPS):
-        round_ = engine.start(0, [rng.standard_normal(N, np.float32)])
+        made = engine.resume(0, [rng.standard_normal(N, np.float32)])
         spent.append([])
-        while round_ is not None:
+        while isinstance(made, Round):
             name = f"{recipe}.{step}.{len(spent[-1])}"
             carry_out(Round("allreduce", np.ones(1, np.float32)), f"{name}.meeting")
             began = time.perf_counter()
-            output = carry_out(round_, name)
+            output = carry_out(made, name)
             spent[-1].append(time.perf_counter() - began)
-            round_ = engine.advance(0, output)
+            made = engine.resume(0, output)
         engine.settle()
     return spent[1:]
 

@@ -249,9 +249,9 @@ def measure_step(
     engine = Engine([bucket], 0, RANKS, device)
 
     def step() -> None:
-        round_: Round | None = engine.start(0, grads)
-        while round_ is not None:
-            round_ = engine.advance(0, answers.to(round_))
+        made = engine.resume(0, grads)
+        while isinstance(made, Round):
+            made = engine.resume(0, answers.to(made))
         engine.settle()
 
     for _ in range(WARM_UP):

@@ -77,11 +77,10 @@ class Reducer:
         sums: dict[str, Array] = {}
         for number, bucket in enumerate(self._engine.buckets):
             grads = [flat[tensor.name] for tensor in bucket.tensors]
-            following: Round | None = self._engine.start(number, grads)
-            while following is not None:
-                following = self._engine.advance(number, self._completed(following))
-            totals = self._engine.sums(number)
-            for tensor, total in zip(bucket.tensors, totals, strict=True):
+            made = self._engine.resume(number, grads)
+            while isinstance(made, Round):
+                made = self._engine.resume(number, self._completed(made))
+            for tensor, total in zip(bucket.tensors, made.sums, strict=True):
                 sums[tensor.name] = total.reshape(tensor.shape)
         self._engine.settle()
         return {name: sums[name] for name in arrays}

@@ -105,13 +105,15 @@ def exchange_once(
     last = [len(engines[0].scheme(bucket).rounds) for bucket in range(n_buckets)]
     for rank, engine in enumerate(engines):
         for bucket in shuffle.sample(range(n_buckets), n_buckets):
-            world.submit(rank, f"{bucket}.0", engine.start(bucket, grads[rank][bucket]))
+            first = engine.resume(bucket, grads[rank][bucket])
+            assert isinstance(first, Round)  # a scheme has one round at least
+            world.submit(rank, f"{bucket}.0", first)
     for number in range(1, max(last, default=0) + 1):
         for bucket in (bucket for bucket in range(n_buckets) if number <= last[bucket]):
             outputs = world.complete(f"{bucket}.{number - 1}")
             for rank, (engine, output) in enumerate(zip(engines, outputs, strict=True)):
-                following = engine.advance(bucket, output)
-                if following is not None:
+                following = engine.resume(bucket, output)
+                if isinstance(following, Round):
                     world.submit(rank, f"{bucket}.{number}", following)
 
 

@@ -78,8 +78,8 @@ def test_a_loss_scale_changes_the_threshold_of_strom():
         scale = 2.0 ** (number % 3)
         scaled.follow_loss_scale(scale)
         grad = _normal(1000, seed=number)
-        plain.advance(0, plain.start(0, [grad]).data)
-        scaled.advance(0, scaled.start(0, [grad * np.float32(scale)]).data)
+        plain.resume(0, plain.resume(0, [grad]).data)
+        scaled.resume(0, scaled.resume(0, [grad * np.float32(scale)]).data)
         assert plain.sums(0)[0].any()
         assert scaled.sums(0)[0].tobytes() == (plain.sums(0)[0] * np.float32(scale)).tobytes()
         plain.settle()
@@ -93,7 +93,7 @@ def test_a_loss_scale_brings_no_threshold_beyond_float32(threshold, scale):
         scheme = get_scheme(recipe, threshold=threshold)
         engine = Engine([Bucket((tensor,), Always(scheme))], 0, 1)
         engine.follow_loss_scale(scale)
-        engine.advance(0, engine.start(0, [_normal(1000)]).data)
+        engine.resume(0, engine.resume(0, [_normal(1000)]).data)
         assert np.isfinite(engine.sums(0)[0]).all()
 
 

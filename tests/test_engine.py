@@ -424,9 +424,9 @@ def test_bytes_sent_are_the_bytes_predicted(recipe):
 
 def test_a_bucket_starts_once_a_step():
     engine = _engines(get_scheme("topk"), ranks=1)[0]
-    engine.start(1, [np.ones(1001, np.float32)])
+    engine.resume(1, [np.ones(1001, np.float32)])
     with pytest.raises(ValueError, match="already"):
-        engine.start(1, [np.ones(1001, np.float32)])
+        engine.resume(1, [np.ones(1001, np.float32)])
     with pytest.raises(ValueError, match="under way"):
         engine.settle()
     engine.abandon()

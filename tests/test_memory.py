@@ -20,7 +20,7 @@ from horovod_fftcomp import get_scheme
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes import Round, Tensor
 
 N = 8_000_000
 
@@ -29,11 +29,11 @@ def memory(field):
 
 def step(engine, n):
     grad = np.random.default_rng(0).standard_normal(n, np.float32)
-    round_ = engine.start(0, [grad])
-    while round_ is not None:
-        gathers = round_.collective == "allgather"
-        output = np.concatenate([round_.data] * 2) if gathers else round_.data
-        round_ = engine.advance(0, output)
+    made = engine.resume(0, [grad])
+    while isinstance(made, Round):
+        gathers = made.collective == "allgather"
+        output = np.concatenate([made.data] * 2) if gathers else made.data
+        made = engine.resume(0, output)
     engine.sums(0)
     engine.settle()
 

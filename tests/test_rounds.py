@@ -12,7 +12,7 @@ from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes import Round, Tensor
 from horovod_fftcomp.schemes.auto import TRIAL_STEPS
 from horovod_fftcomp.simulation import exchange_once
 
@@ -27,17 +27,13 @@ class Observed(Engine):
         super().__init__(*arguments)
         self.seen = []
 
-    def start(self, bucket, grads):
-        self.seen.append([])
-        return self._noted(super().start(bucket, grads))
-
-    def advance(self, bucket, output):
-        return self._noted(super().advance(bucket, output))
-
-    def _noted(self, round_):
-        if round_ is not None:
-            self.seen[-1].append(round_.collective if round_.among != () else None)
-        return round_
+    def resume(self, bucket, data):
+        if isinstance(data, list):  # gradients
+            self.seen.append([])
+        made = super().resume(bucket, data)
+        if isinstance(made, Round):
+            self.seen[-1].append(made.collective if made.among != () else None)
+        return made
 
 
 def yielded(policy, n_steps, state=None):

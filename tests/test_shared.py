@@ -23,9 +23,9 @@ def alone(scheme, tensors, grads, step=0):
     """Return what an exchange on a single rank ends in."""
     engine = Engine([Bucket(tuple(tensors), Always(scheme))], 0, 1)
     engine.step = step
-    made = engine.begin(0, grads)().made
+    made = engine.resume(0, grads)
     while not isinstance(made, Outcome):
-        made = engine.proceed(0, made.data.copy())().made
+        made = engine.resume(0, made.data.copy())
     return made
 
 

@@ -123,7 +123,7 @@ def test_tensors_without_gradient_do_not_count_as_calibration():
     engine = Engine([Bucket(tensors, Always(scheme))], 0, 1)
     for number in range(4):
         grads = [normal(300, seed=number), None if number == 0 else np.zeros(300, np.float32)]
-        engine.advance(0, engine.start(0, grads).data)
+        engine.resume(0, engine.resume(0, grads).data)
         engine.settle()
     levels = engine.state_dict()["state"]["levels"]
     assert (levels["a"] > 0).all()
@@ -140,8 +140,8 @@ def test_a_loss_scale_changes_the_threshold_with_the_gradients(given):
         scale = 2.0 ** (number % 3)
         scaled.follow_loss_scale(scale)
         grad = normal(1000, seed=number)
-        plain.advance(0, plain.start(0, [grad]).data)
-        scaled.advance(0, scaled.start(0, [grad * np.float32(scale)]).data)
+        plain.resume(0, plain.resume(0, [grad]).data)
+        scaled.resume(0, scaled.resume(0, [grad * np.float32(scale)]).data)
         assert scaled.sums(0)[0].tobytes() == (plain.sums(0)[0] * np.float32(scale)).tobytes()
         plain.settle()
         scaled.settle()
@@ -157,13 +157,13 @@ def test_the_total_error_is_the_sum_of_what_every_step_left():
     for grad, step in zip(
         gradients[:, 0], simulate("hard_threshold", gradients, threshold=1.0), strict=True
     ):
-        engine.advance(0, engine.start(0, [grad]).data)
+        engine.resume(0, engine.resume(0, [grad]).data)
         engine.settle()
         expected += float((step.residual.astype(np.float64) ** 2).sum())
     assert engine.costs.total_error == pytest.approx(expected, rel=1e-4)
     topk = Engine([Bucket((tensor,), Always(get_scheme("topk", density=0.1)))], 0, 1)
     for grad in gradients[:, 0]:
-        topk.advance(0, topk.start(0, [grad]).data)
+        topk.resume(0, topk.resume(0, [grad]).data)
         topk.settle()
     assert topk.costs.total_error > 0
 
@@ -173,7 +173,7 @@ def test_new_ranks_know_the_threshold_of_the_others():
     bucket = Bucket((Tensor("w", (300,)),), Always(scheme))
     engine = Engine([bucket], 0, 1)
     for number in range(3):
-        engine.advance(0, engine.start(0, [normal(300, seed=number)]).data)
+        engine.resume(0, engine.resume(0, [normal(300, seed=number)]).data)
         engine.settle()
     gathered = {"version": 1, "world_size": 1, "ranks": [engine.state_dict()]}
     old, new = Engine([bucket], 0, 2), Engine([bucket], 1, 2)

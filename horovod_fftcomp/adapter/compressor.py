@@ -25,6 +25,7 @@ from horovod_fftcomp.engine.buckets import Bucket, make_buckets
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.engine.policy import Scheduled, check_rules, unmatched
+from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.monitor.density_recovery import Recovery
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
@@ -76,6 +77,7 @@ class Compressor:
 
     _engine: Engine
     _connection: Connection
+    _shadow: ShadowCheck | None = None  # with a GPU
     _steps: StepDriver
     _parameters: Replicas
     _tensors: Sequence[Tensor]
@@ -173,7 +175,7 @@ class Compressor:
         """
         self._steps.close_if_complete()
         self._engine.read_device()
-        costs, times, shadow = self._engine.costs, self._steps.times(), self._engine.shadow
+        costs, times, shadow = self._engine.costs, self._steps.times(), self._shadow
         sent = costs.sent_nbytes + self._steps.other_nbytes
         return {
             "steps": self._steps.count,

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
     Exchange,
+    Grads,
     Measured,
     Outcome,
     Round,
@@ -36,7 +36,6 @@ from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
     from horovod_fftcomp.engine.device_commit import DeviceCommit
-    from horovod_fftcomp.engine.shadow_check import ShadowCheck
 
 
 @dataclass
@@ -55,32 +54,33 @@ class Costs:
     similarity: float | None = None
 
 
-class Result(NamedTuple):
-    """Result of a ``Work``: the next round, or the outcome after the last round.
+@dataclass
+class Work:
+    """Computation of a bucket before its first round, between two, or after its last.
 
-    ``began``, ``ended``: ``time.perf_counter()``, the same clock in all threads.
+    ``run`` may be called in any thread, once: it runs the bucket's exchange and touches nothing
+    else of the engine. It reads gradients and state, which must not change meanwhile. ``began``,
+    ``ended``: ``time.perf_counter()``, the same clock in all threads.
     """
 
-    bucket: int
-    made: Round | Outcome
-    began: float
-    ended: float
+    exchange: Exchange
+    output: Array | None  # of the last round; None before the first
+    made: Round | Outcome | None = None
+    began: float = 0.0
+    ended: float = 0.0
 
-
-# The computation of a bucket before its first round, between two, or after its last. Any thread may
-# call it, once: it runs its bucket's exchange and touches nothing else of the engine. It reads
-# gradients and state, which must not change meanwhile.
-Work = Callable[[], Result]
-
-
-def _run(bucket: int, exchange: Exchange, output: Array | None) -> Result:
-    began = time.perf_counter()
-    made: Round | Outcome
-    try:
-        made = next(exchange) if output is None else exchange.send(output)
-    except StopIteration as stop:
-        made = stop.value
-    return Result(bucket, made, began, time.perf_counter())
+    def run(self) -> Work:
+        """Compute ``made``, the next round, or the outcome after the last; return this object."""
+        self.began = time.perf_counter()
+        try:
+            if self.output is None:
+                self.made = next(self.exchange)
+            else:
+                self.made = self.exchange.send(self.output)
+        except StopIteration as stop:
+            self.made = stop.value
+        self.ended = time.perf_counter()
+        return self
 
 
 _TAKEN = np.empty(0, np.float32)  # replaces a sum that was taken
@@ -106,17 +106,17 @@ def _commit_of(device: Device) -> DeviceCommit:
 class Engine:
     """Exchanges, state and costs of all buckets of one compressor on one rank.
 
-    A step is: ``start`` each bucket, ``advance`` it with the output of each of its rounds, read
-    ``sums``. ``settle`` ends the step: it commits the new state if every part of the step was
+    A step is: ``resume`` each bucket with its gradients, then with each of its rounds' outputs, and
+    read ``sums``. ``settle`` ends the step: it commits the new state if every part of the step was
     finite on every rank, and drops it otherwise, so that a step that an AMP scaler skips changes no
     residual. All ranks have the same information and decide alike without another message.
 
     With a ``device`` gradients may be device arrays. Schemes that cannot run on it run on the host;
     those that can are launched without waiting.
 
-    One thread owns an engine. To compute in another thread, replace ``start`` and ``advance`` by
-    their parts: ``begin`` or ``proceed``, the ``Work`` that they return, and ``accept``. Until all
-    work of a step is accepted, call no method that changes step, state or buckets.
+    One thread owns an engine. To compute in another thread, run the ``Work`` of ``prepare`` there
+    and pass it to ``resume`` afterwards. Until all work of a step has been passed, call no method
+    that changes step, state or buckets.
     """
 
     def __init__(
@@ -124,7 +124,8 @@ class Engine:
     ) -> None:
         self.device = device
         self._commit = None if device is None else _commit_of(device)
-        self.shadow: ShadowCheck | None = None  # compares the device with the CPU
+        # Returns the scheme that replaces a bucket's on the device; set by the shadow check.
+        self.follow: Callable[[int, Scheme], Scheme] | None = None
         self._there: frozenset[int] = frozenset()  # buckets that the device computes
         self._skipped_there = 0  # steps that the device is known to have skipped
         self._unread: list[_Unread] = []  # steps measured on the device
@@ -149,22 +150,50 @@ class Engine:
         """Return the scheme that a bucket runs in the current step."""
         return self.buckets[bucket].policy.at(self.step)
 
-    def start(self, bucket: int, grads: Sequence[Array | None]) -> Round:
-        """Begin this step's exchange of a bucket and return its first round; see ``begin``."""
-        first = self.accept(self.begin(bucket, grads)())
-        assert first is not None  # a scheme has one round at least
-        return first
+    def resume(self, bucket: int, data: Grads | Array | Work) -> Round | Outcome:
+        """Begin a bucket's exchange in this step, or continue it after a round.
 
-    def advance(self, bucket: int, output: Array) -> Round | None:
-        """Process a round's output; return the next round, or None when the sums are ready."""
-        return self.accept(self.proceed(bucket, output)())
-
-    def begin(self, bucket: int, grads: Sequence[Array | None]) -> Work:
-        """Return the work that computes a bucket's first round of this step.
-
-        ``grads``: flat float32, one for each tensor; None for a frozen one, which sends zeros and
-        keeps its state.
+        ``data``: see ``prepare``, or the work that it returned, once it has run. Returns the next
+        round, or the outcome when the sums are ready. Work that ends in a round counts as encoding,
+        work that ends in an outcome as decoding.
         """
+        work = data if isinstance(data, Work) else self.prepare(bucket, data).run()
+        made = work.made
+        if isinstance(made, Outcome):
+            self.costs.decode_s += work.ended - work.began
+            self._outcomes[bucket] = made
+            del self._running[bucket]
+            sent = self._sent.pop(bucket, [])
+            if not made.flags.finite:
+                self.bad |= bad_tensors(self.buckets[bucket].tensors, made.sums, sent)
+            return made
+        assert made is not None  # else the work has not run
+        self.costs.encode_s += work.ended - work.began
+        sent = self._sent.setdefault(bucket, [])
+        if not sent or sent[-1].data.dtype == np.uint8:  # up to the first with values
+            sent.append(made)
+        self.costs.collectives += made.among != ()
+        if made.inside:
+            self._inside.add(bucket)
+            self.costs.inside_nbytes += made.data.nbytes
+        else:
+            self._inside.discard(bucket)
+            self.costs.sent_nbytes += made.data.nbytes
+        return made
+
+    def prepare(self, bucket: int, data: Grads | Array) -> Work:
+        """Return the work of beginning or continuing a bucket's exchange; see ``resume``.
+
+        ``data``: first the gradients, a sequence of one flat float32 array for each tensor, or None
+        for a frozen one, which sends zeros and keeps its state; then the output of each round.
+        """
+        if isinstance(data, Sequence):
+            return Work(self._begun(bucket, data), None)
+        if bucket not in self._inside:
+            self.costs.received_nbytes += data.nbytes
+        return Work(self._running[bucket], data)
+
+    def _begun(self, bucket: int, grads: Grads) -> Exchange:
         if bucket in self._running or bucket in self._outcomes:
             raise ValueError(f"bucket {bucket} has been started in this step already")
         tensors, scheme, device = self.buckets[bucket].tensors, self.scheme(bucket), self.device
@@ -172,52 +201,17 @@ class Engine:
             grads = [None if grad is None else on_host(grad, device) for grad in grads]
             self._state[bucket] = self._state_on_host(bucket)
             device = None
-        if self.shadow is not None and device is not None:
-            scheme = self.shadow.followed(bucket, scheme)
+        if self.follow is not None and device is not None:
+            scheme = self.follow(bucket, scheme)
         context = Context(self.step, self.rank, self.world_size, self.loss_scale, device)
         exchange = scheme.exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket] = exchange
         self._there = self._there - {bucket} if device is None else self._there | {bucket}
-        return partial(_run, bucket, exchange, None)
+        return exchange
 
     def computes_on_device(self, bucket: int) -> bool:
         """Return whether the device computes a bucket's exchange; valid once it has begun."""
         return bucket in self._there
-
-    def proceed(self, bucket: int, output: Array) -> Work:
-        """Return the work that continues with a round's output."""
-        if bucket not in self._inside:
-            self.costs.received_nbytes += output.nbytes
-        return partial(_run, bucket, self._running[bucket], output)
-
-    def accept(self, result: Result) -> Round | None:
-        """Record the result of a work; return the next round, or None when the sums are ready.
-
-        Work that ends in a round counts as encoding, work that ends in sums as decoding.
-        """
-        seconds = result.ended - result.began
-        if isinstance(result.made, Outcome):
-            self.costs.decode_s += seconds
-            self._outcomes[result.bucket] = result.made
-            del self._running[result.bucket]
-            sent = self._sent.pop(result.bucket, [])
-            if not result.made.flags.finite:
-                tensors = self.buckets[result.bucket].tensors
-                self.bad |= bad_tensors(tensors, result.made.sums, sent)
-            return None
-        self.costs.encode_s += seconds
-        round_ = result.made
-        sent = self._sent.setdefault(result.bucket, [])
-        if not sent or sent[-1].data.dtype == np.uint8:  # up to the first with values
-            sent.append(round_)
-        self.costs.collectives += round_.among != ()
-        if round_.inside:
-            self._inside.add(result.bucket)
-            self.costs.inside_nbytes += round_.data.nbytes
-        else:
-            self._inside.discard(result.bucket)
-            self.costs.sent_nbytes += round_.data.nbytes
-        return round_
 
     def sums(self, bucket: int) -> list[Array]:
         """Return the sums over ranks of a bucket whose rounds are complete."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_fftcomp.engine.engine import Engine, Result, Work
+from horovod_fftcomp.engine.engine import Engine, Work
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array
 
@@ -92,7 +92,7 @@ class StepPipeline:
         self._worker = ThreadPoolExecutor(1, "fftcomp-encode")
         self._arrived: list[dict[int, Array | None]] = [{} for _ in engine.buckets]
         self._number = [0 for _ in engine.buckets]  # number of each bucket's current round
-        self._encoding: dict[int, Future[Result]] = {}  # by bucket, in the worker's order
+        self._encoding: dict[int, Future[Work]] = {}  # by bucket, in the worker's order
         self._pending: dict[int, Pending] = {}  # by bucket, in the order in which they were sent
         self._inner: set[int] = set()  # buckets whose pending round is not their last
         self._computes = False
@@ -177,22 +177,22 @@ class StepPipeline:
             for index, tensor in enumerate(tensors)
         ]
         self._arrived[bucket], self._number[bucket] = {}, 0
-        self._encode(bucket, self._engine.begin(bucket, grads))
+        self._encode(bucket, self._engine.prepare(bucket, grads))
 
     def _encode(self, bucket: int, work: Work) -> None:
         if not self._engine.computes_on_device(bucket):
-            self._encoding[bucket] = self._worker.submit(work)
+            self._encoding[bucket] = self._worker.submit(work.run)
             return
         self._computes = True  # the first call compiles kernels
         try:
-            self._encoding[bucket] = _Inline().submit(work)
+            self._encoding[bucket] = _Inline().submit(work.run)
         finally:
             self._computes = False
 
-    def _submit(self, bucket: int, result: Result) -> None:
-        round_ = self._engine.accept(result)
-        assert round_ is not None  # the last work of a bucket never goes to the worker
-        self._spans.append((result.began, result.ended))
+    def _submit(self, bucket: int, work: Work) -> None:
+        round_ = self._engine.resume(bucket, work)
+        assert isinstance(round_, Round)  # the last work of a bucket never goes to the worker
+        self._spans.append((work.began, work.ended))
         number = self._number[bucket]
         self._pending[bucket] = self._send(round_, bucket, number)
         if number < len(self._engine.scheme(bucket).rounds) - 1:
@@ -206,11 +206,11 @@ class StepPipeline:
         if bucket in self._inner:
             self._inner.remove(bucket)
             self._number[bucket] += 1
-            self._encode(bucket, self._engine.proceed(bucket, output))
+            self._encode(bucket, self._engine.prepare(bucket, output))
         else:
             self._computes = True
             try:
-                self._engine.advance(bucket, output)
+                self._engine.resume(bucket, output)
             finally:
                 self._computes = False
 

@@ -7,19 +7,17 @@ between all ranks.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Send, Slot
 from horovod_fftcomp.engine.shadow_steps import Seen, Twin, followed
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.threads import ieee_arithmetic
 from horovod_fftcomp.schemes import Round, Scheme
 from horovod_fftcomp.types import Array
-
-if TYPE_CHECKING:
-    from horovod_fftcomp.engine.engine import Engine
 
 # A check is repeated for this many steps while steps are skipped or run on the host: a loss scale
 # takes as long to settle, or `hard_threshold` to calibrate its threshold.
@@ -31,10 +29,10 @@ _SAME, _AGAIN, _DIFFERS = range(3)
 class ShadowCheck:
     """In each ``every``-th step the CPU recomputes one tensor of ``engine``, in rotation.
 
-    A step is: ``begin``, ``followed`` for each bucket that the GPU computes, and ``finish`` when
-    all are decoded. If the caller cannot wait for other ranks in ``finish``, an allgather of the
-    next step carries the report instead: ``with_record`` and ``without_record``. All ranks check
-    the same tensor, and raise the same UnsupportedError if a rank finds a difference.
+    A step is: ``begin``, the exchange of each bucket, and ``finish``. If the caller cannot wait for
+    other ranks in ``finish``, an allgather of the next step carries the report instead:
+    ``with_record`` and ``without_record``. All ranks check the same tensor, and raise the same
+    UnsupportedError if a rank finds a difference.
     """
 
     def __init__(
@@ -43,6 +41,7 @@ class ShadowCheck:
         self._engine, self._every = engine, every
         self._send, self._name, self._set = send, f"{name}.shadow", process_set
         self._timeout_s = timeout_s
+        engine.follow = self.followed
         self._greetings, self._next = -1, 0  # _next: first step at which a check is due
         self.turn: Slot | None = None
         self._step = 0  # step of the last check

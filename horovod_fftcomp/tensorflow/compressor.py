@@ -95,7 +95,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         # The shadow check needs gathers, which ranks that called hvd.join do not take part in.
         if device is not None and self._gathers and (every := settings.shadow_check):
             of_job = (self._connection.send, self._name, self._set, settings.timeout_s)
-            self._engine.shadow = ShadowCheck(self._engine, every, *of_job)
+            self._shadow = ShadowCheck(self._engine, every, *of_job)
         hashes = GraphRound()
         replicas = ReplicaCheck(hashes, variables, settings.replica_check, self._set, self._name)
         self._steps = StepDriver(
@@ -103,6 +103,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             self._engine,
             self._connection,
             replicas,
+            self._shadow,
             self._recorder() if member else None,
             self._closed() if member else None,
             settings,

@@ -26,6 +26,7 @@ from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.stalls import Progress
 from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.kernels.cuda import on_host
 from horovod_fftcomp.kernels.threads import ieee_arithmetic
@@ -110,6 +111,7 @@ class StepDriver:
         engine: Engine,
         connection: Connection,
         replicas: ReplicaCheck,
+        shadow: ShadowCheck | None,
         recorder: Recorder | None,
         closed: Callable[[], None] | None,
         settings: Settings,
@@ -121,7 +123,8 @@ class StepDriver:
     ) -> None:
         self.lock = threading.RLock()
         self._variables = variables
-        self._engine, self._connection, self._replicas = engine, connection, replicas
+        self._engine, self._connection = engine, connection
+        self._replicas, self._shadow = replicas, shadow
         self._recorder, self._closed = recorder, closed
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
         self._timeout_s = settings.timeout_s
@@ -204,10 +207,10 @@ class StepDriver:
         self._enter(load, scale)
         if not self._alone and self._compares(self._engine.step):
             self._replicas.begin(self._engine.step)
-        message, shadow = self.hashes.take(), self._engine.shadow
-        if shadow is not None and not self._alone:
-            shadow.begin(self._connection.n_handshakes)
-            message = shadow.with_record(message)
+        message = self.hashes.take()
+        if self._shadow is not None and not self._alone:
+            self._shadow.begin(self._connection.n_handshakes)
+            message = self._shadow.with_record(message)
         return np.int32(0), message
 
     def _close_last(self, load: Load, memory: Sequence[np.ndarray]) -> None:
@@ -278,7 +281,9 @@ class StepDriver:
             values = on_host(arrived[first := min(arrived)], self._engine.device)
             self._poisoned = tensors[first].name if np.isfinite(values).all() else DENSE
             arrived[first] = np.full(math.prod(tensors[first].shape), np.nan, np.float32)
-        return self._engine.start(bucket, [arrived.get(n) for n in range(len(tensors))])
+        round_ = self._engine.resume(bucket, [arrived.get(n) for n in range(len(tensors))])
+        assert isinstance(round_, Round)  # a scheme has one round at least
+        return round_
 
     @_guarded
     def advance(self, buckets: Sequence[int], *outputs: Any) -> list[Any]:
@@ -322,8 +327,8 @@ class StepDriver:
         """Finish a step after its last decoding; return the number of steps, 1."""
         del decoded  # inputs that order this after all decodings
         self._progress.doing = ""
-        if self._engine.shadow is not None and not self._alone:
-            hashes = self._engine.shadow.without_record(hashes)
+        if self._shadow is not None and not self._alone:
+            hashes = self._shadow.without_record(hashes)
         self.hashes.output = hashes
         self._replicas.finish(self._timeout_s)
         bad = {name: own for name, own in self._engine.bad.items() if name != self._poisoned}
@@ -364,9 +369,9 @@ class StepDriver:
         now = time.perf_counter()
         if self._n_encoded == self._n_buckets:  # before, gradients are still being computed
             self._wait_s += now - self._idle_since
-        following = self._engine.advance(bucket, output.view(sent.data.dtype))
+        made = self._engine.resume(bucket, output.view(sent.data.dtype))
         self._idle_since = time.perf_counter()
-        return following
+        return made if isinstance(made, Round) else None
 
     # The watch calls these, from a thread of its own.
 

@@ -65,8 +65,8 @@ class TorchCompressor(Compressor):
         self._connection = Connection(PendingRound, name, self._set, watch, groups)
         send = self._connection.send
         if device is not None and (every := settings.shadow_check):
-            shadow = ShadowCheck(self._engine, every, send, name, self._set, settings.timeout_s)
-            self._engine.shadow = shadow
+            of_job = (send, name, self._set, settings.timeout_s)
+            self._shadow = ShadowCheck(self._engine, every, *of_job)
         replicas = ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name)
         self._steps = StepDriver(
             parameters,
@@ -75,6 +75,7 @@ class TorchCompressor(Compressor):
             self._engine,
             self._connection,
             replicas,
+            self._shadow,
             recorder,
             closed,
             settings,

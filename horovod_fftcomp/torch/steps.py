@@ -20,6 +20,7 @@ from horovod_fftcomp.adapter.stalls import Progress
 from horovod_fftcomp.engine.buckets import may_gather
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Pending, Slot, StepPipeline
+from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
@@ -63,6 +64,7 @@ class StepDriver:
         engine: Engine,
         connection: Connection,
         replicas: ReplicaCheck,
+        shadow: ShadowCheck | None,
         recorder: Recorder | None,
         closed: Callable[[], None] | None,
         settings: Settings,
@@ -76,7 +78,7 @@ class StepDriver:
         self._slots = slots
         self._engine = engine
         self._connection = connection
-        self._replicas = replicas
+        self._replicas, self._shadow = replicas, shadow
         self._recorder = recorder
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
         self._closed = closed
@@ -238,8 +240,8 @@ class StepDriver:
     def _begin(self) -> None:
         """Prepare a step, before its first gradient."""
         self._engine.follow_loss_scale(self.loss_scale())
-        if self._engine.shadow is not None:
-            self._engine.shadow.begin(self._connection.n_handshakes)
+        if self._shadow is not None:
+            self._shadow.begin(self._connection.n_handshakes)
         if self._recorder is not None:
             self._recorder.check()
             self._recorded = {} if self._recorder.wants(self._engine.step) else None
@@ -261,8 +263,8 @@ class StepDriver:
             self.pipeline.complete()
             self._open()
             self.pipeline.finish()
-            if self._engine.shadow is not None:
-                self._engine.shadow.finish()
+            if self._shadow is not None:
+                self._shadow.finish()
             self._connection.leave_together()
             if self._recorder is not None and self._recorded:
                 # These do not change any more: Horovod puts the sums into other memory.

@@ -21,7 +21,7 @@ from horovod_fftcomp.engine.device_selftest import probe
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes import Round, Tensor
 from tests.contracts import HOST_ONLY, make_codec
 from tests.gpu import steps
 from tests.gpu.emulator import Emulator
@@ -153,12 +153,12 @@ def run_step(device, engines, grads):
 
 def exchange(device, engines, grads, bucket):
     """Gather or sum what the ranks send for a bucket, through the host."""
-    rounds = [engine.start(bucket, own) for engine, own in zip(engines, grads, strict=True)]
-    while rounds[0] is not None:
+    rounds = [engine.resume(bucket, own) for engine, own in zip(engines, grads, strict=True)]
+    while isinstance(rounds[0], Round):
         messages = [device.fetch(round_.data)() for round_ in rounds]
         gathers = rounds[0].collective == "allgather"
         output = np.concatenate(messages) if gathers else messages[0] + messages[1]
-        rounds = [engine.advance(bucket, device.upload(output)) for engine in engines]
+        rounds = [engine.resume(bucket, device.upload(output)) for engine in engines]
 
 
 def on_gpu(torch, grads):
@@ -182,10 +182,10 @@ def test_fixed_sizes_never_wait(on_torch):
         torch.cuda.set_sync_debug_mode("error")
         for _ in range(5):
             for bucket in (0, 1):
-                messages = [e.start(bucket, g[bucket]).data for e, g in pairs]
+                messages = [e.resume(bucket, g[bucket]).data for e, g in pairs]
                 gathered = torch.cat(messages)
                 for engine in engines:
-                    engine.advance(bucket, gathered)
+                    engine.resume(bucket, gathered)
             for engine in engines:
                 engine.settle()
     finally:
@@ -238,7 +238,7 @@ def test_without_memory_a_step_ends_and_leaves_the_state_whole(on_torch):
     first, broken_off, last = (torch.randn(n, device="cuda") for _ in range(3))
 
     def step(engine, grad):
-        engine.advance(0, engine.start(0, [grad]).data)
+        engine.resume(0, engine.resume(0, [grad]).data)
         total = device.fetch(engine.sums(0)[0])()
         engine.settle()
         return total

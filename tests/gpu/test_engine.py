@@ -16,7 +16,7 @@ from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels import cuda
-from horovod_fftcomp.schemes import MEASURE_EVERY, Tensor
+from horovod_fftcomp.schemes import MEASURE_EVERY, Round, Tensor
 from horovod_fftcomp.schemes.auto import TRIAL_STEPS
 from horovod_fftcomp.schemes.hierarchical import NodeLayout
 from horovod_fftcomp.simulation import exchange_once
@@ -323,13 +323,13 @@ def test_what_arrived_may_be_overwritten_once_it_is_summed(recipe):
         wanted = run_step(expected, grads)
         received = []
         for bucket in (0, 1):
-            rounds = [e.start(bucket, g[bucket]) for e, g in zip(engines, grads, strict=True)]
-            while rounds[0] is not None:
+            rounds = [e.resume(bucket, g[bucket]) for e, g in zip(engines, grads, strict=True)]
+            while isinstance(rounds[0], Round):
                 data = [round_.data for round_ in rounds]
                 gathers = rounds[0].collective == "allgather"
                 output = np.concatenate(data) if gathers else data[0] + data[1]
                 received += (copies := [device.upload(output) for _ in engines])
-                rounds = [e.advance(bucket, c) for e, c in zip(engines, copies, strict=True)]
+                rounds = [e.resume(bucket, c) for e, c in zip(engines, copies, strict=True)]
         sums = [np.array(total) for bucket in (0, 1) for total in engines[0].sums(bucket)]
         for ours, theirs in zip(sums, wanted, strict=True):
             assert ours.tobytes() == theirs.tobytes()
@@ -382,9 +382,9 @@ def test_tables_are_copied_only_when_they_change(recipe, options):
         if step == 8:
             device.tables = 0
         for bucket in (0, 1):
-            round_ = engine.start(bucket, grads[bucket])
-            while round_ is not None:
-                round_ = engine.advance(bucket, round_.data)
+            made = engine.resume(bucket, grads[bucket])
+            while isinstance(made, Round):
+                made = engine.resume(bucket, made.data)
         engine.settle()
     # Other positions in each step, bucket and half; other keys in each step and bucket.
     drawn = {"random_k": 4 * 2 * 2, "qsgd": 4 * 2}

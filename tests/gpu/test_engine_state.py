@@ -165,10 +165,10 @@ def test_a_corrupt_payload_ends_the_run_a_step_later():
     for step in range(2):
         [grads] = random_grads(rng, 1)
         for bucket in (0, 1):
-            message = engine.start(bucket, grads[bucket]).data
+            message = engine.resume(bucket, grads[bucket]).data
             if step == 0 and bucket == 0:
                 message[3] ^= 8
-            engine.advance(bucket, message)
+            engine.resume(bucket, message)
         if step == 0:
             assert np.isnan(engine.sums(0)[0]).all()
             engine.settle()
@@ -184,9 +184,9 @@ def test_after_a_corrupt_payload_a_checkpoint_goes_on():
         run_step([engine], grads[0])
     saved = gpu.state_dict()
     for bucket in (0, 1):
-        message = gpu.start(bucket, grads[1][0][bucket]).data
+        message = gpu.resume(bucket, grads[1][0][bucket]).data
         message[3] ^= 8
-        gpu.advance(bucket, message)
+        gpu.resume(bucket, message)
     gpu.settle()
     with pytest.raises(PayloadError, match="2 payloads were corrupt"):
         gpu.read_device()
@@ -197,9 +197,9 @@ def test_after_a_corrupt_payload_a_checkpoint_goes_on():
 
 def test_messages_of_another_length_are_refused():
     [engine] = make_engines(Emulator(), "topk", 1, density=0.05)
-    message = engine.start(0, random_grads(np.random.default_rng(11), 1)[0][0]).data
+    message = engine.resume(0, random_grads(np.random.default_rng(11), 1)[0][0]).data
     with pytest.raises(PayloadError, match="bytes arrived"):
-        engine.advance(0, message[:-16])
+        engine.resume(0, message[:-16])
 
 
 @pytest.mark.parametrize(

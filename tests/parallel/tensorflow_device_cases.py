@@ -256,10 +256,10 @@ def test_a_gpu_that_computes_rightly_is_checked_beside_the_parameters(on_gpu, sa
     on_gpu()
     model, compression = trained("fft", 25, shadow_check=4)
     same_everywhere(*model.variables)
-    assert compression.stats()["check_s"] > compression._engine.shadow.seconds > 0
+    assert compression.stats()["check_s"] > compression._shadow.seconds > 0
 
 
 def test_what_ranks_could_not_be_told_is_not_checked(on_gpu):
     on_gpu()
     _, compression = trained("random_k", 2, replica_check="off")
-    assert compression._engine.shadow is None
+    assert compression._shadow is None
