@@ -15,7 +15,7 @@ from horovod_fftcomp import list_compressors
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes import Round, Tensor
 from horovod_fftcomp.simulation import exchange_once
 
 SHAPE = (60, 100)
@@ -70,16 +70,16 @@ class Spy:
 
     def __init__(self, monkeypatch, rank: int) -> None:
         self.seen: list[str] = []
-        plain = Engine.accept
+        plain = Engine.resume
 
-        def accept(engine, result):
-            round_ = plain(engine, result)
-            if round_ is not None and engine.rank == rank:
-                digest = hashlib.sha256(np.ascontiguousarray(round_.data)).hexdigest()
-                self.seen.append(f"{round_.collective} {round_.data.dtype} {digest}")
-            return round_
+        def resume(engine, bucket, data):
+            made = plain(engine, bucket, data)
+            if isinstance(made, Round) and engine.rank == rank:
+                digest = hashlib.sha256(np.ascontiguousarray(made.data)).hexdigest()
+                self.seen.append(f"{made.collective} {made.data.dtype} {digest}")
+            return made
 
-        monkeypatch.setattr(Engine, "accept", accept)
+        monkeypatch.setattr(Engine, "resume", resume)
 
 
 def check(recipe: str, spy: Spy, ranks: int, rank: int, residual: np.ndarray) -> None:
