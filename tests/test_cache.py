@@ -57,7 +57,7 @@ def test_a_change_of_any_source_compiles_all_kernels_anew(tmp_path):
     assert {"vector_ir.py", "value_codes.py", "quantizers.py"} <= {
         path.name for path in jit._SOURCES
     }
-    assert sparse._take.py_func.__qualname__ == f"_take.{jit._DIGEST}"
+    assert sparse.take_groups.py_func.__qualname__ == f"take_groups.{jit._DIGEST}"
 
 
 def _double(x):

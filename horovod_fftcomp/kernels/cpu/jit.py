@@ -23,7 +23,14 @@ _SOURCES = (
     *sorted(_HERE.glob("*.py")),
     *(
         _HERE.parents[1] / f"{m}.py"
-        for m in ("codec/quantizers", "types", "wire/rans", "wire/radix")
+        for m in (
+            "codec/quantizers",
+            "types",
+            "wire/header",
+            "wire/positions",
+            "wire/rans",
+            "wire/radix",
+        )
     ),
 )
 

@@ -28,6 +28,14 @@ def count_bits(bitmap):
     return total
 
 
+@kernel
+def bitmap_has(bitmap, n, k):
+    """Return whether 64-bit words have ``k`` ones, all of them among the first ``n`` bits."""
+    if n % 64 and bitmap[-1] >> np.uint64(n % 64) != 0:
+        return False
+    return count_bits(bitmap) == k
+
+
 def as_words(packed: Array, n_words: int) -> Array:
     """Return bytes as ``n_words`` 64-bit words, padded with zeros."""
     words = empty(n_words, np.uint64)
@@ -46,8 +54,7 @@ def pack_bitmap(bitmap: Array, n: int) -> Array:
 def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
     """See ``reference.unpack_bitmap``."""
     bitmap = as_words(packed, (n + 63) // 64)
-    beyond = n % 64 and int(bitmap[-1]) >> n % 64
-    if beyond or count_bits(bitmap) != k:
+    if not bitmap_has(bitmap, n, k):
         raise ValueError(f"the bitmap does not have {k} bits set below {n}")
     return bitmap
 
@@ -57,7 +64,7 @@ def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
     n_unary = unary_bits(n, k, low_bits)
     unary = zeros((n_unary + 63) // 64, np.uint64)
     offsets = np.zeros((k * low_bits + 63) // 64 + 1, np.uint64)
-    _pack_offsets(bitmap, low_bits, unary, offsets)
+    write_offsets(bitmap, low_bits, unary, offsets)
     return np.concatenate(
         [
             unary.view(np.uint8)[: (n_unary + 7) // 8],
@@ -67,7 +74,8 @@ def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
 
 
 @kernel
-def _pack_offsets(bitmap, low_bits, unary, offsets):
+def write_offsets(bitmap, low_bits, unary, offsets):
+    """Write the counts in unary and the offsets of the positions to words of zeros."""
     one, found, bit = np.uint64(1), 0, 0
     low = (1 << low_bits) - 1
     for w in range(bitmap.size):
@@ -94,13 +102,13 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
         raise ValueError("the offsets are cut short")
     offsets = as_words(packed[split:], (k * low_bits + 63) // 64 + 1)
     bitmap = zeros((n + 63) // 64, np.uint64)
-    if not _unpack_offsets(unary, offsets, low_bits, n, bitmap):
+    if not read_offsets(unary, offsets, low_bits, n, bitmap):
         raise ValueError(f"the positions do not ascend, or are not below {n}")
     return bitmap
 
 
 @kernel
-def _unpack_offsets(unary, offsets, low_bits, n, bitmap):
+def read_offsets(unary, offsets, low_bits, n, bitmap):
     """Set the bits of the positions; return False unless they ascend and are below n."""
     last, found, bit = np.int64(-1), 0, 0
     low = np.uint64((1 << low_bits) - 1)
@@ -132,7 +140,7 @@ def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
         lengths = np.empty(end - begin, np.uint16)
         most_words = (end - begin) * 2 * _LANES + part.size // 2 + 4 * (end - begin)
         out = empty(most_words, np.uint32)
-        used = _pack_entropy(part, *table, lengths, out)
+        used = encode_chunks(part, *table, lengths, out)
         return lengths, out[:used]
 
     parts = threads.each(work, threads.ranges(rans.n_chunks(n), _LEAST_CHUNKS))
@@ -161,7 +169,7 @@ def _push(state, symbol, words, free, freqs, reciprocals, shifts, biases):
 
 
 @kernel
-def _pack_entropy(symbols, freqs, reciprocals, shifts, biases, lengths, out):
+def encode_chunks(symbols, freqs, reciprocals, shifts, biases, lengths, out):
     """Write all chunks to ``out``, one after another; return the number of words used."""
     at = 0
     words = np.empty(_CHUNK, np.uint32)  # at most 12 bits a symbol
@@ -209,12 +217,11 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
     def work(begin: int, end: int) -> bool:
         first = ends[begin - 1] if begin else 0
         part = symbols[begin * _CHUNK : end * _CHUNK]
-        return _unpack_entropy(words[first:], lengths[begin:end], table, part)
+        return decode_chunks(words[first:], lengths[begin:end], table, part)
 
     if not all(threads.each(work, threads.ranges(n_chunks, _LEAST_CHUNKS))):
         raise ValueError("a chunk of positions is corrupt: it does not end in initial states")
-    beyond = n % 64 and int(bitmap[-1]) >> n % 64
-    if beyond or count_bits(bitmap) != k:
+    if not bitmap_has(bitmap, n, k):
         raise ValueError(f"the bitmap does not have {k} bits set below {n}")
     return bitmap
 
@@ -242,7 +249,7 @@ def _refill(state, words, at, end):
 
 
 @kernel
-def _unpack_entropy(words, lengths, table, symbols):
+def decode_chunks(words, lengths, table, symbols):
     """Write the symbols of all chunks; return False if one does not end in the lowest states."""
     at = 0
     for chunk in range(lengths.size):

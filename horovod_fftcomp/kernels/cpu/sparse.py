@@ -93,7 +93,7 @@ def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
         here = slice(begin * GROUP, end * GROUP)
         found = empty(capacity, np.int32)
         low, high = limits or _EVERYTHING
-        peak, above, between, kept = _add(
+        peak, above, between, kept = add_groups(
             flat[here], addend[here], out[here], capacity > 0, low, high, found
         )
         return peak, Counts(above, between, found[:kept])
@@ -142,7 +142,7 @@ def limits_of(sample: Array, k: int, n: int) -> Limits | None:
 
 
 @kernel
-def _add(a, b, out, counts, low, high, found):
+def add_groups(a, b, out, counts, low, high, found):
     """Write a + b; return (bits of the peak, sums of ``count_keys`` over all groups)."""
     above, between, kept = 0, 0, 0
     peaks, keys = np.zeros(LANES, np.int32), np.empty(GROUP, np.int32)
@@ -193,7 +193,7 @@ def select_quantize_pack(
         part = reals_of(begin, end)
         words = bitmap[begin * (GROUP // 64) : end * (GROUP // 64)]
         packed = empty(part.size * coding.bits // 64 + PADDING, np.uint64)
-        return _take(part, *options, key, ties, numbers, keep, words, packed), packed
+        return take_groups(part, *options, key, ties, numbers, keep, words, packed), packed
 
     ties_left = [ties]
     if len(ranges) > 1:  # ties in earlier ranges are taken first
@@ -219,7 +219,7 @@ def _count_equal(reals, is_complex, bins_per_block, scale, key):
 
 
 @kernel
-def _take(reals, is_complex, bins_per_block, scale, key, ties, coding, keep, bitmap, packed):
+def take_groups(reals, is_complex, bins_per_block, scale, key, ties, coding, keep, bitmap, packed):
     """Select, pack and subtract, group by group; return the number of bits packed."""
     keys, codes = np.empty(GROUP, np.int32), np.empty(2 * GROUP, np.int32)
     values = np.empty(2 * GROUP, np.float32)
@@ -325,7 +325,7 @@ def sum_values(parts: Sequence[Body], n: int, is_complex: bool) -> Array:
 
     def work(begin: int, end: int, first_bits: Array) -> int:
         part = reals[begin * GROUP * width : end * GROUP * width]
-        return _sum_groups(part, begin, width, *streams.arrays, first_bits)
+        return sum_groups(part, begin, width, *streams.arrays, first_bits)
 
     streams.check(threads.each(work, streams.ranges(LEAST_GROUPS)))
     return out
@@ -374,7 +374,7 @@ def _rows(arrays: list[Array], n_words: int) -> Array:
 
 
 @kernel
-def _sum_groups(reals, first_group, width, bitmaps, codes, codings, bits):
+def sum_groups(reals, first_group, width, bitmaps, codes, codings, bits):
     """Write the sum of all payloads' values, group by group; return a corrupt payload or -1."""
     bad = -1
     size = GROUP * width

@@ -24,6 +24,7 @@ SAMPLES = 1 << 14
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NO_KEY = np.int32(-2)  # below every key, and below -1, the limit that selects all keys from 0 up
 _ABOVE_ALL = 0x7FFFFFFF
+_TOP_BITS = 11  # of a key's 31: the exponent and three bits of the mantissa
 
 
 class Limits(NamedTuple):
@@ -192,10 +193,10 @@ def count_group(reals, is_complex, bins_per_block, scale, low, high, keys, found
 
 @inlined
 def count_keys(keys, low, high, found, kept):
-    """Count keys as ``count_group``, for given keys of a group."""
+    """Count keys as ``count_group``, for given keys, a multiple of 64."""
     at = np.int64(keys.ctypes.data)
     above = between = 0
-    for word in range(GROUP // 64):
+    for word in range(keys.size // 64):
         over = mask_above(at + 256 * word, high)
         inside = np.int64(mask_above(at + 256 * word, low - 1) ^ over)
         above += count_ones(np.int64(over))
@@ -205,6 +206,48 @@ def count_keys(keys, low, high, found, kept):
             inside &= inside - 1
             kept += 1
     return above, between, kept
+
+
+@inlined
+def kth_of_few(keys, n, k, found):
+    """Return as ``kth_key`` for the keys of a small tensor.
+
+    ``keys``: int32, the ``n`` keys and padding to a multiple of 64. ``found``: of the same size.
+    """
+    low, high, width = np.int32(0), np.int32(_ABOVE_ALL), (2 * k + 63) // 64 * 64
+    if 2 * width <= n:  # k keys are at least as large as the k-th of the maxima of disjoint sets
+        maxima = found[:width]
+        maxima[:] = keys[:width]
+        for begin in range(width, keys.size, width):
+            row = keys[begin : begin + width]
+            for i in range(row.size):
+                maxima[i] = max(maxima[i], row[i])
+        low = _kth_by_bits(maxima, k, low, 31)
+    else:
+        low = _kth_by_bits(keys, k, low, _TOP_BITS)
+        high = np.int32(low + (1 << (31 - _TOP_BITS)) - 1)
+    above, _, kept = count_keys(keys, low, high, found, 0)
+    key = _kth_by_bits(found[:kept], k - above, np.int32(0), 31)
+    return np.int64(key), k - above - _count_from(found[:kept], np.int32(key + 1))
+
+
+@inlined
+def _kth_by_bits(keys, k, low, n_bits):
+    """Return the upper ``n_bits`` of the k-th largest key, which is at least ``low``."""
+    for bit in range(30, 30 - n_bits, -1):
+        trial = np.int32(low | np.int32(1 << bit))
+        if _count_from(keys, trial) >= k:
+            low = trial
+    return low
+
+
+@inlined
+def _count_from(keys, least):
+    """Return the number of keys of at least ``least``; the loop is vectorized."""
+    count = np.int32(0)
+    for i in range(keys.size):
+        count += np.int32(keys[i] >= least)
+    return np.int64(count)
 
 
 @kernel

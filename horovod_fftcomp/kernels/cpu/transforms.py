@@ -59,7 +59,8 @@ class Tables(NamedTuple):
 
 
 @functools.cache
-def _tables(length: int) -> Tables:
+def tables_of(length: int) -> Tables:
+    """Return the constants of transforms of blocks of ``length`` samples."""
     n = length // 2
     twiddles, left = [], n
     for radix in _RADICES[n]:
@@ -158,6 +159,37 @@ def _forward(x, addend, out, is_dct, length, radices, twiddles, splits, turns, s
 
 
 @inlined
+def forward_tiles(
+    x, addend, out, is_dct, length, radices, twiddles, splits, turns, scale, buffers
+):  # fmt: skip
+    """Transform blocks and add ``addend``; return the peak's bits. The last tile is padded.
+
+    ``buffers``: of five tiles.
+    """
+    tile = LANES * length
+    done = x.size // tile * tile
+    scratch = buffers[: 2 * tile]
+    peak = _forward(
+        x[:done], addend[:done], out[:done], is_dct, length, radices, twiddles, splits, turns,
+        scale, scratch,
+    )  # fmt: skip
+    if done < out.size:
+        buffers[2 * tile : 4 * tile] = np.float32(0)
+        rest, more = buffers[2 * tile : 3 * tile], buffers[3 * tile : 4 * tile]
+        last = buffers[4 * tile : 5 * tile]
+        rest[: x.size - done] = x[done:]
+        if addend.size:
+            more[: addend.size - done] = addend[done:]
+        top = _forward(
+            rest, more if addend.size else more[:0], last, is_dct, length, radices, twiddles,
+            splits, turns, scale, scratch,
+        )  # fmt: skip
+        peak = max(peak, top)
+        out[done:] = last[: out.size - done]
+    return peak
+
+
+@inlined
 def _rotate_all(z, dct, n, turns):
     ends = z + VECTOR_NBYTES  # DC and Nyquist are the DCT's coefficients 0 and N as they are
     c.copy(z, dct)
@@ -238,7 +270,7 @@ def _forward_counted(
 
 
 @kernel
-def _inverse_of_sum(
+def inverse_of_sum(
     out, first_span, span, bitmaps, codes, codings, bits,
     is_dct, length, radices, twiddles, splits, turns, scale, scratch,
 ):  # fmt: skip
@@ -268,7 +300,7 @@ _NOTHING = np.empty(0, np.float32)
 _NO_KEYS = np.empty(0, np.int32)
 
 
-def _span(block: int, width: int) -> int:
+def span_of(block: int, width: int) -> int:
     """Return the reals that are transformed and ranked at a time, in a cache: whole groups."""
     return max(GROUP * width, LANES * block)
 
@@ -276,10 +308,10 @@ def _span(block: int, width: int) -> int:
 def _forward_blocks(
     flat: Array, block: int, residual: Array | None, k: int, is_dct: bool
 ) -> Coefficients:
-    tables = _tables(block)
+    tables = tables_of(block)
     constants = (is_dct, *tables[:4], tables.turns, tables.scale)
     tile, width = LANES * block, 1 if is_dct else 2
-    span = _span(block, width)
+    span = span_of(block, width)
     out = empty(-(-flat.size // block) * block)
     addend = _NOTHING if residual is None else residual.view(np.float32)
     n_bins = out.size // width
@@ -343,24 +375,24 @@ def _padded(array: Array, size: int) -> Array:
 
 
 def _sum_blocks(parts: Sequence[Body], block: int, numel: int, is_dct: bool) -> Array:
-    tables = _tables(block)
+    tables = tables_of(block)
     constants = (is_dct, *tables[:3], tables.splits_back, tables.turns_back, tables.scale)
     width = 1 if is_dct else 2
-    span = _span(block, width)
+    span = span_of(block, width)
     out = empty(numel)
     streams = Streams(parts, width, span // width, -(-numel // span))
 
     def work(begin: int, end: int, first_bits: Array) -> int:
         scratch = np.empty(2 * LANES * block, np.float32)
         part = out[begin * span : end * span]
-        return _inverse_of_sum(part, begin, span, *streams.arrays, first_bits, *constants, scratch)
+        return inverse_of_sum(part, begin, span, *streams.arrays, first_bits, *constants, scratch)
 
     streams.check(threads.each(work, streams.ranges(_LEAST_SPANS)))
     return out
 
 
 def _inverse_blocks(coeffs: Array, block: int, numel: int, is_dct: bool) -> Array:
-    tables = _tables(block)
+    tables = tables_of(block)
     constants = (is_dct, *tables[:3], tables.splits_back, tables.turns_back, tables.scale)
     tile = LANES * block
     out = np.empty(-(-numel // tile) * tile, np.float32)

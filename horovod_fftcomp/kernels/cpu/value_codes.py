@@ -8,12 +8,42 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_fftcomp.codec.quantizers import BFLOAT16, RANGE, STEPS
+from horovod_fftcomp.codec.quantizers import (
+    BFLOAT16,
+    LARGEST_BFLOAT16_BITS,
+    LARGEST_FINITE_BITS,
+    MIN_NORMAL_BITS,
+    RANGE,
+    STEPS,
+)
 from horovod_fftcomp.kernels.cpu import vector_ir
 from horovod_fftcomp.kernels.cpu.jit import inlined
 
 STEP = 64  # values that a codelet processes
 PADDING = STEP // 2 + 2  # 64-bit words after a stream's end, for the rest of a step
+
+
+@inlined
+def fill_coding(kind, bits, shift, peak, coding):
+    """Write the ``Coding`` of values of magnitude at most ``peak``, float32 bits, to int64 ``[7]``.
+
+    As ``coding`` of the quantizers, of which ``kind``, ``bits`` and ``shift`` are given.
+    """
+    coding[0], coding[1] = kind, bits
+    coding[2:6] = 0
+    coding[6] = peak
+    if kind == BFLOAT16:
+        coding[6] = min((peak + 0x8000) & 0x7FFF0000, LARGEST_BFLOAT16_BITS)
+    elif kind == RANGE:
+        least = np.int64(1) << (23 - shift)
+        coding[2], coding[3], coding[6] = shift, least, 0
+        if peak >= MIN_NORMAL_BITS:
+            half = (np.int64(1) << shift) >> 1
+            cell = min((peak + half) >> shift, LARGEST_FINITE_BITS >> shift)
+            base = max(cell + 2 - ((np.int64(1) << bits) >> 1), least)  # never a denormal
+            coding[3] = base
+            coding[4] = coding[5] = cell - base + 1
+            coding[6] = 2 * (cell - base + 1)
 
 
 @inlined

@@ -1,0 +1,174 @@
+"""Encoding and sums of all small tensors of a bucket, by one compiled call for each stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.codec.base import PayloadCodec, aligned, check_state
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels.cpu.addresses import address, addresses
+from horovod_fftcomp.kernels.cpu.bucket_groups import Group, groups_of
+from horovod_fftcomp.kernels.cpu.buffer_pool import ALIGNMENT, empty
+from horovod_fftcomp.types import Array, Shape
+
+_FLOAT32 = np.dtype(np.float32)
+_ALIGNED_FLOATS = ALIGNMENT // 4
+
+
+class Encoded(NamedTuple):
+    """Residuals and peaks of an encoded bucket, in the order of the members.
+
+    ``residuals``: float32 or complex64, views of one array; None for a tensor without gradient
+    or, unless residuals contain what was sent, with one that is not finite. ``peaks``: int64, above
+    ``LARGEST_FINITE_BITS`` for a tensor that is not finite.
+    """
+
+    residuals: list[Array | None]
+    peaks: Array
+
+
+class Sums(NamedTuple):
+    """Sums over ranks, in the order of the members.
+
+    ``totals``: float32, views of one array; None where a payload is not as expected, for example
+    not finite, so that ``decode_sum`` has to decode or reject it. ``scales``: of the payloads of
+    the others, float32 ``[members, ranks]``.
+    """
+
+    totals: list[Array | None]
+    scales: Array
+
+
+class BucketCodec:
+    """Codecs of the small tensors of a bucket, with tables of all that shapes determine.
+
+    ``members``: the indices of its tensors among those given: of fixed size, not RAW, and so small
+    that one thread encodes one of them. Bytes and sums are those of the codecs themselves.
+    """
+
+    def __init__(self, codecs: Sequence[PayloadCodec], shapes: Sequence[Shape]) -> None:
+        self.members: list[int] = []
+        groups = groups_of(codecs, shapes)
+        for _, members in groups:
+            self.members += members
+        own = [(codecs[number], shapes[number]) for number in self.members]
+        self._formats = [codec.coeffs_format(shape) for codec, shape in own]
+        self._sizes = [(_FLOAT32, math.prod(shape)) for _, shape in own]
+        self._ends = np.array([codec.payload_nbytes(shape) for codec, shape in own], np.int64)
+        self._kept, self._totals = _Arena(self._formats), _Arena(self._sizes)
+        self._groups: list[tuple[slice, Group]] = []
+        for kind, members in groups:
+            first = self._groups[-1][0].stop if self._groups else 0
+            here = slice(first, first + len(members))
+            firsts = self._kept.firsts[here], self._totals.firsts[here]
+            self._groups.append((here, kind(own[here], *firsts)))
+        self._zeros = np.zeros(max((size for _, size in self._sizes), default=0), np.float32)
+
+    def encode(
+        self,
+        grads: Sequence[Array | None],
+        residuals: Sequence[Array | None],
+        message: Array,
+        offsets: Array,
+        keys: Array | None = None,
+        keep: bool = True,
+        decay: float = 1.0,
+        momentum: bool = False,
+    ) -> Encoded:
+        """Write the members' payloads into ``message``, uint8 zeros, at ``offsets``, int64.
+
+        ``grads``: flat float32; None is sent as zeros, without its residual. ``residuals``: as of
+        the codecs, None for zeros; multiplied by ``decay`` first. ``keys``: the codecs' ``key_at``,
+        uint64. ``keep``: return the new residuals; with ``momentum``, too, and they contain what
+        was sent. Raises ValueError for an array of another dtype or size.
+        """
+        frozen = [number for number, grad in enumerate(grads) if grad is None]
+        if frozen:
+            grads, residuals = list(grads), list(residuals)
+            for number in frozen:
+                grads[number] = self._zeros[: self._sizes[number][1]]
+                residuals[number] = None
+        for pair in zip(grads, self._sizes, strict=True):
+            check_state("gradient", *pair)
+        for pair in zip(residuals, self._formats, strict=True):
+            check_state("residual", *pair)
+        self._check_offsets(offsets, message.size)
+        at, old = addresses(grads), addresses(residuals)
+        kept = self._kept.new() if keep or momentum else None
+        start = 0 if kept is None else address(kept)
+        peaks = np.empty(len(self.members), np.int64)
+        numbers = np.zeros(len(self.members), np.uint64) if keys is None else keys
+        options = np.float32(decay), not momentum
+        for here, group in self._groups:
+            rows = at[here], old[here], offsets[here], numbers[here], peaks[here]
+            group.encode(*rows, start, message, *options)
+        if kept is None:
+            return Encoded([None] * len(peaks), peaks)
+        views = self._kept.views(kept)
+        lost = [] if momentum else np.flatnonzero(peaks > LARGEST_FINITE_BITS).tolist()
+        for number in [*frozen, *lost]:
+            views[number] = None
+        return Encoded(views, peaks)
+
+    def sum(self, gathered: Array, n_ranks: int, message_nbytes: int, offsets: Array) -> Sums:
+        """Return the sums of the payloads at ``offsets`` of all ranks' messages, one after another.
+
+        ``gathered``: uint8. A tensor whose payload has another header than this codec's, or a
+        corrupt body, has no total; see ``Sums``.
+        """
+        scales = np.zeros((len(self.members), n_ranks), np.int64)
+        if gathered.size != n_ranks * message_nbytes:
+            return Sums([None] * len(self.members), scales.astype(np.float32))
+        self._check_offsets(offsets, message_nbytes)
+        gathered = aligned(gathered)
+        totals = self._totals.new()
+        bad = np.zeros(len(self.members), np.uint8)
+        for here, group in self._groups:
+            rows = offsets[here], scales[here], bad[here]
+            group.sum(*rows, gathered, n_ranks, message_nbytes, address(totals))
+        views = self._totals.views(totals)
+        for number in np.flatnonzero(bad).tolist():
+            views[number] = None
+        return Sums(views, scales.astype(np.int32).view(np.float32))
+
+    def _check_offsets(self, offsets: Array, nbytes: int) -> None:
+        """Raise ValueError unless payloads at ``offsets`` lie in ``nbytes`` and are aligned."""
+        if len(offsets) != len(self._ends):
+            raise ValueError(f"there are {len(offsets)} offsets, expected {len(self._ends)}")
+        outside = (offsets < 0) | (offsets + self._ends > nbytes) | (offsets % 8 != 0)
+        if outside.any():
+            raise ValueError(
+                f"a payload of {self._ends[outside][0]} bytes is at offset {offsets[outside][0]} "
+                f"of a message of {nbytes} bytes, expected within it, at a multiple of 8"
+            )
+
+
+class _Arena:
+    """Layout of the arrays of all members in one: each begins at a cache line."""
+
+    def __init__(self, formats: Sequence[tuple[np.dtype, int]]) -> None:
+        """Lay out arrays of ``formats``: (dtype, elements), float32 or complex64."""
+        self.firsts = np.zeros(len(formats), np.int64)
+        self._views: list[tuple[bool, slice]] = []
+        self._size = 0
+        for number, (kind, size) in enumerate(formats):
+            width = kind.itemsize // 4
+            self.firsts[number] = self._size
+            here = slice(self._size // width, self._size // width + size)
+            self._views.append((width == 2, here))
+            self._size += -(-size * width // _ALIGNED_FLOATS) * _ALIGNED_FLOATS
+
+    def new(self) -> Array:
+        """Return an uninitialized array for all members, float32."""
+        array = empty(self._size + _ALIGNED_FLOATS)
+        first = -address(array) % ALIGNMENT // 4
+        return array[first : first + self._size]
+
+    def views(self, array: Array) -> list[Array | None]:
+        """Return the members' arrays, views of ``array``."""
+        pairs = array.view(np.complex64)
+        return [(pairs if is_complex else array)[here] for is_complex, here in self._views]

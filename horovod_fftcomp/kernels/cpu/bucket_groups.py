@@ -1,0 +1,202 @@
+"""Groups of a bucket's small tensors that the same compiled calls encode and sum."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_fftcomp.codec.base import PayloadCodec
+from horovod_fftcomp.codec.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.transforms import BlockDCT, Identity, Transform
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.bucket_sparse import MEMBER, encode_sparse, sum_sparse
+from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS
+from horovod_fftcomp.kernels.cpu.transforms import Tables, span_of, tables_of
+from horovod_fftcomp.kernels.cuda.structs import header_and_changes
+from horovod_fftcomp.kernels.rans_tables import decoder_table, encoder_table
+from horovod_fftcomp.types import Array, Shape
+from horovod_fftcomp.wire import rans
+from horovod_fftcomp.wire.header import Plan
+from horovod_fftcomp.wire.positions import Layout, unary_bits
+
+Member = tuple[Any, Shape]  # a codec and the shape of its tensor
+_MOST_GROUPS = 2 * LEAST_GROUPS - 1  # of a tensor that one thread encodes
+
+
+class Group(abc.ABC):
+    """Tensors whose rows of a table one compiled call goes through."""
+
+    def __init__(self, own: Sequence[Member], kept: Array, totals: Array) -> None:
+        """``kept``, ``totals``: the first floats of residuals and sums in their arrays."""
+        plans = [codec.plan(shape) for codec, shape in own]
+        headers = [
+            _header_and_changes(plan, codec.fingerprint)
+            for plan, (codec, _) in zip(plans, own, strict=True)
+        ]
+        starts = [start.view(np.uint64) for start, _ in headers]
+        self._headers = np.concatenate(starts)
+        kinds = {start.size: changes for start, (_, changes) in zip(starts, headers, strict=True)}
+        self._changes = np.array(list(kinds.values()))
+        self._rows = self._rows_of(own, plans)
+        rows, sizes = self._rows, [start.size for start in starts]
+        rows["kept"], rows["total"] = kept, totals
+        rows["numel"] = [plan.numel for plan in plans]
+        rows["header"] = np.cumsum(sizes) - sizes
+        rows["changes"] = [list(kinds).index(size) for size in sizes]
+        for name in ("header_nbytes", "values_offset", "payload_nbytes"):
+            rows[name] = [getattr(plan, name) for plan in plans]
+        self._ends = np.cumsum([-(-plan.numel // GROUP) for plan in plans])
+
+    @abc.abstractmethod
+    def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:
+        """Return the rows of the table, without the fields that all groups have."""
+
+    @abc.abstractmethod
+    def encode(
+        self,
+        grads: Array,
+        residuals: Array,
+        offsets: Array,
+        keys: Array,
+        peaks: Array,
+        kept: int,
+        message: Array,
+        decay: np.float32,
+        subtract: bool,
+    ) -> None:
+        """Write payloads and peaks; addresses of arrays are given, 0 for none."""
+
+    @abc.abstractmethod
+    def sum(
+        self,
+        offsets: Array,
+        scales: Array,
+        bad: Array,
+        gathered: Array,
+        n_ranks: int,
+        message_nbytes: int,
+        totals: int,
+    ) -> None:
+        """Write sums, the bits of scales, and which tensors have an unexpected payload."""
+
+    def _each(self, work: Callable[[slice], object]) -> None:
+        """Call ``work`` with the rows for each thread."""
+        ranges = threads.ranges(int(self._ends[-1]), LEAST_GROUPS)
+        cuts = np.searchsorted(self._ends, [end for _, end in ranges], "left") + 1
+        cuts[-1] = self._ends.size
+        firsts = [0, *cuts[:-1].tolist()]
+        threads.each(work, [(slice(*pair),) for pair in zip(firsts, cuts.tolist(), strict=True)])
+
+
+class SparseGroup(Group):
+    """Tensors of sparse codecs with the same transform."""
+
+    def __init__(
+        self, transform: Transform, own: Sequence[Member], kept: Array, totals: Array
+    ) -> None:
+        super().__init__(own, kept, totals)
+        is_dct, block = isinstance(transform, BlockDCT), 0
+        tables: Tables = tables_of(64)
+        self._span = GROUP
+        if not isinstance(transform, Identity):
+            block = transform.block
+            tables = tables_of(block)
+            self._span = span_of(block, transform.reals_per_bin)
+        shared = is_dct, block, tables.radices, tables.twiddles
+        self._forward = *shared, tables.splits, tables.turns, tables.scale
+        self._inverse = *shared, tables.splits_back, tables.turns_back, tables.scale
+
+    def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:
+        rows = np.zeros(len(plans), MEMBER)
+        frequencies: dict[tuple[int, ...], int] = {}
+        for row, plan, (codec, _) in zip(rows, plans, own, strict=True):
+            chosen, quantizer = plan.positions, codec.quantizer
+            row["n"], row["k"], row["layout"] = chosen.n, chosen.k, chosen.layout
+            row["reals"] = chosen.n * codec.transform.reals_per_bin
+            row["low_bits"], row["positions_nbytes"] = chosen.low_bits, chosen.nbytes
+            row["kind"] = BFLOAT16 if isinstance(quantizer, BFloat16) else FLOAT32
+            row["bits"] = quantizer.bits
+            if isinstance(quantizer, RangeFloat):
+                row["kind"], row["shift"] = RANGE, quantizer.grid(-1.0, 1.0).shift
+            if plan.layout is Layout.OFFSETS:
+                row["n_unary"] = unary_bits(chosen.n, chosen.k, chosen.low_bits)
+            if plan.layout is Layout.ENTROPY:
+                row["words_offset"] = rans.words_offset(chosen.n)
+                found = rans.frequencies(chosen.n, chosen.k)
+                row["table"] = frequencies.setdefault(found, len(frequencies))
+        unused = 1 << rans.PRECISION, *[0] * 8
+        encoders = [encoder_table(found) for found in frequencies or [unused]]
+        self._entropy = tuple(np.array(part) for part in zip(*encoders, strict=True))
+        self._decoders = np.array([decoder_table(found) for found in frequencies or [unused]])
+        return rows
+
+    def encode(
+        self,
+        grads: Array,
+        residuals: Array,
+        offsets: Array,
+        keys: Array,
+        peaks: Array,
+        kept: int,
+        message: Array,
+        decay: np.float32,
+        subtract: bool,
+    ) -> None:
+        """See ``Group``."""
+        del keys
+        constants = self._headers, self._changes, self._entropy, self._forward
+
+        def work(here: slice) -> None:
+            own = self._rows[here], grads[here], residuals[here], offsets[here], peaks[here]
+            encode_sparse(*own, kept, message, *constants, decay, subtract)
+
+        self._each(work)
+
+    def sum(
+        self,
+        offsets: Array,
+        scales: Array,
+        bad: Array,
+        gathered: Array,
+        n_ranks: int,
+        message_nbytes: int,
+        totals: int,
+    ) -> None:
+        """See ``Group``."""
+        constants = self._headers, self._changes, self._decoders, self._inverse, self._span
+
+        def work(here: slice) -> None:
+            own = self._rows[here], offsets[here], scales[here], bad[here]
+            sum_sparse(*own, gathered, n_ranks, message_nbytes, *constants, totals)
+
+        self._each(work)
+
+
+@functools.lru_cache(1 << 14)
+def _header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
+    """Return the constants of a header, cached: buckets change, their tensors do not."""
+    return header_and_changes(plan, fingerprint)
+
+
+def groups_of(
+    codecs: Sequence[PayloadCodec], shapes: Sequence[Shape]
+) -> list[tuple[Callable[..., Group], list[int]]]:
+    """Return each group's class and the indices of its tensors; large and RAW ones are in none."""
+    sparse: dict[Transform, list[int]] = {}
+    for number, (codec, shape) in enumerate(zip(codecs, shapes, strict=True)):
+        if math.prod(shape) > _MOST_GROUPS * GROUP or not codec.has_fixed_size:
+            continue
+        if codec.plan(shape).layout is Layout.RAW:
+            continue
+        if isinstance(codec, Codec):
+            sparse.setdefault(codec.transform, []).append(number)
+    return [
+        (functools.partial(SparseGroup, transform), members)
+        for transform, members in sparse.items()
+    ]

@@ -1,0 +1,294 @@
+"""CPU kernels of sparse codecs for buckets of small tensors: one call for all of them.
+
+Every tensor goes through all stages, by the functions of the kernels for single tensors, before the
+next one: it stays in the cache. Tensors are given by addresses and by rows of a table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels.cpu.addresses import floats_at
+from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.positions import (
+    bitmap_has,
+    decode_chunks,
+    encode_chunks,
+    read_offsets,
+    write_offsets,
+)
+from horovod_fftcomp.kernels.cpu.sparse import add_groups, sum_groups, take_groups
+from horovod_fftcomp.kernels.cpu.topk import GROUP, fill_keys, kth_of_few
+from horovod_fftcomp.kernels.cpu.transforms import forward_tiles, inverse_of_sum
+from horovod_fftcomp.kernels.cpu.value_codes import PADDING, fill_coding
+from horovod_fftcomp.kernels.cpu.vector_ir import LANES
+from horovod_fftcomp.wire import rans
+from horovod_fftcomp.wire.positions import Layout
+
+# A tensor, as its plan and its codec say. ``reals``: of its coefficients; ``kept`` and ``total``:
+# the first of its residual in the arena of residuals, of its sum in that of sums; ``header``: the
+# first 64-bit word of its header; ``changes`` and ``table``: rows of the tables of checksums and of
+# the entropy code.
+MEMBER = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "numel reals n k layout low_bits n_unary words_offset header_nbytes positions_nbytes "
+            "values_offset payload_nbytes kind bits shift kept total header changes table"
+        ).split()
+    ]
+)
+
+_NAN_BITS = 0x7FC00000
+_SCALE_WORD = wire.SCALE_OFFSET // 8  # the scale and, behind it, the checksum
+_FLAGS_WORD, _FLAG_SHIFT = wire.FLAGS_OFFSET // 8, wire.FLAGS_OFFSET % 8 * 8
+_ALL, _BITMAP, _OFFSETS = int(Layout.ALL), int(Layout.BITMAP), int(Layout.OFFSETS)
+_EVERY_BIT = ~np.uint64(0)
+
+
+@inlined
+def checksum_and_scale(start, changes, scale_bits, flag):
+    """Return the header's word with the checksum and the scale; see ``header_and_changes``."""
+    crc = start[_SCALE_WORD] >> np.uint64(32)
+    for bit in range(32):
+        if (scale_bits >> bit) & 1:
+            crc ^= np.uint64(changes[bit])
+    if flag:
+        crc ^= np.uint64(changes[32])
+    return (crc << np.uint64(32)) | np.uint64(scale_bits)
+
+
+@inlined
+def write_header(payload, start, changes, scale_bits, flag):
+    """Write the header of a payload, uint8: ``start`` with another scale or flag."""
+    words = payload[: 8 * start.size].view(np.uint64)
+    for i in range(start.size):
+        words[i] = start[i]
+    words[_FLAGS_WORD] |= np.uint64(flag) << np.uint64(_FLAG_SHIFT)
+    words[_SCALE_WORD] = checksum_and_scale(start, changes, scale_bits, flag)
+
+
+@inlined
+def scale_of(payload, start, changes):
+    """Return the bits of the scale of a payload; -1 for another header than this, or not finite."""
+    words = payload[: 8 * start.size].view(np.uint64)
+    scale_bits = np.int64(words[_SCALE_WORD] & np.uint64(0xFFFFFFFF))
+    same = scale_bits <= LARGEST_FINITE_BITS
+    for i in range(start.size):
+        same &= i == _SCALE_WORD or words[i] == start[i]
+    same &= words[_SCALE_WORD] == checksum_and_scale(start, changes, scale_bits, 0)
+    return scale_bits if same else np.int64(-1)
+
+
+@inlined
+def copy_bytes(source, n, out, at):
+    """Copy the first ``n`` bytes of an array of words to ``out``, uint8, from ``at`` on."""
+    whole = source.view(np.uint8)
+    for i in range(n):
+        out[at + i] = whole[i]
+
+
+@inlined
+def fill_words(packed, words):
+    """Fill 64-bit words with bytes and, after them, zeros; bytes beyond the words are dropped."""
+    whole = words.view(np.uint8)
+    used = min(packed.size, whole.size)
+    for i in range(used):
+        whole[i] = packed[i]
+    whole[used:] = np.uint8(0)
+
+
+@inlined
+def _key_scale(peak):
+    """Return the factor of complex coefficients before they are squared; see ``key_exponent``."""
+    exponent = (peak >> 23) - 127
+    exponent = 0 if -40 <= exponent < 60 else min(max(exponent, -126), 126)
+    pattern = np.empty(1, np.int32)
+    pattern[0] = np.int32((127 - exponent) << 23)
+    return pattern.view(np.float32)[0]
+
+
+@inlined
+def _coefficients(grad, addend, coeffs, transform, tiles):
+    """Write the coefficients of gradient plus residual; return the bits of the peak."""
+    if transform[1] == 0:
+        peak, _, _, _ = add_groups(grad, addend, coeffs, False, 0, 0, np.empty(0, np.int32))
+        return peak
+    return forward_tiles(grad, addend, coeffs, *transform, tiles)
+
+
+@kernel
+def encode_sparse(
+    members, grads, residuals, offsets, peaks, kept, message, headers, changes, entropy, transform,
+    decay, subtract,
+):  # fmt: skip
+    """Write the payloads of tensors of one transform, and the bits of their peaks.
+
+    ``grads``, ``residuals``: addresses; a residual's may be 0. ``kept``: address of the arena of
+    residuals, 0 if none are wanted. ``subtract``: residuals lack what was sent.
+    """
+    most = np.int64(0)
+    for m in range(members.size):
+        most = max(most, members[m].reals)
+    # Groups of bitmaps and keys are whole.
+    padded = (most + GROUP - 1) // GROUP * GROUP
+    scratch, scaled = np.empty(most, np.float32), np.empty(most, np.float32)
+    keys, found = np.empty(padded, np.int32), np.empty(padded, np.int32)
+    bitmap = np.empty(padded // 64, np.uint64)
+    packed = np.empty(most // 2 + PADDING, np.uint64)
+    tiles = np.empty(5 * LANES * max(transform[1], 1), np.float32)
+    for m in range(members.size):
+        row = members[m]
+        coeffs = floats_at(kept + 4 * row.kept, row.reals) if kept else scratch[: row.reals]
+        addend = floats_at(residuals[m], row.reals if residuals[m] else 0)
+        if decay != 1:
+            for i in range(addend.size):
+                scaled[i] = addend[i] * decay
+            addend = scaled[: addend.size]
+        peak = _coefficients(floats_at(grads[m], row.numel), addend, coeffs, transform, tiles)
+        peaks[m] = peak
+        payload = message[offsets[m] : offsets[m] + row.payload_nbytes]
+        start = headers[row.header : row.header + row.header_nbytes // 8]
+        finite = peak <= LARGEST_FINITE_BITS
+        if finite:
+            _write_body(
+                row, coeffs, peak, transform, entropy, subtract, keys, found, bitmap, packed,
+                payload,
+            )  # fmt: skip
+        write_header(
+            payload, start, changes[row.changes], peak if finite else _NAN_BITS, not finite
+        )
+
+
+@inlined
+def _write_body(
+    row, coeffs, peak, transform, entropy, subtract, keys, found, bitmap, packed, payload
+):
+    """Select and write positions and values; subtract what they encode from the coefficients."""
+    is_complex = transform[1] > 0 and not transform[0]
+    bins_per_block = max(transform[1], 1) // (2 if is_complex else 1)
+    scale = _key_scale(peak) if is_complex else np.float32(1)
+    key, ties = np.int64(0), row.n
+    if row.layout != _ALL:
+        own = keys[: (row.n + 63) // 64 * 64]
+        fill_keys(coeffs, is_complex, bins_per_block, scale, own)
+        key, ties = kth_of_few(own, row.n, row.k, found)
+    coding = np.empty(7, np.int64)
+    fill_coding(row.kind, row.bits, row.shift, peak, coding)
+    words = bitmap[: (row.n + GROUP - 1) // GROUP * (GROUP // 64)]
+    n_bits = take_groups(
+        coeffs, is_complex, bins_per_block, scale, key, ties, coding, subtract, words, packed
+    )
+    copy_bytes(packed, (n_bits + 7) // 8, payload, row.values_offset)
+    used = bitmap[: (row.n + 63) // 64]
+    at = row.header_nbytes
+    if row.layout == _BITMAP:
+        copy_bytes(used, row.positions_nbytes, payload, at)
+    elif row.layout == _OFFSETS:
+        packed[: (row.n_unary + 63) // 64 + (row.k * row.low_bits + 63) // 64 + 1] = 0
+        unary = packed[: (row.n_unary + 63) // 64]
+        low = packed[unary.size :]
+        write_offsets(used, row.low_bits, unary, low)
+        split = (row.n_unary + 7) // 8
+        copy_bytes(unary, split, payload, at)
+        copy_bytes(low, row.positions_nbytes - split, payload, at + split)
+    elif row.layout != _ALL:
+        symbols = bitmap.view(np.uint8)[: (row.n + 7) // 8]
+        freqs, reciprocals, shifts, biases = entropy
+        lengths = payload[at : at + row.words_offset // 2 * 2].view(np.uint16)
+        words = keys.view(np.uint32)
+        used = encode_chunks(
+            symbols, freqs[row.table], reciprocals[row.table], shifts[row.table],
+            biases[row.table], lengths[: _chunks_of(row.n)], words,
+        )  # fmt: skip
+        copy_bytes(words, 4 * used, payload, at + row.words_offset)
+
+
+@inlined
+def _chunks_of(n):
+    return (n + 8 * rans.CHUNK_SYMBOLS - 1) // (8 * rans.CHUNK_SYMBOLS)
+
+
+@kernel
+def sum_sparse(
+    members, offsets, scales, bad, payloads, n_ranks, message_nbytes, headers, changes, tables,
+    transform, span, totals,
+):  # fmt: skip
+    """Write the sums over ranks of the payloads of tensors of one transform.
+
+    ``totals``: address of the arena of sums. ``scales``: of the payloads, float32 bits, int64
+    ``[tensors, ranks]``. ``bad`` is set for a tensor with an unexpected payload.
+    """
+    most_reals = most_nbytes = most_unary = np.int64(0)
+    for m in range(members.size):
+        row = members[m]
+        most_reals = max(most_reals, (row.reals + span - 1) // span * span)
+        most_nbytes = max(most_nbytes, row.payload_nbytes - row.values_offset)
+        most_unary = max(most_unary, row.positions_nbytes)
+    width = 2 if transform[1] > 0 and not transform[0] else 1
+    bitmaps = np.empty((n_ranks, most_reals // width // 64), np.uint64)
+    streams = np.empty((n_ranks, most_nbytes // 8 + PADDING), np.uint64)
+    codings, bits = np.empty((n_ranks, 7), np.int64), np.empty(n_ranks, np.int64)
+    scratch = np.empty(most_unary // 8 + 4, np.uint64)
+    tiles = np.empty(2 * LANES * max(transform[1], 1), np.float32)
+    for m in range(members.size):
+        row = members[m]
+        start = headers[row.header : row.header + row.header_nbytes // 8]
+        bits[:] = 0
+        for p in range(n_ranks):
+            at = p * message_nbytes + offsets[m]
+            payload = payloads[at : at + row.payload_nbytes]
+            scales[m, p] = scale_of(payload, start, changes[row.changes])
+            if scales[m, p] < 0 or not _read_positions(row, payload, tables, scratch, bitmaps[p]):
+                bad[m] = 1
+                break
+            fill_coding(row.kind, row.bits, row.shift, scales[m, p], codings[p])
+            fill_words(payload[row.values_offset :], streams[p])
+        if not bad[m]:
+            total = floats_at(totals + 4 * row.total, row.numel)
+            if transform[1] == 0:
+                wrong = sum_groups(total, 0, 1, bitmaps, streams, codings, bits)
+            else:
+                wrong = inverse_of_sum(
+                    total, 0, span, bitmaps, streams, codings, bits, *transform, tiles
+                )
+            bad[m] = wrong >= 0
+
+
+@inlined
+def _read_positions(row, payload, tables, scratch, bitmap):
+    """Write the bitmap of a payload's positions, padded; return False for a corrupt one."""
+    packed = payload[row.header_nbytes : row.header_nbytes + row.positions_nbytes]
+    used = bitmap[: (row.n + 63) // 64]
+    if row.layout == _BITMAP:
+        fill_words(packed, bitmap)
+        return bitmap_has(used, row.n, row.k)
+    bitmap[:] = 0
+    if row.layout == _ALL:
+        used[:] = _EVERY_BIT
+        if row.n % 64:
+            used[-1] = (np.uint64(1) << np.uint64(row.n % 64)) - np.uint64(1)
+        return True
+    if row.layout == _OFFSETS:
+        split = (row.n_unary + 7) // 8
+        unary = scratch[: (row.n_unary + 63) // 64]
+        low = scratch[unary.size : unary.size + (row.k * row.low_bits + 63) // 64 + 1]
+        fill_words(packed[:split], unary)
+        fill_words(packed[split:], low)
+        if not bitmap_has(unary, row.n_unary, row.k):
+            return False
+        return read_offsets(unary, low, row.low_bits, row.n, used)
+    lengths = packed[: row.words_offset // 2 * 2].view(np.uint16)[: _chunks_of(row.n)]
+    n_words = (packed.size - row.words_offset) // 4
+    words = packed[row.words_offset : row.words_offset + 4 * n_words].view(np.uint32)
+    coded = np.int64(0)
+    for length in lengths:
+        coded += np.int64(length) + 2 * rans.LANES
+    if coded > words.size:
+        return False
+    symbols = used.view(np.uint8)[: (row.n + 7) // 8]
+    return decode_chunks(words, lengths, tables[row.table], symbols) and bitmap_has(
+        used, row.n, row.k
+    )

@@ -1,0 +1,356 @@
+"""Buckets of small tensors: the bytes, residuals and sums are those of one tensor after another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp import PayloadError, get_codec, wire
+from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.quantizers import (
+    BFLOAT16,
+    FLOAT32,
+    LARGEST_FINITE_BITS,
+    RANGE,
+    BFloat16,
+    Float32,
+    RangeFloat,
+)
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.bucket import BucketCodec, Encoded
+from horovod_fftcomp.wire.counter_rng import RngKey
+from horovod_fftcomp.wire.positions import Layout
+
+from .contracts import CODECS, make_codec
+from .loops import each
+
+FIXED = [
+    key for key in CODECS if make_codec(key).has_fixed_size and isinstance(make_codec(key), Codec)
+]
+SHAPES = [
+    *((1,), (63,), (64,), (65,), (1000,), (4096,), (4097,), (0,), (3, 0), ()),
+    *((33, 31), (8, 16, 3, 3), (64, 64), (9, 129), (2, 30_000)),
+]
+LARGE = (200, 513)
+KERNELS = load_backend("cpu")
+# Every bit pattern is the body of some array.
+ACCEPTS_EVERY_BODY = ()
+VALUES = (
+    *("normal", "normal", "zeros", "ties", "denormal", "minus zeros", "spike", "huge", "tiny"),
+    *("nan", "inf", "frozen"),
+)
+
+
+def values_of(kind: str, n: int, rng: np.random.Generator) -> np.ndarray | None:
+    """Return a gradient of ``n`` elements; None if it is frozen."""
+    values = rng.standard_normal(n).astype(np.float32)
+    if kind in ("nan", "inf") and n:
+        values[rng.integers(n)] = np.nan if kind == "nan" else -np.inf
+    fixed = {
+        "zeros": lambda: np.zeros(n, np.float32),
+        "ties": lambda: rng.integers(-2, 3, n).astype(np.float32),
+        "denormal": lambda: np.full(n, 1e-41, np.float32),
+        "minus zeros": lambda: np.full(n, -0.0, np.float32),
+        "spike": lambda: np.eye(1, n, n // 2, dtype=np.float32)[0],
+        "huge": lambda: rng.uniform(-1e38, 1e38, n).astype(np.float32),
+        "tiny": lambda: values * np.float32(1e-37),
+        "frozen": lambda: None,
+    }
+    return fixed.get(kind, lambda: values)()
+
+
+class Bucket:
+    """A bucket's members with their offsets in a message."""
+
+    def __init__(self, key: str, shapes: list[tuple[int, ...]]) -> None:
+        self.codec = make_codec(key)
+        self.table = BucketCodec([self.codec] * len(shapes), shapes)
+        self.shapes = [shapes[number] for number in self.table.members]
+        sizes = [wire.align(self.codec.payload_nbytes(shape)) for shape in self.shapes]
+        self.offsets = np.cumsum([0, *sizes])[:-1].astype(np.int64)
+        self.nbytes = sum(sizes)
+
+    def grads(self, seed: int, kinds: tuple[str, ...] = VALUES) -> list[np.ndarray | None]:
+        rng = np.random.default_rng(seed)
+        return [
+            values_of(kinds[(seed + number) % len(kinds)], int(np.prod(shape)), rng)
+            for number, shape in enumerate(self.shapes)
+        ]
+
+    def keys(self, step: int) -> np.ndarray | None:
+        if not isinstance(self.codec, DenseCodec):
+            return None
+        keys = [self.codec.key_at(RngKey(step, str(n), 0)) for n in range(len(self.shapes))]
+        return np.array(keys, np.uint64)
+
+    def encode(self, grads, residuals, step=0, **options) -> tuple[np.ndarray, Encoded]:
+        message = np.zeros(self.nbytes, np.uint8)
+        encoded = self.table.encode(
+            grads, residuals, message, self.offsets, self.keys(step), **options
+        )
+        return message, encoded
+
+    def encode_each(self, grads, residuals, step=0, keep=True) -> tuple[np.ndarray, list]:
+        """Return what ``encode`` does, from one tensor after another."""
+        message, kept = np.zeros(self.nbytes, np.uint8), []
+        for number, (grad, residual, shape) in enumerate(
+            zip(grads, residuals, self.shapes, strict=True)
+        ):
+            frozen = grad is None
+            flat = np.zeros(int(np.prod(shape)), np.float32) if frozen else grad
+            old = None if frozen else residual
+            coeffs = self.codec.coeffs_of(flat, shape, KERNELS, old, own=keep)
+            encoded = self.codec.encode_coeffs(
+                coeffs,
+                shape,
+                kernels=KERNELS,
+                keep_residual=keep,
+                out=message[self.offsets[number] :],
+                rng_key=RngKey(step, str(number), 0),
+            )
+            kept.append(None if frozen or not keep else encoded.residual)
+        return message, kept
+
+    def sum_each(self, gathered: np.ndarray, n_ranks: int) -> list[np.ndarray]:
+        """Return the sums of the payloads, from one tensor after another."""
+        sums = []
+        for offset, shape in zip(self.offsets, self.shapes, strict=True):
+            nbytes = self.codec.payload_nbytes(shape)
+            starts = [rank * self.nbytes + offset for rank in range(n_ranks)]
+            payloads = [gathered[start : start + nbytes] for start in starts]
+            sums.append(self.codec.decode_sum(payloads).reshape(-1))
+        return sums
+
+
+def assert_same(found: list, wanted: list) -> None:
+    assert len(found) == len(wanted)
+    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert (a is None) == (b is None), number
+        if a is not None:
+            assert a.dtype == b.dtype
+            assert a.tobytes() == b.tobytes(), number
+
+
+@each("key", FIXED)
+@pytest.mark.parametrize("keep", [True, False])
+def test_payloads_and_residuals_are_those_of_one_tensor_after_another(key, keep):
+    bucket = Bucket(key, SHAPES)
+    residuals: list = [None] * len(bucket.shapes)
+    for step in range(3):
+        grads = bucket.grads(step)
+        wanted, left = bucket.encode_each(grads, residuals, step, keep)
+        message, encoded = bucket.encode(grads, residuals, step, keep=keep)
+        assert message.tobytes() == wanted.tobytes()
+        assert_same(encoded.residuals, left)
+        finite = [grad is None or np.isfinite(grad).all() for grad in grads]
+        if step == 0:
+            assert (encoded.peaks <= LARGEST_FINITE_BITS).tolist() == finite
+        residuals = left
+
+
+@each("key", FIXED)
+@each("n_ranks", [1, 3])
+def test_sums_and_scales_are_those_of_one_tensor_after_another(key, n_ranks):
+    bucket = Bucket(key, SHAPES)
+    kinds = tuple(kind for kind in VALUES if kind not in ("nan", "inf"))
+    none = [None] * len(bucket.shapes)
+    messages = [
+        bucket.encode(bucket.grads(rank, kinds), none, rank, keep=False)[0]
+        for rank in range(n_ranks)
+    ]
+    gathered = np.concatenate(messages)
+    with np.errstate(over="ignore", invalid="ignore"):
+        wanted = bucket.sum_each(gathered, n_ranks)
+        found = bucket.table.sum(gathered, n_ranks, bucket.nbytes, bucket.offsets)
+    assert_same(found.totals, wanted)
+    for number, offset in enumerate(bucket.offsets):
+        headers = [wire.read_header(message[offset:]) for message in messages]
+        assert found.scales[number].tolist() == [header.scale for header in headers]
+
+
+def test_a_table_has_small_tensors_of_fixed_size_that_are_not_sent_raw():
+    codec, raw = get_codec("topk"), get_codec("topk", density=1.0, bits=32)
+    threshold = get_codec("hard_threshold", threshold=0.1)
+    codecs = [codec, raw, threshold, codec, get_codec("strom"), codec, codec]
+    shapes = [(64, 64), (64, 64), (64, 64), LARGE, (64, 64), (0,), (5000,)]
+    assert codec.plan((0,)).layout is Layout.RAW
+    table = BucketCodec(codecs, shapes)
+    assert table.members == [0, 6]
+    parts = threads.ranges(-(-200 * 513 // 4096), 8)
+    assert len(parts) == min(3, threads.get_num_threads())
+    assert BucketCodec([], []).members == []
+    assert BucketCodec([raw], [(64, 64)]).members == []
+
+
+def test_codecs_of_different_kinds_share_a_bucket():
+    keys = [key for key in FIXED if make_codec(key).plan((40, 50)).layout is not Layout.RAW]
+    codecs = [make_codec(key) for key in keys]
+    table = BucketCodec(codecs, [(40, 50)] * len(codecs))
+    assert sorted(table.members) == list(range(len(codecs)))
+    rng = np.random.default_rng(0)
+    grads = [rng.standard_normal(2000).astype(np.float32) for _ in codecs]
+    own = [codecs[number] for number in table.members]
+    sizes = [wire.align(codec.payload_nbytes((40, 50))) for codec in own]
+    offsets = np.cumsum([0, *sizes])[:-1]
+    message = np.zeros(sum(sizes), np.uint8)
+    ours = [grads[number] for number in table.members]
+    numbers = [codec.key_at(RngKey()) if isinstance(codec, DenseCodec) else 0 for codec in own]
+    table.encode(ours, [None] * len(own), message, offsets, np.array(numbers, np.uint64))
+    sums = table.sum(message, 1, message.size, offsets).totals
+    for codec, grad, offset, total in zip(own, ours, offsets, sums, strict=True):
+        wanted = codec.encode(grad.reshape(40, 50))
+        assert message[offset : offset + wanted.size].tobytes() == wanted.tobytes()
+        assert total.tobytes() == codec.decode_sum([wanted]).tobytes()
+
+
+@each("key", ["topk", "fft-10-bits", "dct-16-bits"])
+def test_many_threads_compute_what_one_does(key):
+    bucket = Bucket(key, [(64, 64), (100,), (5000,), (2, 30_000), (256,)] * 8)
+    grads, none = bucket.grads(0, ("normal", "ties")), [None] * len(bucket.shapes)
+    before = threads.get_num_threads()
+    results = []
+    try:
+        for count in (1, 3):
+            threads.set_num_threads(count)
+            message, encoded = bucket.encode(grads, none)
+            sums = bucket.table.sum(message, 1, bucket.nbytes, bucket.offsets).totals
+            results.append((message.tobytes(), encoded.residuals, sums))
+    finally:
+        threads.set_num_threads(before)
+    assert results[0][0] == results[1][0]
+    for one, many in zip(results[0][1:], results[1][1:], strict=True):
+        assert_same(many, one)
+
+
+@each("key", FIXED)
+def test_a_decayed_residual_is_that_of_the_scaled_array(key):
+    bucket = Bucket(key, SHAPES)
+    none = [None] * len(bucket.shapes)
+    _, first = bucket.encode(bucket.grads(0), none)
+    scaled = [
+        None if old is None else (old.view(np.float32) * np.float32(0.9)).view(old.dtype)
+        for old in first.residuals
+    ]
+    grads = bucket.grads(1)
+    message, encoded = bucket.encode(grads, first.residuals, decay=0.9)
+    wanted, left = bucket.encode(grads, scaled)
+    assert message.tobytes() == wanted.tobytes()
+    assert_same(encoded.residuals, left.residuals)
+
+
+@each("key", ["topk", "fft"])
+def test_a_momentum_keeps_what_was_sent(key):
+    bucket = Bucket(key, SHAPES)
+    grads, none = bucket.grads(0), [None] * len(bucket.shapes)
+    message, encoded = bucket.encode(grads, none, momentum=True)
+    assert message.tobytes() == bucket.encode(grads, none)[0].tobytes()
+    for grad, kept, shape in zip(grads, encoded.residuals, bucket.shapes, strict=True):
+        if grad is None:
+            assert kept is None
+        else:
+            wanted = bucket.codec.coeffs_of(grad, shape, KERNELS).array
+            np.testing.assert_array_equal(kept, wanted)
+
+
+@each("key", FIXED)
+def test_what_is_not_as_expected_has_no_total(key):
+    bucket = Bucket(key, [(64, 64), (8000,), (4097,)])
+    grads, none = bucket.grads(0, ("normal",)), [None] * len(bucket.shapes)
+    message, _ = bucket.encode(grads, none)
+    wanted = bucket.sum_each(message, 1)
+    rng = np.random.default_rng(5)
+    for at in range(bucket.codec.plan((8000,)).header_nbytes):
+        damaged = message.copy()
+        damaged[bucket.offsets[1] + at] ^= 1 << rng.integers(8)
+        found = bucket.table.sum(damaged, 1, bucket.nbytes, bucket.offsets).totals
+        assert found[1] is None, at
+        assert_same([found[0], found[2]], [wanted[0], wanted[2]])
+
+
+@each("key", FIXED)
+def test_a_damaged_body_has_the_total_that_the_codec_decodes_or_none(key):
+    bucket = Bucket(key, [(64, 64)])
+    message, _ = bucket.encode(bucket.grads(0, ("normal",)), [None])
+    plan, rng, rejected = bucket.codec.plan((64, 64)), np.random.default_rng(6), 0
+    for number in range(60):
+        damaged = message.copy()
+        body = damaged[plan.header_nbytes : plan.payload_nbytes]
+        if number % 2:
+            body[:] = rng.integers(0, 256, body.size)
+        else:
+            body[rng.integers(body.size)] ^= 1 << rng.integers(8)
+        with np.errstate(over="ignore", invalid="ignore"):
+            (found,) = bucket.table.sum(damaged, 1, bucket.nbytes, bucket.offsets).totals
+            try:
+                wanted = bucket.codec.decode_sum([damaged[: plan.payload_nbytes]]).reshape(-1)
+            except PayloadError:
+                wanted, rejected = None, rejected + 1
+        assert_same([found], [wanted])
+    assert rejected or key in ACCEPTS_EVERY_BODY
+
+
+def test_a_misaligned_buffer_has_the_same_sums():
+    bucket = Bucket("topk", SHAPES)
+    message, _ = bucket.encode(bucket.grads(0, ("normal",)), [None] * len(bucket.shapes))
+    shifted = np.zeros(message.size + 1, np.uint8)[1:]
+    shifted[:] = message
+    shifted.flags.writeable = False
+    found = bucket.table.sum(shifted, 1, bucket.nbytes, bucket.offsets).totals
+    assert_same(found, bucket.sum_each(message, 1))
+
+
+def test_a_buffer_of_another_size_has_no_totals():
+    bucket = Bucket("topk", SHAPES)
+    message, _ = bucket.encode(bucket.grads(0, ("normal",)), [None] * len(bucket.shapes))
+    found = bucket.table.sum(message[:-1], 1, bucket.nbytes, bucket.offsets)
+    assert found.totals == [None] * len(bucket.shapes)
+    assert found.scales.shape == (len(bucket.shapes), 1)
+
+
+def test_arrays_of_another_size_or_type_are_refused():
+    bucket = Bucket("topk", [(64, 64)])
+    grad = np.zeros(4096, np.float32)
+    for wrong in (grad[:-1], grad.astype(np.float64)):
+        with pytest.raises(ValueError, match="the gradient is float"):
+            bucket.encode([wrong], [None])
+        with pytest.raises(ValueError, match="the residual is float"):
+            bucket.encode([grad], [wrong])
+    with pytest.raises(ValueError, match="expected contiguous"):
+        bucket.encode([np.zeros(8192, np.float32)[::2]], [None])
+    for offset in (-8, 4, 16):
+        with pytest.raises(ValueError, match=f"at offset {offset} of a message of"):
+            bucket.table.encode(
+                [grad], [None], np.zeros(bucket.nbytes, np.uint8), np.array([offset])
+            )
+
+
+def test_a_read_only_gradient_is_encoded():
+    bucket = Bucket("topk", [(64, 64)])
+    grad = np.random.default_rng(0).standard_normal(4096).astype(np.float32)
+    wanted, _ = bucket.encode([grad], [None])
+    grad.flags.writeable = False
+    assert bucket.encode([grad], [None])[0].tobytes() == wanted.tobytes()
+
+
+def test_large_residuals_are_aligned_to_cache_lines():
+    bucket = Bucket("topk", [(64, 64), (1001,), (65,)] * 100)
+    grads = bucket.grads(0, ("normal",))
+    _, encoded = bucket.encode(grads, [None] * len(grads))
+    assert {kept.ctypes.data % 64 for kept in encoded.residuals} == {0}
+
+
+@each("quantizer", [RangeFloat(3), RangeFloat(8, 0), RangeFloat(10, 14), Float32(), BFloat16()])
+def test_a_compiled_coding_is_that_of_the_quantizer(quantizer):
+    from horovod_fftcomp.kernels.cpu.value_codes import fill_coding
+
+    kind = {RangeFloat: RANGE, Float32: FLOAT32, BFloat16: BFLOAT16}[type(quantizer)]
+    shift = quantizer.grid(-1.0, 1.0).shift if kind == RANGE else 0
+    rng = np.random.default_rng(0)
+    edges = [0, 1, 0x007FFFFF, 0x00800000, 0x00800001, 0x3F800000, 0x7F7F8000, LARGEST_FINITE_BITS]
+    coding = np.empty(7, np.int64)
+    for peak in [*edges, *rng.integers(LARGEST_FINITE_BITS, size=500).tolist()]:
+        fill_coding(kind, quantizer.bits, shift, peak, coding)
+        scale = float(np.uint32(peak).view(np.float32))
+        assert tuple(coding.tolist()) == quantizer.coding(scale), hex(peak)
