@@ -75,14 +75,14 @@ class Encoded(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """Sums of payloads, flat float32; ``payloads``: those of rank 0, then of rank 1, and so on.
+    """Sums of payloads, flat float32.
 
-    A device does not read them: None.
+    ``payloads``: returns those of rank 0, then of rank 1, and so on; None on a device.
     """
 
     sums: list[Any]
     flags: Flags
-    payloads: list[tuple[Header, Array]] | None = None
+    payloads: Callable[[], list[tuple[Header, Array]]] | None = None
 
 
 class Coder(Protocol):

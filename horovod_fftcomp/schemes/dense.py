@@ -42,9 +42,11 @@ class Dense(Scheme):
         del state
         ops, numels, halves = context.ops, numels_of(tensors), self.dtype == "float16"
         values = ops.join(grads, numels)
-        message = ops.to_half(values, *half_limits(context)) if halves else values
-        reduced = yield Round("allreduce", message)
-        reduced = ops.from_half(reduced) if halves else reduced
+        if halves:
+            values = ops.to_half(values, *half_limits(context))
+        reduced = yield Round("allreduce", values)
+        if halves:
+            reduced = ops.from_half(reduced)
         return Outcome(split(reduced, numels), {}, ops.flags_of(reduced))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:

@@ -70,9 +70,10 @@ class HardThreshold(Scheme):
             context, grads, state = on_the_host(context, grads, state)
         feedback = Feedback(self.error_feedback)
         found = yield from gather(codecs, tensors, grads, state, context, feedback)
-        outcome, payloads = found.outcome, found.summed.payloads
+        outcome, read = found.outcome, found.summed.payloads
+        payloads = read() if read and any(codec.has_fixed_size for codec in codecs) else []
         for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True)):
-            if codec.has_fixed_size and outcome.flags.finite and payloads is not None:
+            if codec.has_fixed_size and outcome.flags.finite:
                 seen = [_level(codec, *payload) for payload in payloads[number :: len(tensors)]]
                 levels[tensor.name] = self._with(levels.get(tensor.name), float(np.mean(seen)))
         if self.threshold is None:

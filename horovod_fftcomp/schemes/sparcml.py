@@ -18,7 +18,7 @@ from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.host.payloads import joined, part_of, summed
-from horovod_fftcomp.kernels.ops import Feedback
+from horovod_fftcomp.kernels.ops import Feedback, Flags
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -156,10 +156,10 @@ class SparCml(Scheme):
                 )
             arrived = merge_all(np.split(arrived, context.world_size), fold)
         writers = [_codec_of(codec, header) for header, _ in wire.split_payloads(arrived)]
-        sums, flags, _ = summed(writers, tensors, arrived, 1)
+        sums, _, finite = summed(writers, tensors, arrived, 1)
         kept = merged(tensors, grads, state.get("residual", {}), encoded.residuals)
         new_state = {"residual": kept} if self.error_feedback else {}
-        return Outcome(sums, new_state, flags, measured_by(tensors, encoded))
+        return Outcome(sums, new_state, Flags(finite), measured_by(tensors, encoded))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

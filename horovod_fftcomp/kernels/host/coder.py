@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import threading
@@ -10,13 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import check_state
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.dense_methods import ordered_sum
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import cpu
+from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
+from horovod_fftcomp.kernels.cpu.buffer_pool import zeros
 from horovod_fftcomp.kernels.host.common import energy_of
-from horovod_fftcomp.kernels.host.payloads import joined, outputs_for, summed
-from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Momentum, Summed
+from horovod_fftcomp.kernels.host.payloads import Sums, joined, sum_of, summed
+from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Momentum, Summed
 from horovod_fftcomp.types import Array, Coefficients, Tensor
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.counter_rng import RngKey
@@ -24,6 +29,7 @@ from horovod_fftcomp.wire.positions import Layout
 
 Squares = tuple[float, float, float]
 _MOST_CODERS = 1024
+_OVERFLOWS = 2.0**127  # see ``may_overflow`` of the codecs
 
 
 class _One(NamedTuple):
@@ -36,10 +42,30 @@ class _One(NamedTuple):
 
 
 class HostCoder:
-    """See ``Coder``. Several threads may use one."""
+    """See ``Coder``. Several threads may use one.
+
+    Small tensors with payloads of fixed size are encoded and summed by one call, see
+    ``BucketCodec``; the others by a call each.
+    """
 
     def __init__(self, codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], n_ranks: int) -> None:
         self._codecs, self._tensors, self._n_ranks = codecs, tensors, n_ranks
+        self._is_fixed = all(codec.has_fixed_size for codec in codecs)
+        self._slices: list[slice] = []  # of the payloads in a message, if sizes are fixed
+        if not self._is_fixed:
+            return
+        shapes = [tensor.shape for tensor in tensors]
+        sizes = [codec.payload_nbytes(shape) for codec, shape in zip(codecs, shapes, strict=True)]
+        ends = list(itertools.accumulate(map(wire.align, sizes), initial=0))
+        self._message_nbytes = ends[-1]
+        self._slices = [slice(a, a + size) for a, size in zip(ends[:-1], sizes, strict=True)]
+        self._small = BucketCodec(codecs, shapes)
+        self._members = self._small.members
+        among = set(self._members)
+        self._large = [number for number in range(len(tensors)) if number not in among]
+        self._offsets = np.array([ends[number] for number in self._members], np.int64)
+        self._gains = np.array([codecs[n].transform.gain for n in self._members], np.float64)
+        self._draws = any(isinstance(codecs[number], DenseCodec) for number in self._members)
 
     def encode(
         self,
@@ -50,25 +76,56 @@ class HostCoder:
         measure: bool,
     ) -> Encoded:
         """See ``Coder.encode``."""
-        message, outs = outputs_for(self._codecs, self._tensors)
-        step, rank = at
-        done = [
-            self._encode(
-                number, grad, state, out, RngKey(step, tensor.name, rank), feedback, measure
-            )
-            for number, (tensor, grad, out) in enumerate(
-                zip(self._tensors, grads, outs, strict=True)
-            )
-        ]
+        done: dict[int, _One] = {}
+        message = zeros(self._message_nbytes, np.uint8) if self._is_fixed else None
+        numbers: Sequence[int] = range(len(self._tensors))
+        if message is not None and self._members and feedback.momentum is None and not measure:
+            done, numbers = self._encode_small(message, grads, state, at, feedback), self._large
+        for number in numbers:
+            out = None if message is None else message[self._slices[number]]
+            done[number] = self._encode(number, grads[number], state, out, at, feedback, measure)
+        ones = [done[number] for number in range(len(self._tensors))]
         if message is None:
-            message = joined([one.payload for one in done])
-        squares = {n: one.squares for n, one in enumerate(done) if one.squares is not None}
+            message = joined([one.payload for one in ones])
+        squares = {n: one.squares for n, one in done.items() if one.squares is not None}
         return Encoded(
             message,
-            [one.residual for one in done],
-            [one.velocity for one in done],
+            [one.residual for one in ones],
+            [one.velocity for one in ones],
             (lambda: squares) if measure else None,
         )
+
+    def _encode_small(
+        self,
+        message: Array,
+        grads: Sequence[Array | None],
+        state: Mapping[str, Mapping[str, Array]],
+        at: tuple[int, int],
+        feedback: Feedback,
+    ) -> dict[int, _One]:
+        """Encode all small tensors into ``message``; return their new states by number."""
+        old, tensors, keys = state.get("residual", {}), self._tensors, None
+        if self._draws:
+            step, rank = at
+            drawn = (self._key(number, RngKey(step, tensors[number].name, rank))
+                     for number in self._members)  # fmt: skip
+            keys = np.fromiter(drawn, np.uint64, len(self._members))
+        encoded = self._small.encode(
+            [grads[number] for number in self._members],
+            [old.get(tensors[number].name) for number in self._members],
+            message,
+            self._offsets,
+            keys,
+            feedback.keep,
+            feedback.decay,
+            feedback.keeps_sent,
+        )
+        pairs = zip(self._members, encoded.residuals, strict=True)
+        return {number: _One(message, residual) for number, residual in pairs}
+
+    def _key(self, number: int, rng_key: RngKey) -> int:
+        codec = self._codecs[number]
+        return codec.key_at(rng_key) if isinstance(codec, DenseCodec) else 0
 
     def _encode(
         self,
@@ -76,12 +133,13 @@ class HostCoder:
         grad: Array | None,
         state: Mapping[str, Mapping[str, Array]],
         out: Array | None,
-        rng_key: RngKey,
+        at: tuple[int, int],
         feedback: Feedback,
         measure: bool,
     ) -> _One:
         """Encode one tensor, into ``out`` if given."""
         codec, tensor = self._codecs[number], self._tensors[number]
+        rng_key = RngKey(at[0], tensor.name, at[1])
         residual = state.get("residual", {}).get(tensor.name)
         velocity = state.get("velocity", {}).get(tensor.name)
         keep, moved = feedback.keep or measure, None
@@ -112,14 +170,38 @@ class HostCoder:
 
     def decode_sum(self, gathered: Array, sign: bool | str) -> Summed:
         """See ``Coder.decode_sum``."""
-        found = summed(self._codecs, self._tensors, gathered, self._n_ranks)
-        if sign:
-            assert found.payloads is not None
-            for number, total in enumerate(found.sums):
-                votes = found.payloads[number :: len(found.sums)]
-                voted = sign == "vote" and any(header.scale for header, _ in votes)
-                cpu.majority_sign(total, self._n_ranks, self._n_ranks if voted else 0)
-        return found
+        found = None
+        if self._is_fixed and self._members:
+            found = self._fixed_sums(gathered)
+        if found is None:  # sizes vary, or a payload is not finite or corrupt
+            sums, scales, finite = summed(self._codecs, self._tensors, gathered, self._n_ranks)
+        else:
+            sums, scales, finite = found
+        for total, votes in zip(sums, scales, strict=True) if sign else ():
+            voted = sign == "vote" and any(votes)
+            cpu.majority_sign(total, self._n_ranks, self._n_ranks if voted else 0)
+        return Summed(sums, Flags(finite), lambda: list(wire.split_payloads(gathered)))
+
+    def _fixed_sums(self, gathered: Array) -> Sums | None:
+        """Return the sums of payloads that are all finite and as long as expected, else None."""
+        small = self._small.sum(gathered, self._n_ranks, self._message_nbytes, self._offsets)
+        totals = [total for total in small.totals if total is not None]
+        if len(totals) < len(self._members):
+            return None
+        sums = dict(zip(self._members, totals, strict=True))
+        scales = dict(zip(self._members, small.scales.tolist(), strict=True))
+        high = small.scales.sum(1, np.float64) * self._gains > _OVERFLOWS
+        finite = all(np.isfinite(totals[place]).all() for place in np.flatnonzero(high))
+        begins = range(0, gathered.size, self._message_nbytes)
+        for number in self._large:
+            here = self._slices[number]
+            payloads = [gathered[b + here.start : b + here.stop] for b in begins]
+            headers = [wire.read_header(payload) for payload in payloads]
+            one = sum_of(self._codecs[number], self._tensors[number], payloads, headers)
+            sums[number], scales[number] = one.total, one.scales
+            finite = finite and one.finite
+        order = range(len(self._tensors))
+        return Sums([sums[n] for n in order], [scales[n] for n in order], bool(finite))
 
 
 def _energy(codec: AnyCodec, tensor: Tensor, coeffs: Array) -> float:

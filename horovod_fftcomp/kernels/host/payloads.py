@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.base import aligned
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.kernels.ops import AnyCodec, Flags, Summed
+from horovod_fftcomp.kernels.ops import AnyCodec
 from horovod_fftcomp.types import Array, Body, Tensor
 from horovod_fftcomp.wire.header import Header
 
@@ -42,26 +43,51 @@ def joined(payloads: Sequence[Array]) -> Array:
     return message
 
 
+class Sum(NamedTuple):
+    """Sum of a tensor's payloads, flat float32, their scales, and whether all is finite."""
+
+    total: Array
+    scales: Sequence[float]
+    finite: bool
+
+
+class Sums(NamedTuple):
+    """The same of all tensors of a bucket; ``finite``: of all."""
+
+    totals: list[Array]
+    scales: list[Sequence[float]]
+    finite: bool
+
+
+def sum_of(
+    codec: AnyCodec, tensor: Tensor, payloads: Sequence[Array], headers: Sequence[Header]
+) -> Sum:
+    """Decode a tensor's payloads, one of each rank, and sum them; PayloadError if corrupt."""
+    try:
+        total = codec.decode_sum(payloads, headers=headers).reshape(-1)
+    except PayloadError as error:
+        raise PayloadError(f"tensor {tensor.name!r}: {error} (payload = rank)") from error
+    finite = all(header.finite for header in headers)
+    if finite and codec.may_overflow(headers):
+        finite = bool(np.isfinite(total).all())
+    return Sum(total, [header.scale for header in headers], finite)
+
+
 def summed(
     codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], gathered: Array, world_size: int
-) -> Summed:
+) -> Sums:
     """Decode all ranks' messages and sum them; PayloadError if they are not of these codecs."""
     payloads = list(wire.split_payloads(gathered))
     expected = world_size * len(tensors)
     if len(payloads) != expected:
         raise PayloadError(f"{len(payloads)} payloads arrived, {expected} were expected")
-    finite = all(header.finite for header, _ in payloads)
-    sums = []
-    for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True)):
-        headers, bodies = zip(*payloads[number :: len(tensors)], strict=True)
-        try:
-            total = codec.decode_sum(bodies, headers=headers).reshape(-1)
-        except PayloadError as error:
-            raise PayloadError(f"tensor {tensor.name!r}: {error} (payload = rank)") from error
-        if finite and codec.may_overflow(headers):
-            finite = bool(np.isfinite(total).all())
-        sums.append(total)
-    return Summed(sums, Flags(finite), payloads)
+    sums = [
+        sum_of(codec, tensor, bodies, headers)
+        for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True))
+        for headers, bodies in [tuple(zip(*payloads[number :: len(tensors)], strict=True))]
+    ]
+    finite = all(one.finite for one in sums)
+    return Sums([one.total for one in sums], [one.scales for one in sums], finite)
 
 
 def part_of(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Body | None:
