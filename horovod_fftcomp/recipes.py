@@ -11,17 +11,15 @@ from typing import Any, Literal
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.adaptive_methods import AdaComp, Chooser, Strom, Wangni
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.dense_methods import (
-    QSGD,
-    DoReFa,
-    EliasQSGD,
-    Method,
-    Natural,
-    OneBit,
-    ScaledSign,
-    Sign,
-    TernGrad,
-)
+from horovod_fftcomp.codec.methods.base import Method
+from horovod_fftcomp.codec.methods.dorefa import DoReFa
+from horovod_fftcomp.codec.methods.elias_qsgd import EliasQSGD
+from horovod_fftcomp.codec.methods.natural import Natural
+from horovod_fftcomp.codec.methods.onebit import OneBit
+from horovod_fftcomp.codec.methods.qsgd import QSGD
+from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
+from horovod_fftcomp.codec.methods.sign import Sign
+from horovod_fftcomp.codec.methods.terngrad import TernGrad
 from horovod_fftcomp.codec.quantizers import BFloat16, Float32, Quantizer, RangeFloat
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK, TopK

@@ -14,7 +14,10 @@ from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.adaptive_methods import AdaComp, Strom
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.dense_methods import QSGD, DoReFa, Natural, Sign
+from horovod_fftcomp.codec.methods.dorefa import DoReFa
+from horovod_fftcomp.codec.methods.natural import Natural
+from horovod_fftcomp.codec.methods.qsgd import QSGD
+from horovod_fftcomp.codec.methods.sign import Sign
 from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.recipes import RECIPES

@@ -12,7 +12,9 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import Encoded, PayloadCodec, aligned
-from horovod_fftcomp.codec.dense_methods import EliasQSGD, Method, SignMethod
+from horovod_fftcomp.codec.methods.base import Method
+from horovod_fftcomp.codec.methods.elias_qsgd import EliasQSGD
+from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError

@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec import adaptive_methods, dense_methods
+from horovod_fftcomp.codec import adaptive_methods
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.base import PayloadCodec
 from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.methods.dorefa import DoReFa
+from horovod_fftcomp.codec.methods.natural import Natural
+from horovod_fftcomp.codec.methods.onebit import OneBit
+from horovod_fftcomp.codec.methods.qsgd import QSGD
+from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
+from horovod_fftcomp.codec.methods.sign import Sign
+from horovod_fftcomp.codec.methods.terngrad import TernGrad
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device, on_device, on_host
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
@@ -31,9 +38,9 @@ if TYPE_CHECKING:
     from horovod_fftcomp.schemes.momentum import MomentumCorrection
 
 
-_DRAWN = (dense_methods.QSGD, dense_methods.TernGrad, dense_methods.DoReFa, dense_methods.Natural)
+_DRAWN = (QSGD, TernGrad, DoReFa, Natural)
 _CHOOSERS = (adaptive_methods.Strom, adaptive_methods.AdaComp, adaptive_methods.Wangni)
-_OF_SIGNS = (dense_methods.OneBit, dense_methods.ScaledSign, dense_methods.Sign)
+_OF_SIGNS = (OneBit, ScaledSign, Sign)
 
 
 def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = False) -> bool:

@@ -11,7 +11,7 @@ from horovod_fftcomp import Codec, PayloadError
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.dense_methods import EliasQSGD
+from horovod_fftcomp.codec.methods.elias_qsgd import EliasQSGD
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32, RangeFloat
 from horovod_fftcomp.codec.sparsifiers import RandomK, TopK
 from horovod_fftcomp.codec.transforms import BLOCK_LENGTHS, BlockDCT, BlockFFT, Identity

@@ -8,17 +8,15 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.dense_methods import (
-    QSGD,
-    DoReFa,
-    EliasQSGD,
-    Method,
-    Natural,
-    OneBit,
-    ScaledSign,
-    Sign,
-    TernGrad,
-)
+from horovod_fftcomp.codec.methods.base import Method
+from horovod_fftcomp.codec.methods.dorefa import DoReFa
+from horovod_fftcomp.codec.methods.elias_qsgd import EliasQSGD
+from horovod_fftcomp.codec.methods.natural import Natural
+from horovod_fftcomp.codec.methods.onebit import OneBit
+from horovod_fftcomp.codec.methods.qsgd import QSGD
+from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
+from horovod_fftcomp.codec.methods.sign import Sign
+from horovod_fftcomp.codec.methods.terngrad import TernGrad
 from horovod_fftcomp.kernels.cuda import Device, structs
 from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, Group
 from horovod_fftcomp.kernels.cuda.tile_group import TileGroup

@@ -1,0 +1,64 @@
+"""TernGrad: stochastic rounding to -s, 0 and s."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_fftcomp.codec.methods.base import NOT_FINITE, Sent, array_of, float_of
+from horovod_fftcomp.codec.methods.levels import OneScale
+from horovod_fftcomp.codec.methods.sums import ordered_sum
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.types import Array, Kernels, Shape
+from horovod_fftcomp.wire.radix import GIVEN, Levels
+
+_ROUNDING = 1e-12  # of the mean square: a smaller variance may be a rounding error of float64
+
+
+@dataclass(frozen=True)
+class TernGrad(OneScale):
+    """Stochastic rounding to -s, 0 and s, s the largest magnitude after clipping (Wen et al. 2017).
+
+    Values are first clipped to ``clip`` standard deviations of the tensor around 0; 0: never.
+    ``C(x) = s sign(x) b``, b = 1 with probability |x| / s: unbiased for the clipped values.
+    ``packing`` "base3": 20 values in 32 bits; "bits": 16.
+    """
+
+    spec_name = "TernGrad"
+    clip: float = 2.5
+    packing: str = "base3"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.clip < math.inf:
+            raise ValueError(f"clip must be 0 (never) or more, got {self.clip!r}; 2.5 is usual")
+        object.__setattr__(self, "clip", float(self.clip))
+        if self.packing not in ("base3", "bits"):
+            raise ValueError(f"packing must be one of base3, bits; got {self.packing!r}")
+
+    def grid(self) -> Levels:
+        """Return the quantization grid: -1, 0 and 1 times the scale."""
+        return Levels(2, 3 if self.packing == "base3" else 4, GIVEN, 0)
+
+    def encode(
+        self, values: Array, shape: Shape, body: Array, key: int, kernels: Kernels, keep: bool
+    ) -> Sent:
+        """Encode as ternary digits; see ``Method``."""
+        del shape
+        if self.clip:
+            peak, sums, squares = kernels.moments(values)
+        else:
+            peak = kernels.max_abs_bits(values)
+        if peak > LARGEST_FINITE_BITS:
+            return NOT_FINITE
+        scale = float_of(peak)
+        if self.clip:
+            mean, square = ordered_sum(sums) / values.size, ordered_sum(squares) / values.size
+            variance = square - mean * mean
+            deviation = math.sqrt(variance) if variance > _ROUNDING * square else 0.0
+            # Values that are all equal have no deviation and are not clipped.
+            if deviation > 0:
+                scale = float(np.float32(min(self.clip * deviation, scale))) or scale
+        kernels.encode_levels(values, self.grid(), array_of(scale), body.view(np.uint32), key, keep)
+        return Sent(True, scale)
