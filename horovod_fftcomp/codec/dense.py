@@ -12,7 +12,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import Encoded, PayloadCodec, aligned
-from horovod_fftcomp.codec.methods.base import Method
+from horovod_fftcomp.codec.methods.base import Encoding, Method
 from horovod_fftcomp.codec.methods.elias_qsgd import EliasQSGD
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
@@ -133,17 +133,14 @@ class DenseCodec(PayloadCodec):
         is_raw = plan.layout is Layout.RAW
         if is_raw:
             peak = kernels.max_abs_bits(array)
-            finite, scale = peak <= LARGEST_FINITE_BITS, float(np.uint32(peak).view(np.float32))
+            scale = float(np.uint32(peak).view(np.float32)) if peak <= LARGEST_FINITE_BITS else None
             body[:] = array.view(np.uint8)
         elif peak > LARGEST_FINITE_BITS:
-            finite = False
-        elif isinstance(self.method, SignMethod) and coeffs.signs is not None:
-            finite, scale = self.method.encode_signs(
-                array, coeffs.signs, shape, body, kernels, keep_residual
-            )
+            scale = None
         else:
-            finite, scale = self.method.encode(array, shape, body, key, kernels, keep_residual)
-        if not finite:
+            how = Encoding(shape, key, kernels, keep_residual, coeffs.signs)
+            scale = self.method.encode(array, body, how)
+        if scale is None:
             body[:] = 0
             wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
             return Encoded(payload, None)
@@ -168,7 +165,9 @@ class DenseCodec(PayloadCodec):
         array, finite, scale = coeffs.array, coeffs.peak <= LARGEST_FINITE_BITS, 0.0
         body = np.zeros(method.body_nbytes(shape), np.uint8)
         if finite and array.size:
-            finite, scale = method.encode(array, shape, body, key, kernels, keep_residual)
+            how = Encoding(shape, key, kernels, keep_residual)
+            found = method.encode(array, body, how)
+            finite, scale = found is not None, found or 0.0
         sent = method.packed(body, shape, kernels) if finite and array.size else body[:0]
         plan = self.plan(shape, sent.size // 4)
         if plan.layout is Layout.RAW:

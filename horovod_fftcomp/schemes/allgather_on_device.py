@@ -12,17 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec import adaptive_methods
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.base import PayloadCodec
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.methods.dorefa import DoReFa
-from horovod_fftcomp.codec.methods.natural import Natural
-from horovod_fftcomp.codec.methods.onebit import OneBit
-from horovod_fftcomp.codec.methods.qsgd import QSGD
-from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
-from horovod_fftcomp.codec.methods.sign import Sign
-from horovod_fftcomp.codec.methods.terngrad import TernGrad
+from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device, on_device, on_host
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, OnDevice, Outcome, Round, Tensor
@@ -38,11 +31,6 @@ if TYPE_CHECKING:
     from horovod_fftcomp.schemes.momentum import MomentumCorrection
 
 
-_DRAWN = (QSGD, TernGrad, DoReFa, Natural)
-_CHOOSERS = (adaptive_methods.Strom, adaptive_methods.AdaComp, adaptive_methods.Wangni)
-_OF_SIGNS = (OneBit, ScaledSign, Sign)
-
-
 def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = False) -> bool:
     """Return whether a GPU can encode and sum these tensors' payloads; the same on all ranks.
 
@@ -50,11 +38,10 @@ def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = Fals
     accepted. A tensor whose payload is its raw values may have a residual from an earlier density,
     which is sent with it: the host does that.
     """
-    known = (
-        _OF_SIGNS if of_signs else (*_DRAWN, *_CHOOSERS, *_OF_SIGNS)
-    )  # exact types, no subclasses
-    is_known = isinstance(codec, (DenseCodec, AdaptiveCodec)) and type(codec.method) in known
-    if not is_known and (of_signs or not isinstance(codec, Codec)):
+    if isinstance(codec, (DenseCodec, AdaptiveCodec)):
+        if codec.method.cuda is None or (of_signs and not isinstance(codec.method, SignMethod)):
+            return False
+    elif of_signs or not isinstance(codec, Codec):
         return False
     if not codec.has_fixed_size:
         return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
@@ -148,7 +135,7 @@ def _keys(
         codec.key_at(RngKey(context.step, tensor.name, context.rank))
         for codec, tensor in zip(codecs, tensors, strict=True)
         if isinstance(codec, AdaptiveCodec)
-        or (isinstance(codec, DenseCodec) and isinstance(codec.method, _DRAWN))
+        or (isinstance(codec, DenseCodec) and codec.method.draws)
     ]
     return keys or None
 

@@ -11,7 +11,6 @@ from horovod_fftcomp import Codec, PayloadError
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.methods.elias_qsgd import EliasQSGD
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32, RangeFloat
 from horovod_fftcomp.codec.sparsifiers import RandomK, TopK
 from horovod_fftcomp.codec.transforms import BLOCK_LENGTHS, BlockDCT, BlockFFT, Identity
@@ -31,7 +30,7 @@ from tests.loops import each
 SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
 KEYS = [key for key, (recipe, _) in CODECS.items() if recipe not in HOST_ONLY]
 ELEMENTS = [key for key in KEYS if isinstance(make_codec(key), DenseCodec)]
-ELEMENTS = [key for key in ELEMENTS if not isinstance(make_codec(key).method, EliasQSGD)]
+ELEMENTS = [key for key in ELEMENTS if make_codec(key).method.cuda is not None]
 SPARSE = [key for key in KEYS if isinstance(make_codec(key), (AdaptiveCodec, Codec))]
 CHOSEN = [key for key in KEYS if isinstance(make_codec(key), AdaptiveCodec)]
 SERVED = SPARSE + ELEMENTS

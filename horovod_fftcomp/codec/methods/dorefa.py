@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import NOT_FINITE, Sent, array_of, float_of
 from horovod_fftcomp.codec.methods.levels import OneScale
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, is_whole
-from horovod_fftcomp.types import Array, Kernels, Shape
+from horovod_fftcomp.codec.quantizers import is_whole
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GIVEN, Levels
 
 
@@ -21,6 +20,7 @@ class DoReFa(OneScale):
     """
 
     spec_name = "DoReFa"
+    unbiased = True
     bits: int = 4
 
     def __post_init__(self) -> None:
@@ -31,14 +31,16 @@ class DoReFa(OneScale):
         """Return the quantization grid, which does not contain 0."""
         return Levels((1 << self.bits) - 1, 1 << self.bits, GIVEN, 0)
 
-    def encode(
-        self, values: Array, shape: Shape, body: Array, key: int, kernels: Kernels, keep: bool
-    ) -> Sent:
-        """Encode as indices of grid points; see ``Method``."""
-        del shape
-        peak = kernels.max_abs_bits(values)
-        if peak > LARGEST_FINITE_BITS:
-            return NOT_FINITE
-        scale = float_of(peak)
-        kernels.encode_levels(values, self.grid(), array_of(scale), body.view(np.uint32), key, keep)
-        return Sent(True, scale)
+    @property
+    def contraction(self) -> bool:
+        """Whether rounding adds less variance than normally distributed gradients have.
+
+        It adds step^2 / 4 at most; here the scale is six standard deviations.
+        """
+        return 6 < (1 << self.bits) - 1
+
+    def decoded_range(self, values: Array) -> tuple[Array, Array]:
+        """Return the values and, to either side, a step of the grid; see ``Method``."""
+        low, high = super().decoded_range(values)
+        step = 2 * high / ((1 << self.bits) - 1)
+        return np.maximum(low, values - step), np.minimum(high, values + step)

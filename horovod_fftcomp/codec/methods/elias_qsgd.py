@@ -20,6 +20,7 @@ class EliasQSGD(QSGD):
     """
 
     spec_name = "EliasQSGD"
+    cuda = None
 
     def packed(self, body: Array, shape: Shape, kernels: Kernels) -> Array:
         """Return ``body`` as ``encode`` wrote it, with its levels in the gamma code, uint8."""

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import array_of
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method, float_of, kernel_of
 from horovod_fftcomp.codec.methods.sums import lane_sums, peak_bits
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.types import Array, Kernels, Shape
@@ -18,21 +18,50 @@ _LARGEST = np.finfo(np.float32).max
 _LEAST_NORMAL = np.float32(2.0**-126)
 
 
-class OneScale(abc.ABC):
-    """Base class of methods with one scale for the whole tensor, which is in the header."""
+class OneScale(Method):
+    """Base class of methods with one scale for the whole tensor, which is in the header.
+
+    The scale is the largest magnitude, unless ``scale_of`` says otherwise.
+    """
+
+    draws = True
+    clip = 0.0
 
     @abc.abstractmethod
     def grid(self) -> Levels:
         """Return the quantization grid."""
 
+    @property
+    def cuda(self) -> CudaMethod | None:
+        """Description for the CUDA kernels, which compute the scale as ``scale_of`` does."""
+        return CudaMethod("clipped", self.grid(), self.clip)
+
     def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the packed levels."""
         return 4 * count_words(math.prod(shape), self.grid().radix)
 
+    def scale_of(self, values: Array, kernels: Kernels) -> tuple[int, float]:
+        """Return (bits of the largest magnitude, scale if that is finite)."""
+        peak = kernels.max_abs_bits(values)
+        return peak, float_of(peak)
+
+    def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
+        """Encode as levels; see ``Method``."""
+        peak, scale = self.scale_of(values, how.kernels)
+        if peak > LARGEST_FINITE_BITS:
+            return None
+        encode = kernel_of(how.kernels, encode_levels)
+        encode(values, self.grid(), _array(scale), body.view(np.uint32), how.key, how.keep)
+        return scale
+
     def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add the scale times levels; see ``Method``."""
         del shape
-        kernels.add_levels(total, body.view(np.uint32), array_of(scale), self.grid())
+        kernel_of(kernels, add_levels)(total, body.view(np.uint32), _array(scale), self.grid())
+
+
+def _array(scale: float) -> Array:
+    return np.array([scale], np.float32)
 
 
 def bucket_scales(values: Array, norm: int, bucket: int) -> Array:

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import NOT_FINITE, Sent, float_of
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method, float_of, kernel_of
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.types import Array, Kernels, Shape
 from horovod_fftcomp.wire.counter_rng import random_words
-from horovod_fftcomp.wire.radix import count_words, pack_words, unpack_words
+from horovod_fftcomp.wire.radix import GIVEN, Levels, count_words, pack_words, unpack_words
 
 _POWER_OF_TWO_ABOVE = 0x7FFFFF
 
 
 @dataclass(frozen=True)
-class Natural:
+class Natural(Method):
     """Stochastic rounding to powers of two, 8 bits (Horvath et al. 2019).
 
     |x| = 2^e (1 + m) becomes 2^(e+1) with probability m, else 2^e. There are 127 powers; the
@@ -26,22 +26,26 @@ class Natural:
     """
 
     spec_name = "Natural"
+    draws = unbiased = contraction = True
+    cuda = CudaMethod("octaves", Levels(254, 255, GIVEN, 0))
+
+    def decoded_range(self, values: Array) -> tuple[Array, Array]:
+        """Return numbers between 0 and twice each value; see ``Method``."""
+        return np.minimum(0, 2 * values), np.maximum(0, 2 * values)
 
     def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the packed codes, four in each word."""
         return 4 * count_words(math.prod(shape), 255)
 
-    def encode(
-        self, values: Array, shape: Shape, body: Array, key: int, kernels: Kernels, keep: bool
-    ) -> Sent:
+    def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
         """Encode as signs and exponents; see ``Method``."""
-        del shape
-        peak = kernels.max_abs_bits(values)
+        peak = how.kernels.max_abs_bits(values)
         if peak > LARGEST_FINITE_BITS:
-            return NOT_FINITE
+            return None
         top = max(1, min(peak + _POWER_OF_TWO_ABOVE >> 23, 254))
-        kernels.encode_octaves(values, body.view(np.uint32), top, key, keep)
-        return Sent(True, float_of(top << 23))
+        encode = kernel_of(how.kernels, encode_octaves)
+        encode(values, body.view(np.uint32), top, how.key, how.keep)
+        return float_of(top << 23)
 
     def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add powers of two; see ``Method``."""
@@ -49,7 +53,7 @@ class Natural:
         pattern = int(np.float32(scale).view(np.uint32))
         if pattern & _POWER_OF_TWO_ABOVE or not pattern:
             raise ValueError(f"the scale is {scale}, expected a power of two")
-        kernels.add_octaves(total, body.view(np.uint32), pattern >> 23)
+        kernel_of(kernels, add_octaves)(total, body.view(np.uint32), pattern >> 23)
 
 
 def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import NOT_FINITE, Sent, checked_scales
-from horovod_fftcomp.codec.methods.signs import SignMethod
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, checked_scales, kernel_of
+from horovod_fftcomp.codec.methods.signs import SignMethod, subtract_signs
 from horovod_fftcomp.codec.methods.sums import sums_of_rows
 from horovod_fftcomp.types import Array, Kernels, Shape, Signs
 from horovod_fftcomp.wire.radix import count_words
@@ -23,6 +23,8 @@ class OneBit(SignMethod):
     """
 
     spec_name = "OneBit"
+    error_feedback = contraction = True
+    cuda = CudaMethod("means")
     group: str = "tensor"
 
     def __post_init__(self) -> None:
@@ -43,22 +45,14 @@ class OneBit(SignMethod):
         """Return the size of the body: two means of each row, then the packed signs."""
         return 8 * self.rows(shape) + 4 * count_words(math.prod(shape), 2)
 
-    def encode_signs(
-        self,
-        values: Array,
-        signs: Signs,
-        shape: Shape,
-        body: Array,
-        kernels: Kernels,
-        keep: bool,
-    ) -> Sent:
+    def encode_signs(self, values: Array, signs: Signs, body: Array, how: Encoding) -> float | None:
         """Encode as means and signs; see ``SignMethod``."""
         words, sums, counts = signs
-        length, rows = self.row_length(shape), self.rows(shape)
+        length, rows = self.row_length(how.shape), self.rows(how.shape)
         split = 8 * rows
         body[split:] = words.view(np.uint8)
         if not np.isfinite(sums).all():
-            return NOT_FINITE
+            return None
         starts = self._pieces(values.size, length)
         row_of = starts[:-1] // length
         below = np.bincount(row_of, counts, rows)
@@ -66,9 +60,9 @@ class OneBit(SignMethod):
         for side, many in enumerate((length - below, below)):
             total = sums_of_rows(sums[:, side], row_of, rows)
             sides[:, side] = total / np.maximum(many, 1)
-        if keep:
-            kernels.subtract_signs(values, sides, length)
-        return Sent(True, float(np.abs(sides).max()))
+        if how.keep:
+            kernel_of(how.kernels, subtract_signs)(values, sides, length)
+        return float(np.abs(sides).max())
 
     def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add the mean of each value's sign; see ``Method``."""

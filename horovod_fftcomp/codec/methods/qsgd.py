@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import NOT_FINITE, Sent, checked_scales
+from horovod_fftcomp.codec.methods.base import (
+    CudaMethod,
+    Encoding,
+    Method,
+    checked_scales,
+    kernel_of,
+)
+from horovod_fftcomp.codec.methods.levels import add_levels, encode_levels
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, is_whole
 from horovod_fftcomp.types import Array, Kernels, Shape
 from horovod_fftcomp.wire.radix import L2, LARGEST, Levels, count_words
@@ -16,7 +23,7 @@ BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
-class QSGD:
+class QSGD(Method):
     """Stochastic rounding to zero and ``levels`` levels of either sign (Alistarh et al. 2017).
 
     ``C(x) = norm * sign(x) * l / s``, s = ``levels``, l = s |x| / norm rounded at random to one of
@@ -25,6 +32,7 @@ class QSGD:
     """
 
     spec_name = "QSGD"
+    draws = unbiased = True
     levels: int = 7
     bucket: int = 1024
     norm: str = "max"
@@ -42,6 +50,28 @@ class QSGD:
         if self.norm not in ("max", "l2"):
             raise ValueError(f"norm must be one of max, l2; got {self.norm!r}")
 
+    @property
+    def contraction(self) -> bool:
+        """Whether rounding adds less variance than normally distributed gradients have.
+
+        It adds (scale / levels)^2 / 4 at most; here scale^2 is that of a bucket of variance 1.
+        """
+        square = self.bucket if self.norm == "l2" else 2 * math.log(self.bucket)
+        return square < 4 * self.levels**2
+
+    @property
+    def cuda(self) -> CudaMethod | None:
+        """Description for the CUDA kernels."""
+        return CudaMethod("norms" if self.norm == "l2" else "peaks", self.grid())
+
+    def decoded_range(self, values: Array) -> tuple[Array, Array]:
+        """Return the values and, to either side, a step of their bucket; see ``Method``."""
+        rows = np.zeros((self._n_buckets(values.shape), self.bucket))
+        rows.reshape(-1)[: values.size] = values
+        norms = np.linalg.norm(rows, 2 if self.norm == "l2" else np.inf, axis=1)
+        steps = np.repeat(norms, self.bucket)[: values.size] / self.levels
+        return values - steps, values + steps
+
     def grid(self) -> Levels:
         """Return the quantization grid: ``levels`` on either side of 0."""
         norm = L2 if self.norm == "l2" else LARGEST
@@ -55,19 +85,19 @@ class QSGD:
         words = count_words(math.prod(shape), 2 * self.levels + 1)
         return 4 * (self._n_buckets(shape) + words)
 
-    def encode(
-        self, values: Array, shape: Shape, body: Array, key: int, kernels: Kernels, keep: bool
-    ) -> Sent:
+    def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
         """Encode as norms and levels; see ``Method``."""
-        split = 4 * self._n_buckets(shape)
+        split = 4 * self._n_buckets(how.shape)
         scales, words = body[:split].view(np.float32), body[split:].view(np.uint32)
-        peak = kernels.encode_levels(values, self.grid(), scales, words, key, keep)
+        encode = kernel_of(how.kernels, encode_levels)
+        peak = encode(values, self.grid(), scales, words, how.key, how.keep)
         if peak > LARGEST_FINITE_BITS:
-            return NOT_FINITE
-        return Sent(True, float(scales.max()))
+            return None
+        return float(scales.max())
 
     def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add norms times levels; see ``Method``."""
         split = 4 * self._n_buckets(shape)
         scales = checked_scales(body[:split].view(np.float32), scale)
-        kernels.add_levels(total, body[split:].view(np.uint32), scales, self.grid())
+        words = body[split:].view(np.uint32)
+        kernel_of(kernels, add_levels)(total, words, scales, self.grid())

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import NOT_FINITE, Sent
-from horovod_fftcomp.codec.methods.signs import SignMethod
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, kernel_of
+from horovod_fftcomp.codec.methods.signs import SignMethod, subtract_signs
 from horovod_fftcomp.codec.methods.sums import ordered_sum
 from horovod_fftcomp.types import Array, Kernels, Shape, Signs
 from horovod_fftcomp.wire.radix import count_words
@@ -22,10 +22,8 @@ class ScaledSign(SignMethod):
     """
 
     spec_name = "ScaledSign"
-
-    def row_length(self, shape: Shape) -> int:
-        """Return the number of elements, which all share one scale."""
-        return max(1, math.prod(shape))
+    error_feedback = contraction = True
+    cuda = CudaMethod("magnitude")
 
     def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the packed signs; the scale is in the header."""
@@ -34,25 +32,17 @@ class ScaledSign(SignMethod):
     def _scale_of(self, sums: Array, n: int) -> float:
         return float(np.float32((ordered_sum(sums[:, 0]) - ordered_sum(sums[:, 1])) / n))
 
-    def encode_signs(
-        self,
-        values: Array,
-        signs: Signs,
-        shape: Shape,
-        body: Array,
-        kernels: Kernels,
-        keep: bool,
-    ) -> Sent:
+    def encode_signs(self, values: Array, signs: Signs, body: Array, how: Encoding) -> float | None:
         """Encode as signs; see ``SignMethod``."""
-        del shape
         n, (words, sums, _) = values.size, signs
         body[:] = words.view(np.uint8)
         if not np.isfinite(sums).all():
-            return NOT_FINITE
+            return None
         scale = self._scale_of(sums, n)
-        if keep:
-            kernels.subtract_signs(values, np.array([[scale, -scale]], np.float32), n)
-        return Sent(True, scale)
+        if how.keep:
+            sides = np.array([[scale, -scale]], np.float32)
+            kernel_of(how.kernels, subtract_signs)(values, sides, n)
+        return scale
 
     def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add the scale times the signs; see ``Method``."""

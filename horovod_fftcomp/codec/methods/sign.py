@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from horovod_fftcomp.codec.methods.base import CudaMethod
 from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
 from horovod_fftcomp.types import Array, Kernels, Shape
 
@@ -16,6 +19,13 @@ class Sign(ScaledSign):
     """
 
     spec_name = "Sign"
+    error_feedback = contraction = False
+    cuda = CudaMethod("votes")
+
+    def decoded_range(self, values: Array) -> tuple[Array, Array]:
+        """Return the signs of the float32 values, or zeros if all are 0; see ``Method``."""
+        signs = np.where(np.float32(values) < 0, -1.0, 1.0) * values.any()
+        return signs, signs
 
     def _scale_of(self, sums: Array, n: int) -> float:
         del n

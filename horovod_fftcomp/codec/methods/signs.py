@@ -3,55 +3,47 @@
 from __future__ import annotations
 
 import abc
+import math
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import Sent
+from horovod_fftcomp.codec.methods.base import Encoding, Method, kernel_of
 from horovod_fftcomp.codec.methods.sums import lane_sums
 from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape, Signs
 from horovod_fftcomp.wire.radix import GROUP, count_words, pack_words, unpack_words
 
 
-class SignMethod(abc.ABC):
+class SignMethod(Method):
     """Base class of methods that send the sign of each value, one bit."""
 
-    @abc.abstractmethod
     def row_length(self, shape: Shape) -> int:
         """Return the number of consecutive elements (a row) that share a scale or means."""
+        return max(1, math.prod(shape))
 
     def add_residual(
         self, flat: Array, residual: Array, shape: Shape, kernels: Kernels
     ) -> Coefficients:
         """Return gradient plus residual, flat float32, with its signs, computed in one pass."""
-        values, words = kernels.empty(flat.size), np.empty(count_words(flat.size, 2), np.uint32)
-        starts = self._pieces(flat.size, self.row_length(shape))
-        sums, counts = kernels.encode_signs(values, starts, words, flat, residual)
-        return Coefficients(values, 0, 0, flat.size, signs=Signs(words, sums, counts))
+        values = kernels.empty(flat.size)
+        signs = self._signs_of(values, shape, kernels, flat, residual)
+        return Coefficients(values, 0, 0, flat.size, signs=signs)
 
-    def encode(
-        self, values: Array, shape: Shape, body: Array, key: int, kernels: Kernels, keep: bool
-    ) -> Sent:
-        """Encode as signs and their means or scale; see ``Method``."""
-        del key
+    def _signs_of(self, values: Array, shape: Shape, kernels: Kernels, *addends: Array) -> Signs:
         words = np.empty(count_words(values.size, 2), np.uint32)
         starts = self._pieces(values.size, self.row_length(shape))
-        signs = Signs(words, *kernels.encode_signs(values, starts, words))
-        return self.encode_signs(values, signs, shape, body, kernels, keep)
+        return Signs(words, *kernel_of(kernels, encode_signs)(values, starts, words, *addends))
+
+    def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
+        """Encode as signs and their means or scale; see ``Method``."""
+        signs = how.signs or self._signs_of(values, how.shape, how.kernels)
+        return self.encode_signs(values, signs, body, how)
 
     @abc.abstractmethod
-    def encode_signs(
-        self,
-        values: Array,
-        signs: Signs,
-        shape: Shape,
-        body: Array,
-        kernels: Kernels,
-        keep: bool,
-    ) -> Sent:
+    def encode_signs(self, values: Array, signs: Signs, body: Array, how: Encoding) -> float | None:
         """Encode ``values``, whose ``signs`` are known, into ``body``; see ``Method.encode``."""
 
     def _add(self, total: Array, words: Array, sides: Array, length: int, kernels: Kernels) -> None:
-        kernels.add_signs(total, words.view(np.uint32), sides, max(1, length))
+        kernel_of(kernels, add_signs)(total, words.view(np.uint32), sides, max(1, length))
 
     def _pieces(self, n: int, length: int) -> Array:
         """Return the starts of all rows and groups, and the end, int64, ascending."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import NOT_FINITE, Sent, array_of, float_of
+from horovod_fftcomp.codec.methods.base import float_of, kernel_of
 from horovod_fftcomp.codec.methods.levels import OneScale
-from horovod_fftcomp.codec.methods.sums import ordered_sum
+from horovod_fftcomp.codec.methods.sums import moments, ordered_sum
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.types import Array, Kernels, Shape
+from horovod_fftcomp.types import Array, Kernels
 from horovod_fftcomp.wire.radix import GIVEN, Levels
 
 _ROUNDING = 1e-12  # of the mean square: a smaller variance may be a rounding error of float64
@@ -23,7 +23,8 @@ class TernGrad(OneScale):
 
     Values are first clipped to ``clip`` standard deviations of the tensor around 0; 0: never.
     ``C(x) = s sign(x) b``, b = 1 with probability |x| / s: unbiased for the clipped values.
-    ``packing`` "base3": 20 values in 32 bits; "bits": 16.
+    ``packing`` "base3": 20 values in 32 bits; "bits": 16. No contraction: the error of a sent value
+    exceeds the value.
     """
 
     spec_name = "TernGrad"
@@ -41,24 +42,17 @@ class TernGrad(OneScale):
         """Return the quantization grid: -1, 0 and 1 times the scale."""
         return Levels(2, 3 if self.packing == "base3" else 4, GIVEN, 0)
 
-    def encode(
-        self, values: Array, shape: Shape, body: Array, key: int, kernels: Kernels, keep: bool
-    ) -> Sent:
-        """Encode as ternary digits; see ``Method``."""
-        del shape
-        if self.clip:
-            peak, sums, squares = kernels.moments(values)
-        else:
-            peak = kernels.max_abs_bits(values)
-        if peak > LARGEST_FINITE_BITS:
-            return NOT_FINITE
+    def scale_of(self, values: Array, kernels: Kernels) -> tuple[int, float]:
+        """Return the largest magnitude after clipping; see ``OneScale``."""
+        if not self.clip:
+            return super().scale_of(values, kernels)
+        peak, sums, squares = kernel_of(kernels, moments)(values)
         scale = float_of(peak)
-        if self.clip:
+        if peak <= LARGEST_FINITE_BITS:
             mean, square = ordered_sum(sums) / values.size, ordered_sum(squares) / values.size
             variance = square - mean * mean
             deviation = math.sqrt(variance) if variance > _ROUNDING * square else 0.0
             # Values that are all equal have no deviation and are not clipped.
             if deviation > 0:
                 scale = float(np.float32(min(self.clip * deviation, scale))) or scale
-        kernels.encode_levels(values, self.grid(), array_of(scale), body.view(np.uint32), key, keep)
-        return Sent(True, scale)
+        return peak, scale
