@@ -11,16 +11,14 @@ from typing import Any, Literal
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.adaptive_methods import AdaComp, Chooser, Strom, Wangni
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.dense_methods import (
-    QSGD,
-    DoReFa,
-    Method,
-    Natural,
-    OneBit,
-    ScaledSign,
-    Sign,
-    TernGrad,
-)
+from horovod_fftcomp.codec.methods.base import Method
+from horovod_fftcomp.codec.methods.dorefa import DoReFa
+from horovod_fftcomp.codec.methods.natural import Natural
+from horovod_fftcomp.codec.methods.onebit import OneBit
+from horovod_fftcomp.codec.methods.qsgd import QSGD
+from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
+from horovod_fftcomp.codec.methods.sign import Sign
+from horovod_fftcomp.codec.methods.terngrad import TernGrad
 from horovod_fftcomp.codec.quantizers import BFloat16, Float32, Quantizer, RangeFloat
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK, TopK
@@ -161,48 +159,50 @@ def _demo(
 
 
 def _elementwise(method: Method, seed: int = 0, **options: Any) -> Scheme:
-    return Allgather(DenseCodec(method, seed), **options)
+    keep = options.pop("error_feedback", method.error_feedback)
+    return Allgather(DenseCodec(method, seed), keep, **options)
 
 
 def _qsgd(
     levels: int = 7,
     bucket: int = 1024,
     norm: Literal["max", "l2"] = "max",
-    error_feedback: bool = False,
+    error_feedback: bool = QSGD.error_feedback,
     seed: int = 0,
 ) -> Scheme:
     return _elementwise(QSGD(levels, bucket, norm), seed, error_feedback=error_feedback)
 
 
-# No error feedback: the error of a sent value exceeds the value, so residuals would grow.
 def _terngrad(
     clip: float = 2.5, packing: Literal["base3", "bits"] = "base3", seed: int = 0
 ) -> Scheme:
-    return _elementwise(TernGrad(clip, packing), seed, error_feedback=False)
+    return _elementwise(TernGrad(clip, packing), seed)
 
 
-def _dorefa(bits: int = 4, error_feedback: bool = False, seed: int = 0) -> Scheme:
+def _dorefa(bits: int = 4, error_feedback: bool = DoReFa.error_feedback, seed: int = 0) -> Scheme:
     return _elementwise(DoReFa(bits), seed, error_feedback=error_feedback)
 
 
-def _natural(error_feedback: bool = False, seed: int = 0) -> Scheme:
+def _natural(error_feedback: bool = Natural.error_feedback, seed: int = 0) -> Scheme:
     return _elementwise(Natural(), seed, error_feedback=error_feedback)
 
 
-def _onebit(group: Literal["tensor", "column"] = "tensor", error_feedback: bool = True) -> Scheme:
+def _onebit(
+    group: Literal["tensor", "column"] = "tensor", error_feedback: bool = OneBit.error_feedback
+) -> Scheme:
     return _elementwise(OneBit(group), error_feedback=error_feedback)
 
 
-def _efsignsgd(error_feedback: bool = True) -> Scheme:
+def _efsignsgd(error_feedback: bool = ScaledSign.error_feedback) -> Scheme:
     return _elementwise(ScaledSign(), error_feedback=error_feedback)
 
 
 def _signsgd() -> Scheme:
-    return _elementwise(Sign(), error_feedback=False, sign="vote")
+    return _elementwise(Sign(), sign="vote")
 
 
 def _signum(decay: float = 0.9) -> Scheme:
-    return _elementwise(Sign(), decay=decay, sign="vote", momentum=True)
+    return _elementwise(Sign(), error_feedback=True, decay=decay, sign="vote", momentum=True)
 
 
 def _chosen(method: Chooser, seed: int = 0, error_feedback: bool = True) -> Scheme:

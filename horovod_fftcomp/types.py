@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 
 Array = np.ndarray
 Shape = tuple[int, ...]
+Kernels = ModuleType  # a backend
 
 
 class Tensor(NamedTuple):

@@ -17,6 +17,7 @@ from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.schemes import Round, Tensor
 from horovod_fftcomp.simulation import exchange_once
+from tests.contracts import ELEMENT_RECIPES
 
 SHAPE = (60, 100)
 STEPS = 5
@@ -34,15 +35,7 @@ TOGETHER: dict[str, dict[str, object]] = {
     "strom": {"threshold": 50.0},
     "adacomp": {},
     "wangni": {"density": 0.05},
-    "qsgd": {},
-    "terngrad": {},
-    "onebit": {},
-    "efsignsgd": {},
-    "signsgd": {},
-    "signum": {},
-    "natural": {},
-    "dorefa": {},
-}
+} | {name: {} for name in ELEMENT_RECIPES}  # fmt: skip
 STEPS_TOGETHER, COMPARED = 50, 4  # the first are compared with a simulation
 EACH = [name for name in list_compressors() if name not in TOGETHER]
 # One of each list of rounds: what else a recipe does no transport changes.

@@ -15,11 +15,15 @@ from horovod_fftcomp.engine.policy import Always, make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.simulation import exchange_once
-from tests.contracts import CODECS, DRAWN_RECIPES, GATHER_RECIPES, SHARED_RECIPES
+from tests.contracts import CODECS, DRAWN_RECIPES, GATHER_RECIPES, SHARED_RECIPES, make_codec
 from tests.loops import each
 
 # Of those that do without error feedback by default, the ones that contract can be given it.
-CONTRACTIONS = ("qsgd", "qsgd-127", "qsgd-many", "natural", "dorefa")
+CONTRACTIONS = [
+    key
+    for key, (recipe, _) in CODECS.items()
+    if RECIPES[recipe].options.get("error_feedback") is False and make_codec(key).method.contraction
+]
 ALWAYS = ("hard_threshold", "strom", "adacomp")  # with feedback; an option of the first alone
 FEEDBACK = {
     key: case
@@ -277,10 +281,10 @@ def test_tensors_of_one_scope_compete_for_one_k():
     assert sent == {"tensor": [20, 20], "bucket": [0, 40], "model": [0, 40]}
 
 
-WITHOUT_STATE = ("bf16", "wangni", "qsgd", "terngrad", "signsgd", "natural", "dorefa")
+WITH_STATE = [key for key in SCHEMES if getattr(_scheme(key), "error_feedback", True)]
 
 
-@pytest.mark.parametrize("key", [key for key in SCHEMES if key not in WITHOUT_STATE])
+@pytest.mark.parametrize("key", WITH_STATE)
 def test_a_frozen_tensor_sends_zeros_and_keeps_its_residual(key):
     engines = _engines(_scheme(key))
     rng = np.random.default_rng(12)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 
 import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, get_codec, get_scheme, list_compressors
-from horovod_fftcomp.codec import (
-    adaptive_methods,
-    dense_methods,
-    quantizers,
-    sparsifiers,
-    transforms,
-)
+from horovod_fftcomp.codec import adaptive_methods, methods, quantizers, sparsifiers, transforms
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparsifiers import Threshold
@@ -34,7 +30,9 @@ from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.sketchsgd import SketchSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
 
-STAGES = (transforms, sparsifiers, quantizers, clt_selection, dense_methods, adaptive_methods)
+METHODS = (importlib.import_module(f"{methods.__name__}.{module.name}")
+           for module in pkgutil.iter_modules(methods.__path__))  # fmt: skip
+STAGES = (transforms, sparsifiers, quantizers, clt_selection, adaptive_methods, *METHODS)
 
 
 @pytest.mark.parametrize("name", list_compressors())

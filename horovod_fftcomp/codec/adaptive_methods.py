@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -37,7 +37,12 @@ class Choice(NamedTuple):
 
 
 class Chooser(Protocol):
-    """Interface of adaptive methods, which are frozen dataclasses of options."""
+    """Interface of adaptive methods, which are frozen dataclasses of options.
+
+    ``cuda``: which selection the CUDA kernels make; None: with a GPU, too, the host computes it.
+    """
+
+    cuda: ClassVar[str | None]
 
     @property
     def bits(self) -> int:
@@ -89,6 +94,7 @@ class Strom:
     """
 
     spec_name = "Strom"
+    cuda: ClassVar[str | None] = "above"
     threshold: float
     quanta: int = 1
 
@@ -146,6 +152,7 @@ class AdaComp(_ScaleFree):
     """
 
     spec_name = "AdaComp"
+    cuda: ClassVar[str | None] = "winners"
     bin: int | None = None
     bits = 1
 
@@ -192,6 +199,7 @@ class Wangni(_ScaleFree):
     """
 
     spec_name = "Wangni"
+    cuda: ClassVar[str | None] = "drawn"
     density: float
     bits = 32
 

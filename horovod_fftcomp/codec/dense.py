@@ -12,7 +12,8 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import Encoded, PayloadCodec, aligned
-from horovod_fftcomp.codec.dense_methods import Method, SignMethod
+from horovod_fftcomp.codec.methods.base import Encoding, Method
+from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
@@ -110,17 +111,14 @@ class DenseCodec(PayloadCodec):
         is_raw = plan.layout is Layout.RAW
         if is_raw:
             peak = kernels.max_abs_bits(array)
-            finite, scale = peak <= LARGEST_FINITE_BITS, float(np.uint32(peak).view(np.float32))
+            scale = float(np.uint32(peak).view(np.float32)) if peak <= LARGEST_FINITE_BITS else None
             body[:] = array.view(np.uint8)
         elif peak > LARGEST_FINITE_BITS:
-            finite = False
-        elif isinstance(self.method, SignMethod) and coeffs.signs is not None:
-            finite, scale = self.method.encode_signs(
-                array, coeffs.signs, shape, body, kernels, keep_residual
-            )
+            scale = None
         else:
-            finite, scale = self.method.encode(array, shape, body, key, kernels, keep_residual)
-        if not finite:
+            how = Encoding(shape, key, kernels, keep_residual, coeffs.signs)
+            scale = self.method.encode(array, body, how)
+        if scale is None:
             body[:] = 0
             wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
             return Encoded(payload, None)

@@ -11,6 +11,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Kernels of element-wise methods are in the files of the methods.
+from horovod_fftcomp.codec.methods.levels import add_levels, encode_levels  # noqa: F401
+from horovod_fftcomp.codec.methods.natural import add_octaves, encode_octaves  # noqa: F401
+from horovod_fftcomp.codec.methods.signs import (  # noqa: F401
+    add_signs,
+    encode_signs,
+    majority_sign,
+    subtract_signs,
+)
+from horovod_fftcomp.codec.methods.sums import lane_sums, moments  # noqa: F401
 from horovod_fftcomp.codec.quantizers import (
     BFLOAT16,
     FLOAT32,
@@ -19,25 +29,16 @@ from horovod_fftcomp.codec.quantizers import (
     RANGE,
     STEPS,
 )
-from horovod_fftcomp.kernels.reference_dense import (  # noqa: F401 (kernels as the others)
-    add_levels,
-    add_octaves,
-    add_signs,
-    encode_levels,
-    encode_octaves,
-    encode_signs,
-    lane_sums,
-    majority_sign,
-    moments,
-    pack_words,
-    random_words,
-    subtract_signs,
-    unpack_words,
-)
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients
 from horovod_fftcomp.wire import rans
+from horovod_fftcomp.wire.counter_rng import random_words
 from horovod_fftcomp.wire.positions import unary_bits
-from horovod_fftcomp.wire.radix import GROUP, sketch_bits
+from horovod_fftcomp.wire.radix import (  # noqa: F401
+    GROUP,
+    pack_words,
+    sketch_bits,
+    unpack_words,
+)
 
 # Squares of a peak in this range do not overflow, nor do those of coefficients that matter vanish.
 _UNSCALED_EXPONENTS = range(-40, 60)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec import adaptive_methods, dense_methods
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.backend import backend_for
 from horovod_fftcomp.codec.base import PayloadCodec
 from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Summed
 from horovod_fftcomp.schemes import (
@@ -35,10 +35,6 @@ from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
 
-_DRAWN = (dense_methods.QSGD, dense_methods.TernGrad, dense_methods.DoReFa, dense_methods.Natural)
-_CHOOSERS = (adaptive_methods.Strom, adaptive_methods.AdaComp, adaptive_methods.Wangni)
-_OF_SIGNS = (dense_methods.OneBit, dense_methods.ScaledSign, dense_methods.Sign)
-
 
 def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = False) -> bool:
     """Return whether a GPU can encode and sum these tensors' payloads; the same on all ranks.
@@ -47,11 +43,10 @@ def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = Fals
     accepted. A tensor whose payload is its raw values may have a residual from an earlier density,
     which is sent with it: the host does that.
     """
-    known = (
-        _OF_SIGNS if of_signs else (*_DRAWN, *_CHOOSERS, *_OF_SIGNS)
-    )  # exact types, no subclasses
-    is_known = isinstance(codec, (DenseCodec, AdaptiveCodec)) and type(codec.method) in known
-    if not is_known and (of_signs or not isinstance(codec, Codec)):
+    if isinstance(codec, (DenseCodec, AdaptiveCodec)):
+        if codec.method.cuda is None or (of_signs and not isinstance(codec.method, SignMethod)):
+            return False
+    elif of_signs or not isinstance(codec, Codec):
         return False
     if not codec.has_fixed_size:
         return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)

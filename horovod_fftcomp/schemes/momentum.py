@@ -10,7 +10,7 @@ import numpy as np
 
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.base import check_state
-from horovod_fftcomp.codec.dense_methods import ordered_sum
+from horovod_fftcomp.codec.methods.sums import ordered_sum
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.schemes import (
     Context,

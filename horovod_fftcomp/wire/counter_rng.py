@@ -6,11 +6,13 @@ the user's own random numbers do not change.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import fnv1a
+from horovod_fftcomp.wire.radix import GROUP
 
 _MASK = (1 << 64) - 1
 
@@ -62,3 +64,22 @@ def uniform(seed: int, step: int, name: str, count: int) -> np.ndarray:
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
     return (z >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
+
+
+def random_words(key: int, n: int) -> Array:
+    """Return ``n`` random 32-bit words, uint32: a function of the 64-bit ``key`` and the index.
+
+    Each group of 4096 has a key of its own, ``mix(key + group)``, whose halves a multiplicative
+    hash mixes with the index in the group (constants: Wellons 2018, "lowbias32").
+    """
+    keys = [mix(key + group & 0xFFFFFFFFFFFFFFFF) for group in range(-(-n // GROUP))]
+    wide = np.array(keys, np.uint64)[:, None]
+    low, high = wide.astype(np.uint32), (wide >> np.uint64(32)).astype(np.uint32)
+    x: Any = low + np.arange(GROUP, dtype=np.uint32)
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= high
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return x.reshape(-1)[:n]

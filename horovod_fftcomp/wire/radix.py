@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
+from horovod_fftcomp.types import Array
+
 GROUP = 4096
 LANES = 64  # partial sums of a kernel: element i is added to sum i mod 64
 L2, LARGEST, GIVEN = range(3)
@@ -58,3 +62,40 @@ def sketch_bits(n: int, peak: int) -> int:
     """
     exponent = max(peak >> 23, 1) - 127
     return 61 - max(n - 1, 0).bit_length() - exponent
+
+
+def pack_words(codes: Array, radix: int) -> Array:
+    """Return uint32 ``codes``, below ``radix``, packed into words, uint32; see ``wire.radix``."""
+    n, digits = codes.size, digits_of(radix)
+    powers = np.array([[radix**b] for b in range(digits)], np.uint64)
+    words = np.empty(count_words(n, radix), np.uint32)
+    at = 0
+    for begin in range(0, n, GROUP):
+        group = codes[begin : begin + GROUP].astype(np.uint64)
+        width = -(-group.size // digits)
+        padded = np.zeros(width * digits, np.uint64)
+        padded[: group.size] = group
+        words[at : at + width] = (padded.reshape(digits, width) * powers).sum(0)
+        at += width
+    return words
+
+
+def unpack_words(words: Array, n: int, radix: int) -> Array:
+    """Return the ``n`` codes that ``pack_words`` packed, uint32; does not check the words.
+
+    In corrupt words the last digit can be ``radix`` or more.
+    """
+    digits = digits_of(radix)
+    codes = np.empty(n, np.uint32)
+    at = 0
+    for begin in range(0, n, GROUP):
+        m = min(GROUP, n - begin)
+        width = -(-m // digits)
+        rest = words[at : at + width].astype(np.uint64)
+        rows = []
+        for _ in range(digits - 1):
+            rest, digit = np.divmod(rest, np.uint64(radix))
+            rows.append(digit)
+        codes[begin : begin + m] = np.concatenate([*rows, rest])[:m]
+        at += width
+    return codes

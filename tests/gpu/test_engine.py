@@ -20,7 +20,7 @@ from horovod_fftcomp.schemes import MEASURE_EVERY, Round, Tensor
 from horovod_fftcomp.schemes.auto import TRIAL_STEPS
 from horovod_fftcomp.schemes.hierarchical import NodeLayout
 from horovod_fftcomp.simulation import exchange_once
-from tests.contracts import HOST_ONLY
+from tests.contracts import ELEMENT_RECIPES, HOST_ONLY
 from tests.gpu.emulator import DeviceArray, Emulator
 from tests.gpu.steps import (
     TENSORS,
@@ -58,13 +58,10 @@ ON_HOST = (
         ("hard_threshold", {"threshold": 1.5, "error_feedback": False}, 0),
         ("hard_threshold", {"threshold": 1e-3, "bits": 32}, 0),  # as it is, with those below
         ("hard_threshold", {"density": 0.05, "calibrate_steps": 2}, 0),
-        ("onebit", {}, 0),
+        *((name, {}, 0) for name in ELEMENT_RECIPES if name not in HOST_ONLY),
         ("onebit", {"group": "column"}, 0),
         ("onebit", {"error_feedback": False}, 0),
-        ("efsignsgd", {}, 0),
-        ("qsgd", {}, 0),
         ("qsgd", {"levels": 2, "bucket": 64, "norm": "l2", "error_feedback": True}, 0),
-        ("terngrad", {}, 0),
         ("terngrad", {"packing": "bits", "clip": 0}, 0),
         ("dgc", {"density": 0.05}, 0),
         ("dgc", {"density": 0.05, "nesterov": True, "masking": False, "bits": 8}, 0),
@@ -86,11 +83,8 @@ ON_HOST = (
         ("sparcml", {"density": 0.05}, 0),
         ("topk", {"density": 0.05, "scope": "bucket"}, 0),
         ("scalecom", {"density": 0.05, "scope": "bucket"}, 0),
-        ("natural", {}, 0),
-        ("dorefa", {}, 0),
         ("dorefa", {"bits": 1}, 0),
         ("dorefa", {"bits": 12}, 0),
-        ("signsgd", {}, 0),
         ("signum", {"decay": 0.7}, 0),
         ("powersgd", {}, 0),
         ("powersgd", {"rank": 1}, 0),

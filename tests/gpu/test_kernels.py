@@ -30,6 +30,7 @@ from tests.loops import each
 SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
 KEYS = [key for key, (recipe, _) in CODECS.items() if recipe not in HOST_ONLY]
 ELEMENTS = [key for key in KEYS if isinstance(make_codec(key), DenseCodec)]
+ELEMENTS = [key for key in ELEMENTS if make_codec(key).method.cuda is not None]
 SPARSE = [key for key in KEYS if isinstance(make_codec(key), (AdaptiveCodec, Codec))]
 CHOSEN = [key for key in KEYS if isinstance(make_codec(key), AdaptiveCodec)]
 SERVED = SPARSE + ELEMENTS

@@ -8,25 +8,18 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.dense_methods import (
-    QSGD,
-    DoReFa,
-    Method,
-    Natural,
-    OneBit,
-    ScaledSign,
-    Sign,
-    TernGrad,
-)
+from horovod_fftcomp.codec.methods.base import Method
+from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.kernels.cuda import Device, structs
 from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, Group
 from horovod_fftcomp.kernels.cuda.tile_group import TileGroup
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
-from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, digits_of
+from horovod_fftcomp.wire.radix import GIVEN, GROUP, digits_of
 
 # As in src/elements.cuh.
-_MEANS, _MAGNITUDE, _VOTES, _CLIPPED, _OCTAVES, _PEAKS, _NORMS = range(7)
+_KINDS = ("means", "magnitude", "votes", "clipped", "octaves", "peaks", "norms")
+_CLIPPED, _PEAKS = _KINDS.index("clipped"), _KINDS.index("peaks")
 
 
 def _described(group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]) -> Array:
@@ -44,24 +37,17 @@ def _described(group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
 
 
 def _enter_method(row: np.void, plan: Plan, method: Method) -> None:
-    row["length"], row["bucket_bits"] = plan.numel, (GROUP - 1).bit_length()
-    if isinstance(method, OneBit):
-        row["method"], row["length"] = _MEANS, method.row_length(plan.shape)
-    elif isinstance(method, ScaledSign):
-        row["method"] = _VOTES if isinstance(method, Sign) else _MAGNITUDE
-    elif isinstance(method, Natural):
-        row["method"], row["top"], row["radix"] = _OCTAVES, 254, 255
-    elif isinstance(method, (QSGD, TernGrad, DoReFa)):
-        row["top"], row["radix"], norm, bucket = method.grid()
-        if norm != GIVEN:
-            row["bucket_bits"] = bucket.bit_length() - 1
-        row["method"] = _CLIPPED if norm == GIVEN else _NORMS if norm == L2 else _PEAKS
-        if isinstance(method, TernGrad):
-            row["clip"] = np.float64(method.clip).view(np.uint64)
-    else:
+    if method.cuda is None:
         raise TypeError(f"there are no CUDA kernels for {method!r}")
-    if row["radix"]:
-        row["digits"] = digits_of(int(row["radix"]))
+    kind, grid, clip = method.cuda
+    row["method"], row["clip"] = _KINDS.index(kind), np.float64(clip).view(np.uint64)
+    row["length"] = plan.numel
+    if isinstance(method, SignMethod):
+        row["length"] = method.row_length(plan.shape)
+    bucket = GROUP if grid.norm == GIVEN else grid.bucket
+    row["bucket_bits"], row["top"] = (bucket - 1).bit_length(), grid.top
+    if grid.radix:
+        row["radix"], row["digits"] = grid.radix, digits_of(grid.radix)
 
 
 class ElementGroup(TileGroup):

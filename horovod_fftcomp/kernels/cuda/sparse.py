@@ -20,6 +20,7 @@ from horovod_fftcomp.wire.header import Plan
 
 _STEPS = ("mark", "narrow", "settle", "emit")
 # As in src/chosen.cuh.
+_SELECTIONS = ("above", "winners", "drawn")
 _ABOVE, _WINNERS, _DRAWN = range(3)
 
 
@@ -103,8 +104,8 @@ class CountedGroup(SparseGroup):
             if isinstance(codec := codecs[number], AdaptiveCodec)
         }
         self.always_measures = not self._methods
-        kinds = {type(method) for method in self._methods.values()}
-        self._choice = _WINNERS if AdaComp in kinds else _DRAWN if Wangni in kinds else _ABOVE
+        kinds = [method.cuda for method in self._methods.values()]
+        self._choice = _SELECTIONS.index(kinds[0]) if kinds else _ABOVE
         super().__init__(device, group)
         self._rows, self._bins = rows, dict[int, slice]()
         end = 0

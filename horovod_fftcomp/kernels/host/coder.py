@@ -14,7 +14,7 @@ import numpy as np
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.dense_methods import ordered_sum
+from horovod_fftcomp.codec.methods.sums import ordered_sum
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec

@@ -8,7 +8,6 @@ from typing import Any
 
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.dense_methods import QSGD, DoReFa, Natural, TernGrad
 from horovod_fftcomp.kernels.cuda import on_device
 from horovod_fftcomp.kernels.cuda.decoder import Decoder, ThresholdDecoder
 from horovod_fftcomp.kernels.cuda.encoder import Encoder, Velocities
@@ -17,8 +16,6 @@ from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
 from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Momentum, Summed
 from horovod_fftcomp.types import Tensor
 from horovod_fftcomp.wire.counter_rng import RngKey
-
-_DRAWN = (QSGD, TernGrad, DoReFa, Natural)
 
 
 class DeviceCoder:
@@ -113,7 +110,7 @@ class DeviceCoder:
             codec.key_at(RngKey(step, tensor.name, rank))
             for codec, tensor in zip(self._codecs, self._tensors, strict=True)
             if isinstance(codec, AdaptiveCodec)
-            or (isinstance(codec, DenseCodec) and isinstance(codec.method, _DRAWN))
+            or (isinstance(codec, DenseCodec) and codec.method.draws)
         ]
         return keys or None
 

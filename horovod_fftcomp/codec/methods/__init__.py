@@ -1,0 +1,1 @@
+"""Element-wise methods, one in each file: options, payload body, NumPy kernels and traits."""

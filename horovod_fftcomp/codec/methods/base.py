@@ -1,0 +1,108 @@
+"""Base class of element-wise methods: they send every element in a few bits.
+
+A method encodes finite values as the body of a payload and adds decoded bodies to a sum. It holds
+options alone; the rest of the payload is in ``dense``, the packing of integers in ``wire.radix``.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+
+from horovod_fftcomp.types import Array, Kernels, Shape, Signs
+from horovod_fftcomp.wire.radix import GIVEN, Levels
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Encoding(NamedTuple):
+    """Arguments of ``Method.encode`` beside the arrays.
+
+    ``key``: 64-bit key of random numbers. ``keep``: whether what is sent is subtracted from the
+    values. ``signs``: of the values, if they are known.
+    """
+
+    shape: Shape
+    key: int
+    kernels: Kernels
+    keep: bool
+    signs: Signs | None = None
+
+
+class CudaMethod(NamedTuple):
+    """Description of a method for the CUDA kernels of ``elements.cuh``.
+
+    ``kind``: what a payload's scales are, as in ``kernels.cuda.dense``. ``grid``: of methods that
+    are not of signs. ``clip``: standard deviations to which values are clipped; 0: no clipping.
+    """
+
+    kind: str
+    grid: Levels = Levels(0, 0, GIVEN, 0)
+    clip: float = 0.0
+
+
+class Method(abc.ABC):
+    """Base class of element-wise methods, which are frozen dataclasses of options.
+
+    Its traits are read by recipes, schemes, CUDA kernels and tests. ``error_feedback``: whether its
+    recipe has error feedback by default. ``draws``: whether it uses random numbers. ``unbiased``:
+    whether the mean over them is the value. A subclass of a method inherits its traits.
+    """
+
+    error_feedback: ClassVar[bool] = False
+    draws: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
+
+    @property
+    def contraction(self) -> bool:
+        """Whether residuals of normally distributed gradients do not grow."""
+        return False
+
+    @property
+    def cuda(self) -> CudaMethod | None:
+        """Description for the CUDA kernels; None: with a GPU, too, the host computes the method."""
+        return None
+
+    def decoded_range(self, values: Array) -> tuple[Array, Array]:
+        """Return the least and the largest number that each of the ``values``, float64, may become.
+
+        Unless a method says otherwise: none beyond the largest magnitude.
+        """
+        peak = np.full(values.size, np.abs(values).max(initial=0))
+        return -peak, peak
+
+    @abc.abstractmethod
+    def body_nbytes(self, shape: Shape) -> int:
+        """Return the size of the body of any tensor of ``shape``, a multiple of 4."""
+
+    @abc.abstractmethod
+    def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
+        """Encode ``values``, float32, flat, at least one, into ``body``, uint8.
+
+        Returns the header's scale, or None if a value is not finite.
+        """
+
+    @abc.abstractmethod
+    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
+        """Add the decoded ``body`` to ``total``; ValueError for bytes ``encode`` never writes."""
+
+
+def kernel_of(kernels: Kernels, reference: Callable[P, R]) -> Callable[P, R]:
+    """Return the kernel that a backend has under the name of ``reference``, else ``reference``."""
+    return getattr(kernels, reference.__name__, reference)
+
+
+def checked_scales(scales: Array, scale: float) -> Array:
+    """Return float32 ``scales``; ValueError unless all are in [0, scale]."""
+    if not ((scales >= 0) & (scales <= np.float32(scale))).all():
+        raise ValueError(f"a norm or mean is not in [0, {scale}], the range that the header gives")
+    return scales
+
+
+def float_of(bits: int) -> float:
+    """Return the float32 with these bits."""
+    return float(np.uint32(bits).view(np.float32))

@@ -1,0 +1,51 @@
+"""EF-SignSGD: signs times the mean magnitude."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, kernel_of
+from horovod_fftcomp.codec.methods.signs import SignMethod, subtract_signs
+from horovod_fftcomp.codec.methods.sums import ordered_sum
+from horovod_fftcomp.types import Array, Kernels, Shape, Signs
+from horovod_fftcomp.wire.radix import count_words
+
+
+@dataclass(frozen=True)
+class ScaledSign(SignMethod):
+    """The signs times the mean magnitude (Karimireddy et al. 2019, as EF-SignSGD).
+
+    ``C(q) = ||q||_1 / n * sign(q)``; the sign of 0 is +1.
+    """
+
+    spec_name = "ScaledSign"
+    error_feedback = contraction = True
+    cuda = CudaMethod("magnitude")
+
+    def body_nbytes(self, shape: Shape) -> int:
+        """Return the size of the packed signs; the scale is in the header."""
+        return 4 * count_words(math.prod(shape), 2)
+
+    def _scale_of(self, sums: Array, n: int) -> float:
+        return float(np.float32((ordered_sum(sums[:, 0]) - ordered_sum(sums[:, 1])) / n))
+
+    def encode_signs(self, values: Array, signs: Signs, body: Array, how: Encoding) -> float | None:
+        """Encode as signs; see ``SignMethod``."""
+        n, (words, sums, _) = values.size, signs
+        body[:] = words.view(np.uint8)
+        if not np.isfinite(sums).all():
+            return None
+        scale = self._scale_of(sums, n)
+        if how.keep:
+            sides = np.array([[scale, -scale]], np.float32)
+            kernel_of(how.kernels, subtract_signs)(values, sides, n)
+        return scale
+
+    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
+        """Add the scale times the signs; see ``Method``."""
+        del shape
+        sides = np.array([[scale, -scale]], np.float32)
+        self._add(total, body, sides, total.size, kernels)

@@ -1,0 +1,107 @@
+"""Base class and kernels of the methods that send the sign of each value, one bit."""
+
+from __future__ import annotations
+
+import abc
+import math
+
+import numpy as np
+
+from horovod_fftcomp.codec.methods.base import Encoding, Method, kernel_of
+from horovod_fftcomp.codec.methods.sums import lane_sums
+from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape, Signs
+from horovod_fftcomp.wire.radix import GROUP, count_words, pack_words, unpack_words
+
+
+class SignMethod(Method):
+    """Base class of methods that send the sign of each value, one bit."""
+
+    def row_length(self, shape: Shape) -> int:
+        """Return the number of consecutive elements (a row) that share a scale or means."""
+        return max(1, math.prod(shape))
+
+    def add_residual(
+        self, flat: Array, residual: Array, shape: Shape, kernels: Kernels
+    ) -> Coefficients:
+        """Return gradient plus residual, flat float32, with its signs, computed in one pass."""
+        values = kernels.empty(flat.size)
+        signs = self._signs_of(values, shape, kernels, flat, residual)
+        return Coefficients(values, 0, 0, flat.size, signs=signs)
+
+    def _signs_of(self, values: Array, shape: Shape, kernels: Kernels, *addends: Array) -> Signs:
+        words = np.empty(count_words(values.size, 2), np.uint32)
+        starts = self._pieces(values.size, self.row_length(shape))
+        return Signs(words, *kernel_of(kernels, encode_signs)(values, starts, words, *addends))
+
+    def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
+        """Encode as signs and their means or scale; see ``Method``."""
+        signs = how.signs or self._signs_of(values, how.shape, how.kernels)
+        return self.encode_signs(values, signs, body, how)
+
+    @abc.abstractmethod
+    def encode_signs(self, values: Array, signs: Signs, body: Array, how: Encoding) -> float | None:
+        """Encode ``values``, whose ``signs`` are known, into ``body``; see ``Method.encode``."""
+
+    def _add(self, total: Array, words: Array, sides: Array, length: int, kernels: Kernels) -> None:
+        kernel_of(kernels, add_signs)(total, words.view(np.uint32), sides, max(1, length))
+
+    def _pieces(self, n: int, length: int) -> Array:
+        """Return the starts of all rows and groups, and the end, int64, ascending."""
+        groups = np.arange(0, n, GROUP, dtype=np.int64)
+        if length >= n:
+            return np.append(groups, n)
+        rows = np.arange(0, n, length, dtype=np.int64)
+        return np.append(np.union1d(groups, rows), n)
+
+
+def encode_signs(
+    values: Array,
+    starts: Array,
+    words: Array,
+    flat: Array | None = None,
+    residual: Array | None = None,
+) -> tuple[Array, Array]:
+    """Write the signs of ``values`` as packed bits; return sums and counts for their means.
+
+    ``words``: uint32, a bit for each value, 1 below 0. ``starts``: int64, the starts of pieces of
+    ``values``, each inside one group, and the end. With ``flat`` and ``residual`` their sum is
+    first written to ``values``. Returns (float64 ``[pieces, 2]``, sums of the values from 0 up and
+    of those below, not finite if a value is not; int64 ``[pieces]``, the number of values below 0).
+    """
+    if flat is not None and residual is not None:
+        with np.errstate(invalid="ignore", over="ignore"):
+            np.add(flat, residual, out=values)
+    negative = values < 0
+    words[:] = pack_words(negative.astype(np.uint32), 2)
+    sums, counts = np.zeros((starts.size - 1, 2)), np.zeros(starts.size - 1, np.int64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        wide = values.astype(np.float64)
+        for piece in range(starts.size - 1):
+            here = slice(starts[piece], starts[piece + 1])
+            down = negative[here]
+            sums[piece] = [
+                lane_sums(np.where(down == side, wide[here], 0), GROUP).sum()
+                for side in (False, True)
+            ]
+            counts[piece] = np.count_nonzero(down)
+    return sums, counts
+
+
+def subtract_signs(values: Array, sides: Array, length: int) -> None:
+    """Subtract from each value what its sign decodes to, in place.
+
+    ``sides``: float32 ``[rows, 2]``: what values from 0 up and values below 0 decode to, in each
+    row of ``length`` values.
+    """
+    values -= sides[np.arange(values.size) // length, (values < 0).astype(np.intp)]
+
+
+def add_signs(total: Array, words: Array, sides: Array, length: int) -> None:
+    """Add the values that the bits of ``encode_signs`` decode to; see ``subtract_signs``."""
+    bits = unpack_words(words, total.size, 2).astype(np.intp)
+    total += sides[np.arange(total.size) // length, bits]
+
+
+def majority_sign(values: Array, many: float, tie: float) -> None:
+    """Replace values by ``many`` times their signs, in place; 0 by ``tie``. NaN is kept."""
+    values[:] = np.where(values == 0, np.float32(tie), np.float32(many) * np.sign(values))
