@@ -137,7 +137,6 @@ def grads_of(seed):
 
 def run_step(pipeline, grads, order=PLACES):
     for slot, name in order:
-        pipeline.note_gradient()
         pipeline.add(slot, grads[name])
         pipeline.advance()
     pipeline.finish()
@@ -292,10 +291,8 @@ def test_what_is_hidden_and_what_is_waited_for_are_measured():
     pipeline, sent = alone(Gated(seconds=0.4))
     grads = grads_of(0)
     for slot, name in PLACES[:2]:
-        pipeline.note_gradient()
         pipeline.add(slot, grads[name])
     wait_until(lambda: pipeline.advance() or sent)  # as long as backward goes on
-    pipeline.note_gradient()
     pipeline.add(*PLACES[2][:1], grads["c"])
     pipeline.finish()
     encode_s = pipeline._engine.costs.encode_s

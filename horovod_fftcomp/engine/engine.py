@@ -126,7 +126,7 @@ class Engine:
         self._commit = None if device is None else _commit_of(device)
         # Returns the scheme that replaces a bucket's on the device; set by the shadow check.
         self.follow: Callable[[int, Scheme], Scheme] | None = None
-        self._there: frozenset[int] = frozenset()  # buckets that the device computes
+        self._there: set[int] = set()  # buckets that the device computes
         self._skipped_there = 0  # steps that the device is known to have skipped
         self._unread: list[_Unread] = []  # steps measured on the device
         self._dropped: Callable[[], Array] | None = None  # of the step that is being settled
@@ -206,7 +206,7 @@ class Engine:
         context = Context(self.step, self.rank, self.world_size, self.loss_scale, device)
         exchange = scheme.exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket] = exchange
-        self._there = self._there - {bucket} if device is None else self._there | {bucket}
+        (self._there.discard if device is None else self._there.add)(bucket)
         return exchange
 
     def computes_on_device(self, bucket: int) -> bool:

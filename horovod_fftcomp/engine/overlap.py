@@ -105,11 +105,12 @@ class StepPipeline:
         return self._computes or any(not work.done() for work in list(self._encoding.values()))
 
     def note_gradient(self) -> None:
-        """Record the time of a gradient, also of one that is exchanged elsewhere."""
+        """Record the time of a gradient that is exchanged elsewhere."""
         self._last_came = time.perf_counter()
 
     def add(self, slot: Slot, grad: Array | None) -> None:
         """Add a gradient, flat float32; None for a frozen parameter."""
+        self._last_came = time.perf_counter()
         arrived = self._arrived[slot.bucket]
         arrived[slot.position] = grad
         if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):

@@ -84,7 +84,18 @@ class Scheduled:
 
     def at(self, step: int) -> Scheme:
         """Return the scheme of exchange ``step``, counted from 0."""
-        scheme = self._compressing(step)
+        if step >= self.warmup_steps and self._lasting is not None:
+            return self._lasting
+        return self._among_nodes(self._compressing(step))
+
+    @functools.cached_property
+    def _lasting(self) -> Scheme | None:
+        """The scheme of all steps after the warm-up; None if it depends on the step."""
+        scheme = _scheme(self.recipe, self.options)
+        varies = self.schedule is not None or type(scheme).at is not Scheme.at
+        return None if varies else self._among_nodes(scheme)
+
+    def _among_nodes(self, scheme: Scheme) -> Scheme:
         return scheme if self.ranks_per_node == 1 else Hierarchical(scheme, self.ranks_per_node)
 
     def _compressing(self, step: int) -> Scheme:
@@ -108,6 +119,10 @@ class Scheduled:
             return 1.0
         if self.schedule is not None:
             return self.schedule.at(max(0, step - self.warmup_steps))
+        return self._given_density
+
+    @functools.cached_property
+    def _given_density(self) -> Any:
         return {**RECIPES[self.recipe].options, **dict(self.options)}.get("density")
 
     @property

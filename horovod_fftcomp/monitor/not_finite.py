@@ -58,10 +58,10 @@ class NotFiniteWarning:
 
         ``rank``: index of this rank in ``ranks``, the global ranks.
         """
-        own = [name for name, is_own in bad.items() if is_own]
         if self._is_over or not bad:
             return
         self._is_over = True
+        own = [name for name, is_own in bad.items() if is_own]
         if not own and rank != 0:
             return  # only ranks of origin and the first rank warn
         names = own or list(bad)

@@ -216,12 +216,12 @@ class TracedStep:
 
     def _poison(self, compressed: set[int]) -> tf.Tensor:
         """Return 0, or NaN if a gradient that Horovod exchanges itself is not finite."""
-        finite = tf.constant(True)
+        finite = [tf.constant(True)]
         for number, grad in enumerate(self.grads):
             if grad is not None and number not in compressed:
                 values = grad if isinstance(grad, tf.Tensor) else grad.values
-                finite = tf.logical_and(finite, tf.reduce_all(tf.math.is_finite(values)))
-        return tf.where(finite, 0.0, math.nan)
+                finite.append(tf.reduce_all(tf.math.is_finite(values)))
+        return tf.where(tf.reduce_all(finite), 0.0, math.nan)
 
     def _limit(self, dtype: tf.DType) -> float:
         """Return the largest sum that is finite in ``dtype`` after Horovod's op was applied."""

@@ -311,16 +311,16 @@ class StepDriver:
             self._undecoded.discard(bucket)
             self._progress.returned += 1
             for position in positions:
-                self._check_limit(sums[position], limits[len(made)])
+                if limits[len(made)] < _FLOAT32_MAX:
+                    self._check_limit(sums[position], limits[len(made)])
                 made.append(self._tensor(sums[position]))
         self._wait()
         return [np.int64(0), *made]
 
     def _check_limit(self, total: Any, limit: float) -> None:
-        if limit < _FLOAT32_MAX:
-            values = on_host(total, self._engine.device)
-            if not np.abs(values).max(initial=0.0) <= limit:
-                self._engine.observe(False)
+        values = on_host(total, self._engine.device)
+        if not np.abs(values).max(initial=0.0) <= limit:
+            self._engine.observe(False)
 
     @_guarded
     def end(self, hashes: np.ndarray, *decoded: np.ndarray) -> np.int64:

@@ -87,8 +87,7 @@ class TorchCompressor(Compressor):
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
         """Start the exchange of a gradient; return the tensor to be allreduced, and a context."""
-        self._steps.close_finished()
-        if not self._steps.under_way and process_sets.size_of(self._set) != self._engine.world_size:
+        if self._steps.begins() and process_sets.size_of(self._set) != self._engine.world_size:
             self.rejoin()  # Horovod calls no ``sync`` after an elastic reset that removed ranks
         if not self._connection.is_up:
             # On a process set other than the optimizer's, the handshake would wait for ranks that

@@ -76,24 +76,18 @@ class Parameters:
         Horovod passes no names, so it is found by ``parameter.grad is grad``. Raises
         UnsupportedError if ``grad`` belongs to no parameter, or has already come in this step.
         """
-        number = self._expected(grad)
-        if number is None:
-            number = self._searched(grad)
-        if number is None:
-            number = self._densified(grad)
-        self.seen[number] = None
-        return number
-
-    def _expected(self, grad: torch.Tensor) -> int | None:
-        """Search from the cursor in the last step's order; full searches would be quadratic."""
+        # From the cursor in the last step's order: full searches would be quadratic.
         for position in range(self._cursor, len(self._last_order)):
             number = self._last_order[position]
             if self.tensors[number].grad is grad and number not in self.seen:
                 self._cursor = position + 1
-                return number
-        return None
+                break
+        else:
+            number = self._searched(grad)
+        self.seen[number] = None
+        return number
 
-    def _searched(self, grad: torch.Tensor) -> int | None:
+    def _searched(self, grad: torch.Tensor) -> int:
         for number, parameter in enumerate(self.tensors):
             if parameter.grad is grad:
                 if number in self.seen:
@@ -107,7 +101,7 @@ class Parameters:
                     "op=hvd.Adasum passes parameters instead of gradients and cannot be "
                     "compressed; use op=hvd.Average or op=hvd.Sum"
                 )
-        return None
+        return self._densified(grad)
 
     def _densified(self, grad: torch.Tensor) -> int:
         """Return the number of the parameter whose sparse gradient Horovod has made dense.

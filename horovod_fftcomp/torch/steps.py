@@ -100,11 +100,6 @@ class StepDriver:
         self._n_pending = 0  # gradients that were started and not finished
         self.count = self.dense_nbytes = self.other_nbytes = 0
 
-    @property
-    def under_way(self) -> bool:
-        """Whether gradients of a step that is not closed have come."""
-        return bool(self._parameters.seen)
-
     def progress(self) -> Progress:
         """Return this rank's progress; called in the watch's thread."""
         n_seen, n_pending = len(self._parameters.seen), self._n_pending
@@ -139,30 +134,30 @@ class StepDriver:
 
     def start_gradient(self, grad: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
         """Start the exchange of a gradient; return the tensor to be allreduced, and a context."""
-        self._check_unbroken()
-        self.pipeline.note_gradient()
-        begins = not self.under_way
+        if self._broken_by or self._connection.watch.failure:
+            self._check_unbroken()
+        begins = not self._parameters.seen
         number = self._parameters.register(grad)
         if begins:
             self._begin()
         self.dense_nbytes += 4 * grad.numel()
         slot = self._slots[number]
         self._n_pending += 1
-        sent = (
-            arrays.sendable(grad)
-            if slot is None
-            else torch.ones(1, dtype=torch.float32, device=grad.device)
-        )
-        self.other_nbytes += sent.numel() * sent.element_size()
-        if slot is not None:
+        if slot is None:
+            self.pipeline.note_gradient()
+            sent = arrays.sendable(grad)
+            self.other_nbytes += sent.numel() * sent.element_size()
+        else:
+            sent = torch.ones(1, dtype=torch.float32, device=grad.device)
+            self.other_nbytes += 4
             frozen = not self._parameters.tensors[number].requires_grad
-            values = None if frozen else self._flat(grad)
-            self.pipeline.add(slot, values)
-            if self._recorded is not None and values is not None:
+            self.pipeline.add(slot, None if frozen else self._flat(grad))
+            if self._recorded is not None and not frozen:
                 recorded = arrays.flat_float32(grad)
                 self._recorded[self._parameters.names[number]] = recorded.reshape(grad.shape)
-        if self._opened or self._connection.can_open():
+        if not self._opened and self._connection.can_open():
             self._open()
+        if self._opened:
             self.pipeline.advance()
         return sent, GradientContext(grad, slot, number)
 
@@ -288,17 +283,20 @@ class StepDriver:
                 "state_dict() into the compressor and one into the optimizer"
             )
 
-    def close_finished(self) -> None:
-        """Close the finished step; UnsupportedError if one of its gradients was not returned."""
-        if not self._finished:
-            return
-        if self._n_pending:
-            self._n_pending = 0
-            raise UnsupportedError(
-                "a new step begins before all gradients of the last one were returned: this "
-                "compressor serves two optimizers; make another for the second"
-            )
-        self._close()
+    def begins(self) -> bool:
+        """Return whether the next gradient begins a step; close the finished one before.
+
+        Raises UnsupportedError if a gradient of the finished step was not returned.
+        """
+        if self._finished:
+            if self._n_pending:
+                self._n_pending = 0
+                raise UnsupportedError(
+                    "a new step begins before all gradients of the last one were returned: this "
+                    "compressor serves two optimizers; make another for the second"
+                )
+            self._close()
+        return not self._parameters.seen
 
     def close_if_complete(self) -> None:
         """Close the step if all of its gradients were returned."""
@@ -309,7 +307,7 @@ class StepDriver:
         """Close the last step, before its results are read; ValueError if a step is under way."""
         if self._finished:
             self._close()
-        if self.under_way:
+        if self._parameters.seen:
             raise ValueError(
                 "a step is under way: call this after optimizer.step() or synchronize(), "
                 "before the next backward()"
