@@ -20,6 +20,7 @@ from horovod_fftcomp.codec.quantizers import (
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec, Encoded
+from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.positions import Layout
 
@@ -27,7 +28,9 @@ from .contracts import CODECS, make_codec
 from .loops import each
 
 FIXED = [
-    key for key in CODECS if make_codec(key).has_fixed_size and isinstance(make_codec(key), Codec)
+    key
+    for key in CODECS
+    if make_codec(key).has_fixed_size and isinstance(make_codec(key), (Codec, DenseCodec))
 ]
 SHAPES = [
     *((1,), (63,), (64,), (65,), (1000,), (4096,), (4097,), (0,), (3, 0), ()),
@@ -36,7 +39,7 @@ SHAPES = [
 LARGE = (200, 513)
 KERNELS = load_backend("cpu")
 # Every bit pattern is the body of some array.
-ACCEPTS_EVERY_BODY = ()
+ACCEPTS_EVERY_BODY = {"efsignsgd", "signsgd", "dorefa", "dorefa-1"}
 VALUES = (
     *("normal", "normal", "zeros", "ties", "denormal", "minus zeros", "spike", "huge", "tiny"),
     *("nan", "inf", "frozen"),
@@ -205,7 +208,7 @@ def test_codecs_of_different_kinds_share_a_bucket():
         assert total.tobytes() == codec.decode_sum([wanted]).tobytes()
 
 
-@each("key", ["topk", "fft-10-bits", "dct-16-bits"])
+@each("key", ["topk", "fft-10-bits", "qsgd", "onebit"])
 def test_many_threads_compute_what_one_does(key):
     bucket = Bucket(key, [(64, 64), (100,), (5000,), (2, 30_000), (256,)] * 8)
     grads, none = bucket.grads(0, ("normal", "ties")), [None] * len(bucket.shapes)
@@ -240,7 +243,7 @@ def test_a_decayed_residual_is_that_of_the_scaled_array(key):
     assert_same(encoded.residuals, left.residuals)
 
 
-@each("key", ["topk", "fft"])
+@each("key", ["signsgd", "topk", "fft", "qsgd"])
 def test_a_momentum_keeps_what_was_sent(key):
     bucket = Bucket(key, SHAPES)
     grads, none = bucket.grads(0), [None] * len(bucket.shapes)
@@ -288,7 +291,40 @@ def test_a_damaged_body_has_the_total_that_the_codec_decodes_or_none(key):
             except PayloadError:
                 wanted, rejected = None, rejected + 1
         assert_same([found], [wanted])
-    assert rejected or key in ACCEPTS_EVERY_BODY
+    assert bool(rejected) == (key not in ACCEPTS_EVERY_BODY)
+
+
+@each("key", FIXED)
+@each("scale", [0.0, 1e-39, 0.4, 1.0, 2.0**20, 3e38])
+def test_a_payload_with_another_scale_has_the_total_that_the_codec_decodes_or_none(key, scale):
+    bucket = Bucket(key, [(64, 64)])
+    message, _ = bucket.encode(bucket.grads(0, ("normal",)), [None])
+    plan = bucket.codec.plan((64, 64))
+    wire.write_header(message, plan, bucket.codec.fingerprint, "float32", scale, True)
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = bucket.table.sum(message, 1, bucket.nbytes, bucket.offsets).totals
+        try:
+            wanted = bucket.sum_each(message, 1)
+        except PayloadError:
+            wanted = [None]
+    assert_same(found, wanted)
+
+
+@each("dtype", ["float16", "float64"])
+def test_a_payload_of_another_dtype_is_for_the_codec_to_decode(dtype):
+    bucket = Bucket("topk", [(64, 64)])
+    message, _ = bucket.encode(bucket.grads(0, ("normal",)), [None])
+    plan = bucket.codec.plan((64, 64))
+    wire.write_header(message, plan, bucket.codec.fingerprint, dtype, 4.0, True)
+    found = bucket.table.sum(message, 1, bucket.nbytes, bucket.offsets).totals
+    assert found == [None]
+
+
+def test_keys_of_many_names_are_those_of_each():
+    pairs = [(0, "a.weight"), (7, "b"), (2**64 - 1, "gewicht-\u00e4")]
+    found = counter_rng.draws(counter_rng.named(pairs), 12, 3)
+    assert found.dtype == np.uint64
+    assert found.tolist() == [counter_rng.draw(seed, 12, name, 3) for seed, name in pairs]
 
 
 def test_a_misaligned_buffer_has_the_same_sums():

@@ -206,16 +206,16 @@ def test_what_a_process_has_once_each_rank_has_for_itself():
 
 
 def test_what_one_rank_patches_is_seen_by_it_and_its_threads_alone():
-    plain = allgather.encode
+    plain = allgather.gather
 
     def work(rank):
         patch = pytest.MonkeyPatch()
-        patch.setattr(allgather, "encode", lambda: rank)
+        patch.setattr(allgather, "gather", lambda: rank)
         if rank == 1:
             patch.setattr(rank_threads, "_PATIENCE_S", 7.0)
         hvd.barrier()
         found = []
-        thread = threading.Thread(target=lambda: found.append((allgather.encode(), hvd.rank())))
+        thread = threading.Thread(target=lambda: found.append((allgather.gather(), hvd.rank())))
         thread.start()
         thread.join()
         assert found == [(rank, rank)]
@@ -225,9 +225,9 @@ def test_what_one_rank_patches_is_seen_by_it_and_its_threads_alone():
         assert rank_threads._PATIENCE_S == 30.0
 
     with pytest.raises(TypeError, match="missing"):
-        fakes.run(2, lambda rank: allgather.encode())
+        fakes.run(2, lambda rank: allgather.gather())
     fakes.run(2, work)
-    assert allgather.encode is plain
+    assert allgather.gather is plain
 
 
 def test_hooks_run_in_the_thread_that_calls_backward():

@@ -6,6 +6,8 @@ the user's own random numbers do not change.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +17,7 @@ from horovod_fftcomp.wire.header import fnv1a
 from horovod_fftcomp.wire.radix import GROUP
 
 _MASK = (1 << 64) - 1
+_NAMES_CACHED = 1 << 14  # as plans: a few thousand tensors in large models
 
 
 class RngKey(NamedTuple):
@@ -38,7 +41,31 @@ def mix(z: int) -> int:
 
 def draw(seed: int, step: int, name: str, index: int) -> int:
     """Return the 64-bit random number of this ``seed``, ``step``, tensor ``name`` and ``index``."""
-    return mix(mix(mix(fnv1a(name) ^ mix(seed & _MASK)) ^ step) ^ index)
+    return mix(mix(_named(seed, name) ^ step) ^ index)
+
+
+@functools.lru_cache(_NAMES_CACHED)
+def _named(seed: int, name: str) -> int:
+    """Return the part of ``draw`` that is the same in every step, cached: a hash in Python."""
+    return mix(fnv1a(name) ^ mix(seed & _MASK))
+
+
+def named(seeds_and_names: Iterable[tuple[int, str]]) -> np.ndarray:
+    """Return what ``draws`` takes for these (seed, tensor name), uint64."""
+    return np.array([_named(seed, name) for seed, name in seeds_and_names], np.uint64)
+
+
+def draws(names: np.ndarray, step: int, index: int) -> np.ndarray:
+    """Return ``draw`` of this ``step`` and ``index`` for each of ``names``, uint64."""
+    return _mix_all(_mix_all(names ^ np.uint64(step)) ^ np.uint64(index))
+
+
+def _mix_all(z: np.ndarray) -> np.ndarray:
+    """Return ``mix`` of each element of a uint64 array."""
+    z = z + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def below(number: int, n: int) -> int:
@@ -57,12 +84,8 @@ def uniform(seed: int, step: int, name: str, count: int) -> np.ndarray:
 
     They are equal on all machines.
     """
-    key = np.uint64(mix(mix(fnv1a(name) ^ mix(seed & _MASK)) ^ step))
-    z = np.arange(count, dtype=np.uint64) ^ key
-    z += np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
+    key = np.uint64(mix(_named(seed, name) ^ step))
+    z = _mix_all(np.arange(count, dtype=np.uint64) ^ key)
     return (z >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
 
 

@@ -34,7 +34,7 @@ class Encoding(NamedTuple):
 
 
 class CudaMethod(NamedTuple):
-    """Description of a method for the CUDA kernels of ``elements.cuh``.
+    """Description of a method for kernels of whole buckets: CUDA's, and ``cpu.bucket_dense``.
 
     ``kind``: what a payload's scales are, as in ``kernels.cuda.dense``. ``grid``: of methods that
     are not of signs. ``clip``: standard deviations to which values are clipped; 0: no clipping.
@@ -64,7 +64,10 @@ class Method(abc.ABC):
 
     @property
     def cuda(self) -> CudaMethod | None:
-        """Description for the CUDA kernels; None: with a GPU, too, the host computes the method."""
+        """Description for the kernels of whole buckets, on a GPU or the CPU.
+
+        None: with a GPU, too, the host computes the method, tensor by tensor.
+        """
         return None
 
     def decoded_range(self, values: Array) -> tuple[Array, Array]:

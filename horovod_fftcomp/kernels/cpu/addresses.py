@@ -58,4 +58,17 @@ def _array_at(kind: types.Type) -> Callable[[int, int], Array]:
 
 
 floats_at = _array_at(types.float32)
-words_at = _array_at(types.uint32)
+
+
+@inlined
+def residual_at(at, n, decay, scaled):
+    """Return the residual of ``n`` floats at an address, times ``decay``; an empty one for 0.
+
+    ``scaled``: a buffer for the product.
+    """
+    residual = floats_at(at, n if at else 0)
+    if decay == 1:
+        return residual
+    for i in range(residual.size):
+        scaled[i] = residual[i] * decay
+    return scaled[: residual.size]

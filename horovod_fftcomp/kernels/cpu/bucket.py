@@ -102,7 +102,7 @@ class BucketCodec:
         start = 0 if kept is None else address(kept)
         peaks = np.empty(len(self.members), np.int64)
         numbers = np.zeros(len(self.members), np.uint64) if keys is None else keys
-        options = np.float32(decay), not momentum
+        options = np.float32(decay), kept is not None and not momentum
         for here, group in self._groups:
             rows = at[here], old[here], offsets[here], numbers[here], peaks[here]
             group.encode(*rows, start, message, *options)

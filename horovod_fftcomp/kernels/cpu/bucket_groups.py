@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.codec.base import PayloadCodec
+from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import BlockDCT, Identity, Transform
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu import bucket_dense as dense
 from horovod_fftcomp.kernels.cpu.bucket_sparse import MEMBER, encode_sparse, sum_sparse
 from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS
 from horovod_fftcomp.kernels.cpu.transforms import Tables, span_of, tables_of
@@ -24,6 +27,8 @@ from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout, unary_bits
+from horovod_fftcomp.wire.radix import GROUP as DENSE_GROUP
+from horovod_fftcomp.wire.radix import digits_of
 
 Member = tuple[Any, Shape]  # a codec and the shape of its tensor
 _MOST_GROUPS = 2 * LEAST_GROUPS - 1  # of a tensor that one thread encodes
@@ -178,6 +183,91 @@ class SparseGroup(Group):
         self._each(work)
 
 
+class DenseGroup(Group):
+    """Tensors of dense codecs."""
+
+    def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:
+        rows = np.zeros(len(plans), dense.MEMBER)
+        self._levels = np.zeros((len(plans), 5), np.int64)
+        self._clips = np.zeros(len(plans))
+        starts: list[Array] = []
+        for number, (row, (codec, shape)) in enumerate(zip(rows, own, strict=True)):
+            method, numel = codec.method, math.prod(shape)
+            kind, grid, self._clips[number] = method.cuda
+            row["method"] = _METHODS[kind]
+            if isinstance(method, SignMethod):
+                row["length"] = method.row_length(shape)
+                pieces = _pieces(numel, method.row_length(shape))
+                row["piece"], row["pieces"] = sum(map(len, starts)), len(pieces)
+                starts.append(pieces)
+                rows_of = math.prod(shape) // method.row_length(shape)
+                row["scales"] = 2 * rows_of if kind == "means" else 0
+            elif kind != "octaves":
+                self._levels[number] = *grid, digits_of(grid.radix)
+                row["scales"] = -(-numel // grid.bucket) if grid.bucket else 0
+        self._starts = np.concatenate([np.zeros(0, np.int64), *starts])
+        return rows
+
+    def encode(
+        self,
+        grads: Array,
+        residuals: Array,
+        offsets: Array,
+        keys: Array,
+        peaks: Array,
+        kept: int,
+        message: Array,
+        decay: np.float32,
+        subtract: bool,
+    ) -> None:
+        """See ``Group``."""
+
+        def work(here: slice) -> None:
+            rows = self._rows, grads, residuals, offsets, keys, peaks
+            own = self._levels[here], self._clips[here], self._starts
+            dense.encode_dense(
+                *(part[here] for part in rows), kept, message, self._headers, self._changes, *own,
+                decay, subtract,
+            )  # fmt: skip
+
+        self._each(work)
+
+    def sum(
+        self,
+        offsets: Array,
+        scales: Array,
+        bad: Array,
+        gathered: Array,
+        n_ranks: int,
+        message_nbytes: int,
+        totals: int,
+    ) -> None:
+        """See ``Group``."""
+
+        def work(here: slice) -> None:
+            own = self._rows[here], offsets[here], scales[here], bad[here]
+            constants = self._headers, self._changes, self._levels[here]
+            dense.sum_dense(*own, gathered, n_ranks, message_nbytes, *constants, totals)
+
+        self._each(work)
+
+
+# By the kind of scales, see ``CudaMethod``.
+_METHODS = {
+    **dict.fromkeys(("norms", "peaks", "clipped"), dense.LEVELS),
+    "octaves": dense.OCTAVES,
+    "means": dense.ONE_BIT,
+    "votes": dense.SIGN,
+    "magnitude": dense.SCALED_SIGN,
+}
+
+
+def _pieces(n: int, length: int) -> Array:
+    """Return the starts of all rows of ``length`` and of all groups, and the end, ascending."""
+    starts = np.union1d(np.arange(0, n, DENSE_GROUP), np.arange(0, n, length))
+    return np.append(starts, n).astype(np.int64)
+
+
 @functools.lru_cache(1 << 14)
 def _header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
     """Return the constants of a header, cached: buckets change, their tensors do not."""
@@ -189,6 +279,7 @@ def groups_of(
 ) -> list[tuple[Callable[..., Group], list[int]]]:
     """Return each group's class and the indices of its tensors; large and RAW ones are in none."""
     sparse: dict[Transform, list[int]] = {}
+    others: list[int] = []
     for number, (codec, shape) in enumerate(zip(codecs, shapes, strict=True)):
         if math.prod(shape) > _MOST_GROUPS * GROUP or not codec.has_fixed_size:
             continue
@@ -196,7 +287,10 @@ def groups_of(
             continue
         if isinstance(codec, Codec):
             sparse.setdefault(codec.transform, []).append(number)
-    return [
+        elif isinstance(codec, DenseCodec) and codec.method.cuda is not None:
+            others.append(number)
+    groups: list[tuple[Callable[..., Group], list[int]]] = [
         (functools.partial(SparseGroup, transform), members)
         for transform, members in sparse.items()
     ]
+    return [*groups, (DenseGroup, others)] if others else groups

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_fftcomp import wire
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.kernels.cpu.addresses import floats_at
+from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
+from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_of, write_header
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import (
     bitmap_has,
@@ -41,45 +41,8 @@ MEMBER = np.dtype(
     ]
 )
 
-_NAN_BITS = 0x7FC00000
-_SCALE_WORD = wire.SCALE_OFFSET // 8  # the scale and, behind it, the checksum
-_FLAGS_WORD, _FLAG_SHIFT = wire.FLAGS_OFFSET // 8, wire.FLAGS_OFFSET % 8 * 8
 _ALL, _BITMAP, _OFFSETS = int(Layout.ALL), int(Layout.BITMAP), int(Layout.OFFSETS)
 _EVERY_BIT = ~np.uint64(0)
-
-
-@inlined
-def checksum_and_scale(start, changes, scale_bits, flag):
-    """Return the header's word with the checksum and the scale; see ``header_and_changes``."""
-    crc = start[_SCALE_WORD] >> np.uint64(32)
-    for bit in range(32):
-        if (scale_bits >> bit) & 1:
-            crc ^= np.uint64(changes[bit])
-    if flag:
-        crc ^= np.uint64(changes[32])
-    return (crc << np.uint64(32)) | np.uint64(scale_bits)
-
-
-@inlined
-def write_header(payload, start, changes, scale_bits, flag):
-    """Write the header of a payload, uint8: ``start`` with another scale or flag."""
-    words = payload[: 8 * start.size].view(np.uint64)
-    for i in range(start.size):
-        words[i] = start[i]
-    words[_FLAGS_WORD] |= np.uint64(flag) << np.uint64(_FLAG_SHIFT)
-    words[_SCALE_WORD] = checksum_and_scale(start, changes, scale_bits, flag)
-
-
-@inlined
-def scale_of(payload, start, changes):
-    """Return the bits of the scale of a payload; -1 for another header than this, or not finite."""
-    words = payload[: 8 * start.size].view(np.uint64)
-    scale_bits = np.int64(words[_SCALE_WORD] & np.uint64(0xFFFFFFFF))
-    same = scale_bits <= LARGEST_FINITE_BITS
-    for i in range(start.size):
-        same &= i == _SCALE_WORD or words[i] == start[i]
-    same &= words[_SCALE_WORD] == checksum_and_scale(start, changes, scale_bits, 0)
-    return scale_bits if same else np.int64(-1)
 
 
 @inlined
@@ -142,11 +105,7 @@ def encode_sparse(
     for m in range(members.size):
         row = members[m]
         coeffs = floats_at(kept + 4 * row.kept, row.reals) if kept else scratch[: row.reals]
-        addend = floats_at(residuals[m], row.reals if residuals[m] else 0)
-        if decay != 1:
-            for i in range(addend.size):
-                scaled[i] = addend[i] * decay
-            addend = scaled[: addend.size]
+        addend = residual_at(residuals[m], row.reals, decay, scaled)
         peak = _coefficients(floats_at(grads[m], row.numel), addend, coeffs, transform, tiles)
         peaks[m] = peak
         payload = message[offsets[m] : offsets[m] + row.payload_nbytes]
@@ -157,9 +116,7 @@ def encode_sparse(
                 row, coeffs, peak, transform, entropy, subtract, keys, found, bitmap, packed,
                 payload,
             )  # fmt: skip
-        write_header(
-            payload, start, changes[row.changes], peak if finite else _NAN_BITS, not finite
-        )
+        write_header(payload, start, changes[row.changes], peak if finite else NAN_BITS, not finite)
 
 
 @inlined

@@ -138,14 +138,15 @@ def moments(values: Array) -> tuple[int, Array, Array]:
     n_groups = -(-values.size // GROUP)
     sums, squares = np.empty(n_groups), np.empty(n_groups)
     peaks = threads.each(
-        lambda a, b: _moments(values[a * GROUP : b * GROUP], sums[a:b], squares[a:b]),
+        lambda a, b: moments_by_group(values[a * GROUP : b * GROUP], sums[a:b], squares[a:b]),
         threads.ranges(n_groups, _LEAST_GROUPS),
     )
     return max(peaks), sums, squares
 
 
 @kernel
-def _moments(values, sums, squares):
+def moments_by_group(values, sums, squares):
+    """Write the groups' sums and sums of squares; return the bits of the peak."""
     first, second = np.empty(LANES), np.empty(LANES)
     patterns = values.view(np.int32)
     peak = np.int32(0)
@@ -212,13 +213,15 @@ def encode_levels(
         here = scales
         if levels.norm != GIVEN:
             here = scales[at.start // levels.bucket : -(-at.stop // levels.bucket)]
-        return _encode_levels(values[at], numbers, here, words[to], np.uint64(key), group, keep)
+        return encode_level_groups(
+            values[at], numbers, here, words[to], np.uint64(key), group, keep
+        )
 
     return max(threads.each(work, _slices(values.size, levels.radix)))
 
 
 @kernel
-def _encode_levels(values, levels, scales, words, key, first_group, keep):
+def encode_level_groups(values, levels, scales, words, key, first_group, keep):
     """Write scales and words of consecutive groups; return the bits of the peak."""
     top, radix, norm, bucket, digits = levels[0], levels[1], levels[2], levels[3], levels[4]
     random = np.empty(GROUP, np.uint32)
@@ -297,7 +300,7 @@ def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> Non
     def work(at: slice, to: slice, group: int) -> int:
         del group
         here = scales if levels.norm == GIVEN else scales[at.start // levels.bucket :]
-        return _add_levels(total[at], words[to], here, numbers)
+        return add_level_groups(total[at], words[to], here, numbers)
 
     largest = max(threads.each(work, _slices(total.size, levels.radix)))
     if largest > levels.top:
@@ -305,7 +308,8 @@ def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> Non
 
 
 @kernel
-def _add_levels(total, words, scales, levels):
+def add_level_groups(total, words, scales, levels):
+    """Add the values of consecutive groups; return the largest level."""
     top, radix, norm, bucket, digits = levels[0], levels[1], levels[2], levels[3], levels[4]
     codes = np.empty(GROUP + _SLACK, np.uint32)
     largest, at = _U(0), 0
@@ -327,7 +331,7 @@ def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) 
     """See ``reference.encode_octaves``."""
     base, number = max(top - 126, 1), np.uint64(key)
     threads.each(
-        lambda at, to, group: _encode_octaves(
+        lambda at, to, group: encode_octave_groups(
             values[at], words[to], base, top, number, group, keep
         ),
         _slices(values.size, 255),
@@ -335,7 +339,8 @@ def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) 
 
 
 @kernel
-def _encode_octaves(values, words, base, top, key, first_group, keep):
+def encode_octave_groups(values, words, base, top, key, first_group, keep):
+    """Write the words of consecutive groups; see ``reference.encode_octaves``."""
     random = np.empty(GROUP, np.uint32)
     codes = np.empty(GROUP + _SLACK, np.uint32)
     powers = np.empty(1, np.int32)
@@ -384,13 +389,16 @@ def add_octaves(total: Array, words: Array, top: int) -> None:
     """See ``reference.add_octaves``."""
     base = max(top - 126, 1)
     slices = _slices(total.size, 255)
-    highest = threads.each(lambda at, to, _: _add_octaves(total[at], words[to], base, top), slices)
+    highest = threads.each(
+        lambda at, to, _: add_octave_groups(total[at], words[to], base, top), slices
+    )
     if max(highest) > top - base + 1:
         raise ValueError("a power of two exceeds the header's scale")
 
 
 @kernel
-def _add_octaves(total, words, base, top):
+def add_octave_groups(total, words, base, top):
+    """Add the values of consecutive groups; return the largest level, 255 for an invalid code."""
     codes = np.empty(GROUP + _SLACK, np.uint32)
     highest, at = np.int32(0), 0
     for begin in range(0, total.size, GROUP):

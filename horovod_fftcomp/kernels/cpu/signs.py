@@ -32,7 +32,7 @@ def encode_signs(
     def work(begin: int, end: int) -> None:
         first, last = np.searchsorted(starts, [begin * GROUP, min(end * GROUP, values.size)])
         here = slice(begin * GROUP, end * GROUP)
-        _encode_signs(
+        encode_sign_groups(
             a[here],
             b[here],
             values[here],
@@ -47,7 +47,8 @@ def encode_signs(
 
 
 @kernel
-def _encode_signs(a, b, values, starts, words, sums, counts):
+def encode_sign_groups(a, b, values, starts, words, sums, counts):
+    """Write signs, sums and counts of consecutive groups, of a + b unless ``a`` is empty."""
     up, down = np.empty(LANES), np.empty(LANES)
     rest = np.zeros(GROUP, np.float32)
     piece, to = 0, 0
@@ -117,13 +118,14 @@ def subtract_signs(values: Array, sides: Array, length: int) -> None:
     """See ``reference.subtract_signs``."""
     ranges = threads.ranges(-(-values.size // GROUP), _LEAST_GROUPS)
     threads.each(
-        lambda a, b: _subtract_signs(values[a * GROUP : b * GROUP], sides, length, a * GROUP),
+        lambda a, b: subtract_sign_rows(values[a * GROUP : b * GROUP], sides, length, a * GROUP),
         ranges,
     )
 
 
 @kernel
-def _subtract_signs(values, sides, length, first):
+def subtract_sign_rows(values, sides, length, first):
+    """Subtract each value's side of its row; ``first``: the index of the first value."""
     at = 0
     while at < values.size:
         row = (first + at) // length
@@ -142,13 +144,16 @@ def add_signs(total: Array, words: Array, sides: Array, length: int) -> None:
 
     def work(begin: int, end: int) -> None:
         here = slice(begin * per_group, end * per_group)
-        _add_signs(total[begin * GROUP : end * GROUP], words[here], sides, length, begin * GROUP)
+        add_sign_groups(
+            total[begin * GROUP : end * GROUP], words[here], sides, length, begin * GROUP
+        )
 
     threads.each(work, ranges)
 
 
 @kernel
-def _add_signs(total, words, sides, length, first):
+def add_sign_groups(total, words, sides, length, first):
+    """Add the sides of signs in consecutive groups; ``first``: the index of the first value."""
     bits = np.empty(GROUP + _DIGITS, np.uint32)
     at = 0
     for begin in range(0, total.size, GROUP):

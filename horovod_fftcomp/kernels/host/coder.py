@@ -13,7 +13,6 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import check_state
-from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.sums import ordered_sum
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import cpu
@@ -23,7 +22,7 @@ from horovod_fftcomp.kernels.host.common import energy_of
 from horovod_fftcomp.kernels.host.payloads import Sums, joined, sum_of, summed
 from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Momentum, Summed
 from horovod_fftcomp.types import Array, Coefficients, Tensor
-from horovod_fftcomp.wire import positions
+from horovod_fftcomp.wire import counter_rng, positions
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.positions import Layout
 
@@ -65,7 +64,8 @@ class HostCoder:
         self._large = [number for number in range(len(tensors)) if number not in among]
         self._offsets = np.array([ends[number] for number in self._members], np.int64)
         self._gains = np.array([codecs[n].transform.gain for n in self._members], np.float64)
-        self._draws = any(isinstance(codecs[number], DenseCodec) for number in self._members)
+        own = [(codecs[number], tensors[number].name) for number in self._members]
+        self._names = counter_rng.named((getattr(codec, "seed", 0), name) for codec, name in own)
 
     def encode(
         self,
@@ -104,28 +104,19 @@ class HostCoder:
         feedback: Feedback,
     ) -> dict[int, _One]:
         """Encode all small tensors into ``message``; return their new states by number."""
-        old, tensors, keys = state.get("residual", {}), self._tensors, None
-        if self._draws:
-            step, rank = at
-            drawn = (self._key(number, RngKey(step, tensors[number].name, rank))
-                     for number in self._members)  # fmt: skip
-            keys = np.fromiter(drawn, np.uint64, len(self._members))
+        old, tensors = state.get("residual", {}), self._tensors
         encoded = self._small.encode(
             [grads[number] for number in self._members],
             [old.get(tensors[number].name) for number in self._members],
             message,
             self._offsets,
-            keys,
+            counter_rng.draws(self._names, *at),
             feedback.keep,
             feedback.decay,
             feedback.keeps_sent,
         )
         pairs = zip(self._members, encoded.residuals, strict=True)
         return {number: _One(message, residual) for number, residual in pairs}
-
-    def _key(self, number: int, rng_key: RngKey) -> int:
-        codec = self._codecs[number]
-        return codec.key_at(rng_key) if isinstance(codec, DenseCodec) else 0
 
     def _encode(
         self,

@@ -1,4 +1,4 @@
-// Dense methods, which send every element in a few bits: see codec/dense_methods.py, and
+// Dense methods, which send every element in a few bits: see codec/methods, and
 // wire/radix.py for the packing. Sums are in the CPU's order: see `lane_sums` and `_sums_of_rows`.
 
 enum Method : u32 { MEANS, MAGNITUDE, VOTES, CLIPPED, OCTAVES, PEAKS, NORMS };
