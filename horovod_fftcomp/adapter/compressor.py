@@ -12,21 +12,23 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.adapter.connection import Connection
-from horovod_fftcomp.adapter.replica_check import Replicas
+from horovod_fftcomp.adapter.replica_check import ReplicaCheck, Replicas
 from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.adapter.steps import Parts, StepDriver
 from horovod_fftcomp.adapter.watch import Watch
 from horovod_fftcomp.engine import checkpoint
-from horovod_fftcomp.engine.buckets import Bucket, make_buckets
+from horovod_fftcomp.engine.buckets import Bucket, make_buckets, may_gather
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.overlap import Slot
+from horovod_fftcomp.engine.overlap import Send, Slot
 from horovod_fftcomp.engine.policy import Scheduled, check_rules, unmatched
 from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.monitor.density_recovery import Recovery
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.step_log import AddScalar, LiveView
@@ -36,43 +38,11 @@ from horovod_fftcomp.schemes import Tensor
 _numbers = itertools.count()
 
 
-class StepDriver(Protocol):
-    """Interface of an adapter's step driver, which carries out the training steps.
-
-    Counts since the start: ``count`` closed steps, ``dense_nbytes`` bytes of all gradients in
-    float32, ``other_nbytes`` bytes of what Horovod itself reduced (dense tensors and probes).
-    """
-
-    count: int
-    dense_nbytes: int
-    other_nbytes: int
-
-    def times(self) -> dict[str, float]:
-        """Return the times of ``stats`` that the step driver measures, in seconds."""
-        ...
-
-    def loss_scale(self) -> float:
-        """Return the present loss scale."""
-        ...
-
-    def settle(self) -> None:
-        """Close the last step, before its results are read; ValueError if a step is under way."""
-        ...
-
-    def close_if_complete(self) -> None:
-        """Close the last step if it is complete."""
-        ...
-
-    def abandon(self) -> None:
-        """Discard a step that an error interrupted."""
-        ...
-
-
 class Compressor:
     """Base class of compressors: one policy for the parameters of one optimizer.
 
-    Subclasses set ``_engine``, ``_connection``, ``_steps`` and ``_parameters``, and ``_tensors``
-    and ``_dtypes`` in the order of the parameters.
+    Subclasses set ``_connection``, ``_steps`` and ``_parameters``, and ``_tensors`` and ``_dtypes``
+    in the order of the parameters.
     """
 
     _engine: Engine
@@ -82,6 +52,7 @@ class Compressor:
     _parameters: Replicas
     _tensors: Sequence[Tensor]
     _dtypes: Sequence[str]
+    _SHADOW_GATHERS = False  # whether the shadow check always needs gathers
     _IN_ELASTIC_JOBS = ""  # end of an error message: how to keep a compressor in an elastic job
 
     def __init__(self, policy: Scheduled, settings: Settings) -> None:
@@ -345,6 +316,36 @@ class Compressor:
         settings = self._settings
         ends = settings.on_timeout == "raise"
         return Watch(name, self._policy.recipe, settings.timeout_s, ends, shutdown)
+
+    def _make_parts(
+        self, buckets: Sequence[Bucket], device: Device | None, send: Send, name: str
+    ) -> Parts:
+        """Make the engine and what watches it, and return them for the step driver.
+
+        ``send`` sends the hashes of the parameters; ``name`` is the compressor's.
+        """
+        settings, member = self._settings, self._set.included()
+        rank = self._set.rank() if member else 0
+        self._engine = Engine(buckets, rank, self._set.size(), device)
+        if device is not None and (self._gathers or not self._SHADOW_GATHERS):
+            if every := settings.shadow_check:
+                of_job = (self._connection.send, name, self._set, settings.timeout_s)
+                self._shadow = ShadowCheck(self._engine, every, *of_job)
+        return Parts(
+            self._engine,
+            self._connection,
+            ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name),
+            self._shadow,
+            self._recorder() if member else None,
+            self._closed() if member else None,
+            settings,
+            self._set,
+        )
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether steps have collectives other than allreduces."""
+        return self._settings.replica_check != "off" or may_gather(self._buckets)
 
     @property
     def _buckets(self) -> list[Bucket]:

@@ -20,13 +20,9 @@ import tensorflow as tf
 from horovod_fftcomp.adapter import handshake, process_sets
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.adapter.connection import Connection
-from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine import checkpoint
-from horovod_fftcomp.engine.buckets import may_gather
-from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Scheduled
-from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.monitor.step_log import AddScalar
 from horovod_fftcomp.schemes.hierarchical import Ranks
@@ -60,6 +56,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     """
 
     _steps: StepDriver
+    _SHADOW_GATHERS = True  # in which ranks that called hvd.join do not take part
     _IN_ELASTIC_JOBS = "; in elastic jobs use horovod_fftcomp.tensorflow.TensorFlowKerasState"
 
     def __init__(self, model: Any = None, *, policy: Scheduled, settings: Settings) -> None:
@@ -87,31 +84,11 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         self._dtypes = [variable.dtype.name for variable in variables.variables]
         buckets = self._buckets_of(self._tensors)
         member = self._set.included()  # on other ranks Horovod only traces the compressor
-        rank = self._set.rank() if member else 0
         memory = memory_of(variables.variables, buckets) if member else None
-        device = None if memory is None else memory.device
-        self._engine = Engine(buckets, rank, self._set.size(), device)
-        settings = self._settings
-        # The shadow check needs gathers, which ranks that called hvd.join do not take part in.
-        if device is not None and self._gathers and (every := settings.shadow_check):
-            of_job = (self._connection.send, self._name, self._set, settings.timeout_s)
-            self._shadow = ShadowCheck(self._engine, every, *of_job)
-        hashes = GraphRound()
-        replicas = ReplicaCheck(hashes, variables, settings.replica_check, self._set, self._name)
+        device, hashes = None if memory is None else memory.device, GraphRound()
+        parts = self._make_parts(buckets, device, hashes, self._name)
         self._steps = StepDriver(
-            variables,
-            self._engine,
-            self._connection,
-            replicas,
-            self._shadow,
-            self._recorder() if member else None,
-            self._closed() if member else None,
-            settings,
-            self._set,
-            hashes,
-            self._start_handshake,
-            self.rejoin,
-            memory,
+            parts, variables, hashes, self._start_handshake, self.rejoin, memory
         )
         self._variables = variables
         if self._saved is not None:
@@ -268,11 +245,6 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             has_barrier=self._gathers,
             repairs=self._settings.replica_check == "broadcast",
         )
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether steps have collectives other than allreduces."""
-        return self._settings.replica_check != "off" or may_gather(self._buckets)
 
     @functools.cached_property
     def _groups(self) -> Mapping[Ranks, Any]:

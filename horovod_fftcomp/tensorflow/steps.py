@@ -20,18 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.adapter.connection import JOINED, Connection
+from horovod_fftcomp.adapter import steps
+from horovod_fftcomp.adapter.connection import JOINED
 from horovod_fftcomp.adapter.process_sets import size_of
-from horovod_fftcomp.adapter.replica_check import ReplicaCheck
-from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.stalls import Progress
-from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.kernels.cuda import on_host
 from horovod_fftcomp.kernels.threads import ieee_arithmetic
-from horovod_fftcomp.monitor.gradient_recorder import Recorder
-from horovod_fftcomp.monitor.not_finite import DENSE, NotFiniteWarning
+from horovod_fftcomp.monitor.not_finite import DENSE
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.tensorflow import horovod_internals, rounds
 from horovod_fftcomp.tensorflow.variables import Variables
@@ -72,7 +68,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return method(self, *arguments)
             except BaseException as error:
-                self.broken_by = repr(error)
+                self._broken_by = repr(error)
                 self._progress.doing = ""
                 if isinstance(error, FFTCompError) and horovod_internals.is_elastic():
                     raise horovod_internals.FatalInElasticJob(repr(error)) from error
@@ -94,45 +90,33 @@ class _StepProgress:
     encoded: set[int] = field(default_factory=set)  # buckets
 
 
-class StepDriver:
-    """Carries out the steps of one optimizer or tape, one after the other.
+class StepDriver(steps.StepDriver):
+    """Step driver of one optimizer or tape.
 
-    ``closed`` is called when a step has been closed; ``hashes`` sends the hashes of ``replicas``;
-    ``start_handshake`` sends the ranks' settings with its argument; ``rejoin`` is called if the
-    number of ranks has changed. ``optimizers_set``: the process set of the optimizer or tape, used
-    by handshake and barrier, which should be ``process_set``. ``memory``: conversions of GPU
-    tensors, None if the CPU computes steps. Counts since the start: ``count``, ``dense_nbytes``
-    and ``other_nbytes``, see ``adapter.compressor.StepDriver``.
+    ``hashes`` sends the hashes of the parameters; ``start_handshake`` sends the ranks' settings
+    with its argument; ``rejoin`` is called if the number of ranks has changed. ``optimizers_set``:
+    the process set of the optimizer or tape, used by handshake and barrier, which should be that of
+    the compressor. ``memory``: conversions of GPU tensors, None if the CPU computes steps.
     """
+
+    _TO_CONTINUE = "the last good checkpoint into the model"
 
     def __init__(
         self,
+        parts: steps.Parts,
         variables: Variables,
-        engine: Engine,
-        connection: Connection,
-        replicas: ReplicaCheck,
-        shadow: ShadowCheck | None,
-        recorder: Recorder | None,
-        closed: Callable[[], None] | None,
-        settings: Settings,
-        process_set: Any,
         hashes: rounds.GraphRound,
         start_handshake: Callable[[rounds.GraphRound], None],
         rejoin: Callable[[], Any],
         memory: TensorFlowMemory | None,
     ) -> None:
+        super().__init__(parts)
         self.lock = threading.RLock()
         self._variables = variables
-        self._engine, self._connection = engine, connection
-        self._replicas, self._shadow = replicas, shadow
-        self._recorder, self._closed = recorder, closed
-        self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
-        self._timeout_s = settings.timeout_s
-        self._not_finite = NotFiniteWarning(settings.grad_scaler is not None)
-        self._set = self.optimizers_set = process_set
+        self.optimizers_set = parts.process_set
         self._start_handshake, self._rejoin, self.memory = start_handshake, rejoin, memory
         self._handshake, self.hashes = rounds.GraphRound(), hashes
-        connection.watch.follow(self, variables.names)
+        parts.connection.watch.follow(self, variables.names)
         self._progress = _StepProgress()
         self._poisoned = ""  # tensor set to NaN because a dense one is not finite, or DENSE
         self._scale, self._is_busy = 1.0, False
@@ -142,8 +126,6 @@ class StepDriver:
         self._n_buckets = 0
         self._begun = False
         self.ends_together = False  # whether a step's last operation waits for all ranks
-        self.broken_by = ""  # text of the error that interrupted a step
-        self.count = self.dense_nbytes = self.other_nbytes = 0
         self._wait_s = self._hidden_s = 0.0
         self._spans: list[tuple[float, float]] = []  # begin and end of this step's encodings
         self._n_encoded, self._idle_since = 0, 0.0
@@ -232,9 +214,7 @@ class StepDriver:
         self._begun, self._undecoded, self._n_buckets = True, set(load.buckets), len(load.buckets)
         self.dense_nbytes += load.dense_nbytes
         self.other_nbytes += load.other_nbytes
-        if self._recorder is not None:
-            self._recorder.check()
-            self._recorded = {} if self._recorder.wants(self._engine.step) else None
+        self._begin_record()
 
     def _compares(self, step: int) -> bool:
         """Return whether a step compares parameters; not the first: Keras broadcasts after it."""
@@ -330,7 +310,7 @@ class StepDriver:
         if self._shadow is not None and not self._alone:
             hashes = self._shadow.without_record(hashes)
         self.hashes.output = hashes
-        self._replicas.finish(self._timeout_s)
+        self._replicas.finish(self._settings.timeout_s)
         bad = {name: own for name, own in self._engine.bad.items() if name != self._poisoned}
         bad |= {DENSE: True} if self._poisoned else {}
         self._not_finite.observe(bad, self._engine.rank, self._set.ranks)
@@ -421,25 +401,16 @@ class StepDriver:
     def close_if_complete(self) -> None:
         """Close the last step if it is complete."""
         with self.lock:
-            if not self._undecoded and not self.broken_by:
+            if not self._undecoded and not self._broken_by:
                 self._close()
 
     def abandon(self) -> None:
         """Discard a step that an error interrupted."""
         with self.lock:
-            self._engine.abandon()
-            self._replicas.abandon()
+            super().abandon()
             self._progress = _StepProgress()
             self._sent, self._undecoded, self._spans, self._n_encoded = {}, set(), [], 0
-            self._begun, self._recorded, self.broken_by = False, None, ""
-
-    def check_unbroken(self) -> None:
-        """Raise UnsupportedError if an error has interrupted a step."""
-        if self.broken_by:
-            raise UnsupportedError(
-                f"a step was interrupted by {self.broken_by}; to continue, discard it: load a "
-                "state_dict() into the compressor and the last good checkpoint into the model"
-            )
+            self._begun = False
 
     def _close(self) -> None:
         if not self._begun:
@@ -448,13 +419,9 @@ class StepDriver:
             self._engine.observe(True)  # ``poison`` covers what Horovod exchanges
             self._engine.settle()
         self._begun = False
-        self.count += 1
         if self._spans:
             last_came = max(began for began, _ in self._spans)
             self._hidden_s += sum(max(0.0, min(e, last_came) - b) for b, e in self._spans)
             self._spans, self._n_encoded = [], 0
-        if self._recorder is not None and self._recorded:
-            self._recorder.append(self._engine.step - 1, self._recorded)
-        self._recorded = None
-        if self._closed is not None:
-            self._closed()
+        self._end_record(self._engine.step - 1)
+        self._note_closed()

@@ -16,11 +16,8 @@ import torch
 from horovod_fftcomp.adapter import process_sets
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.adapter.connection import Connection
-from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
-from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Scheduled
-from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.torch import arrays, horovod_internals
 from horovod_fftcomp.torch.device import device_of
 from horovod_fftcomp.torch.parameters import Model, Parameters, with_plain_names
@@ -56,31 +53,13 @@ class TorchCompressor(Compressor):
         buckets = self._buckets_of(self._tensors)
         member = self._set.included()  # on other ranks Horovod never calls the compressor
         device = device_of(parameters.tensors, buckets) if member else None
-        rank = self._set.rank() if member else 0
-        self._engine = Engine(buckets, rank, self._set.size(), device)
-        recorder, closed = (self._recorder(), self._closed()) if member else (None, None)
         name = self._new_name()
         groups = process_sets.makers(policy, settings) if buckets else dict
         watch = self._watch(name, horovod_internals.shut_down)
         self._connection = Connection(PendingRound, name, self._set, watch, groups)
-        send = self._connection.send
-        if device is not None and (every := settings.shadow_check):
-            of_job = (send, name, self._set, settings.timeout_s)
-            self._shadow = ShadowCheck(self._engine, every, *of_job)
-        replicas = ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name)
+        parts = self._make_parts(buckets, device, self._connection.send, name)
         self._steps = StepDriver(
-            parameters,
-            self._parameters,
-            self._slots,
-            self._engine,
-            self._connection,
-            replicas,
-            self._shadow,
-            recorder,
-            closed,
-            settings,
-            name,
-            self._set,
+            parts, parameters, self._parameters, self._slots, self._gathers, name
         )
 
     # Horovod calls these two.

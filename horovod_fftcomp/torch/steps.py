@@ -5,26 +5,17 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
-import horovod.torch as hvd
-import numpy as np
 import torch
 
-from horovod_fftcomp.adapter.connection import Connection
-from horovod_fftcomp.adapter.replica_check import ReplicaCheck
-from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.adapter import steps
 from horovod_fftcomp.adapter.stalls import Progress
-from horovod_fftcomp.engine.buckets import may_gather
-from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Pending, Slot, StepPipeline
-from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
-from horovod_fftcomp.monitor.gradient_recorder import Recorder
-from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
@@ -47,58 +38,43 @@ class GradientContext(NamedTuple):
     number: int  # of the parameter
 
 
-class StepDriver:
-    """Carries out the steps of one optimizer, one after the other.
+class StepDriver(steps.StepDriver):
+    """Step driver of one optimizer.
 
-    ``slots``: each parameter's slot in the buckets of ``engine``; None if it is sent dense.
-    ``recorder`` records the compressed tensors' gradients of some steps. ``closed`` is called when
-    a step has been closed. Counts since the start: ``count`` closed steps, ``dense_nbytes`` bytes
-    of all gradients in float32, ``other_nbytes`` bytes of what Horovod itself reduced.
+    ``slots``: each parameter's slot in the buckets; None if it is sent dense. ``gathers``: whether
+    steps have collectives other than allreduces. ``name``: the compressor's.
     """
+
+    _TO_CONTINUE = "one into the optimizer"
 
     def __init__(
         self,
+        parts: steps.Parts,
         parameters: Parameters,
         optimized: OptimizedParameters,
         slots: Sequence[Slot | None],
-        engine: Engine,
-        connection: Connection,
-        replicas: ReplicaCheck,
-        shadow: ShadowCheck | None,
-        recorder: Recorder | None,
-        closed: Callable[[], None] | None,
-        settings: Settings,
+        gathers: bool,
         name: str,
-        process_set: hvd.ProcessSet,
     ) -> None:
-        self._parameters, self._optimized = parameters, optimized
-        self._not_finite = NotFiniteWarning(settings.grad_scaler is not None)
-        self._ranks = process_set.ranks
+        super().__init__(parts)
+        self._parameters, self._optimized, self._slots = parameters, optimized, slots
+        self._ranks = parts.process_set.ranks
         self._bad: dict[str, bool] = {}  # dense tensors of this step, see ``NotFiniteWarning``
-        self._slots = slots
-        self._engine = engine
-        self._connection = connection
-        self._replicas, self._shadow = replicas, shadow
-        self._recorder = recorder
-        self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
-        self._closed = closed
-        self._settings = settings
+        connection, engine = parts.connection, parts.engine
 
         def send(round_: Round, bucket: int, number: int) -> Pending:
-            return connection.send(round_, f"{name}.{bucket}.{number}", process_set)
+            return connection.send(round_, f"{name}.{bucket}.{number}", parts.process_set)
 
-        self.pipeline = StepPipeline(engine, send, settings.timeout_s)
+        self.pipeline = StepPipeline(engine, send, parts.settings.timeout_s)
         connection.watch.follow(self, parameters.names)
         # Exchanges of allreduces only need no barrier: they work with hvd.join as in Horovod.
-        self._gathers = settings.replica_check != "off" or may_gather(engine.buckets)
+        self._gathers = gathers
         device = engine.device
         self._place = device.place if isinstance(device, TorchDevice) else None
         self._made_on = {parameter.device for parameter in parameters.tensors}
         self._opened = self._finished = False
         self._stream_of_sums: torch.cuda.Stream | None = None
-        self._broken_by = ""  # text of the error that interrupted a step
         self._n_pending = 0  # gradients that were started and not finished
-        self.count = self.dense_nbytes = self.other_nbytes = 0
 
     def progress(self) -> Progress:
         """Return this rank's progress; called in the watch's thread."""
@@ -135,7 +111,7 @@ class StepDriver:
     def start_gradient(self, grad: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
         """Start the exchange of a gradient; return the tensor to be allreduced, and a context."""
         if self._broken_by or self._connection.watch.failure:
-            self._check_unbroken()
+            self._check()
         begins = not self._parameters.seen
         number = self._parameters.register(grad)
         if begins:
@@ -237,9 +213,7 @@ class StepDriver:
         self._engine.follow_loss_scale(self.loss_scale())
         if self._shadow is not None:
             self._shadow.begin(self._connection.n_handshakes)
-        if self._recorder is not None:
-            self._recorder.check()
-            self._recorded = {} if self._recorder.wants(self._engine.step) else None
+        self._begin_record()
         if self._gathers:
             self._connection.barrier()
 
@@ -253,7 +227,7 @@ class StepDriver:
 
     def _finish(self) -> None:
         """Finish all buckets of the step, when Horovod has started all of its gradients."""
-        self._check_unbroken()
+        self._check()
         try:
             self.pipeline.complete()
             self._open()
@@ -261,10 +235,8 @@ class StepDriver:
             if self._shadow is not None:
                 self._shadow.finish()
             self._connection.leave_together()
-            if self._recorder is not None and self._recorded:
-                # These do not change any more: Horovod puts the sums into other memory.
-                self._recorder.append(self._engine.step, self._recorded)
-                self._recorded = None
+            # These do not change any more: Horovod puts the sums into other memory.
+            self._end_record(self._engine.step)
             self._finished, self._stream_of_sums = True, self._stream()
         except BaseException as error:
             self._broken_by = repr(error)
@@ -275,13 +247,9 @@ class StepDriver:
         self._optimized.warn_of_unexchanged()
         self._not_finite.observe(self._engine.bad, self._engine.rank, self._ranks)
 
-    def _check_unbroken(self) -> None:
+    def _check(self) -> None:
         self._connection.check()
-        if self._broken_by:
-            raise UnsupportedError(
-                f"a step was interrupted by {self._broken_by}; to continue, discard it: load a "
-                "state_dict() into the compressor and one into the optimizer"
-            )
+        self.check_unbroken()
 
     def begins(self) -> bool:
         """Return whether the next gradient begins a step; close the finished one before.
@@ -322,18 +290,15 @@ class StepDriver:
             self._engine.settle()
         if now is not None and then is not None and now != then:
             now.wait_stream(then)
-        self.count += 1
         self._parameters.begin_step()
         self._opened = self._finished = False
         self._bad = {}
-        if self._closed is not None:
-            self._closed()
+        self._note_closed()
 
     def abandon(self) -> None:
         """Discard a step that an error interrupted."""
         self._parameters.begin_step()
-        self._replicas.abandon()
         self.pipeline.abandon()
+        super().abandon()
         self._opened = self._finished = False
-        self._broken_by, self._recorded = "", None
         self._n_pending = 0

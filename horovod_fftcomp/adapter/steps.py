@@ -1,0 +1,97 @@
+"""Base class of the step drivers of all frameworks: what they are made of, recording, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.adapter.connection import Connection
+from horovod_fftcomp.adapter.replica_check import ReplicaCheck
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.shadow_check import ShadowCheck
+from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.monitor.gradient_recorder import Recorder
+from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
+
+
+class Parts(NamedTuple):
+    """Objects of a compressor that its step driver uses.
+
+    ``recorder`` records the compressed tensors' gradients of some steps. ``closed`` is called when
+    a step has been closed.
+    """
+
+    engine: Engine
+    connection: Connection
+    replicas: ReplicaCheck
+    shadow: ShadowCheck | None
+    recorder: Recorder | None
+    closed: Callable[[], None] | None
+    settings: Settings
+    process_set: Any
+
+
+class StepDriver:
+    """Base class of step drivers, which carry out the training steps of one optimizer or tape.
+
+    Counts since the start: ``count`` closed steps, ``dense_nbytes`` bytes of all gradients in
+    float32, ``other_nbytes`` bytes of what Horovod itself reduced (dense tensors and probes).
+    """
+
+    _TO_CONTINUE = ""  # end of an error message: what to load besides the compressor's state
+
+    def __init__(self, parts: Parts) -> None:
+        self._engine, self._connection, self._replicas, self._shadow = parts[:4]
+        self._recorder, self._closed, self._settings, self._set = parts[4:]
+        self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
+        self._not_finite = NotFiniteWarning(self._settings.grad_scaler is not None)
+        self._broken_by = ""  # text of the error that interrupted a step
+        self.count = self.dense_nbytes = self.other_nbytes = 0
+
+    def times(self) -> dict[str, float]:
+        """Return the times of ``stats`` that the step driver measures, in seconds."""
+        raise NotImplementedError
+
+    def loss_scale(self) -> float:
+        """Return the present loss scale."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Close the last step, before its results are read; ValueError if a step is under way."""
+        raise NotImplementedError
+
+    def close_if_complete(self) -> None:
+        """Close the last step if it is complete."""
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Discard a step that an error interrupted."""
+        self._engine.abandon()
+        self._replicas.abandon()
+        self._recorded, self._broken_by = None, ""
+
+    def check_unbroken(self) -> None:
+        """Raise UnsupportedError if an error has interrupted a step."""
+        if self._broken_by:
+            raise UnsupportedError(
+                f"a step was interrupted by {self._broken_by}; to continue, discard it: load a "
+                f"state_dict() into the compressor and {self._TO_CONTINUE}"
+            )
+
+    def _begin_record(self) -> None:
+        if self._recorder is not None:
+            self._recorder.check()
+            self._recorded = {} if self._recorder.wants(self._engine.step) else None
+
+    def _end_record(self, step: int) -> None:
+        if self._recorder is not None and self._recorded:
+            self._recorder.append(step, self._recorded)
+        self._recorded = None
+
+    def _note_closed(self) -> None:
+        self.count += 1
+        if self._closed is not None:
+            self._closed()
