@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -11,6 +11,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.kernels.cpu.jit import inlined
 from horovod_fftcomp.types import Array
 
@@ -28,9 +29,23 @@ def address(array: Array) -> int:
         return array.ctypes.data
 
 
-def addresses(arrays: Iterable[Array | None]) -> Array:
-    """Return the addresses of arrays, int64; 0 for None."""
-    return np.array([0 if array is None else address(array) for array in arrays], np.int64)
+def addresses(
+    kind: str, arrays: Sequence[Array | None], formats: Sequence[tuple[np.dtype, int]]
+) -> Array:
+    """Return the addresses of contiguous arrays, int64; 0 for None.
+
+    Raises ValueError unless each array has its format, (dtype, elements). ``kind``: what they are.
+    """
+    found = np.zeros(len(arrays), np.int64)
+    for number, (array, form) in enumerate(zip(arrays, formats, strict=True)):
+        if array is not None:
+            if (array.dtype, array.size) != form:
+                check_state(kind, array, form)
+            try:
+                found[number] = _address_of(_first_byte(array))
+            except (TypeError, ValueError):
+                found[number] = address(array)
+    return found
 
 
 def _pointer_to(kind: types.Type) -> Any:

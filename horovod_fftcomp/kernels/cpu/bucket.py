@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec.base import PayloadCodec, aligned, check_state
+from horovod_fftcomp.codec.base import PayloadCodec, aligned
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cpu.addresses import address, addresses
 from horovod_fftcomp.kernels.cpu.bucket_groups import Group, groups_of
@@ -92,12 +92,9 @@ class BucketCodec:
             for number in frozen:
                 grads[number] = self._zeros[: self._sizes[number][1]]
                 residuals[number] = None
-        for pair in zip(grads, self._sizes, strict=True):
-            check_state("gradient", *pair)
-        for pair in zip(residuals, self._formats, strict=True):
-            check_state("residual", *pair)
         self._check_offsets(offsets, message.size)
-        at, old = addresses(grads), addresses(residuals)
+        at = addresses("gradient", grads, self._sizes)
+        old = addresses("residual", residuals, self._formats)
         kept = self._kept.new() if keep or momentum else None
         start = 0 if kept is None else address(kept)
         peaks = np.empty(len(self.members), np.int64)
