@@ -46,8 +46,8 @@ class Sums(NamedTuple):
 class BucketCodec:
     """Codecs of the small tensors of a bucket, with tables of all that shapes determine.
 
-    ``members``: the indices of its tensors among those given: of fixed size, not RAW, and so small
-    that one thread encodes one of them. Bytes and sums are those of the codecs themselves.
+    ``members``: the indices of its tensors among those given: of fixed size, not RAW, and no larger
+    than one thread's share. Bytes and sums are those of the codecs themselves.
     """
 
     def __init__(self, codecs: Sequence[PayloadCodec], shapes: Sequence[Shape]) -> None:

@@ -31,7 +31,8 @@ from horovod_fftcomp.wire.radix import GROUP as DENSE_GROUP
 from horovod_fftcomp.wire.radix import digits_of
 
 Member = tuple[Any, Shape]  # a codec and the shape of its tensor
-_MOST_GROUPS = 2 * LEAST_GROUPS - 1  # of a tensor that one thread encodes
+_ONE_THREADS = (2 * LEAST_GROUPS - 1) * GROUP  # elements that one thread encodes anyway
+_MOST = 1 << 18  # elements of a tensor: a thread's scratch memory is five times as much
 
 
 class Group(abc.ABC):
@@ -280,8 +281,11 @@ def groups_of(
     """Return each group's class and the indices of its tensors; large and RAW ones are in none."""
     sparse: dict[Transform, list[int]] = {}
     others: list[int] = []
+    # With larger ones a bucket's tensors would not keep all threads busy.
+    share = sum(map(math.prod, shapes)) // threads.get_num_threads()
+    most = max(_ONE_THREADS, min(_MOST, share))
     for number, (codec, shape) in enumerate(zip(codecs, shapes, strict=True)):
-        if math.prod(shape) > _MOST_GROUPS * GROUP or not codec.has_fixed_size:
+        if math.prod(shape) > most or not codec.has_fixed_size:
             continue
         if codec.plan(shape).layout is Layout.RAW:
             continue
