@@ -11,6 +11,7 @@ from horovod_fftcomp import get_scheme, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels import cpu, reference, threads
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.simulation import exchange_once
@@ -190,6 +191,17 @@ def test_a_state_of_another_rank_is_refused():
     mean_of([two], normal(1, *SHAPE))
     with pytest.raises(ValueError, match=r"factor of rank 2, expected a .* factor of rank 4"):
         four.load_state_dict(two.state_dict())
+
+
+@pytest.mark.parametrize("round_", [0, 1])
+def test_a_sum_of_another_size_is_refused(round_):
+    [engine] = engines_of(1)
+    sent = engine.start(0, [normal(*SHAPE).reshape(-1)])
+    if round_:
+        sent = engine.advance(0, sent.data)
+    n = sent.data.size
+    with pytest.raises(PayloadError, match=f"{n - 1} values arrived, {n} were expected"):
+        engine.advance(0, sent.data[1:])
 
 
 @pytest.fixture(params=[1, 3])

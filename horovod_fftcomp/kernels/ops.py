@@ -12,6 +12,7 @@ from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device
+from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan
 from horovod_fftcomp.types import Array, Tensor
 from horovod_fftcomp.wire.header import Header
 
@@ -139,6 +140,13 @@ class Ops(Protocol):
         """Return ``array`` as NumPy's; waits for the device."""
         ...
 
+    def checked(self, kind: str, array: Any, numel: int) -> Any:
+        """Return an array of the state, or None, where these ops work.
+
+        Raises ValueError, naming ``kind``, if it is NumPy's and not ``numel`` float32 elements.
+        """
+        ...
+
     def join(self, parts: Sequence[Any], numels: Sequence[int]) -> Any:
         """Return float32 ``parts`` concatenated in a new array, with zeros for None."""
         ...
@@ -168,4 +176,48 @@ class Ops(Protocol):
 
     def coder(self, codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], n_ranks: int) -> Coder:
         """Return the coder of a bucket, one codec for each tensor; made once for a bucket."""
+        ...
+
+    def compensate(
+        self, plan: LowRankPlan, grads: Sequence[Any], residuals: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
+        """Return (gradient plus residual of each tensor, the first message of a low-rank scheme).
+
+        Of a tensor of rank 0 the sum is its part of the message; the parts of the others are not
+        written yet. The sum is None for a frozen tensor; on the host for one that is not finite
+        too, whose part of the message is NaN.
+        """
+        ...
+
+    def project(
+        self, plan: LowRankPlan, whole: Sequence[Any], right: Sequence[Any], message: Any
+    ) -> None:
+        """Write the product of each matrix in ``whole`` and its right factor to ``message``."""
+        ...
+
+    def orthonormalize(self, plan: LowRankPlan, first: Any) -> LeftFactors:
+        """Return the matrices of a first message with orthonormal columns."""
+        ...
+
+    def project_back(self, plan: LowRankPlan, whole: Sequence[Any], left: LeftFactors) -> Any:
+        """Return the second message: products of the transposed matrices and the left factors."""
+        ...
+
+    def subtract_product(
+        self, plan: LowRankPlan, whole: Sequence[Any], left: LeftFactors, own: Any
+    ) -> list[Any]:
+        """Subtract from ``whole``, in place, the products of left factors and a second message.
+
+        Returns these residuals; None for a tensor of rank 0, which is sent completely.
+        """
+        ...
+
+    def product(
+        self, plan: LowRankPlan, left: LeftFactors, first: Any, second: Any
+    ) -> tuple[list[Any], Flags]:
+        """Return the sum of each tensor from those of both messages: NaN if not finite."""
+        ...
+
+    def nonzero_columns(self, plan: LowRankPlan, second: Any, right: Sequence[Any]) -> list[Any]:
+        """Return the right factors in ``second``, with columns of ``right`` for those of zeros."""
         ...

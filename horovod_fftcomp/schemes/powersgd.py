@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.codec.backend import load_backend
-from horovod_fftcomp.codec.base import check_state
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.kernels.ops import Flags
+from horovod_fftcomp.kernels.ops import Ops
+from horovod_fftcomp.kernels.plans import LowRankPlan, Matrix
 from horovod_fftcomp.schemes import (
-    MEASURE_EVERY,
     Context,
-    Energy,
     Exchange,
     Grads,
     OldState,
@@ -24,45 +21,10 @@ from horovod_fftcomp.schemes import (
     Round,
     Scheme,
     Tensor,
-    energy_of,
-    measured_on_host,
 )
-from horovod_fftcomp.schemes.powersgd_on_device import powersgd_on_device
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.schemes.meter import Meter
+from horovod_fftcomp.schemes.state import named, new_state, old_arrays
 from horovod_fftcomp.wire import counter_rng
-
-
-class Matrix(NamedTuple):
-    """Shape of a tensor as a matrix, and the rank of its approximation; 0: sent dense."""
-
-    rows: int
-    columns: int
-    rank: int
-
-    @property
-    def first_numel(self) -> int:
-        """Number of elements in the first round."""
-        return self.rows * (self.rank or self.columns)
-
-    @property
-    def second_numel(self) -> int:
-        """Number of elements in the second round, which is never empty."""
-        return max(1, self.columns * self.rank)
-
-
-@dataclass
-class _TensorExchange:
-    """State of one tensor during an exchange."""
-
-    tensor: Tensor
-    matrix: Matrix
-    grad: Array | None
-    carried: Array | None  # the old residual
-    whole: Array | None  # gradient + residual, float32 [rows, columns]; in the end the new residual
-    right: Array  # warm start, float32 [columns, rank]
-    finite: bool
-    left: Array  # orthonormal, float32 [rows, rank], the same on all ranks
-    energy: Energy | None = None
 
 
 @dataclass(frozen=True)
@@ -95,37 +57,29 @@ class PowerSgd(Scheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        if context.device is not None:
-            return (yield from powersgd_on_device(self, tensors, grads, state, context))
-        kernels = load_backend("cpu")
-        matrices = [self.matrix(tensor) for tensor in tensors]
-        ends = np.cumsum([matrix.first_numel for matrix in matrices])
-        message = kernels.empty(int(ends[-1]))
-        parts = [
-            self._begin(tensor, grad, matrix, state, share)
-            for tensor, grad, matrix, share in zip(
-                tensors, grads, matrices, np.split(message, ends[:-1]), strict=True
-            )
+        ops, plan, meter = context.ops, _plan_of(self, tuple(tensors)), Meter(context)
+        grads = [ops.put(grad) for grad in grads]
+        old = state if self.error_feedback else {}
+        right = [
+            self._right(ops, tensor, matrix, state)
+            for tensor, matrix in zip(tensors, plan.matrices, strict=True)
         ]
-        first = np.split((yield Round("allreduce", message)), ends[:-1])
-        ends = np.cumsum([matrix.second_numel for matrix in matrices])
-        message = kernels.empty(int(ends[-1]))
-        measures = context.step % MEASURE_EVERY == 0
-        for part, reduced, share in zip(parts, first, np.split(message, ends[:-1]), strict=True):
-            self._project(part, reduced, share, measures)
-        second = np.split((yield Round("allreduce", message)), ends[:-1])
-        summed = [
-            self._sum(part, *pair)
-            for part, pair in zip(parts, zip(first, second, strict=True), strict=True)
-        ]
-        return Outcome(
-            [total for total, _ in summed],
-            self._new_state(parts, second),
-            Flags(all(finite for _, finite in summed)),
-            measured_on_host(
-                {part.tensor.name: part.energy for part in parts if part.energy is not None}
-            ),
-        )
+        residuals = old_arrays(ops, "residual", old, tensors, grads)
+        whole, message = ops.compensate(plan, grads, residuals)
+        meter.before(tensors, grads, whole)
+        ops.project(plan, whole, right, message)  # M Q
+        first = yield Round("allreduce", message)
+        left = ops.orthonormalize(plan, first)
+        message = ops.project_back(plan, whole, left)  # M^T P
+        if self.error_feedback or meter.on:
+            whole = ops.subtract_product(plan, whole, left, message)
+            meter.after(whole)
+        second = yield Round("allreduce", message)
+        sums, flags = ops.product(plan, left, first, second)
+        new = {"factor": named(tensors, ops.nonzero_columns(plan, second, right))}
+        if self.error_feedback:
+            new["residual"] = new_state(tensors, grads, state.get("residual", {}), whole)
+        return Outcome(sums, new, flags, meter.measured())
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
@@ -140,95 +94,13 @@ class PowerSgd(Scheme):
         rank = min(self.rank, rows, columns)
         return Matrix(rows, columns, rank if rank * (rows + columns) < numel else 0)
 
-    def _begin(
-        self, tensor: Tensor, grad: Array | None, matrix: Matrix, state: OldState, share: Array
-    ) -> _TensorExchange:
-        """Write a tensor's slice of the first message, M Q, into ``share``."""
-        residual, shape = state.get("residual", {}).get(tensor.name), (matrix.rows, matrix.columns)
-        check_state("residual", residual, (np.dtype(np.float32), math.prod(shape)))
-        right = self.right(tensor, state)
-        part = _TensorExchange(tensor, matrix, grad, residual, None, right, True, right)
-        if grad is None:
-            share.fill(0)
-            return part
-        carried = residual if self.error_feedback else None
-        coeffs = load_backend("cpu").add_residual(grad, carried, 0)
-        part.whole, part.finite = coeffs.array.reshape(shape), coeffs.peak <= LARGEST_FINITE_BITS
-        if not part.finite:
-            share.fill(np.nan)
-        elif matrix.rank:
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.matmul(part.whole, right, out=share.reshape(matrix.rows, matrix.rank))
-        else:
-            share[:] = coeffs.array
-        return part
-
-    def right(self, tensor: Tensor, state: OldState) -> Array:
-        """Return Q of the last step, or a random first one, ``[columns, rank]``."""
-        matrix = self.matrix(tensor)
+    def _right(self, ops: Ops, tensor: Tensor, matrix: Matrix, state: OldState) -> Any:
+        """Return Q of the last step, or a random first one, flat; None if the rank is 0."""
         numel = matrix.columns * matrix.rank
-        kept = state.get("factor", {}).get(tensor.name)
-        check_state("factor", kept, (np.dtype(np.float32), numel))
-        if kept is None:
-            kept = counter_rng.uniform(self.seed, 0, tensor.name, numel)
-        return kept.reshape(matrix.columns, matrix.rank) if matrix.rank else kept
-
-    def _project(self, part: _TensorExchange, reduced: Array, share: Array, measures: bool) -> None:
-        """Write a tensor's slice of the second message, M^T P, and compute its new residual."""
-        kernels, (rows, columns, rank) = load_backend("cpu"), part.matrix
-        share.fill(0)
-        if kernels.max_abs_bits(reduced) > LARGEST_FINITE_BITS:
-            part.finite = False
-            share.fill(np.nan)
-        if not part.finite or part.whole is None:
-            part.left = np.zeros((rows, rank), np.float32)
-            if part.finite and rank:
-                part.left = kernels.orthonormal(reduced.reshape(rows, rank))
-            return
-        gradient, wanted = (energy_of(part.grad), energy_of(part.whole)) if measures else (0.0, 0.0)
-        if rank:
-            part.left = kernels.orthonormal(reduced.reshape(rows, rank))
-            own = share.reshape(columns, rank)
-            with np.errstate(over="ignore", invalid="ignore"):
-                np.matmul(part.whole.T, part.left, out=own)
-            if self.error_feedback or measures:
-                kernels.low_rank(part.left, own, part.whole)
-        else:
-            part.whole = None  # all of it is sent
-        if measures:
-            part.energy = Energy(gradient, wanted, energy_of(part.whole))
-
-    def _sum(self, part: _TensorExchange, first: Array, second: Array) -> tuple[Array, bool]:
-        """Return (the sum over ranks, flat; whether it is finite)."""
-        kernels, (rows, columns, rank) = load_backend("cpu"), part.matrix
-        finite = all(
-            kernels.max_abs_bits(array) <= LARGEST_FINITE_BITS for array in (first, second)
-        )
-        if not finite:
-            return np.full(rows * columns, np.nan, np.float32), False
-        if not rank:
-            return first, True
-        right = second.reshape(columns, rank)
-        total = kernels.low_rank(part.left, right, None).reshape(-1)
-        if rank * float(np.abs(right).max(initial=0)) > 2.0**127:
-            finite = kernels.max_abs_bits(total) <= LARGEST_FINITE_BITS
-        return total, finite
-
-    def _new_state(
-        self, parts: Sequence[_TensorExchange], second: Sequence[Array]
-    ) -> dict[str, dict[str, Array]]:
-        factors, residuals = {}, {}
-        for part, reduced in zip(parts, second, strict=True):
-            if part.matrix.rank:
-                # A zero column (frozen tensor, lower rank) would stay zero: keep the old one.
-                right = reduced.reshape(part.right.shape)
-                kept = np.where(right.any(0), right, part.right)
-                factors[part.tensor.name] = np.ascontiguousarray(kept).reshape(-1)
-            left = part.carried if part.grad is None else part.whole
-            if self.error_feedback and left is not None:
-                residuals[part.tensor.name] = left.reshape(-1)
-        state = {"factor": factors}
-        return state | {"residual": residuals} if self.error_feedback else state
+        kept = ops.checked("factor", state.get("factor", {}).get(tensor.name), numel)
+        if kept is not None or not numel:
+            return kept
+        return ops.put(counter_rng.uniform(self.seed, 0, tensor.name, numel))
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
@@ -247,3 +119,8 @@ class PowerSgd(Scheme):
         if self.error_feedback:
             arrays["residual"] = (kind, math.prod(tensor.shape))
         return arrays
+
+
+@functools.lru_cache(maxsize=1024)  # more than a training has buckets
+def _plan_of(scheme: PowerSgd, tensors: tuple[Tensor, ...]) -> LowRankPlan:
+    return LowRankPlan([scheme.matrix(tensor) for tensor in tensors])

@@ -73,7 +73,7 @@ SHARED = _struct(
     "unused",
 )
 LOW_RANK = _struct(
-    "grad residual whole first second own right left factor scratch sum n rows columns",
+    "grad residual whole first second right left factor scratch sum n rows columns",
     "first_tile n_tiles rank unused",
 )
 DENSE_MOMENTUM = _struct(

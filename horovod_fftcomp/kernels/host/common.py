@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cuda import Device
@@ -43,6 +44,11 @@ class CommonOps:
 
     def get(self, array: Array) -> Array:
         """See ``Ops.get``."""
+        return array
+
+    def checked(self, kind: str, array: Array | None, numel: int) -> Array | None:
+        """See ``Ops.checked``."""
+        check_state(kind, array, (np.dtype(np.float32), numel))
         return array
 
     def join(self, parts: Sequence[Array | None], numels: Sequence[int]) -> Array:

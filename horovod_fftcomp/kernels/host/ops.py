@@ -1,10 +1,10 @@
 """Ops on NumPy arrays, by the kernels of ``cpu``."""
 
 from horovod_fftcomp.kernels.host.coder import CoderOps
-from horovod_fftcomp.kernels.host.common import CommonOps
+from horovod_fftcomp.kernels.host.low_rank import LowRankOps
 
 
-class HostOps(CommonOps, CoderOps):
+class HostOps(CoderOps, LowRankOps):
     """Ops of the host; see ``Ops``."""
 
 

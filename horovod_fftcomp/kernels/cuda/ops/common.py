@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.kernels.cuda import Device, on_device, on_host, source, structs
+from horovod_fftcomp.kernels.cuda import Device, is_on_host, on_device, on_host, source, structs
 from horovod_fftcomp.kernels.ops import Deferred, Flags
+from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.types import Array
 
 _KERNELS = ("find_beyond", "write_halves", "read_halves", "square<1>")
+
+
+AnyPlan = TypeVar("AnyPlan", bound=BucketPlan)
+Made = TypeVar("Made")
 
 
 class CommonOps:
@@ -21,12 +28,20 @@ class CommonOps:
     def __init__(self, device: Device) -> None:
         self.device: Device = device
         self.uploads = structs.Uploads(device)
+        self._made: WeakKeyDictionary[BucketPlan, dict[str, Any]] = WeakKeyDictionary()
 
     def kernels(self, *names: str) -> Any:
         """Return the compiled kernels with these names, by name; compiled once."""
         if names not in self.device.cache:
             self.device.cache[names] = self.device.functions(source(), names)
         return self.device.cache[names]
+
+    def of_plan(self, kind: str, plan: AnyPlan, make: Callable[[AnyPlan], Made]) -> Made:
+        """Return ``make(plan)``, cached as long as the plan exists."""
+        made = self._made.setdefault(plan, {})
+        if kind not in made:
+            made[kind] = make(plan)
+        return made[kind]
 
     def address(self, array: Any) -> int:
         """Return the address of an array; 0 for None."""
@@ -47,6 +62,12 @@ class CommonOps:
     def get(self, array: Any) -> Array:
         """See ``Ops.get``."""
         return on_host(array, self.device)
+
+    def checked(self, kind: str, array: Any, numel: int) -> Any:
+        """See ``Ops.checked``."""
+        if is_on_host(array):
+            check_state(kind, array, (np.dtype(np.float32), numel))
+        return self.put(array)
 
     def join(self, parts: Sequence[Any], numels: Sequence[int]) -> Any:
         """See ``Ops.join``."""
@@ -71,7 +92,7 @@ class CommonOps:
             kernel(owners.size, structs.THREADS, arguments, structs.SQUARES_NBYTES)
         return _summed(self.device.fetch(sums), owners, len(arrays))
 
-    def tiles(self, rows: Array, sizes: Array) -> Array:
+    def tiles(self, rows: Array, sizes: Sequence[int] | Array) -> Array:
         """Enter the tiles of each row, of ``sizes`` elements; return the row of each tile."""
         tile = np.uint64(structs.TILE)
         counts = (np.asarray(sizes, np.uint64) + tile - np.uint64(1)) // tile
@@ -118,4 +139,4 @@ class CommonOps:
 
 def _summed(sums: Callable[[], Array], owners: Array, n: int) -> Deferred:
     """Return a function that waits for the sums of tiles and adds those of each array."""
-    return lambda: np.bincount(owners, sums()[: owners.size], n).tolist()
+    return lambda: np.bincount(owners, sums()[: owners.size], n).astype(np.float64).tolist()

@@ -8,8 +8,7 @@ struct LowRank {
     const float* residual;  // null if there is none
     float* whole;           // gradient plus residual, then what is left; of rank 0 what is sent
     const float* first;     // sums over ranks: M Q, [rows, rank]; of rank 0 all of the tensor
-    const float* second;    // M^T P, [columns, rank]
-    const float* own;       // this rank's part of that
+    const float* second;    // M^T P, [columns, rank]: the sum, or this rank's own
     const float* right;     // Q, from which this step began
     float* left;            // P: `first` with orthonormal columns
     float* factor;          // the next step's Q
@@ -19,7 +18,7 @@ struct LowRank {
     u32 first_tile, n_tiles;
     u32 rank, unused;
 };
-static_assert(sizeof(LowRank) == 128, "structs.py describes matrices with the same layout");
+static_assert(sizeof(LowRank) == 120, "structs.py describes matrices with the same layout");
 
 // Gradient plus residual.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -87,14 +86,14 @@ __global__ void __launch_bounds__(THREADS) orthonormalize(const LowRank* __restr
 
 // Calls `use` with each place of a tile and the product of the factors there.
 template <typename Use>
-__device__ __forceinline__ void for_each_product(const LowRank& part, const float* right, Use use) {
+__device__ __forceinline__ void for_each_product(const LowRank& part, Use use) {
     u64 begin = u64(blockIdx.x - part.first_tile) * TILE, end = min(begin + TILE, part.n);
     u64 place = begin + threadIdx.x, row = place / part.columns, column = place % part.columns;
     u64 rows_on = THREADS / part.columns, columns_on = THREADS % part.columns;
     for (; place < end; place += THREADS) {
         float sum = 0;
         for (u32 k = 0; k < part.rank; k++)
-            sum = add_rn(sum, mul_rn(part.left[row * part.rank + k], right[column * part.rank + k]));
+            sum = add_rn(sum, mul_rn(part.left[row * part.rank + k], part.second[column * part.rank + k]));
         use(place, sum);
         row += rows_on;
         column += columns_on;
@@ -109,8 +108,8 @@ __device__ __forceinline__ void for_each_product(const LowRank& part, const floa
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     subtract_products(const LowRank* __restrict__ parts, const u32* __restrict__ tile_part) {
     const LowRank part = parts[tile_part[blockIdx.x]];
-    if (!part.grad || !part.rank) return;
-    for_each_product(part, part.own, [&](u64 place, float product) {
+    if (!part.whole) return;
+    for_each_product(part, [&](u64 place, float product) {
         part.whole[place] = sub_rn(part.whole[place], product);
     });
 }
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
         return;
     }
     bool bad = false;
-    for_each_product(part, part.second, [&](u64 place, float product) {
+    for_each_product(part, [&](u64 place, float product) {
         part.sum[place] = product;
         bad |= magnitude(product) > LARGEST_FINITE_BITS;
     });
@@ -137,20 +136,16 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 }
 
 // The next step's start; a block for each tensor. A column of zeros would stay one, so it keeps what
-// it was. With a verdict: all that it was where that is not 0, else nothing is done.
-__global__ void __launch_bounds__(THREADS)
-    keep_factors(const LowRank* __restrict__ parts, const u32* __restrict__ verdict) {
+// it was.
+__global__ void __launch_bounds__(THREADS) keep_factors(const LowRank* __restrict__ parts) {
     SHARED_MEMORY(memory);
     u32* lanes = reinterpret_cast<u32*>(memory);
     const LowRank part = parts[blockIdx.x];
-    if (verdict && !*verdict) return;
     for (u32 k = 0; k < part.rank; k++) {
         u32 peak = 0, total = 0;
-        if (!verdict) {
-            for (u64 j = threadIdx.x; j < part.columns; j += THREADS)
-                peak = max(peak, magnitude(part.second[j * part.rank + k]));
-            block_exclusive_sum(peak != 0, lanes, total);
-        }
+        for (u64 j = threadIdx.x; j < part.columns; j += THREADS)
+            peak = max(peak, magnitude(part.second[j * part.rank + k]));
+        block_exclusive_sum(peak != 0, lanes, total);
         const float* from = total ? part.second : part.right;
         for (u64 j = threadIdx.x; j < part.columns; j += THREADS)
             part.factor[j * part.rank + k] = from[j * part.rank + k];

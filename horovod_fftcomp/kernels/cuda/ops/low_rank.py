@@ -1,0 +1,143 @@
+"""Ops of a device for low-rank schemes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from horovod_fftcomp.kernels.cuda import structs
+from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
+from horovod_fftcomp.kernels.cuda.ops.plan_table import PlanTable
+from horovod_fftcomp.kernels.ops import Flags
+from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, check_size, split
+from horovod_fftcomp.types import Array
+
+_KERNELS = ("take_whole", "check_factors", "orthonormalize", "subtract_products", "sum_products",
+            "keep_factors")  # fmt: skip
+
+
+class LowRankOps(CommonOps):
+    """See ``Ops``.
+
+    Left factors are one array. Words say which tensors are not finite: one for the factors of each
+    tensor, then one for its product.
+    """
+
+    def _table(self, plan: LowRankPlan) -> PlanTable:
+        return self.of_plan("low rank", plan, self._new_table)
+
+    def _new_table(self, plan: LowRankPlan) -> PlanTable:
+        rows = np.zeros(len(plan.matrices), structs.LOW_RANK)
+        for field in ("rows", "columns", "rank"):
+            rows[field] = [getattr(matrix, field) for matrix in plan.matrices]
+        return PlanTable(self, plan, rows, self.kernels(*_KERNELS))
+
+    def _addresses(self, array: Any, offsets: Sequence[int]) -> Array:
+        """Return the address of each tensor's part of an array."""
+        check_size(array, offsets)
+        at, itemsize = self.device.address(array), array.nbytes // max(1, len(array))
+        return np.uint64(at) + np.uint64(itemsize) * np.array(offsets[:-1], np.uint64)
+
+    def compensate(
+        self, plan: LowRankPlan, grads: Sequence[Any], residuals: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
+        """See ``Ops.compensate``."""
+        table, message = self._table(plan), self.zeros(plan.firsts[-1])
+        whole = [
+            None if grad is None else self.empty(numel) if matrix.rank else share
+            for matrix, numel, grad, share in zip(
+                plan.matrices, plan.numels, grads, split(message, plan.firsts), strict=True
+            )
+        ]
+        addresses = {"grad": list(grads), "residual": list(residuals), "whole": whole}
+        table.on_tiles("take_whole", table.at("whole", **addresses))
+        return whole, message
+
+    def project(
+        self, plan: LowRankPlan, whole: Sequence[Any], right: Sequence[Any], message: Any
+    ) -> None:
+        """See ``Ops.project``."""
+        self._multiply(plan, whole, right, split(message, plan.firsts), False)
+
+    def _multiply(
+        self,
+        plan: LowRankPlan,
+        whole: Sequence[Any],
+        factors: Sequence[Any],
+        shares: Sequence[Any],
+        transposed: bool,
+    ) -> None:
+        """Write the products of matrices, or of their transposes, and factors to ``shares``."""
+        for matrix, array, factor, share in zip(plan.matrices, whole, factors, shares, strict=True):
+            if array is not None and matrix.rank:
+                self.device.multiply(array, matrix.rows, factor, share, transposed)
+
+    def orthonormalize(self, plan: LowRankPlan, first: Any) -> LeftFactors:
+        """See ``Ops.orthonormalize``."""
+        values = self.empty(plan.lefts[-1])
+        scratch = self.empty(plan.lefts[-1], np.float64)
+        left = LeftFactors(values, self.device.zeros(2 * len(plan.matrices), np.uint32))
+        table = self._table(plan)
+        rows = table.at(
+            "left",
+            first=self._addresses(first, plan.firsts),
+            left=self._addresses(values, plan.lefts),
+            scratch=self._addresses(scratch, plan.lefts),
+        )
+        table.on_rows("check_factors", rows, np.uint32(0), left.not_finite)
+        table.on_rows("orthonormalize", rows)
+        return left
+
+    def project_back(self, plan: LowRankPlan, whole: Sequence[Any], left: LeftFactors) -> Any:
+        """See ``Ops.project_back``."""
+        message = self.zeros(plan.seconds[-1])
+        factors = split(left.values, plan.lefts)
+        self._multiply(plan, whole, factors, split(message, plan.seconds), True)
+        return message
+
+    def subtract_product(
+        self, plan: LowRankPlan, whole: Sequence[Any], left: LeftFactors, own: Any
+    ) -> list[Any]:
+        """See ``Ops.subtract_product``."""
+        pairs = zip(plan.matrices, whole, strict=True)
+        residuals = [array if matrix.rank else None for matrix, array in pairs]
+        table = self._table(plan)
+        rows = table.at(
+            "residual",
+            whole=residuals,
+            left=self._addresses(left.values, plan.lefts),
+            second=self._addresses(own, plan.seconds),
+        )
+        table.on_tiles("subtract_products", rows)
+        return residuals
+
+    def product(
+        self, plan: LowRankPlan, left: LeftFactors, first: Any, second: Any
+    ) -> tuple[list[Any], Flags]:
+        """See ``Ops.product``."""
+        sums, flags = [self.empty(numel) for numel in plan.numels], left.not_finite
+        table = self._table(plan)
+        rows = table.at(
+            "sum",
+            first=self._addresses(first, plan.firsts),
+            second=self._addresses(second, plan.seconds),
+            left=self._addresses(left.values, plan.lefts),
+            sum=sums,
+        )
+        table.on_rows("check_factors", rows, np.uint32(1), flags)
+        table.on_tiles("sum_products", rows, flags, flags[len(sums) :])
+        return sums, Flags(True, flags, flags[:0])  # there are no payloads that could be corrupt
+
+    def nonzero_columns(self, plan: LowRankPlan, second: Any, right: Sequence[Any]) -> list[Any]:
+        """See ``Ops.nonzero_columns``."""
+        factors = [
+            self.empty(matrix.columns * matrix.rank) if matrix.rank else None
+            for matrix in plan.matrices
+        ]
+        table = self._table(plan)
+        addresses = self._addresses(second, plan.seconds)
+        rows = table.at("factor", second=addresses, right=list(right), factor=factors)
+        table.on_rows("keep_factors", rows)
+        return factors

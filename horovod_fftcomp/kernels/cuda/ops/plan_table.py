@@ -1,0 +1,49 @@
+"""Descriptor table of a bucket: a row for each tensor, with the addresses of an exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horovod_fftcomp.kernels.cuda import structs
+from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
+from horovod_fftcomp.kernels.plans import BucketPlan
+from horovod_fftcomp.types import Array
+
+
+class PlanTable:
+    """Rows of a plan without addresses, and the row of each tile.
+
+    ``rows``: of a struct with fields "n first_tile n_tiles" at least. ``kernels``: by name.
+    """
+
+    def __init__(self, ops: CommonOps, plan: BucketPlan, rows: Array, kernels: Any) -> None:
+        rows["n"] = plan.numels
+        self.rows, self._ops, self._kernels = rows, ops, kernels
+        owners = ops.tiles(rows, plan.numels)
+        self.n_tiles, self._owners = owners.size, ops.device.upload(owners)
+        self._uploads = structs.Uploads(ops.device)
+
+    def at(self, name: str, **fields: Any) -> Any:
+        """Return the table on the device; ``fields``: arrays, or their addresses, by tensor."""
+        rows = self.rows.copy()
+        for field, arrays in fields.items():
+            is_list = isinstance(arrays, list)
+            rows[field] = [self._ops.address(array) for array in arrays] if is_list else arrays
+        return self._uploads.of(name, rows)
+
+    def on_tiles(self, name: str, table: Any, *arguments: Any) -> None:
+        """Launch a kernel with a block for each tile."""
+        self._launch(name, self.n_tiles, structs.THREADS, [table, self._owners, *arguments], 0)
+
+    def on_rows(self, name: str, table: Any, *arguments: Any) -> None:
+        """Launch a kernel with a block for each row, and shared memory for ``lane_dot``."""
+        arguments = (table, *arguments)
+        self._launch(name, len(self.rows), structs.THREADS, arguments, structs.SQUARES_NBYTES)
+
+    def of_warps(self, name: str, n_warps: int, *arguments: Any) -> None:
+        """Launch a kernel with blocks of one warp."""
+        self._launch(name, n_warps, 32, arguments, 0)
+
+    def _launch(self, name: str, n: int, threads: int, arguments: Any, nbytes: int) -> None:
+        if n:
+            self._kernels[name](n, threads, list(arguments), nbytes)

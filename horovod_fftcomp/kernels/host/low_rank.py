@@ -1,0 +1,142 @@
+"""Ops of the host for low-rank schemes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels import cpu
+from horovod_fftcomp.kernels.host.common import CommonOps
+from horovod_fftcomp.kernels.ops import Flags
+from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, split
+from horovod_fftcomp.types import Array
+
+
+class LowRankOps(CommonOps):
+    """See ``Ops``. Left factors are a list of ``[rows, rank]``, None where they are not needed."""
+
+    def compensate(
+        self, plan: LowRankPlan, grads: Sequence[Array | None], residuals: Sequence[Array | None]
+    ) -> tuple[list[Array | None], Array]:
+        """See ``Ops.compensate``."""
+        message = self.empty(plan.firsts[-1])
+        whole: list[Array | None] = []
+        shares = split(message, plan.firsts)
+        for matrix, grad, residual, share in zip(
+            plan.matrices, grads, residuals, shares, strict=True
+        ):
+            if grad is None:
+                share.fill(0)
+                whole.append(None)
+                continue
+            coeffs = cpu.add_residual(grad, residual, 0)
+            if coeffs.peak > LARGEST_FINITE_BITS:
+                share.fill(np.nan)
+                whole.append(None)
+            elif matrix.rank:
+                whole.append(coeffs.array)
+            else:
+                share[:] = coeffs.array
+                whole.append(share)
+        return whole, message
+
+    def project(
+        self,
+        plan: LowRankPlan,
+        whole: Sequence[Array | None],
+        right: Sequence[Array | None],
+        message: Array,
+    ) -> None:
+        """See ``Ops.project``."""
+        shares = split(message, plan.firsts)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for matrix, array, factor, share in zip(
+                plan.matrices, whole, right, shares, strict=True
+            ):
+                if array is not None and factor is not None:
+                    rows, columns, rank = matrix
+                    left = array.reshape(rows, columns)
+                    np.matmul(left, factor.reshape(columns, rank), out=share.reshape(rows, rank))
+
+    def orthonormalize(self, plan: LowRankPlan, first: Array) -> LeftFactors:
+        """See ``Ops.orthonormalize``."""
+        values, not_finite = [], []
+        for matrix, share in zip(plan.matrices, split(first, plan.firsts), strict=True):
+            is_bad = cpu.max_abs_bits(share) > LARGEST_FINITE_BITS
+            is_needed = matrix.rank and not is_bad
+            by_row = (matrix.rows, matrix.rank)
+            values.append(cpu.orthonormal(share.reshape(by_row)) if is_needed else None)
+            not_finite.append(is_bad)
+        return LeftFactors(values, not_finite)
+
+    def project_back(
+        self, plan: LowRankPlan, whole: Sequence[Array | None], left: LeftFactors
+    ) -> Array:
+        """See ``Ops.project_back``."""
+        message = self.zeros(plan.seconds[-1])
+        shares = split(message, plan.seconds)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for matrix, array, factor, is_bad, share in zip(
+                plan.matrices, whole, *left, shares, strict=True
+            ):
+                if is_bad:
+                    share.fill(np.nan)
+                elif array is not None and factor is not None:
+                    rows, columns, rank = matrix
+                    turned = array.reshape(rows, columns).T
+                    np.matmul(turned, factor, out=share.reshape(columns, rank))
+        return message
+
+    def subtract_product(
+        self, plan: LowRankPlan, whole: Sequence[Array | None], left: LeftFactors, own: Array
+    ) -> list[Array | None]:
+        """See ``Ops.subtract_product``."""
+        shares = split(own, plan.seconds)
+        for matrix, array, factor, share in zip(
+            plan.matrices, whole, left.values, shares, strict=True
+        ):
+            if array is not None and factor is not None:
+                rows, columns, rank = matrix
+                cpu.low_rank(factor, share.reshape(columns, rank), array.reshape(rows, columns))
+        pairs = zip(plan.matrices, whole, strict=True)
+        return [array if matrix.rank else None for matrix, array in pairs]
+
+    def product(
+        self, plan: LowRankPlan, left: LeftFactors, first: Array, second: Array
+    ) -> tuple[list[Array], Flags]:
+        """See ``Ops.product``."""
+        sums, finite = [], True
+        shares = zip(split(first, plan.firsts), split(second, plan.seconds), strict=True)
+        for matrix, factor, is_bad, (dense, right) in zip(
+            plan.matrices, *left, shares, strict=True
+        ):
+            rows, columns, rank = matrix
+            if is_bad or cpu.max_abs_bits(right) > LARGEST_FINITE_BITS:
+                finite = False
+                sums.append(np.full(rows * columns, np.nan, np.float32))
+            elif not rank:
+                sums.append(dense)
+            else:
+                total = cpu.low_rank(factor, right.reshape(columns, rank), None).reshape(-1)
+                if rank * float(np.abs(right).max()) > 2.0**127:
+                    finite = finite and cpu.max_abs_bits(total) <= LARGEST_FINITE_BITS
+                sums.append(total)
+        return sums, Flags(finite)
+
+    def nonzero_columns(
+        self, plan: LowRankPlan, second: Array, right: Sequence[Array | None]
+    ) -> list[Array | None]:
+        """See ``Ops.nonzero_columns``."""
+        found: list[Array | None] = []
+        for matrix, share, before in zip(
+            plan.matrices, split(second, plan.seconds), right, strict=True
+        ):
+            if before is None:
+                found.append(None)
+                continue
+            by_column = (matrix.columns, matrix.rank)
+            new, old = share.reshape(by_column), before.reshape(by_column)
+            found.append(np.ascontiguousarray(np.where(new.any(0), new, old)).reshape(-1))
+        return found

@@ -1,0 +1,40 @@
+"""Old and new state of an exchange, by tensor, for schemes whose state has one array a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from horovod_fftcomp.kernels.ops import Ops
+from horovod_fftcomp.schemes import Grads, OldState, Tensor
+
+
+def old_arrays(
+    ops: Ops, kind: str, state: OldState, tensors: Sequence[Tensor], grads: Grads
+) -> list[Any]:
+    """Return the old state of each tensor, where ``ops`` work; None if there is none or frozen.
+
+    ``kind``: of float32 elements, one for each of the tensor.
+    """
+    arrays = state.get(kind, {})
+    return [
+        None
+        if grad is None
+        else ops.checked(kind, arrays.get(tensor.name), math.prod(tensor.shape))
+        for tensor, grad in zip(tensors, grads, strict=True)
+    ]
+
+
+def named(tensors: Sequence[Tensor], arrays: Sequence[Any]) -> dict[str, Any]:
+    """Return arrays by the names of their tensors, without None."""
+    pairs = zip(tensors, arrays, strict=True)
+    return {tensor.name: array for tensor, array in pairs if array is not None}
+
+
+def new_state(
+    tensors: Sequence[Tensor], grads: Grads, old: Mapping[str, Any], new: Sequence[Any]
+) -> dict[str, Any]:
+    """Return the new arrays by name, without None, and the old ones of frozen tensors."""
+    triples = zip(tensors, grads, new, strict=True)
+    return named(tensors, [old.get(t.name) if grad is None else a for t, grad, a in triples])
