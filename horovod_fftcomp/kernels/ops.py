@@ -12,7 +12,7 @@ from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device
-from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan
+from horovod_fftcomp.kernels.plans import BucketPlan, LeftFactors, LowRankPlan
 from horovod_fftcomp.types import Array, Tensor
 from horovod_fftcomp.wire.header import Header
 
@@ -35,12 +35,12 @@ class Flags(NamedTuple):
 
 
 class Momentum(NamedTuple):
-    """Momentum that is applied to gradients before a top-k; see ``schemes.momentum``.
+    """Momentum correction in one step; see ``MomentumCorrection``.
 
-    ``largest_norm``: norm to which a tensor's gradient is clipped; None for no clipping.
+    ``decay``: of velocities. ``largest_norm``: to which each gradient is clipped, or None.
     """
 
-    momentum: float
+    decay: float
     nesterov: bool
     masking: bool
     largest_norm: float | None
@@ -220,4 +220,26 @@ class Ops(Protocol):
 
     def nonzero_columns(self, plan: LowRankPlan, second: Any, right: Sequence[Any]) -> list[Any]:
         """Return the right factors in ``second``, with columns of ``right`` for those of zeros."""
+        ...
+
+    def accumulate(
+        self,
+        plan: BucketPlan,
+        grads: Sequence[Any],
+        velocities: Sequence[Any],
+        residuals: Sequence[Any],
+        momentum: Momentum,
+    ) -> tuple[Any, list[Any]]:
+        """Return (residual plus new velocity of all tensors in one array, the new velocities).
+
+        A frozen tensor has zeros and None. ``velocities``, ``residuals``: old ones, or None.
+        """
+        ...
+
+    def cleared(self, array: Any) -> Any:
+        """Return the new state for an array that becomes zeros; None if there was none.
+
+        On the host always None, which stands for zeros. A device needs an array, to which the old
+        one is copied if the step is dropped.
+        """
         ...

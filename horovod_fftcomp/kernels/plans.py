@@ -10,10 +10,11 @@ from horovod_fftcomp.errors import PayloadError
 
 
 class BucketPlan:
-    """Number of elements of each tensor, ``numels``; subclasses add to it."""
+    """Number of elements of each tensor, ``numels``, and their ``offsets``, with the end."""
 
     def __init__(self, numels: Sequence[int]) -> None:
         self.numels = tuple(numels)
+        self.offsets = _offsets(numels)
 
 
 class Matrix(NamedTuple):

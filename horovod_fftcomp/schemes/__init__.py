@@ -163,18 +163,6 @@ def measures(context: Context) -> bool:
     return context.step % MEASURE_EVERY == 0
 
 
-def merged(
-    tensors: Sequence[Tensor], grads: Grads, old: Mapping[str, Array], new: Sequence[Array | None]
-) -> dict[str, Array]:
-    """Return the new arrays by name, and the old ones of frozen tensors."""
-    state = {}
-    for tensor, grad, array in zip(tensors, grads, new, strict=True):
-        kept = old.get(tensor.name) if grad is None else array
-        if kept is not None:
-            state[tensor.name] = kept
-    return state
-
-
 Exchange = Generator[Round, Array, Outcome]
 
 

@@ -29,8 +29,8 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
     measures,
-    merged,
 )
+from horovod_fftcomp.schemes.state import new_state
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
@@ -93,7 +93,7 @@ def gather(
     gathered = yield Round("allgather", encoded.message)
     summed = coder.decode_sum(gathered, feedback.sign)
     new = {
-        kind: merged(tensors, grads, state.get(kind, {}), arrays)
+        kind: new_state(tensors, grads, state.get(kind, {}), arrays)
         for kind, arrays, kept in (
             ("residual", encoded.residuals, feedback.keep),
             ("velocity", encoded.velocities, feedback.momentum is not None),

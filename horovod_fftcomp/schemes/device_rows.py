@@ -13,8 +13,6 @@ from horovod_fftcomp.kernels.cuda import Device, on_device, source
 from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Measured, Tensor
 from horovod_fftcomp.types import Array
 
-_OF_WARPS = ("sum_parts<true>", "clip_factors")  # kernels with blocks of one warp
-
 
 class BucketRows:
     """Descriptor table of a bucket without addresses, and the tensor of each CUDA block.
@@ -49,8 +47,7 @@ class BucketRows:
     def launch(self, name: str, n_blocks: int, arguments: Sequence[Any], nbytes: int = 0) -> None:
         """Launch a kernel if it has any blocks."""
         if n_blocks:
-            threads = 32 if name in _OF_WARPS else self.tables.THREADS
-            self._kernels[name](n_blocks, threads, arguments, nbytes)
+            self._kernels[name](n_blocks, self.tables.THREADS, arguments, nbytes)
 
     def on_tiles(self, name: str, table: Any, *arguments: Any) -> None:
         """Launch a kernel over all tiles of a table's tensors."""
@@ -62,9 +59,7 @@ class BucketRows:
         others = np.zeros(len(rows), self.tables.TENSOR)
         others["grad"], others["residual"] = rows["grad"], rows["residual"]
         others["coeffs"], others["keep"] = rows[kept], rows[kept] != 0
-        if "moved" in (rows.dtype.names or ()):
-            others["velocity"], others["moved"] = rows["velocity"], rows["moved"]
-        others["n"] = others["numel"] = np.where(others["coeffs"] | others["moved"], rows["n"], 0)
+        others["n"] = others["numel"] = np.where(others["coeffs"] != 0, rows["n"], 0)
         others["first_tile"], others["n_tiles"] = rows["first_tile"], rows["n_tiles"]
         return self.uploads.of(kept, others)
 
@@ -88,16 +83,6 @@ def placed(grads: Sequence[Any], numels: Sequence[int], device: Device) -> list[
         device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
         for grad, numel in zip(grads, numels, strict=True)
     ]
-
-
-def state_of(
-    tensors: Sequence[Tensor], grads: Sequence[Any], old: Mapping[str, Any], new: Sequence[Any]
-) -> dict[str, Any]:
-    """Return the new arrays by name, and the old ones of frozen tensors."""
-    kept = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
-    state = {name: array for name, array in old.items() if name in kept}
-    named = zip(tensors, new, strict=True)
-    return state | {tensor.name: array for tensor, array in named if array is not None}
 
 
 class ExchangeRows:
@@ -143,12 +128,6 @@ class ExchangeRows:
     def point(self, field: str, arrays: Sequence[Any]) -> None:
         """Enter the address of each tensor's array in ``field``; 0 for None."""
         self.rows[field] = [0 if array is None else self.address(array) for array in arrays]
-
-    def point_at_old(self, field: str, carried: Mapping[str, Any]) -> None:
-        """Enter the address of each tensor's array in ``carried``, unless it is frozen."""
-        named = zip(self.tensors, self.takes_part, strict=True)
-        old = [carried.get(tensor.name) if takes_part else None for tensor, takes_part in named]
-        self.point(field, [on_device(array, self.device) for array in old])
 
     def square(self, of_gradient: bool, kept: str) -> None:
         """Launch the sum of squares of each gradient, or of the arrays in field ``kept``."""

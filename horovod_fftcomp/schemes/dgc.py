@@ -39,7 +39,7 @@ class Dgc(MomentumScheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         codecs = [self.codec] * len(tensors)
-        feedback = Feedback(momentum=self.correction.options(context))
+        feedback = Feedback(momentum=self.correction.at(context))
         return (yield from gather(codecs, tensors, grads, state, context, feedback)).outcome
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:

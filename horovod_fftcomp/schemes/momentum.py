@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.base import check_state
-from horovod_fftcomp.codec.methods.sums import ordered_sum
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.schemes import (
     Context,
@@ -22,7 +21,8 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
 )
-from horovod_fftcomp.schemes.momentum_on_device import momentum_sum_on_device
+from horovod_fftcomp.schemes.state import bucket_plan, new_state, old_arrays
+from horovod_fftcomp.schemes.wrapper import numels_of, split
 from horovod_fftcomp.types import Array, Coefficients
 
 
@@ -69,29 +69,19 @@ class MomentumCorrection:
         )
         for kind, array in (("velocity", velocity), ("residual", residual)):
             check_state(kind, array, (np.dtype(np.float32), grad.size))
-        return load_backend("cpu").momentum_accumulate(
-            grad, velocity, residual, self.momentum, self.nesterov, self._factor(grad, context), k
-        )
+        ops: Any = context.ops  # the host's
+        return ops.accelerate(grad, velocity, residual, self.at(context), k)
 
-    def options(self, context: Context) -> Momentum:
-        """Return the momentum as ops take it."""
-        largest = self.largest_norm(context)
-        return Momentum(self.momentum, self.nesterov, self.masking, largest)
+    def at(self, context: Context) -> Momentum:
+        """Return the options of a step, for ops."""
+        norm = self.largest_norm(context)
+        return Momentum(self.momentum, self.nesterov, self.masking, norm)
 
     def largest_norm(self, context: Context) -> float | None:
         """Return the clipping norm of a gradient, loss scale included; None without clipping."""
         if self.max_norm is None:
             return None
         return self.max_norm * context.loss_scale / math.sqrt(context.world_size)
-
-    def _factor(self, grad: Array, context: Context) -> float:
-        """Return the factor that clips the gradient, at most 1; NaN if the gradient has NaN."""
-        most = self.largest_norm(context)
-        if most is None or not grad.size:
-            return 1.0
-        _, _, squares = load_backend("cpu").moments(grad)
-        square = ordered_sum(squares)
-        return 1.0 if square <= most * most else most / math.sqrt(square)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,27 +128,20 @@ class MomentumSum(MomentumScheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        if context.device is not None:
-            of_bucket = (tensors, grads, state, context)
-            return (yield from momentum_sum_on_device(self.correction, *of_bucket))
-        kernels = load_backend("cpu")
-        sizes = [math.prod(tensor.shape) for tensor in tensors]
-        values = kernels.empty(sum(sizes))
-        kept: dict[str, dict[str, Array]] = {"velocity": {}, "residual": {}}
-        ends = np.cumsum(sizes)[:-1]
-        for tensor, grad, share in zip(tensors, grads, np.split(values, ends), strict=True):
-            if grad is None:
-                share.fill(0)
-                for kind, arrays in kept.items():
-                    if tensor.name in state.get(kind, {}):
-                        arrays[tensor.name] = state[kind][tensor.name]
-                continue
-            coeffs, kept["velocity"][tensor.name] = self.correction.accumulate(
-                grad, state, tensor, 0, context
-            )
-            share[:] = coeffs.array
-        reduced = yield Round("allreduce", values)
-        return Outcome(np.split(reduced, ends), kept, context.ops.flags_of(reduced))
+        ops = context.ops
+        grads = [ops.put(grad) for grad in grads]
+        velocities = old_arrays(ops, "velocity", state, tensors, grads)
+        residuals = old_arrays(ops, "residual", state, tensors, grads)
+        whole, velocities = ops.accumulate(
+            bucket_plan(tensors), grads, velocities, residuals, self.correction.at(context)
+        )
+        reduced = yield Round("allreduce", whole)
+        new = {"velocity": velocities, "residual": [ops.cleared(array) for array in residuals]}
+        new_states = {
+            kind: new_state(tensors, grads, state.get(kind, {}), arrays)
+            for kind, arrays in new.items()
+        }
+        return Outcome(split(reduced, numels_of(tensors)), new_states, ops.flags_of(reduced))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""

@@ -29,9 +29,9 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Tensor,
     measures,
-    merged,
 )
 from horovod_fftcomp.schemes.allgather import Allgather, measured_by
+from horovod_fftcomp.schemes.state import new_state
 from horovod_fftcomp.types import Array, Body
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.header import Header
@@ -157,9 +157,9 @@ class SparCml(Scheme):
             arrived = merge_all(np.split(arrived, context.world_size), fold)
         writers = [_codec_of(codec, header) for header, _ in wire.split_payloads(arrived)]
         sums, _, finite = summed(writers, tensors, arrived, 1)
-        kept = merged(tensors, grads, state.get("residual", {}), encoded.residuals)
-        new_state = {"residual": kept} if self.error_feedback else {}
-        return Outcome(sums, new_state, Flags(finite), measured_by(tensors, encoded))
+        kept = new_state(tensors, grads, state.get("residual", {}), encoded.residuals)
+        after = {"residual": kept} if self.error_feedback else {}
+        return Outcome(sums, after, Flags(finite), measured_by(tensors, encoded))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

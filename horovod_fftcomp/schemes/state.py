@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from horovod_fftcomp.kernels.ops import Ops
+from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.schemes import Grads, OldState, Tensor
+
+
+def bucket_plan(tensors: Sequence[Tensor]) -> BucketPlan:
+    """Return the plan of a bucket for element-wise ops, always the same object."""
+    return _bucket_plan(tuple(tensors))
+
+
+@functools.lru_cache(maxsize=1024)  # more than a training has buckets
+def _bucket_plan(tensors: tuple[Tensor, ...]) -> BucketPlan:
+    return BucketPlan([math.prod(tensor.shape) for tensor in tensors])
 
 
 def old_arrays(

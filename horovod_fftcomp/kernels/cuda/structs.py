@@ -79,7 +79,6 @@ LOW_RANK = _struct(
 DENSE_MOMENTUM = _struct(
     "grad residual velocity moved factor whole n", "first_tile n_tiles momentum how"
 )
-SKETCH = DENSE_MOMENTUM  # its name in schemes/momentum_on_device.py
 ELEMENTS = _struct(
     "clip length first_part", "first_row n_rows method top radix digits bucket_bits unused"
 )

@@ -13,12 +13,12 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import check_state
-from horovod_fftcomp.codec.methods.sums import ordered_sum
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
 from horovod_fftcomp.kernels.cpu.buffer_pool import zeros
 from horovod_fftcomp.kernels.host.common import energy_of
+from horovod_fftcomp.kernels.host.momentum import MomentumOps
 from horovod_fftcomp.kernels.host.payloads import Sums, joined, sum_of, summed
 from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Momentum, Summed
 from horovod_fftcomp.types import Array, Coefficients, Tensor
@@ -219,19 +219,7 @@ def _accumulated(
         check_state(kind, array, (np.dtype(np.float32), grad.size))
     plan = codec.plan(tensor.shape)
     k = 0 if plan.layout in (Layout.RAW, Layout.ALL) else plan.k
-    factor = clip_factor(grad, momentum.largest_norm)
-    return cpu.momentum_accumulate(
-        grad, velocity, residual, momentum.momentum, momentum.nesterov, factor, k
-    )
-
-
-def clip_factor(grad: Array, largest_norm: float | None) -> float:
-    """Return the factor that clips the gradient, at most 1; NaN if the gradient has NaN."""
-    if largest_norm is None or not grad.size:
-        return 1.0
-    _, _, squares = cpu.moments(grad)
-    square = ordered_sum(squares)
-    return 1.0 if square <= largest_norm * largest_norm else largest_norm / math.sqrt(square)
+    return MomentumOps.accelerate(grad, velocity, residual, momentum, k)
 
 
 def _mask(

@@ -2,9 +2,10 @@
 
 from horovod_fftcomp.kernels.host.coder import CoderOps
 from horovod_fftcomp.kernels.host.low_rank import LowRankOps
+from horovod_fftcomp.kernels.host.momentum import MomentumOps
 
 
-class HostOps(CoderOps, LowRankOps):
+class HostOps(CoderOps, LowRankOps, MomentumOps):
     """Ops of the host; see ``Ops``."""
 
 

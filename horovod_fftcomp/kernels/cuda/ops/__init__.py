@@ -2,7 +2,8 @@
 
 from horovod_fftcomp.kernels.cuda.ops.coder import CoderOps
 from horovod_fftcomp.kernels.cuda.ops.low_rank import LowRankOps
+from horovod_fftcomp.kernels.cuda.ops.momentum import MomentumOps
 
 
-class CudaOps(CoderOps, LowRankOps):
+class CudaOps(CoderOps, LowRankOps, MomentumOps):
     """Ops of a device; see ``Ops``."""

@@ -11,9 +11,9 @@ from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.kernels.cuda import on_device
 from horovod_fftcomp.kernels.cuda.decoder import Decoder, ThresholdDecoder
 from horovod_fftcomp.kernels.cuda.encoder import Encoder, Velocities
-from horovod_fftcomp.kernels.cuda.ops.clipping import clip_factors
-from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
+from horovod_fftcomp.kernels.cuda.ops.momentum import MomentumOps
 from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Momentum, Summed
+from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.types import Tensor
 from horovod_fftcomp.wire.counter_rng import RngKey
 
@@ -23,7 +23,7 @@ class DeviceCoder:
 
     def __init__(
         self,
-        ops: CommonOps,
+        ops: MomentumOps,
         codecs: Sequence[AnyCodec],
         tensors: Sequence[Tensor],
         n_ranks: int,
@@ -31,7 +31,7 @@ class DeviceCoder:
         self._ops, self._codecs, self._tensors = ops, codecs, tensors
         self._device = device = ops.device
         shapes = [tensor.shape for tensor in tensors]
-        self._numels = [math.prod(shape) for shape in shapes]
+        self._plan = BucketPlan([math.prod(shape) for shape in shapes])
         self._encoder = Encoder(device, codecs, shapes)
         self._decoder: Decoder | ThresholdDecoder
         if all(codec.has_fixed_size for codec in codecs):
@@ -51,7 +51,7 @@ class DeviceCoder:
         device = self._device
         there = [
             device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
-            for grad, numel in zip(grads, self._numels, strict=True)
+            for grad, numel in zip(grads, self._plan.numels, strict=True)
         ]
         old = self._old(grads, state.get("residual", {}))
         new = [
@@ -96,13 +96,8 @@ class DeviceCoder:
     ) -> Velocities | None:
         if momentum is None:
             return None
-        device = self._device
-        new = [
-            None if grad is None else device.empty(max(1, numel))[:numel]
-            for grad, numel in zip(grads, self._numels, strict=True)
-        ]
-        factors = clip_factors(self._ops, self._tensors, there, momentum.largest_norm)
-        return Velocities(self._old(grads, carried), new, factors, *momentum[:3])
+        moving = [None if grad is None else on for grad, on in zip(grads, there, strict=True)]
+        return self._ops.velocities_of(self._plan, moving, self._old(grads, carried), momentum)
 
     def _keys(self, step: int, rank: int) -> list[int] | None:
         """Return the random key of each tensor; None if no method here draws random numbers."""
@@ -116,11 +111,11 @@ class DeviceCoder:
 
     def decode_sum(self, gathered: Any, sign: bool | str) -> Summed:
         """See ``Coder.decode_sum``."""
-        sums = [self._device.empty(max(1, numel))[:numel] for numel in self._numels]
+        sums = [self._device.empty(max(1, numel))[:numel] for numel in self._plan.numels]
         return Summed(sums, Flags(True, *self._decoder.decode(gathered, sums, sign)))
 
 
-class CoderOps(CommonOps):
+class CoderOps(MomentumOps):
     """See ``Ops``."""
 
     def coder(

@@ -12,7 +12,7 @@ from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cuda import Device, is_on_host, on_device, on_host, source, structs
 from horovod_fftcomp.kernels.ops import Deferred, Flags
-from horovod_fftcomp.kernels.plans import BucketPlan
+from horovod_fftcomp.kernels.plans import BucketPlan, check_size
 from horovod_fftcomp.types import Array
 
 _KERNELS = ("find_beyond", "write_halves", "read_halves", "square<1>")
@@ -46,6 +46,14 @@ class CommonOps:
     def address(self, array: Any) -> int:
         """Return the address of an array; 0 for None."""
         return 0 if array is None else self.device.address(array)
+
+    def addresses(self, array: Any, offsets: Sequence[int]) -> Array:
+        """Return the addresses of the parts of an array between ``offsets``."""
+        check_size(array, offsets)
+        itemsize = array.nbytes // max(1, len(array))
+        return np.uint64(self.address(array)) + np.uint64(itemsize) * np.array(
+            offsets[:-1], np.uint64
+        )
 
     def empty(self, n: int, dtype: type = np.float32) -> Any:
         """See ``Ops.empty``."""

@@ -11,8 +11,7 @@ from horovod_fftcomp.kernels.cuda import structs
 from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
 from horovod_fftcomp.kernels.cuda.ops.plan_table import PlanTable
 from horovod_fftcomp.kernels.ops import Flags
-from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, check_size, split
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, split
 
 _KERNELS = ("take_whole", "check_factors", "orthonormalize", "subtract_products", "sum_products",
             "keep_factors")  # fmt: skip
@@ -26,19 +25,13 @@ class LowRankOps(CommonOps):
     """
 
     def _table(self, plan: LowRankPlan) -> PlanTable:
-        return self.of_plan("low rank", plan, self._new_table)
+        return self.of_plan("low rank", plan, self._low_rank_table)
 
-    def _new_table(self, plan: LowRankPlan) -> PlanTable:
+    def _low_rank_table(self, plan: LowRankPlan) -> PlanTable:
         rows = np.zeros(len(plan.matrices), structs.LOW_RANK)
         for field in ("rows", "columns", "rank"):
             rows[field] = [getattr(matrix, field) for matrix in plan.matrices]
         return PlanTable(self, plan, rows, self.kernels(*_KERNELS))
-
-    def _addresses(self, array: Any, offsets: Sequence[int]) -> Array:
-        """Return the address of each tensor's part of an array."""
-        check_size(array, offsets)
-        at, itemsize = self.device.address(array), array.nbytes // max(1, len(array))
-        return np.uint64(at) + np.uint64(itemsize) * np.array(offsets[:-1], np.uint64)
 
     def compensate(
         self, plan: LowRankPlan, grads: Sequence[Any], residuals: Sequence[Any]
@@ -82,9 +75,9 @@ class LowRankOps(CommonOps):
         table = self._table(plan)
         rows = table.at(
             "left",
-            first=self._addresses(first, plan.firsts),
-            left=self._addresses(values, plan.lefts),
-            scratch=self._addresses(scratch, plan.lefts),
+            first=self.addresses(first, plan.firsts),
+            left=self.addresses(values, plan.lefts),
+            scratch=self.addresses(scratch, plan.lefts),
         )
         table.on_rows("check_factors", rows, np.uint32(0), left.not_finite)
         table.on_rows("orthonormalize", rows)
@@ -107,8 +100,8 @@ class LowRankOps(CommonOps):
         rows = table.at(
             "residual",
             whole=residuals,
-            left=self._addresses(left.values, plan.lefts),
-            second=self._addresses(own, plan.seconds),
+            left=self.addresses(left.values, plan.lefts),
+            second=self.addresses(own, plan.seconds),
         )
         table.on_tiles("subtract_products", rows)
         return residuals
@@ -121,9 +114,9 @@ class LowRankOps(CommonOps):
         table = self._table(plan)
         rows = table.at(
             "sum",
-            first=self._addresses(first, plan.firsts),
-            second=self._addresses(second, plan.seconds),
-            left=self._addresses(left.values, plan.lefts),
+            first=self.addresses(first, plan.firsts),
+            second=self.addresses(second, plan.seconds),
+            left=self.addresses(left.values, plan.lefts),
             sum=sums,
         )
         table.on_rows("check_factors", rows, np.uint32(1), flags)
@@ -137,7 +130,7 @@ class LowRankOps(CommonOps):
             for matrix in plan.matrices
         ]
         table = self._table(plan)
-        addresses = self._addresses(second, plan.seconds)
+        addresses = self.addresses(second, plan.seconds)
         rows = table.at("factor", second=addresses, right=list(right), factor=factors)
         table.on_rows("keep_factors", rows)
         return factors

@@ -31,19 +31,15 @@ class PlanTable:
             rows[field] = [self._ops.address(array) for array in arrays] if is_list else arrays
         return self._uploads.of(name, rows)
 
-    def on_tiles(self, name: str, table: Any, *arguments: Any) -> None:
+    def on_tiles(
+        self, name: str, table: Any, *arguments: Any, threads: int = structs.THREADS
+    ) -> None:
         """Launch a kernel with a block for each tile."""
-        self._launch(name, self.n_tiles, structs.THREADS, [table, self._owners, *arguments], 0)
+        if self.n_tiles:
+            self._kernels[name](self.n_tiles, threads, [table, self._owners, *arguments], 0)
 
-    def on_rows(self, name: str, table: Any, *arguments: Any) -> None:
-        """Launch a kernel with a block for each row, and shared memory for ``lane_dot``."""
-        arguments = (table, *arguments)
-        self._launch(name, len(self.rows), structs.THREADS, arguments, structs.SQUARES_NBYTES)
-
-    def of_warps(self, name: str, n_warps: int, *arguments: Any) -> None:
-        """Launch a kernel with blocks of one warp."""
-        self._launch(name, n_warps, 32, arguments, 0)
-
-    def _launch(self, name: str, n: int, threads: int, arguments: Any, nbytes: int) -> None:
-        if n:
-            self._kernels[name](n, threads, list(arguments), nbytes)
+    def on_rows(
+        self, name: str, table: Any, *arguments: Any, threads: int = structs.THREADS
+    ) -> None:
+        """Launch a kernel with a block for each row, and shared memory of a double a thread."""
+        self._kernels[name](len(self.rows), threads, [table, *arguments], 8 * threads)

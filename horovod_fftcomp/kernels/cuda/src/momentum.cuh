@@ -26,10 +26,9 @@ struct DenseMomentum {
 };
 static_assert(sizeof(DenseMomentum) == 72, "structs.py describes the same layout");
 
-// Residual plus velocity, its peak, and the new velocity.
+// Residual plus velocity, and the new velocity.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
-    accumulate(const DenseMomentum* __restrict__ parts, const u32* __restrict__ tile_part,
-               u32* __restrict__ peaks) {
+    accumulate(const DenseMomentum* __restrict__ parts, const u32* __restrict__ tile_part) {
     const DenseMomentum part = parts[tile_part[blockIdx.x]];
     if (!part.grad) return;
     Tensor momentum = {};
@@ -41,14 +40,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     momentum.how = part.how;
     u64 begin = u64(blockIdx.x - part.first_tile) * TILE;
     u64 end = min(begin + TILE, part.n);
-    u32 peak = 0;
     for (u64 i = begin + threadIdx.x; i < end; i += THREADS) {
         float value = accelerate(momentum, i, part.grad[i]);
-        if (part.residual) value = add_rn(part.residual[i], value);
-        part.whole[i] = value;
-        peak = max(peak, magnitude(value));
+        part.whole[i] = part.residual ? add_rn(part.residual[i], value) : value;
     }
-#pragma unroll
-    for (u32 by = 16; by; by /= 2) peak = max(peak, __shfl_xor_sync(ALL_LANES, peak, by));
-    if (threadIdx.x % 32 == 0) atomicMax(&peaks[tile_part[blockIdx.x]], peak);
 }

@@ -1,0 +1,70 @@
+"""Ops of the host for schemes with momentum correction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from horovod_fftcomp.codec.methods.sums import ordered_sum
+from horovod_fftcomp.kernels import cpu
+from horovod_fftcomp.kernels.host.common import CommonOps
+from horovod_fftcomp.kernels.ops import Momentum
+from horovod_fftcomp.kernels.plans import BucketPlan, split
+from horovod_fftcomp.types import Array, Coefficients
+
+
+class MomentumOps(CommonOps):
+    """See ``Ops``."""
+
+    def accumulate(
+        self,
+        plan: BucketPlan,
+        grads: Sequence[Array | None],
+        velocities: Sequence[Array | None],
+        residuals: Sequence[Array | None],
+        momentum: Momentum,
+    ) -> tuple[Array, list[Array | None]]:
+        """See ``Ops.accumulate``."""
+        whole = self.empty(plan.offsets[-1])
+        moved: list[Array | None] = []
+        for grad, velocity, residual, share in zip(
+            grads, velocities, residuals, split(whole, plan.offsets), strict=True
+        ):
+            if grad is None:
+                share.fill(0)
+                moved.append(None)
+                continue
+            coeffs, new = self.accelerate(grad, velocity, residual, momentum, 0)
+            share[:] = coeffs.array
+            moved.append(new)
+        return whole, moved
+
+    @staticmethod
+    def accelerate(
+        grad: Array,
+        velocity: Array | None,
+        residual: Array | None,
+        momentum: Momentum,
+        k: int,
+    ) -> tuple[Coefficients, Array]:
+        """Return (residual plus velocity, with the top-k threshold for ``k``; the new velocity).
+
+        Both are new arrays.
+        """
+        factor = clip_factor(grad, momentum.largest_norm)
+        options = (momentum.decay, momentum.nesterov, factor)
+        return cpu.momentum_accumulate(grad, velocity, residual, *options, k)
+
+    def cleared(self, array: Array | None) -> Array | None:
+        """See ``Ops.cleared``."""
+        del array
+        return None
+
+
+def clip_factor(grad: Array, largest_norm: float | None) -> float:
+    """Return the factor that clips the gradient, at most 1; NaN if the gradient has NaN."""
+    if largest_norm is None or not grad.size:
+        return 1.0
+    _, _, squares = cpu.moments(grad)
+    square = ordered_sum(squares)
+    return 1.0 if square <= largest_norm * largest_norm else largest_norm / math.sqrt(square)
