@@ -196,12 +196,12 @@ def test_a_state_of_another_rank_is_refused():
 @pytest.mark.parametrize("round_", [0, 1])
 def test_a_sum_of_another_size_is_refused(round_):
     [engine] = engines_of(1)
-    sent = engine.start(0, [normal(*SHAPE).reshape(-1)])
+    sent = engine.resume(0, [normal(*SHAPE).reshape(-1)])
     if round_:
-        sent = engine.advance(0, sent.data)
+        sent = engine.resume(0, sent.data)
     n = sent.data.size
     with pytest.raises(PayloadError, match=f"{n - 1} values arrived, {n} were expected"):
-        engine.advance(0, sent.data[1:])
+        engine.resume(0, sent.data[1:])
 
 
 @pytest.fixture(params=[1, 3])

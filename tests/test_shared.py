@@ -36,6 +36,12 @@ def test_numbers_are_those_of_the_published_functions():
         counter_rng.below(counter_rng.draw(42, t, "layer1.weight", 0), 1000) for t in range(4)
     ]
     assert starts == [392, 868, 913, 414]
+    names = ["layer1.weight", "", "b"]
+    expected = [counter_rng.draw(2**64 - 1, 7, name, 1) for name in names]
+    assert (
+        counter_rng.draws(counter_rng.named((2**64 - 1, n) for n in names), 7, 1).tolist()
+        == expected
+    )
 
 
 def test_positions_are_those_of_the_formulas():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +96,21 @@ class _RandomByDensity(_ByDensity):
         super().__post_init__()
         counter_rng.check_seed(self.seed)
 
+    def _drawn(self, names: Sequence[str], step: int, index: int) -> list[int]:
+        """Return a 64-bit random number for each tensor."""
+        keys = counter_rng.named((self.seed, name) for name in names)
+        return counter_rng.draws(keys, step, index).tolist()
+
+    def progressions(
+        self, numels: Sequence[int], step: int, names: Sequence[str]
+    ) -> list[tuple[int, int]]:
+        """Return (a, c) for each tensor: its positions are (a j + c) mod n for j < k."""
+        raise NotImplementedError
+
+    def progression(self, n: int, step: int, name: str) -> tuple[int, int]:
+        """Return (a, c): the positions are (a j + c) mod n for j < k."""
+        return self.progressions([n], step, [name])[0]
+
 
 @dataclass(frozen=True)
 class RandomBlock(_RandomByDensity):
@@ -106,9 +122,12 @@ class RandomBlock(_RandomByDensity):
 
     spec_name = "RandomBlock"
 
-    def progression(self, n: int, step: int, name: str) -> tuple[int, int]:
-        """Return (a, c): the positions are (a j + c) mod n for j < k."""
-        return 1, counter_rng.below(counter_rng.draw(self.seed, step, name, 0), n)
+    def progressions(
+        self, numels: Sequence[int], step: int, names: Sequence[str]
+    ) -> list[tuple[int, int]]:
+        """Return (1, c) for each tensor, c uniform; see the base class."""
+        drawn = zip(self._drawn(names, step, 0), numels, strict=True)
+        return [(1, counter_rng.below(number, n)) for number, n in drawn]
 
     def positions(self, n: int, step: int, name: str) -> Array:
         """Return the positions, int64 ``[k]``, for the tensor ``name`` of ``n`` elements."""
@@ -128,14 +147,12 @@ class RandomK(_RandomByDensity):
 
     spec_name = "RandomK"
 
-    def progression(self, n: int, step: int, name: str) -> tuple[int, int]:
-        """Return (a, c): the positions are (a j + c) mod n for j < k."""
-        if n <= 1:
-            return 1, 0
-        factor = 1 + counter_rng.below(counter_rng.draw(self.seed, step, name, 1), n - 1)
-        while math.gcd(factor, n) != 1:
-            factor = factor % n + 1
-        return factor, counter_rng.below(counter_rng.draw(self.seed, step, name, 0), n)
+    def progressions(
+        self, numels: Sequence[int], step: int, names: Sequence[str]
+    ) -> list[tuple[int, int]]:
+        """Return (a, c) for each tensor, a coprime to n; see the base class."""
+        drawn = (self._drawn(names, step, index) for index in (0, 1))
+        return [_coprime(n, *numbers) for n, *numbers in zip(numels, *drawn, strict=True)]
 
     def positions(self, n: int, step: int, name: str) -> Array:
         """Return the positions, int64 ``[k]``, for the tensor ``name`` of ``n`` elements."""
@@ -146,3 +163,13 @@ class RandomK(_RandomByDensity):
         positions += np.uint64(first)
         positions %= np.uint64(max(1, n))
         return positions.view(np.int64)
+
+
+def _coprime(n: int, first: int, factor: int) -> tuple[int, int]:
+    """Return (a, c) below n, a coprime to n, from 64-bit numbers; (1, 0) for n of 1 or 0."""
+    if n <= 1:
+        return 1, 0
+    a = 1 + counter_rng.below(factor, n - 1)
+    while math.gcd(a, n) != 1:
+        a = a % n + 1
+    return a, counter_rng.below(first, n)
