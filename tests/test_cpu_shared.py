@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
+from horovod_fftcomp import get_scheme
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.kernels import cpu, reference, threads
+from horovod_fftcomp.kernels.cpu import views
+from horovod_fftcomp.kernels.host import HOST
+from horovod_fftcomp.kernels.index_plan import IndexPlan
+from horovod_fftcomp.schemes import Tensor
+from tests.contracts import SHARED_RECIPES
 from tests.loops import each
 
 SIZES = [0, 1, 2, 63, 64, 65, 4095, 4097, 70_001]
@@ -13,6 +24,27 @@ SIZES = [0, 1, 2, 63, 64, 65, 4095, 4097, 70_001]
 
 def values(n, seed=0):
     return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+
+
+def bucket_of(grads, residuals, beta=1.0, chunk=100):
+    """Return a bucket for the ops of the host; its gradients may have any sizes."""
+    numels = [0 if grad is None else grad.size for grad in grads]
+    counts, names = [-(-n // chunk) for n in numels], tuple(f"t{i}" for i in range(len(numels)))
+    plan = IndexPlan(names, numels, counts, 1, beta, False, True, chunk, 32)
+    return HOST.common_index(plan, grads, residuals, False)
+
+
+def low_pass(grad, residual, beta):
+    bucket = bucket_of([grad], [residual], beta)
+    (left,) = HOST.low_pass(bucket)
+    return left, bucket.peaks[0]
+
+
+def chunk_winners(grad, residual, chunk):
+    bucket = bucket_of([grad], [residual], chunk=chunk)
+    count = bucket.plan.total
+    packed = HOST.winners(bucket, 0, count, bucket.plan.offsets_nbytes(count))
+    return cpu.unpack_bits(packed, count, 32)
 
 
 @pytest.fixture(params=[1, 3])
@@ -29,12 +61,76 @@ def n_threads(request):
 def test_low_pass_is_the_reference(n, beta):
     grad, residual = values(n), values(n, 1)
     for carried in (None, residual):
-        left, peak = cpu.low_pass(grad, carried, beta)
+        left, peak = low_pass(grad, carried, beta)
         expected, expected_peak = reference.low_pass(grad, carried, beta)
         assert left.tobytes() == expected.tobytes()
         assert peak == expected_peak
     assert grad.tobytes() == values(n).tobytes()
     assert residual.tobytes() == values(n, 1).tobytes()
+
+
+@pytest.mark.usefixtures("n_threads")
+def test_a_bucket_is_computed_as_its_tensors():
+    sizes = [70_001, 0, 3, 4095, 1, 50_000, 0, 64]
+    grads = [values(n, seed) for seed, n in enumerate(sizes)]
+    residuals = [values(n, 9 + seed) if seed % 3 else None for seed, n in enumerate(sizes)]
+    bucket = bucket_of(grads, residuals, 0.1, 7)
+    pairs = list(zip(grads, residuals, strict=True))
+    for left, peak, pair in zip(HOST.low_pass(bucket), bucket.peaks, pairs, strict=True):
+        expected, expected_peak = reference.low_pass(*pair, 0.1)
+        assert left.tobytes() == expected.tobytes()
+        assert peak == expected_peak
+    everything = np.concatenate([reference.chunk_winners(*pair, 7) for pair in pairs])
+    for begin, end in ((0, everything.size), (9_990, 10_020), (500, 500)):
+        packed = HOST.winners(bucket, begin, end, 4 * (end - begin) or 4)
+        found = cpu.unpack_bits(packed, end - begin, 32)
+        assert found.tolist() == everything[begin:end].tolist()
+
+
+def test_arrays_of_another_size_are_refused():
+    with pytest.raises(
+        ValueError, match=r"tensor 't0': the residual is .* 99\), expected .* 100\)"
+    ):
+        bucket_of([values(100)], [values(99)])
+    with pytest.raises(ValueError, match=r"tensor 't0': the residual is .*float64"):
+        bucket_of([values(100)], [values(100).astype(np.float64)])
+
+
+def calls_of_a_step(recipe, n_tensors):
+    """Return how many functions Python calls in a step with ``n_tensors`` small tensors."""
+    tensors = tuple(Tensor(f"layer{i}.weight", (64, 64)) for i in range(n_tensors))
+    engine = Engine([Bucket(tensors, Always(get_scheme(recipe)))], 0, 1)
+    grads, calls = [values(4096) for _ in tensors], []
+
+    def step():
+        round_ = engine.start(0, grads)
+        while round_ is not None:
+            round_ = engine.advance(0, round_.data)
+        engine.settle()
+
+    for _ in range(3):
+        step()
+    sys.setprofile(lambda frame, event, argument: calls.append(event))
+    step()
+    sys.setprofile(None)
+    return sum(event in ("call", "c_call") for event in calls)
+
+
+@each("recipe", SHARED_RECIPES)
+def test_a_small_tensor_more_in_a_bucket_costs_few_calls(recipe):
+    """Each call of NumPy or a kernel takes about a microsecond, as the values of 4 KiB do."""
+    assert calls_of_a_step(recipe, 60) - calls_of_a_step(recipe, 20) < 40 * 20
+
+
+def test_addresses_are_those_of_the_data(monkeypatch):
+    arrays = [values(100), None, values(100)[7:], np.zeros(0, np.float32)]
+    expected = [0 if array is None else array.ctypes.data for array in arrays]
+    for how in ("fast", "portable"):
+        found = np.ones(len(arrays), np.int64)
+        views.addresses_of(arrays, found)
+        assert found.tolist() == expected, how
+        monkeypatch.setattr(views, "_data_is_found", lambda: False)
+        monkeypatch.setattr(views, "_FOUND", [])
 
 
 @each("bad", [np.nan, np.inf])
@@ -44,8 +140,8 @@ def test_a_bad_value_is_seen_wherever_it_lies(bad, at):
     grad[at] = bad
     for carried in (None, values(70_001, 1)):
         with np.errstate(invalid="ignore"):
-            assert cpu.low_pass(grad, carried, 0.5)[1] >= 0x7F800000
-        winners = cpu.chunk_winners(grad, carried, 100)
+            assert low_pass(grad, carried, 0.5)[1] >= 0x7F800000
+        winners = chunk_winners(grad, carried, 100)
         assert winners.tolist() == reference.chunk_winners(grad, carried, 100).tolist()
 
 
@@ -56,7 +152,7 @@ def test_winners_are_the_reference(n, chunk):
     few = np.random.default_rng(2).integers(-2, 3, n).astype(np.float32)  # with many ties
     for grad in (values(n), few, np.zeros(n, np.float32)):
         for carried in (None, values(n, 1)):
-            winners = cpu.chunk_winners(grad, carried, chunk)
+            winners = chunk_winners(grad, carried, chunk)
             assert winners.dtype == np.uint32
             assert winners.tolist() == reference.chunk_winners(grad, carried, chunk).tolist()
 

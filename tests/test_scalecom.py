@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import PayloadError, get_scheme, simulate
+from horovod_fftcomp.kernels.index_plan import chunk_slices
 from horovod_fftcomp.schemes import Context, Tensor
-from horovod_fftcomp.schemes.clt_selection import ChunkWinners, Largest, chunk_slices
+from horovod_fftcomp.schemes.clt_selection import ChunkWinners, Largest
 from tests.loops import each
 
 SELECTORS = ("chunk", "exact")

@@ -12,6 +12,7 @@ from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device
+from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.kernels.plans import BucketPlan, LeftFactors, LowRankPlan
 from horovod_fftcomp.types import Array, Tensor
 from horovod_fftcomp.wire.header import Header
@@ -241,5 +242,76 @@ class Ops(Protocol):
 
         On the host always None, which stands for zeros. A device needs an array, to which the old
         one is copied if the step is dropped.
+        """
+        ...
+
+    # Values at common positions. Messages hold the values of all tensors one after another.
+
+    def common_index(
+        self, plan: IndexPlan, grads: Sequence[Any], residuals: Sequence[Any], measures: bool
+    ) -> Any:
+        """Return a bucket's gradients and old residuals, None for zeros, for the ops below.
+
+        ``measures``: whether ``index_energies`` will be called. ValueError for arrays of another
+        size than in the plan.
+        """
+        ...
+
+    def winners(self, bucket: Any, begin: int, end: int, nbytes: int) -> Any:
+        """Return the packed offsets of the largest |gradient + residual| in each chunk, uint8.
+
+        Of chunks ``begin`` to ``end`` of the bucket; of equal magnitudes the lower index wins.
+        """
+        ...
+
+    def locate(self, bucket: Any, gathered: Any, step: int) -> Any:
+        """Return the positions for the packed offsets of all ranks, one after another.
+
+        On the host PayloadError is raised for an offset beyond its chunk; on a device ``take``
+        notes it in ``Flags.arrived``.
+        """
+        ...
+
+    def count_common(self, bucket: Any, positions: Any, begin: int, end: int) -> Deferred:
+        """Return a function that returns how many of the positions this rank selects itself.
+
+        Those of chunks ``begin`` to ``end`` do not count.
+        """
+        ...
+
+    def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> Any:
+        """Return the positions (a j + c) mod n for j below k, given (a, c) for each tensor."""
+        ...
+
+    def low_pass(self, bucket: Any) -> list[Any]:
+        """Return residual + beta * gradient of each tensor: the new residuals if nothing is sent.
+
+        None for a frozen tensor, and for all if the plan keeps no residuals.
+        """
+        ...
+
+    def take(self, bucket: Any, positions: Any, halves: tuple[int, float] | None) -> Any:
+        """Return the message: gradient + residual at the positions, NaN if not all are finite.
+
+        Corrects the new residuals there by what is sent. ``halves``: as for ``to_half``; None for
+        float32.
+        """
+        ...
+
+    def index_energies(self, bucket: Any) -> Deferred:
+        """Return a function that returns the energies of each tensor; to be called after ``take``.
+
+        They are the sums of squares of its gradient, of gradient + residual, and of what is not
+        sent of them; None for a tensor that is frozen or, on the host, not finite.
+        """
+        ...
+
+    def scatter_sum(
+        self, bucket: Any, received: Any, sources: Sequence[Any]
+    ) -> tuple[list[Any], Flags]:
+        """Return the sums of the received values at their positions, and whether all are finite.
+
+        ``sources``: the positions of each message in ``received``. The sum of a tensor of which
+        a value is not finite is NaN everywhere, so that no optimizer uses the rest.
         """
         ...

@@ -2,60 +2,40 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
-
-from horovod_fftcomp.codec.backend import load_backend
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
-from horovod_fftcomp.kernels.ops import Flags
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.kernels.index_plan import IndexPlan
+from horovod_fftcomp.kernels.ops import Deferred
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
     Energy,
     Exchange,
     Grads,
+    Measured,
     OldState,
     Outcome,
     Round,
     Scheme,
     Tensor,
-    measured_on_host,
 )
 from horovod_fftcomp.schemes.clt_selection import (
-    Choice,
     ChunkWinners,
     Largest,
+    Selected,
     Selector,
     broadcast_selection,
     gather_selection,
 )
-from horovod_fftcomp.schemes.common_index_on_device import common_index_on_device
 from horovod_fftcomp.schemes.dense import half_limits
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.schemes.wrapper import numels_of
 from horovod_fftcomp.wire.header import align
-
-
-class _TensorExchange(NamedTuple):
-    """One tensor in an exchange; ``new_residual`` is that of a step that sends nothing."""
-
-    grad: Array | None
-    residual: Array | None
-    positions: Array
-    slice: Array  # of the message, float32
-    new_residual: Array | None
-
-
-class _Encoded(NamedTuple):
-    """One rank's message, its new residuals and the energies that were measured."""
-
-    message: Array
-    residuals: dict[str, Array]
-    energies: dict[str, Energy]
 
 
 @dataclass(frozen=True)
@@ -103,139 +83,49 @@ class CommonIndex(Scheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        carried = state.get("residual", {})
-        if context.device is not None:
-            return (yield from common_index_on_device(self, tensors, grads, carried, context))
-        for tensor in tensors:
-            self._check(carried.get(tensor.name), tensor)
-        chosen, similarity = yield from self._agree(tensors, grads, carried, context)
-        encoded = self._encode(tensors, grads, chosen, carried, context)
-        received = yield Round(self.collective, encoded.message)
-        if self.bits == 16:
-            received = load_backend("cpu").from_float16(received)
-        sources = [chosen]
+        ops, plan = context.ops, _plan(self, tuple(tensors), context.world_size)
+        measures = context.step % MEASURE_EVERY == 0
+        carried = state.get("residual", {}) if self.error_feedback else {}
+        old = [carried.get(name) for name in plan.names]
+        bucket = ops.common_index(plan, grads, old, measures)
+        selected = yield from self._select(plan, bucket, grads, old, context)
+        residuals = ops.low_pass(bucket)
+        halves = half_limits(context) if self.bits == 16 else None
+        message = ops.take(bucket, selected.positions, halves)
+        received = yield Round(self.collective, message)
+        received = received if halves is None else ops.from_half(received)
+        sources = [selected.positions]
         if self.collective == "allgather":
-            sources = [self._drawn(tensors, context, rank) for rank in range(context.world_size)]
-        numels = [math.prod(tensor.shape) for tensor in tensors]
-        sums, finite = _scattered(received, sources, numels)
-        new_state = {"residual": encoded.residuals} if self.error_feedback else {}
-        measured = measured_on_host(encoded.energies, similarity)
-        return Outcome(sums, new_state, Flags(finite), measured)
+            sources = [self._drawn(plan, context, rank) for rank in range(context.world_size)]
+        if len(received) != (expected := len(sources) * plan.total):
+            raise PayloadError(f"{len(received)} values arrived, {expected} were expected")
+        sums, flags = ops.scatter_sum(bucket, received, sources)
+        new_state = {"residual": _state(plan, grads, old, residuals)} if self.error_feedback else {}
+        measured = _measured(plan, ops.index_energies(bucket), selected) if measures else None
+        return Outcome(sums, new_state, flags, measured)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         small = all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
         return small and self.bits == 32 and not isinstance(self.selection, Largest)
 
-    def _encode(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Grads,
-        chosen: Sequence[Array],
-        carried: Mapping[str, Array],
-        context: Context,
-    ) -> _Encoded:
-        """Return this rank's message, its new residuals and the energies."""
-        measure = context.step % MEASURE_EVERY == 0
-        ends = np.cumsum([positions.size for positions in chosen])
-        kernels = load_backend("cpu")
-        message = kernels.empty(int(ends[-1]))
-        slices = np.split(message, ends[:-1])
-        parts = [
-            self._part(grad, carried.get(tensor.name), positions, out)
-            for tensor, grad, positions, out in zip(tensors, grads, chosen, slices, strict=True)
-        ]
-        sent = message
-        if self.bits == 16:
-            message = context.ops.to_half(message, *half_limits(context))
-            sent = kernels.from_float16(message)
-        residuals: dict[str, Array] = {}
-        energies: dict[str, Energy] = {}
-        for tensor, part, arrives in zip(tensors, parts, np.split(sent, ends[:-1]), strict=True):
-            residual = self._settled(part, arrives)
-            if residual is not None:
-                residuals[tensor.name] = residual
-            if measure and part.grad is not None and not np.isnan(arrives).any():
-                energies[tensor.name] = self._energy(part, arrives)
-        return _Encoded(message, residuals, energies)
-
-    def _check(self, residual: Array | None, tensor: Tensor) -> None:
-        """Raise ValueError for a residual of the wrong size, which kernels would overrun."""
-        expected = (np.dtype(np.float32), math.prod(tensor.shape))
-        if residual is not None and (residual.dtype, residual.size) != expected:
-            found = (residual.dtype, residual.size)
-            raise ValueError(
-                f"tensor {tensor.name!r}: the residual is (dtype, elements) {found}, "
-                f"expected {expected}"
-            )
-
-    def _agree(
-        self,
-        tensors: Sequence[Tensor],
-        grads: Grads,
-        carried: Mapping[str, Array],
-        context: Context,
-    ) -> Generator[Round, Array, Choice]:
-        """Return each tensor's positions, after a round if ranks select them."""
+    def _select(
+        self, plan: IndexPlan, bucket: Any, grads: Grads, old: Grads, context: Context
+    ) -> Generator[Round, Any, Selected]:
+        """Return the positions of this step, after a round if ranks select them."""
         if isinstance(self.selection, ChunkWinners):
-            return (yield from gather_selection(self.selection, tensors, grads, carried, context))
+            return (yield from gather_selection(plan, bucket, context))
         if isinstance(self.selection, Largest):
-            return (
-                yield from broadcast_selection(self.selection, tensors, grads, carried, context)
-            )
-        return Choice(self._drawn(tensors, context, context.rank), None)
+            return (yield from broadcast_selection(self.selection, plan, grads, old, context))
+        return Selected(self._drawn(plan, context, context.rank))
 
-    def _drawn(self, tensors: Sequence[Tensor], context: Context, rank: int) -> list[Array]:
+    def _drawn(self, plan: IndexPlan, context: Context, rank: int) -> Any:
         """Return the random positions of ``rank``."""
         assert not isinstance(self.selection, Selector)
-        whose = f"#{rank}" if self.collective == "allgather" else ""
-        return [
-            self.selection.positions(math.prod(tensor.shape), context.step, tensor.name + whose)
-            for tensor in tensors
-        ]
-
-    def _part(
-        self, grad: Array | None, residual: Array | None, positions: Array, out: Array
-    ) -> _TensorExchange:
-        """Write a tensor's values to send into ``out``."""
-        new_residual, peak = None, 0
-        if grad is None:
-            out.fill(0)
-            return _TensorExchange(None, residual, positions, out, None)
-        if self.error_feedback:
-            new_residual, peak = load_backend("cpu").low_pass(grad, residual, self.beta)
-        else:
-            residual, peak = None, load_backend("cpu").max_abs_bits(grad)
-        np.take(grad, positions, out=out)
-        if residual is not None:
-            out += residual[positions]
-        if self.unbiased:
-            out *= np.float32(grad.size / max(1, positions.size))
-        if peak > LARGEST_FINITE_BITS:
-            out.fill(np.nan)  # the NaN or Inf may be at a position that is not sent
-        return _TensorExchange(grad, residual, positions, out, new_residual)
-
-    def _settled(self, part: _TensorExchange, arrives: Array) -> Array | None:
-        """Return the new residual; ``arrives``: the values as sent, after rounding to float16."""
-        if part.new_residual is None:
-            return part.residual  # a frozen tensor's, if there is feedback
-        unsent = np.float32(self.beta) * (part.slice - arrives)
-        if part.residual is not None:
-            unsent += np.float32(1 - self.beta) * part.residual[part.positions]
-        part.new_residual[part.positions] = unsent
-        return part.new_residual
-
-    def _energy(self, part: _TensorExchange, arrives: Array) -> Energy:
-        """Return the energies of a finite tensor; an extra pass, so not done in every step."""
-        grad = part.grad
-        assert grad is not None
-        wanted = load_backend("cpu").add_residual(grad, part.residual, 0).array
-        total = float(np.dot(wanted, wanted))
-        due = wanted[part.positions]
-        error = due - arrives
-        # Rounding may make the difference negative.
-        left = max(0.0, total - float(np.dot(due, due))) + float(np.dot(error, error))
-        return Energy(float(np.dot(grad, grad)), total, left)
+        names = plan.names
+        if self.collective == "allgather":
+            names = tuple(f"{name}#{rank}" for name in names)
+        return context.ops.draw(plan, self.selection.progressions(plan.numels, context.step, names))
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step.
@@ -251,27 +141,39 @@ class CommonIndex(Scheme):
         return values
 
 
-def _scattered(
-    received: Array, sources: Sequence[Sequence[Array]], numels: Sequence[int]
-) -> tuple[list[Array], bool]:
-    """Return (sums of the received values at their positions, whether all are finite).
+@functools.lru_cache(maxsize=64)
+def _plan(scheme: CommonIndex, tensors: tuple[Tensor, ...], n_ranks: int) -> IndexPlan:
+    selection, numels = scheme.selection, numels_of(tensors)
+    chunk, bits = 0, 0
+    if isinstance(selection, ChunkWinners):
+        chunk, bits = selection.chunk, selection.bits
+    return IndexPlan(
+        tuple(tensor.name for tensor in tensors),
+        numels,
+        [selection.count(n) for n in numels],
+        n_ranks,
+        scheme.beta,
+        scheme.unbiased,
+        scheme.error_feedback,
+        chunk,
+        bits,
+    )
 
-    ``sources``: for each message in ``received`` the positions of each tensor.
-    """
-    kernels = load_backend("cpu")
-    sums, finite = [], True
-    messages = [
-        np.split(message, np.cumsum([positions.size for positions in chosen])[:-1])
-        for message, chosen in zip(np.split(received, len(sources)), sources, strict=True)
-    ]
-    for number, numel in enumerate(numels):
-        total = kernels.empty(numel)
-        total.fill(0)
-        for slices, chosen in zip(messages, sources, strict=True):
-            if kernels.max_abs_bits(slices[number]) > LARGEST_FINITE_BITS:
-                total.fill(np.nan)  # everywhere, so that no optimizer uses the rest
-                finite = False
-                break
-            total[chosen[number]] += slices[number]
-        sums.append(total)
-    return sums, finite
+
+def _state(plan: IndexPlan, grads: Grads, old: Sequence[Any], new: Sequence[Any]) -> dict[str, Any]:
+    """Return the new residuals by name; a frozen tensor keeps its old one."""
+    found = zip(plan.names, grads, old, new, strict=True)
+    kept = ((name, before if grad is None else after) for name, grad, before, after in found)
+    return {name: residual for name, residual in kept if residual is not None}
+
+
+def _measured(plan: IndexPlan, energies: Deferred, selected: Selected) -> Callable[[], Measured]:
+    """Return a function that waits for the measurements and keeps no array alive."""
+    names, similarity = plan.names, selected.similarity
+
+    def wait() -> Measured:
+        pairs = zip(names, energies(), strict=True)
+        found = {name: Energy(*of_tensor) for name, of_tensor in pairs if of_tensor is not None}
+        return Measured(found, None if similarity is None else similarity())
+
+    return wait

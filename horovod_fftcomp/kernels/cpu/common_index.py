@@ -4,95 +4,238 @@ from __future__ import annotations
 
 import numpy as np
 
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
-from horovod_fftcomp.kernels.cpu.jit import kernel
+from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import as_words, count_bits
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, read_bits, write_bits
 from horovod_fftcomp.kernels.cpu.vector_ir import trailing_zeros
+from horovod_fftcomp.kernels.cpu.views import view_at
 from horovod_fftcomp.types import Array, Body
 
 _GROUP = 4096  # values that are processed at a time, in the L1 cache
-_LEAST_VALUES = 1 << 15  # per thread, at least
 _LEAST_WORDS = 1 << 13
 _MAGNITUDE = np.int32(0x7FFFFFFF)
-_NOTHING = np.empty(0, np.float32)
+_LARGEST_FINITE = np.int32(LARGEST_FINITE_BITS)
 
 
-def low_pass(flat: Array, residual: Array | None, beta: float) -> tuple[Array, int]:
-    """See ``reference.low_pass``."""
-    out = empty(flat.size)
-    addend = _NOTHING if residual is None else residual
-
-    def work(begin: int, end: int) -> int:
-        here = slice(begin, end)
-        return _low_pass(flat[here], addend[here], np.float32(beta), out[here])
-
-    return out, max(threads.each(work, threads.ranges(flat.size, _LEAST_VALUES)))
+@inlined
+def _owner(begins, at):
+    """Return the tensor to which an item of a bucket belongs."""
+    return np.searchsorted(begins, at, side="right") - 1
 
 
 @kernel
-def _low_pass(a, b, beta, out):
-    """Write b + beta * a; return the bits of the largest |a + b|."""
+def filter_residuals(arrays, starts, begin, end, beta, peaks):
+    """Write new residuals of elements ``begin`` to ``end`` of a bucket, as if nothing is sent.
+
+    ``arrays``: for each tensor the addresses of its gradient, old and new residual, 0 for none.
+    ``peaks``: int32, becomes the bits of the largest |gradient + old residual| of each tensor.
+    """
     sums = np.zeros(_GROUP, np.float32)
+    number = _owner(starts, begin)
+    while begin < end:
+        first, stop = begin - starts[number], min(end, starts[number + 1])
+        n = stop - begin
+        grad, old, new = arrays[0, number], arrays[1, number], arrays[2, number]
+        if n > 0 and grad != 0:
+            x = view_at(grad + 4 * first, n, sums)
+            y = view_at(old + 4 * first, n if old != 0 else 0, sums)
+            z = view_at(new + 4 * first, n if new != 0 else 0, sums)
+            peaks[number] = max(peaks[number], _low_pass(x, y, beta, z, sums))
+        begin = stop
+        number += 1
+
+
+@inlined
+def _low_pass(a, b, beta, out, sums):
+    """Write b + beta * a; return the bits of the largest |a + b|."""
     keys = sums.view(np.int32)
     peak = np.int32(0)
-    for begin in range(0, out.size, _GROUP):
-        end = min(begin + _GROUP, out.size)
+    for begin in range(0, a.size, _GROUP):
+        end = min(begin + _GROUP, a.size)
         x, z = a[begin:end], out[begin:end]  # from index 0, else the loops are not vectorized
         if b.size:
             y = b[begin:end]
             for i in range(x.size):
                 sums[i] = x[i] + y[i]
-            for i in range(x.size):
+            for i in range(z.size):
                 z[i] = y[i] + beta * x[i]
         else:
             for i in range(x.size):
                 sums[i] = x[i]
-            for i in range(x.size):
+            for i in range(z.size):
                 z[i] = beta * x[i]
-        for key in keys:  # in a partial group the rest are keys of the group before
-            peak = max(peak, key & _MAGNITUDE)
-    return np.int64(peak)
-
-
-def chunk_winners(flat: Array, residual: Array | None, chunk: int) -> Array:
-    """See ``reference.chunk_winners``."""
-    winners = np.empty(-(-flat.size // chunk), np.uint32)
-    addend = _NOTHING if residual is None else residual
-
-    def work(begin: int, end: int) -> None:
-        here = slice(begin * chunk, end * chunk)
-        _chunk_winners(flat[here], addend[here], chunk, winners[begin:end])
-
-    threads.each(work, threads.ranges(winners.size, max(1, _LEAST_VALUES // chunk)))
-    return winners
+        for i in range(x.size):
+            peak = max(peak, keys[i] & _MAGNITUDE)
+    return peak
 
 
 @kernel
-def _chunk_winners(a, b, chunk, winners):
+def choose_winners(arrays, numels, begins, begin, end, chunk, winners):
+    """Write the offset of the largest |gradient + residual| of chunks ``begin`` to ``end``.
+
+    The first of equal ones wins. ``begins``: number of chunks before each tensor.
+    """
     sums = np.empty(chunk, np.float32)
+    number, at = _owner(begins, begin), 0
+    while begin < end:
+        stop = min(end, begins[number + 1])
+        grad, old, n = arrays[0, number], arrays[1, number], numels[number]
+        first = (begin - begins[number]) * chunk
+        for _ in range(begin, stop):
+            size = min(chunk, n - first)
+            x = view_at(grad + 4 * first, size if grad != 0 else 0, sums)
+            y = view_at(old + 4 * first, size if old != 0 else 0, sums)
+            winners[at] = _winner(x, y, sums)
+            first += chunk
+            at += 1
+        begin = stop
+        number += 1
+
+
+@inlined
+def _winner(x, y, sums):
+    """Return the index of the largest |x + y|, of equal ones the first; 0 if there is none."""
     keys = sums.view(np.int32)
-    for number in range(winners.size):
-        begin = number * chunk
-        end = min(begin + chunk, a.size)
-        n = end - begin
-        x = a[begin:end]
-        if b.size:
-            y = b[begin:end]
-            for i in range(n):
-                sums[i] = x[i] + y[i]
+    if y.size:
+        for i in range(x.size):
+            sums[i] = x[i] + y[i]
+    else:
+        for i in range(x.size):
+            sums[i] = x[i]
+    top = np.int32(0)
+    for i in range(x.size):  # without the index of the maximum, so that it is vectorized
+        keys[i] &= _MAGNITUDE
+        top = max(top, keys[i])
+    if x.size == 0:
+        return 0
+    i = 0
+    while keys[i] != top:
+        i += 1
+    return i
+
+
+@kernel
+def locate_winners(offsets, numels, begins, chunk, positions):
+    """Write the positions of offsets in chunks; return the first chunk with a wrong one, or -1."""
+    wrong = -1
+    for number in range(numels.size):
+        first = 0
+        for at in range(begins[number], begins[number + 1]):
+            positions[at] = first + offsets[at]
+            if wrong < 0 and offsets[at] >= min(chunk, numels[number] - first):
+                wrong = at
+            first += chunk
+    return wrong
+
+
+@kernel
+def locate_drawn(factors, firsts, numels, begins, positions):
+    """Write the positions (factor * j + first) mod n of each tensor, for j from 0 on."""
+    for number in range(numels.size):
+        position, n = firsts[number], numels[number]
+        for at in range(begins[number], begins[number + 1]):
+            positions[at] = position
+            position += factors[number]
+            if position >= n:
+                position -= n
+
+
+@kernel
+def take_values(arrays, numels, begins, begin, end, positions, gains, peaks, values):
+    """Write the values ``begin`` to ``end`` of a message: gradient plus residual, times a gain.
+
+    NaN for a tensor that is not finite, as it may not be at these positions; 0 without a gradient.
+    """
+    number = _owner(begins, begin)
+    while begin < end:
+        stop = min(end, begins[number + 1])
+        n = numels[number]
+        if arrays[0, number] == 0:
+            values[begin:stop] = 0
+        elif peaks[number] > _LARGEST_FINITE:
+            values[begin:stop] = np.nan
         else:
-            for i in range(n):
-                sums[i] = x[i]
+            grad = view_at(arrays[0, number], n, values)
+            old = view_at(arrays[1, number], n if arrays[1, number] != 0 else 0, values)
+            for at in range(begin, stop):
+                value = grad[positions[at]]
+                if old.size:
+                    value += old[positions[at]]
+                if gains.size:
+                    value *= gains[number]
+                values[at] = value
+        begin = stop
+        number += 1
+
+
+@kernel
+def settle_residuals(arrays, numels, begins, begin, end, positions, values, sent, beta, rest):
+    """Correct the new residuals at the positions of values ``begin`` to ``end``.
+
+    ``sent``: the values after rounding. ``rest``: 1 - beta.
+    """
+    number = _owner(begins, begin)
+    while begin < end:
+        stop = min(end, begins[number + 1])
+        n, has_old = numels[number], arrays[1, number] != 0
+        if arrays[2, number] != 0:
+            old = view_at(arrays[1, number], n if has_old else 0, values)
+            new = view_at(arrays[2, number], n, values)
+            for at in range(begin, stop):
+                unsent = beta * (values[at] - sent[at])
+                if has_old:
+                    unsent += rest * old[positions[at]]
+                new[positions[at]] = unsent
+        begin = stop
+        number += 1
+
+
+@kernel
+def find_not_finite(values, begins, begin, end, found):
+    """Set the byte of each tensor of whose values ``begin`` to ``end`` one is not finite."""
+    keys = values.view(np.int32)
+    number = _owner(begins, begin)
+    while begin < end:
+        stop = min(end, begins[number + 1])
         top = np.int32(0)
-        for i in range(n):  # without the index of the maximum, so that it is vectorized
-            keys[i] &= _MAGNITUDE
-            top = max(top, keys[i])
-        i = 0
-        while keys[i] != top:
-            i += 1
-        winners[number] = i
+        for key in keys[begin:stop]:
+            top = max(top, key & _MAGNITUDE)
+        if top > _LARGEST_FINITE:
+            found[number] = 1
+        begin = stop
+        number += 1
+
+
+@kernel
+def clear_sums(sums, starts, begin, end, not_finite, like):
+    """Fill elements ``begin`` to ``end`` of a bucket's sums with 0, or NaN where not finite.
+
+    ``sums``: the addresses of each tensor's sum.
+    """
+    number = _owner(starts, begin)
+    while begin < end:
+        stop = min(end, starts[number + 1])
+        out = view_at(sums[number] + 4 * (begin - starts[number]), stop - begin, like)
+        out[:] = np.nan if not_finite[number] else 0
+        begin = stop
+        number += 1
+
+
+@kernel
+def add_values(sums, numels, begins, begin, end, positions, values, not_finite):
+    """Add values ``begin`` to ``end`` of a message at their positions to the sums."""
+    number = _owner(begins, begin)
+    while begin < end:
+        stop = min(end, begins[number + 1])
+        if not not_finite[number]:
+            out = view_at(sums[number], numels[number], values)
+            for at in range(begin, stop):
+                out[positions[at]] += values[at]
+        begin = stop
+        number += 1
 
 
 def pack_bits(codes: Array, bits: int) -> Array:

@@ -1,0 +1,214 @@
+"""Ops of a device on values at common positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.kernels.cuda import structs
+from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
+from horovod_fftcomp.kernels.index_plan import IndexPlan
+from horovod_fftcomp.kernels.ops import Deferred, Flags
+from horovod_fftcomp.types import Array
+
+_KERNELS = ("filter_low", "clear_sums", "choose_winners", "count_common", "take_shares",
+            "check_shares", "add_shares")  # fmt: skip
+_ON_TILES = ("filter_low", "clear_sums")
+
+
+class _Tables(NamedTuple):
+    """Descriptors of a plan's tensors without addresses; the tensor of each block of kernels."""
+
+    plan: IndexPlan
+    rows: Array
+    tiles: Any
+    groups: Any
+
+
+class _Positions(NamedTuple):
+    """Fields of the descriptors that determine positions; ``turn``: see ``shared.cuh``."""
+
+    fields: Mapping[str, Any]
+    turn: np.uint32
+    alive: Any = None
+
+
+class _Bucket:
+    """One exchange: its descriptors with addresses, and the arrays to which they point."""
+
+    def __init__(self, tables: _Tables, takes_part: Sequence[bool], measures: bool) -> None:
+        self.plan, self.tables, self.rows = tables.plan, tables, tables.rows.copy()
+        self.takes_part, self.measures = takes_part, measures
+        self.alive: dict[str, Sequence[Any]] = {}
+        self.squares: list[Deferred] = []
+        self.peaks: Any = None
+        self.arrived: Any = None
+
+
+class CommonIndexOps(CommonOps):
+    """See ``Ops``."""
+
+    def common_index(
+        self, plan: IndexPlan, grads: Sequence[Any], residuals: Sequence[Any], measures: bool
+    ) -> _Bucket:
+        """See ``Ops.common_index``."""
+        takes_part = [grad is not None for grad in grads]
+        bucket = _Bucket(self._tables(plan), takes_part, measures)
+        known = zip(grads, plan.numels, strict=True)  # a frozen tensor sends zeros
+        self._point(bucket, "grad", [self.zeros(n) if g is None else self.put(g) for g, n in known])
+        pairs = zip(residuals, takes_part, strict=True)
+        old = [self.put(array) if array is not None and is_in else None for array, is_in in pairs]
+        self._point(bucket, "residual", old)
+        return bucket
+
+    def _tables(self, plan: IndexPlan) -> _Tables:
+        """Return the tables of a plan; only the last result per bucket is cached."""
+        key = ("common index", plan.names)
+        if key not in self.device.cache or self.device.cache[key].plan is not plan:
+            self.device.cache[key] = self._new_tables(plan)
+        return self.device.cache[key]
+
+    def _new_tables(self, plan: IndexPlan) -> _Tables:
+        rows = np.zeros(len(plan.names), structs.SHARED)
+        rows["n"], rows["k"] = plan.numels, plan.counts
+        if plan.chunk:
+            size = plan.slices(0).size
+            rows["chunk"], rows["bits"], rows["n_ranks"] = plan.chunk, plan.bits, plan.n_ranks
+            rows["factor"], rows["first"] = size, plan.begins[:-1]
+            rows["message_words"] = plan.offsets_nbytes(size) // 4
+        filters = np.array([plan.beta, 1 - plan.beta], np.float32).view(np.uint32)
+        rows["beta"], rows["rest"] = filters
+        if plan.unbiased:
+            rows["gain"] = plan.gains.view(np.uint32)
+        tiles = self.tiles(rows, rows["n"])
+        counts = -(-np.array(plan.counts, np.int64) // structs.THREADS)
+        rows["first_group"], rows["n_groups"] = np.cumsum(counts) - counts, counts
+        groups = np.repeat(np.arange(len(rows), dtype=np.uint32), counts)
+        return _Tables(plan, rows, self.device.upload(tiles), self.device.upload(groups))
+
+    def _point(self, bucket: _Bucket, field: str, arrays: Sequence[Any]) -> None:
+        """Enter the address of each tensor's array in ``field``; 0 for None."""
+        bucket.alive[field] = arrays
+        bucket.rows[field] = [self.address(array) for array in arrays]
+
+    def _new(self, bucket: _Bucket, field: str, wanted: Sequence[bool]) -> list[Any]:
+        """Return an array for each tensor with ``wanted``, and enter its address in ``field``."""
+        pairs = zip(bucket.plan.numels, wanted, strict=True)
+        made = [self.empty(n) if is_wanted else None for n, is_wanted in pairs]
+        self._point(bucket, field, made)
+        return made
+
+    def _on(self, bucket: _Bucket, name: str, table: Any, *arguments: Any) -> None:
+        """Launch a kernel over all elements or positions of a bucket's tensors."""
+        owners = bucket.tables.tiles if name in _ON_TILES else bucket.tables.groups
+        if len(owners):
+            kernel = self.kernels(*_KERNELS)[name]
+            kernel(len(owners), structs.THREADS, [table, owners, *arguments], 0)
+
+    def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> _Positions:
+        """See ``Ops.draw``. The kernels compute the positions where they use them."""
+        del plan
+        factors, firsts = zip(*progressions, strict=True)
+        return _Positions({"factor": factors, "first": firsts}, np.uint32(0))
+
+    def winners(self, bucket: _Bucket, begin: int, end: int, nbytes: int) -> Any:
+        """See ``Ops.winners``."""
+        own = self.zeros(nbytes, np.uint8)
+        self._choose(bucket, own, begin, end)
+        return own
+
+    def _choose(self, bucket: _Bucket, own: Any, begin: int, end: int) -> Any:
+        """Write the packed offsets of winners to ``own``, which is zero; return the table."""
+        bucket.rows["own"] = self.address(own)
+        table = self.uploads.of("winners", bucket.rows)
+        self._on(bucket, "choose_winners", table, np.uint64(begin), np.uint64(end))
+        return table
+
+    def locate(self, bucket: _Bucket, gathered: Any, step: int) -> _Positions:
+        """See ``Ops.locate``."""
+        turn = np.uint32(step % bucket.plan.n_ranks)
+        return _Positions({"chosen": self.address(gathered)}, turn, gathered)
+
+    def count_common(
+        self, bucket: _Bucket, positions: _Positions, begin: int, end: int
+    ) -> Deferred:
+        """See ``Ops.count_common``."""
+        total, common = bucket.plan.total, self.zeros(1, np.uint32)
+        self._enter(bucket, positions)
+        own = self.zeros(bucket.plan.offsets_nbytes(total), np.uint8)
+        table = self._choose(bucket, own, 0, total)
+        here = np.uint64(begin), np.uint64(end)
+        self._on(bucket, "count_common", table, *here, positions.turn, common)
+        return partial(_first, self.device.fetch(common))
+
+    def _enter(self, bucket: _Bucket, positions: _Positions) -> None:
+        for field, values in positions.fields.items():
+            bucket.rows[field] = values
+
+    def low_pass(self, bucket: _Bucket) -> list[Any]:
+        """See ``Ops.low_pass``."""
+        keeps = [bucket.plan.keeps and is_in for is_in in bucket.takes_part]
+        new = self._new(bucket, "left", keeps)
+        wanted = [bucket.measures and is_in for is_in in bucket.takes_part]
+        self._new(bucket, "wanted", wanted)
+        bucket.peaks = self.zeros(len(bucket.rows), np.uint32)
+        table = self.uploads.of("low pass", bucket.rows)
+        self._on(bucket, "filter_low", table, bucket.peaks)
+        return new
+
+    def take(self, bucket: _Bucket, positions: _Positions, halves: None) -> Any:
+        """See ``Ops.take``. In float32 only."""
+        assert halves is None, "CommonIndex.runs_on_device"
+        if bucket.measures:
+            pairs = zip(bucket.alive["grad"], bucket.takes_part, strict=True)
+            bucket.squares.append(self.squares([g if is_in else None for g, is_in in pairs]))
+            bucket.squares.append(self.squares(bucket.alive["wanted"]))
+        message = self.empty(bucket.plan.total)
+        bucket.arrived = self.zeros(4 * len(bucket.rows), np.uint32)
+        table = self._with_message(bucket, positions, self.address(message), "take")
+        self._on(bucket, "take_shares", table, positions.turn, bucket.peaks, bucket.arrived)
+        if bucket.measures:
+            bucket.squares.append(self.squares(bucket.alive.pop("wanted")))
+        return message
+
+    def _with_message(
+        self, bucket: _Bucket, positions: _Positions, address: int, use: object
+    ) -> Any:
+        """Return the table with positions, and the part of each tensor in a message."""
+        self._enter(bucket, positions)
+        bucket.rows["share"] = address + 4 * bucket.plan.begins[:-1]
+        return self.uploads.of(use, bucket.rows)
+
+    def index_energies(self, bucket: _Bucket) -> Deferred:
+        """See ``Ops.index_energies``."""
+        return partial(_energies, bucket.squares, bucket.takes_part)
+
+    def scatter_sum(
+        self, bucket: _Bucket, received: Any, sources: Sequence[_Positions]
+    ) -> tuple[list[Any], Flags]:
+        """See ``Ops.scatter_sum``."""
+        sums = self._new(bucket, "sum", [True] * len(bucket.rows))
+        not_finite = self.zeros(len(bucket.rows), np.uint32)
+        begin, tables = self.address(received), []
+        for rank, positions in enumerate(sources):
+            address = begin + 4 * rank * bucket.plan.total
+            table = self._with_message(bucket, positions, address, rank)
+            self._on(bucket, "check_shares", table, not_finite)
+            tables.append((table, positions.turn))
+        self._on(bucket, "clear_sums", tables[0][0], not_finite)
+        for table, turn in tables:
+            self._on(bucket, "add_shares", table, turn, not_finite)
+        return sums, Flags(True, not_finite, bucket.arrived)
+
+
+def _first(counts: Callable[[], Array]) -> int:
+    return int(counts().view(np.uint32)[0])
+
+
+def _energies(squares: Sequence[Deferred], takes_part: Sequence[bool]) -> list[Any]:
+    of_tensors = zip(*(of() for of in squares), strict=True)
+    pairs = zip(of_tensors, takes_part, strict=True)
+    return [energies if is_in else None for energies, is_in in pairs]

@@ -1,0 +1,227 @@
+"""Ops of the host on values at common positions: one compiled call per stage for a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.kernels import cpu, threads
+from horovod_fftcomp.kernels.cpu import common_index as kernels
+from horovod_fftcomp.kernels.cpu.views import addresses_of
+from horovod_fftcomp.kernels.host.common import CommonOps, energy_of
+from horovod_fftcomp.kernels.index_plan import IndexPlan
+from horovod_fftcomp.kernels.ops import Deferred, Flags
+from horovod_fftcomp.types import Array
+
+_LEAST_VALUES = 1 << 15  # per thread, at least
+_FLOAT32 = np.dtype(np.float32)
+_GRAD, _OLD, _NEW = range(3)  # rows of ``_Bucket.addresses``
+
+
+class _Bucket:
+    """One exchange: its arrays, their addresses and the peak of each tensor.
+
+    ``addresses``: int64, of each tensor's gradient, old and new residual; 0 for none.
+    """
+
+    def __init__(
+        self,
+        plan: IndexPlan,
+        grads: Sequence[Array | None],
+        residuals: Sequence[Array | None],
+        measures: bool,
+    ) -> None:
+        self.plan, self.measures, self.energies = plan, measures, list[tuple | None]()
+        self.grads, self.residuals = _checked(plan, grads, "gradient"), list(residuals)
+        _checked(plan, residuals, "residual")
+        self.addresses = np.zeros((3, len(plan.numels)), np.int64)
+        self.peaks = np.zeros(len(plan.numels), np.int32)
+        addresses_of(self.grads, self.addresses[_GRAD])
+        addresses_of(self.residuals, self.addresses[_OLD])
+        self.numels = np.diff(plan.starts)
+
+
+def _checked(plan: IndexPlan, arrays: Sequence[Array | None], kind: str) -> list[Array | None]:
+    """Return contiguous arrays; ValueError for a wrong size, which kernels would overrun."""
+    for at, (array, n) in enumerate(zip(arrays, plan.numels, strict=True)):
+        if array is not None and (array.dtype != _FLOAT32 or array.size != n):
+            raise ValueError(
+                f"tensor {plan.names[at]!r}: the {kind} is (dtype, elements) "
+                f"{(array.dtype, array.size)}, expected {(_FLOAT32, n)}"
+            )
+    return [None if array is None else np.ascontiguousarray(array) for array in arrays]
+
+
+def _each(work: Callable[[int, int], object], n_items: int, least: int = _LEAST_VALUES) -> None:
+    threads.each(work, threads.ranges(n_items, max(1, least)))
+
+
+class CommonIndexOps(CommonOps):
+    """See ``Ops``. Positions are those in each tensor, int64, of all tensors one after another."""
+
+    def common_index(
+        self,
+        plan: IndexPlan,
+        grads: Sequence[Array | None],
+        residuals: Sequence[Array | None],
+        measures: bool,
+    ) -> _Bucket:
+        """See ``Ops.common_index``."""
+        return _Bucket(plan, grads, residuals, measures)
+
+    def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> Array:
+        """See ``Ops.draw``."""
+        factors, firsts = np.array(progressions, np.int64).reshape(-1, 2).T.copy()
+        positions = np.empty(plan.total, np.int64)
+        kernels.locate_drawn(factors, firsts, np.diff(plan.starts), plan.begins, positions)
+        return positions
+
+    def winners(self, bucket: _Bucket, begin: int, end: int, nbytes: int) -> Array:
+        """See ``Ops.winners``."""
+        message, bits = np.zeros(nbytes, np.uint8), bucket.plan.bits
+        if bits:
+            packed = cpu.pack_bits(self._winners(bucket, begin, end), bits)
+            message[: packed.size] = packed
+        return message
+
+    def _winners(self, bucket: _Bucket, begin: int, end: int) -> Array:
+        """Return the offsets, uint32, of the winners of chunks ``begin`` to ``end``."""
+        plan, found = bucket.plan, np.empty(end - begin, np.uint32)
+
+        def work(first: int, last: int) -> None:
+            own = (begin + first, begin + last, plan.chunk, found[first:last])
+            kernels.choose_winners(bucket.addresses, bucket.numels, plan.begins, *own)
+
+        _each(work, found.size, _LEAST_VALUES // plan.chunk)
+        return found
+
+    def locate(self, bucket: _Bucket, gathered: Array, step: int) -> Array:
+        """See ``Ops.locate``."""
+        plan, slices = bucket.plan, bucket.plan.slices(step)
+        offsets, positions = np.zeros(plan.total, np.uint32), np.empty(plan.total, np.int64)
+        if plan.bits:
+            for rank, message in enumerate(gathered.reshape(plan.n_ranks, -1)):
+                begin, end = slices.chunks_of(rank, plan.total)
+                used = ((end - begin) * plan.bits + 7) // 8
+                offsets[begin:end] = cpu.unpack_bits(message[:used], end - begin, plan.bits)
+        wrong = kernels.locate_winners(offsets, bucket.numels, plan.begins, plan.chunk, positions)
+        if wrong >= 0:
+            name = plan.names[np.searchsorted(plan.begins, wrong, "right") - 1]
+            raise PayloadError(
+                f"tensor {name!r}: rank {slices.leader_of(wrong)}'s positions: an offset lies "
+                "beyond the end of its chunk"
+            )
+        return positions
+
+    def count_common(self, bucket: _Bucket, positions: Array, begin: int, end: int) -> Deferred:
+        """See ``Ops.count_common``."""
+        plan, own = bucket.plan, np.empty(bucket.plan.total, np.int64)
+        found = self._winners(bucket, 0, plan.total)
+        kernels.locate_winners(found, bucket.numels, plan.begins, plan.chunk, own)
+        alike = own == positions
+        alike[begin:end] = False
+        common = int(alike.sum())
+        return lambda: common
+
+    def low_pass(self, bucket: _Bucket) -> list[Array | None]:
+        """See ``Ops.low_pass``."""
+        plan = bucket.plan
+        new = [
+            None if grad is None or not plan.keeps else cpu.empty(grad.size)
+            for grad in bucket.grads
+        ]
+        addresses_of(new, bucket.addresses[_NEW])
+        beta = np.float32(plan.beta)
+
+        def work(begin: int, end: int) -> Array:
+            peaks = np.zeros_like(bucket.peaks)
+            kernels.filter_residuals(bucket.addresses, plan.starts, begin, end, beta, peaks)
+            return peaks
+
+        parts = threads.each(work, threads.ranges(int(plan.starts[-1]), _LEAST_VALUES))
+        bucket.peaks = np.max(parts, axis=0)
+        return new
+
+    def take(self, bucket: _Bucket, positions: Array, halves: tuple[int, float] | None) -> Array:
+        """See ``Ops.take``."""
+        plan, table = bucket.plan, (bucket.addresses, bucket.numels, bucket.plan.begins)
+        values = self.empty(plan.total)
+
+        def take(begin: int, end: int) -> None:
+            options = (plan.gains, bucket.peaks, values)
+            kernels.take_values(*table, begin, end, positions, *options)
+
+        _each(take, plan.total)
+        message = values if halves is None else self.to_half(values, *halves)
+        sent = values if halves is None else self.from_half(message)
+        filters = np.float32(plan.beta), np.float32(1 - plan.beta)
+
+        def settle(begin: int, end: int) -> None:
+            kernels.settle_residuals(*table, begin, end, positions, values, sent, *filters)
+
+        if plan.keeps:
+            _each(settle, plan.total)
+        if bucket.measures:
+            bucket.energies = [
+                _energies(bucket, at, positions, sent) for at in range(len(table[1]))
+            ]
+        return message
+
+    def index_energies(self, bucket: _Bucket) -> Deferred:
+        """See ``Ops.index_energies``."""
+        energies = bucket.energies
+        return lambda: energies
+
+    def scatter_sum(
+        self, bucket: _Bucket, received: Array, sources: Sequence[Array]
+    ) -> tuple[list[Array], Flags]:
+        """See ``Ops.scatter_sum``."""
+        plan, received = bucket.plan, np.ascontiguousarray(received, np.float32)
+        messages = received.reshape(len(sources), -1)
+        sums, addresses = [cpu.empty(n) for n in plan.numels], np.empty_like(bucket.numels)
+        addresses_of(sums, addresses)
+        not_finite = np.zeros(len(sums), np.uint8)
+
+        def check(begin: int, end: int) -> None:
+            for message in messages:
+                kernels.find_not_finite(message, plan.begins, begin, end, not_finite)
+
+        def clear(begin: int, end: int) -> None:
+            kernels.clear_sums(addresses, plan.starts, begin, end, not_finite, received)
+
+        _each(check, plan.total)
+        _each(clear, int(plan.starts[-1]))
+        for message, positions in zip(messages, sources, strict=True):
+            source = (positions, message, not_finite)
+            _each(partial(self._add, bucket, addresses, source), plan.total)
+        return sums, Flags(not not_finite.any())
+
+    def _add(
+        self, bucket: _Bucket, sums: Array, source: tuple[Array, ...], begin: int, end: int
+    ) -> None:
+        kernels.add_values(sums, bucket.numels, bucket.plan.begins, begin, end, *source)
+
+
+class _Energies(NamedTuple):
+    """Sums of squares of a gradient, of it plus the old residual, and of what was not sent."""
+
+    gradient: float
+    wanted: float
+    left: float
+
+
+def _energies(bucket: _Bucket, at: int, positions: Array, sent: Array) -> _Energies | None:
+    """Return the energies of a tensor; None for a frozen one and one that is not finite."""
+    here = slice(*bucket.plan.begins[at : at + 2].tolist())
+    grad, arrives = bucket.grads[at], sent[here]
+    if grad is None or np.isnan(arrives).any():
+        return None
+    wanted = cpu.add_residual(grad, bucket.residuals[at], 0).array
+    total, due = energy_of(wanted), wanted[positions[here]]
+    # Rounding may make the difference negative.
+    left = max(0.0, total - energy_of(due)) + energy_of(due - arrives)
+    return _Energies(energy_of(grad), total, left)
