@@ -82,39 +82,44 @@ def choose_winners(arrays, numels, begins, begin, end, chunk, winners):
     number, at = _owner(begins, begin), 0
     while begin < end:
         stop = min(end, begins[number + 1])
-        grad, old, n = arrays[0, number], arrays[1, number], numels[number]
         first = (begin - begins[number]) * chunk
-        for _ in range(begin, stop):
-            size = min(chunk, n - first)
-            x = view_at(grad + 4 * first, size if grad != 0 else 0, sums)
-            y = view_at(old + 4 * first, size if old != 0 else 0, sums)
-            winners[at] = _winner(x, y, sums)
-            first += chunk
-            at += 1
+        n = min(numels[number], (stop - begins[number]) * chunk) - first
+        grad, old = arrays[0, number], arrays[1, number]
+        out = winners[at : at + stop - begin]
+        if grad == 0:
+            out[:] = 0
+        else:
+            x = view_at(grad + 4 * first, n, sums)
+            y = view_at(old + 4 * first, n if old != 0 else 0, sums)
+            _choose_winners(x, y, chunk, sums, out)
+        at += stop - begin
         begin = stop
         number += 1
 
 
 @inlined
-def _winner(x, y, sums):
-    """Return the index of the largest |x + y|, of equal ones the first; 0 if there is none."""
+def _choose_winners(a, b, chunk, sums, winners):
     keys = sums.view(np.int32)
-    if y.size:
-        for i in range(x.size):
-            sums[i] = x[i] + y[i]
-    else:
-        for i in range(x.size):
-            sums[i] = x[i]
-    top = np.int32(0)
-    for i in range(x.size):  # without the index of the maximum, so that it is vectorized
-        keys[i] &= _MAGNITUDE
-        top = max(top, keys[i])
-    if x.size == 0:
-        return 0
-    i = 0
-    while keys[i] != top:
-        i += 1
-    return i
+    for number in range(winners.size):
+        begin = number * chunk
+        end = min(begin + chunk, a.size)
+        n = end - begin
+        x = a[begin:end]
+        if b.size:
+            y = b[begin:end]
+            for i in range(n):
+                sums[i] = x[i] + y[i]
+        else:
+            for i in range(n):
+                sums[i] = x[i]
+        top = np.int32(0)
+        for i in range(n):  # without the index of the maximum, so that it is vectorized
+            keys[i] &= _MAGNITUDE
+            top = max(top, keys[i])
+        i = 0
+        while keys[i] != top:
+            i += 1
+        winners[number] = i
 
 
 @kernel
@@ -219,7 +224,10 @@ def clear_sums(sums, starts, begin, end, not_finite, like):
     while begin < end:
         stop = min(end, starts[number + 1])
         out = view_at(sums[number] + 4 * (begin - starts[number]), stop - begin, like)
-        out[:] = np.nan if not_finite[number] else 0
+        if not_finite[number]:
+            out[:] = np.nan
+        else:
+            out[:] = 0  # compiled to memset
         begin = stop
         number += 1
 
