@@ -13,7 +13,7 @@ from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.kernels import cpu, reference, threads
 from horovod_fftcomp.kernels.cpu import views
-from horovod_fftcomp.kernels.host import HOST
+from horovod_fftcomp.kernels.host.ops import HOST
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.schemes import Tensor
 from tests.contracts import SHARED_RECIPES
