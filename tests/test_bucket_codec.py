@@ -362,6 +362,14 @@ def test_arrays_of_another_size_or_type_are_refused():
             )
 
 
+def test_a_bucket_that_draws_random_numbers_needs_keys():
+    bucket = Bucket("qsgd", [(64, 64)])
+    with pytest.raises(ValueError, match="keys are None"):
+        bucket.table.encode(
+            bucket.grads(0, ("normal",)), [None], np.zeros(bucket.nbytes, np.uint8), bucket.offsets
+        )
+
+
 def test_a_read_only_gradient_is_encoded():
     bucket = Bucket("topk", [(64, 64)])
     grad = np.random.default_rng(0).standard_normal(4096).astype(np.float32)

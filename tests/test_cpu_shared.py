@@ -15,7 +15,7 @@ from horovod_fftcomp.kernels import cpu, reference, threads
 from horovod_fftcomp.kernels.cpu import views
 from horovod_fftcomp.kernels.host.ops import HOST
 from horovod_fftcomp.kernels.index_plan import IndexPlan
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes import Round, Tensor
 from tests.contracts import SHARED_RECIPES
 from tests.loops import each
 
@@ -103,9 +103,9 @@ def calls_of_a_step(recipe, n_tensors):
     grads, calls = [values(4096) for _ in tensors], []
 
     def step():
-        round_ = engine.start(0, grads)
-        while round_ is not None:
-            round_ = engine.advance(0, round_.data)
+        made = engine.resume(0, grads)
+        while isinstance(made, Round):
+            made = engine.resume(0, made.data)
         engine.settle()
 
     for _ in range(3):

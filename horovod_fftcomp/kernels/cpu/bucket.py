@@ -9,11 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp.codec.base import PayloadCodec, aligned
+from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cpu.addresses import address, addresses
 from horovod_fftcomp.kernels.cpu.bucket_groups import Group, groups_of
 from horovod_fftcomp.kernels.cpu.buffer_pool import ALIGNMENT, empty
 from horovod_fftcomp.types import Array, Shape
+
+Format = tuple[np.dtype, int]  # of an array: its dtype and its number of elements
 
 _FLOAT32 = np.dtype(np.float32)
 _ALIGNED_FLOATS = ALIGNMENT // 4
@@ -66,6 +69,7 @@ class BucketCodec:
             here = slice(first, first + len(members))
             firsts = self._kept.firsts[here], self._totals.firsts[here]
             self._groups.append((here, kind(own[here], *firsts)))
+        self._draws = any(isinstance(codec, DenseCodec) and codec.method.draws for codec, _ in own)
         self._zeros = np.zeros(max((size for _, size in self._sizes), default=0), np.float32)
 
     def encode(
@@ -83,8 +87,8 @@ class BucketCodec:
 
         ``grads``: flat float32; None is sent as zeros, without its residual. ``residuals``: as of
         the codecs, None for zeros; multiplied by ``decay`` first. ``keys``: the codecs' ``key_at``,
-        uint64. ``keep``: return the new residuals; with ``momentum``, too, and they contain what
-        was sent. Raises ValueError for an array of another dtype or size.
+        uint64; None if no codec draws. ``keep``: return the new residuals; with ``momentum``, too,
+        and they contain what was sent. Raises ValueError for an array of another dtype or size.
         """
         frozen = [number for number, grad in enumerate(grads) if grad is None]
         if frozen:
@@ -93,6 +97,8 @@ class BucketCodec:
                 grads[number] = self._zeros[: self._sizes[number][1]]
                 residuals[number] = None
         self._check_offsets(offsets, message.size)
+        if keys is None and self._draws:
+            raise ValueError("keys are None, but a codec of this bucket draws random numbers")
         at = addresses("gradient", grads, self._sizes)
         old = addresses("residual", residuals, self._formats)
         kept = self._kept.new() if keep or momentum else None
@@ -147,7 +153,7 @@ class BucketCodec:
 class _Arena:
     """Layout of the arrays of all members in one: each begins at a cache line."""
 
-    def __init__(self, formats: Sequence[tuple[np.dtype, int]]) -> None:
+    def __init__(self, formats: Sequence[Format]) -> None:
         """Lay out arrays of ``formats``: (dtype, elements), float32 or complex64."""
         self.firsts = np.zeros(len(formats), np.int64)
         self._views: list[tuple[bool, slice]] = []

@@ -25,6 +25,7 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NO_KEY = np.int32(-2)  # below every key, and below -1, the limit that selects all keys from 0 up
 _ABOVE_ALL = 0x7FFFFFFF
 _TOP_BITS = 11  # of a key's 31: the exponent and three bits of the mantissa
+_MAXIMA_BITS = 16  # of a limit's 31: a lower one only lets a few more keys pass
 
 
 class Limits(NamedTuple):
@@ -222,7 +223,7 @@ def kth_of_few(keys, n, k, found):
             row = keys[begin : begin + width]
             for i in range(row.size):
                 maxima[i] = max(maxima[i], row[i])
-        low = _kth_by_bits(maxima, k, low, 31)
+        low = _kth_by_bits(maxima, k, low, _MAXIMA_BITS)
     else:
         low = _kth_by_bits(keys, k, low, _TOP_BITS)
         high = np.int32(low + (1 << (31 - _TOP_BITS)) - 1)
