@@ -12,7 +12,7 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.kernels import cpu, reference, threads
-from horovod_fftcomp.kernels.cpu import views
+from horovod_fftcomp.kernels.cpu import addresses
 from horovod_fftcomp.kernels.host.ops import HOST
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.schemes import Round, Tensor
@@ -127,10 +127,10 @@ def test_addresses_are_those_of_the_data(monkeypatch):
     expected = [0 if array is None else array.ctypes.data for array in arrays]
     for how in ("fast", "portable"):
         found = np.ones(len(arrays), np.int64)
-        views.addresses_of(arrays, found)
+        addresses.addresses_of(arrays, found)
         assert found.tolist() == expected, how
-        monkeypatch.setattr(views, "_data_is_found", lambda: False)
-        monkeypatch.setattr(views, "_FOUND", [])
+        monkeypatch.setattr(addresses, "_data_is_found", lambda: False)
+        monkeypatch.setattr(addresses, "_FOUND", [])
 
 
 @each("bad", [np.nan, np.inf])

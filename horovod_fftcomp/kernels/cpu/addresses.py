@@ -2,31 +2,78 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numba
 import numpy as np
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from horovod_fftcomp.codec.base import check_state
-from horovod_fftcomp.kernels.cpu.jit import inlined
+from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.types import Array
 
-_address_of: Callable[[Any], int] = ctypes.addressof
-_first_byte: Callable[[Any], Any] = ctypes.c_char.from_buffer
+_DATA = 16  # offset of the pointer to the data in an array object, fixed by NumPy's C interface
 
 
-def address(array: Array) -> int:
-    """Return the address of the data of a contiguous array; ValueError if it is not contiguous."""
-    try:
-        return _address_of(_first_byte(array))  # a quarter of the time of ``array.ctypes.data``
-    except (TypeError, ValueError):  # read-only, strided or empty
-        if not array.flags.c_contiguous:
-            raise ValueError(f"an array has strides {array.strides}, expected contiguous") from None
-        return array.ctypes.data
+@intrinsic
+def _pointer(typing_context, address, like):
+    """Return an int64 as a pointer to elements of the dtype of the array ``like``."""
+    kind = types.CPointer(like.dtype)
+
+    def codegen(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(kind))
+
+    return kind(types.int64, like), codegen
+
+
+@inlined
+def view_at(address, n, like):
+    """Return the ``n`` elements at an address, of the dtype of the array ``like``, as an array."""
+    return carray(_pointer(address, like), (n,))  # type: ignore[call-arg]
+
+
+_FLOATS = np.zeros(0, np.float32)
+
+
+@inlined
+def floats_at(address, n):
+    """Return the ``n`` float32 at an address as an array."""
+    return view_at(address, n, _FLOATS)
+
+
+@kernel
+def _read_addresses(objects, like, addresses):
+    """Write the address of the data of each array object."""
+    for i in range(objects.size):
+        if objects[i]:
+            addresses[i] = view_at(objects[i] + _DATA, 1, like)[0]
+
+
+def _data_is_found() -> bool:
+    """Return whether this interpreter's array objects have the layout that is read above."""
+    found, array = np.zeros(1, np.int64), np.zeros(3)
+    if object.__basicsize__ != _DATA:
+        return False
+    _read_addresses(np.array([id(array)]), found, found)
+    return bool(found[0] == array.ctypes.data)
+
+
+_FOUND: list[bool] = []
+
+
+def addresses_of(arrays: Sequence[Array | None], out: Array) -> None:
+    """Write the address of each array to ``out``, int64; 0 for None.
+
+    ``array.ctypes.data`` takes a microsecond, which is too long for each of many small tensors.
+    """
+    if not _FOUND:
+        _FOUND.append(_data_is_found())
+    if _FOUND[0]:
+        objects = np.array([0 if array is None else id(array) for array in arrays], np.int64)
+        out.fill(0)
+        _read_addresses(objects, out, out)
+    else:
+        out[:] = [0 if array is None else array.ctypes.data for array in arrays]
 
 
 def addresses(
@@ -36,43 +83,16 @@ def addresses(
 
     Raises ValueError unless each array has its format, (dtype, elements). ``kind``: what they are.
     """
-    found = np.zeros(len(arrays), np.int64)
-    for number, (array, form) in enumerate(zip(arrays, formats, strict=True)):
-        if array is not None:
-            if (array.dtype, array.size) != form:
-                check_state(kind, array, form)
-            try:
-                found[number] = _address_of(_first_byte(array))
-            except (TypeError, ValueError):
-                found[number] = address(array)
+    for array, form in zip(arrays, formats, strict=True):
+        if array is None:
+            continue
+        if (array.dtype, array.size) != form:
+            check_state(kind, array, form)
+        if not array.flags.c_contiguous:
+            raise ValueError(f"a {kind} has strides {array.strides}, expected contiguous")
+    found = np.empty(len(arrays), np.int64)
+    addresses_of(arrays, found)
     return found
-
-
-def _pointer_to(kind: types.Type) -> Any:
-    """Return a function for kernels from an address, int64, to a pointer to ``kind``."""
-
-    @intrinsic
-    def pointer(context, at):
-        def codegen(context, builder, signature, args):
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(types.int64), codegen
-
-    return pointer
-
-
-def _array_at(kind: types.Type) -> Callable[[int, int], Array]:
-    """Return a function for kernels from (address, number of elements) to an array of ``kind``."""
-    pointer = _pointer_to(kind)
-
-    @inlined
-    def array_at(at, n):
-        return numba.carray(pointer(at), (n,))
-
-    return array_at
-
-
-floats_at = _array_at(types.float32)
 
 
 @inlined

@@ -11,7 +11,7 @@ import numpy as np
 from horovod_fftcomp.codec.base import PayloadCodec, aligned
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.kernels.cpu.addresses import address, addresses
+from horovod_fftcomp.kernels.cpu.addresses import addresses
 from horovod_fftcomp.kernels.cpu.bucket_groups import Group, groups_of
 from horovod_fftcomp.kernels.cpu.buffer_pool import ALIGNMENT, empty
 from horovod_fftcomp.types import Array, Shape
@@ -102,7 +102,7 @@ class BucketCodec:
         at = addresses("gradient", grads, self._sizes)
         old = addresses("residual", residuals, self._formats)
         kept = self._kept.new() if keep or momentum else None
-        start = 0 if kept is None else address(kept)
+        start = 0 if kept is None else kept.ctypes.data
         peaks = np.empty(len(self.members), np.int64)
         numbers = np.zeros(len(self.members), np.uint64) if keys is None else keys
         options = np.float32(decay), kept is not None and not momentum
@@ -132,7 +132,7 @@ class BucketCodec:
         bad = np.zeros(len(self.members), np.uint8)
         for here, group in self._groups:
             rows = offsets[here], scales[here], bad[here]
-            group.sum(*rows, gathered, n_ranks, message_nbytes, address(totals))
+            group.sum(*rows, gathered, n_ranks, message_nbytes, totals.ctypes.data)
         views = self._totals.views(totals)
         for number in np.flatnonzero(bad).tolist():
             views[number] = None
@@ -168,7 +168,7 @@ class _Arena:
     def new(self) -> Array:
         """Return an uninitialized array for all members, float32."""
         array = empty(self._size + _ALIGNED_FLOATS)
-        first = -address(array) % ALIGNMENT // 4
+        first = -array.ctypes.data % ALIGNMENT // 4
         return array[first : first + self._size]
 
     def views(self, array: Array) -> list[Array | None]:

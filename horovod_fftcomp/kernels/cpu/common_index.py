@@ -6,12 +6,12 @@ import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.addresses import view_at
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import as_words, count_bits
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, read_bits, write_bits
 from horovod_fftcomp.kernels.cpu.vector_ir import trailing_zeros
-from horovod_fftcomp.kernels.cpu.views import view_at
 from horovod_fftcomp.types import Array, Body
 
 _GROUP = 4096  # values that are processed at a time, in the L1 cache

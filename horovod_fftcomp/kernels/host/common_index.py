@@ -11,7 +11,7 @@ import numpy as np
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels import cpu, threads
 from horovod_fftcomp.kernels.cpu import common_index as kernels
-from horovod_fftcomp.kernels.cpu.views import addresses_of
+from horovod_fftcomp.kernels.cpu.addresses import addresses_of
 from horovod_fftcomp.kernels.host.common import CommonOps, energy_of
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.kernels.ops import Deferred, Flags
