@@ -179,8 +179,13 @@ def test_a_table_has_small_tensors_of_fixed_size_that_are_not_sent_raw():
     codecs = [codec, raw, threshold, codec, get_codec("strom"), codec, codec]
     shapes = [(64, 64), (64, 64), (64, 64), LARGE, (64, 64), (0,), (5000,)]
     assert codec.plan((0,)).layout is Layout.RAW
-    table = BucketCodec(codecs, shapes)
-    assert table.members == [0, 6]
+    before = threads.get_num_threads()
+    try:
+        for count, members in ((1, [0, 3, 6]), (2, [0, 6])):  # one is larger than half of all
+            threads.set_num_threads(count)
+            assert BucketCodec(codecs, shapes).members == members
+    finally:
+        threads.set_num_threads(before)
     parts = threads.ranges(-(-200 * 513 // 4096), 8)
     assert len(parts) == min(3, threads.get_num_threads())
     assert BucketCodec([], []).members == []

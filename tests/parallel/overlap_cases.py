@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from horovod_fftcomp import UnsupportedError, simulate
-from horovod_fftcomp.schemes import allgather
+from horovod_fftcomp.kernels.host import coder
 from horovod_fftcomp.torch import Compression
 from tests.parallel.models import (
     ScriptedScaler,
@@ -48,14 +48,14 @@ def inline(compression):
 @pytest.fixture
 def slow(monkeypatch):
     """Let every encoding of a bucket take 50 ms more; return the threads in which they ran."""
-    plain, threads = allgather.encode, []
+    plain, threads = coder.zeros, []
 
-    def encode(*arguments):
+    def zeros(*arguments):  # an encoding begins with the memory of its message
         threads.append(threading.current_thread())
         time.sleep(0.05)
         return plain(*arguments)
 
-    monkeypatch.setattr(allgather, "encode", encode)
+    monkeypatch.setattr(coder, "zeros", zeros)
     return threads
 
 
@@ -219,7 +219,7 @@ def test_an_error_in_the_worker_is_raised_after_backward_and_the_step_can_be_dro
         raise TypeError(f"no such dtype on rank {hvd.rank()}")
 
     with monkeypatch.context() as patch:
-        patch.setattr(allgather, "encode", broken)
+        patch.setattr(coder, "zeros", broken)
         model.zero_grad()
         loss_of(model, *next(batches(1))).backward()
         named = list(model.named_parameters())
