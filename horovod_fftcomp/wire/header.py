@@ -146,6 +146,26 @@ def write_header(
     payload[: plan.header_nbytes] = np.frombuffer(header, np.uint8)
 
 
+def header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
+    """Return a header of scale 0, uint8, and the changes of its checksum by bit, uint32 ``[33]``.
+
+    CRC-32 is linear: a set bit of the scale, or (the last) of the flag for non-finite values, XORs
+    a word into the checksum that does not depend on the rest of the header.
+    """
+    start = np.zeros(plan.header_nbytes, np.uint8)
+    write_header(start, plan, fingerprint, "float32", 0.0, True)
+    blank = zlib.crc32(bytes(start.size))
+    changes = []
+    for bit in range(33):
+        alone = bytearray(start.size)
+        if bit < 32:
+            struct.pack_into("<I", alone, SCALE_OFFSET, 1 << bit)
+        else:
+            alone[FLAGS_OFFSET] = 1
+        changes.append(zlib.crc32(alone) ^ blank)
+    return start, np.array(changes, np.uint32)
+
+
 def read_header(payload: Array) -> Header:
     """Return the header at the start of ``payload``, uint8 1-D, after checking every field.
 

@@ -21,11 +21,10 @@ from horovod_fftcomp.kernels.cpu import bucket_dense as dense
 from horovod_fftcomp.kernels.cpu.bucket_sparse import MEMBER, encode_sparse, sum_sparse
 from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS
 from horovod_fftcomp.kernels.cpu.transforms import Tables, span_of, tables_of
-from horovod_fftcomp.kernels.cuda.structs import header_and_changes
 from horovod_fftcomp.kernels.rans_tables import decoder_table, encoder_table
 from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire import rans
-from horovod_fftcomp.wire.header import Plan
+from horovod_fftcomp.wire.header import Plan, header_and_changes
 from horovod_fftcomp.wire.positions import Layout, unary_bits
 from horovod_fftcomp.wire.radix import GROUP as DENSE_GROUP
 from horovod_fftcomp.wire.radix import digits_of

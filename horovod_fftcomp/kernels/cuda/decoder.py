@@ -22,7 +22,7 @@ from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, DeviceCodec, Group
 from horovod_fftcomp.kernels.rans_tables import decoder_table
 from horovod_fftcomp.wire import rans
-from horovod_fftcomp.wire.header import Plan
+from horovod_fftcomp.wire.header import Plan, header_and_changes
 from horovod_fftcomp.wire.positions import Layout, Positions, unary_bits
 
 SOUND, NOT_FINITE, CORRUPT = range(3)
@@ -158,7 +158,7 @@ class _Bodies:
         """Set the headers that the device expects: those of ``plans``, in messages of this size."""
         self._messages["nbytes"] = message_nbytes
         for row, plan, codec in zip(self._rows, plans, codecs, strict=True):
-            start, changes = structs.header_and_changes(plan, codec.fingerprint)
+            start, changes = header_and_changes(plan, codec.fingerprint)
             row["start"], row["crc_of_scale"] = self._keep(start), self._keep(changes)
 
     def enter_scales(self, codecs: Sequence[DeviceCodec], headers: Sequence[wire.Header]) -> None:

@@ -23,6 +23,7 @@ from horovod_fftcomp.kernels.cuda.tile_group import TileGroup
 from horovod_fftcomp.kernels.rans_tables import encoder_table
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import rans
+from horovod_fftcomp.wire.header import header_and_changes
 from horovod_fftcomp.wire.positions import Layout
 
 
@@ -114,7 +115,7 @@ class Encoder:
         return SparseGroup(self._device, group)
 
     def _header_tables(self, plan: wire.Plan, codec: DeviceCodec) -> tuple[Any, Any]:
-        start, changes = structs.header_and_changes(plan, codec.fingerprint)
+        start, changes = header_and_changes(plan, codec.fingerprint)
         return self._device.upload(start), self._device.upload(changes)
 
     def _lay_out(self, plans: Sequence[wire.Plan]) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import struct
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp import wire
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
@@ -165,26 +162,6 @@ def enter_coding(row: np.void, coding: Coding) -> None:
         row["most"] = coding.positives
     else:
         row["largest"] = coding.largest
-
-
-def header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
-    """Return a header of scale 0, uint8, and the changes of its checksum by bit, uint32 ``[33]``.
-
-    CRC-32 is linear: a set bit of the scale, or (the last) of the flag for non-finite values, XORs
-    a word into the checksum that does not depend on the rest of the header.
-    """
-    start = np.zeros(plan.header_nbytes, np.uint8)
-    wire.write_header(start, plan, fingerprint, "float32", 0.0, True)
-    blank = zlib.crc32(bytes(start.size))
-    changes = []
-    for bit in range(33):
-        alone = bytearray(start.size)
-        if bit < 32:
-            struct.pack_into("<I", alone, wire.SCALE_OFFSET, 1 << bit)
-        else:
-            alone[wire.FLAGS_OFFSET] = 1
-        changes.append(zlib.crc32(alone) ^ blank)
-    return start, np.array(changes, np.uint32)
 
 
 @functools.cache
