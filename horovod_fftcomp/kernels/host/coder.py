@@ -27,7 +27,7 @@ from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.positions import Layout
 
 Squares = tuple[float, float, float]
-_MOST_CODERS = 1024
+_MOST_BUCKETS, _MOST_CODECS = 1024, 4  # of cached coders
 _OVERFLOWS = 2.0**127  # see ``may_overflow`` of the codecs
 
 
@@ -236,22 +236,24 @@ class CoderOps:
     """See ``Ops``."""
 
     def __init__(self) -> None:
-        self._coders: dict[tuple, tuple[Sequence[AnyCodec], HostCoder]] = {}
+        self._coders: dict[tuple, list[tuple[Sequence[AnyCodec], HostCoder]]] = {}
         self._lock = threading.Lock()
 
     def coder(
         self, codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], n_ranks: int
     ) -> HostCoder:
-        """See ``Ops.coder``. Those of the last buckets are cached, each for its last codecs."""
+        """See ``Ops.coder``. Those of the last buckets are cached, each for its last few codecs."""
         key = (tuple(tensors), n_ranks)
         with self._lock:
-            made_for, coder = self._coders.pop(key, ((), None))
-            if coder is None or not _are_same(made_for, codecs):
-                coder = HostCoder(codecs, tensors, n_ranks)
-            self._coders[key] = (codecs, coder)  # the last one used is the last one to go
-            if len(self._coders) > _MOST_CODERS:
+            recent = self._coders.pop(key, [])
+            found = next((pair for pair in recent if _are_same(pair[0], codecs)), None)
+            if found is None:
+                found = (codecs, HostCoder(codecs, tensors, n_ranks))
+            others = [pair for pair in recent if pair is not found]
+            self._coders[key] = [found, *others[: _MOST_CODECS - 1]]  # this bucket goes last
+            if len(self._coders) > _MOST_BUCKETS:
                 del self._coders[next(iter(self._coders))]
-        return coder
+        return found[1]
 
 
 def _are_same(a: Sequence[AnyCodec], b: Sequence[AnyCodec]) -> bool:
