@@ -1,7 +1,14 @@
-"""Coders of buckets on the host: which are made anew."""
+"""Coders of buckets on the host: which are made anew, what they keep and refuse."""
 
-from horovod_fftcomp import get_codec
+import numpy as np
+import pytest
+
+from horovod_fftcomp import PayloadError, get_codec, get_scheme
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.kernels.host.ops import HostOps
+from horovod_fftcomp.kernels.ops import Feedback
 from horovod_fftcomp.schemes import Tensor
 
 TENSORS = (Tensor("a", (64, 64)), Tensor("b", (10, 30)))
@@ -21,3 +28,31 @@ def test_of_codecs_that_change_in_every_step_only_the_last_few_are_kept():
     for step in range(10):
         ops.coder([get_codec("topk", density=0.1 / (step + 1))] * 2, TENSORS, 1)
     assert sum(map(len, ops._coders.values())) == 4
+
+
+@pytest.mark.parametrize("size", [100, 20_000])
+def test_a_frozen_tensor_keeps_its_own_residual_alive_and_no_other(size):
+    tensors = tuple(Tensor(f"t{n}", (10, size // 10)) for n in range(20))
+    engine = Engine([Bucket(tensors, Always(get_scheme("topk")))], 0, 1)
+    rng, kept = np.random.default_rng(0), None
+    for step in range(3):
+        grads = [rng.standard_normal(size).astype(np.float32) for _ in tensors]
+        if step:
+            grads[0], kept = None, engine.residual("t0")
+        engine.resume(0, engine.resume(0, grads).data)
+        engine.settle()
+    frozen = engine._state[0]["residual"]["t0"]
+    assert np.array_equal(frozen, kept.reshape(-1))
+    assert frozen.base is None or frozen.base.nbytes <= 2 * frozen.nbytes
+
+
+def test_payloads_of_other_shapes_are_refused():
+    ops, codecs = HostOps(), [get_codec("topk")]
+    sent = [Tensor("w", (500, size)) for size in (2, 1000)]
+    for tensor in sent:
+        grad = np.ones(tensor.shape[0] * tensor.shape[1], np.float32)
+        coder = ops.coder(codecs, [tensor], 1)
+        message = coder.encode([grad], {}, (0, 0), Feedback(), False).message
+        other = ops.coder(codecs, [Tensor("w", tensor.shape[::-1])], 1)
+        with pytest.raises(PayloadError, match=r"tensor 'w': header field 'shape' is \(500, "):
+            other.decode_sum(message, False)

@@ -141,7 +141,7 @@ class CommonIndex(Scheme):
         return values
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)  # more than a training has buckets
 def _plan(scheme: CommonIndex, tensors: tuple[Tensor, ...], n_ranks: int) -> IndexPlan:
     selection, numels = scheme.selection, numels_of(tensors)
     chunk, bits = 0, 0

@@ -105,7 +105,7 @@ class HardThreshold(Scheme):
         if self.threshold is not None:
             return _codec(self.threshold, self.quantizer).at_loss_scale(context.loss_scale)
         if levels is None or np.isnan(levels[-1]):
-            return Codec(Identity(), TopK(self.density), Float32())
+            return _calibrating(self.density)
         last = levels[self.calibrate_steps // 2 :]
         return _codec(max(float(last.mean(dtype=np.float64)), LEAST_THRESHOLD), self.quantizer)
 
@@ -149,6 +149,12 @@ def _measured(
     """Return the measurements, with the squares of all residuals: ``left`` and ``rest``."""
     missed = sum(rest()) + (0.0 if left is None else left())
     return Measured({} if measured is None else measured().energies, missed=missed)
+
+
+@functools.lru_cache(64)
+def _calibrating(density: float) -> Codec:
+    """Return the codec of calibration, always the same object, by which coders are cached."""
+    return Codec(Identity(), TopK(density), Float32())
 
 
 @functools.lru_cache(1 << 14)

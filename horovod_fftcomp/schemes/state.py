@@ -7,6 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from horovod_fftcomp.kernels.cuda import is_on_host
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.schemes import Grads, OldState, Tensor
@@ -49,4 +52,11 @@ def new_state(
 ) -> dict[str, Any]:
     """Return the new arrays by name, without None, and the old ones of frozen tensors."""
     triples = zip(tensors, grads, new, strict=True)
-    return named(tensors, [old.get(t.name) if grad is None else a for t, grad, a in triples])
+    return named(tensors, [_alone(old.get(t.name)) if g is None else a for t, g, a in triples])
+
+
+def _alone(array: Any) -> Any:
+    """Return a NumPy array that keeps no larger one alive, as a part of a bucket's array would."""
+    base = array.base if is_on_host(array) else None
+    is_part = isinstance(base, np.ndarray) and base.nbytes > 2 * array.nbytes
+    return array.copy() if is_part else array

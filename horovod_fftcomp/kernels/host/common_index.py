@@ -36,8 +36,8 @@ class _Bucket:
         measures: bool,
     ) -> None:
         self.plan, self.measures, self.energies = plan, measures, list[tuple | None]()
-        self.grads, self.residuals = _checked(plan, grads, "gradient"), list(residuals)
-        _checked(plan, residuals, "residual")
+        self.grads = _checked(plan, grads, "gradient")
+        self.residuals = _checked(plan, residuals, "residual")
         self.addresses = np.zeros((3, len(plan.numels)), np.int64)
         self.peaks = np.zeros(len(plan.numels), np.int32)
         addresses_of(self.grads, self.addresses[_GRAD])

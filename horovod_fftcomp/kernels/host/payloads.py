@@ -64,6 +64,11 @@ def sum_of(
 ) -> Sum:
     """Decode a tensor's payloads, one of each rank, and sum them; PayloadError if corrupt."""
     try:
+        for header in headers:
+            if header.shape != tensor.shape:
+                raise PayloadError(
+                    f"header field 'shape' is {header.shape}, expected {tensor.shape}"
+                )
         total = codec.decode_sum(payloads, headers=headers).reshape(-1)
     except PayloadError as error:
         raise PayloadError(f"tensor {tensor.name!r}: {error} (payload = rank)") from error
