@@ -318,7 +318,12 @@ class Compressor:
         return Watch(name, self._policy.recipe, settings.timeout_s, ends, shutdown)
 
     def _make_parts(
-        self, buckets: Sequence[Bucket], device: Device | None, send: Send, name: str
+        self,
+        buckets: Sequence[Bucket],
+        device: Device | None,
+        send: Send,
+        name: str,
+        recorder: Recorder | None,
     ) -> Parts:
         """Make the engine and what watches it, and return them for the step driver.
 
@@ -336,7 +341,7 @@ class Compressor:
             self._connection,
             ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name),
             self._shadow,
-            self._recorder() if member else None,
+            recorder,
             self._closed() if member else None,
             settings,
             self._set,
@@ -395,7 +400,7 @@ class Compressor:
         )
 
     def _recorder(self) -> Recorder | None:
-        if self._settings.record is None or self._set.rank() != 0:
+        if self._settings.record is None or not self._set.included() or self._set.rank() != 0:
             return None
         return Recorder(self._settings.record, self._settings.record_every)
 

@@ -86,7 +86,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         member = self._set.included()  # on other ranks Horovod only traces the compressor
         memory = memory_of(variables.variables, buckets) if member else None
         device, hashes = None if memory is None else memory.device, GraphRound()
-        parts = self._make_parts(buckets, device, hashes, self._name)
+        parts = self._make_parts(buckets, device, hashes, self._name, self._recorder())
         self._steps = StepDriver(
             parts, variables, hashes, self._start_handshake, self.rejoin, memory
         )
