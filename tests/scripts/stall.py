@@ -13,9 +13,19 @@ import signal
 import sys
 import time
 
+import numpy as np
+
+import horovod_fftcomp as hfc
+
 FRAMEWORK, MODE, TIMEOUT_S = sys.argv[1], sys.argv[2], float(sys.argv[3])
 STEPS = 10
 OPTIONS = {"timeout_s": TIMEOUT_S, "on_timeout": "warn" if MODE == "warn" else "raise"}
+
+
+# Where no compiled kernels are cached, compiling them takes longer than the time limits here: both
+# those of a step that measures and those of other steps.
+for _ in hfc.simulate("topk", np.ones((2, 1, 4096), np.float32)):
+    pass
 
 
 def stalls(step: int, rank: int, collective) -> bool:
