@@ -34,15 +34,6 @@ State = dict[str, dict[str, Array]]
 OldState = Mapping[str, Mapping[str, Array]]  # the previous step's state, read-only
 
 
-def energy_of(values: Array | None) -> float:
-    """Return the sum of squares of ``values``: Inf if it overflows, 0 for None."""
-    if values is None:
-        return 0.0
-    flat = values.reshape(-1)
-    with np.errstate(over="ignore"):
-        return float(np.dot(flat, flat))
-
-
 class Round(NamedTuple):
     """One collective: allreduce (sum), allgather (concatenation in rank order) or broadcast.
 

@@ -19,7 +19,7 @@ from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.host.payloads import outputs_for, part_of
-from horovod_fftcomp.kernels.ops import Flags
+from horovod_fftcomp.kernels.ops import Flags, energy_of
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -31,7 +31,6 @@ from horovod_fftcomp.schemes import (
     Round,
     Scheme,
     Tensor,
-    energy_of,
     measured_on_host,
 )
 from horovod_fftcomp.types import Array

@@ -12,7 +12,7 @@ import numpy as np
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparsifiers import TopK
-from horovod_fftcomp.kernels.ops import Flags
+from horovod_fftcomp.kernels.ops import Flags, energy_of
 from horovod_fftcomp.schemes import (
     MEASURE_EVERY,
     Context,
@@ -23,7 +23,6 @@ from horovod_fftcomp.schemes import (
     Outcome,
     Round,
     Tensor,
-    energy_of,
     measured_on_host,
 )
 from horovod_fftcomp.schemes.gtopk import largest

@@ -196,12 +196,11 @@ class DenseGroup(Group):
             kind, grid, self._clips[number] = method.cuda
             row["method"] = _METHODS[kind]
             if isinstance(method, SignMethod):
-                row["length"] = method.row_length(shape)
-                pieces = _pieces(numel, method.row_length(shape))
+                row["length"] = length = method.row_length(shape)
+                pieces = _pieces(numel, length)
                 row["piece"], row["pieces"] = sum(map(len, starts)), len(pieces)
                 starts.append(pieces)
-                rows_of = math.prod(shape) // method.row_length(shape)
-                row["scales"] = 2 * rows_of if kind == "means" else 0
+                row["scales"] = 2 * (numel // length) if kind == "means" else 0
             elif kind != "octaves":
                 self._levels[number] = *grid, digits_of(grid.radix)
                 row["scales"] = -(-numel // grid.bucket) if grid.bucket else 0

@@ -17,10 +17,17 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
 from horovod_fftcomp.kernels.cpu.buffer_pool import zeros
-from horovod_fftcomp.kernels.host.common import energy_of
 from horovod_fftcomp.kernels.host.momentum import MomentumOps
 from horovod_fftcomp.kernels.host.payloads import Sums, joined, sum_of, summed
-from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Momentum, Summed
+from horovod_fftcomp.kernels.ops import (
+    AnyCodec,
+    Encoded,
+    Feedback,
+    Flags,
+    Momentum,
+    Summed,
+    energy_of,
+)
 from horovod_fftcomp.types import Array, Coefficients, Tensor
 from horovod_fftcomp.wire import counter_rng, positions
 from horovod_fftcomp.wire.counter_rng import RngKey

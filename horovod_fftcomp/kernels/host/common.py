@@ -10,17 +10,8 @@ from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cuda import Device
-from horovod_fftcomp.kernels.ops import Deferred, Flags
+from horovod_fftcomp.kernels.ops import Deferred, Flags, energy_of
 from horovod_fftcomp.types import Array
-
-
-def energy_of(values: Array | None) -> float:
-    """Return the sum of squares of ``values``: Inf if it overflows, 0 for None."""
-    if values is None:
-        return 0.0
-    flat = values.reshape(-1)
-    with np.errstate(over="ignore"):
-        return float(np.dot(flat, flat))
 
 
 class CommonOps:
