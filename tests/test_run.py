@@ -528,6 +528,9 @@ def test_an_interrupted_comparison_prints_what_there_is(script, launcher, tmp_pa
         "if os.path.exists('again'):\n"
         "    os.write(1, f'sleeps {os.getpid()}\\n'.encode())\n"
         "    time.sleep(300)\n"
+        # Either rank of the first job may begin long after the other.
+        "open('begun ' + os.environ['HOROVOD_RANK'], 'w')\n"
+        "while not (os.path.exists('begun 0') and os.path.exists('begun 1')): time.sleep(0.01)\n"
         "time.sleep(1)\n"
         "open('again', 'w')\n"
     )
@@ -550,7 +553,7 @@ def test_an_interrupted_comparison_prints_what_there_is(script, launcher, tmp_pa
             process.send_signal(signal.SIGINT)
             break
     printed, errors = process.communicate(timeout=100)
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "1 of 3 jobs have ended." in errors
     assert re.findall(r"^ ?(none|fft|topk) ", printed, re.M) == ["none"]

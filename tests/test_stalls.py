@@ -202,7 +202,8 @@ def test_a_job_whose_rank_is_killed_ends_within_ten_seconds(controller):
     [("torch", "mpi"), pytest.param("tensorflow", "gloo", marks=pytest.mark.tf)],
 )
 def test_a_rank_that_is_late_within_the_limit_is_waited_for(framework, controller):
-    code, output = run_ranks(2, controller, SCRIPT, framework, "late", "4", framework=framework)
+    # A busy machine may add 2 s to the 8 s of each late step.
+    code, output = run_ranks(2, controller, SCRIPT, framework, "late", "10", framework=framework)
     assert code == 0, output[-4000:]
     assert output.count("ends well") == 2
     assert "is late" not in output

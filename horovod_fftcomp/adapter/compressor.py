@@ -19,7 +19,7 @@ from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.replica_check import ReplicaCheck, Replicas
 from horovod_fftcomp.adapter.settings import Settings
-from horovod_fftcomp.adapter.steps import Parts, StepDriver
+from horovod_fftcomp.adapter.steps import Outputs, Parts, StepDriver
 from horovod_fftcomp.adapter.watch import Watch
 from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.buckets import Bucket, make_buckets, may_gather
@@ -323,7 +323,7 @@ class Compressor:
         device: Device | None,
         send: Send,
         name: str,
-        recorder: Recorder | None,
+        outputs: Outputs,
     ) -> Parts:
         """Make the engine and what watches it, and return them for the step driver.
 
@@ -341,8 +341,7 @@ class Compressor:
             self._connection,
             ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name),
             self._shadow,
-            recorder,
-            self._closed() if member else None,
+            outputs,
             settings,
             self._set,
         )
@@ -399,10 +398,19 @@ class Compressor:
             tensors, self._policy, self._rules, settings.min_numel, settings.bucket_nbytes
         )
 
-    def _recorder(self) -> Recorder | None:
-        if self._settings.record is None or not self._set.included() or self._set.rank() != 0:
-            return None
-        return Recorder(self._settings.record, self._settings.record_every)
+    def _open_outputs(self) -> Outputs:
+        """Open what steps are written to; done before the compressor takes its number.
+
+        Only the first rank writes. An error there must not leave the ranks with different numbers
+        of compressors.
+        """
+        settings = self._settings
+        if not self._set.included():
+            return Outputs(None, None)
+        closed = self._closed()
+        if settings.record is None or self._set.rank() != 0:
+            return Outputs(None, closed)
+        return Outputs(Recorder(settings.record, settings.record_every), closed)
 
     def _closed(self) -> Callable[[], None]:
         """Return the function that is called after each closed step."""

@@ -17,19 +17,25 @@ from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
 
 
-class Parts(NamedTuple):
-    """Objects of a compressor that its step driver uses.
+class Outputs(NamedTuple):
+    """What is written after a step.
 
     ``recorder`` records the compressed tensors' gradients of some steps. ``closed`` is called when
     a step has been closed.
     """
 
+    recorder: Recorder | None
+    closed: Callable[[], None] | None
+
+
+class Parts(NamedTuple):
+    """Objects of a compressor that its step driver uses."""
+
     engine: Engine
     connection: Connection
     replicas: ReplicaCheck
     shadow: ShadowCheck | None
-    recorder: Recorder | None
-    closed: Callable[[], None] | None
+    outputs: Outputs
     settings: Settings
     process_set: Any
 
@@ -45,7 +51,7 @@ class StepDriver:
 
     def __init__(self, parts: Parts) -> None:
         self._engine, self._connection, self._replicas, self._shadow = parts[:4]
-        self._recorder, self._closed, self._settings, self._set = parts[4:]
+        (self._recorder, self._closed), self._settings, self._set = parts[4:]
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
         self._not_finite = NotFiniteWarning(self._settings.grad_scaler is not None)
         self._broken_by = ""  # text of the error that interrupted a step

@@ -53,12 +53,12 @@ class TorchCompressor(Compressor):
         buckets = self._buckets_of(self._tensors)
         member = self._set.included()  # on other ranks Horovod never calls the compressor
         device = device_of(parameters.tensors, buckets) if member else None
-        recorder = self._recorder()  # may fail, on one rank alone: before the name is counted
+        outputs = self._open_outputs()
         name = self._new_name()
         groups = process_sets.makers(policy, settings) if buckets else dict
         watch = self._watch(name, horovod_internals.shut_down)
         self._connection = Connection(PendingRound, name, self._set, watch, groups)
-        parts = self._make_parts(buckets, device, self._connection.send, name, recorder)
+        parts = self._make_parts(buckets, device, self._connection.send, name, outputs)
         self._steps = StepDriver(
             parts, parameters, self._parameters, self._slots, self._gathers, name
         )
