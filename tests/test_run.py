@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -538,6 +539,8 @@ def test_an_interrupted_comparison_prints_what_there_is(script, launcher, tmp_pa
                "--launcher", launcher, str(script)]  # fmt: skip
     process = subprocess.Popen(
         command,
+        # MPI, initialized by another test of this process, may have set ranks behind os.environ.
+        env=dict(os.environ),
         cwd=tmp_path,
         text=True,
         stdout=subprocess.PIPE,
