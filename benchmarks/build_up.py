@@ -46,12 +46,11 @@ def measure(recipe: str, ranks: int) -> dict[str, Any]:
     """Return bytes of the last step, and the share of elements whose mean is not zero."""
     [choice] = recipe_choices(recipe)
     *_, last = horovod_fftcomp.simulate(choice.name, gradients_of(ranks), **choice.options)
-    assert len(set(last.received_bytes)) == 1  # whatever the rank
     return {
         "recipe": choice.label,
         "ranks": ranks,
         "sent_nbytes": max(last.sent_bytes),
-        "received_nbytes": last.received_bytes[0],
+        "received_nbytes": max(last.received_bytes),
         "share_of_elements": np.count_nonzero(last.average) / NUMEL,
     }
 

@@ -139,7 +139,8 @@ class Reducer:
             output = pairs.merged(round_.data)
             # The engine counts what went into the round and what comes out.
             self.costs.sent_nbytes += pairs.sent_nbytes - round_.data.nbytes
-            self.costs.received_nbytes += pairs.received_nbytes - output.nbytes
+            others_nbytes = output.nbytes - round_.data.nbytes
+            self.costs.received_nbytes += pairs.received_nbytes - others_nbytes
         self.wait_s += time.perf_counter() - begin
         return output
 

@@ -19,8 +19,9 @@ from horovod_fftcomp.types import Array
 class SimulatedStep(NamedTuple):
     """Result of one step of ``simulate``.
 
-    ``average``: float32 ``[n]``, the same on every rank. ``sent_bytes``, ``received_bytes``: bytes
-    of each rank into and out of its collectives. ``residual``: float32 ``[ranks, n]``, the residual
+    ``average``: float32 ``[n]``, the same on every rank. ``sent_bytes``: bytes
+    of each rank into its collectives. ``received_bytes``: bytes out of them that come from other
+    ranks; of a sum all. ``residual``: float32 ``[ranks, n]``, the residual
     of each rank after the step.
     """
 

@@ -119,7 +119,7 @@ def test_bytes_stay_where_those_of_topk_grow(selector):
         assert 0 <= ours.sent_bytes[0] - (800 + positions) < 4  # whole words
         received.append({nbytes - (4 * ranks) * (selector == "chunk")
                          for nbytes in ours.received_bytes})  # fmt: skip
-        gathered.append(topk.received_bytes[0] / ranks)
+        gathered.append(topk.received_bytes[0] / (ranks - 1))
     assert all(of_ranks <= set(range(most + 1)) for of_ranks in received)
     assert len(set(gathered)) == 1
 

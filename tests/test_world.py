@@ -70,6 +70,15 @@ def test_none_is_the_exact_average():
         assert not step.residual.any()
 
 
+def test_a_ranks_own_messages_are_not_received():
+    gradients = np.random.default_rng(0).standard_normal((1, 4, 2000)).astype(np.float32)
+    [gathered] = simulate("topk", gradients)
+    assert gathered.received_bytes == [3 * nbytes for nbytes in gathered.sent_bytes]
+    [shared] = simulate("scalecom", gradients, selector="exact", density=0.01)
+    values, positions = 20 * 4, set(shared.sent_bytes).pop() - 20 * 4
+    assert sorted(shared.received_bytes) == [values] + 3 * [values + positions]  # one rank chooses
+
+
 def test_wrong_gradients_are_refused():
     with pytest.raises(ValueError, match=r"\[ranks, n\]"):
         list(simulate("topk", np.ones((3, 5), np.float32)))

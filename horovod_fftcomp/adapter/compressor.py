@@ -125,8 +125,9 @@ class Compressor:
         Bytes: ``dense_nbytes``, the size of all gradients in float32; ``sent_nbytes``, the size of
         what was passed to collectives, with headers, padding and probes; ``ratio``, the compression
         ratio ``dense_nbytes / sent_nbytes``; ``received_nbytes``, the output of buckets'
-        collectives. With ``ranks_per_node`` sent and received bytes are those between nodes, and
-        ``inside_nbytes`` counts what was passed to collectives within a node.
+        collectives without this rank's own messages. With ``ranks_per_node`` sent and received
+        bytes are those between nodes, and ``inside_nbytes`` counts what was passed to collectives
+        within a node.
 
         Seconds: ``encode_s``, encoding; ``encode_hidden_s``, the part of it that overlaps with the
         backward pass (before the step's last gradient); ``encode_wait_s``, waits of the training

@@ -139,7 +139,8 @@ class Engine:
         self.loss_scale = 1.0
         self._state: list[State] = [{} for _ in self.buckets]
         self._running: dict[int, Exchange] = {}
-        self._inside: set[int] = set()  # buckets whose current round is within a node
+        # Of a bucket's current round between nodes: how much of its output this rank has sent.
+        self._own_nbytes: dict[int, int] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._sent: dict[int, list[Round]] = {}  # of running buckets
         self.bad: dict[str, bool] = {}  # of this step, see ``bad_tensors``
@@ -174,10 +175,10 @@ class Engine:
             sent.append(made)
         self.costs.collectives += made.among != ()
         if made.inside:
-            self._inside.add(bucket)
+            self._own_nbytes.pop(bucket, None)
             self.costs.inside_nbytes += made.data.nbytes
         else:
-            self._inside.discard(bucket)
+            self._own_nbytes[bucket] = made.own_nbytes(self.rank)
             self.costs.sent_nbytes += made.data.nbytes
         return made
 
@@ -189,8 +190,8 @@ class Engine:
         """
         if isinstance(data, Sequence):
             return Work(self._begun(bucket, data), None)
-        if bucket not in self._inside:
-            self.costs.received_nbytes += data.nbytes
+        if bucket in self._own_nbytes:
+            self.costs.received_nbytes += data.nbytes - self._own_nbytes[bucket]
         return Work(self._running[bucket], data)
 
     def _begun(self, bucket: int, grads: Grads) -> Exchange:

@@ -56,6 +56,14 @@ class Round(NamedTuple):
     inside: bool = False
     divided: bool = False
 
+    def own_nbytes(self, rank: int) -> int:
+        """Return how many bytes of the output are those that ``rank`` has sent itself."""
+        if self.among == ():
+            return 0
+        place = rank if self.among is None else self.among.index(rank)
+        returns = self.collective == "broadcast" and place == self.root
+        return self.data.nbytes if returns or self.collective == "allgather" else 0
+
 
 def ops_of(device: Device | None) -> Ops:
     """Return the ops of the host, or those of a device."""
