@@ -282,4 +282,21 @@ def _broadcast(comm: MPI.Comm, round_: Round) -> Array:
     return output
 
 
-_COLLECTIVES = {"allgather": _gathered, "allreduce": _reduced, "broadcast": _broadcast}
+def _all_to_all(comm: MPI.Comm, round_: Round) -> Array:
+    splits = np.array(round_.splits, np.int64)
+    sizes = np.empty_like(splits)
+    comm.Alltoall(splits, sizes)
+    output = np.empty(sizes.sum(), np.uint8)
+    comm.Alltoallv(
+        [round_.data, splits, np.cumsum(splits) - splits, MPI.BYTE],
+        [output, sizes, np.cumsum(sizes) - sizes, MPI.BYTE],
+    )
+    return output
+
+
+_COLLECTIVES = {
+    "allgather": _gathered,
+    "allreduce": _reduced,
+    "alltoall": _all_to_all,
+    "broadcast": _broadcast,
+}

@@ -62,14 +62,14 @@ class InProcessWorld:
         for group in set(groups) - {()}:
             if any(groups[rank] != group for rank in group):
                 raise ConfigMismatchError(f"{name!r}: the ranks' groups differ: {set(groups)}")
-            output = _output(name, [parts[rank] for rank in group])
-            for rank in group:
+            taking_part = [parts[rank] for rank in group]
+            for rank, output in zip(group, _outputs(name, taking_part), strict=True):
                 outputs[rank] = output
         return outputs
 
 
-def _output(name: str, rounds: Sequence[Round]) -> Array:
-    """Return the output of a collective, the same for all participants."""
+def _outputs(name: str, rounds: Sequence[Round]) -> Sequence[Array]:
+    """Return the output of a collective for each participant."""
     for what, values in (
         ("collective", {part.collective for part in rounds}),
         ("dtype", {part.data.dtype.name for part in rounds}),
@@ -78,18 +78,32 @@ def _output(name: str, rounds: Sequence[Round]) -> Array:
         if len(values) > 1:
             listed = sorted(map(str, values))
             raise ConfigMismatchError(f"{name!r}: the ranks' {what}s differ: {listed}")
+    if rounds[0].collective == "alltoall":
+        return _exchanged(name, rounds)
     if rounds[0].collective == "allgather":
-        return np.concatenate([part.data for part in rounds])
+        return len(rounds) * [np.concatenate([part.data for part in rounds])]
     shapes = {part.data.shape for part in rounds}
     if len(shapes) > 1:
         raise ConfigMismatchError(f"{name!r}: the ranks' shapes differ: {sorted(shapes)}")
     if rounds[0].collective == "broadcast":
-        return rounds[rounds[0].root].data.copy()
+        return len(rounds) * [rounds[rounds[0].root].data.copy()]
     total = rounds[0].data.copy()
     with np.errstate(over="ignore"):  # as in a network, without a warning
         for part in rounds[1:]:
             total += part.data
-    return total
+    return len(rounds) * [total]
+
+
+def _exchanged(name: str, rounds: Sequence[Round]) -> list[Array]:
+    """Return the output of an alltoall for each participant."""
+    for rank, part in enumerate(rounds):
+        if len(part.splits) != len(rounds) or sum(part.splits) != part.data.nbytes:
+            raise ConfigMismatchError(
+                f"{name!r}: rank {rank} splits {part.data.nbytes} bytes into {part.splits}, for "
+                f"{len(rounds)} ranks"
+            )
+    pieces = [np.split(part.data, np.cumsum(part.splits)[:-1]) for part in rounds]
+    return [np.concatenate(to_one) for to_one in zip(*pieces, strict=True)]
 
 
 def exchange_once(

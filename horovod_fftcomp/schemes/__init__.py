@@ -25,7 +25,7 @@ from horovod_fftcomp.wire.spec import spec_of
 MEASURE_EVERY = 53
 
 # The kinds of state in the units of a gradient, which change with the loss scale.
-GRADIENT_UNITS = ("residual", "levels", "velocity")
+GRADIENT_UNITS = ("residual", "levels", "velocity", "shard_residual")
 
 Grads = Sequence[Array | None]  # one for each tensor; None for a frozen one
 
@@ -35,9 +35,10 @@ OldState = Mapping[str, Mapping[str, Array]]  # the previous step's state, read-
 
 
 class Round(NamedTuple):
-    """One collective: allreduce (sum), allgather (concatenation in rank order) or broadcast.
+    """One collective: allreduce (sum), allgather (concatenation in rank order), broadcast or alltoall.
 
-    ``data``: this rank's input. ``root``: the rank whose data a ``broadcast`` sends; the data of
+    ``data``: this rank's input. ``splits``: for an alltoall, how many bytes of ``data``, uint8, go
+    to each participant; its output is what this rank gets of all, in rank order. ``root``: the rank whose data a ``broadcast`` sends; the data of
     all ranks have the same size. ``merge``: for an allgather, a function of two ranks' data; a
     network may return the data of all ranks merged pairwise, in the tree of ``sparcml.merge_all``,
     instead of their concatenation.
@@ -55,11 +56,14 @@ class Round(NamedTuple):
     among: tuple[int, ...] | None = None
     inside: bool = False
     divided: bool = False
+    splits: tuple[int, ...] = ()
 
     def own_nbytes(self, rank: int) -> int:
         """Return how many bytes of the output are those that ``rank`` has sent itself."""
         if self.among == ():
             return 0
+        if self.collective == "alltoall":
+            return self.splits[rank if self.among is None else self.among.index(rank)]
         place = rank if self.among is None else self.among.index(rank)
         returns = self.collective == "broadcast" and place == self.root
         return self.data.nbytes if returns or self.collective == "allgather" else 0
@@ -78,14 +82,25 @@ def ops_of(device: Device | None) -> Ops:
     return device.cache["ops"]
 
 
+class Second(NamedTuple):
+    """Options of the second round of a sharded exchange; None for the defaults."""
+
+    density: float | None = None
+    bits: int | None = None
+
+
 class Context(NamedTuple):
-    """Step, rank, world size and loss scale of an exchange; ``device``: the GPU for it, if any."""
+    """Step, rank, world size and loss scale of an exchange; ``device``: the GPU for it, if any.
+
+    ``second``: options of a sharded exchange of payloads; None for one by allgather.
+    """
 
     step: int
     rank: int
     world_size: int
     loss_scale: float = 1.0
     device: Device | None = None
+    second: Second | None = None
 
     @property
     def ops(self) -> Ops:

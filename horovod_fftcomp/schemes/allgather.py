@@ -30,6 +30,7 @@ from horovod_fftcomp.schemes import (
     Tensor,
     measures,
 )
+from horovod_fftcomp.schemes.shards import exchange_shards
 from horovod_fftcomp.schemes.state import new_state
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.positions import Layout
@@ -66,11 +67,11 @@ def measured_by(tensors: Sequence[Tensor], encoded: Encoded) -> Callable[[], Mea
 
 
 class Gathered(NamedTuple):
-    """Outcome of a gather, and what the coder returned."""
+    """Outcome of a gather, and what the coder returned of it; None after a sharded exchange."""
 
     outcome: Outcome
-    encoded: Encoded
-    summed: Summed
+    encoded: Encoded | None = None
+    summed: Summed | None = None
 
 
 def gather(
@@ -84,8 +85,11 @@ def gather(
     """Allgather the payloads of a bucket's tensors and sum them; one codec for each tensor.
 
     ``codecs``: the same on all ranks. ``state``: residuals, and with a momentum velocities; of
-    these kinds is the outcome's state.
+    these kinds is the outcome's state. With ``context.second`` the exchange is sharded.
     """
+    if context.second is not None:
+        shards = exchange_shards(codecs, tensors, grads, state, context, feedback)
+        return Gathered((yield from shards))
     coder = context.ops.coder(codecs, tensors, context.world_size)
     # Votes have no relative error.
     measure = measures(context) and feedback.sign != "vote" and not feedback.keeps_sent

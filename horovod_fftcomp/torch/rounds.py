@@ -34,6 +34,9 @@ class PendingRound:
         elif round_.collective == "broadcast":
             root = process_set.ranks[round_.root]  # Horovod takes the global rank
             self._handle = hvd.broadcast_async(data, root, name=name, process_set=process_set)
+        elif round_.collective == "alltoall":
+            splits = torch.tensor(round_.splits, dtype=torch.int32)
+            self._handle = hvd.alltoall_async(data, splits, name, process_set)
         else:
             raise ValueError(f"unknown collective {round_.collective!r}")
 
@@ -52,6 +55,8 @@ class PendingRound:
                 raise ConfigMismatchError(no_answer(f"{self.collective} {self.name!r}", timeout_s))
             time.sleep(_POLL_S)
         output = hvd.synchronize(self._handle)
+        if self.collective == "alltoall":
+            output, _ = output  # and what came from each rank, which the payloads' headers tell
         if output.is_cuda:
             wait_for_horovod(output)
         return output.numpy() if self._is_numpy else output

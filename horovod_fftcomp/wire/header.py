@@ -25,7 +25,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 _FIXED = struct.Struct("<3sBBBBBQQQQfI")
 _CRC_OFFSET = _FIXED.size - 4
 SCALE_OFFSET, FLAGS_OFFSET = _FIXED.size - 8, 5
-_NOT_FINITE = 1
+_NOT_FINITE, _CORRUPT = 1, 2  # flags
 _MAX_DIMS = 64
 
 
@@ -146,6 +146,14 @@ def write_header(
     payload[: plan.header_nbytes] = np.frombuffer(header, np.uint8)
 
 
+def mark_corrupt(payload: Array) -> None:
+    """Set a flag in a payload that is not finite: what it was made from was corrupt.
+
+    ``read_header`` raises PayloadError for it, on every rank.
+    """
+    payload[FLAGS_OFFSET] |= _CORRUPT
+
+
 def header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
     """Return a header of scale 0, uint8, and the changes of its checksum by bit, uint32 ``[33]``.
 
@@ -186,6 +194,8 @@ def read_header(payload: Array) -> Header:
             f"header field 'version' is {version}, expected {VERSION}; "
             "install the same horovod_fftcomp on all ranks"
         )
+    if flags == _NOT_FINITE | _CORRUPT:
+        raise PayloadError("the rank that owns this shard has received a corrupt payload")
     shape, end = _decode_dims(start, ndim)
     header = bytearray(start[: align(end)])
     header[_CRC_OFFSET : _CRC_OFFSET + 4] = bytes(4)
