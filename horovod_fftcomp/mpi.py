@@ -120,7 +120,8 @@ class Reducer:
         tensors = [Tensor(name, shape) for name, shape in shapes.items()]
         large = tuple(t for t in tensors if math.prod(t.shape) >= self._min_numel)
         small = tuple(t for t in tensors if math.prod(t.shape) < self._min_numel)
-        buckets = [Bucket(large, self._policy), Bucket(small, Always(Dense()))]
+        policy = self._policy.decided(large, self._engine.world_size)
+        buckets = [Bucket(large, policy), Bucket(small, Always(Dense()))]
         used = [bucket for bucket in buckets if bucket.tensors]
         engine = Engine(used, self._engine.rank, self._engine.world_size)
         if self._saved is not None:

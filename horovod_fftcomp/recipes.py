@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from horovod_fftcomp.codec.quantizers import BFloat16, Float32, Quantizer, Range
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK, TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity
-from horovod_fftcomp.schemes import Scheme
+from horovod_fftcomp.schemes import Scheme, Second
 from horovod_fftcomp.schemes.allgather import Allgather, AnyCodec
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.bucket_scope import BucketScope
@@ -36,6 +37,7 @@ from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.momentum import MomentumCorrection
 from horovod_fftcomp.schemes.options import check_names, checked, kinds_of
 from horovod_fftcomp.schemes.powersgd import PowerSgd
+from horovod_fftcomp.schemes.sharded import Sharded
 from horovod_fftcomp.schemes.sketchsgd import SketchSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
 
@@ -81,6 +83,40 @@ def _within(scope: _Scope, scheme: Allgather | CommonIndex) -> Scheme:
     return scheme if scope == "tensor" else BucketScope(scheme, scope)
 
 
+_Exchange = Literal["auto", "gather", "sharded"]
+_SECOND = {"second_density": float | None, "second_bits": int | None}
+
+
+def _gathered(make: Callable[..., Scheme], chooses: bool = False) -> Callable[..., Scheme]:
+    """Return ``make`` with the options of a recipe that can be sharded.
+
+    ``chooses``: whether the second compression has a density and bits of its own. Exchange "auto"
+    is decided for a bucket, see ``Scheduled.decided``, and a gather elsewhere.
+    """
+
+    def made(exchange: _Exchange = "auto", **options: Any) -> Scheme:
+        second = Second(options.pop("second_density", None), options.pop("second_bits", None))
+        scheme = make(**options)
+        return Sharded(scheme, second) if exchange == "sharded" else scheme
+
+    kinds: dict[str, Any] = {"exchange": _Exchange, **(_SECOND if chooses else {})}
+    keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    added = [
+        inspect.Parameter(
+            name, keyword, default="auto" if name == "exchange" else None, annotation=kind
+        )
+        for name, kind in kinds.items()
+    ]
+    own = inspect.signature(make, eval_str=True)
+    signature = own.replace(parameters=[*own.parameters.values(), *added])
+    made.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    made.__signature__ = signature  # type: ignore[attr-defined]
+    return made
+
+
+_chosen_again = functools.partial(_gathered, chooses=True)
+
+
 def _none() -> Scheme:
     return Dense("float32")
 
@@ -89,12 +125,14 @@ def _fp16() -> Scheme:
     return Dense("float16")
 
 
+@_gathered
 def _bf16() -> Scheme:
     return Allgather(Codec(Identity(), TopK(1.0), BFloat16()), error_feedback=False)
 
 
 # The defaults send as many bytes as the papers' settings (density 0.01 in float32; 0.15 in 10 bits)
 # and lose least of recorded gradients: benchmarks/README.md, defaults.py.
+@_chosen_again
 def _topk(
     density: float = 0.038, bits: int = 4, error_feedback: bool = True, scope: _Scope = "tensor"
 ) -> Scheme:
@@ -103,18 +141,21 @@ def _topk(
     )
 
 
+@_chosen_again
 def _fft(
     density: float = 0.33, bits: int = 4, block: int = 64, error_feedback: bool = True
 ) -> Scheme:
     return Allgather(Codec(BlockFFT(block), TopK(density), _values(bits)), error_feedback)
 
 
+@_chosen_again
 def _dct(
     density: float = 0.3, bits: int = 4, block: int = 64, error_feedback: bool = True
 ) -> Scheme:
     return Allgather(Codec(BlockDCT(block), TopK(density), _values(bits)), error_feedback)
 
 
+@_chosen_again
 def _hard_threshold(
     density: float = 0.001,
     threshold: float | None = None,
@@ -151,6 +192,7 @@ def _scalecom(
     return _within(scope, CommonIndex(choose(density), error_feedback, beta=beta, bits=bits))
 
 
+@_chosen_again
 def _demo(
     density: float = 0.03, bits: int = 4, block: int = 64, decay: float = 0.999, sign: bool = False
 ) -> Scheme:
@@ -163,6 +205,7 @@ def _elementwise(method: Method, seed: int = 0, **options: Any) -> Scheme:
     return Allgather(DenseCodec(method, seed), keep, **options)
 
 
+@_gathered
 def _qsgd(
     levels: int = 7,
     bucket: int = 1024,
@@ -173,34 +216,41 @@ def _qsgd(
     return _elementwise(QSGD(levels, bucket, norm), seed, error_feedback=error_feedback)
 
 
+@_gathered
 def _terngrad(
     clip: float = 2.5, packing: Literal["base3", "bits"] = "base3", seed: int = 0
 ) -> Scheme:
     return _elementwise(TernGrad(clip, packing), seed)
 
 
+@_gathered
 def _dorefa(bits: int = 4, error_feedback: bool = DoReFa.error_feedback, seed: int = 0) -> Scheme:
     return _elementwise(DoReFa(bits), seed, error_feedback=error_feedback)
 
 
+@_gathered
 def _natural(error_feedback: bool = Natural.error_feedback, seed: int = 0) -> Scheme:
     return _elementwise(Natural(), seed, error_feedback=error_feedback)
 
 
+@_gathered
 def _onebit(
     group: Literal["tensor", "column"] = "tensor", error_feedback: bool = OneBit.error_feedback
 ) -> Scheme:
     return _elementwise(OneBit(group), error_feedback=error_feedback)
 
 
+@_gathered
 def _efsignsgd(error_feedback: bool = ScaledSign.error_feedback) -> Scheme:
     return _elementwise(ScaledSign(), error_feedback=error_feedback)
 
 
+@_gathered
 def _signsgd() -> Scheme:
     return _elementwise(Sign(), sign="vote")
 
 
+@_gathered
 def _signum(decay: float = 0.9) -> Scheme:
     return _elementwise(Sign(), error_feedback=True, decay=decay, sign="vote", momentum=True)
 
@@ -210,14 +260,17 @@ def _chosen(method: Chooser, seed: int = 0, error_feedback: bool = True) -> Sche
 
 
 # No threshold suits every model: this default only lets a first trial run.
+@_chosen_again
 def _strom(threshold: float = 0.001, quanta: int = 1) -> Scheme:
     return _chosen(Strom(threshold, quanta))
 
 
+@_chosen_again
 def _adacomp(bin: int | None = None) -> Scheme:
     return _chosen(AdaComp(bin))
 
 
+@_gathered
 def _wangni(density: float = 0.01, seed: int = 0) -> Scheme:
     return _chosen(Wangni(density), seed, error_feedback=False)
 
@@ -230,6 +283,7 @@ def _auto(
     return Auto(ratio, every, error_feedback)
 
 
+@_chosen_again
 def _dgc(
     density: float = 0.001,
     momentum: float = 0.9,
@@ -421,6 +475,15 @@ def get_scheme(name: str, **options: object) -> Scheme:
     unbiased
         Whether sent values are divided by ``density``; needs ``error_feedback=False``.
     exchange
+        "gather": all ranks get all payloads; "sharded": two rounds, in which bytes do not grow with
+        the number of ranks; "auto": by bytes.
+    second_density
+        Density of the second compression of a sharded exchange; None: by ``density``.
+    second_bits
+        Bits per value in the second compression of a sharded exchange; None: as in the first.
+    random_block.exchange
+        "reduce": all ranks send the same positions; "gather": each rank sends its own.
+    random_k.exchange
         "reduce": all ranks send the same positions; "gather": each rank sends its own.
     beta
         Weight of the new part of the residual (low-pass filter), above 0 and at most 1.

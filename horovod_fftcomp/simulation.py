@@ -169,7 +169,8 @@ def _steps(policy: Policy, gradients: Iterable[Array]) -> Iterator[SimulatedStep
             )
         if shape is None:
             shape = step_grads.shape
-            bucket = Bucket((Tensor("gradient", (shape[1],)),), policy)
+            tensors = (Tensor("gradient", (shape[1],)),)
+            bucket = Bucket(tensors, policy.decided(tensors, shape[0]))
             engines = [Engine([bucket], rank, shape[0]) for rank in range(shape[0])]
         before = _traffic(engines)
         exchange_once(engines, [[[grad]] for grad in step_grads], random.Random(0))

@@ -387,7 +387,8 @@ class Compressor:
         first = self._first_policy
         changed = first if density is None else first.with_density(density)
         self._engine.buckets = [
-            bucket if bucket.ruled else bucket._replace(policy=changed) for bucket in self._buckets
+            bucket if bucket.ruled else bucket._replace(policy=changed.as_decided(bucket.policy))
+            for bucket in self._buckets
         ]
         self._policy, self._changed_density = changed, density
 
@@ -396,7 +397,12 @@ class Compressor:
         for pattern in unmatched(self._rules, tensors):
             warnings.warn(f"rules: no parameter's name matches {pattern!r}", stacklevel=5)
         return make_buckets(
-            tensors, self._policy, self._rules, settings.min_numel, settings.bucket_nbytes
+            tensors,
+            self._policy,
+            self._rules,
+            settings.min_numel,
+            settings.bucket_nbytes,
+            self._set.size(),
         )
 
     def _open_outputs(self) -> Outputs:

@@ -45,6 +45,7 @@ def make_buckets(
     rules: Sequence[Rule] = (),
     min_numel: int = MIN_NUMEL,
     capacity_nbytes: int = BUCKET_NBYTES,
+    world_size: int = 1,
 ) -> list[Bucket]:
     """Return the tensors to compress, in the given order, in buckets of one policy each.
 
@@ -52,7 +53,8 @@ def make_buckets(
     ``min_numel`` elements are left out, as is the first convolution if the recipe spares it
     (``Recipe.spares_first``); recipe "none" has no buckets. A bucket holds whole tensors of at most
     ``capacity_nbytes`` in float32, and at most an eighth of all compressed bytes or 1 MB, whichever
-    is larger; a larger tensor has a bucket to itself. Under a policy with scope "model" one bucket
+    is larger; a larger tensor has a bucket to itself. By its size and ``world_size`` exchange
+    "auto" is decided. Under a policy with scope "model" one bucket
     holds all tensors.
     """
     tensors = list(tensors)
@@ -71,7 +73,7 @@ def make_buckets(
     limit_nbytes = max(_SMALL_NBYTES, int(_LARGEST_SHARE * total_nbytes))
     limit_nbytes = min(capacity_nbytes, limit_nbytes)
     return [
-        Bucket(group, chosen, ruled)
+        Bucket(group, chosen.decided(group, world_size), ruled)
         for (chosen, ruled), members in by_policy.items()
         for group in _filled(members, total_nbytes if chosen.scope == "model" else limit_nbytes)
     ]

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
 from horovod_fftcomp.schemes import Scheme, Tensor
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hierarchical import Hierarchical
 from horovod_fftcomp.schemes.options import check_names, checked
+from horovod_fftcomp.schemes.sharded import Sharded
 
 # A rule: tensors (a shell pattern of names, or a function of name and shape) and an action:
 # "dense", another density, or {"recipe": name, option: value, ...}.
@@ -44,6 +46,10 @@ class Policy(Protocol):
         """Return the settings that must be equal on all ranks, by name, defaults included."""
         ...
 
+    def decided(self, tensors: Sequence[Tensor], world_size: int) -> Policy:
+        """Return the policy for a bucket of ``tensors``; see ``Scheduled.decided``."""
+        ...
+
 
 @dataclass(frozen=True)
 class Always:
@@ -67,6 +73,11 @@ class Always:
     def facts(self) -> dict[str, object]:
         """Return the settings that must be equal on all ranks, by name."""
         return {"options": self.scheme.spec()}
+
+    def decided(self, tensors: Sequence[Tensor], world_size: int) -> Always:
+        """Return this policy."""
+        del tensors, world_size
+        return self
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,28 @@ class Scheduled:
         """Return recipe and options in effect as a call of a factory: ``fft(bits=4)``."""
         written = ", ".join(f"{name}={value!r}" for name, value in self.in_force().items())
         return f"{self.recipe}({written})"
+
+    def decided(self, tensors: Sequence[Tensor], world_size: int) -> Scheduled:
+        """Return the policy for a bucket: exchange "auto" becomes "gather" or "sharded"."""
+        if self.in_force().get("exchange") != "auto":
+            return self
+        among = -(-world_size // self.ranks_per_node)
+        try:
+            scheme = self.with_exchange("sharded")._compressing(self.warmup_steps)
+        except UnsupportedError:  # with options that a sharded exchange does not have
+            return self.with_exchange("gather")
+        shards = isinstance(scheme, Sharded) and scheme.is_smaller(tensors, among)
+        return self.with_exchange("sharded" if shards else "gather")
+
+    def with_exchange(self, exchange: str) -> Scheduled:
+        """Return the same policy with this value of the option ``exchange``."""
+        options = {**dict(self.options), "exchange": exchange}
+        return replace(self, options=tuple(sorted(options.items())))
+
+    def as_decided(self, policy: Policy) -> Scheduled:
+        """Return this policy with the exchange of ``policy``, of the same recipe."""
+        exchange = dict(getattr(policy, "options", ())).get("exchange")
+        return self if exchange is None else self.with_exchange(exchange)
 
     def with_density(self, density: float) -> Scheduled:
         """Return the same policy with a constant density."""

@@ -35,13 +35,13 @@ OldState = Mapping[str, Mapping[str, Array]]  # the previous step's state, read-
 
 
 class Round(NamedTuple):
-    """One collective: allreduce (sum), allgather (concatenation in rank order), broadcast or alltoall.
+    """Collective: allreduce (sum), allgather (concatenation in rank order), broadcast or alltoall.
 
-    ``data``: this rank's input. ``splits``: for an alltoall, how many bytes of ``data``, uint8, go
-    to each participant; its output is what this rank gets of all, in rank order. ``root``: the rank whose data a ``broadcast`` sends; the data of
-    all ranks have the same size. ``merge``: for an allgather, a function of two ranks' data; a
-    network may return the data of all ranks merged pairwise, in the tree of ``sparcml.merge_all``,
-    instead of their concatenation.
+    ``data``: this rank's input. ``root``: the rank whose data a ``broadcast`` sends; the data of
+    all ranks have the same size. ``splits``: for an ``alltoall``, how many bytes of ``data``
+    (uint8) each participant gets; the output is what this rank gets of all, in rank order.
+    ``merge``: for an allgather, a function of two ranks' data; a network may return the data of all
+    ranks merged pairwise, in the tree of ``sparcml.merge_all``, instead of their concatenation.
 
     ``among``: the participating ranks, this one included, in whose numbering ``root`` is given;
     None if all take part, empty if this rank does not take part and receives nothing. ``inside``:

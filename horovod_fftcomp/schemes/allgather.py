@@ -16,7 +16,7 @@ from horovod_fftcomp.codec.base import PayloadCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.sparse import Codec
-from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Summed
+from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback
 from horovod_fftcomp.schemes import (
     Context,
     Energy,
@@ -67,11 +67,11 @@ def measured_by(tensors: Sequence[Tensor], encoded: Encoded) -> Callable[[], Mea
 
 
 class Gathered(NamedTuple):
-    """Outcome of a gather, and what the coder returned of it; None after a sharded exchange."""
+    """Outcome of a gather, and ``Encoded.left`` and ``Summed.payloads``, None if it was sharded."""
 
     outcome: Outcome
-    encoded: Encoded | None = None
-    summed: Summed | None = None
+    left: Callable[[], float] | None = None
+    payloads: Callable[[], list[tuple[wire.Header, Array]]] | None = None
 
 
 def gather(
@@ -105,7 +105,7 @@ def gather(
         if kept
     }
     outcome = Outcome(summed.sums, new, summed.flags, measured_by(tensors, encoded))
-    return Gathered(outcome, encoded, summed)
+    return Gathered(outcome, encoded.left, summed.payloads)
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,13 @@ from horovod_fftcomp.schemes import (
     Grads,
     Measured,
     OldState,
+    Round,
     Scheme,
     Tensor,
     on_the_host,
 )
 from horovod_fftcomp.schemes.allgather import Allgather, gather, serves
+from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL
 from horovod_fftcomp.types import Array
 
 
@@ -68,9 +70,13 @@ class HardThreshold(Scheme):
         codecs = [self._codec(levels.get(tensor.name), context) for tensor in tensors]
         if any(codec.has_fixed_size for codec in codecs):  # calibration reads the payloads
             context, grads, state = on_the_host(context, grads, state)
+            if context.second is not None:  # so it gathers them, after an empty round
+                empty = np.empty(0, np.uint8)
+                yield Round("alltoall", empty, splits=(0,) * context.world_size)
+                context = context._replace(second=None)
         feedback = Feedback(self.error_feedback)
         found = yield from gather(codecs, tensors, grads, state, context, feedback)
-        outcome, read = found.outcome, found.summed.payloads
+        outcome, read = found.outcome, found.payloads
         payloads = read() if read and any(codec.has_fixed_size for codec in codecs) else []
         for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True)):
             if codec.has_fixed_size and outcome.flags.finite:
@@ -80,9 +86,10 @@ class HardThreshold(Scheme):
             outcome.state["levels"] = levels
         if not self.error_feedback:
             return outcome
-        residuals, left = outcome.state["residual"], found.encoded.left
+        residuals, left = outcome.state["residual"], found.left
         frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
         rest = [array for name, array in residuals.items() if left is None or name in frozen]
+        rest += outcome.state.get(SHARD_RESIDUAL, {}).values()
         measured = partial(_measured, outcome.measured, left, context.ops.squares(rest))
         return outcome._replace(measured=measured)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from horovod_fftcomp import wire
+from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -16,9 +19,14 @@ from horovod_fftcomp.schemes import (
     Second,
     Tensor,
 )
-from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded
+from horovod_fftcomp.schemes.bucket_scope import BucketScope
+from horovod_fftcomp.schemes.hard_threshold import HardThreshold
+from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded, second_codec
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array
+
+DEFAULT = Second()
+_ROUND_NBYTES = 64_000  # what a network receives in the time of a round without data
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,13 @@ class Sharded(Wrapper):
 
     spec_name = "Sharded"
     scheme: Scheme
-    second: Second = Second()
+    second: Second = DEFAULT
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scheme, BucketScope):
+            raise UnsupportedError('exchange="sharded" needs scope="tensor"')
+        if getattr(getattr(self.scheme, "correction", None), "max_norm", None) is not None:
+            raise UnsupportedError('exchange="sharded" does not work with max_norm')
 
     @property
     def rounds(self) -> tuple[str, ...]:
@@ -50,6 +64,23 @@ class Sharded(Wrapper):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         there = context._replace(second=self.second)
         return (yield from self.scheme.exchange(tensors, grads, state, there))
+
+    def is_smaller(self, tensors: Sequence[Tensor], world_size: int) -> bool:
+        """Return whether a rank receives fewer bytes than by a gather, one round more included."""
+        first = sum(map(self.scheme.sent_nbytes, tensors))
+        second = sum(self.second_nbytes(tensor) for tensor in tensors)
+        sharded = (world_size - 1) / world_size * (first + second) + _ROUND_NBYTES
+        return sharded < (world_size - 1) * first
+
+    def second_nbytes(self, tensor: Tensor) -> float:
+        """Return the bytes of ``tensor`` in the second round, of all owners together.
+
+        Infinite under a threshold, which may select in every rank's part of a sum other elements.
+        """
+        if isinstance(self.scheme, HardThreshold):
+            return math.inf
+        sign, codec = getattr(self.scheme, "sign", False), self.scheme.codec
+        return wire.align(second_codec(codec, sign, self.second).expected_nbytes(tensor.shape))
 
     def at(self, step: int) -> Sharded:
         """Return the scheme to run at a step, counted from the first compressed one."""

@@ -20,6 +20,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.adaptive import AdaptiveCodec
+from horovod_fftcomp.codec.adaptive_methods import Wangni
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
 from horovod_fftcomp.codec.methods.signs import SignMethod
@@ -96,7 +97,7 @@ def second_codec(codec: AnyCodec, sign: bool | str, second: Second) -> AnyCodec:
     """Return the codec of the second round for the sums of payloads of ``codec``."""
     if sign:  # sums are -p, 0 and p; without a vote any may be 0
         return DenseCodec(ScaledSign() if sign == "vote" else TernGrad(clip=0.0))
-    if isinstance(codec, AdaptiveCodec) and not codec.method.unbiased:
+    if isinstance(codec, AdaptiveCodec) and not isinstance(codec.method, Wangni):
         codec = Codec(Identity(), TopK(0.04), RangeFloat(4))  # its units are no larger sum's
     if not isinstance(codec, Codec):
         return codec
@@ -174,10 +175,8 @@ class ShardPlan:
 
     def grads(self, grads: Grads) -> list[Any]:
         """Return the parts of gradients that are the pieces; None of a frozen tensor."""
-        return [
-            None if grads[number] is None else grads[number][begin:end]
-            for number, begin, end in self.pieces
-        ]
+        parts = [(grads[piece.number], piece) for piece in self.pieces]
+        return [None if grad is None else grad[p.begin : p.end] for grad, p in parts]
 
     def state(self, tensors: Sequence[Tensor], state: OldState) -> State:
         """Return the parts of residuals and velocities that are the pieces."""
@@ -225,8 +224,8 @@ def _tensor_of(tensor: Tensor, piece: Piece, numel: int, grain: int) -> Tensor:
     n = piece.end - piece.begin
     if n == numel:
         return tensor
-    rows = tensor.shape and n * tensor.shape[0] // numel
-    shape: Shape = (rows, grain) if grain * tensor.shape[0] == numel else (n,)
+    has_rows = grain * tensor.shape[0] == numel
+    shape: Shape = (n // grain, grain) if has_rows else (n,)
     return Tensor(f"{tensor.name}[{piece.begin}:{piece.end}]", shape)
 
 
@@ -399,7 +398,7 @@ def _moved(
 
     Those of other pieces, as after a change of the number of ranks, go into the residuals.
     """
-    parts, begins = state.get(SHARD_RESIDUAL, {}), plan.begins[rank]
+    parts = state.get(SHARD_RESIDUAL, {})
     frozen = {tensor.name for tensor, grad in zip(tensors, grads, strict=True) if grad is None}
     others = [
         (codec, tensor)
