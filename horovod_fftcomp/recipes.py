@@ -87,7 +87,7 @@ _Exchange = Literal["auto", "gather", "sharded"]
 _SECOND = {"second_density": float | None, "second_bits": int | None}
 
 
-def _gathered(make: Callable[..., Scheme], chooses: bool = False) -> Callable[..., Scheme]:
+def _gathered(make: Callable[..., Any], chooses: bool = False) -> Callable[..., Scheme]:
     """Return ``make`` with the options of a recipe that can be sharded.
 
     ``chooses``: whether the second compression has a density and bits of its own. Exchange "auto"

@@ -229,10 +229,10 @@ class Compressor:
         """Return ``state`` with its NumPy arrays converted to the framework's arrays."""
         return state
 
-    def _state(self) -> dict[str, Any]:
-        """Return the result of ``state_dict`` with NumPy arrays."""
+    def _state(self, movable: bool = False) -> dict[str, Any]:
+        """Return the result of ``state_dict`` with NumPy arrays; see ``Engine.state_dict``."""
         self._steps.settle()
-        state = {**self._engine.state_dict(), "density": self._changed_density}
+        state = {**self._engine.state_dict(movable), "density": self._changed_density}
         state["recovery"] = self._recovery.state_dict() if self._recovery else None
         return state
 
@@ -241,7 +241,7 @@ class Compressor:
 
         Any number of ranks can load the result; the sum of the residuals over ranks is kept.
         """
-        states = self._connection.gather("gathered_state_dict()", self._state())
+        states = self._connection.gather("gathered_state_dict()", self._state(movable=True))
         return self._of_framework(checkpoint.gathered(states))
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

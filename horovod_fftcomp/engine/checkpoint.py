@@ -15,7 +15,7 @@ from horovod_fftcomp.types import Array
 
 FORMAT = 1
 # The kinds of state that differ between ranks; all others are the same on all ranks.
-PER_RANK = ("residual", "velocity")
+PER_RANK = ("residual", "velocity", "shard_residual", "shard_begin")
 
 
 def gathered(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -26,12 +26,14 @@ from horovod_fftcomp.schemes import (
     Exchange,
     Grads,
     Measured,
+    OldState,
     Outcome,
     Round,
     Scheme,
     State,
     Tensor,
 )
+from horovod_fftcomp.schemes.shards import folded
 from horovod_fftcomp.types import Array
 
 if TYPE_CHECKING:
@@ -374,12 +376,19 @@ class Engine:
         squares = [np.square(self.residual(name), dtype=np.float64).sum() for name in names]
         return float(np.sum(squares)) ** 0.5
 
-    def state_dict(self) -> dict[str, Any]:
-        """Settle the step and return this rank's state; see ``checkpoint`` for all ranks'."""
+    def state_dict(self, movable: bool = False) -> dict[str, Any]:
+        """Settle the step and return this rank's state; see ``checkpoint`` for all ranks'.
+
+        ``movable``: for any number of ranks, so without second residuals, which belong to pieces
+        for this number: they are added to the first ones.
+        """
         self.settle()
         merged: dict[str, dict[str, Array]] = {}
-        for bucket in range(len(self._state)):
-            for kind, arrays in self._state_on_host(bucket).items():
+        for number, bucket in enumerate(self.buckets):
+            state: OldState = self._state_on_host(number)
+            if movable:
+                state = folded(self.scheme(number), bucket.tensors, state)
+            for kind, arrays in state.items():
                 copies = {name: array.copy() for name, array in arrays.items()}
                 merged.setdefault(kind, {}).update(copies)
         return {
@@ -430,6 +439,10 @@ class Engine:
                 )
         for bucket, state in zip(self.buckets, states, strict=True):
             scheme = bucket.policy.at(part["step"])
+            if "alltoall" not in scheme.rounds:  # it has no second residuals
+                whole = folded(scheme, bucket.tensors, state)
+                state.clear()
+                state.update({kind: dict(arrays) for kind, arrays in whole.items()})
             for tensor in bucket.tensors:
                 _check_arrays(tensor, state, scheme.state_arrays(tensor, state))
         self.abandon()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from horovod_fftcomp.schemes import (
     Second,
     Tensor,
 )
-from horovod_fftcomp.schemes.bucket_scope import BucketScope
+from horovod_fftcomp.schemes.allgather import Allgather
+from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded, second_codec
 from horovod_fftcomp.schemes.wrapper import Wrapper
@@ -38,13 +39,13 @@ class Sharded(Wrapper):
     """
 
     spec_name = "Sharded"
-    scheme: Scheme
+    scheme: Allgather | Dgc | HardThreshold
     second: Second = DEFAULT
 
     def __post_init__(self) -> None:
-        if isinstance(self.scheme, BucketScope):
+        if not isinstance(self.scheme, (Allgather, Dgc, HardThreshold)):
             raise UnsupportedError('exchange="sharded" needs scope="tensor"')
-        if getattr(getattr(self.scheme, "correction", None), "max_norm", None) is not None:
+        if isinstance(self.scheme, Dgc) and self.scheme.correction.max_norm is not None:
             raise UnsupportedError('exchange="sharded" does not work with max_norm')
 
     @property
@@ -81,10 +82,6 @@ class Sharded(Wrapper):
             return math.inf
         sign, codec = getattr(self.scheme, "sign", False), self.scheme.codec
         return wire.align(second_codec(codec, sign, self.second).expected_nbytes(tensor.shape))
-
-    def at(self, step: int) -> Sharded:
-        """Return the scheme to run at a step, counted from the first compressed one."""
-        return replace(self, scheme=self.scheme.at(step))
 
     def in_warmup(self) -> Scheme | None:
         """Return the scheme of dense warm-up steps; see ``Scheme``."""
