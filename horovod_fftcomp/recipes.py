@@ -62,6 +62,14 @@ class Recipe:
         """The options and their defaults."""
         return {p.name: p.default for p in inspect.signature(self.make).parameters.values()}
 
+    @property
+    def own_options(self) -> dict[str, object]:
+        """The same without those of sharded exchanges, which all recipes that gather have."""
+        return {
+            p.name: p.default
+            for p in inspect.signature(inspect.unwrap(self.make)).parameters.values()
+        }
+
     def checked(self, options: Mapping[str, object]) -> dict[str, Any]:
         """Return ``options`` as built-in objects; TypeError for a value of the wrong type."""
         kinds, defaults = kinds_of(self.make), self.options
@@ -94,9 +102,19 @@ def _gathered(make: Callable[..., Any], chooses: bool = False) -> Callable[..., 
     is decided for a bucket, see ``Scheduled.decided``, and a gather elsewhere.
     """
 
-    def made(exchange: _Exchange = "auto", **options: Any) -> Scheme:
-        second = Second(options.pop("second_density", None), options.pop("second_bits", None))
-        scheme = make(**options)
+    def made(
+        exchange: _Exchange = "auto",
+        second_density: float | None = None,
+        second_bits: int | None = None,
+        **options: Any,
+    ) -> Scheme:
+        scheme, second = make(**options), Second(second_density, second_bits)
+        if second_density is not None and not 0 < second_density <= 1:
+            raise ValueError(f"second_density must lie in (0, 1], got {second_density!r}")
+        if second_bits is not None and second_bits not in (*range(3, 17), 32):
+            raise ValueError(
+                f"second_bits must be a whole number from 3 to 16, or 32; got {second_bits!r}"
+            )
         return Sharded(scheme, second) if exchange == "sharded" else scheme
 
     kinds: dict[str, Any] = {"exchange": _Exchange, **(_SECOND if chooses else {})}
@@ -111,6 +129,7 @@ def _gathered(make: Callable[..., Any], chooses: bool = False) -> Callable[..., 
     signature = own.replace(parameters=[*own.parameters.values(), *added])
     made.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     made.__signature__ = signature  # type: ignore[attr-defined]
+    made.__wrapped__ = make  # type: ignore[attr-defined]
     return made
 
 

@@ -54,7 +54,7 @@ def recipes_table() -> str:
     ]
     for name, recipe in RECIPES.items():
         scheme = get_scheme(name)
-        options = ", ".join(f"`{option}={value}`" for option, value in recipe.options.items())
+        options = ", ".join(f"`{option}={value}`" for option, value in recipe.own_options.items())
         cells = (
             f"`{name}`",
             recipe.summary,

@@ -34,6 +34,8 @@ OUT_OF_RANGE = {
     "dorefa.bits": [-1, 0, 13, 32],
     "scalecom.bits": [-1, 0, 1, 4, 8, 17, 64],
     "block": [-64, 0, 1, 32, 63, 100, 1 << 30],
+    "second_density": [0, -0.1, 1.0000001],
+    "second_bits": [-1, 0, 2, 17, 31, 64],
     "seed": [-1, 2**64],
     "threshold": [0, -1, 1e-40, 1e39],
     "calibrate_steps": [0, -1],

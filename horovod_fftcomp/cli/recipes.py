@@ -44,7 +44,7 @@ def run(parsed: argparse.Namespace) -> None:
     table.add_column("ratio", justify="right")
     for name, recipe in RECIPES.items():
         rounds = ", ".join(get_scheme(name).rounds)
-        options = ", ".join(f"{option}={default}" for option, default in recipe.options.items())
+        options = ", ".join(f"{option}={default}" for option, default in recipe.own_options.items())
         cells = (name, recipe.summary, options, rounds, recipe.source)
         table.add_row(*cells, f"{ratio(name, parsed.numel):.1f}")
     Console().print(table)

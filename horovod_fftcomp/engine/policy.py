@@ -166,7 +166,10 @@ class Scheduled:
 
     def written(self) -> str:
         """Return recipe and options in effect as a call of a factory: ``fft(bits=4)``."""
-        written = ", ".join(f"{name}={value!r}" for name, value in self.in_force().items())
+        recipe = RECIPES[self.recipe]
+        unsaid = {n: v for n, v in recipe.options.items() if n not in recipe.own_options}
+        shown = [(n, v) for n, v in self.in_force().items() if n not in unsaid or v != unsaid[n]]
+        written = ", ".join(f"{name}={value!r}" for name, value in shown)
         return f"{self.recipe}({written})"
 
     def decided(self, tensors: Sequence[Tensor], world_size: int) -> Scheduled:
