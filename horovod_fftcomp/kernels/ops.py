@@ -159,8 +159,8 @@ class Ops(Protocol):
         """
         ...
 
-    def join(self, parts: Sequence[Any], numels: Sequence[int]) -> Any:
-        """Return float32 ``parts`` concatenated in a new array, with zeros for None."""
+    def join(self, parts: Sequence[Any], numels: Sequence[int], dtype: type = ...) -> Any:
+        """Return ``parts`` of ``dtype``, by default float32, in one new array, zeros for None."""
         ...
 
     def squares(self, arrays: Sequence[Any]) -> Deferred:
@@ -172,7 +172,7 @@ class Ops(Protocol):
         ...
 
     def both(self, a: Flags, b: Flags) -> Flags:
-        """Return the flags of two parts of an exchange; ``arrived`` is that of ``a``."""
+        """Return the flags of two parts of an exchange."""
         ...
 
     def to_half(self, values: Any, largest: int, limit: float) -> Any:

@@ -19,10 +19,16 @@ from horovod_fftcomp.schemes import (
     Second,
     Tensor,
 )
-from horovod_fftcomp.schemes.allgather import Allgather
+from horovod_fftcomp.schemes.allgather import Allgather, serves
 from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
-from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded, second_codec
+from horovod_fftcomp.schemes.shards import (
+    SHARD_BEGIN,
+    SHARD_RESIDUAL,
+    folded,
+    grain_of,
+    second_codec,
+)
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array
 
@@ -82,6 +88,14 @@ class Sharded(Wrapper):
             return math.inf
         sign, codec = getattr(self.scheme, "sign", False), self.scheme.codec
         return wire.align(second_codec(codec, sign, self.second).expected_nbytes(tensor.shape))
+
+    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether a GPU can compute this step's exchange, with pieces of any size."""
+        scheme = self.scheme
+        first = scheme.codec
+        second = second_codec(first, getattr(scheme, "sign", False), self.second)
+        least = [Tensor("", (grain_of(first, tensor),)) for tensor in tensors]
+        return scheme.runs_on_device([*tensors, *least]) and serves(second, [*tensors, *least])
 
     def in_warmup(self) -> Scheme | None:
         """Return the scheme of dense warm-up steps; see ``Scheme``."""

@@ -30,7 +30,7 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.kernels.ops import AnyCodec, Feedback, Ops
+from horovod_fftcomp.kernels.ops import AnyCodec, Feedback, Flags, Ops
 from horovod_fftcomp.schemes import (
     Context,
     Energy,
@@ -140,6 +140,7 @@ class ShardPlan:
             for number in range(len(tensors))
         ]
         self.bins = [self._bins(n) for n in range(len(self.pieces))]
+        self.kind = np.complex64 if codecs[0].transform.reals_per_bin == 2 else np.float32
         self.numels = [piece.end - piece.begin for piece in self.pieces]
         self.n_bins = [bins.stop - bins.start for bins in self.bins]
         # By rank: the first coefficients of its pieces, by tensor, as its state has them.
@@ -195,13 +196,19 @@ class ShardPlan:
         }
         return {"residual": residuals, "velocity": velocities}
 
-    def whole(self, ops: Ops, parts: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
+    def whole(
+        self, ops: Ops, parts: Sequence[Any], sizes: Sequence[int], dtype: type = np.float32
+    ) -> list[Any]:
         """Return an array for each tensor of those of its pieces; None if all of them are.
 
         ``sizes``: number of elements of each piece's array, which is zero where it is None.
         """
         return [
-            _joined(ops, [parts[n] for n in members], [sizes[n] for n in members])
+            parts[members[0]]
+            if len(members) == 1
+            else None
+            if all(parts[n] is None for n in members)
+            else ops.join([parts[n] for n in members], [sizes[n] for n in members], dtype)
             for members in self.members
         ]
 
@@ -227,16 +234,6 @@ def _tensor_of(tensor: Tensor, piece: Piece, numel: int, grain: int) -> Tensor:
     has_rows = grain * tensor.shape[0] == numel
     shape: Shape = (n // grain, grain) if has_rows else (n,)
     return Tensor(f"{tensor.name}[{piece.begin}:{piece.end}]", shape)
-
-
-def _joined(ops: Ops, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    if len(parts) == 1 or all(part is None for part in parts):
-        return parts[0] if parts else None
-    kind = next(part.dtype for part in parts if part is not None)
-    if kind == np.float32:
-        return ops.join(parts, sizes)
-    floats = [None if part is None else part.view(np.float32) for part in parts]
-    return ops.join(floats, [2 * size for size in sizes]).view(kind)
 
 
 class _Key:
@@ -271,11 +268,12 @@ def _plan(
 class _Owned(NamedTuple):
     """Result of an owner: its second message and residuals, what it measured, and an error.
 
-    ``state``: of its pieces, see ``SHARD_RESIDUAL``.
+    ``state``: of its pieces, see ``SHARD_RESIDUAL``. ``flags``: of the payloads that it has summed.
     """
 
     message: Any
     state: State
+    flags: Flags = Flags()
     squares: Callable[[], Mapping[int, tuple[float, float, float]]] | None = None
     error: PayloadError | None = None
 
@@ -319,19 +317,16 @@ def exchange_shards(
             if np.isnan(total).any():
                 total.fill(np.nan)  # the other pieces are no gradient without this one
     new: State = {}
-    for kind, parts, sizes, kept in (
-        ("residual", encoded.residuals, plan.n_bins, feedback.keep),
-        ("velocity", encoded.velocities, plan.numels, feedback.momentum is not None),
-    ):
-        if kept:
-            new[kind] = new_state(
-                tensors, grads, state.get(kind, {}), plan.whole(ops, parts, sizes)
-            )
+    if feedback.keep:
+        whole = plan.whole(ops, encoded.residuals, plan.n_bins, plan.kind)
+        new["residual"] = new_state(tensors, grads, state.get("residual", {}), whole)
+    if feedback.momentum is not None:
+        whole = plan.whole(ops, encoded.velocities, plan.numels)
+        new["velocity"] = new_state(tensors, grads, state.get("velocity", {}), whole)
     new |= owned.state
     mine = plan.owners[context.rank]
-    return Outcome(
-        sums, new, summed.flags, _measured(plan, tensors, encoded.squares, owned.squares, mine)
-    )
+    flags = ops.both(summed.flags, owned.flags)
+    return Outcome(sums, new, flags, _measured(plan, tensors, encoded.squares, owned.squares, mine))
 
 
 def _sum_and_encode(
@@ -353,9 +348,10 @@ def _sum_and_encode(
     error = None
     try:
         coder = ops.coder(plan.codecs[here], pieces, context.world_size)
-        sums = coder.decode_sum(received, feedback.sign).sums
+        sums, flags, _ = coder.decode_sum(received, feedback.sign)
     except PayloadError as raised:  # the others wait for this rank's part of the second round
-        error, sums = raised, [np.full(p.end - p.begin, np.nan, np.float32) for p in parts]
+        error, flags = raised, Flags(False)
+        sums = [np.full(p.end - p.begin, np.nan, np.float32) for p in parts]
     owners = [tensors[piece.number] for piece in parts]
     # A tensor that is frozen, here and elsewhere, keeps its residual and sends zeros.
     sums = [
@@ -383,7 +379,7 @@ def _sum_and_encode(
         left = new_state(owners, sums, old, again.residuals)
         begins = {name: begin for name, begin in plan.begins[context.rank].items() if name in left}
         kept = {SHARD_RESIDUAL: left, SHARD_BEGIN: begins}
-    return _Owned(again.message, kept, again.squares, error)
+    return _Owned(again.message, kept, flags, again.squares, error)
 
 
 def _moved(

@@ -42,13 +42,15 @@ class CommonOps:
         check_state(kind, array, (np.dtype(np.float32), numel))
         return array
 
-    def join(self, parts: Sequence[Array | None], numels: Sequence[int]) -> Array:
+    def join(
+        self, parts: Sequence[Array | None], numels: Sequence[int], dtype: type = np.float32
+    ) -> Array:
         """See ``Ops.join``."""
         filled = [
-            np.zeros(numel, np.float32) if part is None else part
+            np.zeros(numel, dtype) if part is None else part
             for part, numel in zip(parts, numels, strict=True)
         ]
-        return np.concatenate(filled, out=self.empty(sum(numels)))
+        return np.concatenate(filled, out=self.empty(sum(numels), dtype))
 
     def squares(self, arrays: Sequence[Array | None]) -> Deferred:
         """See ``Ops.squares``."""

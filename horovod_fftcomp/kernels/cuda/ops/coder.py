@@ -121,10 +121,14 @@ class CoderOps(MomentumOps):
     def coder(
         self, codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], n_ranks: int
     ) -> DeviceCoder:
-        """See ``Ops.coder``. A bucket's is cached for its last codecs only."""
+        """See ``Ops.coder``. A bucket's are cached for its last two lists of codecs."""
         cache = self.device.cache
         key, made_for = ("coder", tuple(tensors)), (tuple(codecs), n_ranks)
-        if key not in cache or cache[key][0] != made_for:
-            cache.pop(key, None)  # frees its memory first
-            cache[key] = (made_for, DeviceCoder(self, codecs, tensors, n_ranks))
-        return cache[key][1]
+        recent = cache.setdefault(key, {})
+        found = recent.pop(made_for, None)
+        if found is None:
+            while len(recent) > 1:
+                del recent[next(iter(recent))]  # frees its memory first
+            found = DeviceCoder(self, codecs, tensors, n_ranks)
+        recent[made_for] = found
+        return found

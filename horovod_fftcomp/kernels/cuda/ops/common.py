@@ -77,11 +77,11 @@ class CommonOps:
             check_state(kind, array, (np.dtype(np.float32), numel))
         return self.put(array)
 
-    def join(self, parts: Sequence[Any], numels: Sequence[int]) -> Any:
+    def join(self, parts: Sequence[Any], numels: Sequence[int], dtype: type = np.float32) -> Any:
         """See ``Ops.join``."""
         return self.device.joined(
             [
-                self.device.zeros(numel) if part is None else self.put(part)
+                self.device.zeros(numel, dtype) if part is None else self.put(part)
                 for part, numel in zip(parts, numels, strict=True)
             ]
         )
@@ -115,8 +115,12 @@ class CommonOps:
 
     def both(self, a: Flags, b: Flags) -> Flags:
         """See ``Ops.both``."""
-        not_finite = self.device.joined([a.not_finite, b.not_finite])
-        return Flags(a.finite and b.finite, not_finite, a.arrived)
+        words, statuses = (
+            [word for word in pair if word is not None]
+            for pair in ((a.not_finite, b.not_finite), (a.arrived, b.arrived))
+        )
+        joined = [self.device.joined(parts) if parts else None for parts in (words, statuses)]
+        return Flags(a.finite and b.finite, *joined)
 
     def _find_beyond(self, values: Any, largest: int, flag: Any) -> None:
         n = len(values)
