@@ -18,6 +18,7 @@ from horovod_fftcomp import (
 )
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.mpi import LocalSteps, Reducer
+from horovod_fftcomp.recipes import get_recipe
 from horovod_fftcomp.schemes import Tensor
 from tests import payloads
 
@@ -34,11 +35,16 @@ def same_everywhere(*arrays):
     assert len(set(COMM.allgather(digest))) == 1
 
 
+@pytest.mark.parametrize("exchange", ["gather", "sharded"])
 @pytest.mark.parametrize("recipe", list_compressors())
-def test_sums_are_those_of_a_simulation(recipe):
-    everyone, reducer = gradients(6), Reducer(recipe)
+def test_sums_are_those_of_a_simulation(recipe, exchange):
+    own = get_recipe(recipe).options.get("exchange") == "auto"
+    if exchange == "sharded" and not own:
+        pytest.skip("it gathers nothing")
+    options = {"exchange": exchange} if own else {}
+    everyone, reducer = gradients(6), Reducer(recipe, **options)
     gathers = get_scheme(recipe).rounds[-1] == "allgather"
-    for grads, expected in zip(everyone, simulate(recipe, everyone), strict=True):
+    for grads, expected in zip(everyone, simulate(recipe, everyone, **options), strict=True):
         mean = reducer.mean({"gradient": grads[COMM.rank]})["gradient"]
         same_everywhere(mean)
         if gathers:
@@ -51,7 +57,7 @@ def test_sums_are_those_of_a_simulation(recipe):
         np.testing.assert_allclose(
             reducer.residual("gradient"), expected.residual[COMM.rank], rtol=1e-5, atol=1e-5
         )
-    policy = make_policy(recipe)
+    policy = make_policy(recipe, **options)
     assert reducer.costs.collectives == sum(len(policy.at(step).rounds) for step in range(6))
 
 

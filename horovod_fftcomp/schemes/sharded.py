@@ -92,6 +92,8 @@ class Sharded(Wrapper):
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange, with pieces of any size."""
         scheme = self.scheme
+        if isinstance(scheme, HardThreshold):  # a piece's threshold is its tensor's
+            return scheme.runs_on_device(tensors)
         first = scheme.codec
         second = second_codec(first, getattr(scheme, "sign", False), self.second)
         least = [Tensor("", (grain_of(first, tensor),)) for tensor in tensors]

@@ -26,6 +26,7 @@ class OneTensor(nn.Module):
         return x @ self.gradient.T
 
 
+SHARDED = ["topk", "fft", "qsgd"]
 COMPRESSED = [name for name in payloads.EACH if name != "none"]
 
 
@@ -39,6 +40,10 @@ COMPRESSED = [name for name in payloads.EACH if name != "none"]
         ("hard_threshold", {"threshold": 0.01}),
         ("hard_threshold", {"density": 0.05, "calibrate_steps": 4}),
         ("scalecom", {"selector": "exact", "bits": 16}),
+        *payloads.over_gloo_too(SHARDED, {"exchange": "sharded"}),
+        ("strom", {"exchange": "sharded", "threshold": 0.01}),
+        ("dgc", {"exchange": "sharded"}),
+        ("hard_threshold", {"exchange": "sharded", "density": 0.05, "calibrate_steps": 4}),
     ],
     ids=str,
 )
@@ -49,12 +54,21 @@ def test_hooks_in_another_order_on_each_rank(recipe, options, same_everywhere):
     assert np.isfinite(losses).all()
 
 
-@pytest.mark.parametrize("recipe", COMPRESSED)
-def test_reduced_gradients_are_those_of_a_simulation(recipe, same_everywhere):
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        *((recipe, {}) for recipe in COMPRESSED),
+        *((recipe, {"exchange": "sharded"}) for recipe in [*SHARDED, "strom", "signum"]),
+    ],
+    ids=str,
+)
+def test_reduced_gradients_are_those_of_a_simulation(recipe, options, same_everywhere):
     """To the rounding of a mean where payloads are gathered; allreduce adds in its own order."""
     torch.manual_seed(0)
     model = OneTensor()
-    optimizer = distributed(model, getattr(Compression, recipe)(model, timeout_s=200), lr=0.0)
+    optimizer = distributed(
+        model, getattr(Compression, recipe)(model, timeout_s=200, **options), lr=0.0
+    )
     own, reduced = [], []
     for step in range(5):
         optimizer.zero_grad()
@@ -67,11 +81,11 @@ def test_reduced_gradients_are_those_of_a_simulation(recipe, same_everywhere):
     same_everywhere(*reduced)
     gradients = hvd.allgather(torch.stack(own)[None], name="own").numpy().swapaxes(0, 1)
     gathers = "allgather" in get_scheme(recipe).rounds
-    for found, expected in zip(reduced, simulate(recipe, gradients), strict=True):
+    for found, expected in zip(reduced, simulate(recipe, gradients, **options), strict=True):
         scale = np.abs(expected.average).max()
         tolerance = 2e-3 if recipe == "fp16" else 1e-6
-        options = {"rtol": 2e-7} if gathers else {"rtol": 0, "atol": tolerance * scale}
-        np.testing.assert_allclose(found.numpy(), expected.average, **options)
+        within = {"rtol": 2e-7} if gathers else {"rtol": 0, "atol": tolerance * scale}
+        np.testing.assert_allclose(found.numpy(), expected.average, **within)
 
 
 class OneOfEach(nn.Module):
