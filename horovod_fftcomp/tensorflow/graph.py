@@ -250,9 +250,12 @@ class TracedStep:
                 made = self._call(advance, received, tf.uint8, len(running))
             for at, number in enumerate(running):
                 name, sets = f"{self._name}.{number}.{round_}", self._sets_of(buckets[number])
-                code, codes = tf.cast(made[0][at], tf.int32), kinds[number][round_]
+                codes = kinds[number][round_]
+                row = tf.reshape(tf.cast(made[0][at], tf.int32), [-1])
                 with tf.device(self._wire):
-                    outputs[number] = rounds.exchange(code, made[1 + at], name, sets, codes)
+                    outputs[number] = rounds.exchange(
+                        row[0], made[1 + at], name, sets, codes, row[1:]
+                    )
         limits = [self._limit(self.grads[grad].dtype) for grad in grads]
         decode = functools.partial(self._steps.decode, positions, limits)
         decoded, *sums = self._call(decode, list(outputs.values()), tf.float32, len(grads))
@@ -289,13 +292,16 @@ def _kinds(bucket: Bucket) -> list[set[int]]:
     """Return the codes, see ``rounds.exchange``, that are possible in each round of a bucket."""
     possible = bucket.policy.possible_rounds()
     if getattr(bucket.policy, "ranks_per_node", 1) > 1:
-        return [set(range(rounds.REDUCE_INSIDE + 1))] * max(map(len, possible))
+        return [set(range(rounds.TO_ALL + 1))] * max(map(len, possible))
     everything = {rounds.NOTHING, rounds.GATHER, rounds.REDUCE_FLOAT32, rounds.REDUCE_FLOAT16}
     kinds = []
     for number in range(max(map(len, possible))):
         collectives = {each[number] if number < len(each) else None for each in possible}
-        gathers = collectives <= {"allgather", "broadcast"}
-        kinds.append({rounds.GATHER} if gathers else everything)
+        if collectives <= {"allgather", "broadcast"}:
+            kinds.append({rounds.GATHER})
+        else:
+            more = {rounds.TO_ALL} if "alltoall" in collectives else set()
+            kinds.append(more if collectives == {"alltoall"} else everything | more)
     return kinds
 
 

@@ -18,7 +18,7 @@ from horovod_fftcomp.tensorflow import horovod_internals
 from horovod_fftcomp.types import Array
 
 # Codes of ``exchange``: what the graph does with a message. *_INSIDE: within a node.
-NOTHING, GATHER, REDUCE_FLOAT32, REDUCE_FLOAT16, GATHER_INSIDE, REDUCE_INSIDE = range(6)
+NOTHING, GATHER, REDUCE_FLOAT32, REDUCE_FLOAT16, GATHER_INSIDE, REDUCE_INSIDE, TO_ALL = range(7)
 
 
 class Sets(NamedTuple):
@@ -39,6 +39,8 @@ def code_of(round_: Round | None) -> int:
         return REDUCE_INSIDE if round_.collective == "allreduce" else GATHER_INSIDE
     if round_.collective == "allreduce":
         return REDUCE_FLOAT16 if round_.data.dtype == np.float16 else REDUCE_FLOAT32
+    if round_.collective == "alltoall":
+        return TO_ALL
     # A broadcast operation has a fixed root; a gather to which only one rank contributes has the
     # same result for a root that changes.
     return GATHER
@@ -67,10 +69,16 @@ def reduce(values: tf.Tensor, name: str, process_set: hvd.ProcessSet) -> tf.Tens
 
 
 def exchange(
-    code: tf.Tensor, message: tf.Tensor, name: str, sets: Sets, codes: set[int]
+    code: tf.Tensor,
+    message: tf.Tensor,
+    name: str,
+    sets: Sets,
+    codes: set[int],
+    splits: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Return the output of the collective selected by ``code``; ``message`` and output: uint8 1-D.
 
+    ``splits``: int32, of an alltoall, for each rank, and as many zeros as there may be.
     ``codes``: the possible codes; with one only, there is no branch. Codes whose process set in
     ``sets`` is None do not occur.
     """
@@ -86,9 +94,19 @@ def exchange(
                 message, name=name, process_set=process_set, ignore_name_scope=True
             )
 
+    def exchanged(process_set: hvd.ProcessSet) -> tf.Tensor:
+        assert splits is not None
+        own = splits[: process_set.size()]
+        with horovod_internals.elastic_scope("allgather"):  # alltoalls are unknown to its loop
+            return hvd.alltoall(
+                message, own, name=name, process_set=process_set, ignore_name_scope=True
+            )[0]
+
     branches: dict[int, Callable[[], tf.Tensor]] = {NOTHING: lambda: tf.identity(message)}
     if (usual := sets.usual) is not None:
         branches[GATHER] = lambda: gathered(usual)
+        if splits is not None:
+            branches[TO_ALL] = lambda: exchanged(usual)
         branches[REDUCE_FLOAT32] = lambda: reduced(tf.float32, usual)
         branches[REDUCE_FLOAT16] = lambda: reduced(tf.float16, usual)
     if (inside := sets.inside) is not None:

@@ -318,7 +318,11 @@ class StepDriver(steps.StepDriver):
 
     def _messages(self, made: Mapping[int, Round | None]) -> list[Any]:
         """Return codes, int64, and messages of rounds that are about to begin."""
-        outputs: list[Any] = [np.array([rounds.code_of(round_) for round_ in made.values()])]
+        outputs: list[Any] = [np.zeros((len(made), 1 + self._engine.world_size), np.int64)]
+        for row, round_ in zip(outputs[0], made.values(), strict=True):
+            row[0] = rounds.code_of(round_)
+            if round_ is not None:
+                row[1 : 1 + len(round_.splits)] = round_.splits
         for bucket, round_ in made.items():
             self._sent[bucket] = round_
             outputs.append(self._tensor(rounds.message_of(round_, self._engine.rank)))
