@@ -15,7 +15,7 @@ from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Round, Tensor
-from horovod_fftcomp.schemes.shards import cut
+from horovod_fftcomp.schemes.shard_plan import cut
 from horovod_fftcomp.simulation import InProcessWorld, exchange_once
 
 SHARDED = [name for name, recipe in RECIPES.items() if recipe.options.get("exchange") == "auto"]

@@ -22,13 +22,8 @@ from horovod_fftcomp.schemes import (
 from horovod_fftcomp.schemes.allgather import Allgather, serves
 from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
-from horovod_fftcomp.schemes.shards import (
-    SHARD_BEGIN,
-    SHARD_RESIDUAL,
-    folded,
-    grain_of,
-    second_codec,
-)
+from horovod_fftcomp.schemes.shard_plan import grain_of, second_codec
+from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array
 

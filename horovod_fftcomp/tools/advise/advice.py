@@ -9,13 +9,14 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_fftcomp.engine.buckets import Bucket, make_buckets
 from horovod_fftcomp.engine.checkpoint import common
-from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.engine.policy import Scheduled, make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Round, Scheme, State, Tensor
 from horovod_fftcomp.tools import gradient_files
@@ -92,6 +93,7 @@ def compressed(
         used["calibrate_steps"] = 1
     policy = make_policy(recipe, **used)
     buckets = make_buckets(tensors, policy)
+    decides = policy.in_force().get("exchange") == "auto"
     inside = {tensor.name for bucket in buckets for tensor in bucket.tensors}
     rest = sum(_nbytes(tensor) for tensor in tensors if tensor.name not in inside)
     # The roll call comes before the first bucket; probes go with the dense tensors, at the end.
@@ -105,6 +107,10 @@ def compressed(
         values = [_gradient(tensor, grads) for tensor in bucket.tensors]
         at = max(ready[tensor.name] for tensor in bucket.tensors)
         part, varies = _timed(bucket, values, at, repeat)
+        if decides and (ranks := _sharded_from(policy, bucket)) is not None:
+            shards = bucket._replace(policy=policy.with_exchange("sharded"))
+            sharded, _ = _timed(shards, values, at, repeat)
+            part = replace(part, sharded=sharded, sharded_from=ranks)
         parts.append(part)
         spreads.append(varies)
         lost, all_of_it = _lost(bucket, values)
@@ -112,6 +118,15 @@ def compressed(
     sent = sum(message.nbytes for part in parts for message in part.messages)
     relative_error = math.sqrt(error / energy) if energy else 0.0
     return Option(label, recipe, options, parts, sent, relative_error, spread=max(spreads))
+
+
+def _sharded_from(policy: Scheduled, bucket: Bucket) -> int | None:
+    """Return the number of ranks from which exchange "auto" shards a bucket; None if never."""
+
+    def shards(ranks: int) -> bool:
+        return policy.decided(bucket.tensors, ranks) == policy.with_exchange("sharded")
+
+    return next((ranks for ranks in (*range(2, 33), 64, 128, 512) if shards(ranks)), None)
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -143,15 +158,19 @@ def _timed(
     """Return (messages and median times of a bucket in a usual step; their spread)."""
     scheme, first = bucket.policy.at(_USUAL_STEP), bucket.policy.at(0)
     state = _run(first, bucket, grads, {}, 0, 1).state
+    others = {ranks: _other_owners(scheme, bucket, grads, state, ranks) for ranks in (_FEW, _MORE)}
     runs: dict[int, list[_Run]] = {
-        ranks: [_run(scheme, bucket, grads, state, _USUAL_STEP, ranks) for _ in range(repeat + 1)]
+        ranks: [
+            _run(scheme, bucket, grads, state, _USUAL_STEP, ranks, others[ranks])
+            for _ in range(repeat + 1)
+        ]
         for ranks in (_FEW, _MORE)
     }
     encode_s = statistics.median(run.encode_s for found in runs.values() for run in found[1:])
     few_s, more_s = (statistics.median(run.decode_s for run in runs[n][1:]) for n in (_FEW, _MORE))
     messages = runs[_FEW][0].messages
     gathers = messages[-1].collective == "allgather"  # else there is one sum, of however many
-    each_s = max(0.0, (more_s - few_s) / (_MORE - _FEW)) if gathers else 0.0
+    each_s = max(0.0, (more_s - few_s) / (_MORE - _FEW)) if gathers and not others[_FEW] else 0.0
     varies = spread([run.encode_s + run.decode_s for run in runs[_FEW][1:]])
     return Transfer(ready, messages, encode_s, max(0.0, few_s - _FEW * each_s), each_s), varies
 
@@ -185,9 +204,11 @@ def _run(
     state: Mapping[str, Mapping[str, Array]],
     step: int,
     ranks: int,
+    others: Sequence[Array] = (),
 ) -> _Run:
     """Run one exchange in which all ranks send the payloads of ``grads``.
 
+    ``others``: second messages of the other owners in a sharded exchange.
     The caches are overwritten before each part, as by the forward and backward pass of a training.
     """
     np.empty(_CACHES_NBYTES, np.uint8).fill(1)
@@ -198,7 +219,7 @@ def _run(
     while True:
         times.append(time.perf_counter() - begin)
         messages.append(_message(round_, ranks))
-        output = _output(round_, ranks)
+        output = _output(round_, ranks, others)
         np.empty(_CACHES_NBYTES, np.uint8).fill(1)
         begin = time.perf_counter()
         try:
@@ -211,6 +232,27 @@ def _run(
             return _Run(tuple(messages), sum(times), decode_s, outcome.sums, kept)
 
 
+def _other_owners(
+    scheme: Scheme,
+    bucket: Bucket,
+    grads: Sequence[Array],
+    state: Mapping[str, Mapping[str, Array]],
+    ranks: int,
+) -> list[Array]:
+    """Return the second messages of all owners but the first; none unless ``scheme`` is sharded."""
+    messages: list[Array] = []
+    for rank in range(1, ranks if scheme.rounds[-2:-1] == ("alltoall",) else 1):
+        context = Context(_USUAL_STEP, rank, ranks)
+        exchange = scheme.exchange(bucket.tensors, grads, state, context)
+        round_ = next(exchange)
+        while round_.collective != "alltoall":
+            round_ = exchange.send(_output(round_, ranks))
+        part = np.split(round_.data, np.cumsum(round_.splits)[:-1])[rank]
+        messages.append(exchange.send(np.concatenate([part] * ranks)).data)
+        exchange.close()
+    return messages
+
+
 def _message(round_: Round, ranks: int) -> Message:
     if round_.divided:
         return Message("divided", ranks * round_.data.nbytes)
@@ -218,7 +260,11 @@ def _message(round_: Round, ranks: int) -> Message:
     return Message(round_.collective, round_.data.nbytes, dtype)
 
 
-def _output(round_: Round, ranks: int) -> Array:
+def _output(round_: Round, ranks: int, others: Sequence[Array] = ()) -> Array:
+    if round_.collective == "alltoall":
+        return np.concatenate([round_.data[: round_.splits[0]]] * ranks)
+    if others and round_.collective == "allgather":
+        return np.concatenate([round_.data, *others])
     if round_.divided:  # our part may be invalid as another rank's; zeros never are
         return np.concatenate([round_.data, np.zeros((ranks - 1) * round_.data.size, np.uint8)])
     if round_.collective == "allgather":

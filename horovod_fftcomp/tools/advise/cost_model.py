@@ -20,7 +20,8 @@ _MOST_RANKS = 1 << 20  # searched for a crossover
 class Message(NamedTuple):
     """One collective and the bytes that each rank hands in.
 
-    "divided": an allgather whose bytes all ranks hand in together. ``dtype``: that of a sum, which
+    "divided": an allgather whose bytes all ranks hand in together. "alltoall": each rank hands in
+    the bytes for all. ``dtype``: that of a sum, which
     changes its time: Gloo adds float16 one by one.
     """
 
@@ -62,15 +63,15 @@ class Network:
         """Return the time of a collective on ``ranks`` ranks in seconds; 0 on one rank.
 
         Ring allreduce: 2 (p-1) alpha + 2 (p-1)/p n beta. Ring allgather: (p-1) (alpha + n beta), n
-        of each rank; "divided" is one to which all ranks together bring n. Broadcast by a tree:
-        log2(p) alpha + n beta. Where times were measured, a straight line between the two nearest
-        sizes.
+        of each rank; "divided" is one to which all ranks together bring n. Alltoall: (p-1) (alpha +
+        n/p beta). Broadcast by a tree: log2(p) alpha + n beta. Where times were measured, a
+        straight line between the two nearest sizes.
         """
         p, (collective, nbytes, dtype) = ranks, message
         n = float(nbytes)
         if p < 2:
             return 0.0
-        if collective == "divided":
+        if collective in ("divided", "alltoall"):
             collective, n = "allgather", n / p
         same = [(m.nbytes, t) for m, t in self.times_s if m[::2] == (collective, dtype)]
         if (known := sorted(same)) and p == self.measured_ranks:
@@ -157,6 +158,7 @@ class Transfer:
 
     ``ready``: share of the backward pass after which its gradients are ready. ``encode_s``: time
     before the first message; ``decode_s`` and, for each rank, ``decode_each_s``: after the last.
+    ``sharded``: what replaces it on ``sharded_from`` ranks and more.
     """
 
     ready: float
@@ -164,6 +166,17 @@ class Transfer:
     encode_s: float = 0.0
     decode_s: float = 0.0
     decode_each_s: float = 0.0
+    sharded: Transfer | None = None
+    sharded_from: int = 0
+
+    def on(self, ranks: int) -> Transfer:
+        """Return the transfer on this number of ranks."""
+        return self.sharded if self.sharded and ranks >= self.sharded_from else self
+
+    def without_codec(self) -> Transfer:
+        """Return the transfer without encoding and decoding times."""
+        sharded = self.sharded and self.sharded.without_codec()
+        return replace(self, encode_s=0.0, decode_s=0.0, decode_each_s=0.0, sharded=sharded)
 
 
 class StepTime(NamedTuple):
@@ -188,10 +201,10 @@ def step_time(
 
     Gradients become ready evenly over the backward pass, in the order of ``ready``, and are encoded
     one part after the other. The network runs one collective at a time; waiting messages of one
-    kind are fused, as by Horovod. After the backward pass, received parts are decoded one after the
-    other.
+    kind are fused, as by Horovod, which never fuses an alltoall. After the backward
+    pass, received parts are decoded one after the other.
     """
-    order = sorted(parts, key=lambda part: part.ready)
+    order = sorted((part.on(ranks) for part in parts), key=lambda part: part.ready)
     encoded, computed = _encoded(compute, order)
     network_free, exchange_s, received = 0.0, 0.0, [0.0] * len(order)
     waiting = [(at, number, 0) for number, at in enumerate(encoded)]  # (since, part, its round)
@@ -200,6 +213,8 @@ def step_time(
         begin = max(network_free, waiting[0][0])
         first = _message(order, waiting[0])
         fused = [w for w in waiting if w[0] <= begin and _message(order, w)[::2] == first[::2]]
+        if first.collective == "alltoall":
+            fused = waiting[:1]
         waiting = [w for w in waiting if w not in fused]
         nbytes = sum(_message(order, w).nbytes for w in fused)
         taken = network.seconds(first._replace(nbytes=nbytes), ranks)
@@ -242,7 +257,7 @@ def _encoded(compute: Compute, order: Sequence[Transfer]) -> tuple[list[float], 
 
 def free_codecs(parts: Sequence[Transfer]) -> list[Transfer]:
     """Return the parts without encoding and decoding times."""
-    return [replace(part, encode_s=0.0, decode_s=0.0, decode_each_s=0.0) for part in parts]
+    return [part.without_codec() for part in parts]
 
 
 def spread(times_s: Sequence[float]) -> float:

@@ -1,0 +1,240 @@
+"""Shards of a bucket: its pieces, their codecs, and the second codecs of a sharded exchange."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.codec.adaptive import AdaptiveCodec
+from horovod_fftcomp.codec.adaptive_methods import Wangni
+from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
+from horovod_fftcomp.codec.methods.signs import SignMethod
+from horovod_fftcomp.codec.methods.terngrad import TernGrad
+from horovod_fftcomp.codec.quantizers import Float32, RangeFloat
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import TopK
+from horovod_fftcomp.codec.transforms import Identity
+from horovod_fftcomp.kernels.ops import AnyCodec, Ops
+from horovod_fftcomp.schemes import Grads, OldState, Second, State, Tensor
+from horovod_fftcomp.types import Shape
+
+_GRAIN = 64  # elements: a piece of a tensor that is not transformed is a multiple of it
+
+
+class Piece(NamedTuple):
+    """What a tensor and a shard have in common: elements ``begin`` to ``end`` of the tensor."""
+
+    number: int  # of the tensor in its bucket
+    begin: int
+    end: int
+
+
+def cut(numels: Sequence[int], grains: Sequence[int], n_shards: int) -> list[list[Piece]]:
+    """Return the pieces of each shard of tensors of these sizes, in the tensors' order.
+
+    Shards are as equal as cuts at multiples of a tensor's ``grains``, counted from its start, let
+    them be; what would remain of a tensor beside a cut is at least its grain.
+    """
+    starts = list(itertools.accumulate(numels, initial=0))
+    cuts = [0, *(_cut_at(starts, grains, n, n_shards) for n in range(1, n_shards)), starts[-1]]
+    return [
+        [
+            Piece(number, max(begin, start) - start, min(end, stop) - start)
+            for number, (start, stop) in enumerate(itertools.pairwise(starts))
+            if max(begin, start) < min(end, stop)
+        ]
+        for begin, end in itertools.pairwise(cuts)
+    ]
+
+
+def _cut_at(starts: Sequence[int], grains: Sequence[int], number: int, n_shards: int) -> int:
+    wanted = starts[-1] * number // n_shards
+    tensor = min(bisect.bisect_right(starts, wanted), len(starts) - 1) - 1
+    begin, end, grain = starts[tensor], starts[tensor + 1], grains[tensor]
+    at = begin + (wanted - begin + grain // 2) // grain * grain
+    return end if end - at < grain else at
+
+
+# The second density by default, as a multiple of the first; by whether there is no transform.
+_TIMES = {True: 2.5, False: 2.2}
+
+
+def second_codec(codec: AnyCodec, sign: bool | str, second: Second) -> AnyCodec:
+    """Return the codec of the second round for the sums of payloads of ``codec``."""
+    if sign:  # sums are -p, 0 and p; without a vote any may be 0
+        return DenseCodec(ScaledSign() if sign == "vote" else TernGrad(clip=0.0))
+    if isinstance(codec, AdaptiveCodec) and not isinstance(codec.method, Wangni):
+        codec = Codec(Identity(), TopK(0.04), RangeFloat(4))  # its units are no larger sum's
+    if not isinstance(codec, Codec):
+        return codec
+    quantizer = codec.quantizer
+    if second.bits is not None:
+        quantizer = Float32() if second.bits == 32 else RangeFloat(second.bits)
+    sparsifier = codec.sparsifier
+    if isinstance(sparsifier, TopK):
+        times = _TIMES[type(codec.transform) is Identity]
+        density = second.density or min(1.0, times * sparsifier.density)
+        sparsifier = TopK(density)
+    return replace(codec, sparsifier=sparsifier, quantizer=quantizer)
+
+
+class ShardPlan:
+    """Pieces of a bucket and their codecs; ``owners[rank]``: the numbers of a rank's pieces."""
+
+    def __init__(
+        self,
+        codecs: Sequence[AnyCodec],
+        seconds: Sequence[AnyCodec],
+        tensors: Sequence[Tensor],
+        n_shards: int,
+    ) -> None:
+        self._names = [tensor.name for tensor in tensors]
+        numels = [math.prod(tensor.shape) for tensor in tensors]
+        grains = [grain_of(*pair) for pair in zip(codecs, tensors, strict=True)]
+        shards = cut(numels, grains, n_shards)
+        ends = list(itertools.accumulate(map(len, shards), initial=0))
+        self.owners = [range(*pair) for pair in itertools.pairwise(ends)]
+        self.pieces = [piece for shard in shards for piece in shard]
+        self.tensors = tuple(
+            _tensor_of(tensors[p.number], p, numels[p.number], grains[p.number])
+            for p in self.pieces
+        )
+        self.codecs = [codecs[piece.number] for piece in self.pieces]
+        self.seconds = [seconds[piece.number] for piece in self.pieces]
+        self.members = [
+            [n for n, piece in enumerate(self.pieces) if piece.number == number]
+            for number in range(len(tensors))
+        ]
+        self.bins = [self._bins(n) for n in range(len(self.pieces))]
+        self.kind = np.complex64 if codecs[0].transform.reals_per_bin == 2 else np.float32
+        self.numels = [piece.end - piece.begin for piece in self.pieces]
+        self.n_bins = [bins.stop - bins.start for bins in self.bins]
+        # By rank: the first coefficients of its pieces, by tensor, as its state has them.
+        self.begins = [
+            {tensors[self.pieces[n].number].name: np.array([self.bins[n].start]) for n in numbers}
+            for numbers in self.owners
+        ]
+        self._splits: tuple[int, ...] | None = None
+        if all(codec.has_fixed_size for codec in codecs):
+            sizes = zip(self.codecs, self.tensors, strict=True)
+            self._splits = self._by_owner([c.payload_nbytes(t.shape) for c, t in sizes])
+
+    def owns(self, rank: int, name: str, begin: Any, part: Any) -> bool:
+        """Return whether a second residual is of the piece of a tensor that ``rank`` owns."""
+        sizes = {self._names[self.pieces[n].number]: self.n_bins[n] for n in self.owners[rank]}
+        known = self.begins[rank].get(name)
+        return known is not None and known[0] == begin[0] and sizes[name] == part.size
+
+    def _bins(self, number: int) -> slice:
+        """Return the part of a tensor's coefficients that are a piece's."""
+        transform, (_, begin, end) = self.codecs[number].transform, self.pieces[number]
+        return slice(transform.n_bins(begin), transform.n_bins(end))
+
+    def _by_owner(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        aligned = [wire.align(size) for size in sizes]
+        return tuple(sum(aligned[pieces.start : pieces.stop]) for pieces in self.owners)
+
+    def splits(self, message: Any) -> tuple[int, ...]:
+        """Return how many bytes of a first message go to each owner."""
+        if self._splits is not None:
+            return self._splits
+        return self._by_owner([payload.size for _, payload in wire.split_payloads(message)])
+
+    def grads(self, grads: Grads) -> list[Any]:
+        """Return the parts of gradients that are the pieces; None of a frozen tensor."""
+        parts = [(grads[piece.number], piece) for piece in self.pieces]
+        return [None if grad is None else grad[p.begin : p.end] for grad, p in parts]
+
+    def state(self, tensors: Sequence[Tensor], state: OldState) -> State:
+        """Return the parts of residuals and velocities that are the pieces."""
+        places = list(zip(self.tensors, self.pieces, self.bins, strict=True))
+        old = state.get("residual", {})
+        residuals = {
+            tensor.name: old[name][bins]
+            for tensor, piece, bins in places
+            if (name := tensors[piece.number].name) in old
+        }
+        old = state.get("velocity", {})
+        velocities = {
+            tensor.name: old[name][piece.begin : piece.end]
+            for tensor, piece, _ in places
+            if (name := tensors[piece.number].name) in old
+        }
+        return {"residual": residuals, "velocity": velocities}
+
+    def whole(
+        self, ops: Ops, parts: Sequence[Any], sizes: Sequence[int], dtype: type = np.float32
+    ) -> list[Any]:
+        """Return an array for each tensor of those of its pieces; None if all of them are.
+
+        ``sizes``: number of elements of each piece's array, which is zero where it is None.
+        """
+        return [
+            parts[members[0]]
+            if len(members) == 1
+            else None
+            if all(parts[n] is None for n in members)
+            else ops.join([parts[n] for n in members], [sizes[n] for n in members], dtype)
+            for members in self.members
+        ]
+
+
+def grain_of(codec: AnyCodec, tensor: Tensor) -> int:
+    """Return the number of elements of which a piece of the tensor is a multiple.
+
+    Blocks of a transform, or rows that share a scale, are not cut.
+    """
+    method = getattr(codec, "method", None)
+    if isinstance(method, SignMethod):
+        length = method.row_length(tensor.shape)
+        if length < math.prod(tensor.shape):
+            return length
+    return max(_GRAIN, codec.transform.bins_per_block * codec.transform.reals_per_bin)
+
+
+def _tensor_of(tensor: Tensor, piece: Piece, numel: int, grain: int) -> Tensor:
+    """Return a piece as a tensor of its own; a tensor that is not cut is the piece itself."""
+    n = piece.end - piece.begin
+    if n == numel:
+        return tensor
+    has_rows = grain * tensor.shape[0] == numel
+    shape: Shape = (n // grain, grain) if has_rows else (n,)
+    return Tensor(f"{tensor.name}[{piece.begin}:{piece.end}]", shape)
+
+
+class Key:
+    """Codecs as a key of a cache: their identities, which are compared faster than options."""
+
+    def __init__(self, codecs: Sequence[AnyCodec]) -> None:
+        self.codecs = tuple(codecs)  # kept, so that no other object gets their identities
+        self._ids = tuple(map(id, codecs))
+
+    def __hash__(self) -> int:
+        return hash(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self._ids == other._ids
+
+    def plan(
+        self, tensors: tuple[Tensor, ...], sign: bool | str, second: Second, n_shards: int
+    ) -> ShardPlan:
+        """Return the plan of a bucket, always the same object."""
+        return _plan(self, tensors, sign, second, n_shards)
+
+
+@functools.lru_cache(maxsize=1024)  # more than a training has buckets
+def _plan(
+    key: Key, tensors: tuple[Tensor, ...], sign: bool | str, second: Second, n_shards: int
+) -> ShardPlan:
+    codecs = key.codecs
+    seconds = {id(codec): second_codec(codec, sign, second) for codec in codecs}
+    return ShardPlan(codecs, [seconds[id(codec)] for codec in codecs], tensors, n_shards)
