@@ -94,22 +94,31 @@ def test_a_fast_network_is_told_that_nothing_is_gained_and_why(advise):
 
 def test_more_ranks_and_the_crossover(advise, tmp_path):
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "steps.png"
+    picture, gathered = tmp_path / "steps.png", "topk(exchange=gather)"
     printed, found = advise(
-        *SLOW, "--nodes", "2..1000", "--plot", picture, "--recipes", "topk,scalecom"
+        *SLOW, "--nodes", "2..1000", "--plot", picture, "--recipes", "topk:exchange=gather,scalecom"
     )
     assert found["nodes"]["ranks"] == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]
     steps = found["nodes"]["step_s"]
-    assert set(steps) == {"none", "topk", "scalecom"}
-    assert steps["topk"][-1] > 100 * steps["topk"][0]  # what is gathered grows with the ranks
-    assert steps["scalecom"][-1] < steps["topk"][-1] / 10
+    assert set(steps) == {"none", gathered, "scalecom"}
+    assert steps[gathered][-1] > 100 * steps[gathered][0]  # what is gathered grows with the ranks
+    assert steps["scalecom"][-1] < steps[gathered][-1] / 10
     [crossover] = found["crossover_ranks"].items()
     topk = next(row for row in found["recipes"] if row["recipe"] == "topk")
     ratio = DENSE_NBYTES / topk["sent_nbytes"]
-    assert crossover[0] == "topk"
+    assert crossover[0] == gathered
     assert 2 * ratio < crossover[1] < 2.2 * ratio + 2
-    assert f"topk: from {crossover[1]} ranks on its allgather is slower" in printed
+    assert f"{gathered}: from {crossover[1]} ranks on its allgather is slower" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_exchange_auto_is_forecast_to_shard_on_many_ranks(advise):
+    printed, found = advise(*SLOW, "--nodes", "2..1000", "--recipes", "fft,fft:exchange=gather")
+    shards, gathers = (found["nodes"]["step_s"][name] for name in ("fft", "fft(exchange=gather)"))
+    assert shards[0] == pytest.approx(gathers[0], rel=0.1)  # two ranks gather
+    assert 50 * shards[-1] < gathers[-1]
+    assert list(found["crossover_ranks"]) == ["fft(exchange=gather)"]
+    assert "fft: from" not in printed
 
 
 def test_bad_arguments_are_told(capsys, file, tmp_path, monkeypatch):
@@ -207,8 +216,10 @@ def test_the_bytes_are_those_of_the_scheme(recipe):
     # Offsets of a bucket take whole words, of which a tensor fills what it needs.
     rounded = 4 * len(inside) if recipe == "scalecom" else 0
     assert abs(option.sent_nbytes - (sent + small + meeting_and_probes)) <= rounded
-    expected = {"scalecom": "allreduce", "random_block": "allreduce", "fp16": "allreduce"}
-    assert option.kind == expected.get(recipe, "allgather")
+    assert option.kind == ("alltoall" if recipe in ("topk", "fft") else "allreduce")
+    if recipe == "topk":
+        option = advice.compressed(recipe, recipe, {"exchange": "gather"}, TENSORS, {}, 1)
+        assert option.kind == "allgather"
     [bucket] = option.parts[2:]
     kinds = [message.collective for message in bucket.messages]
     assert tuple("allgather" if kind == "divided" else kind for kind in kinds) == scheme.rounds

@@ -121,7 +121,7 @@ def test_bad_numbers_are_refused(bad):
     with pytest.raises(ValueError, match="gbit_per_s"):
         given_network(-abs(bad), 0.0)
     with pytest.raises(ValueError, match="unknown collective"):
-        NETWORK.seconds(Message("alltoall", 1), 2)
+        NETWORK.seconds(Message("reducescatter", 1), 2)
 
 
 def gathers(n_parts=10, nbytes=100_000, **times):

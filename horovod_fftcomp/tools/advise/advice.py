@@ -63,7 +63,12 @@ class Option(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The collective of the largest message, "divided" ones left out."""
+        """The collective of the largest message, "divided" ones left out.
+
+        "alltoall" if buckets are sharded on many ranks.
+        """
+        if any(part.sharded for part in self.parts):
+            return "alltoall"
         messages = [message for part in self.parts for message in part.messages]
         whole = [message for message in messages if message.collective != "divided"]
         return max(whole, key=lambda message: message.nbytes).collective
