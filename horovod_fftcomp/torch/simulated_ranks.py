@@ -54,7 +54,8 @@ class SimulatedLearners:
         specs = self._parameters.specs()
         settings = Settings(min_numel, bucket_nbytes, rules)
         rules = check_rules(settings.rules, policy)
-        buckets = make_buckets(specs, policy, rules, settings.min_numel, settings.bucket_nbytes)
+        sizes = settings.min_numel, settings.bucket_nbytes, n_learners
+        buckets = make_buckets(specs, policy, rules, *sizes)
         self._engines = [Engine(buckets, rank, n_learners) for rank in range(n_learners)]
         self._buckets = [[tensor.name for tensor in bucket.tensors] for bucket in buckets]
         self._numels = {t.name: math.prod(t.shape) for t in specs}
