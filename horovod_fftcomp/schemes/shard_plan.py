@@ -27,6 +27,9 @@ from horovod_fftcomp.kernels.ops import AnyCodec, Ops
 from horovod_fftcomp.schemes import Grads, OldState, Second, State, Tensor
 from horovod_fftcomp.types import Shape
 
+# Of a shard: a piece of a tensor selects its own largest values, which are not always those of the
+# tensor. So a tensor is not cut for the sake of shards that are a little more equal.
+_NEAR = 0.4
 _GRAIN = 64  # elements: a piece of a tensor that is not transformed is a multiple of it
 
 
@@ -41,8 +44,8 @@ class Piece(NamedTuple):
 def cut(numels: Sequence[int], grains: Sequence[int], n_shards: int) -> list[list[Piece]]:
     """Return the pieces of each shard of tensors of these sizes, in the tensors' order.
 
-    Shards are as equal as cuts at multiples of a tensor's ``grains``, counted from its start, let
-    them be; what would remain of a tensor beside a cut is at least its grain.
+    A shard ends between two tensors if one ends within 0.4 of a shard's size. Otherwise the tensor
+    is cut, at a multiple of its grain from its start; its parts have at least that size.
     """
     starts = list(itertools.accumulate(numels, initial=0))
     cuts = [0, *(_cut_at(starts, grains, n, n_shards) for n in range(1, n_shards)), starts[-1]]
@@ -58,6 +61,9 @@ def cut(numels: Sequence[int], grains: Sequence[int], n_shards: int) -> list[lis
 
 def _cut_at(starts: Sequence[int], grains: Sequence[int], number: int, n_shards: int) -> int:
     wanted = starts[-1] * number // n_shards
+    near = min(starts, key=lambda start: abs(start - wanted))
+    if abs(near - wanted) <= _NEAR * starts[-1] / n_shards:
+        return near
     tensor = min(bisect.bisect_right(starts, wanted), len(starts) - 1) - 1
     begin, end, grain = starts[tensor], starts[tensor + 1], grains[tensor]
     at = begin + (wanted - begin + grain // 2) // grain * grain
