@@ -151,7 +151,7 @@ class Ours(Alone):
             self.optimizer, model.named_parameters(), compression=self.compression
         )
         self.nbytes = dict.fromkeys(("allgather", "allreduce", "broadcast"), 0)
-        exchanges = self.compression._steps.exchanges
+        exchanges = self.compression._steps.pipeline
         exchanges._send = partial(self._count, exchanges._send)
 
     def _count(self, send: Callable[..., Any], round_: Any, *where: int) -> Any:

@@ -56,7 +56,7 @@ class Run:
         self.model = nn.Sequential(*layers, nn.Linear(WIDTH, 10))
         self.compression = getattr(Compression, recipe)(self.model, replica_check="off")
         if in_hooks:
-            self.compression._steps.exchanges._worker = _InHooks()
+            self.compression._steps.pipeline._worker = _InHooks()
         self.optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=1e-3),
             named_parameters=self.model.named_parameters(),

@@ -17,18 +17,13 @@ import pytest
 from horovod_fftcomp import get_scheme, list_compressors
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.overlap import Slot, StepPipeline
+from horovod_fftcomp.engine.overlap import StepPipeline
 from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.schemes import Outcome, Round, Scheme, Tensor
 from horovod_fftcomp.simulation import InProcessWorld, exchange_once
 
 TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]
 SIZES = {"a": 2000, "b": 3, "c": 1001}
-PLACES = [
-    (slot, tensor.name)
-    for bucket, tensors in enumerate(TENSORS)
-    for slot, tensor in ((Slot(bucket, i), t) for i, t in enumerate(tensors))
-]
 
 
 class Shifted(Scheme):
@@ -135,9 +130,14 @@ def grads_of(seed):
     return {name: rng.standard_normal(n).astype(np.float32) for name, n in SIZES.items()}
 
 
-def run_step(pipeline, grads, order=PLACES):
-    for slot, name in order:
-        pipeline.add(slot, grads[name])
+def start(pipeline, bucket, grads):
+    pipeline.last_came = time.perf_counter()
+    pipeline.start(bucket, {i: grads[tensor.name] for i, tensor in enumerate(TENSORS[bucket])})
+
+
+def run_step(pipeline, grads, order=(0, 1)):
+    for bucket in order:
+        start(pipeline, bucket, grads)
         pipeline.advance()
     pipeline.finish()
     engine = pipeline._engine
@@ -183,7 +183,7 @@ def test_a_worker_changes_no_byte(scheme):
     def train(rank):
         pipeline = StepPipeline(engines[rank], network.sender(rank), timeout_s=100)
         return [
-            run_step(pipeline, grads_of((step, rank)), PLACES if rank else PLACES[::-1])
+            run_step(pipeline, grads_of((step, rank)), (0, 1) if rank else (1, 0))
             for step in range(3)
         ]
 
@@ -200,8 +200,8 @@ def test_gradients_are_taken_while_an_encoding_is_under_way():
     scheme = Gated()
     pipeline, sent = alone(scheme)
     grads = grads_of(0)
-    for slot, name in PLACES:
-        pipeline.add(slot, grads[name])
+    for bucket in (0, 1):
+        start(pipeline, bucket, grads)
         pipeline.advance()
     wait_until(lambda: scheme.begun)
     assert scheme.begun == ["a"]  # one after the other
@@ -217,8 +217,8 @@ def test_gradients_are_taken_while_an_encoding_is_under_way():
 def test_later_rounds_are_sent_before_the_step_is_finished():
     pipeline, sent = alone(Shifted())
     grads = grads_of(0)
-    for slot, name in PLACES:
-        pipeline.add(slot, grads[name])
+    for bucket in (0, 1):
+        start(pipeline, bucket, grads)
     wait_until(lambda: pipeline.advance() or len(sent) == 4)
     assert sorted(sent) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     pipeline.finish()
@@ -229,7 +229,7 @@ def test_later_rounds_are_sent_before_the_step_is_finished():
 def test_zeros_are_sent_for_what_is_missing_and_empty_buckets_are_left_out():
     pipeline, sent = alone(get_scheme("topk", density=1.0, bits=32))
     grads = grads_of(0)
-    pipeline.add(PLACES[0][0], grads["a"])
+    pipeline.start(0, {0: grads["a"]})
     pipeline.finish()
     a, b = pipeline._engine.sums(0)
     assert a.tobytes() == grads["a"].tobytes()
@@ -242,8 +242,8 @@ def test_an_error_in_the_worker_comes_out_of_finish_as_it_was(error):
     scheme = Gated(error=error, seconds=0)
     pipeline, sent = alone(scheme)
     grads = grads_of(0)
-    for slot, name in PLACES:
-        pipeline.add(slot, grads[name])
+    for bucket in (0, 1):
+        start(pipeline, bucket, grads)
     wait_until(lambda: len(scheme.begun) == 2)
     pipeline.advance()
     with pytest.raises(type(error)) as caught:
@@ -273,8 +273,8 @@ def test_abandoning_drops_what_waits_and_waits_for_what_runs():
     scheme = Gated()
     pipeline, sent = alone(scheme)
     grads = grads_of(0)
-    for slot, name in PLACES:
-        pipeline.add(slot, grads[name])
+    for bucket in (0, 1):
+        start(pipeline, bucket, grads)
     wait_until(lambda: scheme.begun)
     opener = threading.Timer(0.1, scheme.gate.set)
     opener.start()
@@ -290,10 +290,9 @@ def test_abandoning_drops_what_waits_and_waits_for_what_runs():
 def test_what_is_hidden_and_what_is_waited_for_are_measured():
     pipeline, sent = alone(Gated(seconds=0.4))
     grads = grads_of(0)
-    for slot, name in PLACES[:2]:
-        pipeline.add(slot, grads[name])
+    start(pipeline, 0, grads)
     wait_until(lambda: pipeline.advance() or sent)  # as long as backward goes on
-    pipeline.add(*PLACES[2][:1], grads["c"])
+    start(pipeline, 1, grads)
     pipeline.finish()
     encode_s = pipeline._engine.costs.encode_s
     hidden_s, wait_s = pipeline.encode_hidden_s, pipeline.encode_wait_s
@@ -317,11 +316,11 @@ def test_the_thread_ends_with_its_exchanges():
 
 BROKEN_OFF = """
 import os, sys, time
-from tests.test_exchanges import PLACES, Gated, alone, grads_of
+from tests.test_exchanges import Gated, alone, grads_of, start
 exchanges, _ = alone(Gated(seconds=0.2))
 grads = grads_of(0)
-for place, name in PLACES:
-    exchanges.add(place, grads[name])
+for bucket in (0, 1):
+    start(exchanges, bucket, grads)
 {end}
 """
 
@@ -337,7 +336,7 @@ def test_a_process_that_breaks_off_a_step_ends(end, code):
 
 FORK = """
 import multiprocessing
-from tests.test_exchanges import PLACES, Gated, alone, grads_of, run_step
+from tests.test_exchanges import Gated, alone, grads_of, run_step, start
 exchanges, _ = alone(Gated(seconds=0.1))
 grads = grads_of(0)
 
@@ -348,8 +347,8 @@ def look():
     gc.collect()
 
 run_step(exchanges, grads)
-for place, name in PLACES:
-    exchanges.add(place, grads[name])
+for bucket in (0, 1):
+    start(exchanges, bucket, grads)
 child = multiprocessing.get_context("fork").Process(target=look)
 child.start()
 child.join(20)

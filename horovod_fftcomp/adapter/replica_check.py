@@ -82,7 +82,7 @@ class ReplicaCheck:
         if len(self._parameters.names) != self._n_sizes:  # the optimizer got new ones
             self._rotation = Rotation(sizes := self._parameters.sizes())
             self._n_sizes = len(sizes)
-        self._due = self._rotation.due(step) if self.is_due(step) else ()
+        self._due = () if self._action == "off" else self._rotation.due(step)
         if self._due:
             start = time.perf_counter()
             if device is not None and in_place is not None:

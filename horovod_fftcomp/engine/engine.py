@@ -85,9 +85,6 @@ class Work:
         return self
 
 
-_TAKEN = np.empty(0, np.float32)  # replaces a sum that was taken
-
-
 class _Unread(NamedTuple):
     """Measurements of a step that are still on the device, by bucket.
 
@@ -220,11 +217,12 @@ class Engine:
         """Return the sums over ranks of a bucket whose rounds are complete."""
         return self._outcomes[bucket].sums
 
-    def take_sum(self, bucket: int, position: int) -> Array:
-        """Return one of ``sums`` and drop the engine's reference to it."""
-        sums = self._outcomes[bucket].sums
-        total, sums[position] = sums[position], _TAKEN
-        return total
+    def take_sums(self) -> dict[int, list[Array]]:
+        """Return ``sums`` by bucket and drop the engine's references to them."""
+        taken = {bucket: outcome.sums.copy() for bucket, outcome in self._outcomes.items()}
+        for outcome in self._outcomes.values():
+            outcome.sums.clear()
+        return taken
 
     def observe(self, finite: bool) -> None:
         """Report whether a tensor that was exchanged outside the engine is finite."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol
 
@@ -72,7 +72,9 @@ class StepPipeline:
     ``send(round, bucket, number)`` starts a bucket's round without waiting. ``timeout_s``: how long
     to wait for a round. Times in seconds since the start: ``wait_s`` and ``encode_wait_s``, in
     which the training thread waited for rounds and for encodings; ``encode_hidden_s``, encoding
-    that overlapped with the backward pass, before the last gradient of its step.
+    that overlapped with the backward pass, before the last gradient of its step. The caller sets
+    ``last_came`` to the time of each gradient. ``advance`` does nothing while ``encoding`` and
+    ``inner`` are empty.
 
     Only the training thread calls methods and sends. The worker runs one ``Work`` at a time, in the
     order in which buckets were complete, so that the engine is used by one thread. ``finish``
@@ -90,49 +92,39 @@ class StepPipeline:
         # The thread starts with the first bucket, holds no reference to this object and ends with
         # it. An exiting interpreter waits for it, but not for long: it never waits for other ranks.
         self._worker = ThreadPoolExecutor(1, "fftcomp-encode")
-        self._arrived: list[dict[int, Array | None]] = [{} for _ in engine.buckets]
         self._number = [0 for _ in engine.buckets]  # number of each bucket's current round
-        self._encoding: dict[int, Future[Work]] = {}  # by bucket, in the worker's order
+        self.encoding: dict[int, Future[Work]] = {}  # by bucket, in the worker's order
         self._pending: dict[int, Pending] = {}  # by bucket, in the order in which they were sent
-        self._inner: set[int] = set()  # buckets whose pending round is not their last
+        self.inner: set[int] = set()  # buckets whose pending round is not their last
         self._computes = False
-        self._last_came = 0.0  # time of the last gradient of this step
+        self.last_came = 0.0
         self._spans: list[tuple[float, float]] = []  # when this step's encodings began and ended
 
     @property
     def is_computing(self) -> bool:
         """Whether something is being encoded or decoded; safe to read from other threads."""
-        return self._computes or any(not work.done() for work in list(self._encoding.values()))
+        return self._computes or any(not work.done() for work in list(self.encoding.values()))
 
-    def note_gradient(self) -> None:
-        """Record the time of a gradient that is exchanged elsewhere."""
-        self._last_came = time.perf_counter()
+    def start(self, bucket: int, arrived: Mapping[int, Array | None]) -> None:
+        """Start a bucket's exchange with its gradients, flat float32, by position.
 
-    def add(self, slot: Slot, grad: Array | None) -> None:
-        """Add a gradient, flat float32; None for a frozen parameter."""
-        self._last_came = time.perf_counter()
-        arrived = self._arrived[slot.bucket]
-        arrived[slot.position] = grad
-        if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):
-            self._start(slot.bucket)
-
-    def complete(self) -> None:
-        """Start incomplete buckets, with zeros for their missing gradients.
-
-        A bucket without any gradient is not exchanged in this step.
+        None stands for that of a frozen parameter. Zeros are sent for missing ones.
         """
-        for bucket, arrived in enumerate(self._arrived):
-            if arrived:
-                self._start(bucket)
+        grads = [
+            arrived[index] if index in arrived else np.zeros(math.prod(tensor.shape), np.float32)
+            for index, tensor in enumerate(self._engine.buckets[bucket].tensors)
+        ]
+        self._number[bucket] = 0
+        self._encode(bucket, self._engine.prepare(bucket, grads))
 
     def advance(self) -> None:
         """Send encoded rounds, and start encoding after completed rounds; do not wait."""
-        for bucket, encoding in list(self._encoding.items()):
+        for bucket, encoding in list(self.encoding.items()):
             if not encoding.done() or encoding.exception() is not None:
                 break  # ``finish`` raises errors: raised here, in a hook, they depend on timing
-            del self._encoding[bucket]
+            del self.encoding[bucket]
             self._submit(bucket, encoding.result())
-        for bucket in sorted(self._inner):
+        for bucket in sorted(self.inner):
             if self._pending[bucket].is_done():
                 self._receive(bucket)
 
@@ -142,13 +134,12 @@ class StepPipeline:
         Raises the errors of encodings and of waits; pending work is cancelled first.
         """
         try:
-            self.complete()
-            while self._encoding or self._pending:
+            while self.encoding or self._pending:
                 self.advance()
                 done = (bucket for bucket, sent in self._pending.items() if sent.is_done())
                 if (bucket := next(done, None)) is not None:
                     self._receive(bucket)
-                elif self._encoding:
+                elif self.encoding:
                     self._wait_for_encoding()
                 elif self._pending:
                     self._receive(next(iter(self._pending)))
@@ -156,37 +147,27 @@ class StepPipeline:
             self._drop_work()
             raise
         for began, ended in self._spans:
-            self.encode_hidden_s += max(0.0, min(ended, self._last_came) - began)
+            self.encode_hidden_s += max(0.0, min(ended, self.last_came) - began)
         self._spans = []
 
     def abandon(self) -> None:
         """Discard the running step; waits for an encoding that is being computed."""
         self._drop_work()
-        self._arrived = [{} for _ in self._arrived]
-        self._pending, self._inner, self._spans = {}, set(), []
+        self._pending, self.inner, self._spans = {}, set(), []
 
     def _drop_work(self) -> None:
-        for encoding in self._encoding.values():
+        for encoding in self.encoding.values():
             encoding.cancel()
-        wait(self._encoding.values())
-        self._encoding = {}
-
-    def _start(self, bucket: int) -> None:
-        arrived, tensors = self._arrived[bucket], self._engine.buckets[bucket].tensors
-        grads = [
-            arrived[index] if index in arrived else np.zeros(math.prod(tensor.shape), np.float32)
-            for index, tensor in enumerate(tensors)
-        ]
-        self._arrived[bucket], self._number[bucket] = {}, 0
-        self._encode(bucket, self._engine.prepare(bucket, grads))
+        wait(self.encoding.values())
+        self.encoding = {}
 
     def _encode(self, bucket: int, work: Work) -> None:
         if not self._engine.computes_on_device(bucket):
-            self._encoding[bucket] = self._worker.submit(work.run)
+            self.encoding[bucket] = self._worker.submit(work.run)
             return
         self._computes = True  # the first call compiles kernels
         try:
-            self._encoding[bucket] = _Inline().submit(work.run)
+            self.encoding[bucket] = _Inline().submit(work.run)
         finally:
             self._computes = False
 
@@ -197,15 +178,15 @@ class StepPipeline:
         number = self._number[bucket]
         self._pending[bucket] = self._send(round_, bucket, number)
         if number < len(self._engine.scheme(bucket).rounds) - 1:
-            self._inner.add(bucket)
+            self.inner.add(bucket)
 
     def _receive(self, bucket: int) -> None:
         """Wait for a bucket's round; decode if it is the last one, else start the next encoding."""
         begin = time.perf_counter()
         output = self._pending.pop(bucket).wait(self._timeout_s)
         self.wait_s += time.perf_counter() - begin
-        if bucket in self._inner:
-            self._inner.remove(bucket)
+        if bucket in self.inner:
+            self.inner.remove(bucket)
             self._number[bucket] += 1
             self._encode(bucket, self._engine.prepare(bucket, output))
         else:
@@ -217,7 +198,7 @@ class StepPipeline:
 
     def _wait_for_encoding(self) -> None:
         """Wait for the worker's current work, or only briefly if rounds are pending too."""
-        encoding = next(iter(self._encoding.values()))
+        encoding = next(iter(self.encoding.values()))
         begin = time.perf_counter()
         wait([encoding], _POLL_S if self._pending else None)
         self.encode_wait_s += time.perf_counter() - begin

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 
-def flat_float32(grad: torch.Tensor) -> np.ndarray:
-    """Return ``grad`` as a 1-D float32 array in C order; no copy if it is that already.
+def flat_float32(grads: Iterable[torch.Tensor | None]) -> list[np.ndarray | None]:
+    """Return ``grads`` as 1-D float32 arrays in C order, None for None; no copy without need.
 
-    C order does not depend on strides, so ranks with different memory formats agree. A tensor on a
-    GPU is copied to the host.
+    C order does not depend on strides, so ranks with different memory formats agree. Tensors on a
+    GPU are copied to the host.
     """
-    return grad.detach().to("cpu", torch.float32).reshape(-1).numpy()
+    return [
+        None if grad is None else grad.detach().to("cpu", torch.float32).reshape(-1).numpy()
+        for grad in grads
+    ]
 
 
-def flat_in_place(grad: torch.Tensor) -> torch.Tensor:
-    """Return ``grad`` as 1-D float32 in C order on its device; no copy if it is that already."""
-    return grad.detach().to(torch.float32).reshape(-1)
-
-
-def gradient_like(
-    values: np.ndarray | torch.Tensor, factor: torch.Tensor, grad: torch.Tensor
-) -> torch.Tensor:
-    """Return ``values * factor`` with the shape, dtype, strides and device of ``grad``.
-
-    ``values``: flat float32, overwritten. ``factor``: float32, one element.
-    """
-    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
-    scaled = tensor.mul_(factor.to(tensor.device))
-    return restored(scaled.view(grad.shape), grad)
+def flat_in_place(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return the same as tensors on the devices of ``grads``."""
+    return [None if grad is None else grad.detach().to(torch.float32).reshape(-1) for grad in grads]
 
 
 def not_finite(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,19 +34,6 @@ def not_finite(tensor: torch.Tensor) -> torch.Tensor:
 def sendable(grad: torch.Tensor) -> torch.Tensor:
     """Return ``grad`` in a form that Horovod accepts: contiguous, and float32 for bfloat16."""
     return (grad.float() if grad.dtype is torch.bfloat16 else grad).contiguous()
-
-
-def restored(reduced: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return ``reduced`` with the dtype, strides and device of ``grad``; no copy if it has them.
-
-    Horovod passes the result to ``grad.set_``, so other strides would drop a channels-last layout.
-    """
-    same = (reduced.dtype, reduced.stride(), reduced.device) == (
-        grad.dtype,
-        grad.stride(),
-        grad.device,
-    )
-    return reduced if same else torch.empty_like(grad).copy_(reduced)
 
 
 def to_torch(state: Any) -> Any:

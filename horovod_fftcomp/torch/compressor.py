@@ -23,7 +23,7 @@ from horovod_fftcomp.torch.device import device_of
 from horovod_fftcomp.torch.parameters import Model, Parameters, with_plain_names
 from horovod_fftcomp.torch.replicas import OptimizedParameters
 from horovod_fftcomp.torch.rounds import PendingRound
-from horovod_fftcomp.torch.steps import GradientContext, StepDriver
+from horovod_fftcomp.torch.steps import StepDriver
 
 
 class TorchCompressor(Compressor):
@@ -60,14 +60,15 @@ class TorchCompressor(Compressor):
         self._connection = Connection(PendingRound, name, self._set, watch, groups)
         parts = self._make_parts(buckets, device, self._connection.send, name, outputs)
         self._steps = StepDriver(
-            parts, parameters, self._parameters, self._slots, self._gathers, name
+            parts, parameters, self._parameters, self._join, self._slots, self._gathers, name
         )
+        # Horovod calls these for each gradient: methods of the step driver, without a call between.
+        self.compress = self._steps.start_gradient
+        self.decompress = self._steps.finish_gradient
 
-    # Horovod calls these two.
-
-    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
-        """Start the exchange of a gradient; return the tensor to be allreduced, and a context."""
-        if self._steps.begins() and process_sets.size_of(self._set) != self._engine.world_size:
+    def _join(self, begins: bool) -> None:
+        """Connect this rank to the others; ``begins``: whether a step is about to begin."""
+        if begins and process_sets.size_of(self._set) != self._engine.world_size:
             self.rejoin()  # Horovod calls no ``sync`` after an elastic reset that removed ranks
         if not self._connection.is_up:
             # On a process set other than the optimizer's, the handshake would wait for ranks that
@@ -77,11 +78,6 @@ class TorchCompressor(Compressor):
                 self._parameters.follow(caller)
                 self._warn_of_momentum(caller)
             self._connection.connect(self._facts, getattr(caller, "process_set", None))
-        return self._steps.start_gradient(tensor)
-
-    def decompress(self, tensor: torch.Tensor, ctx: GradientContext | None) -> torch.Tensor:
-        """Return the reduced gradient; ``tensor``: allreduce of the result of ``compress``."""
-        return self._steps.finish_gradient(tensor, ctx)
 
     # User methods that take and return tensors instead of arrays.
 

@@ -1,4 +1,4 @@
-"""Parameters of a compressor's model, and the lookup of the parameter of a gradient."""
+"""Parameters of a compressor's model: their names, shapes and order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.torch import horovod_internals
 
 Model: TypeAlias = torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
@@ -52,12 +51,6 @@ class Parameters:
         self.names = [name for name, _ in trainable]
         self.tensors = [parameter for _, parameter in trainable]
         self.frozen = [pair for pair in pairs if not pair[1].requires_grad]
-        self.seen: dict[int, None] = {}  # numbers of gradients that came, in this step's order
-        self._last_order: list[int] = []
-        self._cursor = 0  # position in the last order at which the next one is expected
-
-    def __len__(self) -> int:
-        return len(self.names)
 
     def specs(self) -> list[Tensor]:
         """Return names and shapes of the trainable parameters."""
@@ -65,58 +58,6 @@ class Parameters:
             Tensor(name, tuple(parameter.shape))
             for name, parameter in zip(self.names, self.tensors, strict=True)
         ]
-
-    def begin_step(self) -> None:
-        """Start a new step, in which no gradient has come; remember the order of the last one."""
-        self._last_order, self.seen, self._cursor = list(self.seen), {}, 0
-
-    def register(self, grad: torch.Tensor) -> int:
-        """Return the number of the parameter that ``grad`` belongs to, and mark it as seen.
-
-        Horovod passes no names, so it is found by ``parameter.grad is grad``. Raises
-        UnsupportedError if ``grad`` belongs to no parameter, or has already come in this step.
-        """
-        # From the cursor in the last step's order: full searches would be quadratic.
-        for position in range(self._cursor, len(self._last_order)):
-            number = self._last_order[position]
-            if self.tensors[number].grad is grad and number not in self.seen:
-                self._cursor = position + 1
-                break
-        else:
-            number = self._searched(grad)
-        self.seen[number] = None
-        return number
-
-    def _searched(self, grad: torch.Tensor) -> int:
-        for number, parameter in enumerate(self.tensors):
-            if parameter.grad is grad:
-                if number in self.seen:
-                    raise UnsupportedError(
-                        f"gradient of {self.names[number]!r} came twice in one step; a "
-                        "compressor serves one optimizer: make another for the second"
-                    )
-                return number
-            if parameter is grad:
-                raise UnsupportedError(
-                    "op=hvd.Adasum passes parameters instead of gradients and cannot be "
-                    "compressed; use op=hvd.Average or op=hvd.Sum"
-                )
-        return self._densified(grad)
-
-    def _densified(self, grad: torch.Tensor) -> int:
-        """Return the number of the parameter whose sparse gradient Horovod has made dense.
-
-        ``grad`` is a copy then, and only the calling hook knows its parameter.
-        """
-        caller = horovod_internals.parameter_of_hook()
-        for number, parameter in enumerate(self.tensors):
-            if parameter is caller and number not in self.seen:
-                return number
-        raise UnsupportedError(
-            f"a gradient of shape {tuple(grad.shape)} belongs to none of the {len(self)} "
-            "parameters given to this compressor; give it all parameters of the optimizer: the "
-            "model, model.named_parameters() or a list"
-        )
 
 
 def plain_name(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ class OptimizedParameters:
     """
 
     def __init__(self, given: Parameters) -> None:
-        self._given = given
         self.names = [*given.names, *(name for name, _ in given.frozen)]
         self.tensors = [*given.tensors, *(parameter for _, parameter in given.frozen)]
         self._optimizer: Callable[[], Any] = lambda: None
@@ -54,18 +53,18 @@ class OptimizedParameters:
                     self.tensors.append(parameter)
                 self._optimized.append(known[id(parameter)])
 
-    def warn_of_unexchanged(self) -> None:
+    def warn_of_unexchanged(self, exchanged: Collection[int]) -> None:
         """Warn, once for each parameter, of trained parameters whose gradient was not exchanged.
 
-        To be called when Horovod has passed all gradients of the step to the compressor.
+        ``exchanged``: numbers of the parameters whose gradients Horovod has passed in this step.
         """
         self.refresh()
-        if len(self._optimized) == len(self._given.seen):
+        if len(self._optimized) == len(exchanged):
             return
         alone = [
             number
             for number in self._optimized
-            if number not in self._given.seen
+            if number not in exchanged
             and number not in self._warned
             and (tensor := self.tensors[number]).requires_grad
             and tensor.grad is not None

@@ -78,12 +78,11 @@ class SimulatedLearners:
             parameter.grad = None
         yield
         self._buffers[rank] = self._copied_buffers()
+        flat = arrays.flat_float32(parameter.grad for parameter in self._parameters.tensors)
         self._grads[rank] = {
-            name: arrays.flat_float32(parameter.grad).copy()
-            for name, parameter in zip(
-                self._parameters.names, self._parameters.tensors, strict=True
-            )
-            if parameter.grad is not None
+            name: grad.copy()
+            for name, grad in zip(self._parameters.names, flat, strict=True)
+            if grad is not None
         }
 
     def reduce(self) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch import arrays
+from horovod_fftcomp.torch.gradients import GradientContext, StepGradients
 from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
 from horovod_fftcomp.torch.parameters import Parameters
 from horovod_fftcomp.torch.replicas import OptimizedParameters
@@ -30,19 +31,13 @@ from horovod_fftcomp.torch.replicas import OptimizedParameters
 _GRACE_S = 2.0
 
 
-class GradientContext(NamedTuple):
-    """Context of a gradient, from ``start_gradient`` to ``finish_gradient``."""
-
-    grad: torch.Tensor
-    slot: Slot | None  # None: exchanged densely, by Horovod
-    number: int  # of the parameter
-
-
 class StepDriver(steps.StepDriver):
     """Step driver of one optimizer.
 
-    ``slots``: each parameter's slot in the buckets; None if it is sent dense. ``gathers``: whether
-    steps have collectives other than allreduces. ``name``: the compressor's.
+    ``join(begins)`` is called before gradients that are not expected, until the ranks are connected
+    and when a step ``begins``. ``slots``: each parameter's slot in the buckets; None if it is sent
+    dense. ``gathers``: whether steps have collectives other than allreduces. ``name``: the
+    compressor's.
     """
 
     _TO_CONTINUE = "one into the optimizer"
@@ -52,12 +47,14 @@ class StepDriver(steps.StepDriver):
         parts: steps.Parts,
         parameters: Parameters,
         optimized: OptimizedParameters,
+        join: Callable[[bool], None],
         slots: Sequence[Slot | None],
         gathers: bool,
         name: str,
     ) -> None:
         super().__init__(parts)
-        self._parameters, self._optimized, self._slots = parameters, optimized, slots
+        self._gradients = StepGradients(parameters, slots)
+        self._optimized, self._join = optimized, join
         self._ranks = parts.process_set.ranks
         self._bad: dict[str, bool] = {}  # dense tensors of this step, see ``NotFiniteWarning``
         connection, engine = parts.connection, parts.engine
@@ -72,13 +69,16 @@ class StepDriver(steps.StepDriver):
         device = engine.device
         self._place = device.place if isinstance(device, TorchDevice) else None
         self._made_on = {parameter.device for parameter in parameters.tensors}
+        # Of each bucket that was not started, by position; None for frozen parameters.
+        self._arrived: list[dict[int, torch.Tensor | None]] = [{} for _ in engine.buckets]
         self._opened = self._finished = False
+        self._opens_early = False  # since the replica check is due in this step
         self._stream_of_sums: torch.cuda.Stream | None = None
         self._n_pending = 0  # gradients that were started and not finished
 
     def progress(self) -> Progress:
         """Return this rank's progress; called in the watch's thread."""
-        n_seen, n_pending = len(self._parameters.seen), self._n_pending
+        n_seen, n_pending = len(self._gradients.seen), self._n_pending
         counts = (self._engine.step, n_seen, n_seen - n_pending)
         doing = f"step {self._engine.step}"
         inside = n_pending > 0 and not self._broken_by
@@ -86,8 +86,8 @@ class StepDriver(steps.StepDriver):
 
     def missing(self) -> list[int]:
         """Return the numbers of the parameters whose gradients have not come in this step."""
-        seen = set(list(self._parameters.seen))  # copied, since it grows meanwhile
-        return [number for number in range(len(self._parameters)) if number not in seen]
+        seen = set(list(self._gradients.seen))  # copied, since it grows meanwhile
+        return [c.number for c in self._gradients.contexts if c.number not in seen]
 
     def may_wait(self, running: Collection[CodeType]) -> bool:
         """Return True: a step is under way until its last gradient is finished."""
@@ -108,34 +108,35 @@ class StepDriver(steps.StepDriver):
         scaler = self._settings.grad_scaler
         return 1.0 if scaler is None else float(scaler.get_scale())
 
+    # Horovod calls these two for each gradient. What is needed once for a step or a bucket is in
+    # other methods, so that a gradient in the order of the last step costs these two calls alone.
+
     def start_gradient(self, grad: torch.Tensor) -> tuple[torch.Tensor, GradientContext]:
         """Start the exchange of a gradient; return the tensor to be allreduced, and a context."""
         if self._broken_by or self._connection.watch.failure:
             self._check()
-        begins = not self._parameters.seen
-        number = self._parameters.register(grad)
-        if begins:
-            self._begin()
-        self.dense_nbytes += 4 * grad.numel()
-        slot = self._slots[number]
+        seen, context = self._gradients.seen, self._gradients.expected
+        if context is None or context.parameter.grad is not grad or context.number in seen:
+            context = self._unexpected(grad)
+        seen[context.number] = context
+        self._gradients.expected = context.following
         self._n_pending += 1
-        if slot is None:
-            self.pipeline.note_gradient()
+        self.pipeline.last_came = time.perf_counter()
+        self.dense_nbytes += context.dense_nbytes
+        context.grad = grad
+        if context.slot is None:
             sent = arrays.sendable(grad)
-            self.other_nbytes += sent.numel() * sent.element_size()
         else:
             sent = torch.ones(1, dtype=torch.float32, device=grad.device)
-            self.other_nbytes += 4
-            frozen = not self._parameters.tensors[number].requires_grad
-            self.pipeline.add(slot, None if frozen else self._flat(grad))
-            if self._recorded is not None and not frozen:
-                recorded = arrays.flat_float32(grad)
-                self._recorded[self._parameters.names[number]] = recorded.reshape(grad.shape)
-        if not self._opened and self._connection.can_open():
-            self._open()
-        if self._opened:
-            self.pipeline.advance()
-        return sent, GradientContext(grad, slot, number)
+            bucket, position = context.slot
+            arrived = self._arrived[bucket]
+            arrived[position] = grad if context.parameter.requires_grad else None
+            if len(arrived) == len(self._engine.buckets[bucket].tensors):
+                self._start(bucket)
+        self.other_nbytes += sent.nbytes
+        if self._opens_early or self.pipeline.encoding or self.pipeline.inner:
+            self._advance()
+        return sent, context
 
     def finish_gradient(
         self, reduced: torch.Tensor, context: GradientContext | None
@@ -149,38 +150,61 @@ class StepDriver(steps.StepDriver):
             return reduced
         if not self._finished:
             self._finish()
+        value, grad = context.total, context.grad
+        context.total = context.grad = None
+        if value is None:
+            self._observe_dense(reduced, context.name)
+            value = reduced
+        else:
+            value.mul_((reduced / self._engine.world_size).to(value.device))
+        assert grad is not None  # until its sum is returned
+        if (value.dtype, value.stride(), value.device) != (grad.dtype, grad.stride(), grad.device):
+            value = self._converted(value, grad, context.slot)
         self._n_pending -= 1
-        grad = self._restored(reduced, context)
         if not self._n_pending:
             self._not_finite.observe(self._bad, self._engine.rank, self._ranks)
-        return grad
+        return value
 
-    def _restored(self, reduced: torch.Tensor, context: GradientContext) -> torch.Tensor:
-        """Return the reduced value with the gradient's dtype and strides; note if it is finite."""
-        if context.slot is None:
-            if not self._engine.buckets:
-                self._engine.observe(True)  # without buckets no state depends on it
-            elif not self._observe(reduced):
-                self._bad[self._parameters.names[context.number]] = False
-            return arrays.restored(reduced, context.grad)
-        total = self._engine.take_sum(*context.slot)
-        grad = arrays.gradient_like(total, reduced / self._engine.world_size, context.grad)
-        if grad.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
-            self._observe(grad)
-        return grad
+    def _unexpected(self, grad: torch.Tensor) -> GradientContext:
+        """Return the context of a gradient that begins a step or comes in a new order."""
+        begins = self._begins()
+        self._join(begins)
+        context = self._gradients.find(grad)
+        if begins:
+            self._begin()
+        return context
 
-    def _flat(self, grad: torch.Tensor) -> Any:
-        """Return a gradient as 1-D float32: on the GPU if it computes steps, else on the host."""
+    def _start(self, bucket: int) -> None:
+        """Start a bucket's exchange with the gradients that have come."""
+        arrived, self._arrived[bucket] = self._arrived[bucket], {}
+        grads = arrived.values()
+        self.pipeline.start(bucket, dict(zip(arrived, self._flat(grads), strict=True)))
+        if self._recorded is not None:
+            for position, values in zip(arrived, arrays.flat_float32(grads), strict=True):
+                if values is not None:
+                    tensor = self._engine.buckets[bucket].tensors[position]
+                    self._recorded[tensor.name] = values.reshape(tensor.shape)
+
+    def _flat(self, grads: Collection[torch.Tensor | None]) -> Sequence[Any]:
+        """Return gradients as 1-D float32: on the GPU if it computes steps, else on the host."""
+        places = {grad.device for grad in grads if grad is not None}
         if self._place is None:
-            if grad.device not in self._made_on:
-                self._warn_of_move(grad.device)
-            return arrays.flat_float32(grad)
-        if grad.device != self._place:
+            for place in places - self._made_on:
+                self._warn_of_move(place)
+            return arrays.flat_float32(grads)
+        if others := places - {self._place}:
             raise UnsupportedError(
-                f"a gradient is on {grad.device}, but the compressor was made of a model on "
+                f"a gradient is on {others.pop()}, but the compressor was made of a model on "
                 f"{self._place}; make it after the model has been moved"
             )
-        return arrays.flat_in_place(grad)
+        return arrays.flat_in_place(grads)
+
+    def _advance(self) -> None:
+        """Carry on with the buckets of this step, without waiting, if all ranks have begun it."""
+        if not self._opened and self._connection.can_open():
+            self._open()
+        if self._opened:
+            self.pipeline.advance()
 
     def _warn_of_move(self, place: torch.device) -> None:
         self._made_on.add(place)
@@ -190,6 +214,26 @@ class StepDriver(steps.StepDriver):
             RuntimeWarning,
             stacklevel=2,
         )
+
+    def _converted(
+        self, value: torch.Tensor, grad: torch.Tensor, slot: Slot | None
+    ) -> torch.Tensor:
+        """Return a reduced value with the dtype, strides and device of its gradient.
+
+        Horovod passes it to ``grad.set_``, so other strides would drop a channels-last layout.
+        """
+        converted = torch.empty_like(grad).copy_(value)
+        # A finite sum may overflow in these.
+        if slot is not None and grad.dtype in (torch.float16, torch.bfloat16):
+            self._observe(converted)
+        return converted
+
+    def _observe_dense(self, reduced: torch.Tensor, name: str) -> None:
+        """Note whether a gradient that Horovod exchanged is finite."""
+        if not self._engine.buckets:
+            self._engine.observe(True)  # without buckets no state depends on it
+        elif not self._observe(reduced):
+            self._bad[name] = False
 
     def _observe(self, tensor: torch.Tensor) -> bool:
         """Tell the engine whether ``tensor`` is finite; return False if it is known not to be.
@@ -214,6 +258,7 @@ class StepDriver(steps.StepDriver):
         if self._shadow is not None:
             self._shadow.begin(self._connection.n_handshakes)
         self._begin_record()
+        self._opens_early = self._replicas.is_due(self._engine.step)
         if self._gathers:
             self._connection.barrier()
 
@@ -221,7 +266,7 @@ class StepDriver(steps.StepDriver):
         """Wait until all ranks have begun this step; then start the replica check."""
         if not self._opened:
             self._connection.open()
-            self._opened = True
+            self._opened, self._opens_early = True, False
             in_place = self._optimized.read_in_place
             self._replicas.begin(self._engine.step, self._engine.device, in_place)
 
@@ -229,7 +274,9 @@ class StepDriver(steps.StepDriver):
         """Finish all buckets of the step, when Horovod has started all of its gradients."""
         self._check()
         try:
-            self.pipeline.complete()
+            for bucket, arrived in enumerate(self._arrived):
+                if arrived:  # with zeros for the others; without any it is not exchanged
+                    self._start(bucket)
             self._open()
             self.pipeline.finish()
             if self._shadow is not None:
@@ -237,6 +284,8 @@ class StepDriver(steps.StepDriver):
             self._connection.leave_together()
             # These do not change any more: Horovod puts the sums into other memory.
             self._end_record(self._engine.step)
+            self._take_sums()
+            self._gradients.expected = None  # the next one begins a step
             self._finished, self._stream_of_sums = True, self._stream()
         except BaseException as error:
             self._broken_by = repr(error)
@@ -244,14 +293,22 @@ class StepDriver(steps.StepDriver):
                 time.sleep(_GRACE_S)
             raise
         self._replicas.finish(self._settings.timeout_s)
-        self._optimized.warn_of_unexchanged()
+        self._optimized.warn_of_unexchanged(self._gradients.seen)
         self._not_finite.observe(self._engine.bad, self._engine.rank, self._ranks)
+
+    def _take_sums(self) -> None:
+        """Take the buckets' sums from the engine, for the gradients that are to be returned."""
+        sums = self._engine.take_sums()
+        for context in self._gradients.seen.values():
+            if context.slot is not None and context.grad is not None:
+                bucket, position = context.slot
+                context.total = torch.as_tensor(sums[bucket][position]).view(context.grad.shape)
 
     def _check(self) -> None:
         self._connection.check()
         self.check_unbroken()
 
-    def begins(self) -> bool:
+    def _begins(self) -> bool:
         """Return whether the next gradient begins a step; close the finished one before.
 
         Raises UnsupportedError if a gradient of the finished step was not returned.
@@ -264,7 +321,7 @@ class StepDriver(steps.StepDriver):
                     "compressor serves two optimizers; make another for the second"
                 )
             self._close()
-        return not self._parameters.seen
+        return not self._gradients.seen
 
     def close_if_complete(self) -> None:
         """Close the step if all of its gradients were returned."""
@@ -275,7 +332,7 @@ class StepDriver(steps.StepDriver):
         """Close the last step, before its results are read; ValueError if a step is under way."""
         if self._finished:
             self._close()
-        if self._parameters.seen:
+        if self._gradients.seen:
             raise ValueError(
                 "a step is under way: call this after optimizer.step() or synchronize(), "
                 "before the next backward()"
@@ -290,14 +347,15 @@ class StepDriver(steps.StepDriver):
             self._engine.settle()
         if now is not None and then is not None and now != then:
             now.wait_stream(then)
-        self._parameters.begin_step()
+        self._gradients.begin_step()
         self._opened = self._finished = False
         self._bad = {}
         self._note_closed()
 
     def abandon(self) -> None:
         """Discard a step that an error interrupted."""
-        self._parameters.begin_step()
+        self._gradients.abandon()
+        self._arrived = [{} for _ in self._arrived]
         self.pipeline.abandon()
         super().abandon()
         self._opened = self._finished = False

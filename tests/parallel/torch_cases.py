@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import horovod.torch as hvd
@@ -59,6 +60,42 @@ def test_a_step_sends_what_the_scheme_predicts(recipe):
     probes = 4 * sum(len(bucket.tensors) for bucket in compression._buckets)
     assert stats["sent_nbytes"] == 3 * (4 * dense + predicted + probes)
     assert stats["dense_nbytes"] == 3 * 4 * sum(p.numel() for p in model.parameters())
+
+
+def counted(function, *arguments):
+    """Return what ``function`` returns, and the package's functions that it called."""
+    calls = []
+
+    def note(frame, event, argument):
+        if event == "call" and "/horovod_fftcomp/" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        return function(*arguments), calls
+    finally:
+        sys.setprofile(before)
+
+
+def test_a_gradient_in_the_order_of_the_last_step_costs_two_calls():
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+    compression = Compression.topk(model, replica_check="off")
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(64, 64)
+    for step in range(3):
+        handles, starts, ends = [], [], []
+        for number, parameter in enumerate(model.parameters()):
+            (sent, context), calls = counted(compression.compress, parameter.grad)
+            handles.append((hvd.allreduce_async(sent, name=f"calls.{number}"), context))
+            starts.append(calls)
+        for (handle, context), parameter in zip(handles, model.parameters(), strict=True):
+            reduced, calls = counted(compression.decompress, hvd.synchronize(handle), context)
+            parameter.grad.set_(reduced)
+            ends.append(calls)
+        if step > 0:  # the first and the last gradient do what is needed once in a step
+            assert starts[1:-1] == [["start_gradient"]] * 6
+            assert ends[1:-1] == [["finish_gradient"]] * 6
 
 
 def gradients_after_one_backward(compression, model, **options):
