@@ -19,10 +19,10 @@ from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.replica_check import ReplicaCheck, Replicas
 from horovod_fftcomp.adapter.settings import Settings
-from horovod_fftcomp.adapter.steps import Outputs, Parts, StepDriver
+from horovod_fftcomp.adapter.steps import Parts, StepDriver
 from horovod_fftcomp.adapter.watch import Watch
 from horovod_fftcomp.engine import checkpoint
-from horovod_fftcomp.engine.buckets import Bucket, make_buckets, may_gather
+from horovod_fftcomp.engine.buckets import Bucket, make_buckets, may_gather, with_policy
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Send, Slot
 from horovod_fftcomp.engine.policy import Scheduled, check_rules, unmatched
@@ -147,7 +147,7 @@ class Compressor:
         """
         self._steps.close_if_complete()
         self._engine.read_device()
-        costs, times, shadow = self._engine.costs, self._steps.times(), self._shadow
+        costs = self._engine.costs
         sent = costs.sent_nbytes + self._steps.other_nbytes
         return {
             "steps": self._steps.count,
@@ -157,11 +157,8 @@ class Compressor:
             "inside_nbytes": costs.inside_nbytes,
             "ratio": self._steps.dense_nbytes / sent if sent else math.nan,
             "encode_s": costs.encode_s,
-            "encode_hidden_s": times["encode_hidden_s"],
-            "encode_wait_s": times["encode_wait_s"],
-            "wait_s": times["wait_s"],
+            **self._steps.times(),
             "decode_s": costs.decode_s,
-            "check_s": times["check_s"] + (0.0 if shadow is None else shadow.seconds),
             "relative_error": costs.relative_error,
             "total_error": costs.total_error,
             "similarity": costs.similarity,
@@ -324,7 +321,7 @@ class Compressor:
         device: Device | None,
         send: Send,
         name: str,
-        outputs: Outputs,
+        recorder: Recorder | None,
     ) -> Parts:
         """Make the engine and what watches it, and return them for the step driver.
 
@@ -342,7 +339,8 @@ class Compressor:
             self._connection,
             ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name),
             self._shadow,
-            outputs,
+            recorder,
+            self._note_closed,
             settings,
             self._set,
         )
@@ -358,7 +356,13 @@ class Compressor:
 
     @property
     def _slots(self) -> list[Slot | None]:
-        return slots_in(self._buckets, [tensor.name for tensor in self._tensors])
+        """Each tensor's slot in the buckets; None if it is in none."""
+        slots = {
+            tensor.name: Slot(number, index)
+            for number, bucket in enumerate(self._buckets)
+            for index, tensor in enumerate(bucket.tensors)
+        }
+        return [slots.get(tensor.name) for tensor in self._tensors]
 
     def _facts(self) -> dict[str, Any]:
         """Return the configuration that the handshake compares between ranks."""
@@ -386,10 +390,7 @@ class Compressor:
         """Set the density; None restores the policy with which the compressor was made."""
         first = self._first_policy
         changed = first if density is None else first.with_density(density)
-        self._engine.buckets = [
-            bucket if bucket.ruled else bucket._replace(policy=changed.as_decided(bucket.policy))
-            for bucket in self._buckets
-        ]
+        self._engine.buckets = with_policy(self._buckets, changed)
         self._policy, self._changed_density = changed, density
 
     def _buckets_of(self, tensors: Sequence[Tensor]) -> list[Bucket]:
@@ -405,37 +406,29 @@ class Compressor:
             self._set.size(),
         )
 
-    def _open_outputs(self) -> Outputs:
+    def _open_outputs(self) -> Recorder | None:
         """Open what steps are written to; done before the compressor takes its number.
 
         Only the first rank writes. An error there must not leave the ranks with different numbers
-        of compressors.
+        of compressors. Returns the recorder of gradients, if there is one.
         """
         settings = self._settings
         if not self._set.included():
-            return Outputs(None, None)
-        closed = self._closed()
-        if settings.record is None or self._set.rank() != 0:
-            return Outputs(None, closed)
-        return Outputs(Recorder(settings.record, settings.record_every), closed)
-
-    def _closed(self) -> Callable[[], None]:
-        """Return the function that is called after each closed step."""
-        show = self._live_view()
-
-        def closed() -> None:
-            if show is not None:
-                show()
-            for listener in self._listeners:
-                listener()
-
-        return closed
-
-    def _live_view(self) -> Callable[[], None] | None:
-        """Return the function that writes a step's statistics, or None if there is no output."""
-        settings = self._settings
-        if settings.live_view is None and settings.scalars is None:
             return None
+        if settings.live_view is not None or settings.scalars is not None:
+            self._listeners.append(self._live_view())
+        if settings.record is None or self._set.rank() != 0:
+            return None
+        return Recorder(settings.record, settings.record_every)
+
+    def _note_closed(self) -> None:
+        """Call the listeners; the step driver calls it after each closed step."""
+        for listener in self._listeners:
+            listener()
+
+    def _live_view(self) -> Callable[[], None]:
+        """Return the listener that writes a step's statistics."""
+        settings = self._settings
         view = LiveView(settings.live_view, self._add_scalar())
         if self._set.rank() == 0:
             view.check()
@@ -457,13 +450,3 @@ class Compressor:
                 f"tf.summary; got {type(scalars).__name__}"
             )
         return None if scalars is None else scalars.add_scalar
-
-
-def slots_in(buckets: Sequence[Bucket], names: Sequence[str]) -> list[Slot | None]:
-    """Return each named tensor's slot in the buckets; None if it is in none."""
-    slots: Mapping[str, Slot] = {
-        tensor.name: Slot(number, index)
-        for number, bucket in enumerate(buckets)
-        for index, tensor in enumerate(bucket.tensors)
-    }
-    return [slots.get(name) for name in names]

@@ -17,25 +17,19 @@ from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
 
 
-class Outputs(NamedTuple):
-    """What is written after a step.
+class Parts(NamedTuple):
+    """Objects of a compressor that its step driver uses.
 
     ``recorder`` records the compressed tensors' gradients of some steps. ``closed`` is called when
     a step has been closed.
     """
 
-    recorder: Recorder | None
-    closed: Callable[[], None] | None
-
-
-class Parts(NamedTuple):
-    """Objects of a compressor that its step driver uses."""
-
     engine: Engine
     connection: Connection
     replicas: ReplicaCheck
     shadow: ShadowCheck | None
-    outputs: Outputs
+    recorder: Recorder | None
+    closed: Callable[[], None]
     settings: Settings
     process_set: Any
 
@@ -51,15 +45,16 @@ class StepDriver:
 
     def __init__(self, parts: Parts) -> None:
         self._engine, self._connection, self._replicas, self._shadow = parts[:4]
-        (self._recorder, self._closed), self._settings, self._set = parts[4:]
+        self._recorder, self._closed, self._settings, self._set = parts[4:]
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
         self._not_finite = NotFiniteWarning(self._settings.grad_scaler is not None)
         self._broken_by = ""  # text of the error that interrupted a step
         self.count = self.dense_nbytes = self.other_nbytes = 0
 
     def times(self) -> dict[str, float]:
-        """Return the times of ``stats`` that the step driver measures, in seconds."""
-        raise NotImplementedError
+        """Return the times of ``stats`` that are not the engine's, in seconds."""
+        shadow_s = 0.0 if self._shadow is None else self._shadow.seconds
+        return {"check_s": self._replicas.seconds + shadow_s}
 
     def loss_scale(self) -> float:
         """Return the present loss scale."""
@@ -99,5 +94,4 @@ class StepDriver:
 
     def _note_closed(self) -> None:
         self.count += 1
-        if self._closed is not None:
-            self._closed()
+        self._closed()

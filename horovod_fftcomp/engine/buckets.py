@@ -100,3 +100,11 @@ def may_gather(buckets: Iterable[Bucket]) -> bool:
     """Return whether exchanges of ``buckets`` use other collectives than sums at any step."""
     possible = (rounds for bucket in buckets for rounds in bucket.policy.possible_rounds())
     return any(set(rounds) != {"allreduce"} for rounds in possible)
+
+
+def with_policy(buckets: Iterable[Bucket], policy: Scheduled) -> list[Bucket]:
+    """Return ``buckets`` with ``policy`` in all but those whose policy comes from a rule."""
+    return [
+        bucket if bucket.ruled else bucket._replace(policy=policy.as_decided(bucket.policy))
+        for bucket in buckets
+    ]

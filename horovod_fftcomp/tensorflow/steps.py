@@ -382,12 +382,11 @@ class StepDriver(steps.StepDriver):
     # The compressor calls these.
 
     def times(self) -> dict[str, float]:
-        """Return the times of ``stats`` that are measured here, in seconds."""
-        return {
+        """Return the times of ``stats`` that are not the engine's, in seconds."""
+        return super().times() | {
             "encode_hidden_s": self._hidden_s,
             "encode_wait_s": 0.0,  # operations wait for encodings, not the training thread
             "wait_s": self._wait_s,
-            "check_s": self._replicas.seconds,
         }
 
     def loss_scale(self) -> float:

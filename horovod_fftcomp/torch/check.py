@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import horovod.torch as hvd
@@ -17,6 +16,7 @@ from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.check.finding import Finding, Level
 from horovod_fftcomp.torch.compression import Compression
+from horovod_fftcomp.torch.network import timed
 from horovod_fftcomp.torch.rounds import PendingRound
 
 _OTHERS = "look at the other ranks' output: one has ended, hangs, or cannot be reached"
@@ -70,25 +70,17 @@ def _gather(data: np.ndarray, name: str, timeout_s: float) -> np.ndarray:
 
 def _versions(timeout_s: float) -> Iterator[Finding]:
     """Compare versions and processors, which may make ranks compute different bits."""
-    gathered = {
-        what: _gather(handshake.pack(facts), what, timeout_s)
-        for what, facts in (
-            ("versions", environment.versions()),
-            ("cpu", {"CPU": environment.cpu_model()}),
-        )
-    }
-    try:
-        handshake.compare(gathered["versions"])
-        yield Finding("versions", Level.OK, "the same on all ranks")
-    except ConfigMismatchError as error:
-        remedy = "install the same versions on all machines"
-        yield Finding("versions", Level.FAIL, str(error), remedy)
-    try:
-        handshake.compare(gathered["cpu"])
-        yield Finding("processors", Level.OK, "the same on all ranks")
-    except ConfigMismatchError as error:
-        remedy = "use machines of one kind, or keep replica_check on: inverse transforms may differ"
-        yield Finding("processors", Level.WARNING, str(error), remedy)
+    install = "install the same versions on all machines"
+    replace = "use machines of one kind, or keep replica_check on: inverse transforms may differ"
+    for topic, facts, level, remedy in (
+        ("versions", environment.versions(), Level.FAIL, install),
+        ("processors", {"CPU": environment.cpu_model()}, Level.WARNING, replace),
+    ):
+        try:
+            handshake.compare(_gather(handshake.pack(facts), topic, timeout_s))
+            yield Finding(topic, Level.OK, "the same on all ranks")
+        except ConfigMismatchError as error:
+            yield Finding(topic, level, str(error), remedy)
 
 
 def _exchange(timeout_s: float) -> Finding:
@@ -157,9 +149,4 @@ def _outcome(failed: bool, timeout_s: float) -> Finding:
 
 def _median_s(collective: Callable[[], object], repeat: int) -> float:
     collective()  # connections and buffers are made at the first use
-    times = []
-    for _ in range(repeat):
-        begin = time.perf_counter()
-        collective()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+    return statistics.median(timed(collective, repeat))

@@ -28,10 +28,6 @@ class GradientContext:
     grad: torch.Tensor | None = None
     total: torch.Tensor | None = None  # sum over ranks, float32 in the gradient's shape
 
-    def clear(self) -> None:
-        """Drop the tensors of a step, and what is known of the last one."""
-        self.following = self.grad = self.total = None
-
 
 class StepGradients:
     """Contexts of all parameters, and which of their gradients have come in this step.
@@ -61,7 +57,7 @@ class StepGradients:
     def abandon(self) -> None:
         """Discard a step, and the order of the last one."""
         for context in self.contexts:
-            context.clear()
+            context.following = context.grad = context.total = None
         self.seen.clear()
         self.expected = None
 

@@ -49,12 +49,16 @@ def _collective(kind: str, nbytes: int, dtype: str) -> Callable[[], object]:
 def _times_s(collective: Callable[[], object]) -> list[float]:
     """Return times in seconds; equally many on all ranks, by the time of the slowest rank."""
     collective()  # warm-up: connections and buffers
-    begin = time.perf_counter()
-    collective()
-    once_s = torch.tensor([time.perf_counter() - begin])
+    once_s = torch.tensor(timed(collective, 1))
     slowest_s = float(hvd.allgather(once_s, name="fftcomp.network.once").max())
+    repeat = min(_MAX_REPEATS, max(_MIN_REPEATS, int(_BUDGET_S / slowest_s)))
+    return timed(collective, repeat)
+
+
+def timed(collective: Callable[[], object], repeat: int) -> list[float]:
+    """Call ``collective`` so many times; return how long each call took, in seconds."""
     times = []
-    for _ in range(min(_MAX_REPEATS, max(_MIN_REPEATS, int(_BUDGET_S / slowest_s)))):
+    for _ in range(repeat):
         begin = time.perf_counter()
         collective()
         times.append(time.perf_counter() - begin)

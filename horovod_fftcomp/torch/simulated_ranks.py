@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from horovod_fftcomp.adapter.settings import Settings
-from horovod_fftcomp.engine.buckets import BUCKET_NBYTES, MIN_NUMEL, make_buckets
+from horovod_fftcomp.engine.buckets import BUCKET_NBYTES, MIN_NUMEL, make_buckets, with_policy
 from horovod_fftcomp.engine.engine import Costs, Engine
 from horovod_fftcomp.engine.policy import Rule, check_rules, make_policy
 from horovod_fftcomp.simulation import exchange_once
@@ -123,12 +123,7 @@ class SimulatedLearners:
     def set_density(self, density: float) -> None:
         """Compress with ``density`` from the next step on, except for tensors under a rule."""
         for engine in self._engines:
-            engine.buckets = [
-                bucket
-                if bucket.ruled
-                else bucket._replace(policy=self._policy.with_density(density))
-                for bucket in engine.buckets
-            ]
+            engine.buckets = with_policy(engine.buckets, self._policy.with_density(density))
 
     def _copied_buffers(self) -> dict[str, torch.Tensor]:
         return {name: buffer.clone() for name, buffer in self._model.named_buffers()}

@@ -95,12 +95,11 @@ class StepDriver(steps.StepDriver):
         return True
 
     def times(self) -> dict[str, float]:
-        """Return the times of ``stats`` that are measured here, in seconds."""
-        return {
+        """Return the times of ``stats`` that are not the engine's, in seconds."""
+        return super().times() | {
             "encode_hidden_s": self.pipeline.encode_hidden_s,
             "encode_wait_s": self.pipeline.encode_wait_s,
             "wait_s": self.pipeline.wait_s,
-            "check_s": self._replicas.seconds,
         }
 
     def loss_scale(self) -> float:
