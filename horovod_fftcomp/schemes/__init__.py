@@ -107,6 +107,11 @@ class Context(NamedTuple):
         """The ops with which to compute: of the device, or of the host."""
         return ops_of(self.device)
 
+    @property
+    def measures(self) -> bool:
+        """Whether energies are measured in this step."""
+        return self.step % MEASURE_EVERY == 0
+
 
 class Energy(NamedTuple):
     """Sums of squares of a tensor: gradient, ``wanted`` (plus old residual), ``left`` (unsent)."""
@@ -150,16 +155,6 @@ class Outcome(NamedTuple):
     measured: Callable[[], Measured] | None = None
 
 
-def measured_on_host(
-    energies: Mapping[str, Energy],
-    similarity: Similarity | None = None,
-    missed: float | None = None,
-) -> Callable[[], Measured] | None:
-    """Return the field ``measured`` of an outcome that the host computes; see ``Measured``."""
-    values = Measured(energies, similarity, missed)
-    return (lambda: values) if values != Measured() else None
-
-
 def on_the_host(
     context: Context, grads: Grads, state: OldState
 ) -> tuple[Context, Grads, dict[str, dict[str, Array]]]:
@@ -170,11 +165,6 @@ def on_the_host(
     }
     local = [None if grad is None else get(grad) for grad in grads]
     return context._replace(device=None), local, there
-
-
-def measures(context: Context) -> bool:
-    """Return whether energies are measured in this step."""
-    return context.step % MEASURE_EVERY == 0
 
 
 Exchange = Generator[Round, Array, Outcome]

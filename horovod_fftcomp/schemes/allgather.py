@@ -16,23 +16,12 @@ from horovod_fftcomp.codec.base import PayloadCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.sparse import Codec
-from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback
-from horovod_fftcomp.schemes import (
-    Context,
-    Energy,
-    Exchange,
-    Grads,
-    Measured,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    Tensor,
-    measures,
-)
+from horovod_fftcomp.kernels.ops import AnyCodec, Feedback
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.shards import exchange_shards
 from horovod_fftcomp.schemes.state import new_state
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Tensor
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
 
@@ -56,14 +45,6 @@ def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = Fals
         plan.n_bins < 1 << 32 and (plan.layout is not Layout.RAW or not plan.numel)
         for plan in plans
     )
-
-
-def measured_by(tensors: Sequence[Tensor], encoded: Encoded) -> Callable[[], Measured] | None:
-    """Return the function ``measured`` of an outcome; None if nothing was measured."""
-    squares, names = encoded.squares, [tensor.name for tensor in tensors]
-    if squares is None:
-        return None
-    return lambda: Measured({names[n]: Energy(*sums) for n, sums in squares().items()})
 
 
 class Gathered(NamedTuple):
@@ -92,19 +73,15 @@ def gather(
         return Gathered((yield from shards))
     coder = context.ops.coder(codecs, tensors, context.world_size)
     # Votes have no relative error.
-    measure = measures(context) and feedback.sign != "vote" and not feedback.keeps_sent
+    measure = context.measures and feedback.sign != "vote" and not feedback.keeps_sent
     encoded = coder.encode(grads, state, (context.step, context.rank), feedback, measure)
     gathered = yield Round("allgather", encoded.message)
     summed = coder.decode_sum(gathered, feedback.sign)
-    new = {
-        kind: new_state(tensors, grads, state.get(kind, {}), arrays)
-        for kind, arrays, kept in (
-            ("residual", encoded.residuals, feedback.keep),
-            ("velocity", encoded.velocities, feedback.momentum is not None),
-        )
-        if kept
-    }
-    outcome = Outcome(summed.sums, new, summed.flags, measured_by(tensors, encoded))
+    new = {"residual": encoded.residuals} if feedback.keep else {}
+    if feedback.momentum is not None:
+        new["velocity"] = encoded.velocities
+    kept = new_state(tensors, grads, state, new)
+    outcome = Outcome(summed.sums, kept, summed.flags, measured_by(tensors, encoded.squares))
     return Gathered(outcome, encoded.left, summed.payloads)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, State, Tensor
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.common_index import CommonIndex
-from horovod_fftcomp.schemes.wrapper import Wrapper, numels_of, split
+from horovod_fftcomp.schemes.state import bucket_plan
+from horovod_fftcomp.schemes.wrapper import Wrapper
 
 
 @dataclass(frozen=True)
@@ -28,31 +30,34 @@ class BucketScope(Wrapper):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        numels, whole, ops = numels_of(tensors), self._whole(tensors), context.ops
+        plan, whole, ops = bucket_plan(tensors), self._whole(tensors), context.ops
         # A frozen tensor sends zeros, and its residual stays as it is.
         takes_part = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is not None}
         before = {
             kind: {
                 whole.name: ops.join(
-                    [arrays.get(t.name) if t.name in takes_part else None for t in tensors], numels
+                    [arrays.get(t.name) if t.name in takes_part else None for t in tensors],
+                    plan.numels,
                 )
             }
             for kind, arrays in state.items()
         }
         outcome = yield from self.scheme.exchange(
-            [whole], [ops.join(grads, numels)], before, context
+            [whole], [ops.join(grads, plan.numels)], before, context
         )
         after: State = {}
         for kind, arrays in outcome.state.items():
             kept = {n: a for n, a in state.get(kind, {}).items() if n not in takes_part}
-            parts = split(arrays[whole.name], numels) if arrays else []
+            parts = split(arrays[whole.name], plan.offsets) if arrays else []
             new = zip(tensors, parts, strict=False)
             after[kind] = kept | {t.name: part for t, part in new if t.name in takes_part}
-        return outcome._replace(sums=split(outcome.sums[0], numels), state=after)
+        return outcome._replace(sums=split(outcome.sums[0], plan.offsets), state=after)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return self.scheme.runs_on_device([self._whole(tensors)])
 
     def _whole(self, tensors: Sequence[Tensor]) -> Tensor:
-        return Tensor(f"{self.scope} from {tensors[0].name} on", (sum(numels_of(tensors)),))
+        return Tensor(
+            f"{self.scope} from {tensors[0].name} on", (bucket_plan(tensors).offsets[-1],)
+        )

@@ -18,7 +18,7 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.index_plan import IndexPlan
-from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Grads, Round, Similarity
+from horovod_fftcomp.schemes import Context, Grads, Round, Similarity
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.header import align
@@ -123,7 +123,7 @@ def gather_selection(
     if len(gathered) != (expected := context.world_size * nbytes):
         raise PayloadError(f"{len(gathered)} bytes of positions arrived, {expected} were expected")
     positions = ops.locate(bucket, gathered, context.step)
-    if context.step % MEASURE_EVERY or context.world_size == 1:
+    if not context.measures or context.world_size == 1:
         return Selected(positions)
     common, led_by_others = (
         ops.count_common(bucket, positions, begin, end),
@@ -140,12 +140,11 @@ def broadcast_selection(
     In steps that measure, every other rank selects as well, to measure how similar its selection
     is.
     """
-    measure = context.step % MEASURE_EVERY == 0
     leader = context.step % context.world_size
     slots = np.cumsum([0] + [align(selector.nbytes(n)) for n in plan.numels])
     message = np.zeros(slots[-1], np.uint8)
     leads = leader == context.rank
-    if leads or measure:
+    if leads or context.measures:
         for n, grad, residual, begin in zip(plan.numels, grads, residuals, slots, strict=False):
             if grad is None:  # frozen: it sends zeros, so any positions are fine
                 grad, residual = np.zeros(n, np.float32), None
@@ -159,7 +158,7 @@ def broadcast_selection(
             who = f"tensor {name!r}: rank {leader}'s positions"
             raise PayloadError(f"{who}: {error}") from error
     similarity = None
-    if measure and not leads:
+    if context.measures and not leads:
         ours = [
             selector.positions(message[begin : begin + selector.nbytes(n)], n)
             for n, begin in zip(plan.numels, slots, strict=False)

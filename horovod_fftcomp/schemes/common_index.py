@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,19 +12,7 @@ from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.kernels.ops import Deferred
-from horovod_fftcomp.schemes import (
-    MEASURE_EVERY,
-    Context,
-    Energy,
-    Exchange,
-    Grads,
-    Measured,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    Tensor,
-)
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.clt_selection import (
     ChunkWinners,
     Largest,
@@ -34,7 +22,9 @@ from horovod_fftcomp.schemes.clt_selection import (
     gather_selection,
 )
 from horovod_fftcomp.schemes.dense import half_limits
-from horovod_fftcomp.schemes.wrapper import numels_of
+from horovod_fftcomp.schemes.meter import measured_by
+from horovod_fftcomp.schemes.state import bucket_plan, new_state
+from horovod_fftcomp.types import Tensor
 from horovod_fftcomp.wire.header import align
 
 
@@ -84,10 +74,9 @@ class CommonIndex(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops, plan = context.ops, _plan(self, tuple(tensors), context.world_size)
-        measures = context.step % MEASURE_EVERY == 0
         carried = state.get("residual", {}) if self.error_feedback else {}
         old = [carried.get(name) for name in plan.names]
-        bucket = ops.common_index(plan, grads, old, measures)
+        bucket = ops.common_index(plan, grads, old, context.measures)
         selected = yield from self._select(plan, bucket, grads, old, context)
         residuals = ops.low_pass(bucket)
         halves = half_limits(context) if self.bits == 16 else None
@@ -100,9 +89,12 @@ class CommonIndex(Scheme):
         if len(received) != (expected := len(sources) * plan.total):
             raise PayloadError(f"{len(received)} values arrived, {expected} were expected")
         sums, flags = ops.scatter_sum(bucket, received, sources)
-        new_state = {"residual": _state(plan, grads, old, residuals)} if self.error_feedback else {}
-        measured = _measured(plan, ops.index_energies(bucket), selected) if measures else None
-        return Outcome(sums, new_state, flags, measured)
+        new = {"residual": residuals} if self.error_feedback else {}
+        measured = None
+        if context.measures:
+            squares = _by_number(ops.index_energies(bucket))
+            measured = measured_by(tensors, squares, selected.similarity)
+        return Outcome(sums, new_state(tensors, grads, state, new), flags, measured)
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
@@ -143,7 +135,7 @@ class CommonIndex(Scheme):
 
 @functools.lru_cache(maxsize=1024)  # more than a training has buckets
 def _plan(scheme: CommonIndex, tensors: tuple[Tensor, ...], n_ranks: int) -> IndexPlan:
-    selection, numels = scheme.selection, numels_of(tensors)
+    selection, numels = scheme.selection, list(bucket_plan(tensors).numels)
     chunk, bits = 0, 0
     if isinstance(selection, ChunkWinners):
         chunk, bits = selection.chunk, selection.bits
@@ -160,20 +152,6 @@ def _plan(scheme: CommonIndex, tensors: tuple[Tensor, ...], n_ranks: int) -> Ind
     )
 
 
-def _state(plan: IndexPlan, grads: Grads, old: Sequence[Any], new: Sequence[Any]) -> dict[str, Any]:
-    """Return the new residuals by name; a frozen tensor keeps its old one."""
-    found = zip(plan.names, grads, old, new, strict=True)
-    kept = ((name, before if grad is None else after) for name, grad, before, after in found)
-    return {name: residual for name, residual in kept if residual is not None}
-
-
-def _measured(plan: IndexPlan, energies: Deferred, selected: Selected) -> Callable[[], Measured]:
-    """Return a function that waits for the measurements and keeps no array alive."""
-    names, similarity = plan.names, selected.similarity
-
-    def wait() -> Measured:
-        pairs = zip(names, energies(), strict=True)
-        found = {name: Energy(*of_tensor) for name, of_tensor in pairs if of_tensor is not None}
-        return Measured(found, None if similarity is None else similarity())
-
-    return wait
+def _by_number(energies: Deferred) -> Callable[[], Mapping[int, Any]]:
+    """Return a function that returns the energies by a tensor's number, without None."""
+    return lambda: {number: sums for number, sums in enumerate(energies()) if sums is not None}

@@ -9,17 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    Tensor,
-)
-from horovod_fftcomp.schemes.wrapper import numels_of, split
+from horovod_fftcomp.kernels.plans import split
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes.state import bucket_plan
+from horovod_fftcomp.types import Tensor
 
 
 @dataclass(frozen=True)
@@ -40,14 +33,14 @@ class Dense(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         del state
-        ops, numels, halves = context.ops, numels_of(tensors), self.dtype == "float16"
-        values = ops.join(grads, numels)
+        ops, plan, halves = context.ops, bucket_plan(tensors), self.dtype == "float16"
+        values = ops.join(grads, plan.numels)
         if halves:
             values = ops.to_half(values, *half_limits(context))
         reduced = yield Round("allreduce", values)
         if halves:
             reduced = ops.from_half(reduced)
-        return Outcome(split(reduced, numels), {}, ops.flags_of(reduced))
+        return Outcome(split(reduced, plan.offsets), {}, ops.flags_of(reduced))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""

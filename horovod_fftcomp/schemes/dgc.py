@@ -8,15 +8,10 @@ from dataclasses import dataclass
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.ops import Feedback
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Tensor,
-)
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.momentum import MomentumScheme
+from horovod_fftcomp.types import Tensor
 
 
 @dataclass(frozen=True)

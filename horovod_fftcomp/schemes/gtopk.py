@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,30 +12,19 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.backend import load_backend
-from horovod_fftcomp.codec.base import check_state
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32
+from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.kernels.host.payloads import outputs_for, part_of
-from horovod_fftcomp.kernels.ops import Flags, energy_of
-from horovod_fftcomp.schemes import (
-    MEASURE_EVERY,
-    Context,
-    Energy,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    Tensor,
-    measured_on_host,
-)
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.kernels.host.payloads import part_of
+from horovod_fftcomp.kernels.ops import Feedback, Flags, Ops
+from horovod_fftcomp.kernels.plans import BucketPlan, split
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes.meter import Meter
+from horovod_fftcomp.schemes.state import new_state
+from horovod_fftcomp.types import Array, Tensor
 from horovod_fftcomp.wire.header import Header
-from horovod_fftcomp.wire.positions import Layout
 
 
 class Entries(NamedTuple):
@@ -74,13 +63,6 @@ def merge_all(lists: Sequence[Entries], k: int) -> Entries:
     return lists[0]
 
 
-class _Local(NamedTuple):
-    """A rank's gradient plus residual of one tensor (None if frozen), and whether it is finite."""
-
-    whole: Array | None
-    finite: bool
-
-
 @dataclass(frozen=True)
 class GTopK(Scheme):
     """Allreduce of the values at k common positions: the top-k of all ranks' merged top-k lists.
@@ -106,54 +88,35 @@ class GTopK(Scheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        carried = state.get("residual", {}) if self.error_feedback else {}
-        numels = [math.prod(tensor.shape) for tensor in tensors]
-        message, outs = outputs_for([self.codec] * len(tensors), tensors)
-        assert message is not None
-        local = [
-            self._list(tensor, grad, carried, out)
-            for tensor, grad, out in zip(tensors, grads, outs, strict=True)
-        ]
-        gathered = yield Round("allgather", message)
+        ops, meter, old = context.ops, Meter(context, tensors), state if self.error_feedback else {}
+        coder = ops.coder([self.codec] * len(tensors), tensors, context.world_size)
+        at, feedback = (context.step, context.rank), Feedback(keeps_sent=True)
+        encoded = coder.encode(grads, old, at, feedback, False)
+        gathered = yield Round("allgather", encoded.message)
         chosen = self._chosen(tensors, gathered, context.world_size)
-        ends = np.cumsum([places.size for places, _ in chosen])
-        values = _at(local, chosen, ends)
-        reduced = np.split((yield Round("allreduce", values)), ends[:-1])
-        sums, finite = self._scattered(numels, chosen, reduced)
-        measures = context.step % MEASURE_EVERY == 0 and finite
-        residuals, energies = dict(carried), {}
-        for tensor, grad, (whole, _), (places, _) in zip(
-            tensors, grads, local, chosen, strict=True
+        whole, offsets = encoded.residuals, BucketPlan([len(own.places) for own in chosen]).offsets
+        message = ops.zeros(offsets[-1])
+        own_lists = wire.split_payloads(encoded.message)
+        for array, (header, _), (places, _), share in zip(
+            whole, own_lists, chosen, split(message, offsets), strict=True
         ):
-            if whole is not None and grad is not None:
-                wanted = energy_of(whole) if measures else 0.0
-                whole[places] = 0
-                residuals[tensor.name] = whole
-                if measures:
-                    energies[tensor.name] = Energy(energy_of(grad), wanted, energy_of(whole))
-        kept = {"residual": residuals} if self.error_feedback else {}
-        return Outcome(sums, kept, Flags(finite), measured_on_host(energies))
+            if array is not None:
+                share[:] = array[places] if header.finite else np.nan
+        reduced = split((yield Round("allreduce", message)), offsets)
+        sums, finite = self._scattered(ops, tensors, chosen, reduced)
+        meter.before(grads, whole)
+        left = [
+            None if array is None else _without(array, places)
+            for array, (places, _) in zip(whole, chosen, strict=True)
+        ]
+        meter.after(left)
+        new = new_state(tensors, grads, old, {"residual": left} if self.error_feedback else {})
+        return Outcome(sums, new, Flags(finite), meter.measured())
 
     @functools.cached_property
     def codec(self) -> Codec:
         """Codec of the top-k lists."""
         return Codec(Identity(), TopK(self.density), Float32())
-
-    def _list(
-        self, tensor: Tensor, grad: Array | None, carried: Mapping[str, Array], out: Array | None
-    ) -> _Local:
-        """Write a tensor's list to the beginning of ``out``."""
-        kernels, shape, plan = load_backend("cpu"), tensor.shape, self.codec.plan(tensor.shape)
-        values = np.zeros(plan.numel, np.float32) if grad is None else grad
-        residual = None if grad is None else carried.get(tensor.name)
-        check_state("residual", residual, (np.dtype(np.float32), plan.numel))
-        everything = plan.layout in (Layout.RAW, Layout.ALL)
-        coeffs = kernels.add_residual(
-            values, residual, 0 if everything else plan.k
-        )  # always a new array
-        self.codec.encode_coeffs(coeffs, shape, kernels=kernels, keep_residual=False, out=out)
-        finite = coeffs.peak <= LARGEST_FINITE_BITS
-        return _Local(None if grad is None else coeffs.array, finite)
 
     def _chosen(self, tensors: Sequence[Tensor], gathered: Array, n_ranks: int) -> list[Entries]:
         """Return each tensor's merged list from the gathered messages of all ranks.
@@ -178,17 +141,22 @@ class GTopK(Scheme):
         return merge_all(entries, k)
 
     def _scattered(
-        self, numels: Sequence[int], chosen: Sequence[Entries], reduced: Sequence[Array]
+        self,
+        ops: Ops,
+        tensors: Sequence[Tensor],
+        chosen: Sequence[Entries],
+        reduced: Sequence[Array],
     ) -> tuple[list[Array], bool]:
-        """Return (the sums at the chosen indices, whether everything is finite)."""
-        kernels, sums, all_finite = load_backend("cpu"), [], True
-        for n, (places, listed), values in zip(numels, chosen, reduced, strict=True):
-            total = kernels.empty(n)
-            bad = kernels.max_abs_bits(values) > LARGEST_FINITE_BITS or np.isnan(listed).any()
-            total.fill(np.nan if bad else 0)
-            if not bad:
+        """Return (the sums, NaN if they are not finite; whether all are finite)."""
+        sums, all_finite = [], True
+        for tensor, (places, listed), values in zip(tensors, chosen, reduced, strict=True):
+            total = ops.zeros(math.prod(tensor.shape))
+            finite = ops.flags_of(values).finite and not np.isnan(listed).any()
+            if finite:
                 total[places] = values
-            all_finite = all_finite and not bad
+            else:
+                total.fill(np.nan)
+            all_finite = all_finite and finite
             sums.append(total)
         return sums, all_finite
 
@@ -198,13 +166,9 @@ class GTopK(Scheme):
         return wire.align(plan.payload_nbytes) + 4 * plan.k
 
 
-def _at(local: Sequence[_Local], chosen: Sequence[Entries], ends: Array) -> Array:
-    """Return a rank's values at the chosen indices of all tensors."""
-    values = load_backend("cpu").empty(int(ends[-1]))
-    slices = np.split(values, ends[:-1])
-    for (whole, finite), (places, _), out in zip(local, chosen, slices, strict=True):
-        if whole is None:
-            out.fill(0)
-        else:
-            out[:] = whole[places] if finite else np.nan
-    return values
+def _without(array: Array, places: Array) -> Array:
+    """Return ``array`` with zeros at ``places``; one that is sent completely is not written to."""
+    if places.size == array.size:  # it may be the gradient itself
+        return np.zeros_like(array)
+    array[places] = 0
+    return array

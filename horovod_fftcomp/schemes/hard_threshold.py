@@ -24,12 +24,12 @@ from horovod_fftcomp.schemes import (
     OldState,
     Round,
     Scheme,
-    Tensor,
     on_the_host,
 )
-from horovod_fftcomp.schemes.allgather import Allgather, gather, serves
+from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.wire.spec import spec_of
 
 
 @dataclass(frozen=True)
@@ -132,22 +132,14 @@ class HardThreshold(Scheme):
 
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        return self._gather.state_format(tensor)
+        return f"residual of {list(tensor.shape)} by {spec_of(Identity())}"
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual and the levels; see ``Scheme``."""
-        arrays = dict(self._gather.state_arrays(tensor, state))
+        arrays = dict(super().state_arrays(tensor, state))
         if self.threshold is None:
             arrays["levels"] = (np.dtype(np.float32), self.calibrate_steps)
         return arrays
-
-    def residual(self, state: OldState, tensor: Tensor) -> Array:
-        """Return the residual of ``tensor``, float32 in its shape."""
-        return self._gather.residual(state, tensor)
-
-    @property
-    def _gather(self) -> Allgather:
-        return Allgather(Codec(Identity(), TopK(self.density), self.quantizer), self.error_feedback)
 
 
 def _measured(

@@ -14,6 +14,7 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.codec.quantizers import is_whole
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.ops import Ops
+from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -22,11 +23,12 @@ from horovod_fftcomp.schemes import (
     Outcome,
     Round,
     Scheme,
-    Tensor,
+    State,
     ops_of,
 )
-from horovod_fftcomp.schemes.wrapper import Wrapper, numels_of, split
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.schemes.state import bucket_plan, new_state
+from horovod_fftcomp.schemes.wrapper import Wrapper
+from horovod_fftcomp.types import Array, Tensor
 
 Ranks = tuple[int, ...]
 
@@ -98,8 +100,9 @@ class Hierarchical(Wrapper):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         layout, ops = NodeLayout(self.ranks_per_node, context.world_size), context.ops
         node, leaders = layout.node_of(context.rank), layout.leaders(tensors)
-        leads, numels = context.rank in leaders, numels_of(tensors)
-        mine = ops.join(grads if leads else self._compensated(tensors, grads, state, ops), numels)
+        leads, plan = context.rank in leaders, bucket_plan(tensors)
+        own = grads if leads else self._compensated(tensors, grads, state, ops)
+        mine = ops.join(own, plan.numels)
         within = yield from _among(node, Round("allreduce", mine, inside=True))
         if not leads:
             for collective in self.scheme.rounds:
@@ -113,15 +116,15 @@ class Hierarchical(Wrapper):
             kept = _kept(tensors, grads, state)
             if any(state.values()):  # all but that of frozen tensors is dropped, by the host alone
                 within, ops = ops.get(within), ops_of(None)
-            return Outcome(split(within, numels), kept, ops.flags_of(within))
+            return Outcome(split(within, plan.offsets), kept, ops.flags_of(within))
 
         summed = [
             None if grad is None and not ops.get(part).any() else part
-            for part, grad in zip(split(within, numels), grads, strict=True)
+            for part, grad in zip(split(within, plan.offsets), grads, strict=True)
         ]
         place = context._replace(rank=leaders.index(context.rank), world_size=len(leaders))
         outcome = yield from _between(leaders, self.scheme.exchange(tensors, summed, state, place))
-        result = ops.join(outcome.sums, numels)
+        result = ops.join(outcome.sums, plan.numels)
         yield from _among(node, Round("allgather", result, inside=True))
         if outcome.flags.not_finite is None:
             result, ops = ops.get(result), ops_of(None)
@@ -148,13 +151,9 @@ class Hierarchical(Wrapper):
         return self.scheme.choice_of(state, tensor) if any(state.values()) else None
 
 
-def _kept(tensors: Sequence[Tensor], grads: Grads, state: OldState) -> dict[str, dict[str, Array]]:
+def _kept(tensors: Sequence[Tensor], grads: Grads, state: OldState) -> State:
     """Return a non-leader's state of frozen tensors, which are not summed."""
-    frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
-    return {
-        kind: {name: array for name, array in arrays.items() if name in frozen}
-        for kind, arrays in state.items()
-    }
+    return new_state(tensors, grads, state, {kind: [None] * len(tensors) for kind in state})
 
 
 def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:

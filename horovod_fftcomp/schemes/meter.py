@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod_fftcomp.kernels.ops import Deferred
-from horovod_fftcomp.schemes import MEASURE_EVERY, Context, Energy, Measured, Tensor
+from horovod_fftcomp.schemes import Context, Energy, Measured, Similarity
+from horovod_fftcomp.types import Tensor
+
+Squares = tuple[float, float, float]
 
 
 class Meter:
@@ -16,17 +18,15 @@ class Meter:
     In steps that measure, ``on``: call ``before``, then ``after``. In others they do nothing.
     """
 
-    def __init__(self, context: Context) -> None:
-        self.on = context.step % MEASURE_EVERY == 0
-        self._ops = context.ops
-        self._names: list[str | None] = []
+    def __init__(self, context: Context, tensors: Sequence[Tensor]) -> None:
+        self.on, self._ops, self._tensors = context.measures, context.ops, tensors
         self._squares: list[Deferred] = []
+        self._is_omitted: list[bool] = []
 
-    def before(self, tensors: Sequence[Tensor], grads: Sequence[Any], whole: Sequence[Any]) -> None:
+    def before(self, grads: Sequence[Any], whole: Sequence[Any]) -> None:
         """Measure gradients, and gradient plus residual; a tensor without the latter is omitted."""
         if self.on:
-            pairs = zip(tensors, whole, strict=True)
-            self._names = [None if array is None else tensor.name for tensor, array in pairs]
+            self._is_omitted = [array is None for array in whole]
             self._squares = [self._ops.squares(grads), self._ops.squares(whole)]
 
     def after(self, left: Sequence[Any]) -> None:
@@ -36,9 +36,32 @@ class Meter:
 
     def measured(self) -> Callable[[], Measured] | None:
         """Return the field ``measured`` of ``Outcome``."""
-        return partial(_measured, self._names, self._squares) if self.on else None
+        if not self.on:
+            return None
+        squares, is_omitted = self._squares, self._is_omitted
+
+        def of_tensors() -> dict[int, Squares]:
+            columns = enumerate(zip(*(sums() for sums in squares), strict=True))
+            return {number: sums for number, sums in columns if not is_omitted[number]}
+
+        return measured_by(self._tensors, of_tensors)
 
 
-def _measured(names: Sequence[str | None], squares: Sequence[Deferred]) -> Measured:
-    columns = zip(names, *(sums() for sums in squares), strict=True)
-    return Measured({name: Energy(*sums) for name, *sums in columns if name is not None})
+def measured_by(
+    tensors: Sequence[Tensor],
+    squares: Callable[[], Mapping[int, Squares]] | None,
+    similarity: Callable[[], Similarity] | None = None,
+) -> Callable[[], Measured] | None:
+    """Return the field ``measured`` of ``Outcome``; None if ``squares`` is None.
+
+    ``squares``: returns the numbers of ``Energy`` by a tensor's index in ``tensors``.
+    """
+    if squares is None:
+        return None
+    names = [tensor.name for tensor in tensors]
+
+    def wait() -> Measured:
+        energies = {names[number]: Energy(*sums) for number, sums in squares().items()}
+        return Measured(energies, None if similarity is None else similarity())
+
+    return wait

@@ -5,25 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.kernels.ops import Momentum
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    Tensor,
-)
+from horovod_fftcomp.kernels.plans import split
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.state import bucket_plan, new_state, old_arrays
-from horovod_fftcomp.schemes.wrapper import numels_of, split
-from horovod_fftcomp.types import Array, Coefficients
+from horovod_fftcomp.types import Tensor
 
 
 @dataclass(frozen=True)
@@ -57,31 +47,20 @@ class MomentumCorrection:
         """Ratio of velocity to gradient in the limit of constant gradients, 1 / (1 - momentum)."""
         return 1 / (1 - self.momentum)
 
-    def accumulate(
-        self, grad: Array, state: OldState, tensor: Tensor, k: int, context: Context
-    ) -> tuple[Coefficients, Array]:
-        """Return (residual plus velocity, with the top-k threshold for ``k``; the new velocity).
-
-        Both are new arrays. ValueError for a state of the wrong size or dtype.
-        """
-        velocity, residual = (
-            state.get(kind, {}).get(tensor.name) for kind in ("velocity", "residual")
-        )
-        for kind, array in (("velocity", velocity), ("residual", residual)):
-            check_state(kind, array, (np.dtype(np.float32), grad.size))
-        ops: Any = context.ops  # the host's
-        return ops.accelerate(grad, velocity, residual, self.at(context), k)
-
     def at(self, context: Context) -> Momentum:
         """Return the options of a step, for ops."""
-        norm = self.largest_norm(context)
+        norm = self.max_norm
+        if norm is not None:
+            norm *= context.loss_scale / math.sqrt(context.world_size)
         return Momentum(self.momentum, self.nesterov, self.masking, norm)
 
-    def largest_norm(self, context: Context) -> float | None:
-        """Return the clipping norm of a gradient, loss scale included; None without clipping."""
-        if self.max_norm is None:
-            return None
-        return self.max_norm * context.loss_scale / math.sqrt(context.world_size)
+
+class Accumulated(NamedTuple):
+    """Residual plus new velocity of all tensors in one array; new velocities; old residuals."""
+
+    whole: Any
+    velocities: Sequence[Any]
+    residuals: Sequence[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +68,18 @@ class MomentumScheme(Scheme):
     """Base of schemes with momentum correction, whose optimizer must have no momentum."""
 
     correction: MomentumCorrection
+
+    def accumulated(
+        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+    ) -> Accumulated:
+        """Return the bucket's accumulated velocities; ``grads`` lie where the ops work."""
+        ops = context.ops
+        velocities, residuals = (
+            old_arrays(ops, kind, state, tensors, grads) for kind in ("velocity", "residual")
+        )
+        momentum = self.correction.at(context)
+        found = ops.accumulate(bucket_plan(tensors), grads, velocities, residuals, momentum)
+        return Accumulated(*found, residuals)
 
     def in_warmup(self) -> Scheme:
         """Return the scheme of dense steps: an allreduce of velocities of the same momentum."""
@@ -130,18 +121,11 @@ class MomentumSum(MomentumScheme):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops = context.ops
         grads = [ops.put(grad) for grad in grads]
-        velocities = old_arrays(ops, "velocity", state, tensors, grads)
-        residuals = old_arrays(ops, "residual", state, tensors, grads)
-        whole, velocities = ops.accumulate(
-            bucket_plan(tensors), grads, velocities, residuals, self.correction.at(context)
-        )
+        whole, velocities, residuals = self.accumulated(tensors, grads, state, context)
         reduced = yield Round("allreduce", whole)
-        new = {"velocity": velocities, "residual": [ops.cleared(array) for array in residuals]}
-        new_states = {
-            kind: new_state(tensors, grads, state.get(kind, {}), arrays)
-            for kind, arrays in new.items()
-        }
-        return Outcome(split(reduced, numels_of(tensors)), new_states, ops.flags_of(reduced))
+        cleared = [ops.cleared(array) for array in residuals]
+        new = new_state(tensors, grads, state, {"velocity": velocities, "residual": cleared})
+        return Outcome(split(reduced, bucket_plan(tensors).offsets), new, ops.flags_of(reduced))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""

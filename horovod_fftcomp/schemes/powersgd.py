@@ -12,18 +12,10 @@ import numpy as np
 
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import LowRankPlan, Matrix
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    Tensor,
-)
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.state import named, new_state, old_arrays
+from horovod_fftcomp.types import Tensor
 from horovod_fftcomp.wire import counter_rng
 
 
@@ -57,7 +49,7 @@ class PowerSgd(Scheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        ops, plan, meter = context.ops, _plan_of(self, tuple(tensors)), Meter(context)
+        ops, plan, meter = context.ops, _plan_of(self, tuple(tensors)), Meter(context, tensors)
         grads = [ops.put(grad) for grad in grads]
         old = state if self.error_feedback else {}
         right = [
@@ -66,7 +58,7 @@ class PowerSgd(Scheme):
         ]
         residuals = old_arrays(ops, "residual", old, tensors, grads)
         whole, message = ops.compensate(plan, grads, residuals)
-        meter.before(tensors, grads, whole)
+        meter.before(grads, whole)
         ops.project(plan, whole, right, message)  # M Q
         first = yield Round("allreduce", message)
         left = ops.orthonormalize(plan, first)
@@ -77,9 +69,8 @@ class PowerSgd(Scheme):
         second = yield Round("allreduce", message)
         sums, flags = ops.product(plan, left, first, second)
         new = {"factor": named(tensors, ops.nonzero_columns(plan, second, right))}
-        if self.error_feedback:
-            new["residual"] = new_state(tensors, grads, state.get("residual", {}), whole)
-        return Outcome(sums, new, flags, meter.measured())
+        kept = new_state(tensors, grads, old, {"residual": whole} if self.error_feedback else {})
+        return Outcome(sums, new | kept, flags, meter.measured())
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

@@ -16,27 +16,17 @@ import numpy as np
 from horovod_fftcomp import wire
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Summed
-from horovod_fftcomp.schemes import (
-    Context,
-    Energy,
-    Grads,
-    Measured,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    State,
-    Tensor,
-    measures,
-)
+from horovod_fftcomp.schemes import Context, Grads, OldState, Outcome, Round, Scheme, State
+from horovod_fftcomp.schemes.meter import Squares, measured_by
 from horovod_fftcomp.schemes.shard_plan import Key, ShardPlan
 from horovod_fftcomp.schemes.state import new_state
+from horovod_fftcomp.types import Tensor
 
 # Kinds of state of the part of a tensor that a rank owns: coefficients of the second residual, and
 # the number of the first of them in the tensor.
 SHARD_RESIDUAL, SHARD_BEGIN = "shard_residual", "shard_begin"
 
-Squares = Callable[[], Mapping[int, tuple[float, float, float]]]
+Measurement = Callable[[], Mapping[int, Squares]]
 
 
 class _Owned(NamedTuple):
@@ -50,7 +40,7 @@ class _Owned(NamedTuple):
     state: State
     flags: Flags = Flags()
     error: PayloadError | None = None
-    squares: Squares | None = None
+    squares: Measurement | None = None
 
 
 class _Bucket:
@@ -71,7 +61,7 @@ class _Bucket:
         self.tensors, self.grads, self.context, self.ops = tensors, grads, context, context.ops
         self.state = _moved(plan, codecs, tensors, grads, state, context.rank)
         self.feedback = feedback
-        self.measure = measures(context) and feedback.sign != "vote" and not feedback.keeps_sent
+        self.measure = context.measures and feedback.sign != "vote" and not feedback.keeps_sent
         pieces = plan.owners[context.rank]
         self.mine = slice(pieces.start, pieces.stop)
 
@@ -108,10 +98,10 @@ class _Bucket:
             wire.mark_corrupt(again.message)
         state: State = {}
         if keep:
-            left = new_state(owners, sums, old, again.residuals)
+            state = new_state(owners, sums, self.state, {SHARD_RESIDUAL: again.residuals})
             begins = plan.begins[context.rank].items()
-            state[SHARD_BEGIN] = {name: begin for name, begin in begins if name in left}
-            state[SHARD_RESIDUAL] = left
+            kept = state[SHARD_RESIDUAL]
+            state[SHARD_BEGIN] = {name: begin for name, begin in begins if name in kept}
         return _Owned(again.message, state, flags, error, again.squares)
 
     def _sum(self, received: Any) -> tuple[list[Any], Flags, PayloadError | None]:
@@ -148,28 +138,22 @@ class _Bucket:
             found["residual"] = plan.whole(self.ops, encoded.residuals, plan.n_bins, plan.kind)
         if self.feedback.momentum is not None:
             found["velocity"] = plan.whole(self.ops, encoded.velocities, plan.numels)
-        return {
-            kind: new_state(self.tensors, self.grads, self.state.get(kind, {}), arrays)
-            for kind, arrays in found.items()
-        }
+        return new_state(self.tensors, self.grads, self.state, found)
 
-    def measured(
-        self, first: Squares | None, second: Squares | None
-    ) -> Callable[[], Measured] | None:
-        """Return the function ``measured`` of an outcome: unsent are both residuals."""
+    def squares(self, first: Measurement | None, second: Measurement | None) -> Measurement | None:
+        """Return the squares by tensor from those by piece; unsent are both residuals."""
         if first is None:
             return None
-        names = [self.tensors[piece.number].name for piece in self.plan.pieces]
-        begin = self.mine.start
+        pieces, begin = self.plan.pieces, self.mine.start
 
-        def read() -> Measured:
+        def read() -> dict[int, Squares]:
             unsent = {} if second is None else {begin + n: sums[2] for n, sums in second().items()}
-            energies: dict[str, Energy] = {}
+            found: dict[int, Squares] = {}
             for number, (gradient, wanted, left) in first().items():
-                so_far = energies.get(names[number], Energy(0.0, 0.0, 0.0))
-                here = gradient, wanted, left + unsent.get(number, 0.0)
-                energies[names[number]] = Energy(*map(sum, zip(so_far, here, strict=True)))
-            return Measured(energies)
+                sums = found.get(tensor := pieces[number].number, (0.0, 0.0, 0.0))
+                left += unsent.get(number, 0.0)
+                found[tensor] = (sums[0] + gradient, sums[1] + wanted, sums[2] + left)
+            return found
 
         return read
 
@@ -199,7 +183,7 @@ def exchange_shards(
         summed.sums,
         bucket.new_state(encoded) | owned.state,
         context.ops.both(summed.flags, owned.flags),
-        bucket.measured(encoded.squares, owned.squares),
+        measured_by(tensors, bucket.squares(encoded.squares, owned.squares)),
     )
 
 
@@ -249,29 +233,3 @@ def _folded(state: OldState, tensor: Tensor, form: tuple[np.dtype, int]) -> OldS
     whole[begin : begin + part.size] += part
     kinds["residual"][tensor.name] = whole
     return {**state, **kinds}
-
-
-def _measured(
-    plan: ShardPlan,
-    tensors: Sequence[Tensor],
-    first: Callable[[], Mapping[int, tuple[float, float, float]]] | None,
-    second: Callable[[], Mapping[int, tuple[float, float, float]]] | None,
-    mine: range,
-) -> Callable[[], Measured] | None:
-    """Return the function ``measured`` of an outcome: unsent are both residuals."""
-    if first is None:
-        return None
-
-    def read() -> Measured:
-        energies: dict[str, Energy] = {}
-        unsent = {} if second is None else second()
-        for number, (gradient, wanted, left) in first().items():
-            name = tensors[plan.pieces[number].number].name
-            before = energies.get(name, Energy(0.0, 0.0, 0.0))
-            both = left + (unsent[number - mine.start][2] if number - mine.start in unsent else 0.0)
-            energies[name] = Energy(
-                before.gradient + gradient, before.wanted + wanted, before.left + both
-            )
-        return Measured(energies)
-
-    return read

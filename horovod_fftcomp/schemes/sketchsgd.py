@@ -12,22 +12,14 @@ import numpy as np
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparsifiers import TopK
-from horovod_fftcomp.kernels.ops import Flags, energy_of
-from horovod_fftcomp.schemes import (
-    MEASURE_EVERY,
-    Context,
-    Energy,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Tensor,
-    measured_on_host,
-)
+from horovod_fftcomp.kernels.ops import Flags
+from horovod_fftcomp.kernels.plans import BucketPlan, split
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round
 from horovod_fftcomp.schemes.gtopk import largest
+from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.momentum import MomentumScheme
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.schemes.state import bucket_plan, new_state
+from horovod_fftcomp.types import Array, Tensor
 from horovod_fftcomp.wire import counter_rng
 
 
@@ -48,19 +40,33 @@ class _Plan(NamedTuple):
         """Number of elements in the second round, which is never empty."""
         return max(1, self.candidates)
 
+    def sketch(self, values: Array | None, hashes: Array) -> Array | None:
+        """Return what a tensor sends first: NaN if it is not finite; None, for zeros, if frozen."""
+        if values is None:
+            return None
+        kernels = load_backend("cpu")
+        peak = kernels.max_abs_bits(values)
+        if peak > LARGEST_FINITE_BITS:
+            return np.full(self.first_numel(len(hashes)), np.nan, np.float32)
+        if not self.columns:
+            return values
+        return kernels.sketch(values, hashes, self.columns, peak).reshape(-1)
 
-@dataclass
-class _TensorExchange:
-    """State of one tensor during an exchange."""
+    def find(self, table: Array, hashes: Array) -> Array | None:
+        """Return the places of the candidates, ascending; None if the sum is not finite."""
+        kernels = load_backend("cpu")
+        if kernels.max_abs_bits(table) > LARGEST_FINITE_BITS:
+            return None
+        if not self.columns:
+            return np.empty(0, np.int64)
+        by_row = table.reshape(len(hashes), self.columns)
+        return largest(kernels.estimate(by_row, hashes, self.numel), self.candidates)
 
-    tensor: Tensor
-    plan: _Plan
-    grad: Array | None
-    whole: Array | None  # residual plus velocity; in the end the new residual
-    velocity: Array | None
-    finite: bool
-    places: Array | None = None  # of the candidates, ascending
-    energy: Energy | None = None
+    def take(self, values: Array | None, places: Array | None) -> Array | None:
+        """Return what a tensor sends second: the candidates' values, None for zeros."""
+        if self.columns and places is None:
+            return np.full(self.candidates, np.nan, np.float32)
+        return None if values is None or not self.columns else values[places]
 
 
 @dataclass(frozen=True)
@@ -97,31 +103,39 @@ class SketchSgd(MomentumScheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        kernels = load_backend("cpu")
+        ops, meter = context.ops, Meter(context, tensors)
+        joined, velocities, _ = self.accumulated(tensors, grads, state, context)
+        shares = zip(grads, split(joined, bucket_plan(tensors).offsets), strict=True)
+        whole = [None if grad is None else share for grad, share in shares]
+        meter.before(grads, whole)
+
         plans = [self._plan(tensor) for tensor in tensors]
-        ends = np.cumsum([plan.first_numel(self.rows) for plan in plans])
-        message = kernels.empty(int(ends[-1]))
-        parts = [
-            self._begin(tensor, grad, plan, state, context, share)
-            for tensor, grad, plan, share in zip(
-                tensors, grads, plans, np.split(message, ends[:-1]), strict=True
-            )
-        ]
-        first = np.split((yield Round("allreduce", message)), ends[:-1])
-        ends = np.cumsum([plan.second_numel for plan in plans])
-        message = kernels.empty(int(ends[-1]))
-        for part, reduced, share in zip(parts, first, np.split(message, ends[:-1]), strict=True):
-            self._look_up(part, reduced, context, share)
-        second = np.split((yield Round("allreduce", message)), ends[:-1])
+        hashes = [self._hashes(tensor, context) for tensor in tensors]
+        firsts = BucketPlan([plan.first_numel(self.rows) for plan in plans])
+        sent = [p.sketch(w, drawn) for p, w, drawn in zip(plans, whole, hashes, strict=True)]
+        received = yield Round("allreduce", ops.join(sent, firsts.numels))
+        tables = split(received, firsts.offsets)
+
+        seconds = BucketPlan([plan.second_numel for plan in plans])
+        places = [p.find(t, drawn) for p, t, drawn in zip(plans, tables, hashes, strict=True)]
+        sent = [p.take(w, found) for p, w, found in zip(plans, whole, places, strict=True)]
+        received = yield Round("allreduce", ops.join(sent, seconds.numels))
+        values = split(received, seconds.offsets)
+
         sums, finite = [], True
-        for part, table, values in zip(parts, first, second, strict=True):
-            reduced = values if part.plan.columns else table
-            good = all(kernels.max_abs_bits(x) <= LARGEST_FINITE_BITS for x in (table, values))
-            sums.append(self._settle(part, reduced, good, context))
-            finite = finite and good
-        energies = {part.tensor.name: part.energy for part in parts if part.energy is not None}
-        new_state = self._new_state(parts, state)
-        return Outcome(sums, new_state, Flags(finite), measured_on_host(energies))
+        to_clear = zip(whole, velocities if self.correction.masking else whole, strict=True)
+        for plan, table, found, reduced, kept in zip(
+            plans, tables, places, values, to_clear, strict=True
+        ):
+            if found is None or not ops.flags_of(reduced).finite:
+                finite = False
+                sums.append(np.full(plan.numel, np.nan, np.float32))
+            else:
+                sums.append(_settled(plan, table, found, reduced, kept))
+        left = [array if plan.columns else None for plan, array in zip(plans, whole, strict=True)]
+        meter.after(left)
+        new = new_state(tensors, grads, state, {"velocity": velocities, "residual": left})
+        return Outcome(sums, new, Flags(finite), meter.measured())
 
     def _plan(self, tensor: Tensor) -> _Plan:
         """Return the sizes with which a tensor is sent."""
@@ -140,84 +154,23 @@ class SketchSgd(MomentumScheme):
         ]
         return np.array(drawn, np.uint64).reshape(self.rows, 2)
 
-    def _begin(
-        self,
-        tensor: Tensor,
-        grad: Array | None,
-        plan: _Plan,
-        state: OldState,
-        context: Context,
-        share: Array,
-    ) -> _TensorExchange:
-        """Write a tensor's slice of the first message into ``share``."""
-        if grad is None:
-            share.fill(0)
-            return _TensorExchange(tensor, plan, None, None, None, True)
-        coeffs, velocity = self.correction.accumulate(grad, state, tensor, 0, context)
-        finite = coeffs.peak <= LARGEST_FINITE_BITS
-        if not finite:
-            share.fill(np.nan)
-        elif plan.columns:
-            hashes = self._hashes(tensor, context)
-            sketch = load_backend("cpu").sketch(coeffs.array, hashes, plan.columns, coeffs.peak)
-            share[:] = sketch.reshape(-1)
-        else:
-            share[:] = coeffs.array
-        return _TensorExchange(tensor, plan, grad, coeffs.array, velocity, finite)
-
-    def _look_up(self, part: _TensorExchange, table: Array, context: Context, share: Array) -> None:
-        """Find the candidates, and write a tensor's slice of the second message into ``share``."""
-        kernels, plan = load_backend("cpu"), part.plan
-        share.fill(0)
-        if not plan.columns:
-            return
-        if not part.finite or kernels.max_abs_bits(table) > LARGEST_FINITE_BITS:
-            share.fill(np.nan)
-            return
-        estimates = kernels.estimate(
-            table.reshape(self.rows, plan.columns), self._hashes(part.tensor, context), plan.numel
-        )
-        part.places = largest(estimates, plan.candidates)
-        if part.whole is not None:
-            np.take(part.whole, part.places, out=share)
-
-    def _settle(
-        self, part: _TensorExchange, reduced: Array, finite: bool, context: Context
-    ) -> Array:
-        """Return a tensor's sum, and clear the sent elements in residual and velocity."""
-        plan = part.plan
-        if not finite:
-            return np.full(plan.numel, np.nan, np.float32)
-        measures = context.step % MEASURE_EVERY == 0 and part.whole is not None
-        gradient, wanted = (energy_of(part.grad), energy_of(part.whole)) if measures else (0.0, 0.0)
-        if part.places is None:
-            total, part.whole = reduced, None
-        else:
-            best = largest(reduced, plan.k)
-            total = load_backend("cpu").empty(plan.numel)
-            total.fill(0)
-            total[part.places[best]] = reduced[best]
-            for kept in (part.whole, part.velocity if self.correction.masking else None):
-                if kept is not None:
-                    kept[part.places[best]] = 0
-        if measures:
-            part.energy = Energy(gradient, wanted, energy_of(part.whole))
-        return total
-
-    def _new_state(
-        self, parts: Sequence[_TensorExchange], state: OldState
-    ) -> dict[str, dict[str, Array]]:
-        new: dict[str, dict[str, Array]] = {"velocity": {}, "residual": {}}
-        for part in parts:
-            left = {"velocity": part.velocity, "residual": part.whole}
-            for kind, arrays in new.items():
-                name = part.tensor.name
-                kept = state.get(kind, {}).get(name) if part.grad is None else left[kind]
-                if kept is not None:
-                    arrays[name] = kept
-        return new
-
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         plan = self._plan(tensor)
         return 4 * (plan.first_numel(self.rows) + plan.second_numel)
+
+
+def _settled(
+    plan: _Plan, table: Array, places: Array, reduced: Array, kept: Sequence[Array | None]
+) -> Array:
+    """Return a tensor's sum, and clear the sent elements in ``kept``."""
+    if not plan.columns:
+        return table
+    best = largest(reduced, plan.k)
+    total = load_backend("cpu").empty(plan.numel)
+    total.fill(0)
+    total[places[best]] = reduced[best]
+    for array in kept:
+        if array is not None:
+            array[places[best]] = 0
+    return total

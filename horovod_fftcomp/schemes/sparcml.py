@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,20 +19,11 @@ from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.host.payloads import joined, part_of, summed
 from horovod_fftcomp.kernels.ops import Feedback, Flags
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    Tensor,
-    measures,
-)
-from horovod_fftcomp.schemes.allgather import Allgather, measured_by
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes.allgather import Allgather
+from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.state import new_state
-from horovod_fftcomp.types import Array, Body
+from horovod_fftcomp.types import Array, Body, Tensor
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.header import Header
 from horovod_fftcomp.wire.positions import Layout
@@ -145,7 +136,7 @@ class SparCml(Scheme):
         codec, feedback = self.codec, Feedback(self.error_feedback)
         coder = context.ops.coder([codec] * len(tensors), tensors, context.world_size)
         at = (context.step, context.rank)
-        encoded = coder.encode(grads, state, at, feedback, measures(context))
+        encoded = coder.encode(grads, state, at, feedback, context.measures)
         fold = partial(merge, codec, tensors)
         arrived = yield Round("allgather", encoded.message, merge=fold)
         if wire.read_header(arrived).fingerprint != SUMS.fingerprint:
@@ -157,9 +148,9 @@ class SparCml(Scheme):
             arrived = merge_all(np.split(arrived, context.world_size), fold)
         writers = [_codec_of(codec, header) for header, _ in wire.split_payloads(arrived)]
         sums, _, finite = summed(writers, tensors, arrived, 1)
-        kept = new_state(tensors, grads, state.get("residual", {}), encoded.residuals)
-        after = {"residual": kept} if self.error_feedback else {}
-        return Outcome(sums, after, Flags(finite), measured_by(tensors, encoded))
+        new = {"residual": encoded.residuals} if self.error_feedback else {}
+        kept = new_state(tensors, grads, state, new)
+        return Outcome(sums, kept, Flags(finite), measured_by(tensors, encoded.squares))
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
@@ -172,7 +163,3 @@ class SparCml(Scheme):
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return self._topk.state_format(tensor)
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of the residual; see ``Scheme``."""
-        return self._topk.state_arrays(tensor, state)

@@ -12,7 +12,8 @@ import numpy as np
 from horovod_fftcomp.kernels.cuda import is_on_host
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import BucketPlan
-from horovod_fftcomp.schemes import Grads, OldState, Tensor
+from horovod_fftcomp.schemes import Grads, OldState, State
+from horovod_fftcomp.types import Tensor
 
 
 def bucket_plan(tensors: Sequence[Tensor]) -> BucketPlan:
@@ -48,11 +49,16 @@ def named(tensors: Sequence[Tensor], arrays: Sequence[Any]) -> dict[str, Any]:
 
 
 def new_state(
-    tensors: Sequence[Tensor], grads: Grads, old: Mapping[str, Any], new: Sequence[Any]
-) -> dict[str, Any]:
-    """Return the new arrays by name, without None, and the old ones of frozen tensors."""
-    triples = zip(tensors, grads, new, strict=True)
-    return named(tensors, [_alone(old.get(t.name)) if g is None else a for t, g, a in triples])
+    tensors: Sequence[Tensor], grads: Grads, old: OldState, new: Mapping[str, Sequence[Any]]
+) -> State:
+    """Return the new arrays by kind and name, without None, and the old ones of frozen tensors."""
+    state = {}
+    for kind, arrays in new.items():
+        before = old.get(kind, {})
+        triples = zip(tensors, grads, arrays, strict=True)
+        kept = [_alone(before.get(t.name)) if grad is None else a for t, grad, a in triples]
+        state[kind] = named(tensors, kept)
+    return state
 
 
 def _alone(array: Any) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -57,14 +55,3 @@ class Wrapper(Scheme):
     def residual(self, state: OldState, tensor: Tensor) -> Array:
         """Return the residual of ``tensor``, float32 in its shape, in a new array."""
         return self.scheme.residual(state, tensor)
-
-
-def numels_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the number of elements of each tensor."""
-    return [math.prod(tensor.shape) for tensor in tensors]
-
-
-def split(whole: Any, numels: Sequence[int]) -> list[Any]:
-    """Return views of consecutive parts of an array, NumPy's or the device's."""
-    ends = np.cumsum(numels).tolist()
-    return [whole[end - numel : end] for end, numel in zip(ends, numels, strict=True)]

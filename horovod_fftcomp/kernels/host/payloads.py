@@ -17,21 +17,6 @@ from horovod_fftcomp.types import Array, Body, Tensor
 from horovod_fftcomp.wire.header import Header
 
 
-def outputs_for(
-    codecs: Sequence[AnyCodec], tensors: Sequence[Tensor]
-) -> tuple[Array | None, Sequence[Array | None]]:
-    """Return (a message of zeros, a view of it for each payload); None where sizes vary."""
-    if not all(codec.has_fixed_size for codec in codecs):
-        return None, [None] * len(codecs)
-    sizes = [
-        wire.align(codec.payload_nbytes(tensor.shape))
-        for codec, tensor in zip(codecs, tensors, strict=True)
-    ]
-    message = load_backend("cpu").empty(sum(sizes), np.uint8)
-    message.fill(0)
-    return message, np.split(message, np.cumsum(sizes)[:-1])
-
-
 def joined(payloads: Sequence[Array]) -> Array:
     """Return the payloads in one message, each at an aligned offset."""
     ends = np.cumsum([wire.align(payload.size) for payload in payloads])
