@@ -40,6 +40,71 @@ HOST_ONLY = frozenset({"gtopk", "sketchsgd"}) | {
     and codec.method.cuda is None
 }
 
+# Schemes that ops compute: recipe, options, and how far a GPU's sums may lie from the CPU's, as a
+# share of the largest.
+STEPS: list[tuple[str, dict, float]] = [
+    ("topk", {"density": 0.05}, 0),
+    ("topk", {"density": 0.05, "error_feedback": False}, 0),
+    ("topk", {"density": 0.05, "warmup_steps": 2}, 0),
+    ("none", {}, 0),
+    ("fp16", {}, 0),
+    ("scalecom", {"density": 0.05, "selector": "exact"}, 0),
+    ("scalecom", {"density": 0.05}, 0),
+    ("scalecom", {"density": 1.0, "beta": 1.0}, 0),
+    ("random_k", {"density": 0.05}, 0),
+    ("random_k", {"density": 0.3, "exchange": "gather"}, 0),
+    ("random_block", {"density": 0.05, "unbiased": True, "error_feedback": False}, 0),
+    ("hard_threshold", {"threshold": 1.5}, 0),
+    ("hard_threshold", {"threshold": 6.0}, 0),
+    ("hard_threshold", {"threshold": 1e-3, "bits": 6}, 0),  # above it is nearly all
+    ("hard_threshold", {"threshold": 1.5, "error_feedback": False}, 0),
+    ("hard_threshold", {"threshold": 1e-3, "bits": 32}, 0),  # as it is, with those below
+    ("hard_threshold", {"density": 0.05, "calibrate_steps": 2}, 0),
+    *((name, {}, 0) for name in ELEMENT_RECIPES if name not in HOST_ONLY),
+    ("onebit", {"group": "column"}, 0),
+    ("onebit", {"error_feedback": False}, 0),
+    ("qsgd", {"levels": 2, "bucket": 64, "norm": "l2", "error_feedback": True}, 0),
+    ("terngrad", {"packing": "bits", "clip": 0}, 0),
+    ("dgc", {"density": 0.05}, 0),
+    ("dgc", {"density": 0.05, "nesterov": True, "masking": False, "bits": 8}, 0),
+    ("dgc", {"density": 1.0}, 0),
+    ("dgc", {"density": 0.05, "max_norm": 140.0}, 0),  # of some tensors
+    ("dgc", {"density": 0.05, "warmup_steps": 5, "max_norm": 1.0}, 0),
+    ("sketchsgd", {"warmup_steps": 4, "nesterov": True}, 0),
+    ("strom", {"threshold": 2.0}, 0),
+    ("strom", {"threshold": 0.01, "quanta": 7}, 0),  # nearly all reach it
+    ("adacomp", {}, 0),
+    ("adacomp", {"bin": 3}, 0),
+    ("wangni", {}, 0),
+    ("wangni", {"density": 0.9}, 0),
+    ("gtopk", {}, 0),
+    ("gtopk", {"density": 0.4, "error_feedback": False}, 0),
+    ("sketchsgd", {}, 0),
+    ("sketchsgd", {"density": 0.05}, 0),  # all travels as it is
+    ("sketchsgd", {"density": 0.002, "rows": 3, "nesterov": True, "masking": False}, 0),
+    ("sparcml", {"density": 0.05}, 0),
+    ("topk", {"density": 0.05, "scope": "bucket"}, 0),
+    ("scalecom", {"density": 0.05, "scope": "bucket"}, 0),
+    ("dorefa", {"bits": 1}, 0),
+    ("dorefa", {"bits": 12}, 0),
+    ("signum", {"decay": 0.7}, 0),
+    ("powersgd", {}, 0),
+    ("powersgd", {"rank": 1}, 0),
+    ("powersgd", {"rank": 12, "error_feedback": False}, 0),
+    ("demo", {}, 2e-6),
+    ("fft", {}, 2e-6),
+    ("dct", {}, 2e-6),
+    # Not of transforms: sums of coefficients are often equal, and which of them a top-k sends
+    # depends on the last bits.
+    *(
+        (name, {"exchange": "sharded"}, 0)
+        for name in ("topk", "dgc", "strom", "adacomp", "wangni", *ELEMENT_RECIPES)
+        if name not in HOST_ONLY
+    ),
+    ("onebit", {"exchange": "sharded", "group": "column"}, 0),
+    ("hard_threshold", {"exchange": "sharded", "density": 0.05, "calibrate_steps": 2}, 0),
+]
+
 # Codecs beyond the recipes' defaults: every layout of positions and the ends of every option.
 CODECS = {
     **{

@@ -95,27 +95,6 @@ class Bucket:
         )
         return message, encoded
 
-    def encode_each(self, grads, residuals, step=0, keep=True) -> tuple[np.ndarray, list]:
-        """Return what ``encode`` does, from one tensor after another."""
-        message, kept = np.zeros(self.nbytes, np.uint8), []
-        for number, (grad, residual, shape) in enumerate(
-            zip(grads, residuals, self.shapes, strict=True)
-        ):
-            frozen = grad is None
-            flat = np.zeros(int(np.prod(shape)), np.float32) if frozen else grad
-            old = None if frozen else residual
-            coeffs = self.codec.coeffs_of(flat, shape, KERNELS, old, own=keep)
-            encoded = self.codec.encode_coeffs(
-                coeffs,
-                shape,
-                kernels=KERNELS,
-                keep_residual=keep,
-                out=message[self.offsets[number] :],
-                rng_key=RngKey(step, str(number), 0),
-            )
-            kept.append(None if frozen or not keep else encoded.residual)
-        return message, kept
-
     def sum_each(self, gathered: np.ndarray, n_ranks: int) -> list[np.ndarray]:
         """Return the sums of the payloads, from one tensor after another."""
         sums = []
@@ -134,43 +113,6 @@ def assert_same(found: list, wanted: list) -> None:
         if a is not None:
             assert a.dtype == b.dtype
             assert a.tobytes() == b.tobytes(), number
-
-
-@each("key", FIXED)
-@pytest.mark.parametrize("keep", [True, False])
-def test_payloads_and_residuals_are_those_of_one_tensor_after_another(key, keep):
-    bucket = Bucket(key, SHAPES)
-    residuals: list = [None] * len(bucket.shapes)
-    for step in range(3):
-        grads = bucket.grads(step)
-        wanted, left = bucket.encode_each(grads, residuals, step, keep)
-        message, encoded = bucket.encode(grads, residuals, step, keep=keep)
-        assert message.tobytes() == wanted.tobytes()
-        assert_same(encoded.residuals, left)
-        finite = [grad is None or np.isfinite(grad).all() for grad in grads]
-        if step == 0:
-            assert (encoded.peaks <= LARGEST_FINITE_BITS).tolist() == finite
-        residuals = left
-
-
-@each("key", FIXED)
-@each("n_ranks", [1, 3])
-def test_sums_and_scales_are_those_of_one_tensor_after_another(key, n_ranks):
-    bucket = Bucket(key, SHAPES)
-    kinds = tuple(kind for kind in VALUES if kind not in ("nan", "inf"))
-    none = [None] * len(bucket.shapes)
-    messages = [
-        bucket.encode(bucket.grads(rank, kinds), none, rank, keep=False)[0]
-        for rank in range(n_ranks)
-    ]
-    gathered = np.concatenate(messages)
-    with np.errstate(over="ignore", invalid="ignore"):
-        wanted = bucket.sum_each(gathered, n_ranks)
-        found = bucket.table.sum(gathered, n_ranks, bucket.nbytes, bucket.offsets)
-    assert_same(found.totals, wanted)
-    for number, offset in enumerate(bucket.offsets):
-        headers = [wire.read_header(message[offset:]) for message in messages]
-        assert found.scales[number].tolist() == [header.scale for header in headers]
 
 
 def test_a_table_has_small_tensors_of_fixed_size_that_are_not_sent_raw():

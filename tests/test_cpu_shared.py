@@ -69,24 +69,6 @@ def test_low_pass_is_the_reference(n, beta):
     assert residual.tobytes() == values(n, 1).tobytes()
 
 
-@pytest.mark.usefixtures("n_threads")
-def test_a_bucket_is_computed_as_its_tensors():
-    sizes = [70_001, 0, 3, 4095, 1, 50_000, 0, 64]
-    grads = [values(n, seed) for seed, n in enumerate(sizes)]
-    residuals = [values(n, 9 + seed) if seed % 3 else None for seed, n in enumerate(sizes)]
-    bucket = bucket_of(grads, residuals, 0.1, 7)
-    pairs = list(zip(grads, residuals, strict=True))
-    for left, peak, pair in zip(HOST.low_pass(bucket), bucket.peaks, pairs, strict=True):
-        expected, expected_peak = reference.low_pass(*pair, 0.1)
-        assert left.tobytes() == expected.tobytes()
-        assert peak == expected_peak
-    everything = np.concatenate([reference.chunk_winners(*pair, 7) for pair in pairs])
-    for begin, end in ((0, everything.size), (9_990, 10_020), (500, 500)):
-        packed = HOST.winners(bucket, begin, end, 4 * (end - begin) or 4)
-        found = cpu.unpack_bits(packed, end - begin, 32)
-        assert found.tolist() == everything[begin:end].tolist()
-
-
 def test_arrays_of_another_size_are_refused():
     with pytest.raises(
         ValueError, match=r"tensor 't0': the residual is .* 99\), expected .* 100\)"

@@ -184,14 +184,16 @@ class ShardPlan:
 
         ``sizes``: number of elements of each piece's array, which is zero where it is None.
         """
-        return [
-            parts[members[0]]
-            if len(members) == 1
-            else None
-            if all(parts[n] is None for n in members)
-            else ops.join([parts[n] for n in members], [sizes[n] for n in members], dtype)
-            for members in self.members
-        ]
+
+        def joined(members: Sequence[int]) -> Any:
+            if not members:  # an empty tensor
+                return ops.empty(0, dtype)
+            arrays = [parts[n] for n in members]
+            if len(arrays) == 1 or all(array is None for array in arrays):
+                return arrays[0]
+            return ops.join(arrays, [sizes[n] for n in members], dtype)
+
+        return list(map(joined, self.members))
 
 
 def grain_of(codec: AnyCodec, tensor: Tensor) -> int:
