@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -133,15 +132,7 @@ def _gathered(make: Callable[..., Any], chooses: bool = False) -> Callable[..., 
     return made
 
 
-_chosen_again = functools.partial(_gathered, chooses=True)
-
-
-def _none() -> Scheme:
-    return Dense("float32")
-
-
-def _fp16() -> Scheme:
-    return Dense("float16")
+_chosen_again = partial(_gathered, chooses=True)
 
 
 @_gathered
@@ -315,18 +306,6 @@ def _dgc(
     return Dgc(Codec(Identity(), TopK(density), _values(bits)), correction=correction)
 
 
-def _powersgd(rank: int = 4, error_feedback: bool = True, seed: int = 0) -> Scheme:
-    return PowerSgd(rank, error_feedback, seed)
-
-
-def _gtopk(density: float = 0.01, error_feedback: bool = True) -> Scheme:
-    return GTopK(density, error_feedback)
-
-
-def _sparcml(density: float = 0.01, error_feedback: bool = True) -> Scheme:
-    return SparCml(density, error_feedback)
-
-
 def _sketchsgd(
     density: float = 0.001,
     momentum: float = 0.9,
@@ -342,8 +321,8 @@ def _sketchsgd(
 
 
 RECIPES: dict[str, Recipe] = {
-    "none": Recipe(_none, "all values in float32", "Horovod's own"),
-    "fp16": Recipe(_fp16, "all values in float16, saturating", "Horovod's own"),
+    "none": Recipe(partial(Dense, "float32"), "all values in float32", "Horovod's own"),
+    "fp16": Recipe(partial(Dense, "float16"), "all values in float16, saturating", "Horovod's own"),
     "bf16": Recipe(_bf16, "all values in bfloat16, summed in float32", "Kalamkar et al. 2019"),
     "topk": Recipe(_topk, "the largest values, as range floats", "Aji and Heafield 2017"),
     "fft": Recipe(
@@ -381,15 +360,15 @@ RECIPES: dict[str, Recipe] = {
         "Lin et al., ICLR 2018",
     ),
     "powersgd": Recipe(
-        _powersgd,
+        PowerSgd,
         "the two factors of a low-rank approximation, float32",
         "Vogels et al., NeurIPS 2019",
     ),
     "gtopk": Recipe(
-        _gtopk, "global top-k, by merging all ranks' top-k lists, float32", "Shi et al., ICDCS 2019"
+        GTopK, "global top-k, by merging all ranks' top-k lists, float32", "Shi et al., ICDCS 2019"
     ),
     "sparcml": Recipe(
-        _sparcml,
+        SparCml,
         "the largest values, float32, as sparse sums merged pairwise",
         "Renggli et al., SC 2019",
     ),

@@ -16,18 +16,9 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform
 from horovod_fftcomp.kernels.ops import Feedback
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Round,
-    Scheme,
-    Tensor,
-    on_the_host,
-)
+from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Round, Scheme, on_the_host
 from horovod_fftcomp.schemes.allgather import gather, serves
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Tensor
 from horovod_fftcomp.wire.spec import spec_of
 
 TRANSFORMS: tuple[Transform, ...] = (
@@ -171,9 +162,8 @@ class Auto(Scheme):
         for tensor, present in zip(tensors, chosen, strict=True):
             lost = trials[tensor.name][: len(CANDIDATES)]
             best = 1 + int(np.argmin(lost))
-            if not lost[best - 1] < _WORTH_CHANGING * lost[present - 1]:  # also if not finite
-                best = present
-            decided.append(best)
+            is_better = lost[best - 1] < _WORTH_CHANGING * lost[present - 1]  # not if one is NaN
+            decided.append(best if is_better else present)
         return decided
 
     def sent_nbytes(self, tensor: Tensor) -> int:

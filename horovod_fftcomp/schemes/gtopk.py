@@ -77,7 +77,7 @@ class GTopK(Scheme):
     """
 
     spec_name = "GTopK"
-    density: float
+    density: float = 0.01
     error_feedback: bool = True
     rounds = ("allgather", "allreduce")
 

@@ -23,7 +23,6 @@ from horovod_fftcomp.schemes import (
     Outcome,
     Round,
     Scheme,
-    State,
     ops_of,
 )
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
@@ -113,7 +112,7 @@ class Hierarchical(Wrapper):
             else:
                 yield last._replace(among=(), inside=False)
             # Its leader has the same sums, so both decide alike.
-            kept = _kept(tensors, grads, state)
+            kept = new_state(tensors, grads, state, {k: [None] * len(tensors) for k in state})
             if any(state.values()):  # all but that of frozen tensors is dropped, by the host alone
                 within, ops = ops.get(within), ops_of(None)
             return Outcome(split(within, plan.offsets), kept, ops.flags_of(within))
@@ -149,11 +148,6 @@ class Hierarchical(Wrapper):
     def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
         """Return in words what is chosen for a tensor; None if this rank does not lead."""
         return self.scheme.choice_of(state, tensor) if any(state.values()) else None
-
-
-def _kept(tensors: Sequence[Tensor], grads: Grads, state: OldState) -> State:
-    """Return a non-leader's state of frozen tensors, which are not summed."""
-    return new_state(tensors, grads, state, {kind: [None] * len(tensors) for kind in state})
 
 
 def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:

@@ -111,7 +111,7 @@ class SparCml(Scheme):
     """
 
     spec_name = "SparCml"
-    density: float
+    density: float = 0.01
     error_feedback: bool = True
     rounds = ("allgather",)
 
