@@ -147,7 +147,7 @@ class Compressor:
         """
         self._steps.close_if_complete()
         self._engine.read_device()
-        costs = self._engine.costs
+        costs, times = self._engine.costs, self._steps.times()
         sent = costs.sent_nbytes + self._steps.other_nbytes
         return {
             "steps": self._steps.count,
@@ -157,8 +157,11 @@ class Compressor:
             "inside_nbytes": costs.inside_nbytes,
             "ratio": self._steps.dense_nbytes / sent if sent else math.nan,
             "encode_s": costs.encode_s,
-            **self._steps.times(),
+            "encode_hidden_s": times["encode_hidden_s"],
+            "encode_wait_s": times["encode_wait_s"],
+            "wait_s": times["wait_s"],
             "decode_s": costs.decode_s,
+            "check_s": times["check_s"],
             "relative_error": costs.relative_error,
             "total_error": costs.total_error,
             "similarity": costs.similarity,
