@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
-from horovod_fftcomp.codec.adaptive_methods import AdaComp, Chooser, Strom, Wangni
+from horovod_fftcomp.codec.adaptive import AdaComp, Adaptive, Strom, Wangni
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.base import Method
 from horovod_fftcomp.codec.methods.dorefa import DoReFa
@@ -265,24 +264,24 @@ def _signum(decay: float = 0.9) -> Scheme:
     return _elementwise(Sign(), error_feedback=True, decay=decay, sign="vote", momentum=True)
 
 
-def _chosen(method: Chooser, seed: int = 0, error_feedback: bool = True) -> Scheme:
-    return Allgather(AdaptiveCodec(method, seed), error_feedback)
+def _adaptive(sparsifier: Adaptive, seed: int = 0, error_feedback: bool = True) -> Scheme:
+    return Allgather(Codec(Identity(), sparsifier, seed=seed), error_feedback)
 
 
 # No threshold suits every model: this default only lets a first trial run.
 @_chosen_again
 def _strom(threshold: float = 0.001, quanta: int = 1) -> Scheme:
-    return _chosen(Strom(threshold, quanta))
+    return _adaptive(Strom(threshold, quanta))
 
 
 @_chosen_again
 def _adacomp(bin: int | None = None) -> Scheme:
-    return _chosen(AdaComp(bin))
+    return _adaptive(AdaComp(bin))
 
 
 @_gathered
 def _wangni(density: float = 0.01, seed: int = 0) -> Scheme:
-    return _chosen(Wangni(density), seed, error_feedback=False)
+    return _adaptive(Wangni(density), seed, error_feedback=False)
 
 
 def _auto(

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, list_compressors, wire
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
-from horovod_fftcomp.codec.adaptive_methods import AdaComp, Strom
+from horovod_fftcomp.codec.adaptive import AdaComp, Adaptive, Strom
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import Float32
@@ -22,6 +21,17 @@ from horovod_fftcomp.schemes.common_index import CommonIndex
 from horovod_fftcomp.types import Body, Coding, Coefficients
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout
+
+
+def stage_of(codec: Codec | DenseCodec) -> object:
+    """Return what a codec selects or encodes elements by."""
+    return codec.method if isinstance(codec, DenseCodec) else codec.sparsifier
+
+
+def is_adaptive(codec: Codec | DenseCodec) -> bool:
+    """Return whether the values decide how many elements ``codec`` sends."""
+    return isinstance(stage_of(codec), Adaptive)
+
 
 ELEMENT_RECIPES = [
     name
@@ -34,10 +44,7 @@ DRAWN_RECIPES = [name for name in SHARED_RECIPES if "seed" in RECIPES[name].opti
 
 # Recipes without CUDA kernels: with a GPU, too, the host computes them.
 HOST_ONLY = frozenset({"gtopk", "sketchsgd"}) | {
-    name
-    for name in GATHER_RECIPES
-    if isinstance(codec := get_scheme(name).codec, (DenseCodec, AdaptiveCodec))
-    and codec.method.cuda is None
+    name for name in GATHER_RECIPES if getattr(stage_of(get_scheme(name).codec), "cuda", "") is None
 }
 
 # Schemes that ops compute: recipe, options, and how far a GPU's sums may lie from the CPU's, as a
@@ -204,7 +211,7 @@ def copied(coeffs: Coefficients) -> Coefficients:
 
 def ranked(kernels: ModuleType, codec: Codec, array: np.ndarray) -> Coefficients:
     """Return a copy of coefficients with what ``kernels`` say of them."""
-    if isinstance(codec, (DenseCodec, AdaptiveCodec)):
+    if isinstance(codec, DenseCodec) or is_adaptive(codec):
         return kernels.add_residual(array, None, 0)
     if isinstance(codec.sparsifier, Threshold):
         key = int(np.float32(codec.sparsifier.value).view(np.uint32)) - 1
@@ -270,7 +277,7 @@ def check_round_trip(codec: Codec, x: np.ndarray, backend: str) -> None:
     assert np.isfinite(decoded.astype(np.float64)).all()
     if isinstance(codec, DenseCodec):
         check_element_error(codec, plan, x, decoded)
-    elif isinstance(codec, AdaptiveCodec):
+    elif is_adaptive(codec):
         check_choice(codec, x, decoded)
     elif isinstance(codec.sparsifier, Threshold):
         check_threshold(codec, x, decoded)
@@ -291,11 +298,11 @@ def check_threshold(codec: Codec, x: np.ndarray, decoded: np.ndarray) -> None:
     assert (arrived[np.abs(wanted) < codec.sparsifier.value] == 0).all() or x.size * 4 <= 64
 
 
-def check_choice(codec: AdaptiveCodec, x: np.ndarray, decoded: np.ndarray) -> None:
+def check_choice(codec: Codec, x: np.ndarray, decoded: np.ndarray) -> None:
     """What arrives is what the formulas say; of a draw, one of the two values that it can be."""
     with np.errstate(over="ignore"):
         wanted = x.astype(np.float32).astype(np.float64).ravel()
-    arrived, method = decoded.astype(np.float64).ravel(), codec.method
+    arrived, method = decoded.astype(np.float64).ravel(), codec.sparsifier
     rounding = 1e-2 if x.dtype.name in ("float16", "bfloat16") else 1e-6
     if isinstance(method, Strom):
         levels = np.minimum(np.abs(wanted) // method.threshold, method.quanta)
@@ -380,7 +387,7 @@ def check_same_bytes(codec: Codec, x: np.ndarray) -> None:
         actual = codec.encode_coeffs(ranked(kernels, codec, coeffs.array), shape, kernels=kernels)
         assert actual.payload.tobytes() == expected.payload.tobytes(), name
         is_raw = plan_of(codec, expected.payload).layout is Layout.RAW
-        if is_raw and (codec.has_fixed_size or isinstance(codec, Codec)):
+        if is_raw and not is_adaptive(codec):
             assert actual.residual is None
         else:
             assert actual.residual.tobytes() == expected.residual.tobytes(), name

@@ -50,7 +50,7 @@ def test_one_quantum_is_one_bit_and_more_are_a_few():
     x = _normal(1_000_000)
     for quanta, bits in ((1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (1 << 15, 16)):
         codec = get_codec("strom", threshold=1.0, quanta=quanta)
-        assert codec.method.bits == bits
+        assert codec.sparsifier.bits == bits
         payload = codec.encode(x)
         k = np.count_nonzero(np.abs(x) >= 1)
         plan = codec.plan(x.shape, k)
@@ -131,10 +131,10 @@ def test_without_a_gradient_adacomp_sends_the_largest_of_each_bin_alone(backend)
 
 
 def test_bins_of_adacomp_follow_the_shape():
-    method = get_codec("adacomp").method
+    method = get_codec("adacomp").sparsifier
     lengths = [method.length(shape) for shape in ((9,), (3, 4), (2, 3, 4), (8, 4, 3, 3))]
     assert lengths == [500, 500, 50, 50]
-    assert get_codec("adacomp", bin=7).method.length((8, 4, 3, 3)) == 7
+    assert get_codec("adacomp", bin=7).sparsifier.length((8, 4, 3, 3)) == 7
 
 
 def test_adacomp_sends_a_few_of_each_bin_once_residuals_have_grown():
@@ -153,7 +153,7 @@ def test_the_mean_over_draws_of_wangni_is_the_gradient(density, heavy):
     x *= np.float32(0.01)
     codec = get_codec("wangni", density=density)
     draws = np.stack([codec.decode(codec.encode(x, step, "w")) for step in range(N_DRAWS)])
-    limit = codec.method.limit(x.size, partial(load_backend("cpu").sums_below, x))
+    limit = codec.sparsifier.limit(x.size, partial(load_backend("cpu").sums_below, x))
     chance = np.minimum(np.abs(x.astype(np.float64)) / limit, 1)
     assert chance.sum() == pytest.approx(density * x.size, rel=1e-5)
     sure = chance == 1
@@ -196,7 +196,7 @@ def test_what_travels_as_float32_is_what_positions_and_codes_would_say():
     payload = codec.encode(x)
     assert wire.read_header(payload).layout == 0
     sent = codec.decode(payload)
-    limit = codec.method.limit(x.size, partial(load_backend("cpu").sums_below, x))
+    limit = codec.sparsifier.limit(x.size, partial(load_backend("cpu").sums_below, x))
     larger = np.copysign(np.maximum(np.abs(x), np.float32(limit)), x)
     assert (sent == 0).any()
     assert (sent[sent != 0] == larger[sent != 0]).all()

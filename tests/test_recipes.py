@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, get_codec, get_scheme, list_compressors
-from horovod_fftcomp.codec import adaptive_methods, methods, quantizers, sparsifiers, transforms
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
+from horovod_fftcomp.codec import adaptive, methods, quantizers, sparsifiers, transforms
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.engine.buckets import is_compressed, make_buckets
@@ -32,7 +31,7 @@ from horovod_fftcomp.schemes.sparcml import SparCml
 
 METHODS = (importlib.import_module(f"{methods.__name__}.{module.name}")
            for module in pkgutil.iter_modules(methods.__path__))  # fmt: skip
-STAGES = (transforms, sparsifiers, quantizers, clt_selection, adaptive_methods, *METHODS)
+STAGES = (transforms, sparsifiers, quantizers, clt_selection, adaptive, *METHODS)
 
 
 @pytest.mark.parametrize("name", list_compressors())
@@ -54,7 +53,6 @@ def test_repr_rebuilds_the_scheme(name):
         cls.__name__: cls
         for cls in (
             Auto,
-            AdaptiveCodec,
             Codec,
             Dense,
             DenseCodec,
@@ -83,6 +81,7 @@ def test_every_stage_is_in_some_recipe():
                 elif isinstance(scheme, Allgather):
                     codec = scheme.codec
                     used |= {type(codec.transform), type(codec.sparsifier), type(codec.quantizer)}
+                    used.discard(type(None))  # of adaptive sparsifiers
                 elif isinstance(scheme, HardThreshold):
                     used.add(Threshold)
                 elif isinstance(scheme, CommonIndex):
@@ -145,6 +144,19 @@ def test_wrong_arguments_are_told_by_name(name, options, error, message):
 def test_recipes_without_payloads_have_no_codec(name):
     with pytest.raises(ValueError, match=f"'{name}' exchanges values by allreduce"):
         get_codec(name)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (transforms.Identity(), sparsifiers.TopK(0.1)),
+        (transforms.Identity(), adaptive.AdaComp(), quantizers.Float32()),
+        (transforms.BlockFFT(), adaptive.AdaComp()),
+    ],
+)
+def test_a_codec_refuses_stages_that_do_not_fit(stages):
+    with pytest.raises(ValueError, match="an adaptive sparsifier takes"):
+        Codec(*stages)
 
 
 def test_equal_options_make_equal_fingerprints():

@@ -1,125 +1,226 @@
-"""Adaptive codec: a method chooses which elements are sent; their number depends on the values."""
+"""Adaptive sparsifiers: selection and quantization of elements whose number depends on the values.
+
+They are stages of the sparse codec, without a quantizer beside them. They choose from finite values
+that are not all 0, and hold options alone.
+"""
 
 from __future__ import annotations
 
-import functools
+import abc
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
+from functools import partial
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from horovod_fftcomp import wire
-from horovod_fftcomp.codec.adaptive_methods import Chooser
-from horovod_fftcomp.codec.base import Encoded
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.codec.sparse import PositionsCodec
-from horovod_fftcomp.codec.transforms import Identity
-from horovod_fftcomp.types import Array, Body, Coding, Coefficients, Shape
-from horovod_fftcomp.wire import counter_rng
-from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
-from horovod_fftcomp.wire.header import Plan
-from horovod_fftcomp.wire.positions import Layout
+from horovod_fftcomp.codec.quantizers import Float32, float_of, is_whole, pattern_of, steps_coding
+from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
+from horovod_fftcomp.types import Array, Coding, Coefficients, Kernels, Shape
+
+Self = TypeVar("Self", bound="Adaptive")
+
+_LARGEST = float(np.finfo(np.float32).max)
+_LEAST = 2.0**-149  # the smallest float32 above 0
+_MOST_QUANTA = 1 << 15  # so that codes have 16 bits at most
+_CLIPPINGS = 64  # most iterations; each clips one more value at least, the first ones nearly all
+
+
+class Choice(NamedTuple):
+    """Chosen elements: bitmap of their ``k`` positions, packed codes, the header's scale."""
+
+    k: int
+    bitmap: Array
+    codes: Array
+    scale: float
+
+
+class Adaptive(abc.ABC):
+    """Base class of adaptive sparsifiers, which are frozen dataclasses of options.
+
+    ``draws``: whether it uses random numbers. ``cuda``: which selection the CUDA kernels make;
+    None: with a GPU, too, the host computes it.
+    """
+
+    draws: ClassVar[bool] = False
+    cuda: ClassVar[str | None] = None
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.coding(0.0).bits
+
+    @abc.abstractmethod
+    def coding(self, scale: float) -> Coding:
+        """Return the encoding of the values in a payload of this scale."""
+
+    @abc.abstractmethod
+    def choose(
+        self, coeffs: Coefficients, shape: Shape, key: int, kernels: Kernels, keep: bool
+    ) -> Choice:
+        """Choose elements of ``coeffs``; with ``keep`` subtract what is sent from its array.
+
+        ``key``: 64-bit key of random choices.
+        """
+
+    @abc.abstractmethod
+    def expected_count(self, shape: Shape) -> int:
+        """Return a forecast of the number of elements sent; payloads may have more or fewer."""
+
+    def scaled(self: Self, scale: float) -> Self:
+        """Return the sparsifier for gradients multiplied by the loss scale ``scale``."""
+        del scale
+        return self
 
 
 @dataclass(frozen=True)
-class AdaptiveCodec(PositionsCodec):
-    """Adaptive codec: sends positions and codes of the elements that ``method`` chooses.
+class Strom(Adaptive):
+    """Send ``threshold``, with the value's sign, for each value of at least this magnitude.
 
-    Has the methods of ``Codec``; ``seed`` is that of ``DenseCodec``. If positions and codes are no
-    smaller than the tensor, the values that they decode to are sent as float32, so that the result
-    depends on the choice alone.
-
-    >>> import numpy as np, horovod_fftcomp as hfc
-    >>> codec = hfc.get_codec("strom", threshold=1.5)
-    >>> codec.decode(codec.encode(np.array([1.0, -4.0, 2.0, 3.0], np.float32)))
-    array([ 0. , -1.5,  1.5,  1.5], dtype=float32)
+    With ``quanta`` above 1, the largest multiple of the threshold that does not exceed the value,
+    ``quanta`` times at most. The difference is the residual; with one quantum it has no bound.
+    Source: Strom, Interspeech 2015.
     """
 
-    spec_name = "ChosenCodec"
-    method: Chooser
-    seed: int = 0
-    transform = Identity()
-    has_fixed_size = False
+    spec_name = "Strom"
+    cuda = "above"
+    threshold: float
+    quanta: int = 1
 
     def __post_init__(self) -> None:
-        counter_rng.check_seed(self.seed)
-
-    def plan(self, shape: Shape, k: int | None = None) -> Plan:
-        """Return the layout and the sizes for a tensor of ``shape`` with ``k`` elements sent."""
-        if k is None:
-            raise ValueError("the size of a payload of this recipe depends on the values")
-        return wire.make_plan(shape, math.prod(shape), k, self.method.bits)
-
-    def expected_nbytes(self, shape: Shape) -> int:
-        """Return the size of a payload with as many elements as the method expects to send."""
-        return self.plan(shape, self.method.expected_count(shape)).payload_nbytes
-
-    def at_loss_scale(self, scale: float) -> AdaptiveCodec:
-        """Return the codec for gradients multiplied by the loss scale ``scale``."""
-        return self if scale == 1 else _at_loss_scale(self, scale)
-
-    def key_at(self, rng_key: RngKey) -> int:
-        """Return the 64-bit key of the method's random numbers at ``rng_key``."""
-        return counter_rng.draw(self.seed, rng_key.step, rng_key.name, rng_key.rank)
+        object.__setattr__(self, "threshold", Threshold(self.threshold).value)
+        if not is_whole(self.quanta) or not 1 <= self.quanta <= _MOST_QUANTA:
+            raise ValueError(
+                f"quanta must be a whole number from 1 to {_MOST_QUANTA}, got {self.quanta!r}"
+            )
 
     def coding(self, scale: float) -> Coding:
-        """Return the encoding of the values in a payload of this scale."""
-        return self.method.coding(scale)
+        """Return the encoding; ``scale``: the largest magnitude sent."""
+        largest = min(self.quanta, math.floor(scale / self.threshold + 0.5))
+        return steps_coding(self.threshold, self.quanta, max(largest, 1))
 
-    def coeffs_of(
-        self,
-        flat: Array,
-        shape: Shape,
-        kernels: ModuleType,
-        residual: Array | None = None,
-        own: bool = True,
-    ) -> Coefficients:
-        """Return a flat float32 gradient plus ``residual``, and the gradient itself as ``grad``.
+    def choose(
+        self, coeffs: Coefficients, shape: Shape, key: int, kernels: Kernels, keep: bool
+    ) -> Choice:
+        """Choose the values that reach the threshold; see ``Adaptive``."""
+        del shape, key
+        below = pattern_of(self.threshold) - 1
+        scale = self.scale(float_of(coeffs.peak))
+        k = kernels.count_above(coeffs.array, below)
+        chosen = coeffs._replace(key=below, ties=0)
+        bitmap, codes = kernels.select_quantize_pack(chosen, 1, self.coding(scale), keep)
+        return Choice(k, bitmap, codes, scale)
 
-        The array of the sum is new; without ``own`` it may be ``flat`` itself. Raises ValueError if
-        the residual has another dtype or size.
+    def scale(self, peak: float) -> float:
+        """Return the header's scale for values whose largest magnitude is ``peak``."""
+        quanta = min(self.quanta, math.floor(peak / self.threshold))
+        return float(np.float32(quanta) * np.float32(self.threshold))
+
+    def expected_count(self, shape: Shape) -> int:
+        """Return one element in a thousand; see ``Adaptive``."""
+        return TopK(0.001).count(math.prod(shape))
+
+    def scaled(self, scale: float) -> Strom:
+        """Return the sparsifier with its threshold times ``scale``; see ``Adaptive``."""
+        return replace(self, threshold=Threshold(self.threshold).scaled(scale).value)
+
+
+@dataclass(frozen=True)
+class AdaComp(Adaptive):
+    """Send the signs of each bin's near-maxima, with one scale for the tensor.
+
+    For G = gradient + residual and H = G + gradient, element j is sent if |H_j| >= max |G| over
+    its bin of ``bin`` elements, as the sign of G_j (0 counts as +1) times the mean over bins of
+    max |G|. ``bin`` None: 50 for tensors of more than two dimensions, else 500. Source: Chen et
+    al., AAAI 2018.
+    """
+
+    spec_name = "AdaComp"
+    cuda = "winners"
+    bin: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.bin is not None and not (is_whole(self.bin) and self.bin >= 1):
+            raise ValueError(f"bin must be a whole number from 1 up or None, got {self.bin!r}")
+
+    def length(self, shape: Shape) -> int:
+        """Return the number of elements in a bin of a tensor of ``shape``."""
+        return self.bin or (50 if len(shape) > 2 else 500)
+
+    def coding(self, scale: float) -> Coding:
+        """Return the encoding of the two values ``scale`` and ``-scale``."""
+        return steps_coding(scale, 1, 1)
+
+    def choose(
+        self, coeffs: Coefficients, shape: Shape, key: int, kernels: Kernels, keep: bool
+    ) -> Choice:
+        """Choose the near-maxima of each bin; see ``Adaptive``."""
+        del key
+        total = coeffs.array
+        grad = total if coeffs.grad is None else coeffs.grad
+        bitmap, maxima = kernels.bin_winners(total, grad, self.length(shape))
+        scale = self.scale(maxima)
+        k, codes = kernels.take_chosen(total, bitmap, 0.0, self.coding(scale), keep)
+        return Choice(k, bitmap, codes, scale)
+
+    def scale(self, maxima: Array) -> float:
+        """Return the magnitude of all sent values: the mean of the bins' maxima, float32."""
+        return max(float(np.float32(maxima.mean(dtype=np.float64))), _LEAST)
+
+    def expected_count(self, shape: Shape) -> int:
+        """Return six for each bin, as for normally distributed gradients; see ``Adaptive``."""
+        numel = math.prod(shape)
+        return min(numel, 6 * -(-numel // self.length(shape)))
+
+
+@dataclass(frozen=True)
+class Wangni(Adaptive):
+    """Send g_j / p_j with probability p_j = min(lambda |g_j|, 1), float32 (Wangni et al. 2018).
+
+    lambda is chosen such that the fraction ``density`` of the elements is sent on average; fewer
+    if fewer are not 0, more if a value would exceed float32. Unbiased.
+    """
+
+    spec_name = "Wangni"
+    draws = True
+    cuda = "drawn"
+    density: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "density", TopK(self.density).density)
+
+    def coding(self, scale: float) -> Coding:
+        """Return the encoding of values of magnitude ``scale`` or less."""
+        return Float32().coding(scale)
+
+    def limit(self, n: int, sums_below: Callable[[float], tuple[int, Array]]) -> float:
+        """Return 1 / lambda, float32, at least 2^-126: values as large or larger are always sent.
+
+        Clips the probabilities at 1 and rescales those below 1, until no more are clipped, 64
+        times at most. ``sums_below``: the kernel of this name, applied to the ``n`` values.
         """
-        self._check_residual(residual, shape)
-        return self.transform.forward(flat, residual, 0, kernels, own)._replace(grad=flat)
+        wanted, limit, clipped = self.density * n, math.inf, -1
+        for _ in range(_CLIPPINGS):
+            above, sums = sums_below(limit)
+            if above == clipped or above >= wanted:
+                break
+            clipped = above
+            lower = float(sums.sum()) / (wanted - above)
+            limit = float(np.float32(min(max(lower, LEAST_THRESHOLD), limit, _LARGEST)))
+        return limit
 
-    def encode_coeffs(
-        self,
-        coeffs: Coefficients,
-        shape: Shape,
-        dtype: str = "float32",
-        *,
-        kernels: ModuleType,
-        keep_residual: bool = True,
-        out: Array | None = None,
-        rng_key: RngKey = NO_RNG_KEY,
-    ) -> Encoded:
-        """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual.
+    def choose(
+        self, coeffs: Coefficients, shape: Shape, key: int, kernels: Kernels, keep: bool
+    ) -> Choice:
+        """Draw the elements to send; see ``Adaptive``."""
+        del shape
+        limit = self.limit(coeffs.array.size, partial(kernels.sums_below, coeffs.array))
+        bitmap = kernels.draw_chosen(coeffs.array, limit, key)
+        scale = max(limit, float_of(coeffs.peak))
+        k, codes = kernels.take_chosen(coeffs.array, bitmap, limit, self.coding(scale), keep)
+        return Choice(k, bitmap, codes, scale)
 
-        As ``Codec.encode_coeffs``; ``rng_key`` seeds the method's random numbers.
-        """
-        finite, scale = coeffs.peak <= LARGEST_FINITE_BITS, 0.0
-        if finite and coeffs.peak:
-            key = self.key_at(rng_key)
-            choice = self.method.choose(coeffs, shape, key, kernels, keep_residual)
-            scale, plan = choice.scale, self.plan(shape, choice.k)
-        else:
-            choice, plan = None, self.plan(shape, 0)
-        if out is None:
-            out = np.zeros(plan.payload_nbytes, np.uint8)
-        payload = out[: plan.payload_nbytes]
-        if choice is not None and plan.layout is Layout.RAW:
-            body = Body(choice.bitmap, choice.codes, self.coding(scale))
-            sent = kernels.sum_values([body], plan.numel, False)
-            payload[plan.values_offset :] = sent.view(np.uint8)
-        elif choice is not None:
-            self._write_body(payload, plan, choice.bitmap, choice.codes, kernels)
-        fields = (scale, True) if finite else (math.nan, False)
-        wire.write_header(payload, plan, self.fingerprint, dtype, *fields)
-        return Encoded(payload, coeffs.array if keep_residual and finite else None)
-
-
-@functools.lru_cache(64)
-def _at_loss_scale(codec: AdaptiveCodec, scale: float) -> AdaptiveCodec:
-    """Return the scaled codec, cached: its fingerprint costs more than encoding a small tensor."""
-    return replace(codec, method=codec.method.at_loss_scale(scale))
+    def expected_count(self, shape: Shape) -> int:
+        """Return the fraction ``density`` of the elements; see ``Adaptive``."""
+        return TopK(self.density).count(math.prod(shape))

@@ -1,6 +1,6 @@
 """Base class of codecs: checks of arrays and headers, encoding, and sums of payloads.
 
-The bodies of payloads are encoded and decoded in ``sparse``, ``dense`` and ``adaptive``.
+The bodies of payloads are encoded and decoded in ``sparse`` and ``dense``.
 """
 
 from __future__ import annotations

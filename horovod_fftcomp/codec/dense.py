@@ -78,6 +78,11 @@ class DenseCodec(PayloadCodec):
         """Return (dtype, elements) of the residual of a tensor of ``shape``."""
         return np.dtype(np.float32), math.prod(shape)
 
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are used."""
+        return self.method.draws
+
     def key_at(self, rng_key: RngKey) -> int:
         """Return the 64-bit key of the method's random numbers at ``rng_key``."""
         return counter_rng.draw(self.seed, rng_key.step, rng_key.name, rng_key.rank)
@@ -102,7 +107,7 @@ class DenseCodec(PayloadCodec):
 
         As ``Codec.encode_coeffs``; ``rng_key`` seeds the method's random numbers.
         """
-        key = self.key_at(rng_key)
+        key = self.key_at(rng_key) if self.draws else 0
         plan, array, peak = self.plan(shape), coeffs.array, coeffs.peak
         if out is None:
             out = np.zeros(plan.payload_nbytes, np.uint8)

@@ -144,4 +144,9 @@ def pattern_of(value: float | np.floating) -> int:
     return int(np.float32(value).view(np.uint32))
 
 
+def float_of(pattern: int | np.integer) -> float:
+    """Return the number with this float32 bit pattern."""
+    return float(np.uint32(pattern).view(np.float32))
+
+
 Quantizer = RangeFloat | Float32 | BFloat16

@@ -5,7 +5,6 @@ Owns the order of the stages. The byte layout is in ``wire``, the arithmetic in 
 
 from __future__ import annotations
 
-import abc
 import functools
 import math
 from collections.abc import Sequence
@@ -15,13 +14,20 @@ from types import ModuleType
 import numpy as np
 
 from horovod_fftcomp import wire
+from horovod_fftcomp.codec.adaptive import Adaptive
 from horovod_fftcomp.codec.base import Encoded, PayloadCodec, aligned
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32, Quantizer
+from horovod_fftcomp.codec.quantizers import (
+    LARGEST_FINITE_BITS,
+    Float32,
+    Quantizer,
+    float_of,
+    pattern_of,
+)
 from horovod_fftcomp.codec.sparsifiers import Threshold, TopK
-from horovod_fftcomp.codec.transforms import Transform
+from horovod_fftcomp.codec.transforms import Identity, Transform
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients, Shape
-from horovod_fftcomp.wire import positions
+from horovod_fftcomp.wire import counter_rng, positions
 from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
 from horovod_fftcomp.wire.header import Header, Plan
 from horovod_fftcomp.wire.positions import Layout
@@ -30,32 +36,191 @@ from horovod_fftcomp.wire.positions import Layout
 _PLANS_CACHED = 1 << 14
 
 
-class PositionsCodec(PayloadCodec):
-    """Base class of codecs that send positions of coefficients and a code for each value."""
+@dataclass(frozen=True)
+class Codec(PayloadCodec):
+    """Sparse codec: applies ``transform``, then ``sparsifier``, then ``quantizer``.
+
+    An adaptive sparsifier decides by the values how many elements it sends, and encodes them, too:
+    it takes no quantizer and no transform. ``seed``: of its random numbers, as in ``DenseCodec``.
+    Holds options and no data; payloads of equal codecs can be summed. ``encode`` and ``decode``
+    take NumPy arrays and leave them unchanged. ``backend`` ("reference" or "cpu") overrides the
+    choice of kernels by the array's type, for tests.
+
+    >>> import numpy as np, horovod_fftcomp as hfc
+    >>> codec = hfc.get_codec("topk", density=0.25)
+    >>> payload = codec.encode(np.array([1.0, -4.0, 2.0, 3.0], np.float32))
+    >>> codec.decode(payload)
+    array([ 0., -4.,  0.,  0.], dtype=float32)
+    """
 
     transform: Transform
+    sparsifier: TopK | Threshold | Adaptive
+    quantizer: Quantizer | None = None
+    seed: int = 0
 
-    @abc.abstractmethod
+    def __post_init__(self) -> None:
+        counter_rng.check_seed(self.seed)
+        adaptive = isinstance(self.sparsifier, Adaptive)
+        if adaptive is not (self.quantizer is None) or (adaptive and self.transform != Identity()):
+            raise ValueError(
+                "an adaptive sparsifier takes Identity() and no quantizer, another one takes a "
+                f"quantizer; got {self.transform!r}, {self.sparsifier!r}, {self.quantizer!r}"
+            )
+
+    def spec_parts(self) -> tuple[str, dict[str, object]]:
+        """Return the name and the fields for the specification; see ``spec_of``."""
+        if self.quantizer is None:
+            return "ChosenCodec", {"method": self.sparsifier, "seed": self.seed}
+        stages = {"sparsifier": self.sparsifier, "quantizer": self.quantizer}
+        return "Codec", {"transform": self.transform, **stages}
+
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether a payload's size depends on the shape alone."""
+        return isinstance(self.sparsifier, TopK)
+
+    def plan(self, shape: Shape, k: int | None = None) -> Plan:
+        """Return the layout and the sizes for a tensor of ``shape``.
+
+        ``k``: the number of coefficients sent, if it depends on the values.
+        """
+        if isinstance(self.sparsifier, TopK):
+            return _plan(self, shape)
+        if k is None:
+            raise ValueError("the size of a payload of this recipe depends on the values")
+        return wire.make_plan(shape, math.prod(shape), k, self._encoding.bits)
+
+    def expected_nbytes(self, shape: Shape) -> int:
+        """Return ``payload_nbytes``, or that of as many elements as the sparsifier expects."""
+        if not isinstance(self.sparsifier, Adaptive):
+            return self.payload_nbytes(shape)
+        return self.plan(shape, self.sparsifier.expected_count(shape)).payload_nbytes
+
+    def at_loss_scale(self, scale: float) -> Codec:
+        """Return the codec for gradients multiplied by the loss scale ``scale``."""
+        if scale == 1 or isinstance(self.sparsifier, TopK):
+            return self
+        return _at_loss_scale(self, scale)
+
+    def coeffs_of(
+        self,
+        flat: Array,
+        shape: Shape,
+        kernels: ModuleType,
+        residual: Array | None = None,
+        own: bool = True,
+    ) -> Coefficients:
+        """Return the coefficients of a flat float32 gradient, plus those of ``residual``.
+
+        The array is new; without ``own`` it may be ``flat`` itself. The coefficients of a RAW
+        tensor are its elements. ``residual`` is always in the transform's domain, since a RAW
+        tensor has none; after a change of density a RAW tensor may get one, which is transformed
+        back. Raises ValueError if it has another dtype or size than ``coeffs_format``.
+        """
+        self._check_residual(residual, shape)
+        if not isinstance(self.sparsifier, TopK):
+            coeffs = self.transform.forward(flat, residual, 0, kernels, own)
+            if isinstance(self.sparsifier, Adaptive):
+                return coeffs._replace(grad=flat)
+            return coeffs._replace(key=pattern_of(self.sparsifier.value) - 1, ties=0)
+        plan = self.plan(shape)
+        if plan.layout is not Layout.RAW:
+            k = 0 if plan.layout is Layout.ALL else plan.k
+            return self.transform.forward(flat, residual, k, kernels, own)
+        if residual is not None:
+            residual = self.transform.inverse(residual, plan.numel, kernels)
+        return (
+            kernels.topk_threshold(flat, 0, 1)
+            if residual is None
+            else kernels.add_residual(flat, residual, 0)
+        )
+
+    @property
+    def _encoding(self) -> Quantizer | Adaptive:
+        """Stage that encodes values: the quantizer, or the sparsifier if that is adaptive."""
+        if isinstance(self.sparsifier, Adaptive):
+            return self.sparsifier
+        assert self.quantizer is not None
+        return self.quantizer
+
     def coding(self, scale: float) -> Coding:
         """Return the encoding of the values in a payload of this scale."""
+        return self._encoding.coding(scale)
+
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are used."""
+        return isinstance(self.sparsifier, Adaptive) and self.sparsifier.draws
+
+    def key_at(self, rng_key: RngKey) -> int:
+        """Return the 64-bit key of the sparsifier's random numbers at ``rng_key``."""
+        return counter_rng.draw(self.seed, rng_key.step, rng_key.name, rng_key.rank)
+
+    def energy(self, coeffs: Array, shape: Shape) -> float:
+        """Return the sum of squares of the gradient with these coefficients."""
+        if self.has_fixed_size and self.plan(shape).layout is Layout.RAW:
+            return float(np.dot(coeffs, coeffs))
+        return self.transform.energy(coeffs)
+
+    def encode_coeffs(
+        self,
+        coeffs: Coefficients,
+        shape: Shape,
+        dtype: str = "float32",
+        *,
+        kernels: ModuleType,
+        keep_residual: bool = True,
+        out: Array | None = None,
+        rng_key: RngKey = NO_RNG_KEY,
+    ) -> Encoded:
+        """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual.
+
+        The residual is the array of ``coeffs`` itself: the sent values are subtracted in place.
+        It is None for a RAW tensor, all of which is sent, and for non-finite coefficients. If
+        ``out`` is given, uint8 zeros, the payload is written to its first bytes. ``rng_key`` seeds
+        an adaptive sparsifier's random numbers. What that chooses is all that is sent: if its
+        positions and codes are no smaller than the tensor, the values that they decode to are sent
+        as float32, and the residual is kept.
+        """
+        finite, sparsifier = coeffs.peak <= LARGEST_FINITE_BITS, self.sparsifier
+        k, scale, choice = 0, math.nan, None
+        if finite:
+            scale = float_of(coeffs.peak)
+        if finite and isinstance(sparsifier, Threshold):
+            k = kernels.count_above(coeffs.array, coeffs.key)
+        elif finite and coeffs.peak and isinstance(sparsifier, Adaptive):
+            key = self.key_at(rng_key) if sparsifier.draws else 0
+            choice = sparsifier.choose(coeffs, shape, key, kernels, keep_residual)
+            k, scale = choice.k, choice.scale
+        plan = self.plan(shape, k)
+        if out is None:
+            out = np.zeros(plan.payload_nbytes, np.uint8)
+        payload = out[: plan.payload_nbytes]
+        is_raw = plan.layout is Layout.RAW
+        if finite and is_raw:
+            values = coeffs.array
+            if choice is not None:
+                body = Body(choice.bitmap, choice.codes, self.coding(scale))
+                values = kernels.sum_values([body], plan.numel, False)
+            payload[plan.values_offset :] = values.view(np.uint8)
+        elif finite and plan.k:
+            if choice is not None:
+                bitmap, codes = choice.bitmap, choice.codes
+            else:
+                bitmap, codes = kernels.select_quantize_pack(
+                    coeffs, self.transform.bins_per_block, self.coding(scale), keep_residual
+                )
+            packed = positions.pack(bitmap, plan.positions, kernels)
+            payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes] = packed
+            payload[plan.values_offset :] = codes
+        wire.write_header(payload, plan, self.fingerprint, dtype, scale, finite)
+        keeps = finite and keep_residual and (not is_raw or isinstance(sparsifier, Adaptive))
+        return Encoded(payload, coeffs.array if keeps else None)
 
     def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
         """Return (dtype, elements) of the residual of a tensor of ``shape``: coefficients."""
         kind = np.complex64 if self.transform.reals_per_bin == 2 else np.float32
         return np.dtype(kind), self.transform.n_bins(math.prod(shape))
-
-    def energy(self, coeffs: Array, shape: Shape) -> float:
-        """Return the sum of squares of the gradient with these coefficients."""
-        del shape
-        return self.transform.energy(coeffs)
-
-    def _write_body(
-        self, payload: Array, plan: Plan, bitmap: Array, codes: Array, kernels: ModuleType
-    ) -> None:
-        """Write the positions of the bitmap's ones, and the packed codes of the values there."""
-        packed = positions.pack(bitmap, plan.positions, kernels)
-        payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes] = packed
-        payload[plan.values_offset :] = codes
 
     def _sum(
         self,
@@ -92,137 +257,10 @@ class PositionsCodec(PayloadCodec):
         return sum(header.scale for header in headers) * self.transform.gain > 2.0**127
 
 
-@dataclass(frozen=True)
-class Codec(PositionsCodec):
-    """Sparse codec: applies ``transform``, then ``sparsifier``, then ``quantizer``.
-
-    Holds options and no data; payloads of equal codecs can be summed. ``encode`` and ``decode``
-    take NumPy arrays and leave them unchanged. ``backend`` ("reference" or "cpu") overrides the
-    choice of kernels by the array's type, for tests.
-
-    >>> import numpy as np, horovod_fftcomp as hfc
-    >>> codec = hfc.get_codec("topk", density=0.25)
-    >>> payload = codec.encode(np.array([1.0, -4.0, 2.0, 3.0], np.float32))
-    >>> codec.decode(payload)
-    array([ 0., -4.,  0.,  0.], dtype=float32)
-    """
-
-    spec_name = "Codec"
-    transform: Transform
-    sparsifier: TopK | Threshold
-    quantizer: Quantizer
-
-    @property
-    def has_fixed_size(self) -> bool:
-        """Whether a payload's size depends on the shape alone."""
-        return isinstance(self.sparsifier, TopK)
-
-    def plan(self, shape: Shape, k: int | None = None) -> Plan:
-        """Return the layout and the sizes for a tensor of ``shape``.
-
-        ``k``: the number of coefficients sent, if it depends on the values.
-        """
-        if isinstance(self.sparsifier, TopK):
-            return _plan(self, shape)
-        if k is None:
-            raise ValueError("the size of a payload under a threshold depends on the values")
-        return wire.make_plan(shape, math.prod(shape), k, self.quantizer.bits)
-
-    def at_loss_scale(self, scale: float) -> Codec:
-        """Return the codec for gradients multiplied by the loss scale ``scale``."""
-        if scale == 1 or isinstance(self.sparsifier, TopK):
-            return self
-        return _at_loss_scale(self, scale)
-
-    def coeffs_of(
-        self,
-        flat: Array,
-        shape: Shape,
-        kernels: ModuleType,
-        residual: Array | None = None,
-        own: bool = True,
-    ) -> Coefficients:
-        """Return the coefficients of a flat float32 gradient, plus those of ``residual``.
-
-        The array is new; without ``own`` it may be ``flat`` itself. The coefficients of a RAW
-        tensor are its elements. ``residual`` is always in the transform's domain, since a RAW
-        tensor has none; after a change of density a RAW tensor may get one, which is transformed
-        back. Raises ValueError if it has another dtype or size than ``coeffs_format``.
-        """
-        self._check_residual(residual, shape)
-        if isinstance(self.sparsifier, Threshold):
-            key = int(np.float32(self.sparsifier.value).view(np.uint32)) - 1
-            coeffs = self.transform.forward(flat, residual, 0, kernels, own)
-            return coeffs._replace(key=key, ties=0)
-        plan = self.plan(shape)
-        if plan.layout is not Layout.RAW:
-            k = 0 if plan.layout is Layout.ALL else plan.k
-            return self.transform.forward(flat, residual, k, kernels, own)
-        if residual is not None:
-            residual = self.transform.inverse(residual, plan.numel, kernels)
-        return (
-            kernels.topk_threshold(flat, 0, 1)
-            if residual is None
-            else kernels.add_residual(flat, residual, 0)
-        )
-
-    def coding(self, scale: float) -> Coding:
-        """Return the encoding of the values in a payload of this scale."""
-        return self.quantizer.coding(scale)
-
-    def energy(self, coeffs: Array, shape: Shape) -> float:
-        """Return the sum of squares of the gradient with these coefficients."""
-        if self.has_fixed_size and self.plan(shape).layout is Layout.RAW:
-            return float(np.dot(coeffs, coeffs))
-        return self.transform.energy(coeffs)
-
-    def encode_coeffs(
-        self,
-        coeffs: Coefficients,
-        shape: Shape,
-        dtype: str = "float32",
-        *,
-        kernels: ModuleType,
-        keep_residual: bool = True,
-        out: Array | None = None,
-        rng_key: RngKey = NO_RNG_KEY,
-    ) -> Encoded:
-        """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual.
-
-        The residual is the array of ``coeffs`` itself: the sent values are subtracted in place.
-        It is None for a RAW tensor, all of which is sent, and for non-finite coefficients. If
-        ``out`` is given, uint8 zeros, the payload is written to its first bytes.
-        """
-        del rng_key  # nothing is drawn
-        array, peak = coeffs.array, coeffs.peak
-        k = None
-        if not self.has_fixed_size:
-            finite = peak <= LARGEST_FINITE_BITS
-            k = kernels.count_above(array, coeffs.key) if finite else 0
-        plan = self.plan(shape, k)
-        if out is None:
-            out = np.zeros(plan.payload_nbytes, np.uint8)
-        payload = out[: plan.payload_nbytes]
-        if peak > LARGEST_FINITE_BITS:
-            wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
-            return Encoded(payload, None)
-        scale = float(np.uint32(peak).view(np.float32))
-        is_raw = plan.layout is Layout.RAW
-        if is_raw:
-            payload[plan.values_offset :] = array.view(np.uint8)
-        else:
-            bitmap, codes = kernels.select_quantize_pack(
-                coeffs, self.transform.bins_per_block, self.coding(scale), keep_residual
-            )
-            self._write_body(payload, plan, bitmap, codes, kernels)
-        wire.write_header(payload, plan, self.fingerprint, dtype, scale, True)
-        return Encoded(payload, array if keep_residual and not is_raw else None)
-
-
 @functools.lru_cache(64)
 def _at_loss_scale(codec: Codec, scale: float) -> Codec:
     """Return the scaled codec, cached: its fingerprint costs more than encoding a small tensor."""
-    assert isinstance(codec.sparsifier, Threshold)
+    assert not isinstance(codec.sparsifier, TopK)
     return replace(codec, sparsifier=codec.sparsifier.scaled(scale))
 
 
@@ -230,5 +268,5 @@ def _at_loss_scale(codec: Codec, scale: float) -> Codec:
 def _plan(codec: Codec, shape: Shape) -> Plan:
     assert isinstance(codec.sparsifier, TopK)
     n_bins = codec.transform.n_bins(math.prod(shape))
-    bits_per_bin = codec.transform.reals_per_bin * codec.quantizer.bits
+    bits_per_bin = codec.transform.reals_per_bin * codec._encoding.bits
     return wire.make_plan(shape, n_bins, codec.sparsifier.count(n_bins), bits_per_bin)

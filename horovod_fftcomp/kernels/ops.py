@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device
@@ -19,7 +18,7 @@ from horovod_fftcomp.kernels.plans import BucketPlan, LeftFactors, LowRankPlan
 from horovod_fftcomp.types import Array, Tensor
 from horovod_fftcomp.wire.header import Header
 
-AnyCodec = Codec | DenseCodec | AdaptiveCodec
+AnyCodec = Codec | DenseCodec
 
 Deferred = Callable[[], Any]  # returns a result that is on its way; waits for it
 

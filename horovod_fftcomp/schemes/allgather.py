@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
+from horovod_fftcomp.codec.adaptive import Adaptive
 from horovod_fftcomp.codec.backend import backend_for
-from horovod_fftcomp.codec.base import PayloadCodec
-from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.methods.base import Method
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.ops import AnyCodec, Feedback
@@ -26,17 +25,17 @@ from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
 
 
-def serves(codec: PayloadCodec, tensors: Sequence[Tensor], of_signs: bool = False) -> bool:
+def serves(codec: AnyCodec, tensors: Sequence[Tensor], of_signs: bool = False) -> bool:
     """Return whether a GPU can encode and sum these tensors' payloads; the same on all ranks.
 
     Tensors must have fewer than 2^32 coefficients; with ``of_signs`` only sign methods are
     accepted. A tensor whose payload is its raw values may have a residual from an earlier density,
     which is sent with it: the host does that.
     """
-    if isinstance(codec, (DenseCodec, AdaptiveCodec)):
-        if codec.method.cuda is None or (of_signs and not isinstance(codec.method, SignMethod)):
-            return False
-    elif of_signs or not isinstance(codec, Codec):
+    method = codec.sparsifier if isinstance(codec, Codec) else codec.method
+    if isinstance(method, (Adaptive, Method)) and method.cuda is None:
+        return False
+    if of_signs and not isinstance(method, SignMethod):
         return False
     if not codec.has_fixed_size:
         return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)

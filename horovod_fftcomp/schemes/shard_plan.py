@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
-from horovod_fftcomp.codec.adaptive_methods import Wangni
+from horovod_fftcomp.codec.adaptive import Adaptive, Wangni
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
 from horovod_fftcomp.codec.methods.signs import SignMethod
@@ -78,10 +77,10 @@ def second_codec(codec: AnyCodec, sign: bool | str, second: Second) -> AnyCodec:
     """Return the codec of the second round for the sums of payloads of ``codec``."""
     if sign:  # sums are -p, 0 and p; without a vote any may be 0
         return DenseCodec(ScaledSign() if sign == "vote" else TernGrad(clip=0.0))
-    if isinstance(codec, AdaptiveCodec) and not isinstance(codec.method, Wangni):
-        codec = Codec(Identity(), TopK(0.04), RangeFloat(4))  # its units are no larger sum's
-    if not isinstance(codec, Codec):
+    if not isinstance(codec, Codec) or isinstance(codec.sparsifier, Wangni):
         return codec
+    if isinstance(codec.sparsifier, Adaptive):
+        codec = Codec(Identity(), TopK(0.04), RangeFloat(4))  # its units are no larger sum's
     quantizer = codec.quantizer
     if second.bits is not None:
         quantizer = Float32() if second.bits == 32 else RangeFloat(second.bits)

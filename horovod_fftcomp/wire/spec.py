@@ -10,10 +10,14 @@ def spec_of(value: object) -> str:
 
     For a dataclass: its ``spec_name`` and fields, as in ``TopK(density=0.01)``; for any other
     value: its ``repr``. Fingerprints of payloads and formats of saved states depend on it, so a
-    class keeps its ``spec_name`` when it is renamed.
+    class keeps its ``spec_name`` when it is renamed. A class whose fields have changed has a method
+    ``spec_parts``, which returns the name and the fields that it had before.
     """
     if not is_dataclass(value) or isinstance(value, type):
         return repr(value)
-    name = type(value).__dict__["spec_name"]  # an inherited one would name another class
-    options = (f"{field.name}={spec_of(getattr(value, field.name))}" for field in fields(value))
-    return f"{name}({', '.join(options)})"
+    if own := getattr(value, "spec_parts", None):
+        name, options = own()
+    else:
+        name = type(value).__dict__["spec_name"]  # an inherited one would name another class
+        options = {field.name: getattr(value, field.name) for field in fields(value)}
+    return f"{name}({', '.join(f'{key}={spec_of(part)}' for key, part in options.items())})"

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32, RangeFloat
@@ -23,7 +22,7 @@ from horovod_fftcomp.monitor.parameter_hash import hash_bytes_reference
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.header import DTYPES, read_header
 from horovod_fftcomp.wire.positions import Layout, unary_bits
-from tests.contracts import CASES, CODECS, HOST_ONLY, make_codec, plan_of
+from tests.contracts import CASES, CODECS, HOST_ONLY, is_adaptive, make_codec, plan_of
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
 from tests.loops import each
 
@@ -31,8 +30,8 @@ SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
 KEYS = [key for key, (recipe, _) in CODECS.items() if recipe not in HOST_ONLY]
 ELEMENTS = [key for key in KEYS if isinstance(make_codec(key), DenseCodec)]
 ELEMENTS = [key for key in ELEMENTS if make_codec(key).method.cuda is not None]
-SPARSE = [key for key in KEYS if isinstance(make_codec(key), (AdaptiveCodec, Codec))]
-CHOSEN = [key for key in KEYS if isinstance(make_codec(key), AdaptiveCodec)]
+SPARSE = [key for key in KEYS if isinstance(make_codec(key), Codec)]
+CHOSEN = [key for key in KEYS if is_adaptive(make_codec(key))]
 SERVED = SPARSE + ELEMENTS
 FIXED = [key for key in SERVED if make_codec(key).has_fixed_size]
 PLAIN = [key for key in SERVED if isinstance(make_codec(key).transform, Identity)]
@@ -62,7 +61,7 @@ def place_of(number: int) -> RngKey:
 
 def keys_of(codec: Codec | DenseCodec, count: int) -> list[int] | None:
     """Return what the draws of so many tensors follow from."""
-    if isinstance(codec, Codec):
+    if not codec.draws:
         return None
     return [codec.key_at(place_of(number)) for number in range(count)]
 

@@ -104,8 +104,3 @@ def checked_scales(scales: Array, scale: float) -> Array:
     if not ((scales >= 0) & (scales <= np.float32(scale))).all():
         raise ValueError(f"a norm or mean is not in [0, {scale}], the range that the header gives")
     return scales
-
-
-def float_of(bits: int) -> float:
-    """Return the float32 with these bits."""
-    return float(np.uint32(bits).view(np.float32))

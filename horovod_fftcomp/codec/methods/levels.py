@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method, float_of, kernel_of
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method, kernel_of
 from horovod_fftcomp.codec.methods.sums import lane_sums, peak_bits
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
 from horovod_fftcomp.types import Array, Kernels, Shape
 from horovod_fftcomp.wire.counter_rng import random_words
 from horovod_fftcomp.wire.radix import GIVEN, L2, Levels, count_words, pack_words, unpack_words

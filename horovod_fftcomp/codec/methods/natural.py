@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method, float_of, kernel_of
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method, kernel_of
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
 from horovod_fftcomp.types import Array, Kernels, Shape
 from horovod_fftcomp.wire.counter_rng import random_words
 from horovod_fftcomp.wire.radix import GIVEN, Levels, count_words, pack_words, unpack_words

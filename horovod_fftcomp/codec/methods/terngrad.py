@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import float_of, kernel_of
+from horovod_fftcomp.codec.methods.base import kernel_of
 from horovod_fftcomp.codec.methods.levels import OneScale
 from horovod_fftcomp.codec.methods.sums import moments, ordered_sum
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
 from horovod_fftcomp.types import Array, Kernels
 from horovod_fftcomp.wire.radix import GIVEN, Levels
 

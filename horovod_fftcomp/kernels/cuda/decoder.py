@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.codec.sparse import Codec
@@ -162,9 +161,9 @@ class _Bodies:
             row["start"], row["crc_of_scale"] = self._keep(start), self._keep(changes)
 
     def enter_scales(self, codecs: Sequence[DeviceCodec], headers: Sequence[wire.Header]) -> None:
-        """Enter the encoding of values of adaptive codecs, which the header's scale determines."""
+        """Enter adaptive sparsifiers' encodings of values, which the header's scale determines."""
         for row, codec, header in zip(self._rows, codecs, headers, strict=True):
-            if isinstance(codec, AdaptiveCodec) and header.finite:
+            if isinstance(codec, Codec) and codec.quantizer is None and header.finite:
                 structs.enter_coding(row, codec.coding(header.scale))
 
     def _keep(self, array: np.ndarray) -> int:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparse import Codec
@@ -63,7 +62,7 @@ class Velocities(NamedTuple):
 class Encoder:
     """Encodes the tensors of a bucket into one message, each by its codec.
 
-    Codecs are all ``Codec``, or all ``DenseCodec`` or ``AdaptiveCodec`` with methods of one kind.
+    Codecs are all ``Codec``, with adaptive sparsifiers of one kind if any, or all ``DenseCodec``.
 
     ``message_nbytes``: of all payloads, each at a multiple of 16; ``offsets``: of the payloads.
     ``coeffs_formats``: (dtype, elements) of each tensor's coefficients; None for a RAW tensor,
@@ -257,7 +256,7 @@ class Encoder:
         for group in self._groups:
             if isinstance(group, CountedGroup) and number in group.members and peak:
                 scale, codec = group.scale(number, peak), self._codecs[number]
-                if isinstance(codec, AdaptiveCodec):
+                if isinstance(codec, Codec) and codec.quantizer is None:
                     structs.enter_coding(self._rows[number], codec.coding(scale))
                 return scale
         return peak

@@ -1,4 +1,4 @@
-"""Sparse and adaptive codecs on the device: launches that choose and write coefficients."""
+"""Sparse codecs on the device: launches that choose and write coefficients."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
-from horovod_fftcomp.codec.adaptive_methods import AdaComp, Strom, Wangni
+from horovod_fftcomp.codec.adaptive import AdaComp, Adaptive, Strom, Wangni
 from horovod_fftcomp.codec.quantizers import pattern_of
+from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import Transform
 from horovod_fftcomp.kernels.cuda import Device, structs
 from horovod_fftcomp.kernels.cuda.structs import THREADS, TILE, WORDS, DeviceCodec, Group
@@ -85,7 +85,7 @@ class SparseGroup(TileGroup):
 class CountedGroup(SparseGroup):
     """Group of tensors whose number of sent elements depends on the values.
 
-    They are encoded under a threshold or by adaptive methods of one kind. ``rows``: the TENSOR
+    They are encoded under a threshold or by adaptive sparsifiers of one kind. ``rows``: the TENSOR
     rows of the bucket, which the encoder updates; limits that depend on the values are entered
     there.
     """
@@ -99,9 +99,9 @@ class CountedGroup(SparseGroup):
         rows: Array,
     ) -> None:
         self._methods = {
-            number: codec.method
+            number: codec.sparsifier
             for number in group.members
-            if isinstance(codec := codecs[number], AdaptiveCodec)
+            if isinstance(codec := codecs[number], Codec) and isinstance(codec.sparsifier, Adaptive)
         }
         self.always_measures = not self._methods
         kinds = [method.cuda for method in self._methods.values()]

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
 from horovod_fftcomp.codec.sparse import Codec
@@ -18,7 +17,7 @@ from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout
 
-DeviceCodec = Codec | DenseCodec | AdaptiveCodec  # codecs with CUDA kernels
+DeviceCodec = Codec | DenseCodec  # codecs with CUDA kernels
 
 # As in src/common.cuh and src/entropy.cuh.
 TILE, THREADS = 4096, 256
@@ -144,7 +143,7 @@ def enter_plan(row: np.void, plan: Plan, codec: DeviceCodec) -> None:
     row["numel"], row["n"], row["k"] = plan.numel, plan.n_bins, plan.k
     row["positions_offset"], row["values_offset"] = plan.header_nbytes, plan.values_offset
     row["layout"], row["low_bits"] = plan.layout, plan.positions.low_bits
-    if not isinstance(codec, Codec):
+    if not isinstance(codec, Codec) or codec.quantizer is None:
         return
     quantizer = codec.quantizer
     row["kind"] = BFLOAT16 if isinstance(quantizer, BFloat16) else FLOAT32

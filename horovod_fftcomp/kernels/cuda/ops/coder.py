@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from horovod_fftcomp.codec.adaptive import AdaptiveCodec
-from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.kernels.cuda import on_device
 from horovod_fftcomp.kernels.cuda.decoder import Decoder, ThresholdDecoder
 from horovod_fftcomp.kernels.cuda.encoder import Encoder, Velocities
@@ -104,8 +102,7 @@ class DeviceCoder:
         keys = [
             codec.key_at(RngKey(step, tensor.name, rank))
             for codec, tensor in zip(self._codecs, self._tensors, strict=True)
-            if isinstance(codec, AdaptiveCodec)
-            or (isinstance(codec, DenseCodec) and codec.method.draws)
+            if codec.draws
         ]
         return keys or None
 

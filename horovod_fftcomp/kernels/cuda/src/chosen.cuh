@@ -1,5 +1,5 @@
 // Selection of elements whose number depends on the values: by a threshold, by bins or at random;
-// see codec/adaptive_methods.py.
+// see codec/adaptive.py.
 
 enum Choice : u32 { ABOVE, WINNERS, DRAWN };
 
