@@ -15,9 +15,10 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
+from horovod_fftcomp.codec.methods.base import Encoding
 from horovod_fftcomp.codec.quantizers import Float32, float_of, is_whole, pattern_of, steps_coding
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
-from horovod_fftcomp.types import Array, Coding, Coefficients, Kernels, Shape
+from horovod_fftcomp.types import Array, Coding, Coefficients, Shape
 
 Self = TypeVar("Self", bound="Adaptive")
 
@@ -34,6 +35,9 @@ class Choice(NamedTuple):
     bitmap: Array
     codes: Array
     scale: float
+
+
+NOTHING = Choice(0, np.empty(0, np.uint64), np.empty(0, np.uint8), 0.0)  # of zeros
 
 
 class Adaptive(abc.ABC):
@@ -56,13 +60,8 @@ class Adaptive(abc.ABC):
         """Return the encoding of the values in a payload of this scale."""
 
     @abc.abstractmethod
-    def choose(
-        self, coeffs: Coefficients, shape: Shape, key: int, kernels: Kernels, keep: bool
-    ) -> Choice:
-        """Choose elements of ``coeffs``; with ``keep`` subtract what is sent from its array.
-
-        ``key``: 64-bit key of random choices.
-        """
+    def choose(self, coeffs: Coefficients, how: Encoding) -> Choice:
+        """Choose elements of ``coeffs``; with ``how.keep`` subtract what is sent from its array."""
 
     @abc.abstractmethod
     def expected_count(self, shape: Shape) -> int:
@@ -100,16 +99,13 @@ class Strom(Adaptive):
         largest = min(self.quanta, math.floor(scale / self.threshold + 0.5))
         return steps_coding(self.threshold, self.quanta, max(largest, 1))
 
-    def choose(
-        self, coeffs: Coefficients, shape: Shape, key: int, kernels: Kernels, keep: bool
-    ) -> Choice:
+    def choose(self, coeffs: Coefficients, how: Encoding) -> Choice:
         """Choose the values that reach the threshold; see ``Adaptive``."""
-        del shape, key
         below = pattern_of(self.threshold) - 1
         scale = self.scale(float_of(coeffs.peak))
-        k = kernels.count_above(coeffs.array, below)
+        k = how.kernels.count_above(coeffs.array, below)
         chosen = coeffs._replace(key=below, ties=0)
-        bitmap, codes = kernels.select_quantize_pack(chosen, 1, self.coding(scale), keep)
+        bitmap, codes = how.kernels.select_quantize_pack(chosen, 1, self.coding(scale), how.keep)
         return Choice(k, bitmap, codes, scale)
 
     def scale(self, peak: float) -> float:
@@ -152,16 +148,13 @@ class AdaComp(Adaptive):
         """Return the encoding of the two values ``scale`` and ``-scale``."""
         return steps_coding(scale, 1, 1)
 
-    def choose(
-        self, coeffs: Coefficients, shape: Shape, key: int, kernels: Kernels, keep: bool
-    ) -> Choice:
+    def choose(self, coeffs: Coefficients, how: Encoding) -> Choice:
         """Choose the near-maxima of each bin; see ``Adaptive``."""
-        del key
         total = coeffs.array
         grad = total if coeffs.grad is None else coeffs.grad
-        bitmap, maxima = kernels.bin_winners(total, grad, self.length(shape))
+        bitmap, maxima = how.kernels.bin_winners(total, grad, self.length(how.shape))
         scale = self.scale(maxima)
-        k, codes = kernels.take_chosen(total, bitmap, 0.0, self.coding(scale), keep)
+        k, codes = how.kernels.take_chosen(total, bitmap, 0.0, self.coding(scale), how.keep)
         return Choice(k, bitmap, codes, scale)
 
     def scale(self, maxima: Array) -> float:
@@ -210,15 +203,13 @@ class Wangni(Adaptive):
             limit = float(np.float32(min(max(lower, LEAST_THRESHOLD), limit, _LARGEST)))
         return limit
 
-    def choose(
-        self, coeffs: Coefficients, shape: Shape, key: int, kernels: Kernels, keep: bool
-    ) -> Choice:
+    def choose(self, coeffs: Coefficients, how: Encoding) -> Choice:
         """Draw the elements to send; see ``Adaptive``."""
-        del shape
+        kernels = how.kernels
         limit = self.limit(coeffs.array.size, partial(kernels.sums_below, coeffs.array))
-        bitmap = kernels.draw_chosen(coeffs.array, limit, key)
+        bitmap = kernels.draw_chosen(coeffs.array, limit, how.key)
         scale = max(limit, float_of(coeffs.peak))
-        k, codes = kernels.take_chosen(coeffs.array, bitmap, limit, self.coding(scale), keep)
+        k, codes = kernels.take_chosen(coeffs.array, bitmap, limit, self.coding(scale), how.keep)
         return Choice(k, bitmap, codes, scale)
 
     def expected_count(self, shape: Shape) -> int:

@@ -9,19 +9,25 @@ import abc
 import functools
 import math
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.backend import backend_for, load_backend
+from horovod_fftcomp.codec.methods.base import Encoding
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, pattern_of
+from horovod_fftcomp.codec.transforms import Identity, Transform
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.types import Array, Coefficients, Shape
+from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape
+from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
 from horovod_fftcomp.wire.header import Header, Plan
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
+
+# Every step encodes the same tensors, a few thousand in large models.
+_PLANS_CACHED = 1 << 14
 
 
 class Encoded(NamedTuple):
@@ -29,6 +35,18 @@ class Encoded(NamedTuple):
 
     payload: Array
     residual: Array | None
+
+
+class Written(NamedTuple):
+    """Payload whose body is written, its plan, and the header's scale.
+
+    ``is_complete``: whether all of the tensor is sent as it is, so that it has no residual.
+    """
+
+    payload: Array
+    plan: Plan
+    scale: float
+    is_complete: bool
 
 
 Self = TypeVar("Self", bound="PayloadCodec")
@@ -44,12 +62,22 @@ def check_state(kind: str, array: Array | None, expected: tuple[np.dtype, int]) 
         raise ValueError(f"the {kind} is {found}, expected {wanted}")
 
 
+def room_for(plan: Plan, out: Array | None) -> Array:
+    """Return the bytes for a payload: the first ones of ``out``, or new ones; zeros."""
+    if out is None:
+        return np.zeros(plan.payload_nbytes, np.uint8)
+    return out[: plan.payload_nbytes]
+
+
 class PayloadCodec(abc.ABC):
     """Base class of codecs, which turn arrays into payloads and back.
 
-    Subclasses are frozen dataclasses of options. They implement ``plan``, ``coeffs_of``,
-    ``encode_coeffs``, ``coeffs_format`` and ``_sum``.
+    Subclasses are frozen dataclasses of options. They implement ``_plan``, ``_coeffs_of``,
+    ``_write``, and ``_add`` or ``_sum``. ``seed``: of random numbers.
     """
+
+    transform: Transform
+    seed: int
 
     def spec(self) -> str:
         """Return the specification: the stages with their options; see ``spec_of``."""
@@ -82,59 +110,106 @@ class PayloadCodec(abc.ABC):
     def has_fixed_size(self) -> bool:
         """Whether a payload's size depends on the shape alone."""
 
-    @abc.abstractmethod
     def plan(self, shape: Shape, k: int | None = None) -> Plan:
         """Return the layout and the sizes for a tensor of ``shape``.
 
         ``k``: the header's field of this name, if the sizes depend on the values.
         """
+        if self.has_fixed_size:
+            return _fixed_plan(self, shape)
+        if k is None:
+            raise ValueError("the size of a payload of this recipe depends on the values")
+        return self._plan(shape, k)
 
     @abc.abstractmethod
+    def _plan(self, shape: Shape, k: int | None) -> Plan:
+        """See ``plan``; ``k`` is None if sizes are fixed."""
+
+    @property
+    @abc.abstractmethod
+    def draws(self) -> bool:
+        """Whether random numbers are used."""
+
+    def key_at(self, rng_key: RngKey) -> int:
+        """Return the 64-bit key of the random numbers at ``rng_key``."""
+        return counter_rng.draw(self.seed, rng_key.step, rng_key.name, rng_key.rank)
+
+    def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
+        """Return (dtype, elements) of the residual of a tensor of ``shape``: coefficients."""
+        kind = np.complex64 if self.transform.reals_per_bin == 2 else np.float32
+        return np.dtype(kind), self.transform.n_bins(math.prod(shape))
+
+    def energy(self, coeffs: Array, shape: Shape) -> float:
+        """Return the sum of squares of the gradient with these coefficients."""
+        is_raw = self.has_fixed_size and self.plan(shape).layout is Layout.RAW
+        return (Identity() if is_raw else self.transform).energy(coeffs)
+
+    def may_overflow(self, headers: Sequence[Header]) -> bool:
+        """Return whether a sum of payloads with these headers could overflow float32."""
+        return sum(header.scale for header in headers) * self.transform.gain > 2.0**127
+
     def coeffs_of(
         self,
         flat: Array,
         shape: Shape,
-        kernels: ModuleType,
+        kernels: Kernels,
         residual: Array | None = None,
         own: bool = True,
     ) -> Coefficients:
         """Return the coefficients of a flat float32 gradient, plus those of ``residual``.
 
-        ``own``: return a new array in any case; else it may be ``flat`` itself.
+        The array is new; without ``own`` it may be ``flat`` itself. The coefficients of a RAW
+        tensor are its elements. Raises ValueError if the residual has another dtype or size than
+        ``coeffs_format``.
         """
+        if residual is not None:
+            check_state("residual", residual, self.coeffs_format(shape))
+        return self._coeffs_of(flat, shape, kernels, residual, own)
 
     @abc.abstractmethod
+    def _coeffs_of(
+        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: bool
+    ) -> Coefficients:
+        """See ``coeffs_of``; the residual has been checked."""
+
     def encode_coeffs(
         self,
         coeffs: Coefficients,
         shape: Shape,
         dtype: str = "float32",
         *,
-        kernels: ModuleType,
+        kernels: Kernels,
         keep_residual: bool = True,
         out: Array | None = None,
         rng_key: RngKey = NO_RNG_KEY,
     ) -> Encoded:
-        """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual."""
+        """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual.
+
+        The residual is the array of ``coeffs`` itself: the sent values are subtracted in place.
+        It is None for a tensor all of which is sent as it is, and for non-finite coefficients. If
+        ``out`` is given, uint8 zeros, the payload is written to its first bytes. ``rng_key`` seeds
+        random numbers.
+        """
+        key = self.key_at(rng_key) if self.draws else 0
+        how = Encoding(shape, key, kernels, keep_residual, coeffs.signs)
+        finite = coeffs.peak <= LARGEST_FINITE_BITS
+        written = self._write(coeffs, how, out) if finite else None
+        if written is None:
+            plan = self.plan(shape, 0)
+            payload = room_for(plan, out)
+            payload[plan.values_offset :] = 0
+            wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
+            return Encoded(payload, None)
+        payload, plan, scale, is_complete = written
+        wire.write_header(payload, plan, self.fingerprint, dtype, scale, True)
+        return Encoded(payload, coeffs.array if keep_residual and not is_complete else None)
 
     @abc.abstractmethod
-    def _sum(
-        self,
-        payloads: Sequence[Array],
-        plans: Sequence[Plan],
-        headers: Sequence[Header],
-        kernels: ModuleType,
-    ) -> Array:
-        """Return the sum of checked payloads, flat float32; all are finite and not all RAW."""
+    def _write(self, coeffs: Coefficients, how: Encoding, out: Array | None) -> Written | None:
+        """Write the body of the payload, into ``out`` if given; None if a value is not finite.
 
-    @abc.abstractmethod
-    def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
-        """Return (dtype, elements) of the residual of a tensor of ``shape``."""
-
-    def _check_residual(self, residual: Array | None, shape: Shape) -> None:
-        """Raise ValueError if ``residual`` has another dtype or size than ``coeffs_format``."""
-        if residual is not None:
-            check_state("residual", residual, self.coeffs_format(shape))
+        The peak of ``coeffs`` is finite or unknown. See ``encode_coeffs``.
+        """
 
     def encode(
         self, x: Array, step: int = 0, name: str = "", backend: str | None = None, rank: int = 0
@@ -199,28 +274,34 @@ class PayloadCodec(abc.ABC):
                 )
         if not all(header.finite for header in headers):
             return np.full(shape, np.nan, np.float32)
-        if all(plan.layout is Layout.RAW for plan in plans):
-            return self._sum_raw(payloads, headers, plans[0], kernels).reshape(shape)
         return self._sum(payloads, plans, headers, kernels).reshape(shape)
 
-    def _sum_raw(
-        self, payloads: Sequence[Array], headers: Sequence[Header], plan: Plan, kernels: ModuleType
+    def _sum(
+        self,
+        payloads: Sequence[Array],
+        plans: Sequence[Plan],
+        headers: Sequence[Header],
+        kernels: Kernels,
     ) -> Array:
-        """Return the sum of RAW payloads, flat float32."""
-        total = np.zeros(plan.numel, np.float32)
-        for number, (payload, header) in enumerate(zip(payloads, headers, strict=True)):
+        """Return the sum of checked payloads, flat float32; all are finite."""
+        total = kernels.empty(plans[0].numel)
+        total.fill(0)
+        whole = zip(map(aligned, payloads), plans, headers, strict=True)
+        for number, (payload, plan, header) in enumerate(whole):
             try:
-                total += self._raw_values(payload, plan, header, kernels)
+                self._add(total, payload, plan, header, kernels)
             except ValueError as error:
                 raise PayloadError(f"payload {number}: body: {error}") from error
         return total
 
-    def _raw_values(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Array:
-        """Return the values of a RAW payload; ValueError if one exceeds the header's scale."""
-        values = aligned(payload)[plan.values_offset :].view(np.float32)
-        if kernels.max_abs_bits(values) > int(np.float32(header.scale).view(np.uint32)):
+    def _add(
+        self, total: Array, payload: Array, plan: Plan, header: Header, kernels: Kernels
+    ) -> None:
+        """Add a RAW payload to ``total``; ValueError if a value exceeds the header's scale."""
+        values = payload[plan.values_offset :].view(np.float32)
+        if kernels.max_abs_bits(values) > pattern_of(header.scale):
             raise ValueError("a value lies beyond the scale")
-        return values
+        total += values
 
     def checked_plan(self, payload: Array, header: Header) -> Plan:
         """Return the plan of a payload; PayloadError for a header that this codec never writes."""
@@ -248,6 +329,11 @@ class PayloadCodec(abc.ABC):
         return plan
 
 
+@functools.lru_cache(_PLANS_CACHED)
+def _fixed_plan(codec: PayloadCodec, shape: Shape) -> Plan:
+    return codec._plan(shape, None)
+
+
 def _header_of(payload: Array) -> Header:
     if not isinstance(payload, np.ndarray) or payload.dtype != np.uint8 or payload.ndim != 1:
         raise TypeError(
@@ -258,7 +344,7 @@ def _header_of(payload: Array) -> Header:
     return wire.read_header(payload)
 
 
-def _kernels(backend: str | None, array: object) -> ModuleType:
+def _kernels(backend: str | None, array: object) -> Kernels:
     return backend_for(array) if backend is None else load_backend(backend)
 
 

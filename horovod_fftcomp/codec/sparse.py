@@ -9,31 +9,21 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.adaptive import Adaptive
-from horovod_fftcomp.codec.base import Encoded, PayloadCodec, aligned
-from horovod_fftcomp.codec.quantizers import (
-    LARGEST_FINITE_BITS,
-    Float32,
-    Quantizer,
-    float_of,
-    pattern_of,
-)
+from horovod_fftcomp.codec.adaptive import NOTHING, Adaptive
+from horovod_fftcomp.codec.base import PayloadCodec, Written, aligned, room_for
+from horovod_fftcomp.codec.methods.base import Encoding
+from horovod_fftcomp.codec.quantizers import Float32, Quantizer, float_of, pattern_of
 from horovod_fftcomp.codec.sparsifiers import Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity, Transform
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.types import Array, Body, Coding, Coefficients, Shape
+from horovod_fftcomp.types import Array, Body, Coding, Coefficients, Kernels, Shape
 from horovod_fftcomp.wire import counter_rng, positions
-from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
 from horovod_fftcomp.wire.header import Header, Plan
 from horovod_fftcomp.wire.positions import Layout
-
-# Every step encodes the same tensors, a few thousand in large models.
-_PLANS_CACHED = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -79,16 +69,14 @@ class Codec(PayloadCodec):
         """Whether a payload's size depends on the shape alone."""
         return isinstance(self.sparsifier, TopK)
 
-    def plan(self, shape: Shape, k: int | None = None) -> Plan:
-        """Return the layout and the sizes for a tensor of ``shape``.
-
-        ``k``: the number of coefficients sent, if it depends on the values.
-        """
+    def _plan(self, shape: Shape, k: int | None) -> Plan:
+        """Return the smallest plan; see ``PayloadCodec``."""
+        n_bins = self.transform.n_bins(math.prod(shape))
         if isinstance(self.sparsifier, TopK):
-            return _plan(self, shape)
-        if k is None:
-            raise ValueError("the size of a payload of this recipe depends on the values")
-        return wire.make_plan(shape, math.prod(shape), k, self._encoding.bits)
+            k = self.sparsifier.count(n_bins)
+        assert k is not None
+        bits_per_bin = self.transform.reals_per_bin * self._encoding.bits
+        return wire.make_plan(shape, n_bins, k, bits_per_bin)
 
     def expected_nbytes(self, shape: Shape) -> int:
         """Return ``payload_nbytes``, or that of as many elements as the sparsifier expects."""
@@ -102,22 +90,14 @@ class Codec(PayloadCodec):
             return self
         return _at_loss_scale(self, scale)
 
-    def coeffs_of(
-        self,
-        flat: Array,
-        shape: Shape,
-        kernels: ModuleType,
-        residual: Array | None = None,
-        own: bool = True,
+    def _coeffs_of(
+        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: bool
     ) -> Coefficients:
-        """Return the coefficients of a flat float32 gradient, plus those of ``residual``.
+        """Return coefficients, the residual's included; see ``PayloadCodec``.
 
-        The array is new; without ``own`` it may be ``flat`` itself. The coefficients of a RAW
-        tensor are its elements. ``residual`` is always in the transform's domain, since a RAW
-        tensor has none; after a change of density a RAW tensor may get one, which is transformed
-        back. Raises ValueError if it has another dtype or size than ``coeffs_format``.
+        ``residual`` is always in the transform's domain, since a RAW tensor has none; after a
+        change of density a RAW tensor may get one, which is transformed back.
         """
-        self._check_residual(residual, shape)
         if not isinstance(self.sparsifier, TopK):
             coeffs = self.transform.forward(flat, residual, 0, kernels, own)
             if isinstance(self.sparsifier, Adaptive):
@@ -129,11 +109,7 @@ class Codec(PayloadCodec):
             return self.transform.forward(flat, residual, k, kernels, own)
         if residual is not None:
             residual = self.transform.inverse(residual, plan.numel, kernels)
-        return (
-            kernels.topk_threshold(flat, 0, 1)
-            if residual is None
-            else kernels.add_residual(flat, residual, 0)
-        )
+        return Identity().forward(flat, residual, 0, kernels, own=False)
 
     @property
     def _encoding(self) -> Quantizer | Adaptive:
@@ -152,84 +128,55 @@ class Codec(PayloadCodec):
         """Whether random numbers are used."""
         return isinstance(self.sparsifier, Adaptive) and self.sparsifier.draws
 
-    def key_at(self, rng_key: RngKey) -> int:
-        """Return the 64-bit key of the sparsifier's random numbers at ``rng_key``."""
-        return counter_rng.draw(self.seed, rng_key.step, rng_key.name, rng_key.rank)
-
-    def energy(self, coeffs: Array, shape: Shape) -> float:
-        """Return the sum of squares of the gradient with these coefficients."""
-        if self.has_fixed_size and self.plan(shape).layout is Layout.RAW:
-            return float(np.dot(coeffs, coeffs))
-        return self.transform.energy(coeffs)
-
-    def encode_coeffs(
-        self,
-        coeffs: Coefficients,
-        shape: Shape,
-        dtype: str = "float32",
-        *,
-        kernels: ModuleType,
-        keep_residual: bool = True,
-        out: Array | None = None,
-        rng_key: RngKey = NO_RNG_KEY,
-    ) -> Encoded:
-        """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual.
-
-        The residual is the array of ``coeffs`` itself: the sent values are subtracted in place.
-        It is None for a RAW tensor, all of which is sent, and for non-finite coefficients. If
-        ``out`` is given, uint8 zeros, the payload is written to its first bytes. ``rng_key`` seeds
-        an adaptive sparsifier's random numbers. What that chooses is all that is sent: if its
-        positions and codes are no smaller than the tensor, the values that they decode to are sent
-        as float32, and the residual is kept.
-        """
-        finite, sparsifier = coeffs.peak <= LARGEST_FINITE_BITS, self.sparsifier
-        k, scale, choice = 0, math.nan, None
-        if finite:
-            scale = float_of(coeffs.peak)
-        if finite and isinstance(sparsifier, Threshold):
-            k = kernels.count_above(coeffs.array, coeffs.key)
-        elif finite and coeffs.peak and isinstance(sparsifier, Adaptive):
-            key = self.key_at(rng_key) if sparsifier.draws else 0
-            choice = sparsifier.choose(coeffs, shape, key, kernels, keep_residual)
-            k, scale = choice.k, choice.scale
-        plan = self.plan(shape, k)
-        if out is None:
-            out = np.zeros(plan.payload_nbytes, np.uint8)
-        payload = out[: plan.payload_nbytes]
+    def _write(self, coeffs: Coefficients, how: Encoding, out: Array | None) -> Written | None:
+        """Select and write coefficients; see ``PayloadCodec``."""
+        if isinstance(self.sparsifier, Adaptive):
+            return self._write_adaptive(self.sparsifier, coeffs, how, out)
+        k, array, kernels = None, coeffs.array, how.kernels
+        if not self.has_fixed_size:
+            k = kernels.count_above(array, coeffs.key)
+        plan, scale = self.plan(how.shape, k), float_of(coeffs.peak)
+        payload = room_for(plan, out)
         is_raw = plan.layout is Layout.RAW
-        if finite and is_raw:
-            values = coeffs.array
-            if choice is not None:
-                body = Body(choice.bitmap, choice.codes, self.coding(scale))
-                values = kernels.sum_values([body], plan.numel, False)
-            payload[plan.values_offset :] = values.view(np.uint8)
-        elif finite and plan.k:
-            if choice is not None:
-                bitmap, codes = choice.bitmap, choice.codes
-            else:
-                bitmap, codes = kernels.select_quantize_pack(
-                    coeffs, self.transform.bins_per_block, self.coding(scale), keep_residual
-                )
-            packed = positions.pack(bitmap, plan.positions, kernels)
-            payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes] = packed
-            payload[plan.values_offset :] = codes
-        wire.write_header(payload, plan, self.fingerprint, dtype, scale, finite)
-        keeps = finite and keep_residual and (not is_raw or isinstance(sparsifier, Adaptive))
-        return Encoded(payload, coeffs.array if keeps else None)
+        if is_raw:
+            payload[plan.values_offset :] = array.view(np.uint8)
+        else:
+            bitmap, codes = kernels.select_quantize_pack(
+                coeffs, self.transform.bins_per_block, self.coding(scale), how.keep
+            )
+            _write_body(payload, plan, bitmap, codes, kernels)
+        return Written(payload, plan, scale, is_raw)
 
-    def coeffs_format(self, shape: Shape) -> tuple[np.dtype, int]:
-        """Return (dtype, elements) of the residual of a tensor of ``shape``: coefficients."""
-        kind = np.complex64 if self.transform.reals_per_bin == 2 else np.float32
-        return np.dtype(kind), self.transform.n_bins(math.prod(shape))
+    def _write_adaptive(
+        self, sparsifier: Adaptive, coeffs: Coefficients, how: Encoding, out: Array | None
+    ) -> Written:
+        """Write the elements that an adaptive sparsifier chooses, and nothing else.
+
+        If positions and codes are no smaller than the tensor, the values that they decode to are
+        written as float32, so that the result depends on the choice alone.
+        """
+        choice = sparsifier.choose(coeffs, how) if coeffs.peak else NOTHING
+        k, bitmap, codes, scale = choice
+        plan = self.plan(how.shape, k)
+        payload = room_for(plan, out)
+        if plan.layout is not Layout.RAW:
+            _write_body(payload, plan, bitmap, codes, how.kernels)
+        elif k:
+            body = Body(bitmap, codes, self.coding(scale))
+            sent = how.kernels.sum_values([body], plan.numel, False)
+            payload[plan.values_offset :] = sent.view(np.uint8)
+        return Written(payload, plan, scale, False)
 
     def _sum(
         self,
         payloads: Sequence[Array],
         plans: Sequence[Plan],
         headers: Sequence[Header],
-        kernels: ModuleType,
+        kernels: Kernels,
     ) -> Array:
-        """Add the coefficients of all payloads and transform back once."""
+        """Add the coefficients of all payloads and transform back once; see ``PayloadCodec``."""
+        if all(plan.layout is Layout.RAW for plan in plans):
+            return super()._sum(payloads, plans, headers, kernels)
         parts = []
         whole = zip(payloads, plans, headers, strict=True)
         for number, (payload, plan, header) in enumerate(whole):
@@ -242,7 +189,7 @@ class Codec(PayloadCodec):
         except ValueError as error:
             raise PayloadError(f"body: {error}") from error
 
-    def part(self, payload: Array, plan: Plan, header: Header, kernels: ModuleType) -> Body:
+    def part(self, payload: Array, plan: Plan, header: Header, kernels: Kernels) -> Body:
         """Return the body of a payload; ValueError for corrupt positions."""
         if plan.layout is Layout.RAW:  # other ranks sent fewer values and are not RAW
             values = payload[plan.values_offset :]
@@ -252,9 +199,12 @@ class Codec(PayloadCodec):
         bitmap = positions.unpack(payload[plan.header_nbytes : end], plan.positions, kernels)
         return Body(bitmap, payload[plan.values_offset :], self.coding(header.scale))
 
-    def may_overflow(self, headers: Sequence[Header]) -> bool:
-        """Return whether a sum of payloads with these headers could overflow float32."""
-        return sum(header.scale for header in headers) * self.transform.gain > 2.0**127
+
+def _write_body(payload: Array, plan: Plan, bitmap: Array, codes: Array, kernels: Kernels) -> None:
+    """Write the positions of the bitmap's ones, and the packed codes of the values there."""
+    packed = positions.pack(bitmap, plan.positions, kernels)
+    payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes] = packed
+    payload[plan.values_offset :] = codes
 
 
 @functools.lru_cache(64)
@@ -262,11 +212,3 @@ def _at_loss_scale(codec: Codec, scale: float) -> Codec:
     """Return the scaled codec, cached: its fingerprint costs more than encoding a small tensor."""
     assert not isinstance(codec.sparsifier, TopK)
     return replace(codec, sparsifier=codec.sparsifier.scaled(scale))
-
-
-@functools.lru_cache(_PLANS_CACHED)
-def _plan(codec: Codec, shape: Shape) -> Plan:
-    assert isinstance(codec.sparsifier, TopK)
-    n_bins = codec.transform.n_bins(math.prod(shape))
-    bits_per_bin = codec.transform.reals_per_bin * codec._encoding.bits
-    return wire.make_plan(shape, n_bins, codec.sparsifier.count(n_bins), bits_per_bin)
