@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 import numbers
 from collections.abc import Sequence
@@ -87,7 +88,7 @@ def formula_threshold(numel: int, density: float = 0.001) -> float:
 
 
 @dataclass(frozen=True)
-class _RandomByDensity(_ByDensity):
+class _RandomByDensity(_ByDensity, abc.ABC):
     """Base class of random sparsifiers: all ranks draw the same positions, new ones each step."""
 
     seed: int = 0
@@ -101,15 +102,25 @@ class _RandomByDensity(_ByDensity):
         keys = counter_rng.named((self.seed, name) for name in names)
         return counter_rng.draws(keys, step, index).tolist()
 
+    @abc.abstractmethod
     def progressions(
         self, numels: Sequence[int], step: int, names: Sequence[str]
     ) -> list[tuple[int, int]]:
         """Return (a, c) for each tensor: its positions are (a j + c) mod n for j < k."""
-        raise NotImplementedError
 
     def progression(self, n: int, step: int, name: str) -> tuple[int, int]:
         """Return (a, c): the positions are (a j + c) mod n for j < k."""
         return self.progressions([n], step, [name])[0]
+
+    def positions(self, n: int, step: int, name: str) -> Array:
+        """Return the positions, int64 ``[k]``, for the tensor ``name`` of ``n`` elements."""
+        factor, first = self.progression(n, step, name)
+        # In unsigned 64 bits a product is exact below 2**64: n up to 2**32, density up to 1.
+        positions = np.arange(self.count(n), dtype=np.uint64)
+        positions *= np.uint64(factor)
+        positions += np.uint64(first)
+        positions %= np.uint64(max(1, n))
+        return positions.view(np.int64)
 
 
 @dataclass(frozen=True)
@@ -129,13 +140,6 @@ class RandomBlock(_RandomByDensity):
         drawn = zip(self._drawn(names, step, 0), numels, strict=True)
         return [(1, counter_rng.below(number, n)) for number, n in drawn]
 
-    def positions(self, n: int, step: int, name: str) -> Array:
-        """Return the positions, int64 ``[k]``, for the tensor ``name`` of ``n`` elements."""
-        _, first = self.progression(n, step, name)
-        positions = np.arange(first, first + self.count(n), dtype=np.int64)
-        positions[n - first :] -= n
-        return positions
-
 
 @dataclass(frozen=True)
 class RandomK(_RandomByDensity):
@@ -153,16 +157,6 @@ class RandomK(_RandomByDensity):
         """Return (a, c) for each tensor, a coprime to n; see the base class."""
         drawn = (self._drawn(names, step, index) for index in (0, 1))
         return [_coprime(n, *numbers) for n, *numbers in zip(numels, *drawn, strict=True)]
-
-    def positions(self, n: int, step: int, name: str) -> Array:
-        """Return the positions, int64 ``[k]``, for the tensor ``name`` of ``n`` elements."""
-        factor, first = self.progression(n, step, name)
-        # In unsigned 64 bits a product is exact below 2**64: n up to 2**32, density up to 1.
-        positions = np.arange(self.count(n), dtype=np.uint64)
-        positions *= np.uint64(factor)
-        positions += np.uint64(first)
-        positions %= np.uint64(max(1, n))
-        return positions.view(np.int64)
 
 
 def _coprime(n: int, first: int, factor: int) -> tuple[int, int]:
