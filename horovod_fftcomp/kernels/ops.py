@@ -114,14 +114,12 @@ class Coder(Protocol):
         ``state``: by kind and name; not changed. ``at``: step and rank, which seed random numbers.
         ``measure``: sum the squares.
         """
-        ...
 
     def decode_sum(self, gathered: Any, sign: bool | str) -> Summed:
         """Return the sums of all ranks' messages, uint8, added in rank order.
 
         Raises PayloadError for bytes that are not such messages, as far as the host reads them.
         """
-        ...
 
 
 class Ops(Protocol):
@@ -133,61 +131,48 @@ class Ops(Protocol):
     @property
     def device(self) -> Device | None:
         """The device, or None on the host."""
-        ...
 
     def empty(self, n: int, dtype: type = ...) -> Any:
         """Return an uninitialized array of ``n`` elements, float32 by default."""
-        ...
 
     def zeros(self, n: int, dtype: type = ...) -> Any:
         """Return an array of ``n`` zeros, float32 by default."""
-        ...
 
     def put(self, array: Any) -> Any:
         """Return ``array``, NumPy's or not, where these ops work."""
-        ...
 
     def get(self, array: Any) -> Array:
         """Return ``array`` as NumPy's; waits for the device."""
-        ...
 
     def checked(self, kind: str, array: Any, numel: int) -> Any:
         """Return an array of the state, or None, where these ops work.
 
         Raises ValueError, naming ``kind``, if it is NumPy's and not ``numel`` float32 elements.
         """
-        ...
 
     def join(self, parts: Sequence[Any], numels: Sequence[int], dtype: type = ...) -> Any:
         """Return ``parts`` of ``dtype``, by default float32, in one new array, zeros for None."""
-        ...
 
     def squares(self, arrays: Sequence[Any]) -> Deferred:
         """Return a function that returns the sum of squares of each array, 0.0 for None."""
-        ...
 
     def flags_of(self, values: Any) -> Flags:
         """Return the flags of sums, float32: not finite if any of ``values`` is not."""
-        ...
 
     def both(self, a: Flags, b: Flags) -> Flags:
         """Return the flags of two parts of an exchange."""
-        ...
 
     def to_half(self, values: Any, largest: int, limit: float) -> Any:
         """Return ``values`` as float16, saturated at ``limit``.
 
         If the float32 bits of a magnitude exceed ``largest``, all of them become NaN.
         """
-        ...
 
     def from_half(self, values: Any) -> Any:
         """Return float16 ``values`` as float32."""
-        ...
 
     def coder(self, codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], n_ranks: int) -> Coder:
         """Return the coder of a bucket, one codec for each tensor; made once for a bucket."""
-        ...
 
     def compensate(
         self, plan: LowRankPlan, grads: Sequence[Any], residuals: Sequence[Any]
@@ -198,21 +183,17 @@ class Ops(Protocol):
         written yet. The sum is None for a frozen tensor; on the host for one that is not finite
         too, whose part of the message is NaN.
         """
-        ...
 
     def project(
         self, plan: LowRankPlan, whole: Sequence[Any], right: Sequence[Any], message: Any
     ) -> None:
         """Write the product of each matrix in ``whole`` and its right factor to ``message``."""
-        ...
 
     def orthonormalize(self, plan: LowRankPlan, first: Any) -> LeftFactors:
         """Return the matrices of a first message with orthonormal columns."""
-        ...
 
     def project_back(self, plan: LowRankPlan, whole: Sequence[Any], left: LeftFactors) -> Any:
         """Return the second message: products of the transposed matrices and the left factors."""
-        ...
 
     def subtract_product(
         self, plan: LowRankPlan, whole: Sequence[Any], left: LeftFactors, own: Any
@@ -221,17 +202,14 @@ class Ops(Protocol):
 
         Returns these residuals; None for a tensor of rank 0, which is sent completely.
         """
-        ...
 
     def product(
         self, plan: LowRankPlan, left: LeftFactors, first: Any, second: Any
     ) -> tuple[list[Any], Flags]:
         """Return the sum of each tensor from those of both messages: NaN if not finite."""
-        ...
 
     def nonzero_columns(self, plan: LowRankPlan, second: Any, right: Sequence[Any]) -> list[Any]:
         """Return the right factors in ``second``, with columns of ``right`` for those of zeros."""
-        ...
 
     def accumulate(
         self,
@@ -245,7 +223,6 @@ class Ops(Protocol):
 
         A frozen tensor has zeros and None. ``velocities``, ``residuals``: old ones, or None.
         """
-        ...
 
     def cleared(self, array: Any) -> Any:
         """Return the new state for an array that becomes zeros; None if there was none.
@@ -253,7 +230,6 @@ class Ops(Protocol):
         On the host always None, which stands for zeros. A device needs an array, to which the old
         one is copied if the step is dropped.
         """
-        ...
 
     # Values at common positions. Messages hold the values of all tensors one after another.
 
@@ -265,14 +241,12 @@ class Ops(Protocol):
         ``measures``: whether ``index_energies`` will be called. ValueError for arrays of another
         size than in the plan.
         """
-        ...
 
     def winners(self, bucket: Any, begin: int, end: int, nbytes: int) -> Any:
         """Return the packed offsets of the largest |gradient + residual| in each chunk, uint8.
 
         Of chunks ``begin`` to ``end`` of the bucket; of equal magnitudes the lower index wins.
         """
-        ...
 
     def locate(self, bucket: Any, gathered: Any, step: int) -> Any:
         """Return the positions for the packed offsets of all ranks, one after another.
@@ -280,25 +254,21 @@ class Ops(Protocol):
         On the host PayloadError is raised for an offset beyond its chunk; on a device ``take``
         notes it in ``Flags.arrived``.
         """
-        ...
 
     def count_common(self, bucket: Any, positions: Any, begin: int, end: int) -> Deferred:
         """Return a function that returns how many of the positions this rank selects itself.
 
         Those of chunks ``begin`` to ``end`` do not count.
         """
-        ...
 
     def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> Any:
         """Return the positions (a j + c) mod n for j below k, given (a, c) for each tensor."""
-        ...
 
     def low_pass(self, bucket: Any) -> list[Any]:
         """Return residual + beta * gradient of each tensor: the new residuals if nothing is sent.
 
         None for a frozen tensor, and for all if the plan keeps no residuals.
         """
-        ...
 
     def take(self, bucket: Any, positions: Any, halves: tuple[int, float] | None) -> Any:
         """Return the message: gradient + residual at the positions, NaN if not all are finite.
@@ -306,7 +276,6 @@ class Ops(Protocol):
         Corrects the new residuals there by what is sent. ``halves``: as for ``to_half``; None for
         float32.
         """
-        ...
 
     def index_energies(self, bucket: Any) -> Deferred:
         """Return a function that returns the energies of each tensor; to be called after ``take``.
@@ -314,7 +283,6 @@ class Ops(Protocol):
         They are the sums of squares of its gradient, of gradient + residual, and of what is not
         sent of them; None for a tensor that is frozen or, on the host, not finite.
         """
-        ...
 
     def scatter_sum(
         self, bucket: Any, received: Any, sources: Sequence[Any]
@@ -324,4 +292,3 @@ class Ops(Protocol):
         ``sources``: the positions of each message in ``received``. The sum of a tensor of which
         a value is not finite is NaN everywhere, so that no optimizer uses the rest.
         """
-        ...

@@ -67,31 +67,24 @@ class Device(Protocol):
 
     def empty(self, n: int, dtype: DTypeLike = np.float32) -> Any:
         """Return an uninitialized array of ``n`` elements, at a multiple of 256 bytes."""
-        ...
 
     def zeros(self, n: int, dtype: DTypeLike = np.float32) -> Any:
         """Return an array of ``n`` zeros, at a multiple of 256 bytes."""
-        ...
 
     def upload(self, array: np.ndarray) -> Any:
         """Return a copy of a host array on the device; the caller may then overwrite the array."""
-        ...
 
     def fetch(self, array: Any) -> Callable[[], np.ndarray]:
         """Start a copy of an array to the host; return a function that waits for and returns it."""
-        ...
 
     def joined(self, arrays: Sequence[Any]) -> Any:
         """Return the concatenation of arrays of one dtype, a new array."""
-        ...
 
     def clear(self, array: Any) -> None:
         """Fill an array with zeros."""
-        ...
 
     def scale(self, array: Any, factor: np.float32) -> None:
         """Multiply an array by a number, in place."""
-        ...
 
     def multiply(self, matrix: Any, rows: int, factor: Any, out: Any, transposed: bool) -> None:
         """Write the product of ``matrix`` and ``factor`` to ``out``.
@@ -99,15 +92,12 @@ class Device(Protocol):
         ``transposed``: of the transpose of ``matrix``. ``rows``: of ``matrix``. All are flat, in
         row-major order.
         """
-        ...
 
     def address(self, array: Any) -> int:
         """Return the device address of an array's first element."""
-        ...
 
     def functions(self, source: str, names: Sequence[str]) -> Mapping[str, Launch]:
         """Return the compiled kernels of ``source`` with these name expressions."""
-        ...
 
 
 @functools.cache
