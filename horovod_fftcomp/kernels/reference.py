@@ -33,12 +33,7 @@ from horovod_fftcomp.types import Array, Body, Coding, Coefficients
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.counter_rng import random_words
 from horovod_fftcomp.wire.positions import unary_bits
-from horovod_fftcomp.wire.radix import (  # noqa: F401
-    GROUP,
-    pack_words,
-    sketch_bits,
-    unpack_words,
-)
+from horovod_fftcomp.wire.radix import GROUP, sketch_bits
 
 # Squares of a peak in this range do not overflow, nor do those of coefficients that matter vanish.
 _UNSCALED_EXPONENTS = range(-40, 60)

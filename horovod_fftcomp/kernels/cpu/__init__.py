@@ -21,8 +21,6 @@ from horovod_fftcomp.kernels.cpu.dense import (
     encode_levels,
     encode_octaves,
     moments,
-    pack_words,
-    unpack_words,
 )
 from horovod_fftcomp.kernels.cpu.float16 import from_float16, to_float16
 from horovod_fftcomp.kernels.cpu.lowrank import low_rank, orthonormal

@@ -84,7 +84,7 @@ def read_words(words, m, radix, digits, codes):
     return top
 
 
-def _slices(n: int, radix: int) -> list[tuple[slice, slice, int]]:
+def group_slices(n: int, radix: int) -> list[tuple[slice, slice, int]]:
     """Return for each thread its (elements, words, first group)."""
     per_group = count_words(GROUP, radix)
     return [
@@ -93,55 +93,15 @@ def _slices(n: int, radix: int) -> list[tuple[slice, slice, int]]:
     ]
 
 
-def pack_words(codes: Array, radix: int) -> Array:
-    """See ``reference.pack_words``."""
-    words = np.empty(count_words(codes.size, radix), np.uint32)
-    options = _U(radix), digits_of(radix)
-    threads.each(
-        lambda at, to, _: _pack_words(codes[at], *options, words[to]), _slices(codes.size, radix)
-    )
-    return words
-
-
-@kernel
-def _pack_words(codes, radix, digits, words):
-    group = np.empty(GROUP + _SLACK, np.uint32)
-    to = 0
-    for begin in range(0, codes.size, GROUP):
-        m = min(GROUP, codes.size - begin)
-        group[:m] = codes[begin : begin + m]
-        write_words(group, m, radix, digits, words[to:])
-        to += (m + digits - 1) // digits
-
-
-def unpack_words(words: Array, n: int, radix: int) -> Array:
-    """See ``reference.unpack_words``."""
-    codes = np.empty(n, np.uint32)
-    options = _U(radix), digits_of(radix)
-    threads.each(lambda at, to, _: _unpack_words(words[to], *options, codes[at]), _slices(n, radix))
-    return codes
-
-
-@kernel
-def _unpack_words(words, radix, digits, codes):
-    group = np.empty(GROUP + _SLACK, np.uint32)
-    at = 0
-    for begin in range(0, codes.size, GROUP):
-        m = min(GROUP, codes.size - begin)
-        read_words(words[at:], m, radix, digits, group)
-        codes[begin : begin + m] = group[:m]
-        at += (m + digits - 1) // digits
-
-
 def moments(values: Array) -> tuple[int, Array, Array]:
     """See ``reference.moments``."""
     n_groups = -(-values.size // GROUP)
     sums, squares = np.empty(n_groups), np.empty(n_groups)
-    peaks = threads.each(
-        lambda a, b: moments_by_group(values[a * GROUP : b * GROUP], sums[a:b], squares[a:b]),
-        threads.ranges(n_groups, _LEAST_GROUPS),
-    )
-    return max(peaks), sums, squares
+
+    def work(at: slice, _: slice, group: int) -> int:
+        return moments_by_group(values[at], sums[group:], squares[group:])
+
+    return max(threads.each(work, group_slices(values.size, 2))), sums, squares
 
 
 @kernel
@@ -150,7 +110,7 @@ def moments_by_group(values, sums, squares):
     first, second = np.empty(LANES), np.empty(LANES)
     patterns = values.view(np.int32)
     peak = np.int32(0)
-    for group in range(sums.size):
+    for group in range((values.size + GROUP - 1) // GROUP):
         begin, end = group * GROUP, min((group + 1) * GROUP, values.size)
         peak = max(peak, _largest(patterns[begin:end]))
         first[:], second[:] = 0.0, 0.0
@@ -217,7 +177,7 @@ def encode_levels(
             values[at], numbers, here, words[to], np.uint64(key), group, keep
         )
 
-    return max(threads.each(work, _slices(values.size, levels.radix)))
+    return max(threads.each(work, group_slices(values.size, levels.radix)))
 
 
 @kernel
@@ -302,7 +262,7 @@ def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> Non
         here = scales if levels.norm == GIVEN else scales[at.start // levels.bucket :]
         return add_level_groups(total[at], words[to], here, numbers)
 
-    largest = max(threads.each(work, _slices(total.size, levels.radix)))
+    largest = max(threads.each(work, group_slices(total.size, levels.radix)))
     if largest > levels.top:
         raise ValueError(f"a level is {largest}, expected at most {levels.top}")
 
@@ -334,7 +294,7 @@ def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) 
         lambda at, to, group: encode_octave_groups(
             values[at], words[to], base, top, number, group, keep
         ),
-        _slices(values.size, 255),
+        group_slices(values.size, 255),
     )
 
 
@@ -388,9 +348,9 @@ def _add_values(part, codes, shift, sign):
 def add_octaves(total: Array, words: Array, top: int) -> None:
     """See ``reference.add_octaves``."""
     base = max(top - 126, 1)
-    slices = _slices(total.size, 255)
     highest = threads.each(
-        lambda at, to, _: add_octave_groups(total[at], words[to], base, top), slices
+        lambda at, to, _: add_octave_groups(total[at], words[to], base, top),
+        group_slices(total.size, 255),
     )
     if max(highest) > top - base + 1:
         raise ValueError("a power of two exceeds the header's scale")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.kernels import threads
-from horovod_fftcomp.kernels.cpu.dense import fold
+from horovod_fftcomp.kernels.cpu.dense import fold, group_slices
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GROUP, LANES
 
-_LEAST_GROUPS = 8  # per thread, at least
 _DIGITS = 32
 _NOTHING = np.empty(0, np.float32)
 _ZERO = np.float32(0)  # a plain 0 would compare in 64 bits
@@ -26,23 +25,14 @@ def encode_signs(
 ) -> tuple[Array, Array]:
     """See ``reference.encode_signs``."""
     a, b = (_NOTHING if array is None else array for array in (flat, residual))
-    n_groups = -(-values.size // GROUP)
     sums, counts = np.empty((starts.size - 1, 2)), np.empty(starts.size - 1, np.int64)
 
-    def work(begin: int, end: int) -> None:
-        first, last = np.searchsorted(starts, [begin * GROUP, min(end * GROUP, values.size)])
-        here = slice(begin * GROUP, end * GROUP)
-        encode_sign_groups(
-            a[here],
-            b[here],
-            values[here],
-            starts[first : last + 1] - begin * GROUP,
-            words[begin * (GROUP // _DIGITS) : end * (GROUP // _DIGITS)],
-            sums[first:last],
-            counts[first:last],
-        )
+    def work(at: slice, to: slice, _: int) -> None:
+        first, last = np.searchsorted(starts, [at.start, min(at.stop, values.size)])
+        here, pieces = slice(first, last), starts[first : last + 1] - at.start
+        encode_sign_groups(a[at], b[at], values[at], pieces, words[to], sums[here], counts[here])
 
-    threads.each(work, threads.ranges(n_groups, _LEAST_GROUPS))
+    threads.each(work, group_slices(values.size, 2))
     return sums, counts
 
 
@@ -116,10 +106,9 @@ def _sides(part, up, down):
 
 def subtract_signs(values: Array, sides: Array, length: int) -> None:
     """See ``reference.subtract_signs``."""
-    ranges = threads.ranges(-(-values.size // GROUP), _LEAST_GROUPS)
     threads.each(
-        lambda a, b: subtract_sign_rows(values[a * GROUP : b * GROUP], sides, length, a * GROUP),
-        ranges,
+        lambda at, *_: subtract_sign_rows(values[at], sides, length, at.start),
+        group_slices(values.size, 2),
     )
 
 
@@ -139,16 +128,10 @@ def subtract_sign_rows(values, sides, length, first):
 
 def add_signs(total: Array, words: Array, sides: Array, length: int) -> None:
     """See ``reference.add_signs``."""
-    ranges = threads.ranges(-(-total.size // GROUP), _LEAST_GROUPS)
-    per_group = GROUP // _DIGITS
-
-    def work(begin: int, end: int) -> None:
-        here = slice(begin * per_group, end * per_group)
-        add_sign_groups(
-            total[begin * GROUP : end * GROUP], words[here], sides, length, begin * GROUP
-        )
-
-    threads.each(work, ranges)
+    threads.each(
+        lambda at, to, _: add_sign_groups(total[at], words[to], sides, length, at.start),
+        group_slices(total.size, 2),
+    )
 
 
 @kernel
@@ -178,9 +161,8 @@ def add_sign_groups(total, words, sides, length, first):
 
 def majority_sign(values: Array, many: float, tie: float) -> None:
     """See ``reference.majority_sign``."""
-    ranges = threads.ranges(-(-values.size // GROUP), _LEAST_GROUPS)
     sizes = np.float32(many), np.float32(tie)
-    threads.each(lambda a, b: _majority_sign(values[a * GROUP : b * GROUP], *sizes), ranges)
+    threads.each(lambda at, *_: _majority_sign(values[at], *sizes), group_slices(values.size, 2))
 
 
 @kernel
