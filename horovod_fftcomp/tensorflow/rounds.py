@@ -102,7 +102,12 @@ def exchange(
                 message, own, name=name, process_set=process_set, ignore_name_scope=True
             )[0]
 
-    branches: dict[int, Callable[[], tf.Tensor]] = {NOTHING: lambda: tf.identity(message)}
+    def nothing() -> tf.Tensor:
+        if splits is not None and TO_ALL in codes:
+            tf.identity(splits)  # so that the branches have the same inputs on every rank
+        return tf.identity(message)
+
+    branches: dict[int, Callable[[], tf.Tensor]] = {NOTHING: nothing}
     if (usual := sets.usual) is not None:
         branches[GATHER] = lambda: gathered(usual)
         if splits is not None:
@@ -114,9 +119,8 @@ def exchange(
         branches[REDUCE_INSIDE] = lambda: reduced(tf.float32, inside)
     if len(codes) == 1:
         return branches[next(iter(codes))]()
-    # Equally many branches on every rank: in a different graph, Horovod's own operations would have
-    # other names than on the other ranks.
-    nothing = branches[NOTHING]
+    # Equally many branches with equal inputs on every rank: in a different graph, Horovod's own
+    # operations would have other names than on the other ranks.
     return tf.switch_case(code, [branches.get(n, nothing) for n in range(max(codes) + 1)])
 
 
