@@ -21,6 +21,17 @@ def test_recipes_lists_all_of_them(capsys, monkeypatch):
     assert "5,000 elements" in printed
 
 
+def test_recipes_lists_what_ranks_receive(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "240")
+    main(["recipes", "-n", "1000000"])
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines()]
+    received = {row[0].strip(): [cell.strip() for cell in row[-2:]] for row in rows if row}
+    assert received["none"] == ["7", "7.88"]  # a ring: 2 (p-1)/p of 4 MB
+    assert received["fp16"] == ["3.5", "3.94"]
+    eight, many = map(float, received["qsgd"])
+    assert eight < many < 1.15 * eight  # sharded
+
+
 def test_the_module_runs_and_tells_its_version():
     command = [sys.executable, "-m", "horovod_fftcomp", "--version"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

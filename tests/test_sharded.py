@@ -110,6 +110,26 @@ def test_received_bytes_grow_as_those_of_a_dense_ring(recipe):
     assert max(received.values()) <= 1.08 * min(received.values())
 
 
+@pytest.mark.parametrize("exchange", ["gather", "sharded"])
+@pytest.mark.parametrize("recipe", ["topk", "fft", "qsgd", "onebit", "signsgd", "natural"])
+def test_schemes_know_what_a_rank_receives(recipe, exchange):
+    n, ranks = 640_000, 4  # so that headers are few
+    scheme = get_scheme(recipe, exchange=exchange)
+    [found] = simulate(recipe, normal(1, ranks, n), exchange=exchange)
+    expected = scheme.received_nbytes(Tensor("g", (n,)), ranks)
+    assert max(found.received_bytes) == pytest.approx(expected, rel=0.02)
+
+
+def test_schemes_of_common_positions_know_it_too():
+    n, ranks = 64_000, 4
+    for recipe, values in (("scalecom", 4 * 640), ("gtopk", 4 * 640)):
+        [found] = simulate(recipe, normal(1, ranks, n), density=0.01)
+        scheme = get_scheme(recipe, density=0.01)
+        # A process has no ring: it receives the whole sum and nothing else.
+        expected = max(found.received_bytes) + (2 * (ranks - 1) / ranks - 1) * values
+        assert scheme.received_nbytes(Tensor("g", (n,)), ranks) == pytest.approx(expected, 0.02)
+
+
 @pytest.mark.parametrize("recipe", CONSERVING)
 @pytest.mark.parametrize("n_ranks", [2, 3, 8])
 def test_what_is_not_sent_is_kept(recipe, n_ranks):

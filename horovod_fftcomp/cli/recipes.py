@@ -10,8 +10,11 @@ from rich.table import Table
 
 from horovod_fftcomp.adapter.factories import documentation, keywords_of
 from horovod_fftcomp.cli.arguments import count
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes import Tensor
+
+_RANKS = (8, 64)
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -36,23 +39,32 @@ def run(parsed: argparse.Namespace) -> None:
     shape = " x ".join(f"{length:,}" for length in near_square(parsed.numel))
     table = Table(
         caption=f"Ratio: float32 bytes / sent bytes for {parsed.numel:,} elements in a tensor of "
-        f"{shape}, the matrix of that size that is nearest to a square; estimates for "
-        "hard_threshold, strom, adacomp and wangni, whose sizes depend on the values."
+        f"{shape}, the matrix of that size that is nearest to a square. MB at 8, at 64: megabytes "
+        "of it that a rank receives in a step on so many ranks. Estimates for hard_threshold, "
+        "strom, adacomp and wangni, whose sizes depend on the values."
     )
     for column in ("recipe", "what is sent", "options = default", "collectives", "source"):
         table.add_column(column)
-    table.add_column("ratio", justify="right")
+    for column in ("ratio", *(f"MB at {ranks}" for ranks in _RANKS)):
+        table.add_column(column, justify="right")
     for name, recipe in RECIPES.items():
         rounds = ", ".join(get_scheme(name).rounds)
         options = ", ".join(f"{option}={default}" for option, default in recipe.own_options.items())
         cells = (name, recipe.summary, options, rounds, recipe.source)
-        table.add_row(*cells, f"{ratio(name, parsed.numel):.1f}")
+        received = (f"{1e-6 * received_nbytes(name, parsed.numel, n):.3g}" for n in _RANKS)
+        table.add_row(*cells, f"{ratio(name, parsed.numel):.1f}", *received)
     Console().print(table)
 
 
 def ratio(name: str, numel: int) -> float:
     """Return the compression ratio of a recipe with default options, for a matrix."""
     return 4 * numel / get_scheme(name).sent_nbytes(Tensor(name, near_square(numel)))
+
+
+def received_nbytes(name: str, numel: int, ranks: int) -> float:
+    """Return the bytes of a matrix that a rank receives from others, with default options."""
+    tensor = Tensor(name, near_square(numel))
+    return make_policy(name).decided([tensor], ranks).at(0).received_nbytes(tensor, ranks)
 
 
 def near_square(numel: int) -> tuple[int, ...]:

@@ -170,6 +170,12 @@ def on_the_host(
 Exchange = Generator[Round, Array, Outcome]
 
 
+def received(collective: str, nbytes: float, world_size: int) -> float:
+    """Return the bytes that a rank receives from others if each hands in ``nbytes``."""
+    share = 2 / world_size if collective == "allreduce" else 1  # of a sum's ring
+    return (world_size - 1) * share * nbytes
+
+
 class Scheme(Protocol):
     """Compression method: a frozen dataclass of options and a list of rounds.
 
@@ -213,6 +219,13 @@ class Scheme(Protocol):
         An estimate where the size depends on the values.
         """
         ...
+
+    def received_nbytes(self, tensor: Tensor, world_size: int) -> float:
+        """Return the bytes of ``tensor`` that a rank receives from others in each step.
+
+        Sums are taken to be those of a ring. An estimate where the size depends on the values.
+        """
+        return received(self.rounds[-1], self.sent_nbytes(tensor), world_size)
 
     def spec(self) -> str:
         """Return the scheme and its options as a string; see ``spec_of``."""

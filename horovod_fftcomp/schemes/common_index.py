@@ -12,7 +12,16 @@ from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.kernels.ops import Deferred
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import (
+    Context,
+    Exchange,
+    Grads,
+    OldState,
+    Outcome,
+    Round,
+    Scheme,
+    received,
+)
 from horovod_fftcomp.schemes.clt_selection import (
     ChunkWinners,
     Largest,
@@ -81,14 +90,14 @@ class CommonIndex(Scheme):
         residuals = ops.low_pass(bucket)
         halves = half_limits(context) if self.bits == 16 else None
         message = ops.take(bucket, selected.positions, halves)
-        received = yield Round(self.collective, message)
-        received = received if halves is None else ops.from_half(received)
+        arrived = yield Round(self.collective, message)
+        arrived = arrived if halves is None else ops.from_half(arrived)
         sources = [selected.positions]
         if self.collective == "allgather":
             sources = [self._drawn(plan, context, rank) for rank in range(context.world_size)]
-        if len(received) != (expected := len(sources) * plan.total):
-            raise PayloadError(f"{len(received)} values arrived, {expected} were expected")
-        sums, flags = ops.scatter_sum(bucket, received, sources)
+        if len(arrived) != (expected := len(sources) * plan.total):
+            raise PayloadError(f"{len(arrived)} values arrived, {expected} were expected")
+        sums, flags = ops.scatter_sum(bucket, arrived, sources)
         new = {"residual": residuals} if self.error_feedback else {}
         measured = None
         if context.measures:
@@ -124,13 +133,22 @@ class CommonIndex(Scheme):
 
         With ``ChunkWinners`` the positions of all ranks are counted, as received.
         """
+        return self._values_nbytes(tensor) + self._selection_nbytes(tensor)
+
+    def received_nbytes(self, tensor: Tensor, world_size: int) -> float:
+        """Return the bytes of ``tensor`` that a rank receives from others; see ``Scheme``."""
+        values = received(self.collective, self._values_nbytes(tensor), world_size)
+        return values + (world_size - 1) / world_size * self._selection_nbytes(tensor)
+
+    def _values_nbytes(self, tensor: Tensor) -> int:
+        return self.selection.count(math.prod(tensor.shape)) * self.bits // 8
+
+    def _selection_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes of the positions that all ranks send together."""
         n = math.prod(tensor.shape)
-        values = self.selection.count(n) * self.bits // 8
         if isinstance(self.selection, Largest):
-            return values + align(self.selection.nbytes(n))
-        if isinstance(self.selection, ChunkWinners):
-            return values + self.selection.nbytes(n)
-        return values
+            return align(self.selection.nbytes(n))
+        return self.selection.nbytes(n) if isinstance(self.selection, ChunkWinners) else 0
 
 
 @functools.lru_cache(maxsize=1024)  # more than a training has buckets

@@ -20,7 +20,16 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.host.payloads import part_of
 from horovod_fftcomp.kernels.ops import Feedback, Flags, Ops
 from horovod_fftcomp.kernels.plans import BucketPlan, split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import (
+    Context,
+    Exchange,
+    Grads,
+    OldState,
+    Outcome,
+    Round,
+    Scheme,
+    received,
+)
 from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.state import new_state
 from horovod_fftcomp.types import Array, Tensor
@@ -164,6 +173,12 @@ class GTopK(Scheme):
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         plan = self.codec.plan(tensor.shape)
         return wire.align(plan.payload_nbytes) + 4 * plan.k
+
+    def received_nbytes(self, tensor: Tensor, world_size: int) -> float:
+        """Return the bytes of ``tensor`` that a rank receives from others; see ``Scheme``."""
+        values = 4 * self.codec.plan(tensor.shape).k
+        lists = received("allgather", self.sent_nbytes(tensor) - values, world_size)
+        return lists + received("allreduce", values, world_size)
 
 
 def _without(array: Array, places: Array) -> Array:

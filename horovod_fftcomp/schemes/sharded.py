@@ -69,20 +69,20 @@ class Sharded(Wrapper):
 
     def is_smaller(self, tensors: Sequence[Tensor], world_size: int) -> bool:
         """Return whether a rank receives fewer bytes than by a gather, one round more included."""
-        first = sum(map(self.scheme.sent_nbytes, tensors))
-        second = sum(self.second_nbytes(tensor) for tensor in tensors)
-        sharded = (world_size - 1) / world_size * (first + second) + _ROUND_NBYTES
-        return sharded < (world_size - 1) * first
+        sharded = sum(self.received_nbytes(tensor, world_size) for tensor in tensors)
+        gathered = sum(self.scheme.received_nbytes(tensor, world_size) for tensor in tensors)
+        return sharded + _ROUND_NBYTES < gathered
 
-    def second_nbytes(self, tensor: Tensor) -> float:
-        """Return the bytes of ``tensor`` in the second round, of all owners together.
+    def received_nbytes(self, tensor: Tensor, world_size: int) -> float:
+        """Return the bytes of ``tensor`` that a rank receives from others; see ``Scheme``.
 
         Infinite under a threshold, which may select in every rank's part of a sum other elements.
         """
         if isinstance(self.scheme, HardThreshold):
             return math.inf
-        sign, codec = getattr(self.scheme, "sign", False), self.scheme.codec
-        return wire.align(second_codec(codec, sign, self.second).expected_nbytes(tensor.shape))
+        codec = second_codec(self.scheme.codec, getattr(self.scheme, "sign", False), self.second)
+        both = self.sent_nbytes(tensor) + wire.align(codec.expected_nbytes(tensor.shape))
+        return (world_size - 1) / world_size * both
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange, with pieces of any size."""
