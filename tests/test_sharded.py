@@ -14,9 +14,10 @@ from horovod_fftcomp.engine.buckets import Bucket, make_buckets
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes import Round, Tensor
-from horovod_fftcomp.schemes.shard_plan import cut
+from horovod_fftcomp.schemes import Round, Second, Tensor
+from horovod_fftcomp.schemes.shard_plan import Key, cut
 from horovod_fftcomp.simulation import InProcessWorld, exchange_once
+from horovod_fftcomp.wire.header import align
 
 SHARDED = [name for name, recipe in RECIPES.items() if recipe.options.get("exchange") == "auto"]
 # Recipes whose sums and residuals together are the gradients: no momentum, votes or draws alone.
@@ -107,6 +108,22 @@ def test_received_bytes_grow_as_those_of_a_dense_ring(recipe):
         n = 25_000 * ranks
         [found] = simulate(recipe, normal(1, ranks, n), exchange="sharded")
         received[ranks] = max(found.received_bytes) / n / (2 * (ranks - 1) / ranks)
+    assert max(received.values()) <= 1.08 * min(received.values())
+
+
+@pytest.mark.parametrize("recipe", ["fft", "topk", "qsgd", "onebit"])
+def test_they_do_on_512_ranks_by_the_plans_sizes(recipe):
+    received, codec = {}, get_scheme(recipe).codec
+    for ranks in (2, 8, 64, 512):
+        n = 25_000 * ranks
+        plan = Key([codec]).plan((Tensor("g", (n,)),), False, Second(), ranks)
+        pairs = zip(plan.seconds, plan.tensors, strict=True)
+        seconds = [align(second.payload_nbytes(piece.shape)) for second, piece in pairs]
+        found = max(
+            (ranks - 1) * first + sum(seconds) - second
+            for first, second in zip(plan.splits(None), seconds, strict=True)
+        )
+        received[ranks] = found / n / (2 * (ranks - 1) / ranks)
     assert max(received.values()) <= 1.08 * min(received.values())
 
 
