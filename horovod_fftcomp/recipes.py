@@ -284,6 +284,7 @@ def _wangni(density: float = 0.01, seed: int = 0) -> Scheme:
     return _adaptive(Wangni(density), seed, error_feedback=False)
 
 
+@_chosen_again
 def _auto(
     ratio: float = 50.0,
     every: int = 2000,

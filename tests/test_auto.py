@@ -83,9 +83,11 @@ def test_a_large_tensor_is_tried_in_part_and_chosen_as_if_whole():
     assert left <= min(errors) * 1.02
 
 
+@pytest.mark.parametrize("exchange", ["gather", "sharded"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_residuals_move_with_the_domain(ranks):
-    engines, owed, sent, seen = engines_of(ranks, every=4), np.zeros(N), np.zeros(N), set()
+def test_residuals_move_with_the_domain(ranks, exchange):
+    engines = engines_of(ranks, every=4, exchange=exchange)
+    owed, sent, seen = np.zeros(N), np.zeros(N), set()
     for number in range(16):
         gradient = smooth if number % 8 < 4 else spiky
         grads = [gradient(10 * number + rank) for rank in range(ranks)]
@@ -104,7 +106,7 @@ def test_a_residual_is_the_same_in_any_domain(old, new):
     scheme, tensor, x = get_scheme("auto"), Tensor("w", (5003,)), spiky(n=5003)
     transform = scheme.codec((5003,), old).transform
     before = transform.forward(x, None, 0, cpu).array
-    moved = scheme._moved(before, tensor, old, new)
+    moved = scheme._moved({"residual": {"w": before}}, tensor, old, new)["residual"]["w"]
     after = scheme.codec((5003,), new).transform.inverse(moved, 5003, cpu)
     assert np.abs(after - x).max() <= 1e-6 * np.abs(x).max()
 

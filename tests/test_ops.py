@@ -27,6 +27,7 @@ CASES = [(recipe, options) for recipe, options, _ in STEPS] + [
     ("fft", {"density": 0.15, "bits": 10, "block": 256}),
     ("demo", {"sign": True, "decay": 0.9}),
     *((name, {"exchange": "sharded"}) for name in ("fft", "dct", "demo", "bf16")),
+    ("auto", {"ratio": 10, "every": 6, "exchange": "sharded"}),
     ("scalecom", {"density": 0.05, "bits": 16}),
     ("scalecom", {"density": 0.05, "bits": 16, "selector": "exact", "scope": "model"}),
     ("random_block", {"exchange": "gather", "scope": "bucket"}),

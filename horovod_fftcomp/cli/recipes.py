@@ -51,7 +51,8 @@ def run(parsed: argparse.Namespace) -> None:
         rounds = ", ".join(get_scheme(name).rounds)
         options = ", ".join(f"{option}={default}" for option, default in recipe.own_options.items())
         cells = (name, recipe.summary, options, rounds, recipe.source)
-        received = (f"{1e-6 * received_nbytes(name, parsed.numel, n):.3g}" for n in _RANKS)
+        megabytes = (1e-6 * received_nbytes(name, parsed.numel, n) for n in _RANKS)
+        received = (f"{float(f'{number:.3g}'):,g}" for number in megabytes)
         table.add_row(*cells, f"{ratio(name, parsed.numel):.1f}", *received)
     Console().print(table)
 

@@ -103,7 +103,7 @@ class Scheduled:
     def _lasting(self) -> Scheme | None:
         """The scheme of all steps after the warm-up; None if it depends on the step."""
         scheme = _scheme(self.recipe, self.options)
-        varies = self.schedule is not None or type(scheme).at is not Scheme.at
+        varies = self.schedule is not None or scheme.at(0) is not scheme
         return None if varies else self._among_nodes(scheme)
 
     def _among_nodes(self, scheme: Scheme) -> Scheme:

@@ -18,6 +18,7 @@ from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Trans
 from horovod_fftcomp.kernels.ops import Feedback
 from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Round, Scheme, on_the_host
 from horovod_fftcomp.schemes.allgather import gather, serves
+from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL, fold
 from horovod_fftcomp.types import Array, Tensor
 from horovod_fftcomp.wire.spec import spec_of
 
@@ -82,7 +83,7 @@ class Auto(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         chosen = [_chosen(state, tensor) for tensor in tensors]
-        trials, carried = dict(state.get("trials", {})), {"residual": state.get("residual", {})}
+        trials = dict(state.get("trials", {}))
         if self.tries:
             context, grads, state = on_the_host(context, grads, state)
             own = [self._tried(t, grad) for t, grad in zip(tensors, grads, strict=True)]
@@ -90,17 +91,14 @@ class Auto(Scheme):
             for tensor, new in zip(tensors, np.split(summed, len(tensors)), strict=True):
                 before = None if self.begins else trials.get(tensor.name)
                 trials[tensor.name] = new.copy() if before is None else before + new
-            decided, residuals = self._decided(tensors, chosen, trials), state.get("residual", {})
-            carried["residual"] = {
-                tensor.name: self._moved(residuals[tensor.name], tensor, old, new)
-                for tensor, old, new in zip(tensors, chosen, decided, strict=True)
-                if tensor.name in residuals
-            }
+            decided = self._decided(tensors, chosen, trials)
+            for tensor, present, choice in zip(tensors, chosen, decided, strict=True):
+                state = self._moved(state, tensor, present, choice)
             chosen = decided
         choices = {t.name: np.array([c], np.uint8) for t, c in zip(tensors, chosen, strict=True)}
         codecs = [self.codec(t.shape, c) for t, c in zip(tensors, chosen, strict=True)]
         feedback = Feedback(self.error_feedback)
-        outcome, *_ = yield from gather(codecs, tensors, grads, carried, context, feedback)
+        outcome, *_ = yield from gather(codecs, tensors, grads, state, context, feedback)
         return outcome._replace(state={**outcome.state, "choice": choices, "trials": trials})
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
@@ -123,14 +121,18 @@ class Auto(Scheme):
         """Return the codec of the present choice of a tensor."""
         return self.codec(tensor.shape, _chosen(state, tensor))
 
-    def _moved(self, residual: Array, tensor: Tensor, old: int, new: int) -> Array:
-        """Return a residual transformed to the domain of another choice."""
-        before, after = (self.codec(tensor.shape, choice).transform for choice in (old, new))
-        if before == after:
-            return residual
+    def _moved(self, state: OldState, tensor: Tensor, old: int, new: int) -> OldState:
+        """Return the state with the residual of ``tensor`` in the domain of another choice."""
+        codec, after = (self.codec(tensor.shape, choice) for choice in (old, new))
+        if tensor.name in state.get(SHARD_RESIDUAL, {}) and codec != after:
+            state = fold(state, tensor, codec.coeffs_format(tensor.shape))
+        residual = state.get("residual", {}).get(tensor.name)
+        if residual is None or codec.transform == after.transform:
+            return state
         kernels, numel = load_backend("cpu"), math.prod(tensor.shape)
-        elements = before.inverse(residual, numel, kernels)
-        return after.forward(elements, None, 0, kernels).array
+        elements = codec.transform.inverse(residual, numel, kernels)
+        moved = after.transform.forward(elements, None, 0, kernels).array
+        return {**state, "residual": {**state["residual"], tensor.name: moved}}
 
     def _tried(self, tensor: Tensor, grad: Array | None) -> Array:
         """Return each candidate's relative squared error, as many zeros, and a 1.
@@ -168,7 +170,11 @@ class Auto(Scheme):
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the payload bytes of ``tensor`` in each step, for the first choice."""
-        return wire.align(self.codec(tensor.shape, FIRST_CHOICE).payload_nbytes(tensor.shape))
+        return wire.align(self.first_codec(tensor).payload_nbytes(tensor.shape))
+
+    def first_codec(self, tensor: Tensor) -> Codec:
+        """Return the codec of a tensor before the first trial has been decided."""
+        return self.codec(tensor.shape, FIRST_CHOICE)
 
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""

@@ -6,7 +6,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -120,9 +120,9 @@ class ShardPlan:
             for number in range(len(tensors))
         ]
         self.bins = [self._bins(n) for n in range(len(self.pieces))]
-        self.kind = np.complex64 if codecs[0].transform.reals_per_bin == 2 else np.float32
         self.numels = [piece.end - piece.begin for piece in self.pieces]
         self.n_bins = [bins.stop - bins.start for bins in self.bins]
+        self.forms = [codec.coeffs_format((0,))[0].type for codec in codecs]  # of residuals
         # By rank: the first coefficients of its pieces, by tensor, as its state has them.
         self.begins = [
             {tensors[self.pieces[n].number].name: np.array([self.bins[n].start]) for n in numbers}
@@ -177,14 +177,18 @@ class ShardPlan:
         return {"residual": residuals, "velocity": velocities}
 
     def whole(
-        self, ops: Ops, parts: Sequence[Any], sizes: Sequence[int], dtype: type = np.float32
+        self,
+        ops: Ops,
+        parts: Sequence[Any],
+        sizes: Sequence[int],
+        dtypes: Iterable[type] = itertools.repeat(np.float32),
     ) -> list[Any]:
         """Return an array for each tensor of those of its pieces; None if all of them are.
 
         ``sizes``: number of elements of each piece's array, which is zero where it is None.
         """
 
-        def joined(members: Sequence[int]) -> Any:
+        def joined(members: Sequence[int], dtype: type) -> Any:
             if not members:  # an empty tensor
                 return ops.empty(0, dtype)
             arrays = [parts[n] for n in members]
@@ -192,7 +196,7 @@ class ShardPlan:
                 return arrays[0]
             return ops.join(arrays, [sizes[n] for n in members], dtype)
 
-        return list(map(joined, self.members))
+        return list(map(joined, self.members, dtypes))
 
 
 def grain_of(codec: AnyCodec, tensor: Tensor) -> int:

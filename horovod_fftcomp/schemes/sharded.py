@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.kernels.ops import AnyCodec
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -20,6 +21,7 @@ from horovod_fftcomp.schemes import (
     Tensor,
 )
 from horovod_fftcomp.schemes.allgather import Allgather, serves
+from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.shard_plan import grain_of, second_codec
@@ -40,11 +42,11 @@ class Sharded(Wrapper):
     """
 
     spec_name = "Sharded"
-    scheme: Allgather | Dgc | HardThreshold
+    scheme: Allgather | Auto | Dgc | HardThreshold
     second: Second = DEFAULT
 
     def __post_init__(self) -> None:
-        if not isinstance(self.scheme, (Allgather, Dgc, HardThreshold)):
+        if not isinstance(self.scheme, (Allgather, Auto, Dgc, HardThreshold)):
             raise UnsupportedError('exchange="sharded" needs scope="tensor"')
         if isinstance(self.scheme, Dgc) and self.scheme.correction.max_norm is not None:
             raise UnsupportedError('exchange="sharded" does not work with max_norm')
@@ -80,7 +82,7 @@ class Sharded(Wrapper):
         """
         if isinstance(self.scheme, HardThreshold):
             return math.inf
-        codec = second_codec(self.scheme.codec, getattr(self.scheme, "sign", False), self.second)
+        [codec] = self._seconds([self._codecs(tensor)[0]])
         both = self.sent_nbytes(tensor) + wire.align(codec.expected_nbytes(tensor.shape))
         return (world_size - 1) / world_size * both
 
@@ -89,10 +91,30 @@ class Sharded(Wrapper):
         scheme = self.scheme
         if isinstance(scheme, HardThreshold):  # a piece's threshold is its tensor's
             return scheme.runs_on_device(tensors)
-        first = scheme.codec
-        second = second_codec(first, getattr(scheme, "sign", False), self.second)
-        least = [Tensor("", (grain_of(first, tensor),)) for tensor in tensors]
-        return scheme.runs_on_device([*tensors, *least]) and serves(second, [*tensors, *least])
+        for tensor in tensors:
+            codecs = self._codecs(tensor)
+            pieces = [tensor, *(Tensor("", (grain_of(codec, tensor),)) for codec in codecs)]
+            if not all(serves(codec, pieces) for codec in (*codecs, *self._seconds(codecs))):
+                return False
+        return scheme.runs_on_device(tensors)
+
+    def _codecs(self, tensor: Tensor) -> Sequence[AnyCodec]:
+        """Return the codecs of the first round of which one is used; at first the first one."""
+        if isinstance(self.scheme, Auto):
+            return [self.scheme.first_codec(tensor), *self.scheme.samples(tensor.shape)]
+        assert not isinstance(self.scheme, HardThreshold)
+        return [self.scheme.codec]
+
+    def _seconds(self, codecs: Sequence[AnyCodec]) -> list[AnyCodec]:
+        """Return the codecs of the second round."""
+        sign = getattr(self.scheme, "sign", False)
+        return [second_codec(codec, sign, self.second) for codec in codecs]
+
+    def at(self, step: int) -> Scheme:
+        """Return the scheme to run at a step; see ``Scheme``."""
+        if not isinstance(self.scheme, Auto):
+            return self
+        return replace(self, scheme=self.scheme.at(step))
 
     def in_warmup(self) -> Scheme | None:
         """Return the scheme of dense warm-up steps; see ``Scheme``."""

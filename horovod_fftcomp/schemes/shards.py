@@ -135,7 +135,7 @@ class _Bucket:
         """Return the new state of the first compression."""
         plan, found = self.plan, {}
         if self.feedback.keep:
-            found["residual"] = plan.whole(self.ops, encoded.residuals, plan.n_bins, plan.kind)
+            found["residual"] = plan.whole(self.ops, encoded.residuals, plan.n_bins, plan.forms)
         if self.feedback.momentum is not None:
             found["velocity"] = plan.whole(self.ops, encoded.velocities, plan.numels)
         return new_state(self.tensors, self.grads, self.state, found)
@@ -209,7 +209,7 @@ def _moved(
         and not plan.owns(rank, tensor.name, state[SHARD_BEGIN][tensor.name], parts[tensor.name])
     ]
     for codec, tensor in others:
-        state = _folded(state, tensor, codec.coeffs_format(tensor.shape))
+        state = fold(state, tensor, codec.coeffs_format(tensor.shape))
     return state
 
 
@@ -220,11 +220,12 @@ def folded(scheme: Scheme, tensors: Sequence[Tensor], state: OldState) -> OldSta
     """
     for tensor in tensors:
         if tensor.name in state.get(SHARD_RESIDUAL, {}):
-            state = _folded(state, tensor, scheme.state_arrays(tensor, state)["residual"])
+            state = fold(state, tensor, scheme.state_arrays(tensor, state)["residual"])
     return {kind: arrays for kind, arrays in state.items() if arrays or "shard" not in kind}
 
 
-def _folded(state: OldState, tensor: Tensor, form: tuple[np.dtype, int]) -> OldState:
+def fold(state: OldState, tensor: Tensor, form: tuple[np.dtype, int]) -> OldState:
+    """Return the state with the second residual of ``tensor`` in its residual, of this form."""
     kinds = {kind: dict(state.get(kind, {})) for kind in ("residual", SHARD_RESIDUAL, SHARD_BEGIN)}
     part = kinds[SHARD_RESIDUAL].pop(tensor.name)
     begin = int(kinds[SHARD_BEGIN].pop(tensor.name)[0])
