@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,9 @@ MODELS = (
     Model("25 M parameters, 80 ms a step", ((1024, 1024),) * 24, 0.08),
     Model("25 M parameters, 400 ms a step", ((1024, 1024),) * 24, 0.4),
 )
+ROWS = tuple(
+    dict.fromkeys((*convergence.RECIPES, *convergence.SHARDED, *convergence.BASELINES_OF["resnet"]))
+)
 GBIT_PER_S = (0.1, 0.3, 1, 3, 10, 25)
 RANKS = (2, 8, 32, 128)
 
@@ -69,7 +73,7 @@ def plain(recipe: str) -> str:
 def quality(store: convergence.Store) -> dict[str, tuple[float | None, float | None]]:
     """Return, by recipe, points lost on resnet and the share of the loss gained on charlm."""
     found: dict[str, tuple[float | None, float | None]] = {}
-    for recipe in (*convergence.RECIPES, *convergence.BASELINES_OF["resnet"]):
+    for recipe in ROWS:
         changes = []
         for kind, sign in (("resnet", -100.0), ("charlm", 1.0)):
             runs, none = store.seeds(kind, recipe), store.seeds(kind, "none")
@@ -106,16 +110,17 @@ def holds(lost: tuple[float | None, float | None], limits: tuple[float, float]) 
 
 def measure() -> dict[str, Any]:
     """Return the parts of a step of every recipe and model, timed here."""
-    recipes = [*convergence.RECIPES[1:], *convergence.BASELINES_OF["resnet"], "fp16"]
+    recipes = [*ROWS[1:], "fp16"]
     sizes = {model.numel: model for model in MODELS}
     jobs = [(model, plain(recipe)) for model in sizes.values() for recipe in recipes]
     timed: dict[str, dict[str, Any]] = {str(numel): {} for numel in sizes}
     for model, recipe in track(jobs, "timing codecs"):
         [choice] = recipe_choices(recipe)
-        option = advice.compressed(choice.label, choice.name, choice.options, model.tensors, {}, 3)
+        options = convergence.with_exchange(choice.name, choice.options)
+        option = advice.compressed(choice.label, choice.name, options, model.tensors, {}, 3)
         timed[str(model.numel)][recipe] = {
             "sent_nbytes": option.sent_nbytes,
-            "parts": [part.__dict__ | {"messages": list(part.messages)} for part in option.parts],
+            "parts": [asdict(part) for part in option.parts],
         }
     return {
         "command": "python benchmarks/choosing.py",

@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import date
 from functools import partial
@@ -37,6 +37,7 @@ from horovod_fftcomp.cli.arguments import recipe_choices
 from horovod_fftcomp.engine.buckets import is_compressed, make_buckets
 from horovod_fftcomp.engine.policy import Scheduled, make_policy
 from horovod_fftcomp.monitor.density_recovery import Recovery
+from horovod_fftcomp.recipes import RECIPES as RECIPES_OF_PACKAGE
 from horovod_fftcomp.schemes import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -94,8 +95,14 @@ BASELINES_OF = {
     "charlm": BASELINES,
     "logistic": (),
 }
+# Each recipe gathers, as a few ranks do, unless it says otherwise; these do both.
+SHARDED = (
+    *("fft", "fft(exchange=sharded)", "dct", "dct(exchange=sharded)"),
+    *("topk", "topk(exchange=sharded)", "topk(density=0.01, exchange=sharded)"),
+)
 MORE = {
     "resnet": (
+        *SHARDED,
         "topk(density=0.01)" + WARM,
         "topk(density=0.001)" + WARM,
         "topk(density=0.003)",
@@ -106,6 +113,7 @@ MORE = {
         AS_MANY_BYTES,
     ),
     "charlm": (
+        *SHARDED,
         "none" + LONGER,
         "topk(density=0.01)" + LONGER,
         "topk(density=0.1)",
@@ -219,6 +227,7 @@ def train(job: Job) -> dict[str, Any]:
     for suffix in (WARM, LONGER, SLOW, ALONE):
         recipe = recipe.removesuffix(suffix)
     [choice] = recipe_choices(recipe)
+    choice = choice._replace(options=with_exchange(choice.name, choice.options))
     warm = {"warmup_steps": job.steps // 10} if job.recipe.endswith(WARM) else {}
     n_steps = 2 * job.steps if job.recipe.endswith(LONGER) else job.steps
     run = comparison.train_simulated(
@@ -232,6 +241,12 @@ def train(job: Job) -> dict[str, Any]:
         "losses": [round(float(part.mean()), 5) for part in losses],
         "measure": task.measure,
     }
+
+
+def with_exchange(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's options, with exchange "gather" if they leave it open."""
+    is_open = RECIPES_OF_PACKAGE[name].options.get("exchange") == "auto"
+    return ({"exchange": "gather"} if is_open else {}) | dict(options)
 
 
 def steering(job: Job, kind: Kind, n_steps: int) -> Callable[[int, float], float | None]:
@@ -431,7 +446,7 @@ def plot(store: Store, path: Path) -> None:
             if not runs:
                 continue
             number = numbers[recipe]
-            look = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10]}
+            look = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10]}
             quality = np.mean([run["qualities"] for run in runs], axis=0)
             sent = np.mean([run["sent_nbytes"] for run in runs]) * np.array(runs[0]["steps"]) / 1e6
             [shown[recipe]] = above.plot(sent, quality, marker=".", **look)
