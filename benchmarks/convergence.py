@@ -99,6 +99,7 @@ BASELINES_OF = {
 SHARDED = (
     *("fft", "fft(exchange=sharded)", "dct", "dct(exchange=sharded)"),
     *("topk", "topk(exchange=sharded)", "topk(density=0.01, exchange=sharded)"),
+    *("fft(density=0.15, exchange=sharded)", "dct(density=0.15, exchange=sharded)"),
 )
 MORE = {
     "resnet": (
