@@ -113,11 +113,12 @@ def grows_with_the_ranks(name: str) -> bool:
     return "allgather" in {message.collective for part in parts for message in part.messages}
 
 
-def test_recipes_for_many_ranks_are_those_that_do_not_grow_with_them():
+def test_recipes_that_always_gather_are_named():
     text = " ".join(read("README.md").split())
-    [sentence] = re.findall(r"does not grow with the ranks for (.*?):", text)
-    named = set(re.findall(r"`(\w+)`", sentence))
-    assert named == {name for name in RECIPES if not grows_with_the_ranks(name)}
+    [sentence] = re.findall(r"many ranks, and the recipe is (.*?)\.\*\*", text)
+    always = {name for name in RECIPES if RECIPES[name].options.get("exchange") != "auto"}
+    expected = {name for name in always if grows_with_the_ranks(name)}
+    assert set(re.findall(r"`(\w+)`", sentence)) == expected
 
 
 def test_a_recipe_has_one_round_or_two():
