@@ -5,7 +5,8 @@
 As root: every host is a network namespace (docker/netns). Trains two nets at each number of hosts
 and link speed (cluster_worker.py), and writes results/cluster.json, cluster.md and cluster.png. A
 point that is there already is not measured again; --points 1 stops after one, --report measures
-nothing. --every-recipe measures one point with all recipes, for a table of its own.
+nothing. --every-recipe measures one point with all recipes, --exchanges gathered and sharded
+exchanges on 2, 4 and 8 hosts, for tables of their own.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ POINTS = [  # (model, hosts, what each host's interface may send in Mbit/s, imag
     ("alexnet", 2, 1000, 16),
     ("resnet", 4, 1000, 8),
 ]
+EXCHANGES = [("alexnet", hosts, 100, 16) for hosts in (2, 4, 8)]
 EVERY = ("alexnet", 4, 100, 16)  # where all recipes are compared
 # Milliseconds between two talks about who is ready. Horovod's default of 1 keeps hosts busy that
 # share the cores of one machine.
@@ -226,6 +228,8 @@ def report(content: dict[str, Any]) -> str:
         parts += [table(point) for point in series(points, *kind)]
     if "every_recipe" in content:
         parts += ["# Every recipe", table(content["every_recipe"])]
+    if "exchanges" in content:
+        parts += ["# Gathered and sharded", *map(table, content["exchanges"])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -235,6 +239,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=len(POINTS), help="measure so many at most")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--every-recipe", action="store_true", help="one point, all recipes")
+    parser.add_argument("--exchanges", action="store_true", help="2, 4 and 8 hosts, both exchanges")
     args = parser.parse_args()
     content: dict[str, Any] = {"points": []}
     if OUT.exists():
@@ -244,6 +249,11 @@ def main() -> None:
         content["every_recipe"] = measured(EVERY, "--every-recipe")
         OUT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(table(content["every_recipe"]))
+        return
+    if args.exchanges and not args.report:
+        content["exchanges"] = [measured(point, "--exchanges") for point in EXCHANGES]
+        OUT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print("\n\n".join(map(table, content["exchanges"])))
         return
     points = content["points"]
     there = [(p["model"], p["hosts"], p["mbit_per_s"], p["batch"]) for p in points]

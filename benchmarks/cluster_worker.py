@@ -291,12 +291,21 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     for recipe in list_compressors()
     if recipe not in (*OURS, "none", "fp16")
 }
+# The ways of an exchange: for a table of their own.
+EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{recipe}(exchange={exchange})": (recipe, {"exchange": exchange})
+    for recipe in ("fft", "topk")
+    for exchange in ("gather", "sharded")
+}
 WAYS: dict[str, Callable[[nn.Module], Alone]] = {
     "alone": Alone,
     "none": lambda model: Horovod(model, "none", hvd.Compression.none),
     "fp16": lambda model: Horovod(model, "fp16", hvd.Compression.fp16),
     **{name: partial(Classic, name=name, make=make) for name, make in CLASSIC.items()},
-    **{name: partial(Ours, recipe=r, options=o) for name, (r, o) in (OURS | OTHERS).items()},
+    **{
+        name: partial(Ours, recipe=r, options=o)
+        for name, (r, o) in (OURS | OTHERS | EXCHANGES).items()
+    },
 }
 
 
@@ -312,7 +321,8 @@ def claimed(nbytes: dict[str, float]) -> float:
     A ring passes on each block but the own one; of a broadcast each host but one takes a copy.
     """
     p = hvd.size()
-    shares = {"allgather": p - 1, "allreduce": 2 * (p - 1) / p, "broadcast": (p - 1) / p}
+    part = (p - 1) / p
+    shares = {"allgather": p - 1, "allreduce": 2 * part, "broadcast": part, "alltoall": part}
     return sum(share * nbytes.get(collective, 0) for collective, share in shares.items())
 
 
@@ -432,6 +442,7 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
     which.add_argument("--every-recipe", action="store_true", help="no classic compressors")
+    which.add_argument("--exchanges", action="store_true", help="gathered, sharded and auto")
     args = parser.parse_args()
     facts = environment.describe()
     take_precedence()
@@ -440,9 +451,11 @@ def main() -> None:
     os.sched_setaffinity(0, {cores[hvd.rank() % len(cores)]})
     torch.set_num_threads(1)
     draw = batches(args.batch)
-    ways = args.ways or [way for way in WAYS if way not in OTHERS]
+    ways = args.ways or [way for way in WAYS if way not in OTHERS | EXCHANGES]
     if args.every_recipe:
-        ways = [way for way in WAYS if way not in CLASSIC]
+        ways = [way for way in WAYS if way not in CLASSIC | EXCHANGES]
+    if args.exchanges:
+        ways = ["alone", "none", "fp16", *EXCHANGES, *dict(EXCHANGES.values())]
     runs = [Run(args.model, way) for way in ways]
     for number in range(WARM_UP + args.steps):
         batch = draw()

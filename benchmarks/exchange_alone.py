@@ -24,6 +24,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from horovod_fftcomp import get_scheme
+from horovod_fftcomp.cli.arguments import recipe_choices
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
@@ -36,7 +37,10 @@ HOSTS = (2, 4, 8)
 MBIT_PER_S = 100
 N = 25_000_000  # elements, as many as a ResNet-50 has
 STEPS = 3  # after one that does not count
-RECIPES = ("none", "fp16", "scalecom", "random_block", "topk", "fft")
+RECIPES = (
+    *("none", "fp16", "scalecom", "random_block"),
+    *(f"{name}(exchange={how})" for name in ("topk", "fft") for how in ("gather", "sharded")),
+)
 TIME_LIMIT_S = 1200
 
 
@@ -46,7 +50,9 @@ def exchange(recipe: str, rank: int, world_size: int) -> list[list[float]]:
 
     from horovod_fftcomp.torch.rounds import PendingRound
 
-    engine = Engine([Bucket([Tensor("gradient", (N,))], make_policy(recipe))], rank, world_size)
+    [choice] = recipe_choices(recipe)
+    policy = make_policy(choice.name, **choice.options)
+    engine = Engine([Bucket([Tensor("gradient", (N,))], policy)], rank, world_size)
 
     def carry_out(round_: Round, name: str) -> Any:
         # Its wait leaves the cores, which all hosts share, to others; that of a barrier does not.
@@ -76,11 +82,12 @@ def work(out: Path) -> None:
     for recipe in RECIPES:
         of_ranks = hvd.allgather_object(exchange(recipe, hvd.rank(), hvd.size()))
         longest = np.max(of_ranks, 0)  # [steps, rounds]
-        scheme = get_scheme(recipe)
+        [choice] = recipe_choices(recipe)
+        scheme = get_scheme(choice.name, **choice.options)
         found[recipe] = {
             "ms": [1e3 * float(ms) for ms in longest.sum(1)],
             "rounds": dict(zip(scheme.rounds, (1e3 * np.median(longest, 0)).tolist(), strict=True)),
-            "sent_bytes": scheme.sent_nbytes(Tensor("gradient", (N,))),
+            "received_bytes": scheme.received_nbytes(Tensor("gradient", (N,)), hvd.size()),
         }
         if hvd.rank() == 0:
             print(hvd.size(), "hosts", recipe, found[recipe], flush=True)
@@ -110,12 +117,14 @@ def table(result: dict[str, Any]) -> str:
     first, *others = HOSTS
     titles = [f"{hosts} hosts, ms" for hosts in HOSTS]
     titles += [f"{first} to {hosts}" for hosts in others]
-    lines = [f"| exchange | MB sent | {' | '.join(titles)} |"]
-    lines.append("|---|" + "---:|" * (1 + len(titles)))
+    received = [f"MB on {hosts}" for hosts in HOSTS]
+    lines = [f"| exchange | {' | '.join(received + titles)} |"]
+    lines.append("|---|" + "---:|" * len(received + titles))
     for recipe in RECIPES:
         ms = [median_ms(result, hosts, recipe) for hosts in HOSTS]
-        sent = result["hosts"][str(first)]["recipes"][recipe]["sent_bytes"] / 1e6
-        cells = [f"{sent:.2f}", *(f"{each:.0f}" for each in ms)]
+        rows = [result["hosts"][str(hosts)]["recipes"][recipe] for hosts in HOSTS]
+        cells = [f"{row['received_bytes'] / 1e6:.2f}" for row in rows]
+        cells += [f"{each:.0f}" for each in ms]
         cells += [f"{each / ms[0]:.2f}" for each in ms[1:]]
         lines.append(f"| `{recipe}` | {' | '.join(cells)} |")
     return "\n".join(lines)
