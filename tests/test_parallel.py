@@ -265,9 +265,9 @@ import torch
 from tests.parallel.models import distributed, make_model, small_buckets, train
 hvd.init()
 torch.set_num_threads(1)
-path, recipe = sys.argv[1:]
+path, recipe, exchange = sys.argv[1:]
 model = make_model()
-compression = small_buckets(model, recipe)
+compression = small_buckets(model, recipe, exchange=exchange)
 optimizer = distributed(model, compression)
 try:
     compression.load_state_dict(torch.load(path, weights_only=True))
@@ -284,12 +284,22 @@ if hvd.rank() == 0:
 """
 
 
-@pytest.mark.parametrize(("controller", "recipe"), [("mpi", "topk"), ("gloo", "fft")])
-def test_residual_mass_survives_two_ranks_one_rank_two_ranks(controller, recipe, tmp_path):
+@pytest.mark.parametrize(
+    ("controller", "recipe", "exchange", "sizes"),
+    [
+        ("mpi", "topk", "gather", (2, 1, 2)),
+        ("gloo", "fft", "gather", (2, 1, 2)),
+        ("mpi", "fft", "sharded", (4, 2, 4)),
+        ("gloo", "topk", "sharded", (4, 2, 4)),
+    ],
+)
+def test_residual_mass_survives_other_numbers_of_ranks(
+    controller, recipe, exchange, sizes, tmp_path
+):
     torch = pytest.importorskip("torch")
     path, masses = tmp_path / "state.pt", []
-    for ranks in (2, 1, 2):
-        code, output = run_ranks(ranks, controller, "-c", RESIZE, str(path), recipe)
+    for ranks in sizes:
+        code, output = run_ranks(ranks, controller, "-c", RESIZE, str(path), recipe, exchange)
         assert code == 0, output[-4000:]
         masses.append(torch.load(f"{path}.{ranks}.mass"))
     scale = masses[0].abs().max()
