@@ -375,11 +375,11 @@ def test_what_is_sent_kept_and_reduced_is_that_of_a_simulation(
         tape = hvd.DistributedGradientTape(plain, compression=compression)
         return tape.gradient(loss, [weight])[0]
 
-    gradients = payloads.gradients(2)
+    gradients = payloads.gradients(hvd.size())
     found = [reduce(tf.constant(grad)).numpy().ravel() for grad in gradients[:, hvd.rank()]]
     same_everywhere(*found)
     if recipe in payloads.RECIPES and not options:
-        payloads.check(recipe, spy, 2, hvd.rank(), compression.residual("gradient"))
+        payloads.check(recipe, spy, hvd.size(), hvd.rank(), compression.residual("gradient"))
     gradients = gradients.reshape(*gradients.shape[:2], -1)
     gathers = "allgather" in get_scheme(recipe).rounds
     for actual, expected in zip(found, simulate(recipe, gradients, **options), strict=True):

@@ -53,7 +53,9 @@ def test_a_compressor_on_another_set_than_its_tape(sets):
 
 
 def test_every_recipe_on_three_ranks(same_everywhere):
-    for recipe in ("topk", "fft", "scalecom", "hard_threshold", "auto"):
+    plain = [(recipe, {}) for recipe in ("topk", "fft", "scalecom", "hard_threshold", "auto")]
+    sharded = [(recipe, {"exchange": "sharded"}) for recipe in ("topk", "fft", "qsgd", "auto")]
+    for recipe, options in plain + sharded:
         model = Layers()
-        train(model, small_buckets(model, recipe), 6)
+        train(model, small_buckets(model, recipe, **options), 6)
         same_everywhere(*(tf.convert_to_tensor(v) for v in model.variables))
