@@ -70,7 +70,8 @@ def _cut_at(starts: Sequence[int], grains: Sequence[int], number: int, n_shards:
 
 
 # The second density by default, as a multiple of the first; by whether there is no transform. A sum
-# of many ranks' choices has more that counts: benchmarks/results/convergence.md.
+# of many ranks' choices has more that counts, and spectra gain by a bit more in each value:
+# benchmarks/results/convergence.md.
 _TIMES = {True: 5.0, False: 3.1}
 
 
@@ -82,13 +83,14 @@ def second_codec(codec: AnyCodec, sign: bool | str, second: Second) -> AnyCodec:
         return codec
     if isinstance(codec.sparsifier, Adaptive):
         codec = Codec(Identity(), TopK(0.04), RangeFloat(4))  # its units are no larger sum's
-    quantizer = codec.quantizer
+    quantizer, is_plain = codec.quantizer, type(codec.transform) is Identity
     if second.bits is not None:
         quantizer = Float32() if second.bits == 32 else RangeFloat(second.bits)
+    elif isinstance(quantizer, RangeFloat) and not is_plain:
+        quantizer = RangeFloat(min(16, quantizer.bits + 1))
     sparsifier = codec.sparsifier
     if isinstance(sparsifier, TopK):
-        times = _TIMES[type(codec.transform) is Identity]
-        density = second.density or min(1.0, times * sparsifier.density)
+        density = second.density or min(1.0, _TIMES[is_plain] * sparsifier.density)
         sparsifier = TopK(density)
     return replace(codec, sparsifier=sparsifier, quantizer=quantizer)
 
