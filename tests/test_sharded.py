@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import PayloadError, UnsupportedError, get_scheme, simulate
-from horovod_fftcomp.engine.buckets import Bucket, make_buckets
+from horovod_fftcomp.codec.quantizers import Float32, RangeFloat
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import TopK
+from horovod_fftcomp.codec.transforms import Identity
+from horovod_fftcomp.engine.buckets import Bucket, decided_anew, make_buckets
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes import Round, Second, Tensor
-from horovod_fftcomp.schemes.shard_plan import Key, cut
+from horovod_fftcomp.schemes import Round, Second, Tensor, ops_of, shard_plan
+from horovod_fftcomp.schemes.shard_plan import Key, cut, second_codec
 from horovod_fftcomp.simulation import InProcessWorld, exchange_once
 from horovod_fftcomp.wire.header import align
 
@@ -121,7 +125,7 @@ def test_they_do_on_512_ranks_by_the_plans_sizes(recipe):
         seconds = [align(second.payload_nbytes(piece.shape)) for second, piece in pairs]
         found = max(
             (ranks - 1) * first + sum(seconds) - second
-            for first, second in zip(plan.splits(None), seconds, strict=True)
+            for first, second in zip(plan.splits(ops_of(None), None), seconds, strict=True)
         )
         received[ranks] = found / n / (2 * (ranks - 1) / ranks)
     assert max(received.values()) <= 1.08 * min(received.values())
@@ -391,3 +395,79 @@ def test_measured_errors_count_both_residuals():
             for a in state[kind].values()
         )
         assert engine.costs.relative_error == pytest.approx(math.sqrt(left / squares), rel=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["topk", "fft"])
+@pytest.mark.parametrize("ranks", [(4, 2), (4, 3), (2, 4)])
+@pytest.mark.parametrize("frozen_on", ["all", "one"])
+def test_a_tensor_that_is_frozen_when_pieces_move_loses_nothing(recipe, ranks, frozen_on):
+    before_size, size = ranks
+    old = engines_of(recipe, before_size)
+    for seed in range(2):
+        step(old, grads_of(before_size, seed))
+    before = [sum(engine.residual(t.name).astype(np.float64) for engine in old) for t in TENSORS]
+    engines = engines_of(recipe, size)
+    for rank, engine in enumerate(engines):  # survivors of an elastic job keep their own states
+        if rank < before_size:
+            state = old[rank].state_dict()
+            engine.load_state_dict(state | {"rank": rank, "world_size": size})
+    lost = [
+        sum(old[rank].residual(t.name).astype(np.float64) for rank in range(size, before_size))
+        for t in TENSORS
+    ]
+    grads = grads_of(size, 5)
+    for rank in range(size if frozen_on == "all" else 1):
+        grads[rank][0][0] = grads[rank][0][1] = None
+    sums = step(engines, grads)
+    for number, tensor in enumerate(TENSORS):
+        given = [rank[0][number] for rank in grads if rank[0][number] is not None]
+        due = before[number].reshape(-1) - np.reshape(lost[number], -1)
+        due = due + sum(grad.astype(np.float64) for grad in given)
+        kept = sum(engine.residual(tensor.name).reshape(-1) for engine in engines)
+        np.testing.assert_allclose(sums[number] + kept, due, atol=2e-5 * max(np.abs(due).max(), 1))
+
+
+def test_auto_is_decided_anew_for_another_number_of_ranks():
+    tensors = [Tensor("w", (2500, 2500))]
+    [bucket] = make_buckets(tensors, make_policy("fft"), world_size=2)
+    assert "alltoall" not in bucket.policy.at(0).rounds
+    [again] = decided_anew([bucket], 8)
+    assert again == make_buckets(tensors, make_policy("fft"), world_size=8)[0]
+    assert "alltoall" in again.policy.at(0).rounds
+    assert decided_anew([again], 2) == [bucket]
+
+
+def test_bins_of_adacomp_are_those_of_the_tensor_in_a_part_of_it():
+    scheme = get_scheme("adacomp")
+    plan = Key([scheme.codec]).plan((Tensor("w", (256, 256, 3, 3)),), False, Second(), 2)
+    assert {scheme.codec.sparsifier.length(piece.shape) for piece in plan.tensors} == {50}
+
+
+@pytest.mark.parametrize("recipe", ["strom", "adacomp"])
+def test_sums_of_units_are_sent_by_top_k(recipe):
+    codec = second_codec(get_scheme(recipe).codec, False, Second())
+    assert codec == Codec(Identity(), TopK(0.04), RangeFloat(4))
+    codec = second_codec(get_scheme(recipe).codec, False, Second(0.2, 32))
+    assert codec == Codec(Identity(), TopK(0.2), Float32())
+
+
+def test_a_message_that_an_alltoall_cannot_count_is_refused(monkeypatch):
+    monkeypatch.setattr(shard_plan, "MOST_NBYTES", 20_000)
+    with pytest.raises(UnsupportedError, match=r'at most 20000 bytes.*exchange="gather"'):
+        list(simulate("bf16", normal(1, 2, 20_000), exchange="sharded"))
+
+
+def test_the_first_nan_of_a_calibration_is_told_with_its_rank():
+    engines, grads = engines_of("hard_threshold", 3, threshold=None, calibrate_steps=4), grads_of(3)
+    grads[1][0][0][5] = np.nan
+    exchange_once(engines, grads, random.Random(0))
+    assert [engine.bad["a"] for engine in engines] == [False, True, False]
+
+
+def test_a_state_with_second_residuals_is_refused_by_a_recipe_without_feedback():
+    engines = engines_of("topk", 2)
+    step(engines, grads_of(2))
+    policy = make_policy("topk", exchange="gather", error_feedback=False)
+    other = Engine([Bucket(TENSORS, policy)], 0, 2)
+    with pytest.raises(ValueError, match="residual"):
+        other.load_state_dict(engines[0].state_dict())

@@ -22,7 +22,13 @@ from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.steps import Parts, StepDriver
 from horovod_fftcomp.adapter.watch import Watch
 from horovod_fftcomp.engine import checkpoint
-from horovod_fftcomp.engine.buckets import Bucket, make_buckets, may_gather, with_policy
+from horovod_fftcomp.engine.buckets import (
+    Bucket,
+    decided_anew,
+    make_buckets,
+    may_gather,
+    with_policy,
+)
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Send, Slot
 from horovod_fftcomp.engine.policy import Scheduled, check_rules, unmatched
@@ -278,6 +284,7 @@ class Compressor:
         present = self._connection.gather("rejoin()", state)
         survivors = [old for old in present if old["step"] > 0]
         engine.rank, engine.world_size = self._set.rank(), self._set.size()
+        engine.buckets = decided_anew(self._buckets, self._deciding_size())
         first = (survivors or present)[0]
         arrays = {**arrays, **first["common"]}
         self.load_state_dict({**first, **self.place(), "state": arrays})
@@ -378,6 +385,7 @@ class Compressor:
             "number of tensors": len(layout),
             "compressed tensors": sum(slot is not None for slot in slots),
             "buckets": len(self._buckets),
+            "sharded buckets": _numbers_of_sharded(self._buckets),
             "names, shapes, dtypes and order of the tensors (hash)": f"{wire.fnv1a(str(layout)):x}",
             # Their sums may differ in the last bits, but ranks must have equal ones.
             "steps computed on": "the host" if self._engine.device is None else "the GPU",
@@ -406,8 +414,12 @@ class Compressor:
             self._rules,
             settings.min_numel,
             settings.bucket_nbytes,
-            self._set.size(),
+            self._deciding_size(),
         )
+
+    def _deciding_size(self) -> int:
+        """Return the number of ranks for which exchange "auto" is decided."""
+        return self._set.size()
 
     def _open_outputs(self) -> Recorder | None:
         """Open what steps are written to; done before the compressor takes its number.
@@ -453,3 +465,11 @@ class Compressor:
                 f"tf.summary; got {type(scalars).__name__}"
             )
         return None if scalars is None else scalars.add_scalar
+
+
+def _numbers_of_sharded(buckets: Sequence[Bucket]) -> str:
+    """Return the numbers of the buckets whose exchange is sharded."""
+    rounds = (
+        bucket.policy.at(getattr(bucket.policy, "warmup_steps", 0)).rounds for bucket in buckets
+    )
+    return ", ".join(str(n) for n, kinds in enumerate(rounds) if "alltoall" in kinds)

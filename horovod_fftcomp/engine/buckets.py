@@ -22,11 +22,15 @@ _SMALL_NBYTES = 1_000_000
 
 
 class Bucket(NamedTuple):
-    """Tensors that are exchanged together by one policy; ``ruled``: whether a rule selected it."""
+    """Tensors that are exchanged together by one policy; ``ruled``: whether a rule selected it.
+
+    ``given``: the policy before exchange "auto" was decided for the bucket; None if unknown.
+    """
 
     tensors: tuple[Tensor, ...]
     policy: Policy
     ruled: bool = False
+    given: Policy | None = None
 
 
 def is_compressed(tensor: Tensor, min_numel: int = MIN_NUMEL) -> bool:
@@ -73,7 +77,7 @@ def make_buckets(
     limit_nbytes = max(_SMALL_NBYTES, int(_LARGEST_SHARE * total_nbytes))
     limit_nbytes = min(capacity_nbytes, limit_nbytes)
     return [
-        Bucket(group, chosen.decided(group, world_size), ruled)
+        Bucket(group, chosen.decided(group, world_size), ruled, chosen)
         for (chosen, ruled), members in by_policy.items()
         for group in _filled(members, total_nbytes if chosen.scope == "model" else limit_nbytes)
     ]
@@ -100,6 +104,16 @@ def may_gather(buckets: Iterable[Bucket]) -> bool:
     """Return whether exchanges of ``buckets`` use other collectives than sums at any step."""
     possible = (rounds for bucket in buckets for rounds in bucket.policy.possible_rounds())
     return any(set(rounds) != {"allreduce"} for rounds in possible)
+
+
+def decided_anew(buckets: Iterable[Bucket], world_size: int) -> list[Bucket]:
+    """Return ``buckets`` with exchange "auto" decided for another number of ranks."""
+    return [
+        bucket
+        if bucket.given is None
+        else bucket._replace(policy=bucket.given.decided(bucket.tensors, world_size))
+        for bucket in buckets
+    ]
 
 
 def with_policy(buckets: Iterable[Bucket], policy: Scheduled) -> list[Bucket]:

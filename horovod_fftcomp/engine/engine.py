@@ -33,6 +33,7 @@ from horovod_fftcomp.schemes import (
     State,
     Tensor,
 )
+from horovod_fftcomp.schemes.sharded import Sharded
 from horovod_fftcomp.schemes.shards import folded
 from horovod_fftcomp.types import Array
 
@@ -438,11 +439,11 @@ class Engine:
         for bucket, state in zip(self.buckets, states, strict=True):
             scheme = bucket.policy.at(part["step"])
             if "alltoall" not in scheme.rounds:  # it has no second residuals
-                whole = folded(scheme, bucket.tensors, state)
-                state.clear()
-                state.update({kind: dict(arrays) for kind, arrays in whole.items()})
+                _replace(state, folded(scheme, bucket.tensors, state))
             for tensor in bucket.tensors:
                 _check_arrays(tensor, state, scheme.state_arrays(tensor, state))
+            if isinstance(scheme, Sharded):
+                _replace(state, scheme.owned(bucket.tensors, state, self.rank, self.world_size))
         self.abandon()
         if self._commit is not None:
             self._commit.reset()
@@ -450,6 +451,13 @@ class Engine:
         self.step = part["step"]
         self.loss_scale = part["loss_scale"]
         self._state = states
+
+
+def _replace(state: State, by: OldState) -> None:
+    """Replace the content of ``state``."""
+    arrays = {kind: dict(arrays) for kind, arrays in by.items()}
+    state.clear()
+    state.update(arrays)
 
 
 def _missed(measured: dict[int, Measured]) -> float:

@@ -67,12 +67,16 @@ class ShadowCheck:
             self._next = step + 1
 
     def _turns(self, step: int) -> list[Slot]:
-        """Return all tensors that the GPU compresses in a step, except with scope "model"."""
+        """Return all tensors that the GPU compresses in a step.
+
+        Except with scope "model", and in sharded exchanges, whose pieces are not tensors.
+        """
         return [
             Slot(number, position)
             for number, bucket in enumerate(self._engine.buckets)
             if step >= getattr(bucket.policy, "warmup_steps", 0)
             and getattr(bucket.policy, "scope", "tensor") != "model"
+            and "alltoall" not in self._engine.scheme(number).rounds
             and self._engine.scheme(number).runs_on_device(bucket.tensors)
             for position in range(len(bucket.tensors))
         ]

@@ -44,7 +44,7 @@ def _own(round_: Round, n_tensors: int) -> list[bool]:
         flags = [not header.finite for header, _ in wire.split_payloads(data)]
     except PayloadError:  # no payloads, for instance positions
         return []
-    return flags if len(flags) == n_tensors else [any(flags)] * n_tensors
+    return flags if len(flags) in (0, n_tensors) else [any(flags)] * n_tensors
 
 
 class NotFiniteWarning:

@@ -22,6 +22,7 @@ from horovod_fftcomp.codec.quantizers import Float32, RangeFloat
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import Identity
+from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.ops import AnyCodec, Ops
 from horovod_fftcomp.schemes import Grads, OldState, Second, State, Tensor
 from horovod_fftcomp.types import Shape
@@ -29,6 +30,7 @@ from horovod_fftcomp.types import Shape
 # Of a shard: a piece of a tensor selects its own largest values, which are not always those of the
 # tensor. So a tensor is not cut for the sake of shards that are a little more equal.
 _NEAR = 0.4
+MOST_NBYTES = (1 << 31) - 1  # of a message: Horovod counts the bytes of an alltoall in 32 bits
 _GRAIN = 64  # elements: a piece of a tensor that is not transformed is a multiple of it
 
 
@@ -81,8 +83,9 @@ def second_codec(codec: AnyCodec, sign: bool | str, second: Second) -> AnyCodec:
         return DenseCodec(ScaledSign() if sign == "vote" else TernGrad(clip=0.0))
     if not isinstance(codec, Codec) or isinstance(codec.sparsifier, Wangni):
         return codec
-    if isinstance(codec.sparsifier, Adaptive):
-        codec = Codec(Identity(), TopK(0.04), RangeFloat(4))  # its units are no larger sum's
+    if isinstance(codec.sparsifier, Adaptive):  # its units are no larger sum's
+        density, bits = second.density or 0.04, second.bits or 4
+        return Codec(Identity(), TopK(density), Float32() if bits == 32 else RangeFloat(bits))
     quantizer, is_plain = codec.quantizer, type(codec.transform) is Identity
     if second.bits is not None:
         quantizer = Float32() if second.bits == 32 else RangeFloat(second.bits)
@@ -140,7 +143,7 @@ class ShardPlan:
         """Return whether a second residual is of the piece of a tensor that ``rank`` owns."""
         sizes = {self._names[self.pieces[n].number]: self.n_bins[n] for n in self.owners[rank]}
         known = self.begins[rank].get(name)
-        return known is not None and known[0] == begin[0] and sizes[name] == part.size
+        return known is not None and known[0] == begin[0] and sizes[name] == len(part)
 
     def _bins(self, number: int) -> slice:
         """Return the part of a tensor's coefficients that are a piece's."""
@@ -151,11 +154,22 @@ class ShardPlan:
         aligned = [wire.align(size) for size in sizes]
         return tuple(sum(aligned[pieces.start : pieces.stop]) for pieces in self.owners)
 
-    def splits(self, message: Any) -> tuple[int, ...]:
-        """Return how many bytes of a first message go to each owner."""
-        if self._splits is not None:
-            return self._splits
-        return self._by_owner([payload.size for _, payload in wire.split_payloads(message)])
+    def splits(self, ops: Ops, message: Any) -> tuple[int, ...]:
+        """Return how many bytes of a first message go to each owner.
+
+        Waits for a device's message if sizes depend on values. Raises UnsupportedError if the
+        message is too long for an alltoall.
+        """
+        splits = self._splits
+        if splits is None:
+            payloads = wire.split_payloads(ops.get(message))
+            splits = self._by_owner([payload.size for _, payload in payloads])
+        if sum(splits) > MOST_NBYTES:
+            raise UnsupportedError(
+                f"a sharded exchange sends at most {MOST_NBYTES} bytes of a bucket, got "
+                f'{sum(splits)}: use exchange="gather" for tensors of this size'
+            )
+        return splits
 
     def grads(self, grads: Grads) -> list[Any]:
         """Return the parts of gradients that are the pieces; None of a frozen tensor."""
@@ -221,7 +235,8 @@ def _tensor_of(tensor: Tensor, piece: Piece, numel: int, grain: int) -> Tensor:
     if n == numel:
         return tensor
     has_rows = grain * tensor.shape[0] == numel
-    shape: Shape = (n // grain, grain) if has_rows else (n,)
+    # With as many dimensions, as far as codecs look at them.
+    shape: Shape = (n // grain, grain) if has_rows else (n, 1, 1) if len(tensor.shape) > 2 else (n,)
     return Tensor(f"{tensor.name}[{piece.begin}:{piece.end}]", shape)
 
 

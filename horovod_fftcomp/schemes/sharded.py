@@ -19,13 +19,14 @@ from horovod_fftcomp.schemes import (
     Scheme,
     Second,
     Tensor,
+    ops_of,
 )
 from horovod_fftcomp.schemes.allgather import Allgather, serves
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
-from horovod_fftcomp.schemes.shard_plan import grain_of, second_codec
-from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded
+from horovod_fftcomp.schemes.shard_plan import MOST_NBYTES, Key, grain_of, second_codec
+from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded, moved
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array
 
@@ -73,7 +74,8 @@ class Sharded(Wrapper):
         """Return whether a rank receives fewer bytes than by a gather, one round more included."""
         sharded = sum(self.received_nbytes(tensor, world_size) for tensor in tensors)
         gathered = sum(self.scheme.received_nbytes(tensor, world_size) for tensor in tensors)
-        return sharded + _ROUND_NBYTES < gathered
+        fits = sum(map(self.sent_nbytes, tensors)) <= MOST_NBYTES
+        return fits and sharded + _ROUND_NBYTES < gathered
 
     def received_nbytes(self, tensor: Tensor, world_size: int) -> float:
         """Return the bytes of ``tensor`` that a rank receives from others; see ``Scheme``.
@@ -115,6 +117,24 @@ class Sharded(Wrapper):
         if not isinstance(self.scheme, Auto):
             return self
         return replace(self, scheme=self.scheme.at(step))
+
+    def owned(
+        self, tensors: Sequence[Tensor], state: OldState, rank: int, world_size: int
+    ) -> OldState:
+        """Return a state, NumPy arrays, with second residuals of this rank's pieces alone.
+
+        Those of other pieces go into the residuals; see ``shards.moved``.
+        """
+        scheme = self.scheme
+        if isinstance(scheme, HardThreshold):
+            return state  # its codecs are known in an exchange
+        codecs = [
+            scheme.codec_of(tensor, state) if isinstance(scheme, Auto) else scheme.codec
+            for tensor in tensors
+        ]
+        sign = getattr(scheme, "sign", False)
+        plan = Key(codecs).plan(tuple(tensors), sign, self.second, world_size)
+        return moved(plan, codecs, tensors, state, rank, ops_of(None))
 
     def in_warmup(self) -> Scheme | None:
         """Return the scheme of dense warm-up steps; see ``Scheme``."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Summed
+from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Ops, Summed
 from horovod_fftcomp.schemes import Context, Grads, OldState, Outcome, Round, Scheme, State
 from horovod_fftcomp.schemes.meter import Squares, measured_by
 from horovod_fftcomp.schemes.shard_plan import Key, ShardPlan
@@ -59,7 +59,7 @@ class _Bucket:
         options = feedback.sign, context.second, context.world_size
         self.plan = plan = Key(codecs).plan(tuple(tensors), *options)
         self.tensors, self.grads, self.context, self.ops = tensors, grads, context, context.ops
-        self.state = _moved(plan, codecs, tensors, grads, state, context.rank)
+        self.state = moved(plan, codecs, tensors, state, context.rank, self.ops)
         self.feedback = feedback
         self.measure = context.measures and feedback.sign != "vote" and not feedback.keeps_sent
         pieces = plan.owners[context.rank]
@@ -173,7 +173,7 @@ def exchange_shards(
     """
     bucket = _Bucket(codecs, tensors, grads, state, context, feedback)
     encoded = bucket.encode()
-    splits = bucket.plan.splits(encoded.message)
+    splits = bucket.plan.splits(context.ops, encoded.message)
     owned = bucket.own((yield Round("alltoall", encoded.message, splits=splits)))
     gathered = yield Round("allgather", owned.message, divided=True)
     if owned.error is not None:
@@ -187,29 +187,29 @@ def exchange_shards(
     )
 
 
-def _moved(
+def moved(
     plan: ShardPlan,
     codecs: Sequence[AnyCodec],
     tensors: Sequence[Tensor],
-    grads: Grads,
     state: OldState,
     rank: int,
+    ops: Ops,
 ) -> OldState:
     """Return the state with second residuals of this rank's pieces alone.
 
     Those of other pieces, as after a change of the number of ranks, go into the residuals.
     """
     parts = state.get(SHARD_RESIDUAL, {})
-    frozen = {tensor.name for tensor, grad in zip(tensors, grads, strict=True) if grad is None}
-    others = [
-        (codec, tensor)
-        for codec, tensor in zip(codecs, tensors, strict=True)
-        if tensor.name in parts
-        and tensor.name not in frozen
-        and not plan.owns(rank, tensor.name, state[SHARD_BEGIN][tensor.name], parts[tensor.name])
-    ]
-    for codec, tensor in others:
-        state = fold(state, tensor, codec.coeffs_format(tensor.shape))
+    for codec, tensor in zip(codecs, tensors, strict=True):
+        part = parts.get(tensor.name)
+        if part is not None and not plan.owns(
+            rank, tensor.name, state[SHARD_BEGIN][tensor.name], part
+        ):
+            here = {
+                kind: {n: ops.get(a) if n == tensor.name else a for n, a in arrays.items()}
+                for kind, arrays in state.items()
+            }
+            state = fold(here, tensor, codec.coeffs_format(tensor.shape))
     return state
 
 
@@ -219,8 +219,9 @@ def folded(scheme: Scheme, tensors: Sequence[Tensor], state: OldState) -> OldSta
     ``state``: NumPy arrays; not changed.
     """
     for tensor in tensors:
-        if tensor.name in state.get(SHARD_RESIDUAL, {}):
-            state = fold(state, tensor, scheme.state_arrays(tensor, state)["residual"])
+        form = scheme.state_arrays(tensor, state).get("residual")
+        if tensor.name in state.get(SHARD_RESIDUAL, {}) and form is not None:
+            state = fold(state, tensor, form)
     return {kind: arrays for kind, arrays in state.items() if arrays or "shard" not in kind}
 
 

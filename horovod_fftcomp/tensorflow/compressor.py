@@ -96,6 +96,13 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
             saved, self._saved = self._saved, None
             self.load_state_dict(saved)
 
+    def _deciding_size(self) -> int:
+        """Return the number of ranks for which exchange "auto" is decided.
+
+        A graph is traced for one exchange, but elastic jobs change the number: they gather.
+        """
+        return 1 if is_elastic() else super()._deciding_size()
+
     def bind(self, model: Any) -> None:
         """Use the model's variables, unless variables are known already."""
         if not self.is_bound:

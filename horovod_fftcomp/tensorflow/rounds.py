@@ -96,7 +96,7 @@ def exchange(
 
     def exchanged(process_set: hvd.ProcessSet) -> tf.Tensor:
         assert splits is not None
-        own = splits[: process_set.size()]
+        own = splits[: horovod_internals.size_in_graph(process_set)]  # elastic jobs change it
         with horovod_internals.elastic_scope("allgather"):  # alltoalls are unknown to its loop
             return hvd.alltoall(
                 message, own, name=name, process_set=process_set, ignore_name_scope=True

@@ -82,6 +82,10 @@ def assert_same(ours, theirs, tolerance=0.0):
         ("adacomp", {}),
         ("gtopk", {}),  # of the host
         ("topk", {"scope": "bucket"}),
+        ("topk", {"exchange": "sharded"}),
+        ("qsgd", {"exchange": "sharded"}),
+        ("strom", {"exchange": "sharded", "threshold": 0.1}),
+        ("hard_threshold", {"exchange": "sharded", "calibrate_steps": 3}),
     ],
 )
 def test_sums_are_the_cpus(recipe, options, same_everywhere):
