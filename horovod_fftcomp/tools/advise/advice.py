@@ -223,7 +223,7 @@ def _run(
     round_ = next(exchange)
     while True:
         times.append(time.perf_counter() - begin)
-        messages.append(_message(round_, ranks))
+        messages.append(_message(round_, ranks, others))
         output = _output(round_, ranks, others)
         np.empty(_CACHES_NBYTES, np.uint8).fill(1)
         begin = time.perf_counter()
@@ -258,9 +258,10 @@ def _other_owners(
     return messages
 
 
-def _message(round_: Round, ranks: int) -> Message:
+def _message(round_: Round, ranks: int, others: Sequence[Array]) -> Message:
     if round_.divided:
-        return Message("divided", ranks * round_.data.nbytes)
+        rest = [other.nbytes for other in others] or [round_.data.nbytes] * (ranks - 1)
+        return Message("divided", round_.data.nbytes + sum(rest))
     dtype = round_.data.dtype.name if round_.collective == "allreduce" else "float32"
     return Message(round_.collective, round_.data.nbytes, dtype)
 
