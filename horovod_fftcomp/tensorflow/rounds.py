@@ -94,8 +94,7 @@ def exchange(
                 message, name=name, process_set=process_set, ignore_name_scope=True
             )
 
-    def exchanged(process_set: hvd.ProcessSet) -> tf.Tensor:
-        assert splits is not None
+    def exchanged(splits: tf.Tensor, process_set: hvd.ProcessSet) -> tf.Tensor:
         own = splits[: horovod_internals.size_in_graph(process_set)]  # elastic jobs change it
         with horovod_internals.elastic_scope("allgather"):  # alltoalls are unknown to its loop
             return hvd.alltoall(
@@ -111,7 +110,7 @@ def exchange(
     if (usual := sets.usual) is not None:
         branches[GATHER] = lambda: gathered(usual)
         if splits is not None:
-            branches[TO_ALL] = lambda: exchanged(usual)
+            branches[TO_ALL] = lambda: exchanged(splits, usual)
         branches[REDUCE_FLOAT32] = lambda: reduced(tf.float32, usual)
         branches[REDUCE_FLOAT16] = lambda: reduced(tf.float16, usual)
     if (inside := sets.inside) is not None:
