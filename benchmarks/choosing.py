@@ -59,6 +59,7 @@ MODELS = (
 ROWS = tuple(
     dict.fromkeys((*convergence.RECIPES, *convergence.SHARDED, *convergence.BASELINES_OF["resnet"]))
 )
+LIMITED, PARTS = MODELS[1], ("compute", "encode", "exposed", "decode", "total")
 GBIT_PER_S = (0.1, 0.3, 1, 3, 10, 25)
 RANKS = (2, 8, 32, 128)
 
@@ -156,7 +157,8 @@ def picks(
                 cells.append("`none`")
             else:
                 gain = found[0].time.total_s / best.time.total_s
-                cells.append(f"`{best.option.label}` {gain:.1f}x")
+                share = best.time.compute_s / best.time.total_s
+                cells.append(f"`{best.option.label}` {gain:.1f}x ({share:.0%})")
         yield [f"{speed:g} Gbit/s", *cells]
 
 
@@ -164,6 +166,22 @@ def table(head: list[str], rows: Iterator[list[str]]) -> list[str]:
     """Return a Markdown table, its first column on the left."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def limit_rows(
+    timed: Mapping[str, Any], lost: Mapping[str, tuple[float | None, float | None]]
+) -> Iterator[list[str]]:
+    """Yield the parts of a step of the fastest sharded recipe that is as good as dense."""
+    options = options_of(LIMITED, timed)
+    allowed = [
+        option for name, option in options.items() if "sharded" in name and holds(lost[name], SAME)
+    ]
+    network = given_network(1, LATENCY_S)
+    for ranks in RANKS if allowed else ():
+        found = advice.forecasts(allowed, Compute(LIMITED.compute_s), network, ranks)
+        best = min(found, key=lambda forecast: forecast.time.total_s)
+        parts = (f"{1e3 * getattr(best.time, f'{part}_s'):.0f}" for part in PARTS)
+        yield [str(ranks), f"`{best.option.label}`", *parts]
 
 
 def quality_rows(
@@ -207,8 +225,9 @@ def make_page(result: Mapping[str, Any], store: convergence.Store) -> str:
         "`fp16` stands there too, untrained.",
         "- The network is so slow that more steps are cheap: a recipe of the second table, and "
         "more steps, or some dense steps first (`warmup_steps`).",
-        "- Gathered payloads grow with the ranks. On many ranks take one that sums: see "
-        "`collectives` in `horovod-fftcomp recipes`, or exchange less often (`LocalSteps`).",
+        '- Gathered payloads grow with the ranks. `exchange="auto"`, the default, exchanges shards '
+        "where that takes fewer bytes: here such recipes stand by themselves, with "
+        "`exchange=sharded`. The others gather. Or exchange less often (`LocalSteps`).",
         "",
     ]
     for title, limits in (("As good as dense", SAME), ("Good with more steps", NEAR)):
@@ -220,14 +239,26 @@ def make_page(result: Mapping[str, Any], store: convergence.Store) -> str:
             f"The fastest of {', '.join(f'`{name}`' for name in sorted(allowed - {'none'}))}; "
             f"at most {limits[0]} points lost on `resnet`, {100 * limits[1]:.0f} % on `charlm`. "
             "Of those that take as long, within 5 %, the one that loses least of a gradient. How "
-            "many times faster a step is than dense stands beside it; `none`: less than 5 %.",
+            "many times faster a step is than dense stands beside it, and in brackets which part "
+            "that is of what an exchange would gain that took no time; `none`: less than 5 %.",
             "",
         ]
         for model in MODELS:
             head = [model.name, *(f"{ranks} ranks" for ranks in RANKS)]
             options = options_of(model, result["models"])
             lines += [*table(head, picks(model, options, allowed)), ""]
-    lines += ["## What each recipe costs in quality", ""]
+    lines += [
+        "## What limits a sharded exchange",
+        "",
+        f"Parts of a step of the fastest sharded recipe that is as good as dense, {LIMITED.name}, "
+        "on links of 1 Gbit/s, in milliseconds. Encoding and exchange count as far as they delay "
+        "the step.",
+        "",
+        *table(["ranks", "recipe", *PARTS], limit_rows(result["models"], lost)),
+        "",
+        "## What each recipe costs in quality",
+        "",
+    ]
     lines += [
         "Ratio: of the compressed tensors of `resnet`, as sent. Points of accuracy on `resnet` "
         "(one test image is 0.22) and change of the loss on `charlm`, where it was trained; the "
