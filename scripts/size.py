@@ -28,7 +28,7 @@ class Budget(NamedTuple):
 
 ADAPTERS, TOOLS, CUDA = ("adapter", "torch", "tensorflow"), ("tools", "cli"), ("*.cu", "*.cuh")
 BUDGETS = {
-    "library": Budget(10_500, 12_950, "the third codec; drivers of kernels for one tensor"),
+    "library": Budget(10_500, 12_950, "drivers of kernels for one tensor beside those of buckets"),
     "adapters": Budget(1_900, 3_800, "what PyTorch's and TensorFlow's steps do alike"),
     "tools": Budget(2_700, 3_000, "not decided yet"),
     "CUDA": Budget(2_600, 2_600, ""),
