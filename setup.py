@@ -9,7 +9,9 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 VERSION = re.search(
-    r'^__version__ = "([^"]+)"', (ROOT / "horovod_fftcomp" / "version.py").read_text(), re.M
+    r'^__version__ = "([^"]+)"',
+    (ROOT / "horovod_fftcomp" / "wire" / "version.py").read_text(),
+    re.M,
 ).group(1)
 
 # Ranges that the tests were run with; scripts/requirements.txt holds the exact versions of CI.

@@ -1,7 +1,8 @@
 """Gradient compression for data-parallel training on stock Horovod.
 
 ``horovod_fftcomp.torch`` and ``horovod_fftcomp.tensorflow`` are the adapters, which import their
-framework; importing ``horovod_fftcomp`` itself loads NumPy only.
+framework, as does ``horovod_fftcomp.adapter.torch_tensors``; importing ``horovod_fftcomp`` itself
+loads NumPy only.
 """
 
 from horovod_fftcomp import schedules
@@ -13,7 +14,7 @@ from horovod_fftcomp.monitor.density_recovery import Recover
 from horovod_fftcomp.recipes import RECIPES, get_codec, get_scheme, list_compressors
 from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.simulation import simulate
-from horovod_fftcomp.version import __version__
+from horovod_fftcomp.wire.version import __version__
 
 __all__ = [
     "RECIPES",

@@ -24,9 +24,9 @@ from os import PathLike
 from typing import Any, Literal
 
 from horovod_fftcomp import Recover
+from horovod_fftcomp.adapter.torch_tensors.parameters import Model
 from horovod_fftcomp.schedules import Schedule
 from horovod_fftcomp.torch.compressor import TorchCompressor
-from horovod_fftcomp.torch.parameters import Model
 ''',
     "tensorflow": '''"""Signatures of the factories; ``make stubs`` writes this file."""
 

@@ -12,7 +12,7 @@ import pytest
 from horovod_fftcomp.cli import check, main
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.tools.check import Finding, Level, frameworks, kernels, packages
-from horovod_fftcomp.version import __version__
+from horovod_fftcomp.wire.version import __version__
 
 LAUNCHER = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 

@@ -9,7 +9,7 @@ import pytest
 
 from horovod_fftcomp import list_compressors
 from horovod_fftcomp.cli import main
-from horovod_fftcomp.version import __version__
+from horovod_fftcomp.wire.version import __version__
 
 
 def test_recipes_lists_all_of_them(capsys, monkeypatch):

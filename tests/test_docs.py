@@ -38,7 +38,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 # What needs a framework, a launcher or a device; the rest has to be importable anywhere.
-APART = ("torch", "tensorflow", "mpi", "cuda")
+APART = ("torch", "torch_tensors", "tensorflow", "mpi", "cuda")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "horovod_fftcomp").rglob("*.py")
@@ -128,7 +128,7 @@ def test_a_recipe_has_one_round_or_two():
 
 def test_the_folders_that_import_a_framework_are_named():
     [rule] = re.findall(r"Only (.*?) import a framework", read("CONTRIBUTING.md"), re.S)
-    named = set(re.findall(r"`(horovod_fftcomp/\w+)`", rule))
+    named = set(re.findall(r"`(horovod_fftcomp/[\w/]+)`", rule))
     with_framework = {
         path.parent.relative_to(ROOT).as_posix()
         for path in (ROOT / "horovod_fftcomp").rglob("*.py")

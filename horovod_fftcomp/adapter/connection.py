@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.adapter import handshake
-from horovod_fftcomp.adapter.process_sets import size_of
 from horovod_fftcomp.adapter.watch import Watch, await_shutdown
 from horovod_fftcomp.engine.overlap import Pending, Send
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
@@ -219,7 +218,7 @@ class Connection:
             return
         present = self._barrier.wait(self._timeout_s)
         self._barrier = None
-        if present[0] != size_of(self._set):
+        if present[0] != handshake.size_of(self._set):
             raise UnsupportedError(JOINED)
 
     def leave_together(self) -> None:

@@ -20,7 +20,7 @@ from horovod_fftcomp.engine.overlap import Pending, Send
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array
-from horovod_fftcomp.version import __version__
+from horovod_fftcomp.wire.version import __version__
 
 MESSAGE_NBYTES = 2048
 _SHOWN = 250  # characters sent of a fact
@@ -192,6 +192,14 @@ def gather_objects(
         offset = begin + int(gathered[offset:begin].copy().view(np.int64)[0])
         values.append(checkpoint.unpack(gathered[begin:offset].tobytes()))
     return values
+
+
+def size_of(process_set: Any) -> int:
+    """Return the number of ranks, without waiting.
+
+    Horovod's own ``size()`` takes a lock that its background thread holds during exchanges.
+    """
+    return len(process_set.ranks)
 
 
 def describe(process_set: Any) -> str:

@@ -1,4 +1,4 @@
-"""Horovod process sets: sizes, and the sets of nodes and of their leaders."""
+"""Horovod process sets of nodes and of their leaders."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
-
-
-def size_of(process_set: Any) -> int:
-    """Return the number of ranks, without waiting.
-
-    Horovod's own ``size()`` takes a lock that its background thread holds during exchanges.
-    """
-    return len(process_set.ranks)
 
 
 def makers(policy: Scheduled, settings: Settings) -> Callable[[], Mapping[Ranks, Any]]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_fftcomp.adapter.process_sets import size_of
+from horovod_fftcomp.adapter.handshake import size_of
 from horovod_fftcomp.engine.overlap import Pending, Send
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.kernels.cuda import Device, on_host

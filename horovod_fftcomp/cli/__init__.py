@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from horovod_fftcomp.cli import advise, bench, check, recipes, run
-from horovod_fftcomp.version import __version__
+from horovod_fftcomp.wire.version import __version__
 
 COMMANDS = (recipes, bench, advise, run, check)
 

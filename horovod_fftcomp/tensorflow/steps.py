@@ -22,7 +22,7 @@ import numpy as np
 
 from horovod_fftcomp.adapter import steps
 from horovod_fftcomp.adapter.connection import JOINED
-from horovod_fftcomp.adapter.process_sets import size_of
+from horovod_fftcomp.adapter.handshake import size_of
 from horovod_fftcomp.adapter.stalls import Progress
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.kernels.cuda import on_host

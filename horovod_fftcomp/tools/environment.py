@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from horovod_fftcomp.kernels.threads import get_num_threads
-from horovod_fftcomp.version import __version__
+from horovod_fftcomp.wire.version import __version__
 
 # Packages whose versions may change a result or a time, as named in the package index.
 PACKAGES = ("numpy", "numba", "llvmlite", "torch", "horovod")

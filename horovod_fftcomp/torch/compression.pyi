@@ -5,9 +5,9 @@ from os import PathLike
 from typing import Any, Literal
 
 from horovod_fftcomp import Recover
+from horovod_fftcomp.adapter.torch_tensors.parameters import Model
 from horovod_fftcomp.schedules import Schedule
 from horovod_fftcomp.torch.compressor import TorchCompressor
-from horovod_fftcomp.torch.parameters import Model
 
 class Compression:
     """Factories of compressors, such as ``Compression.fft(model, density=0.15)``."""

@@ -13,15 +13,16 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_fftcomp.adapter import process_sets
+from horovod_fftcomp.adapter import handshake, process_sets
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.adapter.torch_tensors import arrays
+from horovod_fftcomp.adapter.torch_tensors.parameters import Model, Parameters, with_plain_names
+from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
-from horovod_fftcomp.torch import arrays, horovod_internals
+from horovod_fftcomp.torch import horovod_internals
 from horovod_fftcomp.torch.device import device_of
-from horovod_fftcomp.torch.parameters import Model, Parameters, with_plain_names
-from horovod_fftcomp.torch.replicas import OptimizedParameters
 from horovod_fftcomp.torch.rounds import PendingRound
 from horovod_fftcomp.torch.steps import StepDriver
 
@@ -68,7 +69,7 @@ class TorchCompressor(Compressor):
 
     def _join(self, begins: bool) -> None:
         """Connect this rank to the others; ``begins``: whether a step is about to begin."""
-        if begins and process_sets.size_of(self._set) != self._engine.world_size:
+        if begins and handshake.size_of(self._set) != self._engine.world_size:
             self.rejoin()  # Horovod calls no ``sync`` after an elastic reset that removed ranks
         if not self._connection.is_up:
             # On a process set other than the optimizer's, the handshake would wait for ranks that

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.torch import horovod_internals
-from horovod_fftcomp.torch.parameters import Parameters
 
 
 @dataclass(slots=True, eq=False)

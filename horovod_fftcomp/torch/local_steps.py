@@ -8,7 +8,7 @@ import horovod.torch as hvd
 import torch
 
 from horovod_fftcomp.adapter.compressor import Compressor
-from horovod_fftcomp.torch.parameters import Parameters
+from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 
 
 class LocalSteps:

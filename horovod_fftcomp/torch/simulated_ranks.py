@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.adapter.torch_tensors import arrays
+from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.engine.buckets import BUCKET_NBYTES, MIN_NUMEL, make_buckets, with_policy
 from horovod_fftcomp.engine.engine import Costs, Engine
 from horovod_fftcomp.engine.policy import Rule, check_rules, make_policy
 from horovod_fftcomp.simulation import exchange_once
-from horovod_fftcomp.torch import arrays
-from horovod_fftcomp.torch.parameters import Parameters
 
 
 class SimulatedLearners:

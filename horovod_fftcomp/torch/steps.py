@@ -13,15 +13,15 @@ import torch
 
 from horovod_fftcomp.adapter import steps
 from horovod_fftcomp.adapter.stalls import Progress
+from horovod_fftcomp.adapter.torch_tensors import arrays
+from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
+from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.overlap import Pending, Slot, StepPipeline
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.torch import arrays
 from horovod_fftcomp.torch.gradients import GradientContext, StepGradients
 from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
-from horovod_fftcomp.torch.parameters import Parameters
-from horovod_fftcomp.torch.replicas import OptimizedParameters
 
 # Seconds that a rank waits before it raises an error. A rank that ends shuts Horovod down on all
 # ranks. One that starts an operation at that moment may hang: it holds the GIL and waits for a lock

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from horovod_fftcomp import ConfigMismatchError, UnsupportedError
+from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.torch import compressor
-from horovod_fftcomp.torch.replicas import OptimizedParameters
 from tests.contracts import HOST_ONLY
 from tests.gpu.faults import Fault
 from tests.gpu.torch_emulator import TorchEmulator

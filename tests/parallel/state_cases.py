@@ -9,8 +9,8 @@ import pytest
 import torch
 from horovod.torch import elastic
 
+from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.engine import checkpoint
-from horovod_fftcomp.torch import arrays
 from tests.parallel.models import (
     ScriptedScaler,
     batches,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horovod_fftcomp.tools.check.finding import Finding, Level
-from horovod_fftcomp.version import __version__
+from horovod_fftcomp.wire.version import __version__
 
 _OURS = "horovod_fftcomp"
 _COMPARE = {

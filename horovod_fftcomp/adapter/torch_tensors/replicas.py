@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_fftcomp.torch.parameters import Parameters
+from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 
 _SHOWN = 8
 
