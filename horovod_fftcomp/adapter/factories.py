@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 from horovod_fftcomp.adapter.settings import Settings
-from horovod_fftcomp.engine.policy import KEYWORDS, make_policy
+from horovod_fftcomp.engine.policy import KEYWORDS, Scheduled, make_policy
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.recipes import RECIPES, get_scheme
+from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schemes.options import check_names
 
 _SETTINGS = list(inspect.signature(Settings).parameters)
@@ -29,6 +29,20 @@ def keywords_of(recipe: str) -> list[inspect.Parameter]:
         for each in inspect.signature(source, eval_str=True).parameters.values()
     }
     return [found[name] for name in (*RECIPES[recipe].options, *KEYWORDS, *_SETTINGS)]
+
+
+def configured(
+    recipe: str, options: dict[str, Any], without: Collection[str] = ()
+) -> tuple[Scheduled, Settings]:
+    """Return policy and settings of a recipe with keyword ``options``; TypeError for unknown ones.
+
+    ``without``: settings that the adapter does not have.
+    """
+    known = [name for name in _SETTINGS if name not in without]
+    check_names(recipe, options, get_recipe(recipe).options, [*KEYWORDS, *known])
+    settings = {name: value for name, value in options.items() if name in known}
+    rest = {name: value for name, value in options.items() if name not in known}
+    return make_policy(recipe, **rest), Settings(**settings)
 
 
 def documentation(recipe: str, parameters: Iterable[inspect.Parameter], *others: object) -> str:
@@ -97,10 +111,8 @@ class Factory(_NoCompressor):
 
     def __call__(self, model: Any = None, **options: Any) -> Any:
         """Return a compressor for the gradients of ``model``."""
-        check_names(self.__name__, options, RECIPES[self.__name__].options, [*KEYWORDS, *_SETTINGS])
-        settings = {name: options.pop(name) for name in list(options) if name in _SETTINGS}
-        policy = make_policy(self.__name__, **options)
-        return self._make(model, policy=policy, settings=Settings(**settings))
+        policy, settings = configured(self.__name__, options)
+        return self._make(model, policy=policy, settings=settings)
 
     def __repr__(self) -> str:
         return f"Compression.{self.__name__}"

@@ -8,17 +8,14 @@ Horovod's op and scaling factors.
 
 from __future__ import annotations
 
-from typing import Any
-
 import horovod.torch as hvd
 import torch
 
 from horovod_fftcomp.adapter import handshake, process_sets
-from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.settings import Settings
-from horovod_fftcomp.adapter.torch_tensors import arrays
-from horovod_fftcomp.adapter.torch_tensors.parameters import Model, Parameters, with_plain_names
+from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
+from horovod_fftcomp.adapter.torch_tensors.parameters import Model, Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.torch import horovod_internals
@@ -27,7 +24,7 @@ from horovod_fftcomp.torch.rounds import PendingRound
 from horovod_fftcomp.torch.steps import StepDriver
 
 
-class TorchCompressor(Compressor):
+class TorchCompressor(TensorCompressor):
     """Compressor of the gradients of one optimizer; made by the factories of ``Compression``.
 
     Parameters
@@ -45,7 +42,6 @@ class TorchCompressor(Compressor):
 
     def __init__(self, model: Model, *, policy: Scheduled, settings: Settings) -> None:
         super().__init__(policy, settings)
-        _check_scaler(settings.grad_scaler)
         self._set = settings.process_set or hvd.global_process_set
         parameters = Parameters(model)
         self._parameters = OptimizedParameters(parameters)
@@ -80,20 +76,6 @@ class TorchCompressor(Compressor):
                 self._warn_of_momentum(caller)
             self._connection.connect(self._facts, getattr(caller, "process_set", None))
 
-    # User methods that take and return tensors instead of arrays.
-
-    def residual(self, name: str) -> torch.Tensor:
-        """Return the residual of the parameter ``name``: float32, in the parameter's shape."""
-        return torch.from_numpy(super().residual(name))
-
-    def _of_framework(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` with its NumPy arrays converted to tensors."""
-        return arrays.to_torch(state)
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned on this rank, or a gathered one."""
-        super().load_state_dict(with_plain_names(arrays.to_numpy(saved)))
-
     def _warn_of_momentum(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if optimizer and recipe both have momentum for the same tensors."""
         momenta: dict[str, object] = {}
@@ -105,11 +87,3 @@ class TorchCompressor(Compressor):
             momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
             momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
         self._warn_of_two_momenta(type(optimizer).__name__, momenta)
-
-
-def _check_scaler(scaler: Any) -> None:
-    if scaler is not None and not hasattr(scaler, "get_scale"):
-        raise TypeError(
-            f"grad_scaler must have get_scale(), as torch.amp.GradScaler has; "
-            f"got {type(scaler).__name__}"
-        )
