@@ -1,8 +1,8 @@
 """Gradient compression for data-parallel training on stock Horovod.
 
-``horovod_fftcomp.torch`` and ``horovod_fftcomp.tensorflow`` are the adapters, which import their
-framework, as does ``horovod_fftcomp.adapter.torch_tensors``; importing ``horovod_fftcomp`` itself
-loads NumPy only.
+``horovod_fftcomp.torch``, ``horovod_fftcomp.torch_distributed`` and ``horovod_fftcomp.tensorflow``
+are the adapters, which import their framework, as does ``horovod_fftcomp.adapter.torch_tensors``;
+importing ``horovod_fftcomp`` itself loads NumPy only.
 """
 
 from horovod_fftcomp import schedules

@@ -26,7 +26,7 @@ FLOORS = (
     "engine",
     "simulation",
     "adapter tools",
-    "torch tensorflow mpi",
+    "torch torch_distributed tensorflow mpi",
     "cli __init__",
     "__main__",
 )
@@ -48,6 +48,7 @@ PACKAGES = {
     "tensorflow/": {"tensorflow", "horovod", "keras"},
     "tools/bench/plot": {"matplotlib"},
     "torch/": {"torch", "horovod"},
+    "torch_distributed/": {"torch"},
 }
 FILES = {
     path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in PACKAGE.rglob("*.py")

@@ -1,0 +1,114 @@
+"""``DDPCompressor``, the state of DDP's communication hook and the object that the user calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_fftcomp.adapter.connection import Connection
+from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
+from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
+from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
+from horovod_fftcomp.engine.policy import Scheduled
+from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.schemes.hierarchical import Ranks
+from horovod_fftcomp.torch_distributed.hook import exchange_bucket
+from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup, node_groups
+from horovod_fftcomp.torch_distributed.steps import StepDriver
+
+# Compressors of this process by their ranks; each of these makes its compressors in the same order.
+_n_made: Counter[tuple[int, ...]] = Counter()
+
+
+class DDPCompressor(TensorCompressor):
+    """Compressor of the gradients of a model under DDP; ``compress`` makes it.
+
+    Gradients are averaged over the ranks of the model's process group. State is kept by the names
+    that the parameters have in the wrapped model, so it does not depend on DDP's buckets.
+    """
+
+    _set: RankGroup
+    _parameters: OptimizedParameters
+    _steps: StepDriver
+    _IN_ELASTIC_JOBS = ""
+
+    def __init__(
+        self, model: DistributedDataParallel, *, policy: Scheduled, settings: Settings
+    ) -> None:
+        super().__init__(policy, settings)
+        self._model = weakref.ref(model)  # DDP holds this object, where no collector looks
+        parameters = _exchanged(model)
+        self._parameters = OptimizedParameters(parameters)
+        self._tensors = parameters.specs()
+        self._dtypes = [str(parameter.dtype) for parameter in parameters.tensors]
+        ranks = dist.get_process_group_ranks(model.process_group)
+        timeout_s = settings.timeout_s
+        group_name = f"fftcomp.{_n_made[tuple(ranks)]}"
+        _n_made[tuple(ranks)] += 1
+        self._set = RankGroup(ranks, group_name, timeout_s)
+        buckets = self._buckets_of(self._tensors)
+        outputs = self._open_outputs()
+        name = self._new_name()
+        watch = self._watch(name, self._set.abort)
+        inside = policy.ranks_per_node
+
+        def groups() -> Mapping[Ranks, RankGroup]:
+            if inside == 1:
+                return {}
+            return node_groups(inside, ranks, f"{group_name}.node", timeout_s)
+
+        self._connection = Connection(Network().send, name, self._set, watch, groups)
+        parts = self._make_parts(buckets, None, self._connection.send, name, outputs)
+        keeps_unused = model.find_unused_parameters or model.static_graph
+        self._steps = StepDriver(parts, parameters, self._connect, self._slots, keeps_unused, name)
+
+    def _connect(self) -> None:
+        self._connection.connect(self._facts, None)
+
+    def hook_pair(self) -> tuple[Any, Any]:
+        """Return state and function of the communication hook, as ``register_comm_hook`` takes."""
+        return self, exchange_bucket
+
+    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of a bucket of DDP; return the future of its averages."""
+        if not isinstance(bucket, dist.GradBucket):
+            raise UnsupportedError(
+                "torch.compile with optimize_ddp='python_reducer' passes no bucket to the hook and "
+                "ignores its result; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
+            )
+        model = self._model()
+        if model is not None and model._join_config.enable:
+            raise UnsupportedError(
+                "DDP's join() lets ranks without data send zeros, to which their residuals would "
+                "be added; give all ranks the same number of batches: DistributedSampler with "
+                "drop_last=True"
+            )
+        return self._steps.exchange(bucket)
+
+    def rejoin(self) -> list[int]:
+        """Raise UnsupportedError: torch.distributed restarts all processes of an elastic job."""
+        raise UnsupportedError(
+            "elastic jobs of torchrun restart all processes; save gathered_state_dict() in a "
+            "checkpoint and load it into the compressor of the restarted job"
+        )
+
+
+def _exchanged(model: DistributedDataParallel) -> Parameters:
+    """Return the parameters whose gradients DDP exchanges, by their names in the wrapped model."""
+    ignored = model.parameters_to_ignore
+    named = [pair for pair in model.module.named_parameters() if pair[0] not in ignored]
+    parameters = Parameters(named)
+    places = {parameter.device.type for parameter in parameters.tensors} - {"cpu"}
+    if places:
+        raise UnsupportedError(
+            f"the model has parameters on {places.pop()}; compress() supports models on the CPU. "
+            "On GPUs use horovod_fftcomp.torch under Horovod"
+        )
+    return parameters

@@ -1,0 +1,183 @@
+"""Rounds as collectives of ``torch.distributed``, carried out in order by one thread.
+
+Horovod matches operations by name, ``torch.distributed`` by order. Collectives that gather begin
+with a header that holds the name, so ranks that run different operations get an error instead of
+each other's data. Allreduce and broadcast have none; within a step they follow one that has.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from horovod_fftcomp import wire
+from horovod_fftcomp.adapter.handshake import compare_facts
+from horovod_fftcomp.engine.overlap import no_answer
+from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
+from horovod_fftcomp.torch_distributed.worker import Worker
+from horovod_fftcomp.types import Array
+
+_NAME_NBYTES = 64
+# Time after ``timeout_s`` in which the watch reports which rank is late, before Gloo gives up.
+_MARGIN_S = 60.0
+_LONGEST_S = 365 * 86400.0
+
+_Group: TypeAlias = Any  # ``dist.ProcessGroupGloo``, whose stubs lack most methods
+
+
+class RankGroup:
+    """Process group of a compressor alone, with the interface of Horovod's process sets.
+
+    ``ranks``: global ranks, this one included; each of them has to make the group, under the same
+    ``name``. ``timeout_s``: how long they wait for each other. ``dist.new_group`` would need the
+    other ranks of the job too, or as many groups on each rank.
+    """
+
+    def __init__(self, ranks: Sequence[int], name: str, timeout_s: float) -> None:
+        self.ranks = list(ranks)
+        self.process_set_id = 0 if len(self.ranks) == dist.get_world_size() else 1
+        prefix = f"{name}/{wire.fnv1a(str(self.ranks)):x}/"
+        self.group: _Group = dist.ProcessGroupGloo(
+            dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store()),
+            self.ranks.index(dist.get_rank()),
+            len(self.ranks),
+            datetime.timedelta(seconds=min(timeout_s + _MARGIN_S, _LONGEST_S)),
+        )
+
+    def rank(self) -> int:
+        """Return this rank's index in ``ranks``."""
+        return self.group.rank()
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
+
+    def included(self) -> bool:
+        """Return True: only ranks that take part have this object."""
+        return True
+
+    def abort(self) -> None:
+        """Make all collectives that wait fail."""
+        self.group.abort()
+
+
+class Network:
+    """Carries out rounds, one after the other, in the order in which they were sent."""
+
+    def __init__(self) -> None:
+        self._worker = Worker("fftcomp-network")
+
+    def send(self, round_: Round, name: str, group: RankGroup) -> PendingRound:
+        """Start a round without waiting; ``group``: its participants."""
+        return PendingRound(self._worker.submit(_completed, round_, name, group.group), name)
+
+
+class PendingRound:
+    """Round that was sent."""
+
+    def __init__(self, output: Future[Array], name: str) -> None:
+        self._output, self._name = output, name
+        self.is_done = output.done
+
+    def wait(self, timeout_s: float) -> Array:
+        """Return the output.
+
+        Raises ConfigMismatchError if it is not there after ``timeout_s`` seconds, or if a rank has
+        ended.
+        """
+        try:
+            return self._output.result(timeout_s)
+        except TimeoutError:
+            raise ConfigMismatchError(no_answer(repr(self._name), timeout_s)) from None
+        except RuntimeError as error:  # of Gloo
+            raise ConfigMismatchError(
+                f"{self._name!r} failed, since a rank has ended or cannot be reached; look at the "
+                f"other ranks' output for the first error ({error})"
+            ) from error
+
+
+def node_groups(
+    ranks_per_node: int, ranks: Sequence[int], name: str, timeout_s: float
+) -> Mapping[Ranks, RankGroup]:
+    """Return the groups of this rank's node and of its leaders, by indices into ``ranks``."""
+    own = list(ranks).index(dist.get_rank())
+    return {
+        members: RankGroup([ranks[member] for member in members], name, timeout_s)
+        for members in NodeLayout(ranks_per_node, len(ranks)).groups()
+        if own in members
+    }
+
+
+def _completed(round_: Round, name: str, group: _Group) -> Array:
+    data = torch.from_numpy(round_.data)
+    return _COLLECTIVES[round_.collective](data, round_, name, group).numpy()
+
+
+def _gathered(data: torch.Tensor, round_: Round, name: str, group: _Group) -> torch.Tensor:
+    """Return all ranks' data. Gloo gathers equal sizes only, so shorter data are padded."""
+    n_ranks = group.size()
+    sizes = _gathered_header(name, [data.numel()] * n_ranks, group)[:, 0].tolist()
+    longest = max(sizes)
+    rows = data.new_empty(n_ranks, longest)
+    if longest:
+        missing = longest - data.numel()
+        padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
+        group.allgather([list(rows)], [padded]).wait()
+    if min(sizes) == longest:
+        return rows.reshape(-1)
+    return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+
+
+def _reduced(data: torch.Tensor, round_: Round, name: str, group: _Group) -> torch.Tensor:
+    total = data.clone()
+    if total.numel():
+        group.allreduce([total]).wait()
+    return total
+
+
+def _broadcast(data: torch.Tensor, round_: Round, name: str, group: _Group) -> torch.Tensor:
+    output = data.clone()
+    if output.numel():
+        options = dist.BroadcastOptions()
+        options.rootRank = round_.root
+        group.broadcast([output], options).wait()
+    return output
+
+
+def _exchanged(data: torch.Tensor, round_: Round, name: str, group: _Group) -> torch.Tensor:
+    to_each = _gathered_header(name, round_.splits, group)
+    sizes = to_each[:, group.rank()].tolist()
+    output = data.new_empty(sum(sizes))
+    if to_each.any():
+        group.alltoall_base(output, data, sizes, list(round_.splits)).wait()
+    return output
+
+
+def _gathered_header(name: str, sizes: Sequence[int], group: _Group) -> Array:
+    """Return every rank's ``sizes``, int64 ``[ranks, sizes]``; the names must be equal."""
+    label = name.encode()[-_NAME_NBYTES:].ljust(_NAME_NBYTES)
+    own = np.concatenate([np.frombuffer(label, np.int64), np.array(sizes, np.int64)])
+    rows = torch.empty(group.size(), own.size, dtype=torch.int64)
+    group.allgather([list(rows)], [torch.from_numpy(own)]).wait()
+    headers = rows.numpy()
+    n_words = _NAME_NBYTES // 8
+    if (headers[:, :n_words] != headers[0, :n_words]).any():
+        names = [header[:n_words].tobytes().decode().strip() for header in headers]
+        compare_facts([{"operation": each} for each in names])
+    return headers[:, n_words:]
+
+
+_COLLECTIVES: Mapping[str, Callable[[torch.Tensor, Round, str, _Group], torch.Tensor]] = {
+    "allgather": _gathered,
+    "allreduce": _reduced,
+    "alltoall": _exchanged,
+    "broadcast": _broadcast,
+}

@@ -1,0 +1,277 @@
+"""Step driver of the adapter for DDP: exchanges the gradients that DDP's hook passes on."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import CodeType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from horovod_fftcomp.adapter import steps
+from horovod_fftcomp.adapter.stalls import Progress
+from horovod_fftcomp.adapter.torch_tensors import arrays
+from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
+from horovod_fftcomp.engine.overlap import Pending, Slot
+from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.torch_distributed.gradients import Arrival, ParameterNumbers
+from horovod_fftcomp.torch_distributed.pipeline import OrderedPipeline
+from horovod_fftcomp.torch_distributed.worker import Worker
+from horovod_fftcomp.types import Array
+
+
+class StepDriver(steps.StepDriver):
+    """Step driver of one model under DDP.
+
+    A thread of its own takes the buckets of DDP in their order, which is the same on all ranks, and
+    encodes, sends and decodes. The training thread waits for it at the end of the backward pass,
+    raises its errors there and closes the step; between steps it alone uses the engine.
+    ``connect`` starts the handshake. ``keeps_unused``: whether DDP discards the averages of
+    parameters that no rank has used. ``name``: the compressor's.
+    """
+
+    _TO_CONTINUE = "one into the model and the optimizer"
+
+    def __init__(
+        self,
+        parts: steps.Parts,
+        parameters: Parameters,
+        connect: Callable[[], None],
+        slots: Sequence[Slot | None],
+        keeps_unused: bool,
+        name: str,
+    ) -> None:
+        super().__init__(parts)
+        self._numbers = ParameterNumbers(parameters)
+        self._names, self._connect, self._slots = parameters.names, connect, slots
+        self._keeps_unused, self._name = keeps_unused, name
+        self._scale = 1.0 / parts.engine.world_size
+        self._pipeline = OrderedPipeline(
+            parts.engine, self._send_bucket, self._deliver, parts.settings.timeout_s
+        )
+        self._worker = Worker("fftcomp-steps")
+        self._members = [
+            [parameters.names.index(tensor.name) for tensor in bucket.tensors]
+            for bucket in parts.engine.buckets
+        ]
+        self._computes = False
+        self._hidden_s = self._encoded_s = 0.0  # up to now; up to the last step
+        self._reset()
+        parts.connection.watch.follow(self, parameters.names)
+
+    def _reset(self) -> None:
+        self._arrivals: dict[int, Arrival] = {}  # of this step, by the parameter's number
+        self._arrived: list[dict[int, Array | None]] = [{} for _ in self._engine.buckets]
+        self._dense: list[tuple[Pending, Arrival]] = []
+        self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._bad: dict[str, bool] = {}  # dense tensors, see ``NotFiniteWarning``
+        self._returned = 0
+        self._inside = False
+
+    # Called in the training thread.
+
+    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start the exchange of a bucket of DDP; return the future of its averages."""
+        self._connection.check()
+        self.check_unbroken()
+        begins = bucket.index() == 0
+        if begins and self._inside:
+            self._broken_by = "an error in the backward pass"
+            self.check_unbroken()
+        self._inside = True
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        gradients = self._numbers.gradients(bucket)
+        arrival = Arrival(bucket.buffer(), future, gradients, bucket.is_last())
+        self._worker.submit(self._take, arrival, begins)
+        if arrival.is_last:
+            self._hidden_s += self._engine.costs.encode_s - self._encoded_s
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+        return future
+
+    def _close(self) -> None:
+        """Wait for the end of the step, and commit its state; the end of a backward pass."""
+        error = self._ended.get()
+        if error is not None:
+            raise error
+        step, ranks = self._engine.step, self._set.ranks
+        self._replicas.finish(self._settings.timeout_s)
+        self._not_finite.observe(self._engine.bad | self._bad, self._engine.rank, ranks)
+        self._end_record(step)
+        self._engine.settle()
+        self._encoded_s = self._engine.costs.encode_s
+        self._reset()
+        self._note_closed()
+
+    def settle(self) -> None:
+        """Raise ValueError if a step is under way; a complete one is closed already."""
+        if self._inside:
+            raise ValueError("a step is under way: call this after backward()")
+
+    def close_if_complete(self) -> None:
+        """Do nothing: a complete step is closed already."""
+
+    def abandon(self) -> None:
+        """Discard a step that an error interrupted."""
+        self._worker.submit(lambda: None).result()
+        super().abandon()
+        self._pipeline.abandon()
+        self._reset()
+
+    def loss_scale(self) -> float:
+        """Return the present loss scale."""
+        scaler = self._settings.grad_scaler
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def times(self) -> dict[str, float]:
+        """Return the times of ``stats`` that are not the engine's, in seconds."""
+        return super().times() | {
+            "encode_hidden_s": self._hidden_s,
+            "encode_wait_s": self._engine.costs.encode_s - self._hidden_s,
+            "wait_s": self._pipeline.wait_s,
+        }
+
+    # Called in the watch's thread.
+
+    def progress(self) -> Progress:
+        """Return this rank's progress."""
+        step, inside = self._engine.step, self._inside and not self._broken_by
+        counts = len(self._arrivals), self._returned
+        return Progress(step, *counts, inside, self._computes, doing=f"step {step}")
+
+    def missing(self) -> list[int]:
+        """Return the numbers of the parameters whose gradients have not come in this step."""
+        return [number for number in range(len(self._names)) if number not in self._arrivals]
+
+    def may_wait(self, running: Collection[CodeType]) -> bool:
+        """Return True: a step is under way until its last gradient is finished."""
+        del running
+        return True
+
+    # Called in the worker's thread.
+
+    def _take(self, arrival: Arrival, begins: bool) -> None:
+        """Exchange the gradients of a bucket of DDP; the last one ends the step.
+
+        Errors go to the training thread: DDP would replace those of a future by one of its own.
+        """
+        try:
+            if not self._broken_by:
+                self._exchange(arrival, begins)
+            if arrival.is_last:
+                self._ended.put(None)
+        except BaseException as error:
+            self._broken_by = repr(error)
+            self._ended.put(error)
+        if self._broken_by:
+            for waiting in [arrival, *self._arrivals.values()]:
+                waiting.complete()
+
+    def _exchange(self, arrival: Arrival, begins: bool) -> None:
+        if begins:
+            self._begin()
+        grads = arrival.gradients
+        self._arrivals |= dict.fromkeys(grads, arrival)
+        self.dense_nbytes += sum(4 * grad.numel() for grad in grads.values())
+        self._send_dense(arrival)
+        compressed = [number for number in grads if self._slots[number] is not None]
+        flat = dict(zip(compressed, arrays.flat_float32(grads[n] for n in compressed), strict=True))
+        unused = self._unused_everywhere(flat) if self._keeps_unused else ()
+        for number, values in flat.items():
+            slot = self._slots[number]
+            assert slot is not None  # only these are compressed
+            if self._recorded is not None and values is not None:
+                shape = grads[number].shape
+                self._recorded[self._names[number]] = values.reshape(shape).copy()
+            arrived = self._arrived[slot.bucket]
+            arrived[slot.position] = None if number in unused else values
+            if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):
+                self._start(slot.bucket)
+        self._pipeline.poll()
+        if arrival.is_last:
+            self._finish()
+
+    def _begin(self) -> None:
+        """Compare what the ranks are about to do; connect all if one is not connected."""
+        timeout_s = self._settings.timeout_s
+        connected = np.array([self._connection.is_up], np.uint8)
+        if not self._send(Round("allgather", connected), "step").wait(timeout_s).all():
+            if self._connection.is_up:
+                self._connection.reset()
+            self._connect()
+            self._connection.open()
+        self._engine.follow_loss_scale(self.loss_scale())
+        self._begin_record()
+        self._replicas.begin(self._engine.step)
+
+    def _start(self, bucket: int) -> None:
+        arrived, self._arrived[bucket] = self._arrived[bucket], {}
+        self._computes = True  # the first call compiles kernels
+        try:
+            self._pipeline.start(bucket, [arrived[index] for index in range(len(arrived))])
+        finally:
+            self._computes = False
+
+    def _finish(self) -> None:
+        """Complete all exchanges of the step."""
+        self._pipeline.finish()
+        for pending, arrival in self._dense:
+            self._deliver_dense(pending.wait(self._settings.timeout_s), arrival)
+
+    def _unused_everywhere(self, flat: Mapping[int, Array | None]) -> set[int]:
+        """Return the numbers of the parameters whose gradients are zero on all ranks.
+
+        DDP discards the averages of parameters that no rank has used. Their residuals stay.
+        """
+        if not flat:
+            return set()
+        used = np.array([values is not None and values.any() for values in flat.values()])
+        flags = Round("allreduce", used.astype(np.float32))
+        self.other_nbytes += flags.data.nbytes
+        counts = self._send(flags, "used").wait(self._settings.timeout_s)
+        return {number for number, count in zip(flat, counts, strict=True) if not count}
+
+    def _send_dense(self, arrival: Arrival) -> None:
+        grads = arrival.gradients
+        dense = [number for number in grads if self._slots[number] is None]
+        if not dense:
+            return
+        flat = torch.cat([grads[number].detach().reshape(-1) for number in dense])
+        data = arrays.sendable(flat).numpy()
+        self.other_nbytes += data.nbytes
+        self._dense.append((self._send(Round("allreduce", data), "dense"), arrival))
+
+    def _deliver_dense(self, total: Array, arrival: Arrival) -> None:
+        """Write the averages of a bucket's dense gradients."""
+        sums = torch.from_numpy(total)
+        finite = not self._engine.buckets or bool(torch.isfinite(sums).all())
+        self._engine.observe(finite)
+        offset = 0
+        for number, view in arrival.gradients.items():
+            if self._slots[number] is None:
+                own = sums[offset : offset + view.numel()].view(view.shape)
+                offset += view.numel()
+                if not finite and not bool(torch.isfinite(own).all()):
+                    self._bad[self._names[number]] = False
+                self._write(number, own, view)
+
+    def _deliver(self, bucket: int, sums: Sequence[Array]) -> None:
+        """Write the averages of a bucket of the engine."""
+        for number, total in zip(self._members[bucket], sums, strict=True):
+            view = self._arrivals[number].gradients[number]
+            self._write(number, torch.from_numpy(total).view(view.shape), view)
+            if view.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
+                self._engine.observe(bool(torch.isfinite(view).all()))
+
+    def _write(self, number: int, total: torch.Tensor, view: torch.Tensor) -> None:
+        with torch.no_grad():
+            torch.mul(total, self._scale, out=view)
+        self._arrivals[number].finish(number)
+        self._returned += 1
+
+    def _send(self, round_: Round, what: str) -> Pending:
+        return self._connection.send(round_, f"{self._name}.{what}", self._set)
+
+    def _send_bucket(self, round_: Round, bucket: int, number: int) -> Pending:
+        return self._send(round_, f"{bucket}.{number}")

@@ -1,0 +1,347 @@
+"""DDP with compressed gradients; ``test_torch_distributed.py`` starts this on every rank."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_fftcomp import ConfigMismatchError, UnsupportedError, get_scheme, simulate
+from horovod_fftcomp.engine.buckets import MIN_NUMEL
+from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.torch_distributed import compress
+from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup
+
+RECIPES = [
+    ("topk", {"density": 0.1}),
+    ("fft", {}),
+    ("qsgd", {}),
+    ("scalecom", {"density": 0.1}),
+    ("powersgd", {}),
+    ("hard_threshold", {"threshold": 0.01}),  # payloads of unequal sizes
+    ("fft", {"exchange": "sharded"}),
+    ("topk", {"ranks_per_node": 2}),
+    ("none", {}),
+]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _process_group():
+    rank, size = int(os.environ["FFTCOMP_TEST_RANK"]), int(os.environ["FFTCOMP_TEST_RANKS"])
+    torch.set_num_threads(1)
+    store = f"file://{os.environ['FFTCOMP_TEST_STORE']}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    yield
+    dist.destroy_process_group()
+
+
+def gathered(value):
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, value)
+    return everywhere
+
+
+def same_everywhere(*tensors):
+    values = gathered([tensor.numpy().tobytes() for tensor in tensors])
+    assert all(value == values[0] for value in values)
+
+
+class Network3(nn.Module):
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.last, self.spare = nn.Linear(width, 4), nn.Linear(width, width)
+
+    def forward(self, x, uses_spare=True):
+        hidden = self.second(torch.relu(self.first(x)))
+        return self.last(torch.relu(self.spare(hidden) if uses_spare else hidden))
+
+
+def wrapped(model=None, bucket_cap_mb=25.0, **options):
+    return DistributedDataParallel(
+        Network3() if model is None else model, bucket_cap_mb=bucket_cap_mb, **options
+    )
+
+
+def train(ddp, steps, lr=0.005, **forward):
+    """Train on data of each rank's own; return the losses. ``steps``: a range of numbers."""
+    optimizer = torch.optim.Adam(ddp.parameters(), lr)
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        x = torch.randn(32, 48, generator=generator)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(ddp(x, **forward), x[:, :4].argmax(1))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def same_gradients(one, other, recipe):
+    """Assert equal gradients; on three ranks those by allreduce to rounding.
+
+    The order in which Gloo adds three values depends on their place in a bucket.
+    """
+    allreduced = "allreduce" in get_scheme(recipe).rounds
+    for mine, its in zip(one.parameters(), other.parameters(), strict=True):
+        if dist.get_world_size() > 2 and (mine.numel() < MIN_NUMEL or allreduced):
+            torch.testing.assert_close(mine.grad, its.grad)
+        else:
+            assert torch.equal(mine.grad, its.grad)
+
+
+def flat(model):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def test_horovod_is_not_imported():
+    assert "horovod" not in sys.modules
+
+
+def test_rounds_are_those_of_their_process_group():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    network, group = Network(), RankGroup(range(size), "test", 30.0)
+
+    def output(collective, data, **options):
+        return network.send(Round(collective, data, **options), collective, group).wait(30.0)
+
+    for length in (rank, 3):  # unequal, one of them empty; equal
+        got = output("allgather", np.full(length, rank, np.uint8))
+        assert got.tolist() == [r for r in range(size) for _ in range(r if length == rank else 3)]
+    assert output("allgather", np.empty(0, np.uint8)).size == 0
+    for dtype in (np.float32, np.float16):
+        data = np.full(5, rank + 1, dtype)
+        got = output("allreduce", data)
+        assert got.dtype == dtype
+        assert got.tolist() == [size * (size + 1) / 2] * 5
+        assert data.tolist() == [rank + 1] * 5
+    assert output("broadcast", np.full(2, rank, np.float32), root=1).tolist() == [1, 1]
+    for factor in (0, 1):
+        splits = tuple(factor * ((rank + to) % 3) for to in range(size))
+        got = output("alltoall", np.full(sum(splits), rank, np.uint8), splits=splits)
+        assert got.tolist() == [r for r in range(size) for _ in range(factor * ((r + rank) % 3))]
+    sent = network.send(Round("allgather", np.zeros(1, np.uint8)), f"of rank {rank}", group)
+    with pytest.raises(ConfigMismatchError, match="operation is of rank 0 on rank 0 but of rank 1"):
+        sent.wait(30.0)
+
+
+@pytest.mark.parametrize(("recipe", "options"), RECIPES, ids=str)
+def test_the_loss_falls_and_ranks_stay_equal(recipe, options):
+    ddp = wrapped(bucket_cap_mb=0.01)
+    compression = compress(ddp, recipe, **options)
+    losses = train(ddp, range(40))
+    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+    same_everywhere(flat(ddp))
+    stats = compression.stats()
+    assert stats["steps"] == 40
+    assert stats["dense_nbytes"] == 40 * 4 * flat(ddp).numel()
+    assert recipe == "none" or stats["ratio"] > 2
+
+
+class OneTensor(nn.Module):
+    """Layer whose tensor has the name that a simulation gives its own: draws depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gradient = nn.Parameter(torch.randn(60, 100))
+
+    def forward(self, x):
+        return x @ self.gradient.T
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [each for each in RECIPES if each[0] not in ("none", "powersgd")],
+    ids=str,
+)
+def test_averages_are_those_of_a_simulation(recipe, options):
+    """To the last bit on two ranks; on more to the rounding of the mean, and of an allreduce."""
+    model = OneTensor()
+    ddp = wrapped(model)
+    compress(ddp, recipe, **options)
+    own, averages = [], []
+    model.gradient.register_hook(lambda grad: own.append(grad.clone().reshape(-1)))
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        ddp.zero_grad()
+        ddp(torch.randn(8, 100, generator=generator)).square().sum().backward()
+        averages.append(model.gradient.grad.reshape(-1).clone())
+    same_everywhere(*averages)
+    gradients = np.stack(gathered(torch.stack(own).numpy()), axis=1)
+    for found, expected in zip(averages, simulate(recipe, gradients, **options), strict=True):
+        if dist.get_world_size() == 2:
+            np.testing.assert_array_equal(found, expected.average)
+        gathers = "allreduce" not in get_scheme(recipe).rounds
+        rounding = 0.0 if gathers else 1e-6 * np.abs(expected.average).max()
+        np.testing.assert_allclose(found, expected.average, rtol=2e-7, atol=rounding)
+
+
+@pytest.mark.parametrize("recipe", ["topk", "powersgd"])
+def test_a_saved_state_continues_exactly_with_other_buckets_of_ddp(recipe):
+    whole = wrapped()
+    compress(whole, recipe)
+    train(whole, range(8), lr=0.0)
+    ddp = wrapped()
+    compression = compress(ddp, recipe)
+    train(ddp, range(4), lr=0.0)
+    file = io.BytesIO()
+    torch.save(compression.state_dict(), file)
+    file.seek(0)
+    again = wrapped(bucket_cap_mb=0.01)
+    resumed = compress(again, recipe)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    train(again, range(4, 8), lr=0.0)
+    same_gradients(whole, again, recipe)
+    assert resumed.residual("first.weight").abs().sum() > 0
+
+
+def test_averages_do_not_depend_on_the_buckets_of_ddp():
+    models = [wrapped(bucket_cap_mb=bucket_cap_mb) for bucket_cap_mb in (25.0, 0.01)]
+    for ddp in models:
+        compress(ddp, "topk", density=0.05)
+        train(ddp, range(3), lr=0.0)
+    same_gradients(*models, "topk")
+
+
+def test_ranks_that_differ_raise_the_same_error():
+    ddp = wrapped()
+    compress(ddp, "topk", density=0.1 if dist.get_rank() == 0 else 0.2)
+    with pytest.raises(ConfigMismatchError, match=r"density is 0\.1 on rank 0") as raised:
+        train(ddp, range(1))
+    assert len(set(gathered(str(raised.value)))) == 1
+
+
+def test_a_rank_that_alone_loads_a_state_raises_an_error_on_all():
+    ddp = wrapped()
+    compression = compress(ddp, "topk")
+    before = compression.state_dict()
+    train(ddp, range(1))
+    if dist.get_rank() == 1:
+        compression.load_state_dict(before)
+    with pytest.raises(ConfigMismatchError, match="step is 1 on rank"):
+        train(ddp, range(1))
+
+
+@pytest.mark.parametrize(
+    "mode", ["", "gradient_as_bucket_view", "find_unused_parameters", "static_graph"]
+)
+def test_all_coefficients_give_the_gradients_of_ddp(mode):
+    options = {mode: True} if mode else {}
+    models = [wrapped(bucket_cap_mb=0.01, **options) for _ in range(2)]
+    compress(models[0], "topk", density=1.0, bits=32)
+    for ddp in models:
+        train(ddp, range(3), uses_spare=mode != "find_unused_parameters")
+    np.testing.assert_allclose(flat(models[0]), flat(models[1]), rtol=1e-5, atol=1e-7)
+    same_everywhere(flat(models[0]))
+
+
+def test_accumulated_gradients_are_exchanged_once():
+    ddp = wrapped()
+    compression = compress(ddp, "topk", density=1.0, bits=32)
+    x = torch.randn(8, 48, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    ddp(x).sum().backward()
+    assert compression.stats()["steps"] == 1
+    same_everywhere(*(parameter.grad for parameter in ddp.parameters()))
+
+
+def test_gradients_of_channels_last_weights_keep_their_places():
+    grads = []
+    for options in (None, {"density": 1.0, "bits": 32}):
+        torch.manual_seed(0)
+        model = nn.Conv2d(8, 16, 3, bias=False).to(memory_format=torch.channels_last)
+        ddp = wrapped(model)
+        if options is not None:
+            compression = compress(ddp, "topk", rules=[("*", options)])
+        x = torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+        ddp(x).square().sum().backward()
+        grads.append(model.weight.grad)
+    assert "0 of 1 tensors dense" in repr(compression)
+    assert grads[1].stride() == grads[0].stride()
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_a_parameter_that_no_rank_uses_keeps_its_residual():
+    ddp = wrapped(find_unused_parameters=True)
+    compression = compress(ddp, "topk", density=0.05)
+    train(ddp, range(2))
+    before = compression.residual("spare.weight")
+    assert before.abs().sum() > 0
+    train(ddp, range(2), uses_spare=False)
+    assert torch.equal(compression.residual("spare.weight"), before)
+
+
+def test_nan_on_one_rank_reaches_all_and_changes_no_residual():
+    ddp = wrapped()
+    compression = compress(ddp, "topk")
+    train(ddp, range(2), lr=0.0)
+    before = compression.residual("first.weight")
+    ddp.zero_grad()
+    x = torch.full((2, 48), np.nan if dist.get_rank() == 1 else 1.0)
+    if dist.get_rank() < 2:
+        with pytest.warns(RuntimeWarning, match="NaN or Inf"):
+            ddp(x).sum().backward()
+    else:
+        ddp(x).sum().backward()
+    assert ddp.module.first.weight.grad.isnan().any()
+    assert torch.equal(compression.residual("first.weight"), before)
+    assert compression.stats()["skipped_steps"] == 1
+
+
+def test_the_density_changes_on_all_ranks_together():
+    ddp = wrapped()
+    compression = compress(ddp, "topk", density=0.1)
+    train(ddp, range(1))
+    compression.set_density(0.01)
+    train(ddp, range(1))
+    assert compression.stats()["density"] == 0.01
+    with pytest.raises(ConfigMismatchError, match="density is"):
+        compression.set_density(0.1 * (1 + dist.get_rank()))
+
+
+def test_join_is_refused():
+    ddp = wrapped()
+    compress(ddp, "topk")
+    with pytest.raises(UnsupportedError, match="same number of batches"), ddp.join():
+        train(ddp, range(1))
+
+
+def test_a_model_without_ddp_is_refused():
+    with pytest.raises(TypeError, match=r"compress\(DDP\(model\)\)"):
+        compress(Network3(), "topk")
+    with pytest.raises(TypeError, match="process_set"):
+        compress(wrapped(), "topk", process_set=None)
+    with pytest.raises(ValueError, match="unknown recipe"):
+        compress(wrapped(), "topq")
+
+
+def test_threads_end_with_the_model():
+    def count():
+        names = [thread.name for thread in threading.enumerate()]
+        return names.count("fftcomp-network") + names.count("fftcomp-steps")
+
+    gc.collect()
+    before = count()
+    ddp = wrapped()
+    train_it = compress(ddp, "topk")
+    train(ddp, range(1))
+    assert count() == before + 2
+    del ddp, train_it
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name in ("fftcomp-network", "fftcomp-steps"):
+            thread.join(0.2)
+    assert count() <= before
