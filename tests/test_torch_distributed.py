@@ -14,8 +14,10 @@ pytestmark = [pytest.mark.parallel, pytest.mark.torch]
 ROOT = Path(__file__).parents[1]
 
 
-def run_ranks(n: int, folder: Path, *command: str, timeout_s: int = 200) -> list[str]:
-    """Run Python with ``command`` on ``n`` ranks; return their outputs. A failure is an error."""
+def run_ranks(
+    n: int, folder: Path, *command: str, timeout_s: int = 200
+) -> tuple[list[int], list[str]]:
+    """Run Python with ``command`` on ``n`` ranks; return their exit codes and outputs."""
     pytest.importorskip("torch")
     environment = os.environ | {
         "FFTCOMP_TEST_RANKS": str(n),
@@ -43,12 +45,24 @@ def run_ranks(n: int, folder: Path, *command: str, timeout_s: int = 200) -> list
             file.seek(0)
             outputs.append(file.read())
             file.close()
-    assert codes == [0] * n, "\n".join(output[-4000:] for output in outputs)
-    return outputs
+    return codes, outputs
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.smoke), 3])
 def test_on_ranks(ranks, tmp_path):
     cases = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no"]
-    outputs = run_ranks(ranks, tmp_path, *cases, "tests/ddp_cases.py")
+    codes, outputs = run_ranks(ranks, tmp_path, *cases, "tests/ddp_cases.py")
+    assert codes == [0] * ranks, "\n".join(output[-4000:] for output in outputs)
     assert all(" passed" in output for output in outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [("dies", "a rank has ended or cannot be reached"), ("sleeps", "Rank 1 is late: it has not")],
+)
+def test_a_rank_that_fails_ends_the_others_with_the_reason(failure, message, tmp_path):
+    codes, outputs = run_ranks(2, tmp_path, "tests/scripts/ddp_failure.py", failure, timeout_s=60)
+    assert codes == [1, 9 if failure == "dies" else 1]
+    assert "ConfigMismatchError: " in outputs[0]
+    assert message in outputs[0]

@@ -56,7 +56,8 @@ class DDPCompressor(TensorCompressor):
         buckets = self._buckets_of(self._tensors)
         outputs = self._open_outputs()
         name = self._new_name()
-        watch = self._watch(name, self._set.abort)
+        network = Network()
+        watch = self._watch(name, network.abort)
         inside = policy.ranks_per_node
 
         def groups() -> Mapping[Ranks, RankGroup]:
@@ -64,7 +65,7 @@ class DDPCompressor(TensorCompressor):
                 return {}
             return node_groups(inside, ranks, f"{group_name}.node", timeout_s)
 
-        self._connection = Connection(Network().send, name, self._set, watch, groups)
+        self._connection = Connection(network.send, name, self._set, watch, groups)
         parts = self._make_parts(buckets, None, self._connection.send, name, outputs)
         keeps_unused = model.find_unused_parameters or model.static_graph
         self._steps = StepDriver(parts, parameters, self._connect, self._slots, keeps_unused, name)

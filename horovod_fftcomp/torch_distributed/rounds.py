@@ -8,8 +8,10 @@ each other's data. Allreduce and broadcast have none; within a step they follow 
 from __future__ import annotations
 
 import datetime
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,6 +30,7 @@ from horovod_fftcomp.types import Array
 _NAME_NBYTES = 64
 # Time after ``timeout_s`` in which the watch reports which rank is late, before Gloo gives up.
 _MARGIN_S = 60.0
+_LOOK_S = 0.25  # a wait ends so long after an abort at the latest
 _LONGEST_S = 365 * 86400.0
 
 _Group: TypeAlias = Any  # ``dist.ProcessGroupGloo``, whose stubs lack most methods
@@ -64,39 +67,43 @@ class RankGroup:
         """Return True: only ranks that take part have this object."""
         return True
 
-    def abort(self) -> None:
-        """Make all collectives that wait fail."""
-        self.group.abort()
-
 
 class Network:
     """Carries out rounds, one after the other, in the order in which they were sent."""
 
     def __init__(self) -> None:
         self._worker = Worker("fftcomp-network")
+        self._aborted = threading.Event()
 
     def send(self, round_: Round, name: str, group: RankGroup) -> PendingRound:
         """Start a round without waiting; ``group``: its participants."""
-        return PendingRound(self._worker.submit(_completed, round_, name, group.group), name)
+        output = self._worker.submit(_completed, round_, name, group.group)
+        return PendingRound(output, name, self._aborted)
+
+    def abort(self) -> None:
+        """Make all waits for rounds fail; an abort of Gloo does not end its waits."""
+        self._aborted.set()
 
 
 class PendingRound:
     """Round that was sent."""
 
-    def __init__(self, output: Future[Array], name: str) -> None:
-        self._output, self._name = output, name
+    def __init__(self, output: Future[Array], name: str, aborted: threading.Event) -> None:
+        self._output, self._name, self._aborted = output, name, aborted
         self.is_done = output.done
 
     def wait(self, timeout_s: float) -> Array:
         """Return the output.
 
-        Raises ConfigMismatchError if it is not there after ``timeout_s`` seconds, or if a rank has
-        ended.
+        Raises ConfigMismatchError if it is not there after ``timeout_s`` seconds, if the network
+        was aborted, or if a rank has ended.
         """
+        limit = time.monotonic() + timeout_s
+        while not wait([self._output], min(timeout_s, _LOOK_S)).done:
+            if self._aborted.is_set() or time.monotonic() > limit:
+                raise ConfigMismatchError(no_answer(repr(self._name), timeout_s))
         try:
-            return self._output.result(timeout_s)
-        except TimeoutError:
-            raise ConfigMismatchError(no_answer(repr(self._name), timeout_s)) from None
+            return self._output.result()
         except RuntimeError as error:  # of Gloo
             raise ConfigMismatchError(
                 f"{self._name!r} failed, since a rank has ended or cannot be reached; look at the "

@@ -1,0 +1,25 @@
+"""Train under DDP with two ranks of which the second one dies, or sleeps, before its third step."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_fftcomp.torch_distributed import compress
+
+rank, failure = int(os.environ["FFTCOMP_TEST_RANK"]), sys.argv[1]
+store = f"file://{os.environ['FFTCOMP_TEST_STORE']}"
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
+compress(ddp, "topk", timeout_s=2)
+for step in range(4):
+    if step == 2 and rank == 1:
+        if failure == "dies":
+            os._exit(9)
+        time.sleep(10)
+    ddp(torch.randn(4, 64)).square().sum().backward()
