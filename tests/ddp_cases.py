@@ -319,6 +319,25 @@ def test_join_is_refused():
         train(ddp, range(1))
 
 
+def test_sparse_gradients_are_refused():
+    ddp = wrapped(nn.Embedding(50, 32, sparse=True))
+    compress(ddp, "topk")
+    with pytest.raises(UnsupportedError, match="sparse=False"):
+        ddp(torch.tensor([1, 2])).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_averages_have_the_type_of_the_gradients(dtype):
+    torch.manual_seed(0)
+    ddp = wrapped(nn.Linear(64, 64, dtype=dtype))
+    compress(ddp, "topk", density=1.0, bits=32)
+    ddp(torch.full((2, 64), 1.0 + dist.get_rank(), dtype=dtype)).sum().backward()
+    size = dist.get_world_size()
+    expected = torch.full((64, 64), (size + 1.0), dtype=dtype)
+    torch.testing.assert_close(ddp.module.weight.grad, expected)
+    same_everywhere(ddp.module.weight.grad.double(), ddp.module.bias.grad.double())
+
+
 def test_a_model_without_ddp_is_refused():
     with pytest.raises(TypeError, match=r"compress\(DDP\(model\)\)"):
         compress(Network3(), "topk")

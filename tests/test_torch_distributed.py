@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_parallel import run_ranks as horovod_ranks
+
+torch = pytest.importorskip("torch")
+
 pytestmark = [pytest.mark.parallel, pytest.mark.torch]
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +22,6 @@ def run_ranks(
     n: int, folder: Path, *command: str, timeout_s: int = 200
 ) -> tuple[list[int], list[str]]:
     """Run Python with ``command`` on ``n`` ranks; return their exit codes and outputs."""
-    pytest.importorskip("torch")
     environment = os.environ | {
         "FFTCOMP_TEST_RANKS": str(n),
         "FFTCOMP_TEST_STORE": str(folder / "store"),
@@ -66,3 +69,27 @@ def test_a_rank_that_fails_ends_the_others_with_the_reason(failure, message, tmp
     assert codes == [1, 9 if failure == "dies" else 1]
     assert "ConfigMismatchError: " in outputs[0]
     assert message in outputs[0]
+
+
+def same(one, other):
+    """Tell whether nested dicts and lists are equal, tensors to the last bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_averages_and_state_are_those_of_the_horovod_adapter(tmp_path):
+    script = "tests/scripts/two_launchers.py"
+    code, output = horovod_ranks(2, "mpi", script, "horovod", str(tmp_path))
+    assert code == 0, output[-4000:]
+    codes, outputs = run_ranks(2, tmp_path, script, "ddp", str(tmp_path))
+    assert codes == [0, 0], outputs[0][-4000:] + outputs[1][-4000:]
+    for rank in range(2):
+        one, other = (
+            torch.load(tmp_path / f"{launcher}-{rank}.pt", weights_only=True)
+            for launcher in ("horovod", "ddp")
+        )
+        assert one.keys() == other.keys()
+        assert [recipe for recipe in one if not same(one[recipe], other[recipe])] == []

@@ -1,0 +1,55 @@
+"""Write averages and states of a few steps, under horovodrun or over ``torch.distributed``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+LAUNCHER, FOLDER = sys.argv[1], Path(sys.argv[2])
+RECIPES = {"topk": {}, "fft": {"exchange": "sharded"}, "qsgd": {}, "powersgd": {}}
+
+if LAUNCHER == "horovod":
+    import horovod.torch as hvd
+
+    from horovod_fftcomp.torch import Compression
+
+    hvd.init()
+    rank = hvd.rank()
+else:
+    import torch.distributed as dist
+
+    from horovod_fftcomp.torch_distributed import compress
+
+    rank, size = int(os.environ["FFTCOMP_TEST_RANK"]), int(os.environ["FFTCOMP_TEST_RANKS"])
+    store = f"file://{os.environ['FFTCOMP_TEST_STORE']}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+
+
+def averages(recipe: str, options: dict) -> dict:
+    """Return the averages of some steps, and the state after them."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(80, 80), nn.ReLU(), nn.Linear(80, 80))
+    names = list(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if LAUNCHER == "horovod":
+        compression = getattr(Compression, recipe)(model, **options)
+        optimizer = hvd.DistributedOptimizer(optimizer, names, compression=compression)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+        compression = compress(model, recipe, **options)
+    found = []
+    for step in range(4):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(16, 80, generator=generator)).square().sum().backward()
+        optimizer.step()
+        found.append({name: parameter.grad.clone() for name, parameter in names})
+    return {"averages": found, "state": compression.state_dict()}
+
+
+results = {recipe: averages(recipe, options) for recipe, options in RECIPES.items()}
+torch.save(results, FOLDER / f"{LAUNCHER}-{rank}.pt")
