@@ -26,10 +26,16 @@ class Budget(NamedTuple):
     to_go: str
 
 
-ADAPTERS, TOOLS, CUDA = ("adapter", "torch", "tensorflow"), ("tools", "cli"), ("*.cu", "*.cuh")
+CUDA = ("*.cu", "*.cuh")
+FOLDERS = {
+    "adapters": ("adapter", "torch", "tensorflow"),
+    "torch_distributed": ("torch_distributed",),
+    "tools": ("tools", "cli"),
+}
 BUDGETS = {
     "library": Budget(10_500, 12_950, "drivers of kernels for one tensor beside those of buckets"),
     "adapters": Budget(1_900, 3_800, "what PyTorch's and TensorFlow's steps do alike"),
+    "torch_distributed": Budget(700, 700, ""),
     "tools": Budget(2_700, 3_000, "not decided yet"),
     "CUDA": Budget(2_600, 2_600, ""),
 }
@@ -101,7 +107,7 @@ def measure_cuda(root: Path) -> int:
 def part_of(size: Size) -> str:
     """Return the part of the package that a file belongs to."""
     folder = size.name.split("/")[0]
-    return "adapters" if folder in ADAPTERS else "tools" if folder in TOOLS else "library"
+    return next((part for part, folders in FOLDERS.items() if folder in folders), "library")
 
 
 def main() -> int:
