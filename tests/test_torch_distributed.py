@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -93,3 +94,22 @@ def test_averages_and_state_are_those_of_the_horovod_adapter(tmp_path):
         )
         assert one.keys() == other.keys()
         assert [recipe for recipe in one if not same(one[recipe], other[recipe])] == []
+
+
+def test_the_example_trains_and_reports_under_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               "examples/ddp_digits.py", "--epochs", "4", "--compressor", "none", "topk",
+               "--density", "0.1", "--out", str(tmp_path)]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    report = json.loads((tmp_path / "ddp_digits.json").read_text())
+    assert report["ranks"] == 2
+    dense, sparse = report["runs"]
+    assert dense["sent_nbytes_per_step"] == 4 * 151_306
+    assert sparse["ratio"] > 25
+    for each in (dense, sparse):
+        assert each["accuracy"] > 0.6
+        assert min(each["ms_per_step"].values()) >= 0
