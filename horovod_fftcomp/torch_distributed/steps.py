@@ -21,6 +21,10 @@ from horovod_fftcomp.torch_distributed.pipeline import OrderedPipeline
 from horovod_fftcomp.torch_distributed.worker import Worker
 from horovod_fftcomp.types import Array
 
+# Dense gradients are sent together up to this size, above which an allreduce takes longer than the
+# handover between threads.
+_DENSE_NBYTES = 1_000_000
+
 
 class StepDriver(steps.StepDriver):
     """Step driver of one model under DDP.
@@ -64,7 +68,8 @@ class StepDriver(steps.StepDriver):
     def _reset(self) -> None:
         self._arrivals: dict[int, Arrival] = {}  # of this step, by the parameter's number
         self._arrived: list[dict[int, Array | None]] = [{} for _ in self._engine.buckets]
-        self._dense: list[tuple[Pending, Arrival]] = []
+        self._collected: dict[int, torch.Tensor] = {}  # dense gradients that were not sent yet
+        self._dense: list[tuple[Pending, dict[int, torch.Tensor]]] = []
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._bad: dict[str, bool] = {}  # dense tensors, see ``NotFiniteWarning``
         self._returned = 0
@@ -174,7 +179,7 @@ class StepDriver(steps.StepDriver):
         grads = arrival.gradients
         self._arrivals |= dict.fromkeys(grads, arrival)
         self.dense_nbytes += sum(4 * grad.numel() for grad in grads.values())
-        self._send_dense(arrival)
+        self._collect_dense(arrival)
         compressed = [number for number in grads if self._slots[number] is not None]
         flat = dict(zip(compressed, arrays.flat_float32(grads[n] for n in compressed), strict=True))
         unused = self._unused_everywhere(flat) if self._keeps_unused else ()
@@ -216,8 +221,8 @@ class StepDriver(steps.StepDriver):
     def _finish(self) -> None:
         """Complete all exchanges of the step."""
         self._pipeline.finish()
-        for pending, arrival in self._dense:
-            self._deliver_dense(pending.wait(self._settings.timeout_s), arrival)
+        for pending, views in self._dense:
+            self._deliver_dense(pending.wait(self._settings.timeout_s), views)
 
     def _unused_everywhere(self, flat: Mapping[int, Array | None]) -> set[int]:
         """Return the numbers of the parameters whose gradients are zero on all ranks.
@@ -232,29 +237,35 @@ class StepDriver(steps.StepDriver):
         counts = self._send(flags, "used").wait(self._settings.timeout_s)
         return {number for number, count in zip(flat, counts, strict=True) if not count}
 
-    def _send_dense(self, arrival: Arrival) -> None:
-        grads = arrival.gradients
-        dense = [number for number in grads if self._slots[number] is None]
-        if not dense:
-            return
-        flat = torch.cat([grads[number].detach().reshape(-1) for number in dense])
+    def _collect_dense(self, arrival: Arrival) -> None:
+        """Send the dense gradients together, once they are large enough, or at the step's end."""
+        for number, view in arrival.gradients.items():
+            if self._slots[number] is not None:
+                continue
+            if self._collected and next(iter(self._collected.values())).dtype != view.dtype:
+                self._send_dense()
+            self._collected[number] = view
+        nbytes = sum(view.nbytes for view in self._collected.values())
+        if self._collected and (arrival.is_last or nbytes >= _DENSE_NBYTES):
+            self._send_dense()
+
+    def _send_dense(self) -> None:
+        views, self._collected = self._collected, {}
+        flat = torch.cat([view.detach().reshape(-1) for view in views.values()])
         data = arrays.sendable(flat).numpy()
         self.other_nbytes += data.nbytes
-        self._dense.append((self._send(Round("allreduce", data), "dense"), arrival))
+        self._dense.append((self._send(Round("allreduce", data), "dense"), views))
 
-    def _deliver_dense(self, total: Array, arrival: Arrival) -> None:
-        """Write the averages of a bucket's dense gradients."""
+    def _deliver_dense(self, total: Array, views: Mapping[int, torch.Tensor]) -> None:
+        """Write the averages of dense gradients that were sent together."""
         sums = torch.from_numpy(total)
         finite = not self._engine.buckets or bool(torch.isfinite(sums).all())
         self._engine.observe(finite)
-        offset = 0
-        for number, view in arrival.gradients.items():
-            if self._slots[number] is None:
-                own = sums[offset : offset + view.numel()].view(view.shape)
-                offset += view.numel()
-                if not finite and not bool(torch.isfinite(own).all()):
-                    self._bad[self._names[number]] = False
-                self._write(number, own, view)
+        pieces = sums.split([view.numel() for view in views.values()])
+        for (number, view), own in zip(views.items(), pieces, strict=True):
+            if not finite and not bool(torch.isfinite(own).all()):
+                self._bad[self._names[number]] = False
+            self._write(number, own.view(view.shape), view)
 
     def _deliver(self, bucket: int, sums: Sequence[Array]) -> None:
         """Write the averages of a bucket of the engine."""
