@@ -150,7 +150,7 @@ class Ours(Alone):
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer, model.named_parameters(), compression=self.compression
         )
-        self.nbytes = dict.fromkeys(("allgather", "allreduce", "broadcast"), 0)
+        self.nbytes = dict.fromkeys(("allgather", "allreduce", "broadcast", "alltoall"), 0)
         exchanges = self.compression._steps.pipeline
         exchanges._send = partial(self._count, exchanges._send)
 
