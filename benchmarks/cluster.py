@@ -3,10 +3,10 @@
     python benchmarks/cluster.py
 
 As root: every host is a network namespace (docker/netns). Trains two nets at each number of hosts
-and link speed (cluster_worker.py), and writes results/cluster.json, cluster.md and cluster.png. A
-point that is there already is not measured again; --points 1 stops after one, --report measures
-nothing. --every-recipe measures one point with all recipes, --exchanges gathered and sharded
-exchanges on 2, 4 and 8 hosts, for tables of their own.
+and link speed (cluster_worker.py), and writes results/cluster.json, cluster.md, cluster.png and
+headline.png. A point that is there already is not measured again; --points 1 stops after one,
+--report measures nothing. --every-recipe measures one point with all recipes, --exchanges gathered
+and sharded exchanges on 2, 4 and 8 hosts, for tables of their own.
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ POINTS = [  # (model, hosts, what each host's interface may send in Mbit/s, imag
     ("resnet", 4, 1000, 8),
 ]
 EXCHANGES = [("alexnet", hosts, 50, 2) for hosts in (2, 4, 8)]  # little of them is computing
+HEADLINE = ("alexnet", 16, 4)  # of the README's figure: net, batch, hosts
+HEADLINE_WAYS = {
+    "topk": "topk (3.8 %)",
+    "fft": "fft",
+    "fp16": "16-bit gradients (fp16)",
+    "QSGD int8": "QSGD in torch, 8 bits a value",
+    "Top-k 0.15, unpacked": "Top-k in torch, 15 %, 64 bits a value",
+    "Top-k 0.01, unpacked": "Top-k in torch, 1 %, 64 bits a value",
+}
 EVERY = ("alexnet", 4, 100, 16)  # where all recipes are compared
 # Milliseconds between two talks about who is ready. Horovod's default of 1 keeps hosts busy that
 # share the cores of one machine.
@@ -162,6 +171,26 @@ def plot(points: list[dict[str, Any]]) -> None:
     figure.savefig(OUT.with_suffix(".png"), dpi=120)
 
 
+def plot_headline(points: list[dict[str, Any]]) -> None:
+    """Draw the README's figure: the speed-up of a few ways against the link speed."""
+    chosen = series(points, *HEADLINE)
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    speeds = [point["mbit_per_s"] for point in chosen]
+    for (way, label), colour in zip(HEADLINE_WAYS.items(), COLOURS[1:], strict=False):
+        ours = way in ("fft", "topk")
+        gains = [speed_up(point, way) for point in chosen]
+        axes.plot(speeds, gains, "o-" if ours else "s--", color=colour, label=label)
+    axes.axhline(1, color="black", linewidth=1, label="32-bit gradients (none)")
+    axes.set(xscale="log", xlabel="link of each host (Mbit/s)", ylabel="speed-up of a step")
+    axes.set_xticks(speeds, [str(speed) for speed in speeds])
+    axes.set_xticks([], minor=True)
+    axes.set_title("AlexNet-like net, 3 M parameters, 4 hosts, batch 16 a host, CPU", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(OUT.with_name("headline.png"), dpi=120)
+
+
 def table(point: dict[str, Any]) -> str:
     """Return one point in Markdown."""
     lines = [
@@ -264,6 +293,7 @@ def main() -> None:
         print(table(points[-1]), flush=True)
     if points:
         plot(points)
+        plot_headline(points)
         OUT.with_suffix(".md").write_text(report(content), encoding="utf-8")
     if args.report:
         print(report(content))
