@@ -45,7 +45,7 @@ class Recipe:
     """A named compression method; its options are the keywords of ``make``.
 
     ``get_scheme`` checks options against the annotations of ``make``; ranges are checked where an
-    option is used. ``summary``: what is sent, as README's table, the help of the factories and
+    option is used. ``summary``: what is sent, as docs/recipes.md, the help of the factories and
     ``horovod-fftcomp recipes`` show it. ``source``: its publication. ``spares_first``: the first
     convolution of a model is sent dense unless a rule names it.
     """
