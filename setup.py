@@ -35,6 +35,7 @@ EXTRAS = {
         "scikit-learn>=1.4,<2",
         "scipy>=1.13,<2",
     ],
+    "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.27,<2"],
 }
 
 setup(
