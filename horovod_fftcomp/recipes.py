@@ -211,6 +211,11 @@ def _demo(
 
 def _elementwise(method: Method, seed: int = 0, **options: Any) -> Scheme:
     keep = options.pop("error_feedback", method.error_feedback)
+    if keep and method.unbiased and not method.contraction:
+        raise ValueError(
+            f"error_feedback=True makes the residuals of {method} grow, since its rounding adds "
+            "more error than it removes; give error_feedback=False, or a finer grid"
+        )
     return Allgather(DenseCodec(method, seed), keep, **options)
 
 
