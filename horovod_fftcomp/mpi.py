@@ -269,7 +269,6 @@ def _reduced(comm: MPI.Comm, round_: Round) -> Array:
 
 
 def _add_halves(a: Any, b: Any, kind: MPI.Datatype) -> None:
-    del kind
     total = np.frombuffer(b, np.float16)
     np.add(total, np.frombuffer(a, np.float16), out=total)
 

@@ -69,7 +69,6 @@ class Adaptive(abc.ABC):
 
     def scaled(self: Self, scale: float) -> Self:
         """Return the sparsifier for gradients multiplied by the loss scale ``scale``."""
-        del scale
         return self
 
 

@@ -102,7 +102,6 @@ class PayloadCodec(abc.ABC):
 
     def at_loss_scale(self: Self, scale: float) -> Self:
         """Return the codec for gradients multiplied by the loss scale ``scale``."""
-        del scale
         return self
 
     @property

@@ -42,7 +42,6 @@ class Identity:
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return ``coeffs`` itself, float32 ``[numel]``."""
-        del kernels, numel
         return coeffs
 
     def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:

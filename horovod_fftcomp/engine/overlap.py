@@ -27,11 +27,9 @@ class Pending(Protocol):
 
     def is_done(self) -> bool:
         """Return whether the output is there."""
-        ...
 
     def wait(self, timeout_s: float) -> Array:
         """Return the output; raise if it has not arrived after ``timeout_s`` seconds."""
-        ...
 
 
 # Starts a round, given its name and process set, without waiting.

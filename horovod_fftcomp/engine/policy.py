@@ -32,23 +32,18 @@ class Policy(Protocol):
 
     def at(self, step: int) -> Scheme:
         """Return the scheme of exchange ``step``, counted from 0."""
-        ...
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have, at any step."""
-        ...
 
     def density(self, step: int) -> float | None:
         """Return the density at ``step``; None if the recipe has none."""
-        ...
 
     def facts(self) -> dict[str, object]:
         """Return the settings that must be equal on all ranks, by name, defaults included."""
-        ...
 
     def decided(self, tensors: Sequence[Tensor], world_size: int) -> Policy:
         """Return the policy for a bucket of ``tensors``; see ``Scheduled.decided``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,6 @@ class Always:
 
     def density(self, step: int) -> float | None:
         """Return None: the density is known to the scheme only."""
-        del step
         return None
 
     def facts(self) -> dict[str, object]:
@@ -76,7 +70,6 @@ class Always:
 
     def decided(self, tensors: Sequence[Tensor], world_size: int) -> Always:
         """Return this policy."""
-        del tensors, world_size
         return self
 
 

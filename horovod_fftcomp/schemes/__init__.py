@@ -186,7 +186,6 @@ class Scheme(Protocol):
     @property
     def rounds(self) -> tuple[str, ...]:
         """The collectives of every exchange, in order."""
-        ...
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have, at any step with any state.
@@ -202,7 +201,6 @@ class Scheme(Protocol):
 
         None stands for a frozen tensor: it sends zeros and keeps its state.
         """
-        ...
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether ``exchange`` accepts device arrays and ``context.device`` in this step.
@@ -210,7 +208,6 @@ class Scheme(Protocol):
         The answer is the same on all ranks, since sums of the host and of a GPU may differ in the
         last bits.
         """
-        del tensors
         return False
 
     def sent_nbytes(self, tensor: Tensor) -> int:
@@ -218,7 +215,6 @@ class Scheme(Protocol):
 
         An estimate where the size depends on the values.
         """
-        ...
 
     def received_nbytes(self, tensor: Tensor, world_size: int) -> float:
         """Return the bytes of ``tensor`` that a rank receives from others in each step.
@@ -240,14 +236,12 @@ class Scheme(Protocol):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of each 1-D array that ``state`` may hold of ``tensor``."""
-        del state
         if not getattr(self, "error_feedback", False):
             return {}
         return {"residual": (np.dtype(np.float32), math.prod(tensor.shape))}
 
     def at(self, step: int) -> Scheme:
         """Return the scheme to run at a step, counted from the first compressed one."""
-        del step
         return self
 
     def in_warmup(self) -> Scheme | None:
@@ -277,7 +271,6 @@ class Scheme(Protocol):
 
     def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
         """Return in words what is chosen for a tensor; None if the scheme does not choose."""
-        del state, tensor
         return None
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:
@@ -289,5 +282,4 @@ class Scheme(Protocol):
 
     def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
         """Return a tensor's residual by element, transformed back if it is kept as coefficients."""
-        del state, tensor
         return residual

@@ -144,13 +144,11 @@ class Allgather(Scheme):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual's coefficients; see ``Scheme``."""
-        del state
         if not self.error_feedback:
             return {}
         return {"residual": self.codec.coeffs_format(tensor.shape)}
 
     def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
         """Return a tensor's residual by element; see ``Scheme``."""
-        del state
         numel = math.prod(tensor.shape)
         return self.codec.transform.inverse(residual, numel, backend_for(residual))

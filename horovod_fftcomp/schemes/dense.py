@@ -32,7 +32,6 @@ class Dense(Scheme):
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        del state
         ops, plan, halves = context.ops, bucket_plan(tensors), self.dtype == "float16"
         values = ops.join(grads, plan.numels)
         if halves:
@@ -44,7 +43,6 @@ class Dense(Scheme):
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
-        del tensors
         return True
 
     def sent_nbytes(self, tensor: Tensor) -> int:
@@ -53,7 +51,6 @@ class Dense(Scheme):
 
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        del tensor
         return "none"
 
 

@@ -103,7 +103,6 @@ class MomentumScheme(Scheme):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of velocity and residual; see ``Scheme``."""
-        del state
         whole = (np.dtype(np.float32), math.prod(tensor.shape))
         return {"velocity": whole, "residual": whole}
 
@@ -129,7 +128,6 @@ class MomentumSum(MomentumScheme):
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
-        del tensors
         return True
 
     def sent_nbytes(self, tensor: Tensor) -> int:

@@ -104,7 +104,6 @@ class PowerSgd(Scheme):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the factor and the residual; see ``Scheme``."""
-        del state
         matrix, kind = self.matrix(tensor), np.dtype(np.float32)
         arrays = {"factor": (kind, matrix.columns * matrix.rank)} if matrix.rank else {}
         if self.error_feedback:

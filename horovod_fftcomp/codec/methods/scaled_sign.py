@@ -46,6 +46,5 @@ class ScaledSign(SignMethod):
 
     def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add the scale times the signs; see ``Method``."""
-        del shape
         sides = np.array([[scale, -scale]], np.float32)
         self._add(total, body, sides, total.size, kernels)

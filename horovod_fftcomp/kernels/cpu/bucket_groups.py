@@ -154,7 +154,6 @@ class SparseGroup(Group):
         subtract: bool,
     ) -> None:
         """See ``Group``."""
-        del keys
         constants = self._headers, self._changes, self._entropy, self._forward
 
         def work(here: slice) -> None:

@@ -258,7 +258,6 @@ def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> Non
     numbers = np.array([*levels, digits_of(levels.radix)], np.int64)
 
     def work(at: slice, to: slice, group: int) -> int:
-        del group
         here = scales if levels.norm == GIVEN else scales[at.start // levels.bucket :]
         return add_level_groups(total[at], words[to], here, numbers)
 

@@ -57,7 +57,6 @@ class MomentumOps(CommonOps):
 
     def cleared(self, array: Array | None) -> Array | None:
         """See ``Ops.cleared``."""
-        del array
         return None
 
 

@@ -36,27 +36,21 @@ class Session(Protocol):
 
         ``grad``: flat float32, not changed. The residual is not changed either.
         """
-        ...
 
     def collect(self, message: Any) -> Any:
         """Return the output of the collective of ``message`` and the second rank's message."""
-        ...
 
     def decode(self, received: Any) -> object:
         """Return the sum over both ranks."""
-        ...
 
     def alone(self, grad: Array) -> Array:
         """Return ``grad`` encoded and decoded without feedback, flat float32."""
-        ...
 
     def advance(self, grad: Array) -> None:
         """Exchange ``grad`` with feedback and keep the new residual."""
-        ...
 
     def residual(self) -> Array:
         """Return the residual, flat float32."""
-        ...
 
 
 class _Received(NamedTuple):

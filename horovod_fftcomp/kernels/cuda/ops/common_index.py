@@ -110,7 +110,6 @@ class CommonIndexOps(CommonOps):
 
     def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> _Positions:
         """See ``Ops.draw``. The kernels compute the positions where they use them."""
-        del plan
         factors, firsts = zip(*progressions, strict=True)
         return _Positions({"factor": factors, "first": firsts}, np.uint32(0))
 
