@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import zlib
@@ -154,6 +155,7 @@ def mark_corrupt(payload: Array) -> None:
     payload[FLAGS_OFFSET] |= _CORRUPT
 
 
+@functools.lru_cache(1 << 14)  # buckets change, their tensors do not
 def header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
     """Return a header of scale 0, uint8, and the changes of its checksum by bit, uint32 ``[33]``.
 

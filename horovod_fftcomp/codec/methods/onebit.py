@@ -53,7 +53,7 @@ class OneBit(SignMethod):
         body[split:] = words.view(np.uint8)
         if not np.isfinite(sums).all():
             return None
-        starts = self._pieces(values.size, length)
+        starts = self.pieces(values.size, length)
         row_of = starts[:-1] // length
         below = np.bincount(row_of, counts, rows)
         sides = body[:split].view(np.float32).reshape(rows, 2)

@@ -107,8 +107,8 @@ class BucketCodec:
         numbers = np.zeros(len(self.members), np.uint64) if keys is None else keys
         options = np.float32(decay), kept is not None and not momentum
         for here, group in self._groups:
-            rows = at[here], old[here], offsets[here], numbers[here], peaks[here]
-            group.encode(*rows, start, message, *options)
+            columns = at[here], old[here], offsets[here], numbers[here], peaks[here]
+            group.encode(columns, start, message, *options)
         if kept is None:
             return Encoded([None] * len(peaks), peaks)
         views = self._kept.views(kept)
@@ -131,8 +131,8 @@ class BucketCodec:
         totals = self._totals.new()
         bad = np.zeros(len(self.members), np.uint8)
         for here, group in self._groups:
-            rows = offsets[here], scales[here], bad[here]
-            group.sum(*rows, gathered, n_ranks, message_nbytes, totals.ctypes.data)
+            columns = offsets[here], scales[here], bad[here]
+            group.sum(columns, totals.ctypes.data, gathered, n_ranks, message_nbytes)
         views = self._totals.views(totals)
         for number in np.flatnonzero(bad).tolist():
             views[number] = None

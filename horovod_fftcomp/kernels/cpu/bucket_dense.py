@@ -30,15 +30,11 @@ from horovod_fftcomp.wire.radix import GIVEN, GROUP
 # A tensor, as its plan and its codec say: as in ``bucket_sparse``; ``scales``: number of float32
 # before the packed words; ``length``: of a row of signs; ``piece`` and ``pieces``: the first of the
 # starts of its rows and groups, and their number.
-MEMBER = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "numel header_nbytes values_offset payload_nbytes kept total header changes method "
-            "scales length piece pieces"
-        ).split()
-    ]
+_FIELDS = (
+    "numel header_nbytes values_offset payload_nbytes kept total header changes method "
+    "scales length piece pieces"
 )
+MEMBER = np.dtype([(name, np.int64) for name in _FIELDS.split()])
 LEVELS, OCTAVES, ONE_BIT, SCALED_SIGN, SIGN = range(5)
 
 _BELOW_POWER = 0x7FFFFF  # the mantissa's bits of a float32
@@ -108,7 +104,7 @@ def encode_dense(
 @inlined
 def _encode_elements(row, grad, residual, values, levels, clip, key, subtract, body):
     """Write the body of gradient plus residual; return bits of the peak and the header's scale."""
-    peak, _, _, _ = add_groups(grad, residual, values, False, 0, 0, np.empty(0, np.int32))
+    peak, _, _, _ = add_groups(grad, residual, values, 0, 0, np.empty(0, np.int32))
     if peak > LARGEST_FINITE_BITS:
         return peak, np.int64(NAN_BITS)
     if row.method == OCTAVES:

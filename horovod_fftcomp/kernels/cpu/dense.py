@@ -10,6 +10,7 @@ import numpy as np
 
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, LANES, Levels, count_words, digits_of
 
@@ -109,10 +110,10 @@ def moments_by_group(values, sums, squares):
     """Write the groups' sums and sums of squares; return the bits of the peak."""
     first, second = np.empty(LANES), np.empty(LANES)
     patterns = values.view(np.int32)
-    peak = np.int32(0)
+    peak = np.int64(0)
     for group in range((values.size + GROUP - 1) // GROUP):
         begin, end = group * GROUP, min((group + 1) * GROUP, values.size)
-        peak = max(peak, _largest(patterns[begin:end]))
+        peak = max(peak, peak_bits(patterns[begin:end]))
         first[:], second[:] = 0.0, 0.0
         part = values[begin:end]
         whole = part.size // LANES * LANES
@@ -126,7 +127,7 @@ def moments_by_group(values, sums, squares):
             first[j] += x
             second[j] += x * x
         sums[group], squares[group] = fold(first), fold(second)
-    return np.int64(peak)
+    return peak
 
 
 @inlined
@@ -138,14 +139,6 @@ def fold(lanes):
             lanes[j] += lanes[width + j]
         width //= 2
     return lanes[0]
-
-
-@inlined
-def _largest(patterns):
-    peak = np.int32(0)
-    for pattern in patterns:
-        peak = max(peak, pattern & _MAGNITUDE)
-    return peak
 
 
 @inlined
@@ -187,16 +180,16 @@ def encode_level_groups(values, levels, scales, words, key, first_group, keep):
     random = np.empty(GROUP, np.uint32)
     codes = np.empty(GROUP + _SLACK, np.uint32)
     lanes = np.empty(LANES)
-    peak, to = np.int32(0), 0
+    peak, to = np.int64(0), 0
     for begin in range(0, values.size, GROUP):
         part = values[begin : begin + GROUP]
         fill_random(key, first_group + begin // GROUP, random)
         if norm == GIVEN:
             _round(part, scales[0], top, random, codes, keep)
         else:
-            found = _largest(part.view(np.int32))
+            found = peak_bits(part.view(np.int32))
             peak = max(peak, found)
-            if found >= np.int32(0x7F800000):  # not finite: the body is discarded
+            if found >= 0x7F800000:  # not finite: the body is discarded
                 break
             for at in range(0, part.size, bucket):
                 piece = part[at : at + bucket]
@@ -206,7 +199,7 @@ def encode_level_groups(values, levels, scales, words, key, first_group, keep):
                 _round(piece, scale, top, random[at:], codes[at:], keep)
         write_words(codes, part.size, _U(radix), digits, words[to:])
         to += (part.size + digits - 1) // digits
-    return np.int64(peak)
+    return peak
 
 
 @inlined
