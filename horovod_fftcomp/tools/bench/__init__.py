@@ -16,22 +16,11 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.kernels.threads import get_num_threads
-from horovod_fftcomp.tools.bench.measurement import Measurement, Samples, added, entropy_bits
-from horovod_fftcomp.tools.bench.sessions import RecipeSession, Session
+from horovod_fftcomp.tools.bench.measurement import Measurement, Samples, added, entropy_bits  # noqa: F401
+from horovod_fftcomp.tools.bench.sessions import RecipeSession, Session  # noqa: F401
 from horovod_fftcomp.tools.gradient_files import History
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
-
-__all__ = [
-    "Measurement",
-    "RecipeSession",
-    "Session",
-    "added",
-    "measure",
-    "memcpy",
-    "n_ticks",
-    "settle_malloc",
-]
 
 # 2**18 elements, 1 MiB: a smaller part of a memcpy is copied before a second thread has started.
 _LEAST_COPIED = 1 << 18
