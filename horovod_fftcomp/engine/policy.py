@@ -17,6 +17,7 @@ from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hierarchical import Hierarchical
 from horovod_fftcomp.schemes.options import check_names, checked
 from horovod_fftcomp.schemes.sharded import Sharded
+from horovod_fftcomp.types import Tensors
 
 # A rule: tensors (a shell pattern of names, or a function of name and shape) and an action:
 # "dense", another density, or {"recipe": name, option: value, ...}.
@@ -42,7 +43,7 @@ class Policy(Protocol):
     def facts(self) -> dict[str, object]:
         """Return the settings that must be equal on all ranks, by name, defaults included."""
 
-    def decided(self, tensors: Sequence[Tensor], world_size: int) -> Policy:
+    def decided(self, tensors: Tensors, world_size: int) -> Policy:
         """Return the policy for a bucket of ``tensors``; see ``Scheduled.decided``."""
 
 
@@ -68,7 +69,7 @@ class Always:
         """Return the settings that must be equal on all ranks, by name."""
         return {"options": self.scheme.spec()}
 
-    def decided(self, tensors: Sequence[Tensor], world_size: int) -> Always:
+    def decided(self, tensors: Tensors, world_size: int) -> Always:
         """Return this policy."""
         return self
 
@@ -165,7 +166,7 @@ class Scheduled:
         written = ", ".join(f"{name}={value!r}" for name, value in shown)
         return f"{self.recipe}({written})"
 
-    def decided(self, tensors: Sequence[Tensor], world_size: int) -> Scheduled:
+    def decided(self, tensors: Tensors, world_size: int) -> Scheduled:
         """Return the policy for a bucket: exchange "auto" becomes "gather" or "sharded"."""
         if self.in_force().get("exchange") != "auto":
             return self
@@ -269,7 +270,7 @@ def check_rules(rules: Sequence[Rule], policy: Scheduled) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def unmatched(rules: Sequence[Rule], tensors: Sequence[Tensor]) -> list[str]:
+def unmatched(rules: Sequence[Rule], tensors: Tensors) -> list[str]:
     """Return the patterns that match no tensor, most likely misspelt."""
     return [
         which

@@ -8,7 +8,7 @@ caller that has a network (Horovod, MPI, a simulation) can run it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ import numpy as np
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.ops import Flags, Ops
-from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.types import Array, Arrays, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.spec import spec_of
 
 # A measurement takes an extra pass or more over the data, which is negligible at this interval. A
@@ -27,11 +27,10 @@ MEASURE_EVERY = 53
 # The kinds of state in the units of a gradient, which change with the loss scale.
 GRADIENT_UNITS = ("residual", "levels", "velocity", "shard_residual")
 
-Grads = Sequence[Array | None]  # one for each tensor; None for a frozen one
+Grads = Arrays  # one for each tensor; None for a frozen one
 
 # kind of state ("residual") -> tensor name -> array
 State = dict[str, dict[str, Array]]
-OldState = Mapping[str, Mapping[str, Array]]  # the previous step's state, read-only
 
 
 class Round(NamedTuple):
@@ -195,14 +194,14 @@ class Scheme(Protocol):
         return frozenset({self.rounds})
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` (flat float32, left unchanged) over all ranks.
 
         None stands for a frozen tensor: it sends zeros and keeps its state.
         """
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether ``exchange`` accepts device arrays and ``context.device`` in this step.
 
         The answer is the same on all ranks, since sums of the host and of a GPU may differ in the

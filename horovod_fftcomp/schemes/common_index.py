@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from horovod_fftcomp.schemes.clt_selection import (
 from horovod_fftcomp.schemes.dense import half_limits
 from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.types import Tensor, Tensors
 from horovod_fftcomp.wire.header import align
 
 
@@ -79,7 +79,7 @@ class CommonIndex(Scheme):
         return (self.collective,)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops, plan = context.ops, _plan(self, tuple(tensors), context.world_size)
@@ -105,7 +105,7 @@ class CommonIndex(Scheme):
             measured = measured_by(tensors, squares, selected.similarity)
         return Outcome(sums, new_state(tensors, grads, state, new), flags, measured)
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         small = all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
         return small and self.bits == 32 and not isinstance(self.selection, Largest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,7 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.state import bucket_plan
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.types import Tensor, Tensors
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Dense(Scheme):
     rounds = ("allreduce",)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops, plan, halves = context.ops, bucket_plan(tensors), self.dtype == "float16"
@@ -41,7 +40,7 @@ class Dense(Scheme):
             reduced = ops.from_half(reduced)
         return Outcome(split(reduced, plan.offsets), {}, ops.flags_of(reduced))
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
         return True
 

@@ -13,7 +13,7 @@ from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.state import bucket_plan, new_state, old_arrays
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.types import Tensor, Tensors
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class MomentumScheme(Scheme):
     correction: MomentumCorrection
 
     def accumulated(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Accumulated:
         """Return the bucket's accumulated velocities; ``grads`` lie where the ops work."""
         ops = context.ops
@@ -115,7 +115,7 @@ class MomentumSum(MomentumScheme):
     rounds = ("allreduce",)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops = context.ops
@@ -126,7 +126,7 @@ class MomentumSum(MomentumScheme):
         new = new_state(tensors, grads, state, {"velocity": velocities, "residual": cleared})
         return Outcome(split(reduced, bucket_plan(tensors).offsets), new, ops.flags_of(reduced))
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
         return True
 

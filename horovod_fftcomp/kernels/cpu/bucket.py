@@ -14,7 +14,7 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cpu.addresses import addresses
 from horovod_fftcomp.kernels.cpu.bucket_groups import Group, groups_of
 from horovod_fftcomp.kernels.cpu.buffer_pool import ALIGNMENT, empty
-from horovod_fftcomp.types import Array, Shape
+from horovod_fftcomp.types import Array, Arrays, Shape
 
 Format = tuple[np.dtype, int]  # of an array: its dtype and its number of elements
 
@@ -74,8 +74,8 @@ class BucketCodec:
 
     def encode(
         self,
-        grads: Sequence[Array | None],
-        residuals: Sequence[Array | None],
+        grads: Arrays,
+        residuals: Arrays,
         message: Array,
         offsets: Array,
         keys: Array | None = None,

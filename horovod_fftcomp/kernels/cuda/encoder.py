@@ -17,10 +17,11 @@ from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.kernels.cuda import Device, source, structs
 from horovod_fftcomp.kernels.cuda.dense import ElementGroup
 from horovod_fftcomp.kernels.cuda.sparse import CountedGroup, SparseGroup
-from horovod_fftcomp.kernels.cuda.structs import DeviceCodec, Group
+from horovod_fftcomp.kernels.cuda.structs import Group
 from horovod_fftcomp.kernels.cuda.tile_group import TileGroup
+from horovod_fftcomp.kernels.ops import AnyCodec, Codecs
 from horovod_fftcomp.kernels.rans_tables import encoder_table
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays, Shape
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.header import header_and_changes
 from horovod_fftcomp.wire.positions import Layout
@@ -51,7 +52,7 @@ class Velocities(NamedTuple):
     velocities become 0 where an element is sent, unless all of the tensor is.
     """
 
-    old: Sequence[Any]
+    old: Arrays
     new: Sequence[Any]
     factors: Array | int
     momentum: float
@@ -71,9 +72,7 @@ class Encoder:
     the elements to send.
     """
 
-    def __init__(
-        self, device: Device, codecs: Sequence[DeviceCodec], shapes: Sequence[tuple[int, ...]]
-    ) -> None:
+    def __init__(self, device: Device, codecs: Codecs, shapes: Sequence[Shape]) -> None:
         self._device, self._codecs, self._shapes = device, codecs, shapes
         self._counts = not all(codec.has_fixed_size for codec in codecs)
         self._of_elements = all(isinstance(codec, DenseCodec) for codec in codecs)
@@ -113,7 +112,7 @@ class Encoder:
             return CountedGroup(self._device, group, plans, self._codecs, self._rows)
         return SparseGroup(self._device, group)
 
-    def _header_tables(self, plan: wire.Plan, codec: DeviceCodec) -> tuple[Any, Any]:
+    def _header_tables(self, plan: wire.Plan, codec: AnyCodec) -> tuple[Any, Any]:
         start, changes = header_and_changes(plan, codec.fingerprint)
         return self._device.upload(start), self._device.upload(changes)
 
@@ -130,9 +129,9 @@ class Encoder:
 
     def encode(
         self,
-        grads: Sequence[Any],
-        residuals: Sequence[Any],
-        coeffs: Sequence[Any],
+        grads: Arrays,
+        residuals: Arrays,
+        coeffs: Arrays,
         measure: bool = False,
         keys: Sequence[int] | None = None,
         velocities: Velocities | None = None,
@@ -174,9 +173,9 @@ class Encoder:
 
     def _encode(
         self,
-        grads: Sequence[Any],
-        residuals: Sequence[Any],
-        coeffs: Sequence[Any],
+        grads: Arrays,
+        residuals: Arrays,
+        coeffs: Arrays,
         velocities: Velocities | None,
         measure: bool,
     ) -> Encoded:
@@ -208,9 +207,7 @@ class Encoder:
             left = partial(_sum_of_last_rows, sums)
         return Encoded(message, not_finite, squares, left)
 
-    def _point_at(
-        self, grads: Sequence[Any], residuals: Sequence[Any], coeffs: Sequence[Any]
-    ) -> list[Any]:
+    def _point_at(self, grads: Arrays, residuals: Arrays, coeffs: Arrays) -> list[Any]:
         """Enter the addresses of arrays; return those allocated for discarded coefficients."""
         device, scratch = self._device, []
         for number, (row, form) in enumerate(zip(self._rows, self.coeffs_formats, strict=True)):

@@ -13,8 +13,9 @@ from horovod_fftcomp.codec.quantizers import pattern_of
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import Transform
 from horovod_fftcomp.kernels.cuda import Device, structs
-from horovod_fftcomp.kernels.cuda.structs import THREADS, TILE, WORDS, DeviceCodec, Group
+from horovod_fftcomp.kernels.cuda.structs import THREADS, TILE, WORDS, Group
 from horovod_fftcomp.kernels.cuda.tile_group import TileGroup
+from horovod_fftcomp.kernels.ops import Codecs
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
 
@@ -91,12 +92,7 @@ class CountedGroup(SparseGroup):
     """
 
     def __init__(
-        self,
-        device: Device,
-        group: Group,
-        plans: Sequence[Plan],
-        codecs: Sequence[DeviceCodec],
-        rows: Array,
+        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Codecs, rows: Array
     ) -> None:
         self._methods = {
             number: codec.sparsifier

@@ -8,16 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import BlockDCT, Identity, Transform
 from horovod_fftcomp.kernels.cuda import Device
+from horovod_fftcomp.kernels.ops import AnyCodec, Codecs
 from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout
-
-DeviceCodec = Codec | DenseCodec  # codecs with CUDA kernels
 
 # As in src/common.cuh and src/entropy.cuh.
 TILE, THREADS = 4096, 256
@@ -117,7 +115,7 @@ class Group(NamedTuple):
     owners: Array
 
 
-def grouped(plans: Sequence[Plan], codecs: Sequence[DeviceCodec], rows: Array) -> list[Group]:
+def grouped(plans: Sequence[Plan], codecs: Codecs, rows: Array) -> list[Group]:
     """Return the groups of a bucket; enter in ``rows`` the tiles of each tensor in its group."""
     by_transform: dict[Transform | None, list[int]] = {}
     for number, (plan, codec) in enumerate(zip(plans, codecs, strict=True)):
@@ -136,7 +134,7 @@ def grouped(plans: Sequence[Plan], codecs: Sequence[DeviceCodec], rows: Array) -
     return groups
 
 
-def enter_plan(row: np.void, plan: Plan, codec: DeviceCodec) -> None:
+def enter_plan(row: np.void, plan: Plan, codec: AnyCodec) -> None:
     """Enter in a row what a tensor's plan and codec determine, for encoders and decoders."""
     if plan.n_bins >= 1 << 32:
         raise ValueError(f"a tensor has {plan.n_bins} coefficients, a GPU takes fewer than 2^32")

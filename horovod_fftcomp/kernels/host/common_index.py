@@ -15,7 +15,7 @@ from horovod_fftcomp.kernels.cpu.addresses import addresses_of
 from horovod_fftcomp.kernels.host.common import CommonOps
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.kernels.ops import Deferred, Flags, energy_of
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays
 
 _LEAST_VALUES = 1 << 15  # per thread, at least
 _FLOAT32 = np.dtype(np.float32)
@@ -28,13 +28,7 @@ class _Bucket:
     ``addresses``: int64, of each tensor's gradient, old and new residual; 0 for none.
     """
 
-    def __init__(
-        self,
-        plan: IndexPlan,
-        grads: Sequence[Array | None],
-        residuals: Sequence[Array | None],
-        measures: bool,
-    ) -> None:
+    def __init__(self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool) -> None:
         self.plan, self.measures, self.energies = plan, measures, list[tuple | None]()
         self.grads = _checked(plan, grads, "gradient")
         self.residuals = _checked(plan, residuals, "residual")
@@ -45,7 +39,7 @@ class _Bucket:
         self.numels = np.diff(plan.starts)
 
 
-def _checked(plan: IndexPlan, arrays: Sequence[Array | None], kind: str) -> list[Array | None]:
+def _checked(plan: IndexPlan, arrays: Arrays, kind: str) -> list[Array | None]:
     """Return contiguous arrays; ValueError for a wrong size, which kernels would overrun."""
     for at, (array, n) in enumerate(zip(arrays, plan.numels, strict=True)):
         if array is not None and (array.dtype != _FLOAT32 or array.size != n):
@@ -64,11 +58,7 @@ class CommonIndexOps(CommonOps):
     """See ``Ops``. Positions are those in each tensor, int64, of all tensors one after another."""
 
     def common_index(
-        self,
-        plan: IndexPlan,
-        grads: Sequence[Array | None],
-        residuals: Sequence[Array | None],
-        measures: bool,
+        self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool
     ) -> _Bucket:
         """See ``Ops.common_index``."""
         return _Bucket(plan, grads, residuals, measures)

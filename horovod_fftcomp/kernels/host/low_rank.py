@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
@@ -11,14 +9,14 @@ from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.host.common import CommonOps
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, split
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays
 
 
 class LowRankOps(CommonOps):
     """See ``Ops``. Left factors are a list of ``[rows, rank]``, None where they are not needed."""
 
     def compensate(
-        self, plan: LowRankPlan, grads: Sequence[Array | None], residuals: Sequence[Array | None]
+        self, plan: LowRankPlan, grads: Arrays, residuals: Arrays
     ) -> tuple[list[Array | None], Array]:
         """See ``Ops.compensate``."""
         message = self.empty(plan.firsts[-1])
@@ -42,13 +40,7 @@ class LowRankOps(CommonOps):
                 whole.append(share)
         return whole, message
 
-    def project(
-        self,
-        plan: LowRankPlan,
-        whole: Sequence[Array | None],
-        right: Sequence[Array | None],
-        message: Array,
-    ) -> None:
+    def project(self, plan: LowRankPlan, whole: Arrays, right: Arrays, message: Array) -> None:
         """See ``Ops.project``."""
         shares = split(message, plan.firsts)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -71,9 +63,7 @@ class LowRankOps(CommonOps):
             not_finite.append(is_bad)
         return LeftFactors(values, not_finite)
 
-    def project_back(
-        self, plan: LowRankPlan, whole: Sequence[Array | None], left: LeftFactors
-    ) -> Array:
+    def project_back(self, plan: LowRankPlan, whole: Arrays, left: LeftFactors) -> Array:
         """See ``Ops.project_back``."""
         message = self.zeros(plan.seconds[-1])
         shares = split(message, plan.seconds)
@@ -90,7 +80,7 @@ class LowRankOps(CommonOps):
         return message
 
     def subtract_product(
-        self, plan: LowRankPlan, whole: Sequence[Array | None], left: LeftFactors, own: Array
+        self, plan: LowRankPlan, whole: Arrays, left: LeftFactors, own: Array
     ) -> list[Array | None]:
         """See ``Ops.subtract_product``."""
         shares = split(own, plan.seconds)
@@ -126,7 +116,7 @@ class LowRankOps(CommonOps):
         return sums, Flags(finite)
 
     def nonzero_columns(
-        self, plan: LowRankPlan, second: Array, right: Sequence[Array | None]
+        self, plan: LowRankPlan, second: Array, right: Arrays
     ) -> list[Array | None]:
         """See ``Ops.nonzero_columns``."""
         found: list[Array | None] = []

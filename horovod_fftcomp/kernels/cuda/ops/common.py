@@ -13,7 +13,7 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cuda import Device, is_on_host, on_device, on_host, source, structs
 from horovod_fftcomp.kernels.ops import Deferred, Flags
 from horovod_fftcomp.kernels.plans import BucketPlan, check_size
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays
 
 _KERNELS = ("find_beyond", "write_halves", "read_halves", "square<1>")
 
@@ -77,7 +77,7 @@ class CommonOps:
             check_state(kind, array, (np.dtype(np.float32), numel))
         return self.put(array)
 
-    def join(self, parts: Sequence[Any], numels: Sequence[int], dtype: type = np.float32) -> Any:
+    def join(self, parts: Arrays, numels: Sequence[int], dtype: type = np.float32) -> Any:
         """See ``Ops.join``."""
         return self.device.joined(
             [
@@ -86,7 +86,7 @@ class CommonOps:
             ]
         )
 
-    def squares(self, arrays: Sequence[Any]) -> Deferred:
+    def squares(self, arrays: Arrays) -> Deferred:
         """See ``Ops.squares``. The sums are float64, in a fixed order."""
         rows = np.zeros(len(arrays), structs.TENSOR)
         rows["coeffs"] = [self.address(array) for array in arrays]

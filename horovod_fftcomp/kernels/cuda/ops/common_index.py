@@ -12,7 +12,7 @@ from horovod_fftcomp.kernels.cuda import structs
 from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.kernels.ops import Deferred, Flags
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays
 
 _KERNELS = ("filter_low", "clear_sums", "choose_winners", "count_common", "take_shares",
             "check_shares", "add_shares")  # fmt: skip
@@ -52,7 +52,7 @@ class CommonIndexOps(CommonOps):
     """See ``Ops``."""
 
     def common_index(
-        self, plan: IndexPlan, grads: Sequence[Any], residuals: Sequence[Any], measures: bool
+        self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool
     ) -> _Bucket:
         """See ``Ops.common_index``."""
         takes_part = [grad is not None for grad in grads]
@@ -89,7 +89,7 @@ class CommonIndexOps(CommonOps):
         groups = np.repeat(np.arange(len(rows), dtype=np.uint32), counts)
         return _Tables(plan, rows, self.device.upload(tiles), self.device.upload(groups))
 
-    def _point(self, bucket: _Bucket, field: str, arrays: Sequence[Any]) -> None:
+    def _point(self, bucket: _Bucket, field: str, arrays: Arrays) -> None:
         """Enter the address of each tensor's array in ``field``; 0 for None."""
         bucket.alive[field] = arrays
         bucket.rows[field] = [self.address(array) for array in arrays]
