@@ -108,16 +108,11 @@ class HostCoder:
     ) -> dict[int, _One]:
         """Encode all small tensors into ``message``; return their new states by number."""
         old, tensors = state.get("residual", {}), self._tensors
-        encoded = self._small.encode(
-            [grads[number] for number in self._members],
-            [old.get(tensors[number].name) for number in self._members],
-            message,
-            self._offsets,
-            counter_rng.draws(self._names, *at),
-            feedback.keep,
-            feedback.decay,
-            feedback.keeps_sent,
-        )
+        own = [grads[number] for number in self._members]
+        residuals = [old.get(tensors[number].name) for number in self._members]
+        keys = counter_rng.draws(self._names, *at)
+        options = keys, feedback.keep, feedback.decay, feedback.keeps_sent
+        encoded = self._small.encode(own, residuals, message, self._offsets, *options)
         pairs = zip(self._members, encoded.residuals, strict=True)
         return {number: _One(message, residual) for number, residual in pairs}
 

@@ -9,6 +9,7 @@ import numpy as np
 from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import cpu
+from horovod_fftcomp.kernels.cpu import buffer_pool
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.ops import Deferred, Flags, energy_of
 from horovod_fftcomp.types import Array, Arrays
@@ -25,9 +26,7 @@ class CommonOps:
 
     def zeros(self, n: int, dtype: type = np.float32) -> Array:
         """See ``Ops.zeros``."""
-        array = cpu.empty(n, dtype)
-        array.fill(0)
-        return array
+        return buffer_pool.zeros(n, dtype)
 
     def put(self, array: Array) -> Array:
         """See ``Ops.put``."""

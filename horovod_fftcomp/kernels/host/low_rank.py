@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
@@ -10,6 +13,11 @@ from horovod_fftcomp.kernels.host.common import CommonOps
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, split
 from horovod_fftcomp.types import Array, Arrays
+
+
+def _zipped(plan: LowRankPlan, *columns: Sequence[Any]) -> Iterator[tuple]:
+    """Return the matrices of a plan, each with its element of every column."""
+    return zip(plan.matrices, *columns, strict=True)
 
 
 class LowRankOps(CommonOps):
@@ -22,9 +30,7 @@ class LowRankOps(CommonOps):
         message = self.empty(plan.firsts[-1])
         whole: list[Array | None] = []
         shares = split(message, plan.firsts)
-        for matrix, grad, residual, share in zip(
-            plan.matrices, grads, residuals, shares, strict=True
-        ):
+        for matrix, grad, residual, share in _zipped(plan, grads, residuals, shares):
             if grad is None:
                 share.fill(0)
                 whole.append(None)
@@ -44,9 +50,7 @@ class LowRankOps(CommonOps):
         """See ``Ops.project``."""
         shares = split(message, plan.firsts)
         with np.errstate(over="ignore", invalid="ignore"):
-            for matrix, array, factor, share in zip(
-                plan.matrices, whole, right, shares, strict=True
-            ):
+            for matrix, array, factor, share in _zipped(plan, whole, right, shares):
                 if array is not None and factor is not None:
                     rows, columns, rank = matrix
                     left = array.reshape(rows, columns)
@@ -55,7 +59,7 @@ class LowRankOps(CommonOps):
     def orthonormalize(self, plan: LowRankPlan, first: Array) -> LeftFactors:
         """See ``Ops.orthonormalize``."""
         values, not_finite = [], []
-        for matrix, share in zip(plan.matrices, split(first, plan.firsts), strict=True):
+        for matrix, share in _zipped(plan, split(first, plan.firsts)):
             is_bad = cpu.max_abs_bits(share) > LARGEST_FINITE_BITS
             is_needed = matrix.rank and not is_bad
             by_row = (matrix.rows, matrix.rank)
@@ -68,9 +72,7 @@ class LowRankOps(CommonOps):
         message = self.zeros(plan.seconds[-1])
         shares = split(message, plan.seconds)
         with np.errstate(over="ignore", invalid="ignore"):
-            for matrix, array, factor, is_bad, share in zip(
-                plan.matrices, whole, *left, shares, strict=True
-            ):
+            for matrix, array, factor, is_bad, share in _zipped(plan, whole, *left, shares):
                 if is_bad:
                     share.fill(np.nan)
                 elif array is not None and factor is not None:
@@ -84,14 +86,11 @@ class LowRankOps(CommonOps):
     ) -> list[Array | None]:
         """See ``Ops.subtract_product``."""
         shares = split(own, plan.seconds)
-        for matrix, array, factor, share in zip(
-            plan.matrices, whole, left.values, shares, strict=True
-        ):
+        for matrix, array, factor, share in _zipped(plan, whole, left.values, shares):
             if array is not None and factor is not None:
                 rows, columns, rank = matrix
                 cpu.low_rank(factor, share.reshape(columns, rank), array.reshape(rows, columns))
-        pairs = zip(plan.matrices, whole, strict=True)
-        return [array if matrix.rank else None for matrix, array in pairs]
+        return [array if matrix.rank else None for matrix, array in _zipped(plan, whole)]
 
     def product(
         self, plan: LowRankPlan, left: LeftFactors, first: Array, second: Array
@@ -99,9 +98,7 @@ class LowRankOps(CommonOps):
         """See ``Ops.product``."""
         sums, finite = [], True
         shares = zip(split(first, plan.firsts), split(second, plan.seconds), strict=True)
-        for matrix, factor, is_bad, (dense, right) in zip(
-            plan.matrices, *left, shares, strict=True
-        ):
+        for matrix, factor, is_bad, (dense, right) in _zipped(plan, *left, shares):
             rows, columns, rank = matrix
             if is_bad or cpu.max_abs_bits(right) > LARGEST_FINITE_BITS:
                 finite = False
@@ -120,9 +117,7 @@ class LowRankOps(CommonOps):
     ) -> list[Array | None]:
         """See ``Ops.nonzero_columns``."""
         found: list[Array | None] = []
-        for matrix, share, before in zip(
-            plan.matrices, split(second, plan.seconds), right, strict=True
-        ):
+        for matrix, share, before in _zipped(plan, split(second, plan.seconds), right):
             if before is None:
                 found.append(None)
                 continue
