@@ -348,7 +348,7 @@ class ReferenceOps:
         return message
 
     def index_energies(self, bucket):
-        return lambda: bucket.energies
+        return lambda: {n: sums for n, sums in enumerate(bucket.energies) if sums is not None}
 
     def scatter_sum(self, bucket, received, sources):
         plan = bucket.plan

@@ -271,11 +271,11 @@ class Ops(Protocol):
         float32.
         """
 
-    def index_energies(self, bucket: Any) -> Deferred:
-        """Return a function that returns the energies of each tensor; to be called after ``take``.
+    def index_energies(self, bucket: Any) -> Callable[[], Mapping[int, tuple]]:
+        """Return a function that returns the energies by a tensor's number; call after ``take``.
 
         They are the sums of squares of its gradient, of gradient + residual, and of what is not
-        sent of them; None for a tensor that is frozen or, on the host, not finite.
+        sent of them; left out for a tensor that is frozen or, on the host, not finite.
         """
 
     def scatter_sum(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.index_plan import IndexPlan
-from horovod_fftcomp.kernels.ops import Deferred
 from horovod_fftcomp.schemes import (
     Context,
     Exchange,
@@ -101,8 +100,7 @@ class CommonIndex(Scheme):
         new = {"residual": residuals} if self.error_feedback else {}
         measured = None
         if context.measures:
-            squares = _by_number(ops.index_energies(bucket))
-            measured = measured_by(tensors, squares, selected.similarity)
+            measured = measured_by(tensors, ops.index_energies(bucket), selected.similarity)
         return Outcome(sums, new_state(tensors, grads, state, new), flags, measured)
 
     def runs_on_device(self, tensors: Tensors) -> bool:
@@ -168,8 +166,3 @@ def _plan(scheme: CommonIndex, tensors: tuple[Tensor, ...], n_ranks: int) -> Ind
         chunk,
         bits,
     )
-
-
-def _by_number(energies: Deferred) -> Callable[[], Mapping[int, Any]]:
-    """Return a function that returns the energies by a tensor's number, without None."""
-    return lambda: {number: sums for number, sums in enumerate(energies()) if sums is not None}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +28,7 @@ class _Bucket:
     """
 
     def __init__(self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool) -> None:
-        self.plan, self.measures, self.energies = plan, measures, list[tuple | None]()
+        self.plan, self.measures, self.energies = plan, measures, dict[int, tuple]()
         self.grads = _checked(plan, grads, "gradient")
         self.residuals = _checked(plan, residuals, "residual")
         self.addresses = np.zeros((3, len(plan.numels)), np.int64)
@@ -156,12 +155,11 @@ class CommonIndexOps(CommonOps):
         if plan.keeps:
             _each(settle, plan.total)
         if bucket.measures:
-            bucket.energies = [
-                _energies(bucket, at, positions, sent) for at in range(len(table[1]))
-            ]
+            found = ((at, _energies(bucket, at, positions, sent)) for at in range(len(table[1])))
+            bucket.energies = {at: energies for at, energies in found if energies is not None}
         return message
 
-    def index_energies(self, bucket: _Bucket) -> Deferred:
+    def index_energies(self, bucket: _Bucket) -> Callable[[], Mapping[int, tuple]]:
         """See ``Ops.index_energies``."""
         energies = bucket.energies
         return lambda: energies
@@ -196,15 +194,7 @@ class CommonIndexOps(CommonOps):
         kernels.add_values(sums, bucket.numels, bucket.plan.begins, begin, end, *source)
 
 
-class _Energies(NamedTuple):
-    """Sums of squares of a gradient, of it plus the old residual, and of what was not sent."""
-
-    gradient: float
-    wanted: float
-    left: float
-
-
-def _energies(bucket: _Bucket, at: int, positions: Array, sent: Array) -> _Energies | None:
+def _energies(bucket: _Bucket, at: int, positions: Array, sent: Array) -> tuple | None:
     """Return the energies of a tensor; None for a frozen one and one that is not finite."""
     here = slice(*bucket.plan.begins[at : at + 2].tolist())
     grad, arrives = bucket.grads[at], sent[here]
@@ -214,4 +204,4 @@ def _energies(bucket: _Bucket, at: int, positions: Array, sent: Array) -> _Energ
     total, due = energy_of(wanted), wanted[positions[here]]
     # Rounding may make the difference negative.
     left = max(0.0, total - energy_of(due)) + energy_of(due - arrives)
-    return _Energies(energy_of(grad), total, left)
+    return energy_of(grad), total, left

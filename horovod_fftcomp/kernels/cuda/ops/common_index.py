@@ -181,7 +181,7 @@ class CommonIndexOps(CommonOps):
         bucket.rows["share"] = address + 4 * bucket.plan.begins[:-1]
         return self.uploads.of(use, bucket.rows)
 
-    def index_energies(self, bucket: _Bucket) -> Deferred:
+    def index_energies(self, bucket: _Bucket) -> Callable[[], Mapping[int, tuple]]:
         """See ``Ops.index_energies``."""
         return partial(_energies, bucket.squares, bucket.takes_part)
 
@@ -207,7 +207,6 @@ def _first(counts: Callable[[], Array]) -> int:
     return int(counts().view(np.uint32)[0])
 
 
-def _energies(squares: Sequence[Deferred], takes_part: Sequence[bool]) -> list[Any]:
-    of_tensors = zip(*(of() for of in squares), strict=True)
-    pairs = zip(of_tensors, takes_part, strict=True)
-    return [energies if is_in else None for energies, is_in in pairs]
+def _energies(squares: Sequence[Deferred], takes_part: Sequence[bool]) -> dict[int, tuple]:
+    of_tensors = enumerate(zip(*(of() for of in squares), strict=True))
+    return {number: energies for number, energies in of_tensors if takes_part[number]}
