@@ -40,6 +40,15 @@ def energy_of(array):
     return 0.0 if array is None else float(np.square(array, dtype=np.float64).sum())
 
 
+def positions_of(selection, n, step, name):
+    """Return the positions, int64, that a random sparsifier draws in a tensor of ``n`` elements."""
+    [(factor, first)] = selection.progressions([n], step, [name])
+    # In unsigned 64 bits a product is exact below 2**64: n up to 2**32, density up to 1.
+    positions = np.arange(selection.count(n), dtype=np.uint64)
+    positions = (positions * np.uint64(factor) + np.uint64(first)) % np.uint64(max(1, n))
+    return positions.view(np.int64)
+
+
 def parts_of(array, numels):
     return np.split(array, np.cumsum(numels)[:-1])
 
