@@ -22,7 +22,7 @@ from horovod_fftcomp.kernels.cpu.positions import (
 from horovod_fftcomp.kernels.cpu.sparse import add_groups, sum_groups, take_groups
 from horovod_fftcomp.kernels.cpu.topk import GROUP, fill_keys, kth_of_few
 from horovod_fftcomp.kernels.cpu.transforms import forward_tiles, inverse_of_sum
-from horovod_fftcomp.kernels.cpu.value_codes import PADDING, fill_coding
+from horovod_fftcomp.kernels.cpu.value_codes import PADDING, fill_coding, float_of
 from horovod_fftcomp.kernels.cpu.vector_ir import LANES
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.positions import Layout
@@ -64,9 +64,7 @@ def _key_scale(peak):
     """Return the factor of complex coefficients before they are squared; see ``key_exponent``."""
     exponent = (peak >> 23) - 127
     exponent = 0 if -40 <= exponent < 60 else min(max(exponent, -126), 126)
-    pattern = np.empty(1, np.int32)
-    pattern[0] = np.int32((127 - exponent) << 23)
-    return pattern.view(np.float32)[0]
+    return float_of((127 - exponent) << 23)
 
 
 @inlined

@@ -11,6 +11,7 @@ import numpy as np
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
+from horovod_fftcomp.kernels.cpu.value_codes import float_of
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, LANES, Levels, count_words, digits_of
 
@@ -295,9 +296,7 @@ def encode_octave_groups(values, words, base, top, key, first_group, keep):
     """Write the words of consecutive groups; see ``reference.encode_octaves``."""
     random = np.empty(GROUP, np.uint32)
     codes = np.empty(GROUP + _SLACK, np.uint32)
-    powers = np.empty(1, np.int32)
-    powers[0] = np.int32(base << 23)
-    least, lowest = powers.view(np.float32)[0], np.int32(base << 23)
+    least, lowest = float_of(base << 23), np.int32(base << 23)
     last, shift = np.int32(top - base + 1), np.int32(base - 1)
     to = 0
     for begin in range(0, values.size, GROUP):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, split
 from horovod_fftcomp.types import Array, Arrays
 
 
-def _zipped(plan: LowRankPlan, *columns: Sequence[Any]) -> Iterator[tuple]:
+def _zipped(plan: LowRankPlan, *columns: Iterable[Any]) -> Iterator[tuple]:
     """Return the matrices of a plan, each with its element of every column."""
     return zip(plan.matrices, *columns, strict=True)
 
