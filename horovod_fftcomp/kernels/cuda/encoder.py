@@ -18,7 +18,7 @@ from horovod_fftcomp.kernels.cuda import Device, source, structs
 from horovod_fftcomp.kernels.cuda.dense import ElementGroup
 from horovod_fftcomp.kernels.cuda.sparse import CountedGroup, SparseGroup
 from horovod_fftcomp.kernels.cuda.structs import Group
-from horovod_fftcomp.kernels.cuda.tile_group import TileGroup
+from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
 from horovod_fftcomp.kernels.ops import AnyCodec, Codecs
 from horovod_fftcomp.kernels.rans_tables import encoder_table
 from horovod_fftcomp.types import Array, Arrays, Shape
@@ -153,7 +153,7 @@ class Encoder:
             self._rows["key"] = keys
         self._enter_velocities(velocities)
         try:
-            return self._encode(grads, residuals, coeffs, velocities, measure)
+            return self._encode(self._point_at(grads, residuals, coeffs), measure)
         except BaseException:  # e.g. out of memory: the next encoding needs its scratch cleared
             self._device.clear(self._found)
             raise
@@ -171,16 +171,8 @@ class Encoder:
             row["how"] = structs.NESTEROV * velocities.nesterov + structs.MASKING * masks
         self._rows["factor"] = velocities.factors
 
-    def _encode(
-        self,
-        grads: Arrays,
-        residuals: Arrays,
-        coeffs: Arrays,
-        velocities: Velocities | None,
-        measure: bool,
-    ) -> Encoded:
+    def _encode(self, scratch: list[Any], measure: bool) -> Encoded:
         device, kernels, found = self._device, self._kernels, self._found
-        scratch = self._point_at(grads, residuals, coeffs)
         totals = device.zeros(max(1, 2 * len(self._rows)), np.uint32) if self._counts else None
         message = None if self._counts else self._new_message()
         rows = self._uploads.of("tensors", self._rows)
@@ -258,9 +250,7 @@ class Encoder:
                 return scale
         return peak
 
-    def _squares(
-        self, sums: Sequence[Callable[[], np.ndarray]], kept: Array
-    ) -> dict[int, tuple[float, float, float]]:
+    def _squares(self, sums: Sequence[Sums], kept: Array) -> dict[int, tuple[float, float, float]]:
         """Return the squares of tensors with new residuals; see ``Encoded``. Waits."""
         measured = {}
         for group, of_tiles in zip(self._groups, sums, strict=True):
@@ -272,7 +262,7 @@ class Encoder:
         return measured
 
 
-def _sum_of_last_rows(sums: Sequence[Callable[[], np.ndarray]]) -> float:
+def _sum_of_last_rows(sums: Sequence[Sums]) -> float:
     return float(sum(of_tiles()[-1].sum() for of_tiles in sums))
 
 

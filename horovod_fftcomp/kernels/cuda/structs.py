@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
+from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import BlockDCT, Identity, Transform
 from horovod_fftcomp.kernels.cuda import Device
@@ -115,6 +115,14 @@ class Group(NamedTuple):
     owners: Array
 
 
+def enter_tiles(rows: Array, sizes: Sequence[int] | Array) -> Array:
+    """Enter the tiles of each row, of ``sizes`` elements; return the row of each tile, uint32."""
+    tile = np.uint64(TILE)
+    counts = (np.asarray(sizes, np.uint64) + tile - np.uint64(1)) // tile
+    rows["n_tiles"], rows["first_tile"] = counts, np.cumsum(counts) - counts
+    return np.repeat(np.arange(len(rows), dtype=np.uint32), counts.astype(np.int64))
+
+
 def grouped(plans: Sequence[Plan], codecs: Codecs, rows: Array) -> list[Group]:
     """Return the groups of a bucket; enter in ``rows`` the tiles of each tensor in its group."""
     by_transform: dict[Transform | None, list[int]] = {}
@@ -143,13 +151,8 @@ def enter_plan(row: np.void, plan: Plan, codec: AnyCodec) -> None:
     row["layout"], row["low_bits"] = plan.layout, plan.positions.low_bits
     if not isinstance(codec, Codec) or codec.quantizer is None:
         return
-    quantizer = codec.quantizer
-    row["kind"] = BFLOAT16 if isinstance(quantizer, BFloat16) else FLOAT32
-    row["bits"] = quantizer.bits
-    if plan.layout is Layout.RAW:
-        row["bits"] = 32
-    elif isinstance(quantizer, RangeFloat):
-        row["kind"], row["shift"] = RANGE, quantizer.grid(-1.0, 1.0).shift
+    quantizer = Float32() if plan.layout is Layout.RAW else codec.quantizer
+    row["kind"], row["bits"], row["shift"], *_ = quantizer.coding(1.0)
 
 
 def enter_coding(row: np.void, coding: Coding) -> None:

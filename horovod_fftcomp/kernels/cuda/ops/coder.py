@@ -48,16 +48,8 @@ class DeviceCoder:
             for grad, form in zip(grads, self._encoder.coeffs_formats, strict=True)
         ]
         velocities = self._velocities(grads, there, state.get("velocity", {}), feedback.momentum)
-        encoded = self._encoder.encode(
-            there,
-            old,
-            new,
-            measure,
-            self._keys(*at),
-            velocities,
-            feedback.decay,
-            feedback.keeps_sent,
-        )
+        options = self._keys(*at), velocities, feedback.decay, feedback.keeps_sent
+        encoded = self._encoder.encode(there, old, new, measure, *options)
         return Encoded(
             encoded.message,
             new if feedback.keep else [None] * len(new),

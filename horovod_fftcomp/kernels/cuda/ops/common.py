@@ -91,7 +91,7 @@ class CommonOps:
         rows = np.zeros(len(arrays), structs.TENSOR)
         rows["coeffs"] = [self.address(array) for array in arrays]
         rows["n"] = [0 if array is None else len(array) for array in arrays]
-        owners = self.tiles(rows, rows["n"])
+        owners = structs.enter_tiles(rows, rows["n"])
         sums = self.device.empty(max(1, owners.size), np.float64)
         if owners.size:
             tables = [self.uploads.of("squares", rows), self.uploads.of("owners", owners)]
@@ -99,13 +99,6 @@ class CommonOps:
             kernel = self.kernels(*_KERNELS)["square<1>"]
             kernel(owners.size, structs.THREADS, arguments, structs.SQUARES_NBYTES)
         return _summed(self.device.fetch(sums), owners, len(arrays))
-
-    def tiles(self, rows: Array, sizes: Sequence[int] | Array) -> Array:
-        """Enter the tiles of each row, of ``sizes`` elements; return the row of each tile."""
-        tile = np.uint64(structs.TILE)
-        counts = (np.asarray(sizes, np.uint64) + tile - np.uint64(1)) // tile
-        rows["n_tiles"], rows["first_tile"] = counts, np.cumsum(counts) - counts
-        return np.repeat(np.arange(len(rows), dtype=np.uint32), counts.astype(np.int64))
 
     def flags_of(self, values: Any) -> Flags:
         """See ``Ops.flags_of``."""

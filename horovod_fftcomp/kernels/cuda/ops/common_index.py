@@ -83,7 +83,7 @@ class CommonIndexOps(CommonOps):
         rows["beta"], rows["rest"] = filters
         if plan.unbiased:
             rows["gain"] = plan.gains.view(np.uint32)
-        tiles = self.tiles(rows, rows["n"])
+        tiles = structs.enter_tiles(rows, rows["n"])
         counts = -(-np.array(plan.counts, np.int64) // structs.THREADS)
         rows["first_group"], rows["n_groups"] = np.cumsum(counts) - counts, counts
         groups = np.repeat(np.arange(len(rows), dtype=np.uint32), counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,7 @@ class MomentumOps(CommonOps):
         """
         if largest_norm is None:
             return 0
-        return self.of_plan("clipping", plan, self._new_clipping).find(grads, largest_norm)
-
-    def _new_clipping(self, plan: BucketPlan) -> _Clipping:
-        return _Clipping(self, plan)
+        return self.of_plan("clipping", plan, partial(_Clipping, self)).find(grads, largest_norm)
 
 
 class _Clipping:
