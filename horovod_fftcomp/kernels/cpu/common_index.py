@@ -144,7 +144,7 @@ def locate_drawn(factors, firsts, numels, begins, positions):
 
 
 @kernel
-def take_values(arrays, numels, begins, begin, end, positions, gains, peaks, values):
+def take_values(arrays, numels, begins, positions, gains, peaks, values, begin, end):
     """Write the values ``begin`` to ``end`` of a message: gradient plus residual, times a gain.
 
     NaN for a tensor that is not finite, as it may not be at these positions; 0 without a gradient.
@@ -169,7 +169,7 @@ def take_values(arrays, numels, begins, begin, end, positions, gains, peaks, val
 
 
 @kernel
-def settle_residuals(arrays, numels, begins, begin, end, positions, values, sent, beta, rest):
+def settle_residuals(arrays, numels, begins, positions, values, sent, beta, rest, begin, end):
     """Correct the new residuals at the positions of values ``begin`` to ``end``.
 
     ``sent``: the values after rounding. ``rest``: 1 - beta.
@@ -188,7 +188,7 @@ def settle_residuals(arrays, numels, begins, begin, end, positions, values, sent
 
 
 @kernel
-def find_not_finite(values, begins, begin, end, found):
+def find_not_finite(values, begins, found, begin, end):
     """Set the byte of each tensor of whose values ``begin`` to ``end`` one is not finite."""
     keys = values.view(np.int32)
     for number in _owners(begins, begin, end):
@@ -198,7 +198,7 @@ def find_not_finite(values, begins, begin, end, found):
 
 
 @kernel
-def clear_sums(sums, starts, begin, end, not_finite, like):
+def clear_sums(sums, starts, not_finite, like, begin, end):
     """Fill elements ``begin`` to ``end`` of a bucket's sums with 0, or NaN where not finite.
 
     ``sums``: the addresses of each tensor's sum.
@@ -213,7 +213,7 @@ def clear_sums(sums, starts, begin, end, not_finite, like):
 
 
 @kernel
-def add_values(sums, numels, begins, begin, end, positions, values, not_finite):
+def add_values(sums, numels, begins, positions, values, not_finite, begin, end):
     """Add values ``begin`` to ``end`` of a message at their positions to the sums."""
     for number in _owners(begins, begin, end):
         if not not_finite[number]:

@@ -139,21 +139,14 @@ class CommonIndexOps(CommonOps):
         """See ``Ops.take``."""
         plan, table = bucket.plan, (bucket.addresses, bucket.numels, bucket.plan.begins)
         values = self.empty(plan.total)
-
-        def take(begin: int, end: int) -> None:
-            options = (plan.gains, bucket.peaks, values)
-            kernels.take_values(*table, begin, end, positions, *options)
-
-        _each(take, plan.total)
+        written = positions, plan.gains, bucket.peaks, values
+        _each(partial(kernels.take_values, *table, *written), plan.total)
         message = values if halves is None else self.to_half(values, *halves)
         sent = values if halves is None else self.from_half(message)
-        filters = np.float32(plan.beta), np.float32(1 - plan.beta)
-
-        def settle(begin: int, end: int) -> None:
-            kernels.settle_residuals(*table, begin, end, positions, values, sent, *filters)
-
         if plan.keeps:
-            _each(settle, plan.total)
+            filters = np.float32(plan.beta), np.float32(1 - plan.beta)
+            read = positions, values, sent, *filters
+            _each(partial(kernels.settle_residuals, *table, *read), plan.total)
         if bucket.measures:
             found = ((at, _energies(bucket, at, positions, sent)) for at in range(len(table[1])))
             bucket.energies = {at: energies for at, energies in found if energies is not None}
@@ -174,24 +167,15 @@ class CommonIndexOps(CommonOps):
         addresses_of(sums, addresses)
         not_finite = np.zeros(len(sums), np.uint8)
 
-        def check(begin: int, end: int) -> None:
-            for message in messages:
-                kernels.find_not_finite(message, plan.begins, begin, end, not_finite)
-
-        def clear(begin: int, end: int) -> None:
-            kernels.clear_sums(addresses, plan.starts, begin, end, not_finite, received)
-
-        _each(check, plan.total)
-        _each(clear, int(plan.starts[-1]))
+        for message in messages:
+            found = message, plan.begins, not_finite
+            _each(partial(kernels.find_not_finite, *found), plan.total)
+        cleared = addresses, plan.starts, not_finite, received
+        _each(partial(kernels.clear_sums, *cleared), int(plan.starts[-1]))
         for message, positions in zip(messages, sources, strict=True):
-            source = (positions, message, not_finite)
-            _each(partial(self._add, bucket, addresses, source), plan.total)
+            added = addresses, bucket.numels, plan.begins, positions, message, not_finite
+            _each(partial(kernels.add_values, *added), plan.total)
         return sums, Flags(not not_finite.any())
-
-    def _add(
-        self, bucket: _Bucket, sums: Array, source: tuple[Array, ...], begin: int, end: int
-    ) -> None:
-        kernels.add_values(sums, bucket.numels, bucket.plan.begins, begin, end, *source)
 
 
 def _energies(bucket: _Bucket, at: int, positions: Array, sent: Array) -> tuple | None:
