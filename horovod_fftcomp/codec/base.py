@@ -9,7 +9,7 @@ import abc
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -47,9 +47,6 @@ class Written(NamedTuple):
     plan: Plan
     scale: float
     is_complete: bool
-
-
-Self = TypeVar("Self", bound="PayloadCodec")
 
 
 def check_state(kind: str, array: Array | None, expected: tuple[np.dtype, int]) -> None:
@@ -100,7 +97,7 @@ class PayloadCodec(abc.ABC):
         """Return ``payload_nbytes``, or a forecast if the size depends on the values."""
         return self.payload_nbytes(shape)
 
-    def at_loss_scale(self: Self, scale: float) -> Self:
+    def at_loss_scale(self, scale: float) -> Self:
         """Return the codec for gradients multiplied by the loss scale ``scale``."""
         return self
 

@@ -152,17 +152,7 @@ class CommonIndex(Scheme):
 @functools.lru_cache(maxsize=1024)  # more than a training has buckets
 def _plan(scheme: CommonIndex, tensors: tuple[Tensor, ...], n_ranks: int) -> IndexPlan:
     selection, numels = scheme.selection, list(bucket_plan(tensors).numels)
-    chunk, bits = 0, 0
-    if isinstance(selection, ChunkWinners):
-        chunk, bits = selection.chunk, selection.bits
-    return IndexPlan(
-        tuple(tensor.name for tensor in tensors),
-        numels,
-        [selection.count(n) for n in numels],
-        n_ranks,
-        scheme.beta,
-        scheme.unbiased,
-        scheme.error_feedback,
-        chunk,
-        bits,
-    )
+    names, counts = tuple(t.name for t in tensors), [selection.count(n) for n in numels]
+    options = scheme.beta, scheme.unbiased, scheme.error_feedback
+    chunks = (selection.chunk, selection.bits) if isinstance(selection, ChunkWinners) else (0, 0)
+    return IndexPlan(names, numels, counts, n_ranks, *options, *chunks)

@@ -128,20 +128,9 @@ def write_header(
 ) -> None:
     """Write the header of ``plan`` to the first bytes of ``payload``, uint8."""
     dims = _encode_dims(plan.shape)
-    fixed = _FIXED.pack(
-        MAGIC,
-        VERSION,
-        DTYPES.index(dtype),
-        0 if finite else _NOT_FINITE,
-        len(plan.shape),
-        plan.layout,
-        fingerprint,
-        plan.numel,
-        plan.k,
-        plan.payload_nbytes,
-        scale,
-        0,
-    )
+    kinds = DTYPES.index(dtype), 0 if finite else _NOT_FINITE, len(plan.shape), plan.layout
+    sizes = plan.numel, plan.k, plan.payload_nbytes
+    fixed = _FIXED.pack(MAGIC, VERSION, *kinds, fingerprint, *sizes, scale, 0)
     header = bytearray((fixed + dims).ljust(plan.header_nbytes, b"\0"))
     struct.pack_into("<I", header, _CRC_OFFSET, zlib.crc32(header))
     payload[: plan.header_nbytes] = np.frombuffer(header, np.uint8)

@@ -20,6 +20,10 @@ class SignMethod(Method):
         """Return the number of consecutive elements (a row) that share a scale or means."""
         return max(1, math.prod(shape))
 
+    def body_nbytes(self, shape: Shape) -> int:
+        """Return the size of the packed signs; see ``Method``."""
+        return 4 * count_words(math.prod(shape), 2)
+
     def add_residual(
         self, flat: Array, residual: Array, shape: Shape, kernels: Kernels
     ) -> Coefficients:
