@@ -469,7 +469,5 @@ class Compressor:
 
 def _numbers_of_sharded(buckets: Sequence[Bucket]) -> str:
     """Return the numbers of the buckets whose exchange is sharded."""
-    rounds = (
-        bucket.policy.at(getattr(bucket.policy, "warmup_steps", 0)).rounds for bucket in buckets
-    )
+    rounds = (bucket.policy.at(bucket.policy.warmup_steps).rounds for bucket in buckets)
     return ", ".join(str(n) for n, kinds in enumerate(rounds) if "alltoall" in kinds)

@@ -43,7 +43,7 @@ def trusted(
     """
     schemes: dict[Scheme, None] = {}
     for bucket in buckets:
-        after = bucket.policy.at(getattr(bucket.policy, "warmup_steps", 0))
+        after = bucket.policy.at(bucket.policy.warmup_steps)
         if after != Dense() and after.runs_on_device(bucket.tensors):
             schemes[after] = None
             if (first := bucket.policy.at(0)) != Dense() and first.runs_on_device(bucket.tensors):

@@ -7,7 +7,7 @@ import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
@@ -28,33 +28,16 @@ Rule = tuple[str | Callable[[Tensor], bool], Action]
 KEYWORDS = ("warmup_steps", "density_schedule", "ranks_per_node")
 
 
-class Policy(Protocol):
-    """The scheme to run at each step; it depends on the step only, so all ranks agree."""
+@dataclass(frozen=True)
+class Always:
+    """The same scheme at every step; methods as those of ``Scheduled``."""
+
+    scheme: Scheme
+    warmup_steps = 0
+    scope = "tensor"
 
     def at(self, step: int) -> Scheme:
         """Return the scheme of exchange ``step``, counted from 0."""
-
-    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have, at any step."""
-
-    def density(self, step: int) -> float | None:
-        """Return the density at ``step``; None if the recipe has none."""
-
-    def facts(self) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks, by name, defaults included."""
-
-    def decided(self, tensors: Tensors, world_size: int) -> Policy:
-        """Return the policy for a bucket of ``tensors``; see ``Scheduled.decided``."""
-
-
-@dataclass(frozen=True)
-class Always:
-    """The same scheme at every step."""
-
-    scheme: Scheme
-
-    def at(self, step: int) -> Scheme:
-        """Return the scheme."""
         return self.scheme.at(step)
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
@@ -194,6 +177,10 @@ class Scheduled:
         changed = replace(self, schedule=as_schedule(density))
         changed.at(self.warmup_steps)
         return changed
+
+
+# The scheme to run at each step; it depends on the step only, so all ranks agree.
+Policy = Always | Scheduled
 
 
 @functools.lru_cache(1024)
