@@ -278,11 +278,7 @@ def _wangni(density: float = 0.01, seed: int = 0) -> Scheme:
 
 
 @_chosen_again
-def _auto(
-    ratio: float = 50.0,
-    every: int = 2000,
-    error_feedback: bool = True,
-) -> Scheme:
+def _auto(ratio: float = 50.0, every: int = 2000, error_feedback: bool = True) -> Scheme:
     return Auto(ratio, every, error_feedback)
 
 

@@ -12,8 +12,8 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always, Policy, make_policy
 from horovod_fftcomp.errors import ConfigMismatchError
-from horovod_fftcomp.schemes import Round, Scheme, Tensor
-from horovod_fftcomp.types import Array, Arrays
+from horovod_fftcomp.schemes import Round, Scheme
+from horovod_fftcomp.types import Array, Arrays, Tensor
 
 
 class SimulatedStep(NamedTuple):

@@ -12,12 +12,12 @@ from typing import Any
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
-from horovod_fftcomp.schemes import Scheme, Tensor
+from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hierarchical import Hierarchical
 from horovod_fftcomp.schemes.options import check_names, checked
 from horovod_fftcomp.schemes.sharded import Sharded
-from horovod_fftcomp.types import Tensors
+from horovod_fftcomp.types import Tensor, Tensors
 
 # A rule: tensors (a shell pattern of names, or a function of name and shape) and an action:
 # "dense", another density, or {"recipe": name, option: value, ...}.

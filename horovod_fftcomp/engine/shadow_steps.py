@@ -16,7 +16,7 @@ from horovod_fftcomp.engine import differences
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.host.payloads import joined
-from horovod_fftcomp.schemes import Context, Exchange, OldState, Outcome, Scheme, State, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Outcome, Scheme, State
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dgc import Dgc
@@ -24,7 +24,7 @@ from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
 from horovod_fftcomp.schemes.wrapper import Wrapper
-from horovod_fftcomp.types import Array, Tensors
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 
 # Schemes whose payload of a tensor depends on no other tensor.
 _SEPARABLE = (Allgather, HardThreshold, Auto, Dgc, SparCml)

@@ -16,11 +16,11 @@ from horovod_fftcomp.codec.methods.base import Method
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.ops import AnyCodec, Codecs, Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.shards import exchange_shards
 from horovod_fftcomp.schemes.state import new_state
-from horovod_fftcomp.types import Array, Tensor, Tensors
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
 

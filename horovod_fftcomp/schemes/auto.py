@@ -16,10 +16,10 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform
 from horovod_fftcomp.kernels.ops import Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Round, Scheme, on_the_host
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Round, Scheme, on_the_host
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL, fold
-from horovod_fftcomp.types import Array, Tensor, Tensors
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.spec import spec_of
 
 TRANSFORMS: tuple[Transform, ...] = (

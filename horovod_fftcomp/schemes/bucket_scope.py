@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, State, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Grads, State
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.common_index import CommonIndex
 from horovod_fftcomp.schemes.state import bucket_plan
 from horovod_fftcomp.schemes.wrapper import Wrapper
-from horovod_fftcomp.types import Tensors
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,7 @@ from typing import Any
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.index_plan import IndexPlan
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    received,
-)
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, received
 from horovod_fftcomp.schemes.clt_selection import (
     ChunkWinners,
     Largest,
@@ -32,7 +23,7 @@ from horovod_fftcomp.schemes.clt_selection import (
 from horovod_fftcomp.schemes.dense import half_limits
 from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
-from horovod_fftcomp.types import Tensor, Tensors
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 from horovod_fftcomp.wire.header import align
 
 

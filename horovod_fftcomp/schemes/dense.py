@@ -9,9 +9,9 @@ import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.state import bucket_plan
-from horovod_fftcomp.types import Tensor, Tensors
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.ops import Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState
+from horovod_fftcomp.schemes import Context, Exchange, Grads
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.momentum import MomentumScheme
-from horovod_fftcomp.types import Tensor, Tensors
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
 @dataclass(frozen=True)

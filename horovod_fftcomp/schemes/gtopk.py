@@ -20,19 +20,10 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.host.payloads import part_of
 from horovod_fftcomp.kernels.ops import Feedback, Flags, Ops
 from horovod_fftcomp.kernels.plans import BucketPlan, split
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    received,
-)
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, received
 from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.state import new_state
-from horovod_fftcomp.types import Array, Tensor, Tensors
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.header import Header
 
 

@@ -15,19 +15,10 @@ from horovod_fftcomp.codec.quantizers import is_whole
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    ops_of,
-)
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, ops_of
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
 from horovod_fftcomp.schemes.wrapper import Wrapper
-from horovod_fftcomp.types import Array, Tensor, Tensors
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 
 Ranks = tuple[int, ...]
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.state import bucket_plan, new_state, old_arrays
-from horovod_fftcomp.types import Tensor, Tensors
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import numpy as np
 
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import LowRankPlan, Matrix
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.state import named, new_state, old_arrays
-from horovod_fftcomp.types import Tensor, Tensors
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 from horovod_fftcomp.wire import counter_rng
 
 

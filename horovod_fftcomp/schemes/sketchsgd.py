@@ -13,12 +13,12 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import BucketPlan, split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
 from horovod_fftcomp.schemes.gtopk import largest
 from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.momentum import MomentumScheme
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
-from horovod_fftcomp.types import Array, Arrays, Tensor, Tensors
+from horovod_fftcomp.types import Array, Arrays, OldState, Tensor, Tensors
 from horovod_fftcomp.wire import counter_rng
 
 

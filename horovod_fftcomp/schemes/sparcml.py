@@ -19,11 +19,11 @@ from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.host.payloads import joined, part_of, summed
 from horovod_fftcomp.kernels.ops import Feedback, Flags
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.state import new_state
-from horovod_fftcomp.types import Array, Body, Tensor, Tensors
+from horovod_fftcomp.types import Array, Body, OldState, Tensor, Tensors
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.header import Header
 from horovod_fftcomp.wire.positions import Layout

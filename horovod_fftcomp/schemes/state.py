@@ -12,8 +12,8 @@ import numpy as np
 from horovod_fftcomp.kernels.cuda import is_on_host
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import BucketPlan
-from horovod_fftcomp.schemes import Grads, OldState, State
-from horovod_fftcomp.types import Tensor, Tensors
+from horovod_fftcomp.schemes import Grads, State
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
 def bucket_plan(tensors: Tensors) -> BucketPlan:
