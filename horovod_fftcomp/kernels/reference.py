@@ -28,6 +28,7 @@ from horovod_fftcomp.codec.quantizers import (
     LARGEST_FINITE_BITS,
     RANGE,
     STEPS,
+    float_of,
 )
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients
 from horovod_fftcomp.wire import rans
@@ -263,7 +264,8 @@ def encode_values(values: Array, coding: Coding) -> Array:
         rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) & np.uint32(0x7FFF0000)
         return (sign | np.minimum(rounded, np.uint32(LARGEST_BFLOAT16_BITS))) >> 16
     if coding.kind == STEPS:
-        ratio = np.abs(values.astype(np.float64)) / _step(coding)  # exact enough to floor
+        step = np.float32(float_of(coding.base))
+        ratio = np.abs(values.astype(np.float64)) / step  # exact enough to floor
         levels = np.clip(np.floor(ratio), 1, coding.positives).astype(np.uint32)
         return 2 * (levels - 1) + (values < 0)
     half = 1 << (coding.shift - 1)
@@ -281,17 +283,13 @@ def decode_values(codes: Array, coding: Coding) -> Array:
     if coding.kind == BFLOAT16:
         return (codes << 16).astype(np.uint32).view(np.float32)
     if coding.kind == STEPS:
-        sizes = ((codes >> 1) + 1).astype(np.float32) * _step(coding)
+        sizes = ((codes >> 1) + 1).astype(np.float32) * np.float32(float_of(coding.base))
         return np.where(codes & 1, -sizes, sizes)
     codes = codes.astype(np.int64)
     negative = codes > coding.positives
     levels = np.where(negative, codes - coding.positives, codes)
     patterns = (coding.base + levels - 1) << coding.shift | negative.astype(np.int64) << 31
     return np.where(codes == 0, 0, patterns).astype(np.uint32).view(np.float32)
-
-
-def _step(coding: Coding) -> np.float32:
-    return np.uint32(coding.base).view(np.float32)
 
 
 def pack_bits(codes: Array, bits: int) -> Array:

@@ -134,7 +134,7 @@ def moments_by_group(values, sums, squares):
 @inlined
 def fold(lanes):
     """Return the sum of partial sums, which are overwritten; see ``reference.lane_sums``."""
-    width = LANES // 2
+    width = lanes.size // 2
     while width:
         for j in range(width):
             lanes[j] += lanes[width + j]

@@ -19,7 +19,7 @@ from horovod_fftcomp.kernels.cuda.dense import ElementGroup
 from horovod_fftcomp.kernels.cuda.sparse import CountedGroup, SparseGroup
 from horovod_fftcomp.kernels.cuda.structs import Group
 from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
-from horovod_fftcomp.kernels.ops import AnyCodec, Codecs
+from horovod_fftcomp.kernels.ops import Codecs
 from horovod_fftcomp.kernels.rans_tables import encoder_table
 from horovod_fftcomp.types import Array, Arrays, Shape
 from horovod_fftcomp.wire import rans
@@ -98,7 +98,9 @@ class Encoder:
         self._uploads = structs.Uploads(device)
         self._lay_out(plans)
         if not self._counts:
-            self._kept = [self._header_tables(*pair) for pair in zip(plans, codecs, strict=True)]
+            pairs = zip(plans, codecs, strict=True)
+            tables = [header_and_changes(plan, codec.fingerprint) for plan, codec in pairs]
+            self._kept = [[device.upload(part) for part in pair] for pair in tables]
             for row, pair in zip(self._headers, self._kept, strict=True):
                 row["start"], row["crc_of_scale"] = map(device.address, pair)
 
@@ -111,10 +113,6 @@ class Encoder:
         if self._counts:
             return CountedGroup(self._device, group, plans, self._codecs, self._rows)
         return SparseGroup(self._device, group)
-
-    def _header_tables(self, plan: wire.Plan, codec: AnyCodec) -> tuple[Any, Any]:
-        start, changes = header_and_changes(plan, codec.fingerprint)
-        return self._device.upload(start), self._device.upload(changes)
 
     def _lay_out(self, plans: Sequence[wire.Plan]) -> None:
         """Enter the sizes of payloads and their offsets in a message."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from horovod_fftcomp.kernels.cuda import on_device
 from horovod_fftcomp.kernels.cuda.decoder import Decoder, ThresholdDecoder
-from horovod_fftcomp.kernels.cuda.encoder import Encoder, Velocities
+from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.kernels.cuda.ops.momentum import MomentumOps
-from horovod_fftcomp.kernels.ops import Codecs, Encoded, Feedback, Flags, Momentum, Summed
+from horovod_fftcomp.kernels.ops import Codecs, Encoded, Feedback, Flags, Summed
 from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.types import Arrays, OldState, Tensors
 from horovod_fftcomp.wire.counter_rng import RngKey
@@ -47,7 +47,11 @@ class DeviceCoder:
             else None
             for grad, form in zip(grads, self._encoder.coeffs_formats, strict=True)
         ]
-        velocities = self._velocities(grads, there, state.get("velocity", {}), feedback.momentum)
+        velocities, momentum = None, feedback.momentum
+        if momentum is not None:
+            moving = [None if grad is None else on for grad, on in zip(grads, there, strict=True)]
+            before = self._old(grads, state.get("velocity", {}))
+            velocities = self._ops.velocities_of(self._plan, moving, before, momentum)
         options = self._keys(*at), velocities, feedback.decay, feedback.keeps_sent
         encoded = self._encoder.encode(there, old, new, measure, *options)
         return Encoded(
@@ -65,14 +69,6 @@ class DeviceCoder:
             for grad, tensor in zip(grads, self._tensors, strict=True)
         ]
         return [None if array is None else on_device(array, self._device) for array in found]
-
-    def _velocities(
-        self, grads: Arrays, there: Arrays, carried: Mapping[str, Any], momentum: Momentum | None
-    ) -> Velocities | None:
-        if momentum is None:
-            return None
-        moving = [None if grad is None else on for grad, on in zip(grads, there, strict=True)]
-        return self._ops.velocities_of(self._plan, moving, self._old(grads, carried), momentum)
 
     def _keys(self, step: int, rank: int) -> list[int] | None:
         """Return the random key of each tensor; None if no method here draws random numbers."""
