@@ -137,16 +137,16 @@ class _Sums:
     def add(self, session: Session, grad: Array) -> None:
         """Add energies and errors of ``grad``, without and with feedback; advances the session."""
         decoded = session.alone(grad)
-        self.energy += _energy(grad)
-        self.decoded += _energy(decoded)
-        self.error += _energy(grad - decoded)
+        self.energy += energy(grad)
+        self.decoded += energy(decoded)
+        self.error += energy(grad - decoded)
         if session.has_feedback:
-            self.feedback_energy += _energy(grad + session.residual())
+            self.feedback_energy += energy(grad + session.residual())
             session.advance(grad)
-            self.feedback_error += _energy(session.residual())
+            self.feedback_error += energy(session.residual())
 
 
-def _energy(values: Array) -> float:
+def energy(values: Array) -> float:
     """Return the sum of squares, in float64, where that of large or tiny values fits."""
     chunks = (
         values[begin : begin + _CHUNK].astype(np.float64) for begin in range(0, values.size, _CHUNK)
