@@ -28,7 +28,6 @@ from horovod_fftcomp.codec.quantizers import (
     LARGEST_FINITE_BITS,
     RANGE,
     STEPS,
-    float_of,
 )
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients
 from horovod_fftcomp.wire import rans
@@ -264,7 +263,7 @@ def encode_values(values: Array, coding: Coding) -> Array:
         rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) & np.uint32(0x7FFF0000)
         return (sign | np.minimum(rounded, np.uint32(LARGEST_BFLOAT16_BITS))) >> 16
     if coding.kind == STEPS:
-        step = np.float32(float_of(coding.base))
+        step = np.uint32(coding.base).view(np.float32)
         ratio = np.abs(values.astype(np.float64)) / step  # exact enough to floor
         levels = np.clip(np.floor(ratio), 1, coding.positives).astype(np.uint32)
         return 2 * (levels - 1) + (values < 0)
@@ -283,7 +282,7 @@ def decode_values(codes: Array, coding: Coding) -> Array:
     if coding.kind == BFLOAT16:
         return (codes << 16).astype(np.uint32).view(np.float32)
     if coding.kind == STEPS:
-        sizes = ((codes >> 1) + 1).astype(np.float32) * np.float32(float_of(coding.base))
+        sizes = ((codes >> 1) + 1).astype(np.float32) * np.uint32(coding.base).view(np.float32)
         return np.where(codes & 1, -sizes, sizes)
     codes = codes.astype(np.int64)
     negative = codes > coding.positives
