@@ -58,15 +58,12 @@ class Recipe:
     @property
     def options(self) -> dict[str, object]:
         """The options and their defaults."""
-        return {p.name: p.default for p in inspect.signature(self.make).parameters.values()}
+        return _defaults(self.make)
 
     @property
     def own_options(self) -> dict[str, object]:
         """The same without those of sharded exchanges, which all recipes that gather have."""
-        return {
-            p.name: p.default
-            for p in inspect.signature(inspect.unwrap(self.make)).parameters.values()
-        }
+        return _defaults(inspect.unwrap(self.make))
 
     def checked(self, options: Mapping[str, object]) -> dict[str, Any]:
         """Return ``options`` as built-in objects; TypeError for a value of the wrong type."""
@@ -75,6 +72,10 @@ class Recipe:
             name: checked(name, value, kinds[name], defaults[name])
             for name, value in options.items()
         }
+
+
+def _defaults(make: Callable[..., Scheme]) -> dict[str, object]:
+    return {p.name: p.default for p in inspect.signature(make).parameters.values()}
 
 
 _Scope = Literal["tensor", "bucket", "model"]
@@ -90,7 +91,6 @@ def _within(scope: _Scope, scheme: Allgather | CommonIndex) -> Scheme:
 
 
 _Exchange = Literal["auto", "gather", "sharded"]
-_SECOND = {"second_density": float | None, "second_bits": int | None}
 
 
 def _gathered(make: Callable[..., Any], chooses: bool = False) -> Callable[..., Scheme]:
@@ -115,14 +115,7 @@ def _gathered(make: Callable[..., Any], chooses: bool = False) -> Callable[..., 
             )
         return Sharded(scheme, second) if exchange == "sharded" else scheme
 
-    kinds: dict[str, Any] = {"exchange": _Exchange, **(_SECOND if chooses else {})}
-    keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    added = [
-        inspect.Parameter(
-            name, keyword, default="auto" if name == "exchange" else None, annotation=kind
-        )
-        for name, kind in kinds.items()
-    ]
+    added = [*inspect.signature(made, eval_str=True).parameters.values()][: 3 if chooses else 1]
     own = inspect.signature(make, eval_str=True)
     signature = own.replace(parameters=[*own.parameters.values(), *added])
     made.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
@@ -290,11 +283,7 @@ def _wangni(density: float = 0.01, seed: int = 0) -> Scheme:
 
 
 @_chosen_again
-def _auto(
-    ratio: float = 50.0,
-    every: int = 2000,
-    error_feedback: bool = True,
-) -> Scheme:
+def _auto(ratio: float = 50.0, every: int = 2000, error_feedback: bool = True) -> Scheme:
     return Auto(ratio, every, error_feedback)
 
 
