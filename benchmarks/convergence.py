@@ -100,7 +100,11 @@ SHARDED = (
     *("fft", "fft(exchange=sharded)", "dct", "dct(exchange=sharded)"),
     *("topk", "topk(exchange=sharded)", "topk(density=0.01, exchange=sharded)"),
     *("fft(density=0.15, exchange=sharded)", "dct(density=0.15, exchange=sharded)"),
+    *("fft(density=0.2, exchange=sharded)", "dct(density=0.2, exchange=sharded)"),
 )
+# Gathered and sharded exchanges differ by less than seeds do, so these have more of them.
+PAIRED = ("fft", "dct", "topk")
+PAIRED_KINDS, PAIRED_SEEDS = ("resnet", "charlm"), 6
 MORE = {
     "resnet": (
         *SHARDED,
@@ -135,6 +139,10 @@ MORE = {
         AS_MANY_BYTES,
     ),
 }
+PLOTTED = dict.fromkeys((*RECIPES, *SHARDED, *BASELINES_OF["resnet"]))
+RESIDUALS = (*RECIPES[1:4], "scalecom(density=0.008)", "random_block(density=0.01)",
+             "hard_threshold(density=0.001)", "demo", "auto(ratio=100)")  # fmt: skip
+COLOURS = {"gathered or reduced": "C0", "sharded": "C1"}
 THETA_99 = "fft(density=0.01, error_feedback=False)"
 # Where a run fails at it, it needs steps in which to recover.
 FAILING = {
@@ -325,10 +333,14 @@ class Store:
         part.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
         part.replace(self.path)
 
-    def seeds(self, kind: str, recipe: str, recovery: str = "-") -> list[dict[str, Any]]:
+    def all_seeds(self, kind: str, recipe: str, recovery: str = "-") -> list[dict[str, Any]]:
         """Return the runs of a recipe, in the order of their seeds."""
         begin = " | ".join([kind, recipe, recovery, "seed "])
         return [run for key, run in self.runs.items() if key.startswith(begin)]
+
+    def seeds(self, kind: str, recipe: str, recovery: str = "-") -> list[dict[str, Any]]:
+        """Return the runs of the seeds that all recipes have, in their order."""
+        return self.all_seeds(kind, recipe, recovery)[: FORMS[self.form][0]]
 
 
 def recipes_of(kind: str) -> tuple[str, ...]:
@@ -346,6 +358,10 @@ def jobs_of(form: str) -> list[Job]:
             of_seed = [Job(name, recipe, seed, steps) for recipe in recipes_of(name)]
             of_seed += [Job(name, FAILING[name], seed, steps, how) for how in RECOVERIES]
             jobs += [job for job in of_seed if _is_trained(job, form)]
+    for seed in range(seeds, PAIRED_SEEDS if form == "table" else seeds):
+        for name in PAIRED_KINDS:
+            recipes = [recipe + how for recipe in PAIRED for how in ("", "(exchange=sharded)")]
+            jobs += [Job(name, recipe, seed, KINDS[name].steps) for recipe in recipes]
     return jobs
 
 
@@ -403,7 +419,32 @@ def make_page(store: Store) -> str:
             if runs:
                 lines.append(_row(f"{FAILING[name]}, {how}", runs, none, kind.higher_is_better))
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, *paired_table(store)])
+
+
+def paired_table(store: Store) -> list[str]:
+    """Return what sharded exchanges change against gathered ones of the same seeds, in Markdown."""
+    lines = [
+        "## Sharded against gathered\n",
+        "Mean difference of the same seeds and its standard error, of what a table above calls "
+        "quality: points of accuracy on `resnet`, part of the loss on `charlm`.\n",
+        "| recipe | task | seeds | sharded - gathered |",
+        "|---|---|---:|---:|",
+    ]
+    for recipe in PAIRED:
+        for name in PAIRED_KINDS:
+            runs = [store.all_seeds(name, recipe + how) for how in ("", "(exchange=sharded)")]
+            n_seeds = min(map(len, runs))
+            if n_seeds < 2:
+                continue
+            before, after = (np.array([final(r) for r in some[:n_seeds]]) for some in runs)
+            change, unit = 100 * (after - before), "points"
+            if not KINDS[name].higher_is_better:
+                change, unit = change / before.mean(), "%"
+            error = change.std(ddof=1) / math.sqrt(n_seeds)
+            found = f"{change.mean():+.2f} ± {error:.2f} {unit}"
+            lines.append(f"| `{recipe}` | {name} | {n_seeds} | {found} |")
+    return lines if len(lines) > 4 else []
 
 
 def final(run: dict[str, Any]) -> float:
@@ -434,54 +475,54 @@ def _row(recipe: str, runs: list[dict], none: list[dict], in_percent: bool) -> s
 
 
 def plot(store: Store, path: Path) -> None:
-    """Plot quality against bytes, and the residual's norm over the steps, for each task."""
-    figure = Figure(figsize=(15, 9), layout="constrained")
-    grid = figure.subplots(2, len(KINDS))
-    names = dict.fromkeys(recipe for name in KINDS for recipe in (*RECIPES, *MORE[name]))
-    numbers = {recipe: number for number, recipe in enumerate(names)}
-    shown = {}
-    for column, name in enumerate(KINDS):
-        above, below = grid[0][column], grid[1][column]
-        for recipe in (*RECIPES, *MORE[name]):
-            runs = store.seeds(name, recipe)
-            if not runs:
-                continue
-            number = numbers[recipe]
-            look = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10]}
-            quality = np.mean([run["qualities"] for run in runs], axis=0)
-            sent = np.mean([run["sent_nbytes"] for run in runs]) * np.array(runs[0]["steps"]) / 1e6
-            [shown[recipe]] = above.plot(sent, quality, marker=".", **look)
-            norms = np.mean([run["residual_norms"] for run in runs], axis=0)
-            below.plot(runs[0]["steps"], np.maximum(norms, 1e-3), **look)
-            above.set(title=name, xscale="log", xlabel="sent by each learner (MB)",
-                      ylabel=runs[0]["measure"])  # fmt: skip
-            if not KINDS[name].higher_is_better:
-                above.set_yscale("log")
-        below.set(yscale="log", xlabel="step", ylabel="norm of the residual")
-        for axes in (above, below):
-            axes.grid(alpha=0.3)
-    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=4)
+    """Plot the quality of every recipe on the two networks, sorted by what it saves."""
+    kinds = ("resnet", "charlm")
+    found = {recipe: store.seeds("resnet", recipe) for recipe in PLOTTED}
+    ratios = {
+        recipe: float(np.mean([run["ratio_of_compressed"] for run in runs]))
+        for recipe, runs in found.items()
+        if runs
+    }
+    rows = sorted(ratios, key=lambda recipe: -ratios[recipe])
+    figure = Figure(figsize=(12, 1 + 0.24 * len(rows)), layout="constrained")
+    for axes, kind in zip(figure.subplots(1, 2, sharey=True), kinds, strict=True):
+        for y, recipe in enumerate(rows):
+            ends = np.array([final(run) for run in store.seeds(kind, recipe)])
+            if len(ends):
+                scale = 100 if KINDS[kind].higher_is_better else 1
+                group = "sharded" if "sharded" in recipe else "gathered or reduced"
+                look = {"fmt": "o", "color": COLOURS[group], "capsize": 3}
+                axes.errorbar(scale * ends.mean(), y, xerr=scale * ends.std(), **look)
+        axes.grid(alpha=0.3)
+    accuracy, loss = figure.axes
+    labels = [
+        f"{name.removesuffix(SLOW).removesuffix(ALONE)}  {ratios[name]:.0f}x" for name in rows
+    ]
+    accuracy.set_yticks(range(len(rows)), labels)
+    accuracy.set_xlabel("test accuracy on resnet (%)")
+    loss.set_xlabel("validation loss on charlm")
+    figure.suptitle("quality by compression ratio: mean and standard deviation of the seeds")
+    for group, colour in COLOURS.items():
+        loss.plot([], [], "o", color=colour, label=group)
+    loss.legend()
     figure.savefig(path, dpi=110)
 
 
-def plot_baselines(store: Store, path: Path) -> None:
-    """Plot the ResNet's accuracy with each recipe of the table and each baseline, by ratio."""
-    rows = [
-        (np.mean([run["ratio_of_compressed"] for run in runs]), recipe, runs, colour)
-        for recipes, colour in ((RECIPES, "C0"), (BASELINES_OF["resnet"], "C1"))
-        for recipe in recipes
-        if (runs := store.seeds("resnet", recipe))
-    ]
-    rows.sort(key=lambda row: -row[0])
-    axes = (figure := Figure(figsize=(9, 1 + 0.25 * len(rows)), layout="constrained")).subplots()
-    for y, (_, _, runs, colour) in enumerate(rows):
-        found = np.array([100 * final(run) for run in runs])
-        axes.errorbar(found.mean(), y, xerr=found.std(), fmt="o", color=colour, capsize=3)
-    labels = [f"{name.removesuffix(SLOW).removesuffix(ALONE)}  {x:.0f}x" for x, name, _, _ in rows]
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_xlabel("test accuracy (%), mean and standard deviation of the seeds")
-    axes.set_title("ratio of what is compressed; blue: the table's recipes, orange: baselines")
-    axes.grid(alpha=0.3)
+def plot_residuals(store: Store, path: Path) -> None:
+    """Plot the residual's norm over the steps of a few recipes, for each task."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(KINDS)), KINDS, strict=True):
+        for recipe in RESIDUALS:
+            runs = store.seeds(name, recipe)
+            if runs:
+                norms = np.mean([run["residual_norms"] for run in runs], axis=0)
+                axes.plot(runs[0]["steps"], norms, label=recipe)
+        axes.set(title=name, yscale="log", xlabel="step")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("norm of the residual")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
 
 
@@ -521,8 +562,8 @@ def main() -> None:
     page = make_page(store)
     (args.out / f"{name}.md").write_text(f"# Convergence\n\n{page}", encoding="utf-8")
     plot(store, args.out / f"{name}.png")
+    plot_residuals(store, args.out / f"{name}-residuals.png")
     plot_recovery(store, args.out / f"{name}-recovery.png")
-    plot_baselines(store, args.out / f"{name}-baselines.png")
     print(page)
 
 
