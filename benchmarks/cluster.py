@@ -6,7 +6,8 @@ As root: every host is a network namespace (docker/netns). Trains two nets at ea
 and link speed (cluster_worker.py), and writes results/cluster.json, cluster.md and cluster.png. A
 point that is there already is not measured again; --points 1 stops after one, --report measures
 nothing. --every-recipe measures one point with all recipes, --exchanges gathered and sharded
-exchanges on 2, 4 and 8 hosts, for tables of their own.
+exchanges on 2, 4 and 8 hosts, --ddp trainings under DDP beside those under Horovod on two, for
+tables of their own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ POINTS = [  # (model, hosts, what each host's interface may send in Mbit/s, imag
     ("resnet", 4, 1000, 8),
 ]
 EXCHANGES = [("alexnet", hosts, 50, 2) for hosts in (2, 4, 8)]  # little of them is computing
+DDP = [  # fastest links first: their steps are the shortest
+    ("alexnet", 2, 1000, 16),
+    ("alexnet", 2, 300, 16),
+    ("alexnet", 2, 100, 16),
+    ("resnet", 2, 100, 8),
+]
 EVERY = ("alexnet", 4, 100, 16)  # where all recipes are compared
 # Milliseconds between two talks about who is ready. Horovod's default of 1 keeps hosts busy that
 # share the cores of one machine.
@@ -190,6 +197,24 @@ def table(point: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def ddp_table(points: list[dict[str, Any]]) -> str:
+    """Return steps and bytes under DDP and under Horovod in Markdown."""
+    heads = [f"{p['model']}, {p['mbit_per_s']} Mbit/s" for p in points]
+    lines = [
+        "ms of a step / MB that a host's interface sent in it:",
+        "",
+        f"| way | {' | '.join(heads)} |",
+        f"|---|{len(heads) * '---:|'}",
+    ]
+    for way in points[0]["ways"]:
+        found = [point["ways"][way] for point in points]
+        cells = [f"{1e3 * each['step_s']:.0f} / {each['sent_nbytes'] / 1e6:.2f}" for each in found]
+        lines.append(
+            f"| {way if way.startswith('DDP') else f'Horovod, {way}'} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines)
+
+
 def summary(points: list[dict[str, Any]]) -> list[str]:
     """Return the speed-ups of all points in Markdown, and up to which link speed each way pays."""
     kinds = sorted({kind_of(p) for p in points})
@@ -240,6 +265,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--every-recipe", action="store_true", help="one point, all recipes")
     parser.add_argument("--exchanges", action="store_true", help="2, 4 and 8 hosts, both exchanges")
+    parser.add_argument("--ddp", action="store_true", help="two hosts, DDP beside Horovod")
     args = parser.parse_args()
     content: dict[str, Any] = {"points": []}
     if OUT.exists():
@@ -254,6 +280,13 @@ def main() -> None:
         content["exchanges"] = [measured(point, "--exchanges") for point in EXCHANGES]
         OUT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print("\n\n".join(map(table, content["exchanges"])))
+        return
+    if args.ddp and not args.report:
+        found = {"HOROVOD_CYCLE_TIME": CYCLE_TIME, "command": "python benchmarks/cluster.py --ddp"}
+        found["points"] = [measured(point, "--ddp") for point in DDP]
+        out = OUT.with_name("cluster_ddp.json")
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        print(ddp_table(found["points"]))
         return
     points = content["points"]
     there = [(p["model"], p["hosts"], p["mbit_per_s"], p["batch"]) for p in points]
