@@ -374,7 +374,7 @@ def make_trials(steps: int) -> dict[str, Trial]:
     two = (2, save_on_two)
     return {
         "resume": Trial("resume, one bucket", [(2, partial(resume, bucket_cap_mb=25.0))]),
-        "buckets": Trial("resume, 3 buckets", [(2, partial(resume, bucket_cap_mb=0.1))]),
+        "buckets": Trial("resume, 2 buckets", [(2, partial(resume, bucket_cap_mb=0.3))]),
         "weights_only": Trial("load weights_only", [(2, load_weights_only)]),
         "world_size": Trial("resume, 2 to 3 ranks", [two, (3, load_on_three)]),
         "nan": Trial("one NaN", [(2, not_a_number)]),
@@ -500,13 +500,13 @@ def notes(results: dict[str, Any]) -> Iterator[str]:
 
 def text_table(results: dict[str, Any]) -> str:
     """Return the table for a terminal of 80 columns."""
-    hooks = results["hooks"]
-    ours = [hook for hook in hooks if hook in OURS]
-    lines = [f"{'':24}{'DDP':<{8 * (len(hooks) - len(ours))}}{'horovod_fftcomp' * bool(ours)}"]
-    lines.append(f"{'':24}{''.join(f'{hook:8}' for hook in hooks)}")
-    lines += [
-        f"{title:24}{''.join(f'{each:8}' for each in cells)}" for title, cells in rows(results)
-    ]
+    widths = {hook: max(len(hook) + 1, 7) for hook in results["hooks"]}
+    stock = sum(width for hook, width in widths.items() if hook in STOCK)
+    lines = [f"{'':24}{'DDP':{stock}}horovod_fftcomp", f"{'':24}"]
+    lines[1] += "".join(f"{hook:{width}}" for hook, width in widths.items())
+    for title, cells in rows(results):
+        pairs = zip(cells, widths.values(), strict=True)
+        lines.append(f"{title:24}" + "".join(f"{each:{width}}" for each, width in pairs))
     lines += ["", *(textwrap.fill(note, 80, subsequent_indent="  ") for note in notes(results))]
     return "\n".join(line.rstrip() for line in lines)
 

@@ -116,7 +116,7 @@ def gathered(results):
     return {
         choice: result["state"] | {"averages": [each["0.weight"] for each in result["averages"]]}
         for choice, result in results.items()
-        if "allreduce" not in get_scheme(choice.split()[0]).rounds
+        if not any("allreduce" in each for each in get_scheme(choice.split()[0]).possible_rounds())
     }
 
 
