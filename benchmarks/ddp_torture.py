@@ -48,7 +48,7 @@ STOCK: dict[str, Callable[..., Any] | None] = {
 OURS = ("powersgd", "topk", "fft")
 HOOKS = (*STOCK, *OURS)
 N_BUCKETS = 20
-PATIENCE_S = 60.0  # without a word of the ranks; a step takes milliseconds
+PATIENCE_S = 30.0  # without a word of the ranks; a step takes milliseconds
 COMPILING_S = 600.0
 LATER_STEPS = 10
 # What hooks and ``torch.load`` raise; anything else is a fault of this script and ends it.
