@@ -258,6 +258,17 @@ def report(content: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def measure_ddp() -> None:
+    """Measure DDP beside Horovod, and write a file of its own."""
+    points: list[dict[str, Any]] = []
+    content = {"command": "python benchmarks/cluster.py --ddp", "HOROVOD_CYCLE_TIME": CYCLE_TIME}
+    for point in DDP:
+        points.append(measured(point, "--ddp"))
+        text = json.dumps({**content, "points": points}, indent=1)
+        OUT.with_name("cluster_ddp.json").write_text(f"{text}\n", encoding="utf-8")
+    print(ddp_table(points))
+
+
 def main() -> None:
     """Measure what is missing, and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -282,11 +293,7 @@ def main() -> None:
         print("\n\n".join(map(table, content["exchanges"])))
         return
     if args.ddp and not args.report:
-        found = {"HOROVOD_CYCLE_TIME": CYCLE_TIME, "command": "python benchmarks/cluster.py --ddp"}
-        found["points"] = [measured(point, "--ddp") for point in DDP]
-        out = OUT.with_name("cluster_ddp.json")
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        print(ddp_table(found["points"]))
+        measure_ddp()
         return
     points = content["points"]
     there = [(p["model"], p["hosts"], p["mbit_per_s"], p["batch"]) for p in points]

@@ -3,8 +3,8 @@
     python benchmarks/ddp_torture.py
 
 Starts its own ranks over Gloo: those of one trial with one hook at a time, in new processes, which
-are killed when they stand still. Writes results/ddp_torture.json and ddp_torture.md. --hooks and
---trials measure a part of the table and print it.
+are killed when they stand still. Writes results/ddp_torture.json and ddp_torture.md; a trial that
+is there already is not measured again. --hooks and --trials measure a part and write nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import multiprocessing
 import pickle
 import re
+import signal
 import sys
 import tempfile
 import textwrap
@@ -42,7 +43,8 @@ OUT = Path(__file__).resolve().parent / "results" / "ddp_torture.json"
 STOCK: dict[str, Callable[..., Any] | None] = {
     "no hook": None,
     "fp16": default_hooks.fp16_compress_hook,
-    "bf16": default_hooks.bf16_compress_hook,
+    # DDP refuses the hook of this name where there is no NCCL.
+    "bf16": lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket),
     "PowerSGD": powerSGD_hook.powerSGD_hook,
 }
 OURS = ("powersgd", "topk", "fft")
@@ -203,6 +205,9 @@ class Found(NamedTuple):
     share: float | None
     text: str
     digest: str = ""  # of the weights, which must be the same on all ranks
+
+
+ENDED = Found(None, "crash: a rank has ended")
 
 
 def found(share: torch.Tensor | float, training: Training) -> Found:
@@ -434,8 +439,13 @@ def carried_out(
             end.send(None)
         for rank in ranks:
             rank.join(2.0)
-        if any(rank.exitcode == 1 for rank in ranks):  # of a signal it is negative
+        codes = [rank.exitcode for rank in ranks if rank.exitcode]
+        if 1 in codes:
             raise RuntimeError(f"a rank of {run} with {hook} failed; see its traceback")
+        if (
+            codes and result == ENDED
+        ):  # Gloo aborts the process when the sizes of a collective differ
+            result = Found(None, f"crash: a rank was ended by {signal.Signals(-codes[0]).name}")
     finally:
         for rank in ranks:
             rank.kill()
@@ -454,7 +464,7 @@ def outcome(ends: Sequence[Connection], patience_s: float) -> Found:
             try:
                 message = end.recv()
             except EOFError:
-                return Found(None, "crash: a rank has ended")
+                return ENDED
             if isinstance(message, int):
                 step = max(step, message)
             elif message.text.startswith("crash"):
@@ -520,7 +530,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure, print, and write a whole table."""
+    """Measure what is missing, print the table, and write a whole one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = make_trials(1000)
     parser.add_argument("--steps", type=int, default=1000, help="of 20 buckets (%(default)s)")
@@ -528,23 +538,27 @@ def main() -> None:
     parser.add_argument("--trials", nargs="+", choices=names, default=names, metavar="TRIAL")
     args = parser.parse_args()
     trials = make_trials(args.steps)
-    for hook in set(args.hooks) & set(OURS):  # so that no trial waits for their kernels
-        with tempfile.TemporaryDirectory() as folder:
-            carried_out(halved_scale, hook, 2, Path(folder), COMPILING_S)
+    whole = len(args.hooks) == len(HOOKS) and len(args.trials) == len(trials)
     results: dict[str, Any] = {
         "command": " ".join(["python", "benchmarks/ddp_torture.py", *sys.argv[1:]]),
         "machine": environment.describe(),
         "hooks": list(args.hooks),
         "trials": {},
     }
-    for name in args.trials:
+    if whole and OUT.exists():
+        results["trials"] = json.loads(OUT.read_text(encoding="utf-8"))["trials"]
+    missing = [name for name in args.trials if name not in results["trials"]]
+    for hook in set(args.hooks) & set(OURS) if missing else ():  # no trial waits for their kernels
+        with tempfile.TemporaryDirectory() as folder:
+            carried_out(halved_scale, hook, 2, Path(folder), COMPILING_S)
+    for name in missing:
         found = {hook: measured(trials[name], hook) for hook in args.hooks}
         results["trials"][name] = {"title": trials[name].title, "hooks": found}
         print(name, {hook: each["result"] for hook, each in found.items()}, flush=True)
+        if whole:
+            OUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            OUT.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
     print(text_table(results))
-    if len(args.hooks) == len(HOOKS) and len(args.trials) == len(trials):
-        OUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        OUT.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
 
 
 if __name__ == "__main__":
