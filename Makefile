@@ -18,7 +18,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help install demo demo-tf cluster cluster-netns test test-all test-core test-parallel test-stalls test-gpu horovod-cuda lint format golden stubs size clean
+.PHONY: help install demo demo-tf cluster cluster-netns test test-all test-core test-parallel test-stalls test-gpu horovod-cuda lint format golden stubs docs size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -72,6 +72,9 @@ golden: install ## write the golden payloads anew; the commit must say why
 
 stubs: install ## write the signatures of the factories anew, for editors and type checkers
 	python -m tests.make_stubs
+
+docs: install ## build the documentation as a site, out/site/index.html
+	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
 
 size: install ## check the line budget
 	python scripts/size.py

@@ -35,6 +35,7 @@ EXTRAS = {
         "scikit-learn>=1.4,<2",
         "scipy>=1.13,<2",
     ],
+    "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.27,<2"],
 }
 
 setup(
@@ -51,10 +52,14 @@ setup(
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["horovod-fftcomp = horovod_fftcomp.cli:main"]},
     classifiers=[
+        "Development Status :: 4 - Beta",
         "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
         "Operating System :: POSIX :: Linux",
-        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
     ],
 )

@@ -139,7 +139,7 @@ def best_of_shapes(grads: dict[str, np.ndarray], ratio: float) -> dict[str, floa
 
 
 def _dct(matrix: np.ndarray) -> np.ndarray:
-    return reference.dct_blocks(matrix.reshape(-1), 64, None, 0).array * np.float32(8)
+    return reference.forward_blocks(matrix.reshape(-1), 64, None, 0, True).array * np.float32(8)
 
 
 def _tiles(matrix: np.ndarray, size: int) -> np.ndarray:

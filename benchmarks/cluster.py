@@ -3,11 +3,11 @@
     python benchmarks/cluster.py
 
 As root: every host is a network namespace (docker/netns). Trains two nets at each number of hosts
-and link speed (cluster_worker.py), and writes results/cluster.json, cluster.md and cluster.png. A
-point that is there already is not measured again; --points 1 stops after one, --report measures
-nothing. --every-recipe measures one point with all recipes, --exchanges gathered and sharded
-exchanges on 2, 4 and 8 hosts, --ddp trainings under DDP beside those under Horovod on two, for
-tables of their own.
+and link speed (cluster_worker.py), and writes results/cluster.json, cluster.md, cluster.png and
+headline.png. A point that is there already is not measured again; --points 1 stops after one,
+--report measures nothing. --every-recipe measures one point with all recipes, --exchanges gathered
+and sharded exchanges on 2, 4 and 8 hosts, --ddp trainings under DDP beside those under Horovod on
+two hosts, for tables of their own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
@@ -50,6 +51,17 @@ DDP = [  # fastest links first: their steps are the shortest
     ("alexnet", 2, 100, 16),
     ("resnet", 2, 100, 8),
 ]
+HEADLINE = ("alexnet", 16, 4)  # of the README's figure: net, batch, hosts
+OURS = ("topk", "fft")
+PLOTTED = {
+    "topk": "topk (3.8 %)",
+    "fft": "fft",
+    "fp16": "16-bit gradients (fp16)",
+    "QSGD int8": "QSGD in torch, 8 bits a value",
+    "Top-k 0.15, unpacked": "Top-k in torch, 15 %, 64 bits a value",
+    "Top-k 0.01, unpacked": "Top-k in torch, 1 %, 64 bits a value",
+}
+TITLES = {"alexnet": "AlexNet-like net, 3.0 M", "resnet": "ResNet, 2.8 M"}
 EVERY = ("alexnet", 4, 100, 16)  # where all recipes are compared
 # Milliseconds between two talks about who is ready. Horovod's default of 1 keeps hosts busy that
 # share the cores of one machine.
@@ -136,37 +148,39 @@ def pays_up_to(points: list[dict[str, Any]], way: str) -> str:
     return "nowhere"
 
 
+def draw(axes: Axes, points: list[dict[str, Any]]) -> None:
+    """Draw the speed-up over ``none`` of a few ways against the link speed."""
+    speeds = [point["mbit_per_s"] for point in points]
+    for (way, label), colour in zip(PLOTTED.items(), COLOURS[1:], strict=True):
+        gains = [speed_up(point, way) for point in points]
+        axes.plot(speeds, gains, "o-" if way in OURS else "s--", color=colour, label=label)
+    axes.axhline(1, color="black", linewidth=1, label="32-bit gradients (none)")
+    model, batch, hosts = kind_of(points[0])
+    axes.set_title(f"{TITLES[model]}, {hosts} hosts, batch {batch} a host", fontsize=10)
+    axes.set(xscale="log", xlabel="link of each host (Mbit/s)", ylabel="speed-up of a step")
+    axes.set_xticks(speeds, [str(speed) for speed in speeds])
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3)
+
+
 def plot(points: list[dict[str, Any]]) -> None:
-    """Draw the speed-up over ``none`` against the link speed."""
-    kinds = sorted({kind_of(p) for p in points})
-    figure = Figure(figsize=(13, 4.2 * math.ceil(len(kinds) / 2)), layout="constrained")
-    grid = figure.subplots(math.ceil(len(kinds) / 2), 2, squeeze=False).flat
-    for (model, batch, hosts), axes in zip(kinds, grid, strict=False):
-        chosen = series(points, model, batch, hosts)
-        ways = [way for way in chosen[0]["ways"] if way not in ("alone", "none")]
-        for number, way in enumerate(ways):
-            ours = number >= len(ways) - 5
-            line = "-" if ours else "--"
-            axes.plot(
-                [p["mbit_per_s"] for p in chosen],
-                [speed_up(p, way) for p in chosen],
-                f"{'o' if ours else 's'}{line}",
-                color=COLOURS[number % len(COLOURS)],
-                label=way,
-            )
-        axes.axhline(1, color="grey", linewidth=1)
-        axes.set(xscale="log", yscale="log", title=f"{model}, batch {batch}, {hosts} hosts")
-        axes.set(xlabel="link of each host (Mbit/s)", ylabel="none / recipe, time of a step")
-        axes.set_xticks([p["mbit_per_s"] for p in chosen])
-        axes.set_yticks([0.5, 1, 2, 4])
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("")
-            axis.grid(alpha=0.3)
+    """Draw the curve of the README, and one for each net, batch and number of hosts."""
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    draw(figure.subplots(), series(points, *HEADLINE))
+    figure.axes[0].legend(fontsize="small")
+    figure.savefig(OUT.with_name("headline.png"), dpi=120)
+    curves = [series(points, *kind) for kind in sorted({kind_of(p) for p in points})]
+    curves = [curve for curve in curves if len(curve) > 1]
+    n_rows = math.ceil(len(curves) / 2)
+    figure = Figure(figsize=(12, 3.6 * n_rows + 0.8), layout="constrained")
+    grid = figure.subplots(n_rows, 2, squeeze=False).flat
+    for axes, curve in zip(grid, curves, strict=False):
+        draw(axes, curve)
     for axes in grid:
         axes.set_axis_off()
-    figure.axes[0].legend(fontsize="small", title="dashed: as others send")
-    figure.savefig(OUT.with_suffix(".png"), dpi=120)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    figure.savefig(OUT.with_suffix(".png"), dpi=110)
 
 
 def table(point: dict[str, Any]) -> str:

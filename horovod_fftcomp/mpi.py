@@ -21,9 +21,9 @@ from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.buckets import MIN_NUMEL, Bucket
 from horovod_fftcomp.engine.engine import Costs, Engine
 from horovod_fftcomp.engine.policy import Always, make_policy
-from horovod_fftcomp.schemes import Round, Tensor
+from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.schemes.dense import Dense
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Tensor
 
 
 class Reducer:
@@ -269,7 +269,6 @@ def _reduced(comm: MPI.Comm, round_: Round) -> Array:
 
 
 def _add_halves(a: Any, b: Any, kind: MPI.Datatype) -> None:
-    del kind
     total = np.frombuffer(b, np.float16)
     np.add(total, np.frombuffer(a, np.float16), out=total)
 

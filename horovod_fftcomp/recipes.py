@@ -45,7 +45,7 @@ class Recipe:
     """A named compression method; its options are the keywords of ``make``.
 
     ``get_scheme`` checks options against the annotations of ``make``; ranges are checked where an
-    option is used. ``summary``: what is sent, as README's table, the help of the factories and
+    option is used. ``summary``: what is sent, as docs/recipes.md, the help of the factories and
     ``horovod-fftcomp recipes`` show it. ``source``: its publication. ``spares_first``: the first
     convolution of a model is sent dense unless a rule names it.
     """
@@ -58,15 +58,12 @@ class Recipe:
     @property
     def options(self) -> dict[str, object]:
         """The options and their defaults."""
-        return {p.name: p.default for p in inspect.signature(self.make).parameters.values()}
+        return _defaults(self.make)
 
     @property
     def own_options(self) -> dict[str, object]:
         """The same without those of sharded exchanges, which all recipes that gather have."""
-        return {
-            p.name: p.default
-            for p in inspect.signature(inspect.unwrap(self.make)).parameters.values()
-        }
+        return _defaults(inspect.unwrap(self.make))
 
     def checked(self, options: Mapping[str, object]) -> dict[str, Any]:
         """Return ``options`` as built-in objects; TypeError for a value of the wrong type."""
@@ -75,6 +72,10 @@ class Recipe:
             name: checked(name, value, kinds[name], defaults[name])
             for name, value in options.items()
         }
+
+
+def _defaults(make: Callable[..., Scheme]) -> dict[str, object]:
+    return {p.name: p.default for p in inspect.signature(make).parameters.values()}
 
 
 _Scope = Literal["tensor", "bucket", "model"]
@@ -90,7 +91,6 @@ def _within(scope: _Scope, scheme: Allgather | CommonIndex) -> Scheme:
 
 
 _Exchange = Literal["auto", "gather", "sharded"]
-_SECOND = {"second_density": float | None, "second_bits": int | None}
 
 
 def _gathered(make: Callable[..., Any], chooses: bool = False) -> Callable[..., Scheme]:
@@ -115,14 +115,7 @@ def _gathered(make: Callable[..., Any], chooses: bool = False) -> Callable[..., 
             )
         return Sharded(scheme, second) if exchange == "sharded" else scheme
 
-    kinds: dict[str, Any] = {"exchange": _Exchange, **(_SECOND if chooses else {})}
-    keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    added = [
-        inspect.Parameter(
-            name, keyword, default="auto" if name == "exchange" else None, annotation=kind
-        )
-        for name, kind in kinds.items()
-    ]
+    added = [*inspect.signature(made, eval_str=True).parameters.values()][: 3 if chooses else 1]
     own = inspect.signature(make, eval_str=True)
     signature = own.replace(parameters=[*own.parameters.values(), *added])
     made.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
@@ -211,6 +204,11 @@ def _demo(
 
 def _elementwise(method: Method, seed: int = 0, **options: Any) -> Scheme:
     keep = options.pop("error_feedback", method.error_feedback)
+    if keep and method.unbiased and not method.contraction:
+        raise ValueError(
+            f"error_feedback=True makes the residuals of {method} grow, since its rounding adds "
+            "more error than it removes; give error_feedback=False, or a finer grid"
+        )
     return Allgather(DenseCodec(method, seed), keep, **options)
 
 
@@ -285,11 +283,7 @@ def _wangni(density: float = 0.01, seed: int = 0) -> Scheme:
 
 
 @_chosen_again
-def _auto(
-    ratio: float = 50.0,
-    every: int = 2000,
-    error_feedback: bool = True,
-) -> Scheme:
+def _auto(ratio: float = 50.0, every: int = 2000, error_feedback: bool = True) -> Scheme:
     return Auto(ratio, every, error_feedback)
 
 

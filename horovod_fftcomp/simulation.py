@@ -12,8 +12,8 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always, Policy, make_policy
 from horovod_fftcomp.errors import ConfigMismatchError
-from horovod_fftcomp.schemes import Round, Scheme, Tensor
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.schemes import Round, Scheme
+from horovod_fftcomp.types import Array, Arrays, Tensor
 
 
 class SimulatedStep(NamedTuple):
@@ -107,9 +107,7 @@ def _exchanged(name: str, rounds: Sequence[Round]) -> list[Array]:
 
 
 def exchange_once(
-    engines: Sequence[Engine],
-    grads: Sequence[Sequence[Sequence[Array | None]]],
-    shuffle: random.Random,
+    engines: Sequence[Engine], grads: Sequence[Sequence[Arrays]], shuffle: random.Random
 ) -> None:
     """Run one step on all ranks; ``grads[rank][bucket]`` are that bucket's flat gradients.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ import numpy as np
 Array = np.ndarray
 Shape = tuple[int, ...]
 Kernels = ModuleType  # a backend
+Arrays = Sequence[Array | None]  # NumPy's or a device's, one for each tensor; None for none
+OldState = Mapping[str, Mapping[str, Array]]  # by kind and name: of the last step, read-only
 
 
 class Tensor(NamedTuple):
@@ -17,6 +20,9 @@ class Tensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+
+
+Tensors = Sequence[Tensor]
 
 
 class Signs(NamedTuple):

@@ -70,7 +70,7 @@ STEPS: list[tuple[str, dict, float]] = [
     *((name, {}, 0) for name in ELEMENT_RECIPES if name not in HOST_ONLY),
     ("onebit", {"group": "column"}, 0),
     ("onebit", {"error_feedback": False}, 0),
-    ("qsgd", {"levels": 2, "bucket": 64, "norm": "l2", "error_feedback": True}, 0),
+    ("qsgd", {"levels": 5, "bucket": 64, "norm": "l2", "error_feedback": True}, 0),
     ("terngrad", {"packing": "bits", "clip": 0}, 0),
     ("dgc", {"density": 0.05}, 0),
     ("dgc", {"density": 0.05, "nesterov": True, "masking": False, "bits": 8}, 0),

@@ -22,7 +22,7 @@ from horovod_fftcomp.wire.positions import Layout
 
 FLOAT32 = np.dtype(np.float32)
 # The transforms of the two backends differ in the last bits: test_transforms has their bounds.
-TRANSFORMS = "rfft_blocks irfft_blocks irfft_sum dct_blocks idct_blocks idct_sum".split()
+TRANSFORMS = "forward_blocks inverse_blocks sum_blocks".split()
 KERNELS = SimpleNamespace(**vars(reference) | {name: getattr(cpu, name) for name in TRANSFORMS})
 
 
@@ -38,6 +38,15 @@ def is_finite(array):
 
 def energy_of(array):
     return 0.0 if array is None else float(np.square(array, dtype=np.float64).sum())
+
+
+def positions_of(selection, n, step, name):
+    """Return the positions, int64, that a random sparsifier draws in a tensor of ``n`` elements."""
+    [(factor, first)] = selection.progressions([n], step, [name])
+    # In unsigned 64 bits a product is exact below 2**64: n up to 2**32, density up to 1.
+    positions = np.arange(selection.count(n), dtype=np.uint64)
+    positions = (positions * np.uint64(factor) + np.uint64(first)) % np.uint64(max(1, n))
+    return positions.view(np.int64)
 
 
 def parts_of(array, numels):
@@ -348,7 +357,7 @@ class ReferenceOps:
         return message
 
     def index_energies(self, bucket):
-        return lambda: bucket.energies
+        return lambda: {n: sums for n, sums in enumerate(bucket.energies) if sums is not None}
 
     def scatter_sum(self, bucket, received, sources):
         plan = bucket.plan

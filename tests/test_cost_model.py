@@ -16,7 +16,6 @@ from horovod_fftcomp.tools.advise.cost_model import (
     Transfer,
     crossover,
     fitted_network,
-    free_codecs,
     given_network,
     step_time,
 )
@@ -182,7 +181,7 @@ def test_decoding_costs_for_each_rank_and_waits_for_the_backward_pass():
         found = step_time(Compute(0.3), parts, ENDLESS, p)
         assert found.decode_s == pytest.approx(10 * (0.001 + 0.002 * p))
         assert found.total_s == pytest.approx(0.3 + found.decode_s)
-    free = step_time(Compute(0.3), free_codecs(parts), ENDLESS, 8)
+    free = step_time(Compute(0.3), [part.without_codec() for part in parts], ENDLESS, 8)
     assert free.total_s == pytest.approx(0.3)
 
 

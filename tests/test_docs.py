@@ -1,4 +1,4 @@
-"""The documents say what the code does; ``python -m tests.test_docs`` rewrites README's table."""
+"""The documents say what the code does; ``python -m tests.test_docs`` writes docs/recipes.md."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 import re
 import struct
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -29,7 +32,7 @@ from tests.loops import each
 from tests.test_layering import FLOOR_OF
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+RECIPES_PAGE = ROOT / "docs" / "recipes.md"
 TABLE = re.compile(r"(<!-- recipes -->\n).*?(<!-- /recipes -->)", re.S)
 NUMEL = 1_000_000
 PAGES = sorted(
@@ -47,7 +50,7 @@ MODULES = sorted(
 
 
 def recipes_table() -> str:
-    """Return README's table of recipes, as the code has them."""
+    """Return the table of recipes, as the code has them."""
     rows = [
         "| recipe | what is sent | options = defaults | collectives | ratio | source |",
         "|---|---|---|---|---:|---|",
@@ -68,7 +71,7 @@ def recipes_table() -> str:
 
 
 def with_fresh_table(text: str) -> str:
-    """Return README's ``text`` with the table between its markers replaced."""
+    """Return the page's ``text`` with the table between its markers replaced."""
     return TABLE.sub(lambda found: found[1] + recipes_table() + found[2], text)
 
 
@@ -86,7 +89,7 @@ def section(page: str, title: str) -> str:
 
 
 def test_the_table_of_recipes_is_fresh():
-    text = README.read_text(encoding="utf-8")
+    text = RECIPES_PAGE.read_text("utf-8")
     assert len(TABLE.findall(text)) == 1
     assert text == with_fresh_table(text), "run: python -m tests.test_docs"
 
@@ -96,7 +99,8 @@ def test_the_command_and_the_readme_have_the_same_ratios(capsys, monkeypatch):
     command_line(["recipes"])
     printed = capsys.readouterr().out
     told = dict(re.findall(r"^│ (\w+) .* ([\d.]+) │ +[\d.]+ │ +[\d.]+ │$", printed, re.M))
-    rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \| [^|]+ \|$", README.read_text("utf-8"), re.M)
+    page = RECIPES_PAGE.read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \| [^|]+ \|$", page, re.M)
     assert told == dict(rows)
     assert set(told) == set(RECIPES)
     assert float(told["powersgd"]) > 100
@@ -177,6 +181,48 @@ def test_the_two_commands_stand_in_the_readme():
     commands = "\n".join(code_blocks("README.md", "sh"))
     assert re.search(r"^make demo\b", commands, re.M)
     assert re.search(r"^make test\b", commands, re.M)
+
+
+def test_the_readme_is_short():
+    assert len(read("README.md").splitlines()) <= 160
+
+
+def test_the_headline_is_measured():
+    """The speed-ups over ``none`` of AlexNet on four hosts, in results/cluster.json."""
+    points = json.loads(read("benchmarks/results/cluster.json"))["points"]
+
+    def gain(mbit: int, way: str) -> float:
+        [ways] = [
+            point["ways"]
+            for point in points
+            if (point["model"], point["batch"], point["hosts"]) == ("alexnet", 16, 4)
+            if point["mbit_per_s"] == mbit
+        ]
+        return ways["none"]["step_s"] / ways[way]["step_s"]
+
+    text = " ".join(read("README.md").split())
+    slow = {way: f"{gain(100, way):.1f}" for way in ("fft", "topk", "fp16")}
+    assert f"{slow['fft']} times as fast with `fft` and {slow['topk']} times with `topk`" in text
+    assert f"16-bit gradients give {slow['fp16']} times" in text
+    fast = sorted(round(100 * (gain(1000, way) - 1)) for way in ("fft", "topk"))
+    assert f"gains {fast[0]} to {fast[1]} %" in text
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    """Links, anchors and the names in docs/api.md among what MkDocs looks at."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path]
+    built = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert (built.returncode, built.stdout + built.stderr) == (0, "")
+    pages = {path.name for path in tmp_path.glob("*.html")}
+    assert {"index.html", "api.html", "methods.html", "performance.html"} <= pages
+    api = (tmp_path / "api.html").read_text("utf-8")
+    assert 'id="horovod_fftcomp.torch.compression.Compression.fft"' in api
 
 
 def test_every_recipe_has_its_section():
@@ -294,7 +340,7 @@ def test_every_schedule_has_its_formula():
             assert kind(**options).at(step) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/recipes.md", "benchmarks/README.md"])
 def test_accuracies_are_those_of_the_benchmark(page):
     result = json.loads(read("benchmarks/results/digits_accuracy.json"))
     text = " ".join(read(page).split())
@@ -595,5 +641,7 @@ def test_a_decoder_written_from_the_page_knows_what_is_not_finite(bad):
 
 
 if __name__ == "__main__":
-    README.write_text(with_fresh_table(README.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote {README}")
+    RECIPES_PAGE.write_text(
+        with_fresh_table(RECIPES_PAGE.read_text(encoding="utf-8")), encoding="utf-8"
+    )
+    print(f"wrote {RECIPES_PAGE}")

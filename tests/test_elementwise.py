@@ -251,3 +251,23 @@ def test_a_gpu_serves_all_recipes_with_kernels_but_not_with_all_options():
         ("scalecom", {"selector": "exact"}),
     ):
         assert not get_scheme(recipe, **options).runs_on_device(tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "coarse", "fine"),
+    [
+        ("qsgd", {"norm": "l2"}, {"norm": "l2", "levels": 63}),
+        ("qsgd", {"levels": 1}, {"levels": 7}),
+        ("dorefa", {"bits": 2}, {"bits": 4}),
+    ],
+)
+def test_feedback_that_would_make_residuals_grow_is_refused(name, coarse, fine):
+    get_scheme(name, **coarse)
+    with pytest.raises(ValueError, match=r"error_feedback=True makes the residuals of \w+.* grow"):
+        get_scheme(name, **coarse, error_feedback=True)
+    gradients = np.random.default_rng(0).standard_normal((30, 1, 4096)).astype(np.float32)
+    norms = [
+        np.linalg.norm(step.residual[0]) / np.linalg.norm(gradients[0])
+        for step in simulate(name, gradients, **fine, error_feedback=True)
+    ]
+    assert max(norms[20:]) < 2.0

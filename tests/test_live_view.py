@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +55,22 @@ def test_figures_are_those_of_the_steps_in_between():
         "residual_tensor": "b",
         "density": None,
     }
+
+
+def test_the_adapters_in_the_documentation_pass_scalars_on(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "training.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(class To\w+:\n.*?)^```", page, re.S | re.M)
+    logged = []
+    names = {
+        "wandb": SimpleNamespace(log=lambda metrics: logged.append(metrics)),
+        "mlflow": SimpleNamespace(log_metric=lambda name, value, step: logged.append((name, step))),
+    }
+    for block in blocks:
+        exec(block, names)
+    for adapter in (names["ToWandb"](), names["ToMlflow"]()):
+        LiveView(None, adapter.add_scalar).show(2, AFTER_2, {})
+    assert {"fftcomp/ratio": 4.0, "fftcomp/step": 2} in logged
+    assert ("fftcomp/ratio", 2) in logged
 
 
 def test_before_the_first_step_there_is_nothing_and_before_the_first_line_the_start():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import PayloadError, get_scheme, simulate
-from horovod_fftcomp.kernels.index_plan import chunk_slices
+from horovod_fftcomp.kernels.index_plan import ChunkSlices
 from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.schemes.clt_selection import ChunkWinners, Largest
 from tests.loops import each
@@ -139,7 +139,7 @@ def test_positions_take_the_bits_of_an_offset(density, chunk, nbytes):
 def test_each_chunk_has_one_leader_and_each_rank_its_turn(total, ranks):
     led = []
     for step in range(ranks):
-        lead = chunk_slices(total, step, ranks)
+        lead = ChunkSlices(max(1, -(-total // ranks)), step, ranks)
         parts = [range(*lead.chunks_of(rank, total)) for rank in range(ranks)]
         assert sorted(chunk for part in parts for chunk in part) == list(range(total))
         assert max(map(len, parts)) <= lead.size

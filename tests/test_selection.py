@@ -132,8 +132,8 @@ def test_a_key_found_on_the_way_is_that_of_the_coefficients(kind, residual):
     kernels, reference = load_backend("cpu"), load_backend("reference")
     for make, bins in (
         (lambda r, k: kernels.add_residual(x, r, k), 1),
-        (lambda r, k: kernels.rfft_blocks(x, 64, r, k), 32),
-        (lambda r, k: kernels.dct_blocks(x, 128, r, k), 128),
+        (lambda r, k: kernels.forward_blocks(x, 64, r, k, False), 32),
+        (lambda r, k: kernels.forward_blocks(x, 128, r, k, True), 128),
     ):
         carried = make(None, 0).array[::-1].copy() if residual else None
         for k in (1, n // 100, n // 7):

@@ -15,6 +15,7 @@ from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.schemes import Outcome, Tensor
 from horovod_fftcomp.wire import counter_rng
 from tests.contracts import DRAWN_RECIPES, SHARED_RECIPES
+from tests.reference_ops import positions_of
 
 SELECTIONS = [RandomBlock, RandomK]
 
@@ -45,9 +46,9 @@ def test_numbers_are_those_of_the_published_functions():
 
 
 def test_positions_are_those_of_the_formulas():
-    block = RandomBlock(0.2, seed=42).positions(1000, 2, "layer1.weight")
+    block = positions_of(RandomBlock(0.2, seed=42), 1000, 2, "layer1.weight")
     assert block.tolist() == [*range(913, 1000), *range(113)]
-    drawn = RandomK(0.005, seed=42).positions(1000, 0, "layer1.weight")
+    drawn = positions_of(RandomK(0.005, seed=42), 1000, 0, "layer1.weight")
     assert drawn.tolist() == [392, 619, 846, 73, 300]
 
 
@@ -57,7 +58,7 @@ def test_positions_are_those_of_the_formulas():
 def test_positions_are_distinct_and_as_many_as_counted(selection, n, density):
     sampler = selection(density)
     for step in range(5):
-        found = sampler.positions(n, step, "w")
+        found = positions_of(sampler, n, step, "w")
         assert found.dtype == np.int64
         assert len(set(found.tolist())) == found.size == sampler.count(n)
         assert set(found.tolist()) <= set(range(n))
@@ -65,7 +66,7 @@ def test_positions_are_distinct_and_as_many_as_counted(selection, n, density):
 
 def test_positions_of_a_large_tensor_are_exact():
     n = 2**32 - 5
-    found = RandomK(1e-6, seed=1).positions(n, 0, "w")
+    found = positions_of(RandomK(1e-6, seed=1), n, 0, "w")
     step = (int(found[1]) - int(found[0])) % n
     assert math.gcd(step, n) == 1
     last = (int(found[0]) + step * (found.size - 1)) % n
@@ -79,7 +80,7 @@ def test_every_position_is_sent_equally_often(selection):
     sampler = selection(0.1)
     visits, starts = np.zeros(n), np.zeros(n)
     for step in range(steps):
-        found = sampler.positions(n, step, "w")
+        found = positions_of(sampler, n, step, "w")
         visits[found] += 1
         starts[found[0]] += 1
     expected = steps / n
@@ -92,7 +93,7 @@ def test_every_position_is_sent_equally_often(selection):
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_mean_error_over_all_starts_is_the_share_not_sent(selection):
     n, x = 37, np.random.default_rng(0).standard_normal(37)
-    starts = {int(p[0]): p for p in (selection(0.14).positions(n, t, "w") for t in range(3000))}
+    starts = {int(p[0]): p for p in (positions_of(selection(0.14), n, t, "w") for t in range(3000))}
     assert len(starts) == n
     if selection is RandomBlock:
         lost = [(x**2).sum() - (x[p] ** 2).sum() for p in starts.values()]
@@ -144,7 +145,7 @@ def test_gathered_each_rank_sends_what_it_drew_for_itself(recipe, ranks):
     for number, (grads, step) in enumerate(zip(gradients, steps, strict=True)):
         due, sent = residual + grads, np.zeros((ranks, n))
         for rank in range(ranks):
-            chosen = selection.positions(n, number, f"gradient#{rank}")
+            chosen = positions_of(selection, n, number, f"gradient#{rank}")
             sent[rank, chosen] = due[rank, chosen]
         residual = due - sent
         np.testing.assert_allclose(step.average, sent.mean(0), atol=1e-6)
@@ -157,7 +158,7 @@ def test_gathered_each_rank_sends_what_it_drew_for_itself(recipe, ranks):
 
 def test_tensors_seeds_and_steps_draw_differently():
     drawn = {
-        tuple(RandomK(0.01, seed).positions(10_000, step, name))
+        tuple(positions_of(RandomK(0.01, seed), 10_000, step, name))
         for seed in range(3) for step in range(3) for name in ("a", "b", "c")
     }  # fmt: skip
     assert len(drawn) == 27

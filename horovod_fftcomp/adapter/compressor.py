@@ -199,11 +199,8 @@ class Compressor:
         ValueError for a recipe without density.
         """
         self._steps.settle()
-        handshake.compare_facts(
-            self._connection.gather(
-                "set_density()", {"step": self._engine.step, "density": density}
-            )
-        )
+        facts = {"step": self._engine.step, "density": density}
+        handshake.compare_facts(self._connection.gather("set_density()", facts))
         self._use_density(density)
 
     def report(self, metric: float) -> None:
@@ -408,14 +405,8 @@ class Compressor:
         settings = self._settings
         for pattern in unmatched(self._rules, tensors):
             warnings.warn(f"rules: no parameter's name matches {pattern!r}", stacklevel=5)
-        return make_buckets(
-            tensors,
-            self._policy,
-            self._rules,
-            settings.min_numel,
-            settings.bucket_nbytes,
-            self._deciding_size(),
-        )
+        sizes = settings.min_numel, settings.bucket_nbytes, self._deciding_size()
+        return make_buckets(tensors, self._policy, self._rules, *sizes)
 
     def _deciding_size(self) -> int:
         """Return the number of ranks for which exchange "auto" is decided."""
@@ -469,7 +460,5 @@ class Compressor:
 
 def _numbers_of_sharded(buckets: Sequence[Bucket]) -> str:
     """Return the numbers of the buckets whose exchange is sharded."""
-    rounds = (
-        bucket.policy.at(getattr(bucket.policy, "warmup_steps", 0)).rounds for bucket in buckets
-    )
+    rounds = (bucket.policy.at(bucket.policy.warmup_steps).rounds for bucket in buckets)
     return ", ".join(str(n) for n, kinds in enumerate(rounds) if "alltoall" in kinds)

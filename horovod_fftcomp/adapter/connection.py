@@ -58,7 +58,6 @@ class _EmptyRound:
 
     def wait(self, timeout_s: float) -> Array:
         """Return an empty array."""
-        del timeout_s
         return self._empty
 
 

@@ -120,13 +120,9 @@ class Handshake:
     def __init__(
         self, send: Send, facts: dict[str, Any], name: str, own: Any, optimizers: Any | None
     ) -> None:
-        versions = {
-            "horovod_fftcomp": __version__,
-            "wire format": wire.VERSION,
-            "process set": describe(own),
-        }
+        versions = {"horovod_fftcomp": __version__, "wire format": wire.VERSION}
         self._own, self._optimizers = own, own if optimizers is None else optimizers
-        message = Round("allgather", pack({**versions, **facts}))
+        message = Round("allgather", pack({**versions, "process set": describe(own), **facts}))
         self._pending = send(message, name, self._optimizers)
 
     def is_done(self, patience_s: float = 0.0) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import FrameType
 
 from horovod.common import process_sets
 
@@ -28,6 +30,14 @@ def check_version() -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def calling_frames() -> Iterator[FrameType]:
+    """Yield the frames of the call stack, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def n_ranks() -> int:

@@ -24,19 +24,15 @@ class Replicas(Protocol):
     @property
     def names(self) -> Sequence[str]:
         """Names of the parameters, in their order."""
-        ...
 
     def sizes(self) -> list[int]:
         """Return the size of each parameter in bytes."""
-        ...
 
     def read(self, number: int) -> Array:
         """Return a parameter's present values, uint8 1-D."""
-        ...
 
     def write(self, number: int, values: Array) -> None:
         """Overwrite a parameter with ``values``, uint8 1-D."""
-        ...
 
 
 class ReplicaCheck:

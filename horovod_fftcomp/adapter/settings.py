@@ -88,10 +88,9 @@ class Settings:
             given = checked(field.name, value, kinds[field.name], field.default)
             object.__setattr__(self, field.name, given)
         for name, counted in _COUNTS.items():
-            if getattr(self, name) < 1:
+            if (given := getattr(self, name)) < 1:
                 raise ValueError(
-                    f"{name} must be a whole number of {counted} from 1 up, "
-                    f"got {getattr(self, name)}"
+                    f"{name} must be a whole number of {counted} from 1 up, got {given}"
                 )
         if not 0 < self.timeout_s <= threading.TIMEOUT_MAX:
             raise ValueError(

@@ -117,18 +117,14 @@ def _clash(reports: Mapping[int, Report]) -> str:
         return ""
     caller = quiet[callers[0]].progress
     call = caller.call
-    training = [
-        rank
-        for rank, report in quiet.items()
-        if not report.progress.call and report.progress.inside and report.progress[:2] > caller[:2]
-    ]
+    inside = [rank for rank, r in quiet.items() if r.progress.inside and not r.progress.call]
+    training = [rank for rank in inside if quiet[rank].progress[:2] > caller[:2]]
     if not training:
         return ""
     return (
         f"{_ranks(callers).capitalize()} {_wait(callers)} in {call} for all ranks, but "
         f"{_ranks(training)} did not call it and began step {quiet[training[0]].progress.step} "
-        "instead. "
-        f"Call {call} on every rank, between the same two steps."
+        f"instead. Call {call} on every rank, between the same two steps."
     )
 
 
@@ -165,13 +161,8 @@ def _awaited(
     """Return what the other ranks wait for: tensors, or a call."""
     if first.progress.call:
         return f"it in {first.progress.call}"
-    begun = [
-        reports[rank]
-        for rank in late
-        if rank in reports
-        and reports[rank].progress.inside
-        and reports[rank].progress.step == first.progress.step
-    ]
+    inside = [reports[rank] for rank in late if rank in reports and reports[rank].progress.inside]
+    begun = [report for report in inside if report.progress.step == first.progress.step]
     missing: Iterable[int] = range(len(names))
     if begun and len(begun) == len(late):
         missing = sorted({n for report in begun for n in expanded(report.missing)})

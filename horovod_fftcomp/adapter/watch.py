@@ -59,15 +59,12 @@ class Watched(Protocol):
 
     def progress(self) -> Progress:
         """Return this rank's progress; called in the watch's thread."""
-        ...
 
     def missing(self) -> Sequence[int]:
         """Return the numbers of the tensors without a gradient yet in this step."""
-        ...
 
     def may_wait(self, running: Collection[CodeType]) -> bool:
         """Return False if no thread can be in a step; ``running``: code objects they are in."""
-        ...
 
 
 class Watch:

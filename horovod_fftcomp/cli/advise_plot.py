@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from horovod_fftcomp.cli.advise_report import Findings, growth
 from horovod_fftcomp.tools.advise import advice
+from horovod_fftcomp.tools.bench.plot import draw_parts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,21 +27,17 @@ def write(path: Path, found: Findings, nodes: range) -> None:
 
 def _draw_parts(axes: Axes, found: Findings) -> None:
     labels = [forecast.option.label for forecast in found.forecasts]
-    left = [0.0] * len(labels)
-    for what, key in (
-        ("compute", "compute_s"),
-        ("encode", "encode_s"),
-        ("exposed exchange", "exposed_s"),
-        ("decode", "decode_s"),
-    ):
-        widths = [1e3 * getattr(forecast.time, key) for forecast in found.forecasts]
-        axes.barh(labels, widths, left=left, label=what)
-        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    times = [forecast.time for forecast in found.forecasts]
+    widths = {
+        "compute": [1e3 * time.compute_s for time in times],
+        "encode": [1e3 * time.encode_s for time in times],
+        "exposed exchange": [1e3 * time.exposed_s for time in times],
+        "decode": [1e3 * time.decode_s for time in times],
+    }
+    ends = draw_parts(axes, labels, widths)
     errors = [1e3 * forecast.error * forecast.time.total_s for forecast in found.forecasts]
-    axes.errorbar(left, labels, xerr=errors, fmt="none", ecolor="black", capsize=3)
-    axes.invert_yaxis()
+    axes.errorbar(ends, labels, xerr=errors, fmt="none", ecolor="black", capsize=3)
     axes.set_xlabel(f"step time on {found.ranks} ranks (ms)")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=4, frameon=False)
 
 
 def _draw_growth(axes: Axes, found: Findings, ranks: list[int]) -> None:

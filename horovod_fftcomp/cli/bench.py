@@ -48,11 +48,9 @@ class Peers(Protocol):
         self, choices: Sequence[RecipeChoice], shape: Shape, other_grad: Array
     ) -> list[Session]:
         """Return the peers of the recipes for tensors of ``shape``."""
-        ...
 
     def lines(self, result: Result, choices: Sequence[RecipeChoice]) -> Iterable[str]:
         """Return lines of text to print below a table."""
-        ...
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

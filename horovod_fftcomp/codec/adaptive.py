@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -19,8 +19,6 @@ from horovod_fftcomp.codec.methods.base import Encoding
 from horovod_fftcomp.codec.quantizers import Float32, float_of, is_whole, pattern_of, steps_coding
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.types import Array, Coding, Coefficients, Shape
-
-Self = TypeVar("Self", bound="Adaptive")
 
 _LARGEST = float(np.finfo(np.float32).max)
 _LEAST = 2.0**-149  # the smallest float32 above 0
@@ -67,9 +65,8 @@ class Adaptive(abc.ABC):
     def expected_count(self, shape: Shape) -> int:
         """Return a forecast of the number of elements sent; payloads may have more or fewer."""
 
-    def scaled(self: Self, scale: float) -> Self:
+    def scaled(self, scale: float) -> Self:
         """Return the sparsifier for gradients multiplied by the loss scale ``scale``."""
-        del scale
         return self
 
 

@@ -9,7 +9,7 @@ import abc
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from horovod_fftcomp.wire.spec import spec_of
 # Every step encodes the same tensors, a few thousand in large models.
 _PLANS_CACHED = 1 << 14
 
+# An aligned payload and its header, which its codec can have written, with the plan of both.
+Checked = tuple[Array, Plan, Header]
+
 
 class Encoded(NamedTuple):
     """Result of ``encode_coeffs``: a payload, uint8, and the residual, None if none is kept."""
@@ -47,9 +50,6 @@ class Written(NamedTuple):
     plan: Plan
     scale: float
     is_complete: bool
-
-
-Self = TypeVar("Self", bound="PayloadCodec")
 
 
 def check_state(kind: str, array: Array | None, expected: tuple[np.dtype, int]) -> None:
@@ -100,9 +100,8 @@ class PayloadCodec(abc.ABC):
         """Return ``payload_nbytes``, or a forecast if the size depends on the values."""
         return self.payload_nbytes(shape)
 
-    def at_loss_scale(self: Self, scale: float) -> Self:
+    def at_loss_scale(self, scale: float) -> Self:
         """Return the codec for gradients multiplied by the loss scale ``scale``."""
-        del scale
         return self
 
     @property
@@ -274,20 +273,14 @@ class PayloadCodec(abc.ABC):
                 )
         if not all(header.finite for header in headers):
             return np.full(shape, np.nan, np.float32)
-        return self._sum(payloads, plans, headers, kernels).reshape(shape)
+        checked = list(zip(map(aligned, payloads), plans, headers, strict=True))
+        return self._sum(checked, plans[0].numel, kernels).reshape(shape)
 
-    def _sum(
-        self,
-        payloads: Sequence[Array],
-        plans: Sequence[Plan],
-        headers: Sequence[Header],
-        kernels: Kernels,
-    ) -> Array:
+    def _sum(self, checked: Sequence[Checked], numel: int, kernels: Kernels) -> Array:
         """Return the sum of checked payloads, flat float32; all are finite."""
-        total = kernels.empty(plans[0].numel)
+        total = kernels.empty(numel)
         total.fill(0)
-        whole = zip(map(aligned, payloads), plans, headers, strict=True)
-        for number, (payload, plan, header) in enumerate(whole):
+        for number, (payload, plan, header) in enumerate(checked):
             try:
                 self._add(total, payload, plan, header, kernels)
             except ValueError as error:

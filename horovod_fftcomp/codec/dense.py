@@ -44,7 +44,6 @@ class DenseCodec(PayloadCodec):
 
     def _plan(self, shape: Shape, k: int | None) -> Plan:
         """Return the plan of the method's body; see ``PayloadCodec``."""
-        del k
         return wire.dense_plan(shape, self.method.body_nbytes(shape))
 
     def _coeffs_of(

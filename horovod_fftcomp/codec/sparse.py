@@ -14,7 +14,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.adaptive import NOTHING, Adaptive
-from horovod_fftcomp.codec.base import PayloadCodec, Written, aligned, room_for
+from horovod_fftcomp.codec.base import Checked, PayloadCodec, Written, room_for
 from horovod_fftcomp.codec.methods.base import Encoding
 from horovod_fftcomp.codec.quantizers import Float32, Quantizer, float_of, pattern_of
 from horovod_fftcomp.codec.sparsifiers import Threshold, TopK
@@ -167,25 +167,18 @@ class Codec(PayloadCodec):
             payload[plan.values_offset :] = sent.view(np.uint8)
         return Written(payload, plan, scale, False)
 
-    def _sum(
-        self,
-        payloads: Sequence[Array],
-        plans: Sequence[Plan],
-        headers: Sequence[Header],
-        kernels: Kernels,
-    ) -> Array:
+    def _sum(self, checked: Sequence[Checked], numel: int, kernels: Kernels) -> Array:
         """Add the coefficients of all payloads and transform back once; see ``PayloadCodec``."""
-        if all(plan.layout is Layout.RAW for plan in plans):
-            return super()._sum(payloads, plans, headers, kernels)
+        if all(plan.layout is Layout.RAW for _, plan, _ in checked):
+            return super()._sum(checked, numel, kernels)
         parts = []
-        whole = zip(payloads, plans, headers, strict=True)
-        for number, (payload, plan, header) in enumerate(whole):
+        for number, (payload, plan, header) in enumerate(checked):
             try:
-                parts.append(self.part(aligned(payload), plan, header, kernels))
+                parts.append(self.part(payload, plan, header, kernels))
             except ValueError as error:
                 raise PayloadError(f"payload {number}: body: {error}") from error
         try:
-            return self.transform.sum(parts, plans[0].numel, kernels)
+            return self.transform.sum(parts, numel, kernels)
         except ValueError as error:
             raise PayloadError(f"body: {error}") from error
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import counter_rng
 
 LEAST_THRESHOLD = 2.0**-126  # the smallest normal float32; below it precision is lost
@@ -107,20 +106,6 @@ class _RandomByDensity(_ByDensity, abc.ABC):
         self, numels: Sequence[int], step: int, names: Sequence[str]
     ) -> list[tuple[int, int]]:
         """Return (a, c) for each tensor: its positions are (a j + c) mod n for j < k."""
-
-    def progression(self, n: int, step: int, name: str) -> tuple[int, int]:
-        """Return (a, c): the positions are (a j + c) mod n for j < k."""
-        return self.progressions([n], step, [name])[0]
-
-    def positions(self, n: int, step: int, name: str) -> Array:
-        """Return the positions, int64 ``[k]``, for the tensor ``name`` of ``n`` elements."""
-        factor, first = self.progression(n, step, name)
-        # In unsigned 64 bits a product is exact below 2**64: n up to 2**32, density up to 1.
-        positions = np.arange(self.count(n), dtype=np.uint64)
-        positions *= np.uint64(factor)
-        positions += np.uint64(first)
-        positions %= np.uint64(max(1, n))
-        return positions.view(np.int64)
 
 
 @dataclass(frozen=True)

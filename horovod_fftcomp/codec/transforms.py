@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 
@@ -42,7 +43,6 @@ class Identity:
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return ``coeffs`` itself, float32 ``[numel]``."""
-        del kernels, numel
         return coeffs
 
     def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
@@ -59,6 +59,7 @@ class _Blocks:
     """Base class of transforms of consecutive blocks of ``block`` elements."""
 
     block: int = 256
+    is_dct: ClassVar[bool]
 
     def __post_init__(self) -> None:
         if type(self.block) is not int or self.block not in BLOCK_LENGTHS:
@@ -81,6 +82,23 @@ class _Blocks:
         """Return the number of coefficients of ``numel`` elements."""
         return -(-numel // self.block) * self.bins_per_block
 
+    def forward(
+        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
+    ) -> Coefficients:
+        """Return the coefficients of all blocks plus ``residual``, always a new array.
+
+        With the threshold of the ``k`` largest; 0: of all.
+        """
+        return kernels.forward_blocks(flat, self.block, residual, k, self.is_dct)
+
+    def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
+        """Return the first ``numel`` elements of the blocks with these coefficients, float32."""
+        return kernels.inverse_blocks(coeffs, self.block, numel, self.is_dct)
+
+    def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
+        """Return the sum of the gradients of payload bodies, float32 ``[numel]``."""
+        return kernels.sum_blocks(parts, self.block, numel, self.is_dct)
+
 
 @dataclass(frozen=True)
 class BlockFFT(_Blocks):
@@ -91,27 +109,13 @@ class BlockFFT(_Blocks):
     """
 
     spec_name = "BlockFFT"
+    is_dct = False
     reals_per_bin = 2
 
     @property
     def bins_per_block(self) -> int:
         """Number of complex bins in a block."""
         return self.block // 2
-
-    def forward(
-        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
-    ) -> Coefficients:
-        """Return the spectra of all blocks plus ``residual``, with the top-k threshold; 0: all."""
-        del own  # the array is always new
-        return kernels.rfft_blocks(flat, self.block, residual, k)
-
-    def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
-        """Return the first ``numel`` elements of the blocks with these spectra, float32."""
-        return kernels.irfft_blocks(coeffs, self.block, numel)
-
-    def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
-        """Return the sum of the gradients of payload bodies, float32 ``[numel]``."""
-        return kernels.irfft_sum(parts, self.block, numel)
 
     def energy(self, coeffs: Array) -> float:
         """Return the sum of squares of the gradient with these spectra (Parseval)."""
@@ -129,22 +133,8 @@ class BlockDCT(_Blocks):
     """
 
     spec_name = "BlockDCT"
+    is_dct = True
     reals_per_bin = 1
-
-    def forward(
-        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
-    ) -> Coefficients:
-        """Return the DCTs of all blocks plus ``residual``, with the top-k threshold; 0: of all."""
-        del own  # the array is always new
-        return kernels.dct_blocks(flat, self.block, residual, k)
-
-    def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
-        """Return the first ``numel`` elements of the blocks with these DCTs, float32."""
-        return kernels.idct_blocks(coeffs, self.block, numel)
-
-    def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
-        """Return the sum of the gradients of payload bodies, float32 ``[numel]``."""
-        return kernels.idct_sum(parts, self.block, numel)
 
     def energy(self, coeffs: Array) -> float:
         """Return the sum of squares of the gradient with these DCTs."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from horovod_fftcomp.engine.policy import Policy, Rule, Scheduled, action_for, policy_of
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.types import Tensor
 
 # Below this a header and a launch cost more than the bytes that compression would save.
 MIN_NUMEL = 1024

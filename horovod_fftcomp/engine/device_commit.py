@@ -58,9 +58,7 @@ class DeviceCommit:
         for row, (old, new) in zip(rows, changes, strict=True):
             row["old"] = 0 if old is None else self._device.address(old)
             row["new"], row["n"] = self._device.address(new), new.nbytes // 4
-        n_tiles = (rows["n"] + np.uint64(structs.TILE - 1)) // np.uint64(structs.TILE)
-        rows["n_tiles"], rows["first_tile"] = n_tiles, np.cumsum(n_tiles) - n_tiles
-        owners = np.repeat(np.arange(len(rows), dtype=np.uint32), n_tiles.astype(np.int64))
+        owners = structs.enter_tiles(rows, rows["n"])
         tables = [self._uploads.of("changes", rows), self._uploads.of("owners", owners)]
         self._kernels["select_state"](owners.size, structs.THREADS, [*tables, dropped], 0)
 

@@ -17,14 +17,14 @@ from horovod_fftcomp.engine import differences
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device, on_host
-from horovod_fftcomp.schemes import Context, Exchange, OldState, Outcome, Scheme, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Outcome, Scheme
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.wrapper import Wrapper
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, OldState, Tensor
 
 _TENSOR = Tensor("probe", (160, 125))  # a few tiles
 _SWITCH = "HOROVOD_FFTCOMP_GPU"
@@ -43,7 +43,7 @@ def trusted(
     """
     schemes: dict[Scheme, None] = {}
     for bucket in buckets:
-        after = bucket.policy.at(getattr(bucket.policy, "warmup_steps", 0))
+        after = bucket.policy.at(bucket.policy.warmup_steps)
         if after != Dense() and after.runs_on_device(bucket.tensors):
             schemes[after] = None
             if (first := bucket.policy.at(0)) != Dense() and first.runs_on_device(bucket.tensors):

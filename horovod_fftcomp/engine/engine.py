@@ -26,16 +26,14 @@ from horovod_fftcomp.schemes import (
     Exchange,
     Grads,
     Measured,
-    OldState,
     Outcome,
     Round,
     Scheme,
     State,
-    Tensor,
 )
 from horovod_fftcomp.schemes.sharded import Sharded
 from horovod_fftcomp.schemes.shards import folded
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, OldState, Tensor
 
 if TYPE_CHECKING:
     from horovod_fftcomp.engine.device_commit import DeviceCommit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,11 +27,9 @@ class Pending(Protocol):
 
     def is_done(self) -> bool:
         """Return whether the output is there."""
-        ...
 
     def wait(self, timeout_s: float) -> Array:
         """Return the output; raise if it has not arrived after ``timeout_s`` seconds."""
-        ...
 
 
 # Starts a round, given its name and process set, without waiting.
@@ -52,18 +50,6 @@ class Slot(NamedTuple):
 
     bucket: int
     position: int  # among the bucket's tensors
-
-
-class _Inline(Executor):
-    """Executor that runs work immediately: GPU work is only launched, on the caller's stream."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
 
 
 class StepPipeline:
@@ -165,9 +151,12 @@ class StepPipeline:
         if not self._engine.computes_on_device(bucket):
             self.encoding[bucket] = self._worker.submit(work.run)
             return
-        self._computes = True  # the first call compiles kernels
+        self.encoding[bucket] = done = Future[Work]()
+        self._computes = True  # the first call compiles kernels; GPU work is only launched
         try:
-            self.encoding[bucket] = _Inline().submit(work.run)
+            done.set_result(work.run())
+        except BaseException as error:
+            done.set_exception(error)
         finally:
             self._computes = False
 

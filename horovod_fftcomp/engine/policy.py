@@ -7,16 +7,17 @@ import functools
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
-from horovod_fftcomp.schemes import Scheme, Tensor
+from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hierarchical import Hierarchical
 from horovod_fftcomp.schemes.options import check_names, checked
 from horovod_fftcomp.schemes.sharded import Sharded
+from horovod_fftcomp.types import Tensor, Tensors
 
 # A rule: tensors (a shell pattern of names, or a function of name and shape) and an action:
 # "dense", another density, or {"recipe": name, option: value, ...}.
@@ -27,38 +28,16 @@ Rule = tuple[str | Callable[[Tensor], bool], Action]
 KEYWORDS = ("warmup_steps", "density_schedule", "ranks_per_node")
 
 
-class Policy(Protocol):
-    """The scheme to run at each step; it depends on the step only, so all ranks agree."""
+@dataclass(frozen=True)
+class Always:
+    """The same scheme at every step; methods as those of ``Scheduled``."""
+
+    scheme: Scheme
+    warmup_steps = 0
+    scope = "tensor"
 
     def at(self, step: int) -> Scheme:
         """Return the scheme of exchange ``step``, counted from 0."""
-        ...
-
-    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have, at any step."""
-        ...
-
-    def density(self, step: int) -> float | None:
-        """Return the density at ``step``; None if the recipe has none."""
-        ...
-
-    def facts(self) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks, by name, defaults included."""
-        ...
-
-    def decided(self, tensors: Sequence[Tensor], world_size: int) -> Policy:
-        """Return the policy for a bucket of ``tensors``; see ``Scheduled.decided``."""
-        ...
-
-
-@dataclass(frozen=True)
-class Always:
-    """The same scheme at every step."""
-
-    scheme: Scheme
-
-    def at(self, step: int) -> Scheme:
-        """Return the scheme."""
         return self.scheme.at(step)
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
@@ -67,16 +46,14 @@ class Always:
 
     def density(self, step: int) -> float | None:
         """Return None: the density is known to the scheme only."""
-        del step
         return None
 
     def facts(self) -> dict[str, object]:
         """Return the settings that must be equal on all ranks, by name."""
         return {"options": self.scheme.spec()}
 
-    def decided(self, tensors: Sequence[Tensor], world_size: int) -> Always:
+    def decided(self, tensors: Tensors, world_size: int) -> Always:
         """Return this policy."""
-        del tensors, world_size
         return self
 
 
@@ -172,7 +149,7 @@ class Scheduled:
         written = ", ".join(f"{name}={value!r}" for name, value in shown)
         return f"{self.recipe}({written})"
 
-    def decided(self, tensors: Sequence[Tensor], world_size: int) -> Scheduled:
+    def decided(self, tensors: Tensors, world_size: int) -> Scheduled:
         """Return the policy for a bucket: exchange "auto" becomes "gather" or "sharded"."""
         if self.in_force().get("exchange") != "auto":
             return self
@@ -200,6 +177,10 @@ class Scheduled:
         changed = replace(self, schedule=as_schedule(density))
         changed.at(self.warmup_steps)
         return changed
+
+
+# The scheme to run at each step; it depends on the step only, so all ranks agree.
+Policy = Always | Scheduled
 
 
 @functools.lru_cache(1024)
@@ -276,7 +257,7 @@ def check_rules(rules: Sequence[Rule], policy: Scheduled) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def unmatched(rules: Sequence[Rule], tensors: Sequence[Tensor]) -> list[str]:
+def unmatched(rules: Sequence[Rule], tensors: Tensors) -> list[str]:
     """Return the patterns that match no tensor, most likely misspelt."""
     return [
         which

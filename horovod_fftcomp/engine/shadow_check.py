@@ -74,8 +74,8 @@ class ShadowCheck:
         return [
             Slot(number, position)
             for number, bucket in enumerate(self._engine.buckets)
-            if step >= getattr(bucket.policy, "warmup_steps", 0)
-            and getattr(bucket.policy, "scope", "tensor") != "model"
+            if step >= bucket.policy.warmup_steps
+            and bucket.policy.scope != "model"
             and "alltoall" not in self._engine.scheme(number).rounds
             and self._engine.scheme(number).runs_on_device(bucket.tensors)
             for position in range(len(bucket.tensors))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from horovod_fftcomp.engine import differences
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.host.payloads import joined
-from horovod_fftcomp.schemes import Context, Exchange, OldState, Outcome, Scheme, State, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Outcome, Scheme, State
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.dgc import Dgc
@@ -24,7 +24,7 @@ from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
 from horovod_fftcomp.schemes.wrapper import Wrapper
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 
 # Schemes whose payload of a tensor depends on no other tensor.
 _SEPARABLE = (Allgather, HardThreshold, Auto, Dgc, SparCml)
@@ -78,9 +78,7 @@ class _Followed(Wrapper):
     position: int
     note: Callable[[Seen | None], None]
 
-    def exchange(
-        self, tensors: Sequence[Tensor], grads: Any, state: OldState, context: Context
-    ) -> Exchange:
+    def exchange(self, tensors: Tensors, grads: Any, state: OldState, context: Context) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         device = context.device
         assert device is not None

@@ -31,11 +31,6 @@ class ChunkSlices(NamedTuple):
         return (chunk // self.size - self.step) % self.n_ranks
 
 
-def chunk_slices(total: int, step: int, n_ranks: int) -> ChunkSlices:
-    """Return the assignment of ``total`` chunks to ranks in a step."""
-    return ChunkSlices(max(1, -(-total // n_ranks)), step, n_ranks)
-
-
 @dataclass(frozen=True, eq=False)
 class IndexPlan:
     """What is constant of a bucket whose values at common positions are summed.
@@ -79,7 +74,7 @@ class IndexPlan:
 
     def slices(self, step: int) -> ChunkSlices:
         """Return the assignment of chunks to ranks in a step."""
-        return chunk_slices(self.total, step, self.n_ranks)
+        return ChunkSlices(max(1, -(-self.total // self.n_ranks)), step, self.n_ranks)
 
     def offsets_nbytes(self, n_chunks: int) -> int:
         """Return the bytes of packed offsets: whole 4-byte words, at least one."""

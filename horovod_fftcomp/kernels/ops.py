@@ -15,10 +15,11 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.kernels.plans import BucketPlan, LeftFactors, LowRankPlan
-from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.types import Array, Arrays, OldState, Tensors
 from horovod_fftcomp.wire.header import Header
 
 AnyCodec = Codec | DenseCodec
+Codecs = Sequence[AnyCodec]  # one for each tensor
 
 Deferred = Callable[[], Any]  # returns a result that is on its way; waits for it
 
@@ -80,8 +81,8 @@ class Encoded(NamedTuple):
     """
 
     message: Any
-    residuals: Sequence[Any]
-    velocities: Sequence[Any]
+    residuals: Arrays
+    velocities: Arrays
     squares: Callable[[], Mapping[int, tuple[float, float, float]]] | None
     left: Callable[[], float] | None = None
 
@@ -101,12 +102,7 @@ class Coder(Protocol):
     """Encoder of a bucket's tensors into one message, and decoder of all ranks' messages."""
 
     def encode(
-        self,
-        grads: Sequence[Any],
-        state: Mapping[str, Mapping[str, Any]],
-        at: tuple[int, int],
-        feedback: Feedback,
-        measure: bool,
+        self, grads: Arrays, state: OldState, at: tuple[int, int], feedback: Feedback, measure: bool
     ) -> Encoded:
         """Return the message of gradients plus residuals, and the new state.
 
@@ -150,10 +146,10 @@ class Ops(Protocol):
         Raises ValueError, naming ``kind``, if it is NumPy's and not ``numel`` float32 elements.
         """
 
-    def join(self, parts: Sequence[Any], numels: Sequence[int], dtype: type = ...) -> Any:
+    def join(self, parts: Arrays, numels: Sequence[int], dtype: type = ...) -> Any:
         """Return ``parts`` of ``dtype``, by default float32, in one new array, zeros for None."""
 
-    def squares(self, arrays: Sequence[Any]) -> Deferred:
+    def squares(self, arrays: Arrays) -> Deferred:
         """Return a function that returns the sum of squares of each array, 0.0 for None."""
 
     def flags_of(self, values: Any) -> Flags:
@@ -171,11 +167,11 @@ class Ops(Protocol):
     def from_half(self, values: Any) -> Any:
         """Return float16 ``values`` as float32."""
 
-    def coder(self, codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], n_ranks: int) -> Coder:
+    def coder(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> Coder:
         """Return the coder of a bucket, one codec for each tensor; made once for a bucket."""
 
     def compensate(
-        self, plan: LowRankPlan, grads: Sequence[Any], residuals: Sequence[Any]
+        self, plan: LowRankPlan, grads: Arrays, residuals: Arrays
     ) -> tuple[list[Any], Any]:
         """Return (gradient plus residual of each tensor, the first message of a low-rank scheme).
 
@@ -184,19 +180,17 @@ class Ops(Protocol):
         too, whose part of the message is NaN.
         """
 
-    def project(
-        self, plan: LowRankPlan, whole: Sequence[Any], right: Sequence[Any], message: Any
-    ) -> None:
+    def project(self, plan: LowRankPlan, whole: Arrays, right: Arrays, message: Any) -> None:
         """Write the product of each matrix in ``whole`` and its right factor to ``message``."""
 
     def orthonormalize(self, plan: LowRankPlan, first: Any) -> LeftFactors:
         """Return the matrices of a first message with orthonormal columns."""
 
-    def project_back(self, plan: LowRankPlan, whole: Sequence[Any], left: LeftFactors) -> Any:
+    def project_back(self, plan: LowRankPlan, whole: Arrays, left: LeftFactors) -> Any:
         """Return the second message: products of the transposed matrices and the left factors."""
 
     def subtract_product(
-        self, plan: LowRankPlan, whole: Sequence[Any], left: LeftFactors, own: Any
+        self, plan: LowRankPlan, whole: Arrays, left: LeftFactors, own: Any
     ) -> list[Any]:
         """Subtract from ``whole``, in place, the products of left factors and a second message.
 
@@ -208,15 +202,15 @@ class Ops(Protocol):
     ) -> tuple[list[Any], Flags]:
         """Return the sum of each tensor from those of both messages: NaN if not finite."""
 
-    def nonzero_columns(self, plan: LowRankPlan, second: Any, right: Sequence[Any]) -> list[Any]:
+    def nonzero_columns(self, plan: LowRankPlan, second: Any, right: Arrays) -> list[Any]:
         """Return the right factors in ``second``, with columns of ``right`` for those of zeros."""
 
     def accumulate(
         self,
         plan: BucketPlan,
-        grads: Sequence[Any],
-        velocities: Sequence[Any],
-        residuals: Sequence[Any],
+        grads: Arrays,
+        velocities: Arrays,
+        residuals: Arrays,
         momentum: Momentum,
     ) -> tuple[Any, list[Any]]:
         """Return (residual plus new velocity of all tensors in one array, the new velocities).
@@ -234,7 +228,7 @@ class Ops(Protocol):
     # Values at common positions. Messages hold the values of all tensors one after another.
 
     def common_index(
-        self, plan: IndexPlan, grads: Sequence[Any], residuals: Sequence[Any], measures: bool
+        self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool
     ) -> Any:
         """Return a bucket's gradients and old residuals, None for zeros, for the ops below.
 
@@ -277,11 +271,11 @@ class Ops(Protocol):
         float32.
         """
 
-    def index_energies(self, bucket: Any) -> Deferred:
-        """Return a function that returns the energies of each tensor; to be called after ``take``.
+    def index_energies(self, bucket: Any) -> Callable[[], Mapping[int, tuple]]:
+        """Return a function that returns the energies by a tensor's number; call after ``take``.
 
         They are the sums of squares of its gradient, of gradient + residual, and of what is not
-        sent of them; None for a tensor that is frozen or, on the host, not finite.
+        sent of them; left out for a tensor that is frozen or, on the host, not finite.
         """
 
     def scatter_sum(

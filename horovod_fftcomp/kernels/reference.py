@@ -78,23 +78,33 @@ def _rows(flat: Array, length: int) -> Array:
 
 
 @_quiet
-def rfft_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
-    """Return the real FFTs of consecutive blocks plus ``residual``, with the top-k threshold.
+def forward_blocks(
+    flat: Array, block: int, residual: Array | None, k: int, is_dct: bool
+) -> Coefficients:
+    """Return the FFTs or DCTs of consecutive blocks plus ``residual``, with the top-k threshold.
 
-    ``flat``: float32, padded to whole blocks with zeros. Spectra: complex64 ``[B * block / 2]``,
-    scaled by 1 / block; bin 0 of a block holds (DC, Nyquist) as its real and imaginary part. The
-    input is scaled before the transform: no coefficient exceeds the largest input, so that no
-    finite gradient overflows. See ``topk_threshold``.
+    ``flat``: float32, padded to whole blocks with zeros. Spectra of the real FFT: complex64
+    ``[B * block / 2]``, scaled by 1 / block; bin 0 of a block holds (DC, Nyquist) as its real and
+    imaginary part. The input is scaled before the transform: no coefficient exceeds the largest
+    input, so that no finite gradient overflows. DCT-IIs: float32 ``[B * block]``, the orthonormal
+    DCT divided by sqrt(block). See ``topk_threshold``.
     """
-    full = np.fft.rfft(_rows(flat, block) * np.float32(1 / block), axis=1)
+    rows = _rows(flat, block)
+    if is_dct:
+        coeffs = (rows @ _dct_matrix(block).T / np.sqrt(block)).astype(np.float32).reshape(-1)
+        return add_residual(coeffs, residual, k)
+    full = np.fft.rfft(rows * np.float32(1 / block), axis=1)
     packed = full[:, :-1].astype(np.complex64)
     packed[:, 0] = full[:, 0].real + 1j * full[:, -1].real
     coeffs = packed.reshape(-1)
     return topk_threshold(coeffs if residual is None else coeffs + residual, k, block // 2)
 
 
-def irfft_blocks(coeffs: Array, block: int, numel: int) -> Array:
-    """Return the first ``numel`` values of the blocks with these spectra, float32."""
+def inverse_blocks(coeffs: Array, block: int, numel: int, is_dct: bool) -> Array:
+    """Return the first ``numel`` values of the blocks with these spectra or DCTs, float32."""
+    if is_dct:
+        rows = coeffs.reshape(-1, block) @ _dct_matrix(block) * np.sqrt(block)
+        return rows.astype(np.float32).reshape(-1)[:numel]
     spectra = coeffs.reshape(-1, block // 2)
     full = np.empty((len(spectra), block // 2 + 1), np.complex64)
     full[:, :-1] = spectra
@@ -111,22 +121,6 @@ def _dct_matrix(length: int) -> Array:
     matrix = np.sqrt(2 / length) * np.cos(np.pi * (i + 0.5) * j / length)
     matrix[0] /= np.sqrt(2)
     return matrix
-
-
-@_quiet
-def dct_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
-    """Return the DCT-IIs of consecutive blocks plus ``residual``, with the top-k threshold.
-
-    Float32; the orthonormal DCT divided by sqrt(block). Otherwise as ``rfft_blocks``.
-    """
-    coeffs = _rows(flat, block) @ _dct_matrix(block).T / np.sqrt(block)
-    return add_residual(coeffs.astype(np.float32).reshape(-1), residual, k)
-
-
-def idct_blocks(coeffs: Array, block: int, numel: int) -> Array:
-    """Return the first ``numel`` values of the blocks with these DCTs, float32."""
-    rows = coeffs.reshape(-1, block) @ _dct_matrix(block) * np.sqrt(block)
-    return rows.astype(np.float32).reshape(-1)[:numel]
 
 
 def magnitude_bits(values: Array) -> Array:
@@ -254,15 +248,10 @@ def sum_sparse(a: Body, b: Body) -> Array:
     return total[positions_of(a.bitmap | b.bitmap)]
 
 
-def irfft_sum(parts: Sequence[Body], block: int, numel: int) -> Array:
-    """Return the inverse FFTs of the sum of ``parts``: ``irfft_blocks`` of ``sum_values``."""
-    n_bins = -(-numel // block) * block // 2
-    return irfft_blocks(sum_values(parts, n_bins, True), block, numel)
-
-
-def idct_sum(parts: Sequence[Body], block: int, numel: int) -> Array:
-    """Return the inverse DCTs of the sum of ``parts``: ``idct_blocks`` of ``sum_values``."""
-    return idct_blocks(sum_values(parts, -(-numel // block) * block, False), block, numel)
+def sum_blocks(parts: Sequence[Body], block: int, numel: int, is_dct: bool) -> Array:
+    """Return ``inverse_blocks`` of the sum of ``parts``, see ``sum_values``."""
+    n_bins = -(-numel // block) * block // (1 if is_dct else 2)
+    return inverse_blocks(sum_values(parts, n_bins, not is_dct), block, numel, is_dct)
 
 
 def encode_values(values: Array, coding: Coding) -> Array:
@@ -274,7 +263,8 @@ def encode_values(values: Array, coding: Coding) -> Array:
         rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) & np.uint32(0x7FFF0000)
         return (sign | np.minimum(rounded, np.uint32(LARGEST_BFLOAT16_BITS))) >> 16
     if coding.kind == STEPS:
-        ratio = np.abs(values.astype(np.float64)) / _step(coding)  # exact enough to floor
+        step = np.uint32(coding.base).view(np.float32)
+        ratio = np.abs(values.astype(np.float64)) / step  # exact enough to floor
         levels = np.clip(np.floor(ratio), 1, coding.positives).astype(np.uint32)
         return 2 * (levels - 1) + (values < 0)
     half = 1 << (coding.shift - 1)
@@ -292,17 +282,13 @@ def decode_values(codes: Array, coding: Coding) -> Array:
     if coding.kind == BFLOAT16:
         return (codes << 16).astype(np.uint32).view(np.float32)
     if coding.kind == STEPS:
-        sizes = ((codes >> 1) + 1).astype(np.float32) * _step(coding)
+        sizes = ((codes >> 1) + 1).astype(np.float32) * np.uint32(coding.base).view(np.float32)
         return np.where(codes & 1, -sizes, sizes)
     codes = codes.astype(np.int64)
     negative = codes > coding.positives
     levels = np.where(negative, codes - coding.positives, codes)
     patterns = (coding.base + levels - 1) << coding.shift | negative.astype(np.int64) << 31
     return np.where(codes == 0, 0, patterns).astype(np.uint32).view(np.float32)
-
-
-def _step(coding: Coding) -> np.float32:
-    return np.uint32(coding.base).view(np.float32)
 
 
 def pack_bits(codes: Array, bits: int) -> Array:

@@ -9,16 +9,14 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.schemes import Round, Tensor
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.types import Array, Tensors
 
 _SHOWN = 8
 DENSE = "tensors that Horovod exchanges itself"
 
 
-def bad_tensors(
-    tensors: Sequence[Tensor], sums: Sequence[Array], sent: Sequence[Round]
-) -> dict[str, bool]:
+def bad_tensors(tensors: Tensors, sums: Sequence[Array], sent: Sequence[Round]) -> dict[str, bool]:
     """Return the tensors whose sum is not finite, and whether this rank's own values were not.
 
     ``sent``: the rounds in which this rank has sent its part of the bucket.

@@ -54,12 +54,12 @@ def hash_bytes_reference(array: Array) -> int:
     column. One more lane takes in the lanes, then the words that fill no row, the last of them
     padded with zeros, and then the number of bytes.
     """
-    rows, tail, nbytes = _words(array)
+    rows, tail = _words(array)
     lanes = _SEEDS
     for row in rows:
         lanes = _step(lanes, row)
     total = np.zeros(1, np.uint64)  # an array, since only the arithmetic of arrays wraps silently
-    for word in np.concatenate([lanes, tail, [nbytes]])[:, None]:
+    for word in np.concatenate([lanes, tail])[:, None]:
         total = _step(total, word)
     return int(total[0])
 
@@ -69,29 +69,29 @@ def _step(lanes: Array, words: Array) -> Array:
     return ((mixed << _LEFT) | (mixed >> _RIGHT)) * _PRIME
 
 
-def _words(array: Array) -> tuple[Array, Array, np.uint64]:
-    """Return (words in whole rows ``[rows, 64]``, remaining words ``[words]``, byte count)."""
+def _words(array: Array) -> tuple[Array, Array]:
+    """Return (words in whole rows ``[rows, 64]``; remaining words and the byte count)."""
     if array.dtype.hasobject:
         raise TypeError(f"{array.dtype} arrays hold references, not values; pass numbers")
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     whole = raw.size - raw.size % (8 * _LANES)
     rest = raw[whole:]
-    tail = np.zeros(-(-rest.size // 8), np.uint64)
+    tail = np.zeros(-(-rest.size // 8) + 1, np.uint64)
     tail.view(np.uint8)[: rest.size] = rest
-    return raw[:whole].view(np.uint64).reshape(-1, _LANES), tail, np.uint64(raw.size)
+    tail[-1] = raw.size
+    return raw[:whole].view(np.uint64).reshape(-1, _LANES), tail
 
 
 @functools.cache
-def _kernel() -> Callable[[Array, Array, np.uint64], int]:
+def _kernel() -> Callable[[Array, Array], int]:
     """Compile ``_hash_words`` once, for aligned, unaligned, writable and read-only arrays."""
     from numba import njit, types  # here, since importing this package must not load Numba
 
     rows = types.Array(types.uint64, 2, "C", readonly=True, aligned=False)
-    signature = types.uint64(rows, types.uint64[::1], types.uint64)
-    return njit(signature, cache=True, nogil=True)(_hash_words)
+    return njit(types.uint64(rows, types.uint64[::1]), cache=True, nogil=True)(_hash_words)
 
 
-def _hash_words(rows, tail, nbytes):
+def _hash_words(rows, tail):
     lanes = np.empty(_LANES, np.uint64)
     lanes[:] = _SEEDS
     for i in range(rows.shape[0]):
@@ -99,14 +99,11 @@ def _hash_words(rows, tail, nbytes):
             mixed = lanes[j] + rows[i, j] * _WORD_PRIME
             lanes[j] = ((mixed << _LEFT) | (mixed >> _RIGHT)) * _PRIME
     total = np.uint64(0)
-    for lane in lanes:
-        mixed = total + lane * _WORD_PRIME
-        total = ((mixed << _LEFT) | (mixed >> _RIGHT)) * _PRIME
-    for word in tail:
-        mixed = total + word * _WORD_PRIME
-        total = ((mixed << _LEFT) | (mixed >> _RIGHT)) * _PRIME
-    mixed = total + nbytes * _WORD_PRIME
-    return ((mixed << _LEFT) | (mixed >> _RIGHT)) * _PRIME
+    for words in (lanes, tail):
+        for word in words:
+            mixed = total + word * _WORD_PRIME
+            total = ((mixed << _LEFT) | (mixed >> _RIGHT)) * _PRIME
+    return total
 
 
 class Rotation:

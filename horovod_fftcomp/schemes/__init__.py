@@ -8,7 +8,7 @@ caller that has a network (Horovod, MPI, a simulation) can run it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ import numpy as np
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.ops import Flags, Ops
-from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.types import Array, Arrays, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.spec import spec_of
 
 # A measurement takes an extra pass or more over the data, which is negligible at this interval. A
@@ -27,11 +27,10 @@ MEASURE_EVERY = 53
 # The kinds of state in the units of a gradient, which change with the loss scale.
 GRADIENT_UNITS = ("residual", "levels", "velocity", "shard_residual")
 
-Grads = Sequence[Array | None]  # one for each tensor; None for a frozen one
+Grads = Arrays  # one for each tensor; None for a frozen one
 
 # kind of state ("residual") -> tensor name -> array
 State = dict[str, dict[str, Array]]
-OldState = Mapping[str, Mapping[str, Array]]  # the previous step's state, read-only
 
 
 class Round(NamedTuple):
@@ -186,7 +185,6 @@ class Scheme(Protocol):
     @property
     def rounds(self) -> tuple[str, ...]:
         """The collectives of every exchange, in order."""
-        ...
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have, at any step with any state.
@@ -196,21 +194,19 @@ class Scheme(Protocol):
         return frozenset({self.rounds})
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` (flat float32, left unchanged) over all ranks.
 
         None stands for a frozen tensor: it sends zeros and keeps its state.
         """
-        ...
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether ``exchange`` accepts device arrays and ``context.device`` in this step.
 
         The answer is the same on all ranks, since sums of the host and of a GPU may differ in the
         last bits.
         """
-        del tensors
         return False
 
     def sent_nbytes(self, tensor: Tensor) -> int:
@@ -218,7 +214,6 @@ class Scheme(Protocol):
 
         An estimate where the size depends on the values.
         """
-        ...
 
     def received_nbytes(self, tensor: Tensor, world_size: int) -> float:
         """Return the bytes of ``tensor`` that a rank receives from others in each step.
@@ -240,14 +235,12 @@ class Scheme(Protocol):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of each 1-D array that ``state`` may hold of ``tensor``."""
-        del state
         if not getattr(self, "error_feedback", False):
             return {}
         return {"residual": (np.dtype(np.float32), math.prod(tensor.shape))}
 
     def at(self, step: int) -> Scheme:
         """Return the scheme to run at a step, counted from the first compressed one."""
-        del step
         return self
 
     def in_warmup(self) -> Scheme | None:
@@ -277,7 +270,6 @@ class Scheme(Protocol):
 
     def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
         """Return in words what is chosen for a tensor; None if the scheme does not choose."""
-        del state, tensor
         return None
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:
@@ -289,5 +281,4 @@ class Scheme(Protocol):
 
     def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
         """Return a tensor's residual by element, transformed back if it is kept as coefficients."""
-        del state, tensor
         return residual

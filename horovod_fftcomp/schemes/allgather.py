@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,17 +15,17 @@ from horovod_fftcomp.codec.backend import backend_for
 from horovod_fftcomp.codec.methods.base import Method
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.sparse import Codec
-from horovod_fftcomp.kernels.ops import AnyCodec, Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.kernels.ops import AnyCodec, Codecs, Feedback
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.shards import exchange_shards
 from horovod_fftcomp.schemes.state import new_state
-from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
 
 
-def serves(codec: AnyCodec, tensors: Sequence[Tensor], of_signs: bool = False) -> bool:
+def serves(codec: AnyCodec, tensors: Tensors, of_signs: bool = False) -> bool:
     """Return whether a GPU can encode and sum these tensors' payloads; the same on all ranks.
 
     Tensors must have fewer than 2^32 coefficients; with ``of_signs`` only sign methods are
@@ -55,8 +55,8 @@ class Gathered(NamedTuple):
 
 
 def gather(
-    codecs: Sequence[AnyCodec],
-    tensors: Sequence[Tensor],
+    codecs: Codecs,
+    tensors: Tensors,
     grads: Grads,
     state: OldState,
     context: Context,
@@ -119,7 +119,7 @@ class Allgather(Scheme):
         return self.decay if self.decay < 1 or self.momentum else 0.0
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         codecs = [self.codec.at_loss_scale(context.loss_scale)] * len(tensors)
@@ -130,7 +130,7 @@ class Allgather(Scheme):
         """Return whether differences of weights may be sent; see ``Scheme``."""
         return not self.sign and self.decay == 1.0
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return serves(self.codec, tensors, of_signs=self.momentum)
 
@@ -144,13 +144,11 @@ class Allgather(Scheme):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the residual's coefficients; see ``Scheme``."""
-        del state
         if not self.error_feedback:
             return {}
         return {"residual": self.codec.coeffs_format(tensor.shape)}
 
     def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
         """Return a tensor's residual by element; see ``Scheme``."""
-        del state
         numel = math.prod(tensor.shape)
         return self.codec.transform.inverse(residual, numel, backend_for(residual))

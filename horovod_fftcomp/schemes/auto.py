@@ -16,10 +16,10 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform
 from horovod_fftcomp.kernels.ops import Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Round, Scheme, on_the_host
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Round, Scheme, on_the_host
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL, fold
-from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.spec import spec_of
 
 TRANSFORMS: tuple[Transform, ...] = (
@@ -79,7 +79,7 @@ class Auto(Scheme):
         return replace(self, tries=place < TRIAL_STEPS, begins=place == 0)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         chosen = [_chosen(state, tensor) for tensor in tensors]
@@ -101,7 +101,7 @@ class Auto(Scheme):
         outcome, *_ = yield from gather(codecs, tensors, grads, state, context, feedback)
         return outcome._replace(state={**outcome.state, "choice": choices, "trials": trials})
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute the exchange for every choice; see ``Scheme``.
 
         In trials this scheme itself copies arrays to the host.
@@ -157,7 +157,7 @@ class Auto(Scheme):
         return tried
 
     def _decided(
-        self, tensors: Sequence[Tensor], chosen: Sequence[int], trials: Mapping[str, Array]
+        self, tensors: Tensors, chosen: Sequence[int], trials: Mapping[str, Array]
     ) -> list[int]:
         """Return the best choice of each tensor from all trials; the same on all ranks."""
         decided = []

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, State, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Grads, State
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.common_index import CommonIndex
 from horovod_fftcomp.schemes.state import bucket_plan
 from horovod_fftcomp.schemes.wrapper import Wrapper
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class BucketScope(Wrapper):
     scope: str = "bucket"
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         plan, whole, ops = bucket_plan(tensors), self._whole(tensors), context.ops
@@ -53,11 +53,11 @@ class BucketScope(Wrapper):
             after[kind] = kept | {t.name: part for t, part in new if t.name in takes_part}
         return outcome._replace(sums=split(outcome.sums[0], plan.offsets), state=after)
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return self.scheme.runs_on_device([self._whole(tensors)])
 
-    def _whole(self, tensors: Sequence[Tensor]) -> Tensor:
+    def _whole(self, tensors: Tensors) -> Tensor:
         return Tensor(
             f"{self.scope} from {tensors[0].name} on", (bucket_plan(tensors).offsets[-1],)
         )

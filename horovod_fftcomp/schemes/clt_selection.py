@@ -125,10 +125,8 @@ def gather_selection(
     positions = ops.locate(bucket, gathered, context.step)
     if not context.measures or context.world_size == 1:
         return Selected(positions)
-    common, led_by_others = (
-        ops.count_common(bucket, positions, begin, end),
-        plan.total - end + begin,
-    )
+    common = ops.count_common(bucket, positions, begin, end)
+    led_by_others = plan.total - end + begin
     return Selected(positions, lambda: Similarity(common(), led_by_others))
 
 

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.index_plan import IndexPlan
-from horovod_fftcomp.kernels.ops import Deferred
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    received,
-)
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, received
 from horovod_fftcomp.schemes.clt_selection import (
     ChunkWinners,
     Largest,
@@ -33,7 +23,7 @@ from horovod_fftcomp.schemes.clt_selection import (
 from horovod_fftcomp.schemes.dense import half_limits
 from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 from horovod_fftcomp.wire.header import align
 
 
@@ -79,7 +69,7 @@ class CommonIndex(Scheme):
         return (self.collective,)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops, plan = context.ops, _plan(self, tuple(tensors), context.world_size)
@@ -101,11 +91,10 @@ class CommonIndex(Scheme):
         new = {"residual": residuals} if self.error_feedback else {}
         measured = None
         if context.measures:
-            squares = _by_number(ops.index_energies(bucket))
-            measured = measured_by(tensors, squares, selected.similarity)
+            measured = measured_by(tensors, ops.index_energies(bucket), selected.similarity)
         return Outcome(sums, new_state(tensors, grads, state, new), flags, measured)
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         small = all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
         return small and self.bits == 32 and not isinstance(self.selection, Largest)
@@ -154,22 +143,7 @@ class CommonIndex(Scheme):
 @functools.lru_cache(maxsize=1024)  # more than a training has buckets
 def _plan(scheme: CommonIndex, tensors: tuple[Tensor, ...], n_ranks: int) -> IndexPlan:
     selection, numels = scheme.selection, list(bucket_plan(tensors).numels)
-    chunk, bits = 0, 0
-    if isinstance(selection, ChunkWinners):
-        chunk, bits = selection.chunk, selection.bits
-    return IndexPlan(
-        tuple(tensor.name for tensor in tensors),
-        numels,
-        [selection.count(n) for n in numels],
-        n_ranks,
-        scheme.beta,
-        scheme.unbiased,
-        scheme.error_feedback,
-        chunk,
-        bits,
-    )
-
-
-def _by_number(energies: Deferred) -> Callable[[], Mapping[int, Any]]:
-    """Return a function that returns the energies by a tensor's number, without None."""
-    return lambda: {number: sums for number, sums in enumerate(energies()) if sums is not None}
+    names, counts = tuple(t.name for t in tensors), [selection.count(n) for n in numels]
+    options = scheme.beta, scheme.unbiased, scheme.error_feedback
+    chunks = (selection.chunk, selection.bits) if isinstance(selection, ChunkWinners) else (0, 0)
+    return IndexPlan(names, numels, counts, n_ranks, *options, *chunks)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.state import bucket_plan
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,9 @@ class Dense(Scheme):
     rounds = ("allreduce",)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        del state
         ops, plan, halves = context.ops, bucket_plan(tensors), self.dtype == "float16"
         values = ops.join(grads, plan.numels)
         if halves:
@@ -42,9 +40,8 @@ class Dense(Scheme):
             reduced = ops.from_half(reduced)
         return Outcome(split(reduced, plan.offsets), {}, ops.flags_of(reduced))
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
-        del tensors
         return True
 
     def sent_nbytes(self, tensor: Tensor) -> int:
@@ -53,7 +50,6 @@ class Dense(Scheme):
 
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        del tensor
         return "none"
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.ops import Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState
+from horovod_fftcomp.schemes import Context, Exchange, Grads
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.momentum import MomentumScheme
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,14 @@ class Dgc(MomentumScheme):
     rounds = ("allgather",)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         codecs = [self.codec] * len(tensors)
         feedback = Feedback(momentum=self.correction.at(context))
         return (yield from gather(codecs, tensors, grads, state, context, feedback)).outcome
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return serves(self.codec, tensors)
 

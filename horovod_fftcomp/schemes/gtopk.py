@@ -20,19 +20,10 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.host.payloads import part_of
 from horovod_fftcomp.kernels.ops import Feedback, Flags, Ops
 from horovod_fftcomp.kernels.plans import BucketPlan, split
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    received,
-)
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, received
 from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.state import new_state
-from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.header import Header
 
 
@@ -94,7 +85,7 @@ class GTopK(Scheme):
         object.__setattr__(self, "density", TopK(self.density).density)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops, meter, old = context.ops, Meter(context, tensors), state if self.error_feedback else {}
@@ -127,7 +118,7 @@ class GTopK(Scheme):
         """Codec of the top-k lists."""
         return Codec(Identity(), TopK(self.density), Float32())
 
-    def _chosen(self, tensors: Sequence[Tensor], gathered: Array, n_ranks: int) -> list[Entries]:
+    def _chosen(self, tensors: Tensors, gathered: Array, n_ranks: int) -> list[Entries]:
         """Return each tensor's merged list from the gathered messages of all ranks.
 
         Its values are NaN, at arbitrary indices, if one of a tensor's lists is not finite.
@@ -150,11 +141,7 @@ class GTopK(Scheme):
         return merge_all(entries, k)
 
     def _scattered(
-        self,
-        ops: Ops,
-        tensors: Sequence[Tensor],
-        chosen: Sequence[Entries],
-        reduced: Sequence[Array],
+        self, ops: Ops, tensors: Tensors, chosen: Sequence[Entries], reduced: Sequence[Array]
     ) -> tuple[list[Array], bool]:
         """Return (the sums, NaN if they are not finite; whether all are finite)."""
         sums, all_finite = [], True

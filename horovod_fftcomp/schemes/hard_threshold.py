@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,19 +16,10 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.kernels.ops import Deferred, Feedback
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    Measured,
-    OldState,
-    Round,
-    Scheme,
-    on_the_host,
-)
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Measured, Round, Scheme, on_the_host
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL
-from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.spec import spec_of
 
 
@@ -63,7 +54,7 @@ class HardThreshold(Scheme):
             )
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         levels = dict(state.get("levels", {}))
@@ -93,7 +84,7 @@ class HardThreshold(Scheme):
         measured = partial(_measured, outcome.measured, left, context.ops.squares(rest))
         return outcome._replace(measured=measured)
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``.
 
         During calibration this scheme itself copies arrays to the host.

@@ -7,7 +7,7 @@ scheme.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from horovod_fftcomp import wire
@@ -15,19 +15,10 @@ from horovod_fftcomp.codec.quantizers import is_whole
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import (
-    Context,
-    Exchange,
-    Grads,
-    OldState,
-    Outcome,
-    Round,
-    Scheme,
-    ops_of,
-)
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, ops_of
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
 from horovod_fftcomp.schemes.wrapper import Wrapper
-from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 
 Ranks = tuple[int, ...]
 
@@ -52,7 +43,7 @@ class NodeLayout:
         """Return the ranks of the node of ``rank``, itself included."""
         return next(node for node in self.nodes if rank in node)
 
-    def leaders(self, tensors: Sequence[Tensor]) -> Ranks:
+    def leaders(self, tensors: Tensors) -> Ranks:
         """Return a bucket's leaders, one of each node; none if there is only one node."""
         return self._leaders[wire.fnv1a(tensors[0].name) % len(self._leaders)]
 
@@ -94,7 +85,7 @@ class Hierarchical(Wrapper):
         return frozenset(("allreduce", *rounds, "allgather") for rounds in between)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         layout, ops = NodeLayout(self.ranks_per_node, context.world_size), context.ops
@@ -129,12 +120,12 @@ class Hierarchical(Wrapper):
             result, ops = ops.get(result), ops_of(None)
         return outcome._replace(flags=ops.both(outcome.flags, ops.flags_of(result)))
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return self.scheme.runs_on_device(tensors)
 
     def _compensated(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, ops: Ops
+        self, tensors: Tensors, grads: Grads, state: OldState, ops: Ops
     ) -> list[Array | None]:
         """Return a non-leader's gradients, plus its residuals from a loaded state."""
         with_state = {name for arrays in state.values() for name in arrays}

@@ -7,7 +7,7 @@ from typing import Any
 
 from horovod_fftcomp.kernels.ops import Deferred
 from horovod_fftcomp.schemes import Context, Energy, Measured, Similarity
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.types import Tensors
 
 Squares = tuple[float, float, float]
 
@@ -18,7 +18,7 @@ class Meter:
     In steps that measure, ``on``: call ``before``, then ``after``. In others they do nothing.
     """
 
-    def __init__(self, context: Context, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, context: Context, tensors: Tensors) -> None:
         self.on, self._ops, self._tensors = context.measures, context.ops, tensors
         self._squares: list[Deferred] = []
         self._is_omitted: list[bool] = []
@@ -48,7 +48,7 @@ class Meter:
 
 
 def measured_by(
-    tensors: Sequence[Tensor],
+    tensors: Tensors,
     squares: Callable[[], Mapping[int, Squares]] | None,
     similarity: Callable[[], Similarity] | None = None,
 ) -> Callable[[], Measured] | None:

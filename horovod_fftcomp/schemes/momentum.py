@@ -11,9 +11,9 @@ import numpy as np
 
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.state import bucket_plan, new_state, old_arrays
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class MomentumScheme(Scheme):
     correction: MomentumCorrection
 
     def accumulated(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Accumulated:
         """Return the bucket's accumulated velocities; ``grads`` lie where the ops work."""
         ops = context.ops
@@ -103,7 +103,6 @@ class MomentumScheme(Scheme):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of velocity and residual; see ``Scheme``."""
-        del state
         whole = (np.dtype(np.float32), math.prod(tensor.shape))
         return {"velocity": whole, "residual": whole}
 
@@ -116,7 +115,7 @@ class MomentumSum(MomentumScheme):
     rounds = ("allreduce",)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops = context.ops
@@ -127,9 +126,8 @@ class MomentumSum(MomentumScheme):
         new = new_state(tensors, grads, state, {"velocity": velocities, "residual": cleared})
         return Outcome(split(reduced, bucket_plan(tensors).offsets), new, ops.flags_of(reduced))
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
-        del tensors
         return True
 
     def sent_nbytes(self, tensor: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import LowRankPlan, Matrix
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.state import named, new_state, old_arrays
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 from horovod_fftcomp.wire import counter_rng
 
 
@@ -46,7 +46,7 @@ class PowerSgd(Scheme):
         counter_rng.check_seed(self.seed)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops, plan, meter = context.ops, _plan_of(self, tuple(tensors)), Meter(context, tensors)
@@ -72,7 +72,7 @@ class PowerSgd(Scheme):
         kept = new_state(tensors, grads, old, {"residual": whole} if self.error_feedback else {})
         return Outcome(sums, new | kept, flags, meter.measured())
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
 
@@ -104,7 +104,6 @@ class PowerSgd(Scheme):
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
         """Return (dtype, elements) of the factor and the residual; see ``Scheme``."""
-        del state
         matrix, kind = self.matrix(tensor), np.dtype(np.float32)
         arrays = {"factor": (kind, matrix.columns * matrix.rank)} if matrix.rank else {}
         if self.error_feedback:

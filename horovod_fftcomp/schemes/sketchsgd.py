@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,12 +13,12 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import BucketPlan, split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
 from horovod_fftcomp.schemes.gtopk import largest
 from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.momentum import MomentumScheme
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
-from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.types import Array, Arrays, OldState, Tensor, Tensors
 from horovod_fftcomp.wire import counter_rng
 
 
@@ -100,7 +99,7 @@ class SketchSgd(MomentumScheme):
         counter_rng.check_seed(self.seed)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops, meter = context.ops, Meter(context, tensors)
@@ -160,9 +159,7 @@ class SketchSgd(MomentumScheme):
         return 4 * (plan.first_numel(self.rows) + plan.second_numel)
 
 
-def _settled(
-    plan: _Plan, table: Array, places: Array, reduced: Array, kept: Sequence[Array | None]
-) -> Array:
+def _settled(plan: _Plan, table: Array, places: Array, reduced: Array, kept: Arrays) -> Array:
     """Return a tensor's sum, and clear the sent elements in ``kept``."""
     if not plan.columns:
         return table

@@ -19,11 +19,11 @@ from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.host.payloads import joined, part_of, summed
 from horovod_fftcomp.kernels.ops import Feedback, Flags
-from horovod_fftcomp.schemes import Context, Exchange, Grads, OldState, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.state import new_state
-from horovod_fftcomp.types import Array, Body, Tensor
+from horovod_fftcomp.types import Array, Body, OldState, Tensor, Tensors
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.header import Header
 from horovod_fftcomp.wire.positions import Layout
@@ -47,7 +47,7 @@ def merge_all(messages: Sequence[Array], merge: Callable[[Array, Array], Array])
     return merged[0]
 
 
-def merge(codec: Codec, tensors: Sequence[Tensor], a: Array, b: Array) -> Array:
+def merge(codec: Codec, tensors: Tensors, a: Array, b: Array) -> Array:
     """Return the message of the sum of two messages; the order of the two does not matter.
 
     A message has a payload for each of ``tensors``, made by ``codec`` or a sum of such. Raises
@@ -128,7 +128,7 @@ class SparCml(Scheme):
         return Allgather(self.codec, self.error_feedback)
 
     def exchange(
-        self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         if context.device is not None:
@@ -152,7 +152,7 @@ class SparCml(Scheme):
         kept = new_state(tensors, grads, state, new)
         return Outcome(sums, kept, Flags(finite), measured_by(tensors, encoded.squares))
 
-    def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
+    def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return self._topk.runs_on_device(tensors)
 

@@ -12,11 +12,11 @@ import numpy as np
 from horovod_fftcomp.kernels.cuda import is_on_host
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import BucketPlan
-from horovod_fftcomp.schemes import Grads, OldState, State
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.schemes import Grads, State
+from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
-def bucket_plan(tensors: Sequence[Tensor]) -> BucketPlan:
+def bucket_plan(tensors: Tensors) -> BucketPlan:
     """Return the plan of a bucket for element-wise ops, always the same object."""
     return _bucket_plan(tuple(tensors))
 
@@ -26,9 +26,7 @@ def _bucket_plan(tensors: tuple[Tensor, ...]) -> BucketPlan:
     return BucketPlan([math.prod(tensor.shape) for tensor in tensors])
 
 
-def old_arrays(
-    ops: Ops, kind: str, state: OldState, tensors: Sequence[Tensor], grads: Grads
-) -> list[Any]:
+def old_arrays(ops: Ops, kind: str, state: OldState, tensors: Tensors, grads: Grads) -> list[Any]:
     """Return the old state of each tensor, where ``ops`` work; None if there is none or frozen.
 
     ``kind``: of float32 elements, one for each of the tensor.
@@ -42,14 +40,14 @@ def old_arrays(
     ]
 
 
-def named(tensors: Sequence[Tensor], arrays: Sequence[Any]) -> dict[str, Any]:
+def named(tensors: Tensors, arrays: Sequence[Any]) -> dict[str, Any]:
     """Return arrays by the names of their tensors, without None."""
     pairs = zip(tensors, arrays, strict=True)
     return {tensor.name: array for tensor, array in pairs if array is not None}
 
 
 def new_state(
-    tensors: Sequence[Tensor], grads: Grads, old: OldState, new: Mapping[str, Sequence[Any]]
+    tensors: Tensors, grads: Grads, old: OldState, new: Mapping[str, Sequence[Any]]
 ) -> State:
     """Return the new arrays by kind and name, without None, and the old ones of frozen tensors."""
     state = {}

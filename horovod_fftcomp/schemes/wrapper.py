@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from horovod_fftcomp.schemes import OldState, Scheme, Tensor
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.schemes import Scheme
+from horovod_fftcomp.types import Array, OldState, Tensor
 
 
 class Wrapper(Scheme):

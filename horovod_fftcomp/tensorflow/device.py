@@ -23,19 +23,15 @@ class LendingDevice(Device, Protocol):
 
     def borrow(self, address: int, n: int, dtype: DTypeLike, owner: Any) -> Any:
         """Return an array of the ``n`` elements at ``address``; it keeps ``owner`` alive."""
-        ...
 
     def owns(self, array: Any) -> bool:
         """Return whether ``array`` is an array of the device, not of NumPy."""
-        ...
 
     def copy(self, array: Any, into: Any) -> None:
         """Copy ``array`` to the array ``into`` of the same dtype and size."""
-        ...
 
     def wait(self) -> None:
         """Wait for all launched kernels and copies."""
-        ...
 
 
 class TensorFlowMemory:

@@ -7,17 +7,16 @@ Horovod or TensorFlow has changed.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 from horovod.tensorflow.mpi_ops import size_op
 from tensorflow.python.eager.execute import quick_execute
 
-from horovod_fftcomp.adapter.horovod_internals import check_version
+from horovod_fftcomp.adapter.horovod_internals import calling_frames, check_version
 from horovod_fftcomp.errors import UnsupportedError
 
 check_version()
@@ -37,20 +36,12 @@ class Call(NamedTuple):
     optimizer: Any  # Keras optimizer, if one is calling
 
 
-def _calling_frames() -> Iterator[FrameType]:
-    """Yield the frames of the call stack, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def calling_objects() -> Iterator[Any]:
     """Yield the ``self`` of each method on the call stack, the innermost first.
 
     Keras optimizers have no reference to the model or loss scaler that calls them.
     """
-    for frame in _calling_frames():
+    for frame in calling_frames():
         if "self" in frame.f_locals:
             yield frame.f_locals["self"]
 
@@ -63,7 +54,7 @@ def find_call() -> Call:
     ``compression`` in those between. Raises UnsupportedError if there is no such call.
     """
     process_set = op = None
-    for frame in _calling_frames():
+    for frame in calling_frames():
         name, known = frame.f_code.co_name, frame.f_locals
         if process_set is None and "process_set" in known and "compression" in known:
             process_set, op = known["process_set"], known.get("op")  # of its (grouped_)allreduce
@@ -77,12 +68,10 @@ def find_call() -> Call:
 
 def _calling_optimizer() -> Any:
     """Return the Keras optimizer on the call stack; None if there is none."""
-    optimizers = (
-        owner
-        for owner in calling_objects()
-        if hasattr(owner, "apply_gradients") and hasattr(owner, "get_config")
-    )
-    return next(optimizers, None)
+    for owner in calling_objects():
+        if hasattr(owner, "apply_gradients") and hasattr(owner, "get_config"):
+            return owner
+    return None
 
 
 def optimizer_to_wrap() -> Any | None:
@@ -91,7 +80,7 @@ def optimizer_to_wrap() -> Any | None:
     Relies on Horovod hashing the compressor inside of ``_keras.create_distributed_optimizer``, and
     on that function's argument ``optimizer``.
     """
-    for frame in _calling_frames():
+    for frame in calling_frames():
         if frame.f_code.co_name == "create_distributed_optimizer":
             return frame.f_locals.get("optimizer")
     return None

@@ -210,5 +210,4 @@ class GraphRound:
 
     def wait(self, timeout_s: float) -> np.ndarray:
         """Return the output of the graph, without waiting."""
-        del timeout_s
         return self.output

@@ -268,9 +268,8 @@ class StepDriver(steps.StepDriver):
     @_guarded
     def advance(self, buckets: Sequence[int], *outputs: Any) -> list[Any]:
         """Take the outputs of rounds; return codes and messages of the next rounds."""
-        return self._messages(
-            dict(zip(buckets, map(self._received, buckets, outputs), strict=True))
-        )
+        made = zip(buckets, map(self._received, buckets, outputs), strict=True)
+        return self._messages(dict(made))
 
     @_guarded
     def decode(self, members: Members, limits: Sequence[float], *outputs: Any) -> list[Any]:

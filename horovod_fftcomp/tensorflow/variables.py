@@ -130,11 +130,8 @@ def _with_unique_names(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _inner(name: str, variable: Any) -> tf.Variable:
-    inner = variable
-    if not isinstance(inner, tf.Variable) and isinstance(
-        getattr(variable, "value", None), tf.Variable
-    ):
-        inner = variable.value  # a variable of Keras 3
+    is_plain = isinstance(variable, tf.Variable)
+    inner = variable if is_plain else getattr(variable, "value", None)  # of Keras 3
     if not isinstance(inner, tf.Variable):
         raise TypeError(
             f"model: {name!r} is a {type(variable).__name__}, not a variable; pass a Keras model, "

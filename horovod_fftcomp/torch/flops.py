@@ -43,10 +43,8 @@ def rules_by_flops(
 
     def count(module: _Layer, _: object, output: torch.Tensor) -> None:
         name = names[module.weight]
-        if isinstance(module, nn.Linear):
-            n_uses = output.numel() / module.out_features
-        else:
-            n_uses = output.numel() / module.out_channels
+        n_uses = output.numel() / len(module.weight)  # whose rows are features or channels
+        if not isinstance(module, nn.Linear):
             convolutions.append(name)
         uses[name] = uses.get(name, 0) + n_uses  # a weight may serve several layers
 

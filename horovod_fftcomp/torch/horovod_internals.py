@@ -6,26 +6,15 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
 from horovod.torch.elastic import state as elastic
 
-from horovod_fftcomp.adapter.horovod_internals import check_version
+from horovod_fftcomp.adapter.horovod_internals import calling_frames, check_version
 
 check_version()
-
-
-def _calling_frames() -> Iterator[FrameType]:
-    """Yield the frames of the call stack, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def calling_optimizer(compression: object) -> Any | None:
@@ -34,7 +23,7 @@ def calling_optimizer(compression: object) -> Any | None:
     Horovod does not pass it to the hook. Relies on ``_DistributedOptimizer._compression``, and on
     its methods calling ``compress`` with the optimizer as ``self``. Its ``process_set`` is public.
     """
-    for frame in _calling_frames():
+    for frame in calling_frames():
         owner = frame.f_locals.get("self")
         if getattr(owner, "_compression", None) is compression:
             return owner
@@ -47,7 +36,7 @@ def parameter_of_hook() -> Any | None:
     A sparse gradient that Horovod has made dense is a copy, and only the hook knows whose. Relies
     on the local variable ``p`` of ``_DistributedOptimizer._allreduce_grad_async``.
     """
-    for frame in _calling_frames():
+    for frame in calling_frames():
         if frame.f_code.co_name == "_allreduce_grad_async":
             return frame.f_locals.get("p")
     return None

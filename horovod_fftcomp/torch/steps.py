@@ -91,7 +91,6 @@ class StepDriver(steps.StepDriver):
 
     def may_wait(self, running: Collection[CodeType]) -> bool:
         """Return True: a step is under way until its last gradient is finished."""
-        del running
         return True
 
     def times(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 import zlib
@@ -127,20 +128,9 @@ def write_header(
 ) -> None:
     """Write the header of ``plan`` to the first bytes of ``payload``, uint8."""
     dims = _encode_dims(plan.shape)
-    fixed = _FIXED.pack(
-        MAGIC,
-        VERSION,
-        DTYPES.index(dtype),
-        0 if finite else _NOT_FINITE,
-        len(plan.shape),
-        plan.layout,
-        fingerprint,
-        plan.numel,
-        plan.k,
-        plan.payload_nbytes,
-        scale,
-        0,
-    )
+    kinds = DTYPES.index(dtype), 0 if finite else _NOT_FINITE, len(plan.shape), plan.layout
+    sizes = plan.numel, plan.k, plan.payload_nbytes
+    fixed = _FIXED.pack(MAGIC, VERSION, *kinds, fingerprint, *sizes, scale, 0)
     header = bytearray((fixed + dims).ljust(plan.header_nbytes, b"\0"))
     struct.pack_into("<I", header, _CRC_OFFSET, zlib.crc32(header))
     payload[: plan.header_nbytes] = np.frombuffer(header, np.uint8)
@@ -154,6 +144,7 @@ def mark_corrupt(payload: Array) -> None:
     payload[FLAGS_OFFSET] |= _CORRUPT
 
 
+@functools.lru_cache(1 << 14)  # buckets change, their tensors do not
 def header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
     """Return a header of scale 0, uint8, and the changes of its checksum by bit, uint32 ``[33]``.
 

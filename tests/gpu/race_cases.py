@@ -33,7 +33,7 @@ RACES = (
     ("wangni", {"density": 0.1}),
     ("scalecom", {"density": 0.03}),
     ("onebit", {"group": "column"}),
-    ("qsgd", {"norm": "l2", "error_feedback": True}),
+    ("qsgd", {"levels": 63, "norm": "l2", "error_feedback": True}),
     ("terngrad", {}),
     ("dgc", {"density": 0.05, "max_norm": 1.0}),
     ("dgc", {"warmup_steps": 9}),

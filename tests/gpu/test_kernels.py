@@ -25,6 +25,7 @@ from horovod_fftcomp.wire.positions import Layout, unary_bits
 from tests.contracts import CASES, CODECS, HOST_ONLY, is_adaptive, make_codec, plan_of
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
 from tests.loops import each
+from tests.reference_ops import positions_of
 
 SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
 KEYS = [key for key, (recipe, _) in CODECS.items() if recipe not in HOST_ONLY]
@@ -379,11 +380,11 @@ def test_positions_lie_beyond_2_to_the_31():
         grad, total = (np.frombuffer(mmap.mmap(-1, 4 * n, flags), np.float32) for _ in "ab")
     except OSError:
         pytest.skip("this machine promises no memory that it does not have")
-    k, positions = selection.count(n), selection.positions(n, 3, "w")
+    k, positions = selection.count(n), positions_of(selection, n, 3, "w")
     assert positions.max() > 1 << 31
     grad[positions] = values = np.arange(1, k + 1, dtype=np.float32)
     share, row = device.empty(k), np.zeros(1, structs.SHARED)
-    row["factor"], row["first"] = selection.progression(n, 3, "w")
+    [(row["factor"], row["first"])] = selection.progressions([n], 3, ["w"])
     row["n"], row["k"], row["n_groups"] = n, k, -(-k // structs.THREADS)
     row["grad"], row["sum"], row["share"] = map(device.address, (grad, total, share))
     kernels = device.functions(cuda.source(), ["take_shares", "add_shares"])

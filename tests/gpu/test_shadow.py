@@ -73,7 +73,7 @@ CASES = [
     ("random_k", {"density": 0.3, "exchange": "gather"}),
     ("dgc", {"density": 0.05, "max_norm": 140.0}),
     ("powersgd", {"rank": 12, "error_feedback": False}),
-    ("qsgd", {"levels": 2, "bucket": 64, "norm": "l2", "error_feedback": True}),
+    ("qsgd", {"levels": 5, "bucket": 64, "norm": "l2", "error_feedback": True}),
 ]
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from horovod_fftcomp import ConfigMismatchError, Recover, UnsupportedError
 from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.torch import Compression
+from horovod_fftcomp.wire.version import __version__
 from tests.parallel.models import (
     Branches,
     distributed,
@@ -115,8 +116,11 @@ def test_ranks_whose_models_or_packages_differ(what, same_everywhere, monkeypatc
         options = {"grad_scaler": torch.amp.GradScaler("cpu")}
     text = stop_of(model, Compression.topk(parameters, timeout_s=200, **options))
     same_everywhere(text)
-    named = {"version": "horovod_fftcomp is 0.1.0 on rank 0 but 9.9.9", "schedule": "density_sched",
-             "scaler": "grad_scaler is False on rank 0"}  # fmt: skip
+    named = {
+        "version": f"horovod_fftcomp is {__version__} on rank 0 but 9.9.9",
+        "schedule": "density_sched",
+        "scaler": "grad_scaler is False on rank 0",
+    }
     assert named.get(what, "(hash)") in text
 
 

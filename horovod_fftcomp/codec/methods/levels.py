@@ -56,7 +56,6 @@ class OneScale(Method):
 
     def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add the scale times levels; see ``Method``."""
-        del shape
         kernel_of(kernels, add_levels)(total, body.view(np.uint32), _array(scale), self.grid())
 
 

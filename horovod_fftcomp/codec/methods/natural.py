@@ -49,7 +49,6 @@ class Natural(Method):
 
     def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add powers of two; see ``Method``."""
-        del shape
         pattern = int(np.float32(scale).view(np.uint32))
         if pattern & _POWER_OF_TWO_ABOVE or not pattern:
             raise ValueError(f"the scale is {scale}, expected a power of two")

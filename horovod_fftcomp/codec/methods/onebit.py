@@ -11,7 +11,6 @@ from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, checked_sca
 from horovod_fftcomp.codec.methods.signs import SignMethod, subtract_signs
 from horovod_fftcomp.codec.methods.sums import sums_of_rows
 from horovod_fftcomp.types import Array, Kernels, Shape, Signs
-from horovod_fftcomp.wire.radix import count_words
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class OneBit(SignMethod):
 
     def body_nbytes(self, shape: Shape) -> int:
         """Return the size of the body: two means of each row, then the packed signs."""
-        return 8 * self.rows(shape) + 4 * count_words(math.prod(shape), 2)
+        return 8 * self.rows(shape) + super().body_nbytes(shape)
 
     def encode_signs(self, values: Array, signs: Signs, body: Array, how: Encoding) -> float | None:
         """Encode as means and signs; see ``SignMethod``."""
@@ -53,7 +52,7 @@ class OneBit(SignMethod):
         body[split:] = words.view(np.uint8)
         if not np.isfinite(sums).all():
             return None
-        starts = self._pieces(values.size, length)
+        starts = self.pieces(values.size, length)
         row_of = starts[:-1] // length
         below = np.bincount(row_of, counts, rows)
         sides = body[:split].view(np.float32).reshape(rows, 2)

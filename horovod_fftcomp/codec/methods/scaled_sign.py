@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,6 @@ from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, kernel_of
 from horovod_fftcomp.codec.methods.signs import SignMethod, subtract_signs
 from horovod_fftcomp.codec.methods.sums import ordered_sum
 from horovod_fftcomp.types import Array, Kernels, Shape, Signs
-from horovod_fftcomp.wire.radix import count_words
 
 
 @dataclass(frozen=True)
@@ -24,10 +22,6 @@ class ScaledSign(SignMethod):
     spec_name = "ScaledSign"
     error_feedback = contraction = True
     cuda = CudaMethod("magnitude")
-
-    def body_nbytes(self, shape: Shape) -> int:
-        """Return the size of the packed signs; the scale is in the header."""
-        return 4 * count_words(math.prod(shape), 2)
 
     def _scale_of(self, sums: Array, n: int) -> float:
         return float(np.float32((ordered_sum(sums[:, 0]) - ordered_sum(sums[:, 1])) / n))
@@ -46,6 +40,5 @@ class ScaledSign(SignMethod):
 
     def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
         """Add the scale times the signs; see ``Method``."""
-        del shape
         sides = np.array([[scale, -scale]], np.float32)
         self._add(total, body, sides, total.size, kernels)

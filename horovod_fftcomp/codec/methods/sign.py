@@ -28,7 +28,6 @@ class Sign(ScaledSign):
         return signs, signs
 
     def _scale_of(self, sums: Array, n: int) -> float:
-        del n
         return float(sums.any())
 
     def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:

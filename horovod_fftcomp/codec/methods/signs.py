@@ -20,6 +20,10 @@ class SignMethod(Method):
         """Return the number of consecutive elements (a row) that share a scale or means."""
         return max(1, math.prod(shape))
 
+    def body_nbytes(self, shape: Shape) -> int:
+        """Return the size of the packed signs; see ``Method``."""
+        return 4 * count_words(math.prod(shape), 2)
+
     def add_residual(
         self, flat: Array, residual: Array, shape: Shape, kernels: Kernels
     ) -> Coefficients:
@@ -30,7 +34,7 @@ class SignMethod(Method):
 
     def _signs_of(self, values: Array, shape: Shape, kernels: Kernels, *addends: Array) -> Signs:
         words = np.empty(count_words(values.size, 2), np.uint32)
-        starts = self._pieces(values.size, self.row_length(shape))
+        starts = self.pieces(values.size, self.row_length(shape))
         return Signs(words, *kernel_of(kernels, encode_signs)(values, starts, words, *addends))
 
     def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
@@ -45,7 +49,7 @@ class SignMethod(Method):
     def _add(self, total: Array, words: Array, sides: Array, length: int, kernels: Kernels) -> None:
         kernel_of(kernels, add_signs)(total, words.view(np.uint32), sides, max(1, length))
 
-    def _pieces(self, n: int, length: int) -> Array:
+    def pieces(self, n: int, length: int) -> Array:
         """Return the starts of all rows and groups, and the end, int64, ascending."""
         groups = np.arange(0, n, GROUP, dtype=np.int64)
         if length >= n:

@@ -42,11 +42,4 @@ from horovod_fftcomp.kernels.cpu.sparse import (
     sum_values,
     topk_threshold,
 )
-from horovod_fftcomp.kernels.cpu.transforms import (
-    dct_blocks,
-    idct_blocks,
-    idct_sum,
-    irfft_blocks,
-    irfft_sum,
-    rfft_blocks,
-)
+from horovod_fftcomp.kernels.cpu.transforms import forward_blocks, inverse_blocks, sum_blocks

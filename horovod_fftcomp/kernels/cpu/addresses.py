@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 
 from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays
 
 _DATA = 16  # offset of the pointer to the data in an array object, fixed by NumPy's C interface
 
@@ -61,7 +61,7 @@ def _data_is_found() -> bool:
 _FOUND: list[bool] = []
 
 
-def addresses_of(arrays: Sequence[Array | None], out: Array) -> None:
+def addresses_of(arrays: Arrays, out: Array) -> None:
     """Write the address of each array to ``out``, int64; 0 for None.
 
     ``array.ctypes.data`` takes a microsecond, which is too long for each of many small tensors.
@@ -76,9 +76,7 @@ def addresses_of(arrays: Sequence[Array | None], out: Array) -> None:
         out[:] = [0 if array is None else array.ctypes.data for array in arrays]
 
 
-def addresses(
-    kind: str, arrays: Sequence[Array | None], formats: Sequence[tuple[np.dtype, int]]
-) -> Array:
+def addresses(kind: str, arrays: Arrays, formats: Sequence[tuple[np.dtype, int]]) -> Array:
     """Return the addresses of contiguous arrays, int64; 0 for None.
 
     Raises ValueError unless each array has its format, (dtype, elements). ``kind``: what they are.

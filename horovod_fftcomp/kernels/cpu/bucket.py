@@ -14,7 +14,7 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cpu.addresses import addresses
 from horovod_fftcomp.kernels.cpu.bucket_groups import Group, groups_of
 from horovod_fftcomp.kernels.cpu.buffer_pool import ALIGNMENT, empty
-from horovod_fftcomp.types import Array, Shape
+from horovod_fftcomp.types import Array, Arrays, Shape
 
 Format = tuple[np.dtype, int]  # of an array: its dtype and its number of elements
 
@@ -74,8 +74,8 @@ class BucketCodec:
 
     def encode(
         self,
-        grads: Sequence[Array | None],
-        residuals: Sequence[Array | None],
+        grads: Arrays,
+        residuals: Arrays,
         message: Array,
         offsets: Array,
         keys: Array | None = None,
@@ -107,8 +107,8 @@ class BucketCodec:
         numbers = np.zeros(len(self.members), np.uint64) if keys is None else keys
         options = np.float32(decay), kept is not None and not momentum
         for here, group in self._groups:
-            rows = at[here], old[here], offsets[here], numbers[here], peaks[here]
-            group.encode(*rows, start, message, *options)
+            columns = at[here], old[here], offsets[here], numbers[here], peaks[here]
+            group.encode(columns, start, message, *options)
         if kept is None:
             return Encoded([None] * len(peaks), peaks)
         views = self._kept.views(kept)
@@ -131,8 +131,8 @@ class BucketCodec:
         totals = self._totals.new()
         bad = np.zeros(len(self.members), np.uint8)
         for here, group in self._groups:
-            rows = offsets[here], scales[here], bad[here]
-            group.sum(*rows, gathered, n_ranks, message_nbytes, totals.ctypes.data)
+            columns = offsets[here], scales[here], bad[here]
+            group.sum(columns, totals.ctypes.data, gathered, n_ranks, message_nbytes)
         views = self._totals.views(totals)
         for number in np.flatnonzero(bad).tolist():
             views[number] = None

@@ -25,32 +25,22 @@ from horovod_fftcomp.kernels.cpu.signs import (
     subtract_sign_rows,
 )
 from horovod_fftcomp.kernels.cpu.sparse import add_groups
+from horovod_fftcomp.kernels.cpu.value_codes import float_of
 from horovod_fftcomp.wire.radix import GIVEN, GROUP
 
 # A tensor, as its plan and its codec say: as in ``bucket_sparse``; ``scales``: number of float32
 # before the packed words; ``length``: of a row of signs; ``piece`` and ``pieces``: the first of the
 # starts of its rows and groups, and their number.
-MEMBER = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "numel header_nbytes values_offset payload_nbytes kept total header changes method "
-            "scales length piece pieces"
-        ).split()
-    ]
+_FIELDS = (
+    "numel header_nbytes values_offset payload_nbytes kept total header changes method "
+    "scales length piece pieces"
 )
+MEMBER = np.dtype([(name, np.int64) for name in _FIELDS.split()])
 LEVELS, OCTAVES, ONE_BIT, SCALED_SIGN, SIGN = range(5)
 
 _BELOW_POWER = 0x7FFFFF  # the mantissa's bits of a float32
 _ROUNDING = 1e-12  # as in ``codec.methods.terngrad``
 _NOT_FINITE = np.int64(0x7F800000)
-
-
-@inlined
-def _float_of(bits):
-    pattern = np.empty(1, np.int32)
-    pattern[0] = np.int32(bits)
-    return pattern.view(np.float32)[0]
 
 
 @inlined
@@ -108,7 +98,7 @@ def encode_dense(
 @inlined
 def _encode_elements(row, grad, residual, values, levels, clip, key, subtract, body):
     """Write the body of gradient plus residual; return bits of the peak and the header's scale."""
-    peak, _, _, _ = add_groups(grad, residual, values, False, 0, 0, np.empty(0, np.int32))
+    peak, _, _, _ = add_groups(grad, residual, values, 0, 0, np.empty(0, np.int32))
     if peak > LARGEST_FINITE_BITS:
         return peak, np.int64(NAN_BITS)
     if row.method == OCTAVES:
@@ -127,7 +117,7 @@ def _encode_levels(row, values, levels, clip, key, peak, subtract, body):
         encode_level_groups(values, levels, scales, words, key, 0, subtract)
         return _bits_of(scales.max())
     given = np.empty(1, np.float32)
-    given[0] = _float_of(peak)
+    given[0] = float_of(peak)
     if clip > 0:
         given[0] = _clipped(values, clip, given[0])
     encode_level_groups(values, levels, given, words, key, 0, subtract)
@@ -213,7 +203,7 @@ def sum_dense(
 @inlined
 def _add_body(row, body, scale_bits, levels, total):
     """Add the values of a body; return False for one that ``encode_dense`` never writes."""
-    scale = _float_of(scale_bits)
+    scale = float_of(scale_bits)
     words = body[4 * row.scales :].view(np.uint32)
     if row.method == OCTAVES:
         if scale_bits & _BELOW_POWER or not scale_bits:

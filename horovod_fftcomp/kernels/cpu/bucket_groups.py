@@ -13,20 +13,18 @@ import numpy as np
 from horovod_fftcomp.codec.base import PayloadCodec
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.signs import SignMethod
-from horovod_fftcomp.codec.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import BlockDCT, Identity, Transform
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu import bucket_dense as dense
 from horovod_fftcomp.kernels.cpu.bucket_sparse import MEMBER, encode_sparse, sum_sparse
 from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS
-from horovod_fftcomp.kernels.cpu.transforms import Tables, span_of, tables_of
+from horovod_fftcomp.kernels.cpu.transforms import constants_of, span_of
 from horovod_fftcomp.kernels.rans_tables import decoder_table, encoder_table
 from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.header import Plan, header_and_changes
 from horovod_fftcomp.wire.positions import Layout, unary_bits
-from horovod_fftcomp.wire.radix import GROUP as DENSE_GROUP
 from horovod_fftcomp.wire.radix import digits_of
 
 Member = tuple[Any, Shape]  # a codec and the shape of its tensor
@@ -35,19 +33,23 @@ _MOST = 1 << 18  # elements of a tensor: a thread's scratch memory is five times
 
 
 class Group(abc.ABC):
-    """Tensors whose rows of a table one compiled call goes through."""
+    """Tensors whose rows of a table one compiled call goes through.
+
+    ``_kernels``: that encodes, and that sums; methods give the arguments that groups have alone.
+    """
+
+    _kernels: tuple[Any, Any]
 
     def __init__(self, own: Sequence[Member], kept: Array, totals: Array) -> None:
         """``kept``, ``totals``: the first floats of residuals and sums in their arrays."""
         plans = [codec.plan(shape) for codec, shape in own]
         headers = [
-            _header_and_changes(plan, codec.fingerprint)
+            header_and_changes(plan, codec.fingerprint)
             for plan, (codec, _) in zip(plans, own, strict=True)
         ]
         starts = [start.view(np.uint64) for start, _ in headers]
-        self._headers = np.concatenate(starts)
         kinds = {start.size: changes for start, (_, changes) in zip(starts, headers, strict=True)}
-        self._changes = np.array(list(kinds.values()))
+        self._headers = np.concatenate(starts), np.array(list(kinds.values()))
         self._rows = self._rows_of(own, plans)
         rows, sizes = self._rows, [start.size for start in starts]
         rows["kept"], rows["total"] = kept, totals
@@ -63,32 +65,40 @@ class Group(abc.ABC):
         """Return the rows of the table, without the fields that all groups have."""
 
     @abc.abstractmethod
-    def encode(
-        self,
-        grads: Array,
-        residuals: Array,
-        offsets: Array,
-        keys: Array,
-        peaks: Array,
-        kept: int,
-        message: Array,
-        decay: np.float32,
-        subtract: bool,
-    ) -> None:
-        """Write payloads and peaks; addresses of arrays are given, 0 for none."""
+    def _to_encode(self, here: slice) -> tuple:
+        """Return the own arguments of the kernel that encodes these rows."""
 
     @abc.abstractmethod
-    def sum(
-        self,
-        offsets: Array,
-        scales: Array,
-        bad: Array,
-        gathered: Array,
-        n_ranks: int,
-        message_nbytes: int,
-        totals: int,
-    ) -> None:
-        """Write sums, the bits of scales, and which tensors have an unexpected payload."""
+    def _to_sum(self, here: slice) -> tuple:
+        """Return the own arguments of the kernel that sums the payloads of these rows."""
+
+    def encode(self, columns: Sequence[Array], kept: int, message: Array, *options: object) -> None:
+        """Write payloads and peaks.
+
+        ``columns``: by tensor, the addresses of gradients and residuals, 0 for none; the payloads'
+        offsets; keys; peaks, to be written. ``kept``: address of the new residuals, 0 if none are
+        wanted. ``options``: factor of the residuals, and whether new ones lack what was sent.
+        """
+
+        def work(here: slice) -> None:
+            own = [column[here] for column in (self._rows, *columns)]
+            constants = *self._headers, *self._to_encode(here)
+            self._kernels[0](*own, kept, message, *constants, *options)
+
+        self._each(work)
+
+    def sum(self, columns: Sequence[Array], totals: int, *messages: object) -> None:
+        """Write sums, the bits of scales, and which tensors have an unexpected payload.
+
+        ``columns``: by tensor, the payloads' offsets, and what is written: scales and flags.
+        ``totals``: address of the sums. ``messages``: of all ranks; their number; bytes of each.
+        """
+
+        def work(here: slice) -> None:
+            own = [column[here] for column in (self._rows, *columns)]
+            self._kernels[1](*own, *messages, *self._headers, *self._to_sum(here), totals)
+
+        self._each(work)
 
     def _each(self, work: Callable[[slice], object]) -> None:
         """Call ``work`` with the rows for each thread."""
@@ -102,33 +112,26 @@ class Group(abc.ABC):
 class SparseGroup(Group):
     """Tensors of sparse codecs with the same transform."""
 
+    _kernels = encode_sparse, sum_sparse
+
     def __init__(
         self, transform: Transform, own: Sequence[Member], kept: Array, totals: Array
     ) -> None:
         super().__init__(own, kept, totals)
-        is_dct, block = isinstance(transform, BlockDCT), 0
-        tables: Tables = tables_of(64)
-        self._span = GROUP
-        if not isinstance(transform, Identity):
-            block = transform.block
-            tables = tables_of(block)
-            self._span = span_of(block, transform.reals_per_bin)
-        shared = is_dct, block, tables.radices, tables.twiddles
-        self._forward = *shared, tables.splits, tables.turns, tables.scale
-        self._inverse = *shared, tables.splits_back, tables.turns_back, tables.scale
+        block = 0 if isinstance(transform, Identity) else transform.block
+        kind = block, isinstance(transform, BlockDCT)
+        self._forward, self._inverse = (constants_of(*kind, back) for back in (False, True))
+        self._span = span_of(block, transform.reals_per_bin)
 
     def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:
         rows = np.zeros(len(plans), MEMBER)
         frequencies: dict[tuple[int, ...], int] = {}
         for row, plan, (codec, _) in zip(rows, plans, own, strict=True):
-            chosen, quantizer = plan.positions, codec.quantizer
+            chosen = plan.positions
             row["n"], row["k"], row["layout"] = chosen.n, chosen.k, chosen.layout
             row["reals"] = chosen.n * codec.transform.reals_per_bin
             row["low_bits"], row["positions_nbytes"] = chosen.low_bits, chosen.nbytes
-            row["kind"] = BFLOAT16 if isinstance(quantizer, BFloat16) else FLOAT32
-            row["bits"] = quantizer.bits
-            if isinstance(quantizer, RangeFloat):
-                row["kind"], row["shift"] = RANGE, quantizer.grid(-1.0, 1.0).shift
+            row["kind"], row["bits"], row["shift"], *_ = codec.coding(1.0)
             if plan.layout is Layout.OFFSETS:
                 row["n_unary"] = unary_bits(chosen.n, chosen.k, chosen.low_bits)
             if plan.layout is Layout.ENTROPY:
@@ -141,50 +144,17 @@ class SparseGroup(Group):
         self._decoders = np.array([decoder_table(found) for found in frequencies or [unused]])
         return rows
 
-    def encode(
-        self,
-        grads: Array,
-        residuals: Array,
-        offsets: Array,
-        keys: Array,
-        peaks: Array,
-        kept: int,
-        message: Array,
-        decay: np.float32,
-        subtract: bool,
-    ) -> None:
-        """See ``Group``."""
-        del keys
-        constants = self._headers, self._changes, self._entropy, self._forward
+    def _to_encode(self, here: slice) -> tuple:
+        return self._entropy, self._forward
 
-        def work(here: slice) -> None:
-            own = self._rows[here], grads[here], residuals[here], offsets[here], peaks[here]
-            encode_sparse(*own, kept, message, *constants, decay, subtract)
-
-        self._each(work)
-
-    def sum(
-        self,
-        offsets: Array,
-        scales: Array,
-        bad: Array,
-        gathered: Array,
-        n_ranks: int,
-        message_nbytes: int,
-        totals: int,
-    ) -> None:
-        """See ``Group``."""
-        constants = self._headers, self._changes, self._decoders, self._inverse, self._span
-
-        def work(here: slice) -> None:
-            own = self._rows[here], offsets[here], scales[here], bad[here]
-            sum_sparse(*own, gathered, n_ranks, message_nbytes, *constants, totals)
-
-        self._each(work)
+    def _to_sum(self, here: slice) -> tuple:
+        return self._decoders, self._inverse, self._span
 
 
 class DenseGroup(Group):
     """Tensors of dense codecs."""
+
+    _kernels = dense.encode_dense, dense.sum_dense
 
     def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:
         rows = np.zeros(len(plans), dense.MEMBER)
@@ -197,7 +167,7 @@ class DenseGroup(Group):
             row["method"] = _METHODS[kind]
             if isinstance(method, SignMethod):
                 row["length"] = length = method.row_length(shape)
-                pieces = _pieces(numel, length)
+                pieces = method.pieces(numel, length)
                 row["piece"], row["pieces"] = sum(map(len, starts)), len(pieces)
                 starts.append(pieces)
                 row["scales"] = 2 * (numel // length) if kind == "means" else 0
@@ -207,48 +177,11 @@ class DenseGroup(Group):
         self._starts = np.concatenate([np.zeros(0, np.int64), *starts])
         return rows
 
-    def encode(
-        self,
-        grads: Array,
-        residuals: Array,
-        offsets: Array,
-        keys: Array,
-        peaks: Array,
-        kept: int,
-        message: Array,
-        decay: np.float32,
-        subtract: bool,
-    ) -> None:
-        """See ``Group``."""
+    def _to_encode(self, here: slice) -> tuple:
+        return self._levels[here], self._clips[here], self._starts
 
-        def work(here: slice) -> None:
-            rows = self._rows, grads, residuals, offsets, keys, peaks
-            own = self._levels[here], self._clips[here], self._starts
-            dense.encode_dense(
-                *(part[here] for part in rows), kept, message, self._headers, self._changes, *own,
-                decay, subtract,
-            )  # fmt: skip
-
-        self._each(work)
-
-    def sum(
-        self,
-        offsets: Array,
-        scales: Array,
-        bad: Array,
-        gathered: Array,
-        n_ranks: int,
-        message_nbytes: int,
-        totals: int,
-    ) -> None:
-        """See ``Group``."""
-
-        def work(here: slice) -> None:
-            own = self._rows[here], offsets[here], scales[here], bad[here]
-            constants = self._headers, self._changes, self._levels[here]
-            dense.sum_dense(*own, gathered, n_ranks, message_nbytes, *constants, totals)
-
-        self._each(work)
+    def _to_sum(self, here: slice) -> tuple:
+        return (self._levels[here],)
 
 
 # By the kind of scales, see ``CudaMethod``.
@@ -259,18 +192,6 @@ _METHODS = {
     "votes": dense.SIGN,
     "magnitude": dense.SCALED_SIGN,
 }
-
-
-def _pieces(n: int, length: int) -> Array:
-    """Return the starts of all rows of ``length`` and of all groups, and the end, ascending."""
-    starts = np.union1d(np.arange(0, n, DENSE_GROUP), np.arange(0, n, length))
-    return np.append(starts, n).astype(np.int64)
-
-
-@functools.lru_cache(1 << 14)
-def _header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
-    """Return the constants of a header, cached: buckets change, their tensors do not."""
-    return header_and_changes(plan, fingerprint)
 
 
 def groups_of(

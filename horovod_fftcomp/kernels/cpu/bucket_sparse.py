@@ -22,7 +22,7 @@ from horovod_fftcomp.kernels.cpu.positions import (
 from horovod_fftcomp.kernels.cpu.sparse import add_groups, sum_groups, take_groups
 from horovod_fftcomp.kernels.cpu.topk import GROUP, fill_keys, kth_of_few
 from horovod_fftcomp.kernels.cpu.transforms import forward_tiles, inverse_of_sum
-from horovod_fftcomp.kernels.cpu.value_codes import PADDING, fill_coding
+from horovod_fftcomp.kernels.cpu.value_codes import PADDING, fill_coding, float_of
 from horovod_fftcomp.kernels.cpu.vector_ir import LANES
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.positions import Layout
@@ -31,15 +31,11 @@ from horovod_fftcomp.wire.positions import Layout
 # the first of its residual in the arena of residuals, of its sum in that of sums; ``header``: the
 # first 64-bit word of its header; ``changes`` and ``table``: rows of the tables of checksums and of
 # the entropy code.
-MEMBER = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "numel reals n k layout low_bits n_unary words_offset header_nbytes positions_nbytes "
-            "values_offset payload_nbytes kind bits shift kept total header changes table"
-        ).split()
-    ]
+_FIELDS = (
+    "numel reals n k layout low_bits n_unary words_offset header_nbytes positions_nbytes "
+    "values_offset payload_nbytes kind bits shift kept total header changes table"
 )
+MEMBER = np.dtype([(name, np.int64) for name in _FIELDS.split()])
 
 _ALL, _BITMAP, _OFFSETS = int(Layout.ALL), int(Layout.BITMAP), int(Layout.OFFSETS)
 _EVERY_BIT = ~np.uint64(0)
@@ -68,24 +64,22 @@ def _key_scale(peak):
     """Return the factor of complex coefficients before they are squared; see ``key_exponent``."""
     exponent = (peak >> 23) - 127
     exponent = 0 if -40 <= exponent < 60 else min(max(exponent, -126), 126)
-    pattern = np.empty(1, np.int32)
-    pattern[0] = np.int32((127 - exponent) << 23)
-    return pattern.view(np.float32)[0]
+    return float_of((127 - exponent) << 23)
 
 
 @inlined
 def _coefficients(grad, addend, coeffs, transform, tiles):
     """Write the coefficients of gradient plus residual; return the bits of the peak."""
     if transform[1] == 0:
-        peak, _, _, _ = add_groups(grad, addend, coeffs, False, 0, 0, np.empty(0, np.int32))
+        peak, _, _, _ = add_groups(grad, addend, coeffs, 0, 0, np.empty(0, np.int32))
         return peak
     return forward_tiles(grad, addend, coeffs, *transform, tiles)
 
 
 @kernel
 def encode_sparse(
-    members, grads, residuals, offsets, peaks, kept, message, headers, changes, entropy, transform,
-    decay, subtract,
+    members, grads, residuals, offsets, _, peaks, kept, message, headers, changes, entropy,
+    transform, decay, subtract,
 ):  # fmt: skip
     """Write the payloads of tensors of one transform, and the bits of their peaks.
 

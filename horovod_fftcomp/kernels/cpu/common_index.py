@@ -10,6 +10,7 @@ from horovod_fftcomp.kernels.cpu.addresses import view_at
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import as_words, count_bits
+from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, read_bits, write_bits
 from horovod_fftcomp.kernels.cpu.vector_ir import trailing_zeros
 from horovod_fftcomp.types import Array, Body
@@ -21,9 +22,10 @@ _LARGEST_FINITE = np.int32(LARGEST_FINITE_BITS)
 
 
 @inlined
-def _owner(begins, at):
-    """Return the tensor to which an item of a bucket belongs."""
-    return np.searchsorted(begins, at, side="right") - 1
+def _owners(begins, begin, end):
+    """Return the tensors to which items ``begin`` to ``end`` of a bucket belong."""
+    first = np.searchsorted(begins, begin, side="right") - 1
+    return range(first, np.searchsorted(begins, end, side="left"))
 
 
 @kernel
@@ -34,18 +36,15 @@ def filter_residuals(arrays, starts, begin, end, beta, peaks):
     ``peaks``: int32, becomes the bits of the largest |gradient + old residual| of each tensor.
     """
     sums = np.zeros(_GROUP, np.float32)
-    number = _owner(starts, begin)
-    while begin < end:
-        first, stop = begin - starts[number], min(end, starts[number + 1])
-        n = stop - begin
+    for number in _owners(starts, begin, end):
+        at = max(begin, starts[number])
+        first, n = at - starts[number], min(end, starts[number + 1]) - at
         grad, old, new = arrays[0, number], arrays[1, number], arrays[2, number]
         if n > 0 and grad != 0:
             x = view_at(grad + 4 * first, n, sums)
             y = view_at(old + 4 * first, n if old != 0 else 0, sums)
             z = view_at(new + 4 * first, n if new != 0 else 0, sums)
             peaks[number] = max(peaks[number], _low_pass(x, y, beta, z, sums))
-        begin = stop
-        number += 1
 
 
 @inlined
@@ -79,22 +78,18 @@ def choose_winners(arrays, numels, begins, begin, end, chunk, winners):
     The first of equal ones wins. ``begins``: number of chunks before each tensor.
     """
     sums = np.empty(chunk, np.float32)
-    number, at = _owner(begins, begin), 0
-    while begin < end:
-        stop = min(end, begins[number + 1])
-        first = (begin - begins[number]) * chunk
+    for number in _owners(begins, begin, end):
+        at, stop = max(begin, begins[number]), min(end, begins[number + 1])
+        first = (at - begins[number]) * chunk
         n = min(numels[number], (stop - begins[number]) * chunk) - first
         grad, old = arrays[0, number], arrays[1, number]
-        out = winners[at : at + stop - begin]
+        out = winners[at - begin : stop - begin]
         if grad == 0:
             out[:] = 0
         else:
             x = view_at(grad + 4 * first, n, sums)
             y = view_at(old + 4 * first, n if old != 0 else 0, sums)
             _choose_winners(x, y, chunk, sums, out)
-        at += stop - begin
-        begin = stop
-        number += 1
 
 
 @inlined
@@ -149,101 +144,82 @@ def locate_drawn(factors, firsts, numels, begins, positions):
 
 
 @kernel
-def take_values(arrays, numels, begins, begin, end, positions, gains, peaks, values):
+def take_values(arrays, numels, begins, positions, gains, peaks, values, begin, end):
     """Write the values ``begin`` to ``end`` of a message: gradient plus residual, times a gain.
 
     NaN for a tensor that is not finite, as it may not be at these positions; 0 without a gradient.
     """
-    number = _owner(begins, begin)
-    while begin < end:
-        stop = min(end, begins[number + 1])
+    for number in _owners(begins, begin, end):
+        first, stop = max(begin, begins[number]), min(end, begins[number + 1])
         n = numels[number]
         if arrays[0, number] == 0:
-            values[begin:stop] = 0
+            values[first:stop] = 0
         elif peaks[number] > _LARGEST_FINITE:
-            values[begin:stop] = np.nan
+            values[first:stop] = np.nan
         else:
             grad = view_at(arrays[0, number], n, values)
             old = view_at(arrays[1, number], n if arrays[1, number] != 0 else 0, values)
-            for at in range(begin, stop):
+            for at in range(first, stop):
                 value = grad[positions[at]]
                 if old.size:
                     value += old[positions[at]]
                 if gains.size:
                     value *= gains[number]
                 values[at] = value
-        begin = stop
-        number += 1
 
 
 @kernel
-def settle_residuals(arrays, numels, begins, begin, end, positions, values, sent, beta, rest):
+def settle_residuals(arrays, numels, begins, positions, values, sent, beta, rest, begin, end):
     """Correct the new residuals at the positions of values ``begin`` to ``end``.
 
     ``sent``: the values after rounding. ``rest``: 1 - beta.
     """
-    number = _owner(begins, begin)
-    while begin < end:
-        stop = min(end, begins[number + 1])
+    for number in _owners(begins, begin, end):
+        first, stop = max(begin, begins[number]), min(end, begins[number + 1])
         n, has_old = numels[number], arrays[1, number] != 0
         if arrays[2, number] != 0:
             old = view_at(arrays[1, number], n if has_old else 0, values)
             new = view_at(arrays[2, number], n, values)
-            for at in range(begin, stop):
+            for at in range(first, stop):
                 unsent = beta * (values[at] - sent[at])
                 if has_old:
                     unsent += rest * old[positions[at]]
                 new[positions[at]] = unsent
-        begin = stop
-        number += 1
 
 
 @kernel
-def find_not_finite(values, begins, begin, end, found):
+def find_not_finite(values, begins, found, begin, end):
     """Set the byte of each tensor of whose values ``begin`` to ``end`` one is not finite."""
     keys = values.view(np.int32)
-    number = _owner(begins, begin)
-    while begin < end:
-        stop = min(end, begins[number + 1])
-        top = np.int32(0)
-        for key in keys[begin:stop]:
-            top = max(top, key & _MAGNITUDE)
-        if top > _LARGEST_FINITE:
+    for number in _owners(begins, begin, end):
+        first, stop = max(begin, begins[number]), min(end, begins[number + 1])
+        if peak_bits(keys[first:stop]) > _LARGEST_FINITE:
             found[number] = 1
-        begin = stop
-        number += 1
 
 
 @kernel
-def clear_sums(sums, starts, begin, end, not_finite, like):
+def clear_sums(sums, starts, not_finite, like, begin, end):
     """Fill elements ``begin`` to ``end`` of a bucket's sums with 0, or NaN where not finite.
 
     ``sums``: the addresses of each tensor's sum.
     """
-    number = _owner(starts, begin)
-    while begin < end:
-        stop = min(end, starts[number + 1])
-        out = view_at(sums[number] + 4 * (begin - starts[number]), stop - begin, like)
+    for number in _owners(starts, begin, end):
+        first, stop = max(begin, starts[number]), min(end, starts[number + 1])
+        out = view_at(sums[number] + 4 * (first - starts[number]), stop - first, like)
         if not_finite[number]:
             out[:] = np.nan
         else:
             out[:] = 0  # compiled to memset
-        begin = stop
-        number += 1
 
 
 @kernel
-def add_values(sums, numels, begins, begin, end, positions, values, not_finite):
+def add_values(sums, numels, begins, positions, values, not_finite, begin, end):
     """Add values ``begin`` to ``end`` of a message at their positions to the sums."""
-    number = _owner(begins, begin)
-    while begin < end:
-        stop = min(end, begins[number + 1])
+    for number in _owners(begins, begin, end):
         if not not_finite[number]:
             out = view_at(sums[number], numels[number], values)
-            for at in range(begin, stop):
+            for at in range(max(begin, begins[number]), min(end, begins[number + 1])):
                 out[positions[at]] += values[at]
-        begin = stop
-        number += 1
 
 
 def pack_bits(codes: Array, bits: int) -> Array:

@@ -10,6 +10,8 @@ import numpy as np
 
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.sparse import peak_bits
+from horovod_fftcomp.kernels.cpu.value_codes import float_of
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, LANES, Levels, count_words, digits_of
 
@@ -109,10 +111,10 @@ def moments_by_group(values, sums, squares):
     """Write the groups' sums and sums of squares; return the bits of the peak."""
     first, second = np.empty(LANES), np.empty(LANES)
     patterns = values.view(np.int32)
-    peak = np.int32(0)
+    peak = np.int64(0)
     for group in range((values.size + GROUP - 1) // GROUP):
         begin, end = group * GROUP, min((group + 1) * GROUP, values.size)
-        peak = max(peak, _largest(patterns[begin:end]))
+        peak = max(peak, peak_bits(patterns[begin:end]))
         first[:], second[:] = 0.0, 0.0
         part = values[begin:end]
         whole = part.size // LANES * LANES
@@ -126,26 +128,18 @@ def moments_by_group(values, sums, squares):
             first[j] += x
             second[j] += x * x
         sums[group], squares[group] = fold(first), fold(second)
-    return np.int64(peak)
+    return peak
 
 
 @inlined
 def fold(lanes):
     """Return the sum of partial sums, which are overwritten; see ``reference.lane_sums``."""
-    width = LANES // 2
+    width = lanes.size // 2
     while width:
         for j in range(width):
             lanes[j] += lanes[width + j]
         width //= 2
     return lanes[0]
-
-
-@inlined
-def _largest(patterns):
-    peak = np.int32(0)
-    for pattern in patterns:
-        peak = max(peak, pattern & _MAGNITUDE)
-    return peak
 
 
 @inlined
@@ -187,16 +181,16 @@ def encode_level_groups(values, levels, scales, words, key, first_group, keep):
     random = np.empty(GROUP, np.uint32)
     codes = np.empty(GROUP + _SLACK, np.uint32)
     lanes = np.empty(LANES)
-    peak, to = np.int32(0), 0
+    peak, to = np.int64(0), 0
     for begin in range(0, values.size, GROUP):
         part = values[begin : begin + GROUP]
         fill_random(key, first_group + begin // GROUP, random)
         if norm == GIVEN:
             _round(part, scales[0], top, random, codes, keep)
         else:
-            found = _largest(part.view(np.int32))
+            found = peak_bits(part.view(np.int32))
             peak = max(peak, found)
-            if found >= np.int32(0x7F800000):  # not finite: the body is discarded
+            if found >= 0x7F800000:  # not finite: the body is discarded
                 break
             for at in range(0, part.size, bucket):
                 piece = part[at : at + bucket]
@@ -206,7 +200,7 @@ def encode_level_groups(values, levels, scales, words, key, first_group, keep):
                 _round(piece, scale, top, random[at:], codes[at:], keep)
         write_words(codes, part.size, _U(radix), digits, words[to:])
         to += (part.size + digits - 1) // digits
-    return np.int64(peak)
+    return peak
 
 
 @inlined
@@ -258,7 +252,6 @@ def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> Non
     numbers = np.array([*levels, digits_of(levels.radix)], np.int64)
 
     def work(at: slice, to: slice, group: int) -> int:
-        del group
         here = scales if levels.norm == GIVEN else scales[at.start // levels.bucket :]
         return add_level_groups(total[at], words[to], here, numbers)
 
@@ -303,9 +296,7 @@ def encode_octave_groups(values, words, base, top, key, first_group, keep):
     """Write the words of consecutive groups; see ``reference.encode_octaves``."""
     random = np.empty(GROUP, np.uint32)
     codes = np.empty(GROUP + _SLACK, np.uint32)
-    powers = np.empty(1, np.int32)
-    powers[0] = np.int32(base << 23)
-    least, lowest = powers.view(np.float32)[0], np.int32(base << 23)
+    least, lowest = float_of(base << 23), np.int32(base << 23)
     last, shift = np.int32(top - base + 1), np.int32(base - 1)
     to = 0
     for begin in range(0, values.size, GROUP):

@@ -18,20 +18,15 @@ _LEAST_STEPS = 1 << 9  # per thread, at least
 
 def to_float16(values: Array, limit: float) -> Array:
     """See ``reference.to_float16``."""
-    most = np.array([limit], np.float32)
-
-    def convert(source: Array, target: Array) -> None:
-        _to_float16(source, most, target)
-
-    return _converted(values, np.float16, convert)
+    return _converted(values, np.float16, _to_float16, np.array([limit], np.float32))
 
 
 def from_float16(values: Array) -> Array:
     """See ``reference.from_float16``."""
-    return _converted(values, np.float32, lambda source, target: _from_float16(source, target))
+    return _converted(values, np.float32, _from_float16)
 
 
-def _converted(values: Array, dtype: type, convert: Any) -> Array:
+def _converted(values: Array, dtype: type, convert: Any, *options: Array) -> Array:
     out = empty(values.size, dtype)
     source = values if values.dtype == np.float32 else values.view(np.uint16)
     target = out if dtype is np.float32 else out.view(np.uint16)
@@ -39,19 +34,19 @@ def _converted(values: Array, dtype: type, convert: Any) -> Array:
 
     def work(begin: int, end: int) -> None:
         here = slice(begin * _STEP, end * _STEP)
-        convert(source[here], target[here])
+        convert(source[here], target[here], *options)
 
     threads.each(work, threads.ranges(values.size // _STEP, _LEAST_STEPS))
     if done < values.size:
         last = np.zeros(_STEP, source.dtype), np.empty(_STEP, target.dtype)
         last[0][: values.size - done] = source[done:]
-        convert(*last)
+        convert(*last, *options)
         target[done:] = last[1][: values.size - done]
     return out
 
 
 @kernel
-def _to_float16(source, limit, target):
+def _to_float16(source, target, limit):
     src, dst = np.int64(source.ctypes.data), np.int64(target.ctypes.data)
     for i in range(0, source.size, 64):
         vector_ir.to_float16(src + 4 * i, dst + 2 * i, np.int64(limit.ctypes.data))

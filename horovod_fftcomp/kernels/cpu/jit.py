@@ -19,20 +19,8 @@ from numba.core import caching
 from horovod_fftcomp.errors import UnsupportedError
 
 _HERE = Path(__file__).parent
-_SOURCES = (
-    *sorted(_HERE.glob("*.py")),
-    *(
-        _HERE.parents[1] / f"{m}.py"
-        for m in (
-            "codec/quantizers",
-            "types",
-            "wire/header",
-            "wire/positions",
-            "wire/rans",
-            "wire/radix",
-        )
-    ),
-)
+_OTHERS = ("codec/quantizers", "types", "wire/header", "wire/positions", "wire/rans", "wire/radix")
+_SOURCES = (*sorted(_HERE.glob("*.py")), *(_HERE.parents[1] / f"{m}.py" for m in _OTHERS))
 
 
 def digest_of(sources: tuple[Path, ...]) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
+from horovod_fftcomp.kernels.cpu.dense import fold
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.types import Array
 
@@ -47,12 +48,7 @@ def _dot(a, b):
             lanes[i] += a[begin + i] * b[begin + i]
     for i in range(a.size - whole):
         lanes[i] += a[whole + i] * b[whole + i]
-    half = _LANES // 2
-    while half:
-        for i in range(half):
-            lanes[i] += lanes[i + half]
-        half //= 2
-    return lanes[0]
+    return fold(lanes)
 
 
 def low_rank(left: Array, right: Array, minuend: Array | None) -> Array:

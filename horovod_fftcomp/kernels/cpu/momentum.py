@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import kernel
-from horovod_fftcomp.kernels.cpu.sparse import limits_of, sampled_places, with_threshold
-from horovod_fftcomp.kernels.cpu.topk import (
-    GROUP,
-    LEAST_GROUPS,
-    SAMPLES,
-    Counts,
-    Limits,
-    capacity_for,
-    count_keys,
-    fill_keys,
-    samples_of,
-)
+from horovod_fftcomp.kernels.cpu.sparse import NO_KEYS, NOTHING, counted, limits_of, sampled_places
+from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS, SAMPLES, count_keys, fill_keys
 from horovod_fftcomp.kernels.cpu.vector_ir import trailing_zeros
 from horovod_fftcomp.types import Array, Coefficients
-
-_MAGNITUDE = 0x7FFFFFFF
-_NOTHING = np.empty(0, np.float32)  # stands for zeros
-_EVERYTHING = Limits(0, _MAGNITUDE)
 
 
 def momentum_accumulate(
@@ -39,39 +27,29 @@ def momentum_accumulate(
     """See ``reference.momentum_accumulate``."""
     n = flat.size
     options = (np.float32(momentum), nesterov, np.float32(factor))
-    u = _NOTHING if velocity is None else velocity
-    v = _NOTHING if residual is None else residual
+    u = NOTHING if velocity is None else velocity
+    v = NOTHING if residual is None else residual
     new_u, new_v = empty(n), empty(n)
     limits = None
     if k and n > 2 * SAMPLES:
         places = sampled_places(n)
-        sample = np.empty(samples_of(n), np.float32)
+        sample = np.empty(places.size, np.float32)
         few = (array[places] if array.size else array for array in (flat, u, v))
-        _accumulate(
-            *few, *options, np.empty(samples_of(n), np.float32), sample, False, *_EVERYTHING,
-            np.empty(0, np.int32),
-        )  # fmt: skip
+        _accumulate(*few, *options, np.empty_like(sample), sample, 0, 0, NO_KEYS)
         limits = limits_of(sample, k, n)
-    capacity = capacity_for(n) if limits else 0
 
-    def work(begin: int, end: int) -> tuple[int, Counts]:
+    def accumulate(begin: int, end: int, *counting: Any) -> tuple[int, int, int, int]:
         here = slice(begin * GROUP, end * GROUP)
-        found = empty(capacity, np.int32)
-        peak, above, between, kept = _accumulate(
-            flat[here], u[here], v[here], *options, new_u[here], new_v[here],
-            capacity > 0, *(limits or _EVERYTHING), found,
-        )  # fmt: skip
-        return peak, Counts(above, between, found[:kept])
+        new = new_u[here], new_v[here]
+        return _accumulate(flat[here], u[here], v[here], *options, *new, *counting)
 
-    parts = threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
-    peak = max(peak for peak, _ in parts)
-    counts = [counts for _, counts in parts] if capacity else None
-    return with_threshold(new_v, peak, k, 1, counts), new_u
+    ranges = threads.ranges(-(-n // GROUP), LEAST_GROUPS)
+    return counted(new_v, k, 1, limits, accumulate, ranges), new_u
 
 
 @kernel
-def _accumulate(g, u, v, momentum, nesterov, factor, new_u, new_v, counts, low, high, found):
-    """Write velocity and residual; return (the peak's bits, sums of ``count_keys`` over groups)."""
+def _accumulate(g, u, v, momentum, nesterov, factor, new_u, new_v, low, high, found):
+    """Write velocity and residual; return as ``add_groups``."""
     above, between, kept = 0, 0, 0
     keys, nothing = np.empty(GROUP, np.int32), np.zeros(GROUP, np.float32)
     peak = np.int32(0)
@@ -95,7 +73,7 @@ def _accumulate(g, u, v, momentum, nesterov, factor, new_u, new_v, counts, low, 
         fill_keys(y, False, 1, np.float32(1), keys)
         for key in keys:
             peak = max(peak, key)
-        if counts:
+        if found.size:
             more, inside, kept = count_keys(keys, low, high, found, kept)
             above += more
             between += inside

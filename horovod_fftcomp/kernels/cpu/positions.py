@@ -65,12 +65,7 @@ def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
     unary = zeros((n_unary + 63) // 64, np.uint64)
     offsets = np.zeros((k * low_bits + 63) // 64 + 1, np.uint64)
     write_offsets(bitmap, low_bits, unary, offsets)
-    return np.concatenate(
-        [
-            unary.view(np.uint8)[: (n_unary + 7) // 8],
-            offsets.view(np.uint8)[: (k * low_bits + 7) // 8],
-        ]
-    )
+    return np.concatenate([pack_bitmap(unary, n_unary), pack_bitmap(offsets, k * low_bits)])
 
 
 @kernel

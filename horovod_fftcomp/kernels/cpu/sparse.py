@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from horovod_fftcomp.kernels.cpu.topk import (
     Counts,
     Limits,
     capacity_for,
+    count_groups,
     count_keys,
     fill_keys,
     key_scale,
@@ -47,11 +49,12 @@ def max_abs_bits(values: Array) -> int:
     """See ``reference.max_abs_bits``."""
     patterns = values.view(np.int32)
     ranges = threads.ranges(patterns.size, _LEAST_VALUES)
-    return max(threads.each(lambda a, b: _peak_bits(patterns[a:b]), ranges))
+    return max(threads.each(lambda a, b: peak_bits(patterns[a:b]), ranges))
 
 
 @kernel
-def _peak_bits(patterns):
+def peak_bits(patterns):
+    """Return the largest magnitude of float32 bit patterns, int32."""
     peak = np.int32(0)
     for pattern in patterns:
         peak = max(peak, pattern & np.int32(_MAGNITUDE))
@@ -78,36 +81,55 @@ def _count_above(patterns, key):
 
 def topk_threshold(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
     """See ``reference.topk_threshold``."""
-    return with_threshold(coeffs, max_abs_bits(coeffs), k, bins_per_block, None)
+    return _with_threshold(coeffs, max_abs_bits(coeffs), k, bins_per_block, None)
 
 
 def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
     """See ``reference.add_residual``."""
     n = flat.size
     out = empty(n)
-    addend = _NOTHING if residual is None else residual
+    addend = NOTHING if residual is None else residual
     limits = _limits_of_sum(flat, addend, k) if k and n > 2 * SAMPLES else None
-    capacity = capacity_for(n) if limits else 0
+
+    def add(begin: int, end: int, *counting: Any) -> tuple[int, int, int, int]:
+        here = slice(begin * GROUP, end * GROUP)
+        return add_groups(flat[here], addend[here], out[here], *counting)
+
+    return counted(out, k, 1, limits, add, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
+
+
+NOTHING = np.empty(0, np.float32)  # stands for zeros
+NO_KEYS = np.empty(0, np.int32)
+
+
+def counted(
+    coeffs: Array,
+    k: int,
+    bins_per_block: int,
+    limits: Limits | None,
+    write: Callable[..., tuple[int, int, int, int]],
+    ranges: list[tuple[int, int]],
+) -> Coefficients:
+    """Return the coefficients that ``write`` computes, with their top-k threshold.
+
+    ``write(begin, end, low, high, found)``, for each of ``ranges``, returns the bits of the peak
+    and the sums of ``count_keys``; without ``limits`` it counts nothing, and ``found`` is empty.
+    """
+    capacity = capacity_for(coeffs.size) if limits else 0
+    low, high = limits or (0, 0)
 
     def work(begin: int, end: int) -> tuple[int, Counts]:
-        here = slice(begin * GROUP, end * GROUP)
         found = empty(capacity, np.int32)
-        low, high = limits or _EVERYTHING
-        peak, above, between, kept = add_groups(
-            flat[here], addend[here], out[here], capacity > 0, low, high, found
-        )
+        peak, above, between, kept = write(begin, end, low, high, found)
         return peak, Counts(above, between, found[:kept])
 
-    parts = threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
+    parts = threads.each(work, ranges)
     peak = max(peak for peak, _ in parts)
-    return with_threshold(out, peak, k, 1, [counts for _, counts in parts] if capacity else None)
+    counts = [counts for _, counts in parts] if limits else None
+    return _with_threshold(coeffs, peak, k, bins_per_block, counts)
 
 
-_NOTHING = np.empty(0, np.float32)
-_EVERYTHING = Limits(0, _MAGNITUDE)
-
-
-def with_threshold(
+def _with_threshold(
     coeffs: Array, peak: int, k: int, bins_per_block: int, counts: list[Counts] | None
 ) -> Coefficients:
     """Return the coefficients with their top-k threshold, from ``counts`` if they suffice."""
@@ -142,8 +164,8 @@ def limits_of(sample: Array, k: int, n: int) -> Limits | None:
 
 
 @kernel
-def add_groups(a, b, out, counts, low, high, found):
-    """Write a + b; return (bits of the peak, sums of ``count_keys`` over all groups)."""
+def add_groups(a, b, out, low, high, found):
+    """Write a + b; return (bits of the peak, sums of ``count_keys`` unless ``found`` is empty)."""
     above, between, kept = 0, 0, 0
     peaks, keys = np.zeros(LANES, np.int32), np.empty(GROUP, np.int32)
     peak, to = np.int64(peaks.ctypes.data), np.int64(keys.ctypes.data)
@@ -164,7 +186,7 @@ def add_groups(a, b, out, counts, low, high, found):
             fill_keys(rest, False, 1, np.float32(1), keys[whole:])
             for i in range(whole, end - begin):
                 peaks[0] = max(peaks[0], keys[i])
-        if counts:
+        if found.size:
             more, inside, kept = count_keys(keys, low, high, found, kept)
             above += more
             between += inside
@@ -197,25 +219,14 @@ def select_quantize_pack(
 
     ties_left = [ties]
     if len(ranges) > 1:  # ties in earlier ranges are taken first
-        equal = threads.each(lambda a, b: _count_equal(reals_of(a, b), *options, key), ranges)
-        for count in equal[:-1]:
+        same = (*options, key, key, NO_KEYS)
+        counts = threads.each(lambda a, b: count_groups(reals_of(a, b), *same), ranges)
+        for _, count, _ in counts[:-1]:
             ties_left.append(max(0, ties_left[-1] - count))
     parts = threads.each(
         work, ((*pair, left) for pair, left in zip(ranges, ties_left, strict=True))
     )
     return bitmap[: (array.size + 63) // 64], concatenated(parts)
-
-
-@kernel
-def _count_equal(reals, is_complex, bins_per_block, scale, key):
-    keys = np.empty(GROUP, np.int32)
-    size = GROUP * (2 if is_complex else 1)
-    count = 0
-    for begin in range(0, reals.size, size):
-        fill_keys(reals[begin : begin + size], is_complex, bins_per_block, scale, keys)
-        for i in range(GROUP):
-            count += keys[i] == key
-    return count
 
 
 @kernel

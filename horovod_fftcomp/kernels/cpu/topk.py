@@ -114,7 +114,7 @@ def _count(reals: Array, n: int, options: tuple, limits: Limits, capacity: int) 
     def work(begin: int, end: int) -> Counts:
         part = reals[begin * GROUP * width : end * GROUP * width]
         found = empty(0 if limits.low == limits.high else capacity + 64, np.int32)
-        above, between, kept = _count_groups(part, *options, *limits, found)
+        above, between, kept = count_groups(part, *options, *limits, found)
         return Counts(above, between, found[:kept])
 
     return threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
@@ -168,7 +168,8 @@ def _sample(reals, n, is_complex, bins_per_block, scale, keys):
 
 
 @kernel
-def _count_groups(reals, is_complex, bins_per_block, scale, low, high, found):
+def count_groups(reals, is_complex, bins_per_block, scale, low, high, found):
+    """Return the sums of ``count_group`` over all groups."""
     above = between = kept = 0
     keys = np.empty(GROUP, np.int32)
     size = GROUP * (2 if is_complex else 1)

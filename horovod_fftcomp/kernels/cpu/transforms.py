@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,16 +17,8 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu import vector_ir as c
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.sparse import Streams, add_group, with_threshold
-from horovod_fftcomp.kernels.cpu.topk import (
-    GROUP,
-    Counts,
-    Limits,
-    capacity_for,
-    count_group,
-    suggest,
-    write_keys,
-)
+from horovod_fftcomp.kernels.cpu.sparse import NOTHING, Streams, add_group, counted
+from horovod_fftcomp.kernels.cpu.topk import GROUP, Limits, count_group, suggest, write_keys
 from horovod_fftcomp.kernels.cpu.vector_ir import COMPLEX_NBYTES, LANES, VECTOR_NBYTES
 from horovod_fftcomp.types import Array, Body, Coefficients
 
@@ -45,35 +37,29 @@ _SAMPLED_REALS = 1 << 17
 _SPREAD = 3  # coefficients of a block are correlated: a sample of blocks varies more than its size
 
 
-class Tables(NamedTuple):
-    """Constants of a transform of ``length`` samples; complex ones as pairs of float32."""
-
-    length: int
-    radices: Array
-    twiddles: Array  # of all passes, concatenated
-    splits: Array  # -i exp(-2 pi i k / L), and its conjugates
-    splits_back: Array
-    turns: Array  # rotations of the DCT, sqrt(2) exp(-i pi k / 2L), and their inverses
-    turns_back: Array
-    scale: Array  # halved, since the split adds two values
-
-
 @functools.cache
-def tables_of(length: int) -> Tables:
-    """Return the constants of transforms of blocks of ``length`` samples."""
+def constants_of(block: int, is_dct: bool, back: bool) -> tuple:
+    """Return the constant arguments of kernels: from ``is_dct`` to ``scale``.
+
+    ``back``: of the inverse transform. Complex constants are pairs of float32. With ``block`` 0,
+    for no transform, the arrays are not used.
+    """
+    length = block or 64
     n = length // 2
-    twiddles, left = [], n
+    twiddles, left = [], n  # of all passes, concatenated
     for radix in _RADICES[n]:
         p, k = np.mgrid[: left // radix, 1:radix]
         twiddles.append(np.exp(-2j * np.pi * p * k / left).ravel())
         left //= radix
     k = np.arange(n)
     splits = -1j * np.exp(-2j * np.pi * k / length)
-    turns = np.sqrt(2) * np.exp(-0.5j * np.pi * k / length)
-    complexes = (np.concatenate(twiddles), splits, splits.conj(), turns, 1 / turns)
+    turns = np.sqrt(2) * np.exp(-0.5j * np.pi * k / length)  # rotations of the DCT
+    if back:
+        splits, turns = splits.conj(), 1 / turns
+    complexes = (np.concatenate(twiddles), splits, turns)
     reals = [part.astype(np.complex64).view(np.float32) for part in complexes]
-    scale = np.array([0.5 / length, 1], np.float32)
-    return Tables._make([length, np.array(_RADICES[n]), *reals, scale])
+    scale = np.array([0.5 / length, 1], np.float32)  # halved, since the split adds two values
+    return is_dct, block, np.array(_RADICES[n]), *reals, scale
 
 
 @inlined
@@ -208,11 +194,8 @@ def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scal
     first = np.int64(scratch.ctypes.data)
     second = first + n * COMPLEX_NBYTES
     one = np.int64(scale.ctypes.data) + 4
-    w, s, t = (
-        np.int64(twiddles.ctypes.data),
-        np.int64(splits.ctypes.data),
-        np.int64(turns.ctypes.data),
-    )
+    w, s = np.int64(twiddles.ctypes.data), np.int64(splits.ctypes.data)
+    t = np.int64(turns.ctypes.data)
     src, dst = np.int64(coeffs.ctypes.data), np.int64(out.ctypes.data)
     for _ in range(out.size // (LANES * length)):
         start = second if is_dct else first
@@ -242,19 +225,19 @@ def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scal
 
 @kernel
 def _forward_counted(
-    x, addend, out, span, is_dct, length, radices, twiddles, splits, turns, scale, scratch,
+    x, addend, out, span, is_dct, length, radices, twiddles, splits, turns, scale, buffers,
     low, high, found,
 ):  # fmt: skip
-    """Transform span by span; return (bits of the peak, sums of ``count_group`` over groups)."""
+    """Transform span by span; return as ``add_groups``. ``buffers``: see ``forward_tiles``."""
     peak, above, between, kept = np.int64(0), 0, 0, 0
     keys = np.empty(GROUP, np.int32)
     width = 1 if is_dct else 2
     bins_per_block = length // width
     for begin in range(0, out.size, span):
         end = min(begin + span, out.size)
-        top = _forward(
+        top = forward_tiles(
             x[begin:end], addend[begin:end], out[begin:end], is_dct, length, radices, twiddles,
-            splits, turns, scale, scratch,
+            splits, turns, scale, buffers,
         )  # fmt: skip
         peak = max(peak, top)
         if found.size:
@@ -296,52 +279,30 @@ def inverse_of_sum(
     return bad
 
 
-_NOTHING = np.empty(0, np.float32)
-_NO_KEYS = np.empty(0, np.int32)
-
-
 def span_of(block: int, width: int) -> int:
     """Return the reals that are transformed and ranked at a time, in a cache: whole groups."""
     return max(GROUP * width, LANES * block)
 
 
-def _forward_blocks(
+def forward_blocks(
     flat: Array, block: int, residual: Array | None, k: int, is_dct: bool
 ) -> Coefficients:
-    tables = tables_of(block)
-    constants = (is_dct, *tables[:4], tables.turns, tables.scale)
-    tile, width = LANES * block, 1 if is_dct else 2
+    """See ``reference.forward_blocks``."""
+    constants, width = constants_of(block, is_dct, False), 1 if is_dct else 2
     span = span_of(block, width)
     out = empty(-(-flat.size // block) * block)
-    addend = _NOTHING if residual is None else residual.view(np.float32)
-    n_bins = out.size // width
-    limits = _limits_of_sample(flat, addend, k, n_bins, constants)
-    low, high = limits or (0, 0)
-
-    def transform(x: Array, addend: Array, out: Array) -> tuple[int, Counts]:
-        scratch = np.empty(2 * tile, np.float32)
-        found = empty(capacity_for(n_bins), np.int32) if limits else _NO_KEYS
-        peak, above, between, kept = _forward_counted(
-            x, addend, out, span, *constants, scratch, low, high, found
-        )
-        return peak, Counts(above, between, found[:kept])
-
-    def work(begin: int, end: int) -> tuple[int, Counts]:
-        here = slice(begin * span, min(end * span, done))
-        return transform(flat[here], addend[here], out[here])
-
-    done = flat.size // tile * tile
-    parts = threads.each(work, threads.ranges(-(-done // span), _LEAST_SPANS))
-    if done < out.size:
-        last = np.empty(tile, np.float32)
-        rest = addend if residual is None else _padded(addend[done:], tile)
-        peak, counts = transform(_padded(flat[done:], tile), rest, last)
-        parts.append((peak, counts))
-        out[done:] = last[: out.size - done]
     coeffs = out if is_dct else out.view(np.complex64)
-    peak = max(peak for peak, _ in parts)
-    counted = [counts for _, counts in parts] if limits else None
-    return with_threshold(coeffs, peak, k, block // width, counted)
+    addend = NOTHING if residual is None else residual.view(np.float32)
+    limits = _limits_of_sample(flat, addend, k, coeffs.size, constants)
+
+    def transform(begin: int, end: int, *counting: Any) -> tuple[int, int, int, int]:
+        here = slice(begin * span, end * span)
+        buffers = np.empty(5 * LANES * block, np.float32)
+        options = (span, *constants, buffers, *counting)
+        return _forward_counted(flat[here], addend[here], out[here], *options)
+
+    ranges = threads.ranges(-(-out.size // span), _LEAST_SPANS)
+    return counted(coeffs, k, block // width, limits, transform, ranges)
 
 
 def _limits_of_sample(
@@ -368,16 +329,9 @@ def _limits_of_sample(
     return None if limits.low == limits.high else limits
 
 
-def _padded(array: Array, size: int) -> Array:
-    padded = np.zeros(size, np.float32)
-    padded[: array.size] = array
-    return padded
-
-
-def _sum_blocks(parts: Sequence[Body], block: int, numel: int, is_dct: bool) -> Array:
-    tables = tables_of(block)
-    constants = (is_dct, *tables[:3], tables.splits_back, tables.turns_back, tables.scale)
-    width = 1 if is_dct else 2
+def sum_blocks(parts: Sequence[Body], block: int, numel: int, is_dct: bool) -> Array:
+    """See ``reference.sum_blocks``."""
+    constants, width = constants_of(block, is_dct, True), 1 if is_dct else 2
     span = span_of(block, width)
     out = empty(numel)
     streams = Streams(parts, width, span // width, -(-numel // span))
@@ -391,41 +345,11 @@ def _sum_blocks(parts: Sequence[Body], block: int, numel: int, is_dct: bool) -> 
     return out
 
 
-def _inverse_blocks(coeffs: Array, block: int, numel: int, is_dct: bool) -> Array:
-    tables = tables_of(block)
-    constants = (is_dct, *tables[:3], tables.splits_back, tables.turns_back, tables.scale)
+def inverse_blocks(coeffs: Array, block: int, numel: int, is_dct: bool) -> Array:
+    """See ``reference.inverse_blocks``."""
     tile = LANES * block
-    out = np.empty(-(-numel // tile) * tile, np.float32)
-    reals = _padded(coeffs.view(np.float32), out.size)
-    _inverse(reals, out, *constants, np.empty(2 * tile, np.float32))
+    reals, out = np.zeros((2, -(-numel // tile) * tile), np.float32)
+    values = coeffs.view(np.float32)
+    reals[: values.size] = values
+    _inverse(reals, out, *constants_of(block, is_dct, True), np.empty(2 * tile, np.float32))
     return out[:numel]
-
-
-def rfft_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
-    """See ``reference.rfft_blocks``."""
-    return _forward_blocks(flat, block, residual, k, is_dct=False)
-
-
-def irfft_blocks(coeffs: Array, block: int, numel: int) -> Array:
-    """See ``reference.irfft_blocks``."""
-    return _inverse_blocks(coeffs, block, numel, is_dct=False)
-
-
-def irfft_sum(parts: Sequence[Body], block: int, numel: int) -> Array:
-    """See ``reference.irfft_sum``."""
-    return _sum_blocks(parts, block, numel, is_dct=False)
-
-
-def dct_blocks(flat: Array, block: int, residual: Array | None, k: int) -> Coefficients:
-    """See ``reference.dct_blocks``."""
-    return _forward_blocks(flat, block, residual, k, is_dct=True)
-
-
-def idct_blocks(coeffs: Array, block: int, numel: int) -> Array:
-    """See ``reference.idct_blocks``."""
-    return _inverse_blocks(coeffs, block, numel, is_dct=True)
-
-
-def idct_sum(parts: Sequence[Body], block: int, numel: int) -> Array:
-    """See ``reference.idct_sum``."""
-    return _sum_blocks(parts, block, numel, is_dct=True)

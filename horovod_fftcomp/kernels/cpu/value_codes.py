@@ -24,6 +24,14 @@ PADDING = STEP // 2 + 2  # 64-bit words after a stream's end, for the rest of a 
 
 
 @inlined
+def float_of(bits):
+    """Return the float32 with this bit pattern."""
+    pattern = np.empty(1, np.int32)
+    pattern[0] = np.int32(bits)
+    return pattern.view(np.float32)[0]
+
+
+@inlined
 def fill_coding(kind, bits, shift, peak, coding):
     """Write the ``Coding`` of values of magnitude at most ``peak``, float32 bits, to int64 ``[7]``.
 
@@ -84,16 +92,9 @@ def decode(codes, n, coding, values):
 
 
 @inlined
-def _step(coding):
-    pattern = np.empty(1, np.int32)
-    pattern[0] = np.int32(coding[3])
-    return pattern.view(np.float32)[0]
-
-
-@inlined
 def _encode_steps(values, n, coding, codes):
     """See ``quantizers.steps_coding``."""
-    step, most = _step(coding), np.float64(coding[4])
+    step, most = float_of(coding[3]), np.float64(coding[4])
     for i in range(n):
         x = values[i]
         ratio = np.float64(abs(x)) / np.float64(step)
@@ -106,7 +107,7 @@ def _encode_steps(values, n, coding, codes):
 
 @inlined
 def _decode_steps(codes, n, coding, values):
-    step, largest = _step(coding), np.int32(0)
+    step, largest = float_of(coding[3]), np.int32(0)
     for i in range(n):
         code = codes[i]
         size = np.float32(np.float32((code >> 1) + 1) * step)

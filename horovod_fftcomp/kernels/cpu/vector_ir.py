@@ -46,12 +46,15 @@ class _Emitter:
     def ints(self, number: int) -> ir.Value:
         return ir.Constant(_INTS, [number] * LANES)
 
-    def broadcast_int(self, address: ir.Value) -> ir.Value:
-        """Return a vector with the lower half of the int64 at ``address`` in every lane."""
-        empty = ir.Constant(_INTS, ir.Undefined)
-        scalar = self.builder.trunc(self.load_as(_I64, address), _I32)
+    def spread(self, scalar: ir.Value) -> ir.Value:
+        """Return a vector with a number in every lane."""
+        empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
         first = self.builder.insert_element(empty, scalar, ir.Constant(_I32, 0))
         return self.builder.shuffle_vector(first, empty, self.ints(0))
+
+    def broadcast_int(self, address: ir.Value) -> ir.Value:
+        """Return a vector with the lower half of the int64 at ``address`` in every lane."""
+        return self.spread(self.builder.trunc(self.load_as(_I64, address), _I32))
 
     def load_shorts(self, address: ir.Value) -> ir.Value:
         """Return eight 16-bit integers, widened with zeros."""
@@ -80,10 +83,7 @@ class _Emitter:
 
     def broadcast(self, address: ir.Value) -> _Real:
         """Return a vector with the float at ``address`` in every lane."""
-        empty = ir.Constant(_FLOATS, ir.Undefined)
-        scalar = self.load_as(_FLOAT, address)
-        first = self.builder.insert_element(empty, scalar, ir.Constant(_I32, 0))
-        return self.shuffle(_Real(self, first), _Real(self, empty), [0] * LANES)
+        return _Real(self, self.spread(self.load_as(_FLOAT, address)))
 
     def constant(self, number: float) -> _Real:
         return _Real(self, ir.Constant(_FLOATS, [float(np.float32(number))] * LANES))
@@ -357,10 +357,7 @@ prefetch = _codelet(_prefetch, 1)
 def _mask_above(emit, keys, threshold):
     """Return a mask of the 64 int32 at ``keys``: ones where they are above the threshold."""
     builder = emit.builder
-    low = builder.trunc(threshold, _I32)
-    empty = ir.Constant(_INTS, ir.Undefined)
-    first = builder.insert_element(empty, low, ir.Constant(_I32, 0))
-    limits = builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
+    limits = emit.spread(builder.trunc(threshold, _I32))
     mask = ir.Constant(_I64, 0)
     for part in range(64 // LANES):
         values = emit.load_as(_INTS, emit.at(keys, VECTOR_NBYTES * part))
@@ -500,31 +497,18 @@ encode_bfloat16, decode_bfloat16 = _encode(_encode_bfloat16, 0), _decode(_decode
 encode_float32, decode_float32 = _encode(_encode_float32, 0), _decode(_decode_float32, 0)
 
 
-def _resize(load: Callable, store: Callable, from_nbytes: int, to_nbytes: int) -> Callable:
+def _resize(source: ir.VectorType, target: ir.VectorType) -> Callable:
     """Make a codelet that copies 64 integers between widths."""
+    from_nbytes, to_nbytes = (kind.element.width // 8 for kind in (source, target))
 
     def body(emit, src, dst):
+        resize = emit.builder.zext if to_nbytes > from_nbytes else emit.builder.trunc
         for part in range(64 // LANES):
-            value = load(emit, emit.at(src, from_nbytes * LANES * part))
-            store(emit, value, emit.at(dst, to_nbytes * LANES * part))
+            value = emit.load_as(source, emit.at(src, from_nbytes * LANES * part), from_nbytes)
+            value = value if source is target else resize(value, target)
+            emit.store_as(target, value, emit.at(dst, to_nbytes * LANES * part), to_nbytes)
 
     return _codelet(body, 2)
-
-
-def _load_ints(emit, address):
-    return emit.load_as(_INTS, address)
-
-
-def _store_ints(emit, value, address):
-    emit.store_as(_INTS, value, address)
-
-
-def _load_bytes(emit, address):
-    return emit.builder.zext(emit.load_as(_BYTES, address, 1), _INTS)
-
-
-def _store_bytes(emit, value, address):
-    emit.store_as(_BYTES, emit.builder.trunc(value, _BYTES), address, 1)
 
 
 def _add_64(emit, src, dst):
@@ -535,11 +519,9 @@ def _add_64(emit, src, dst):
 
 
 add_64 = _codelet(_add_64, 2)
-copy_64 = _resize(_load_ints, _store_ints, 4, 4)
-widen_bytes = _resize(_load_bytes, _store_ints, 1, 4)
-narrow_to_bytes = _resize(_load_ints, _store_bytes, 4, 1)
-widen_shorts = _resize(_Emitter.load_shorts, _store_ints, 2, 4)
-narrow_to_shorts = _resize(_load_ints, _Emitter.store_shorts, 4, 2)
+copy_64 = _resize(_INTS, _INTS)
+widen_bytes, narrow_to_bytes = _resize(_BYTES, _INTS), _resize(_INTS, _BYTES)
+widen_shorts, narrow_to_shorts = _resize(_SHORTS, _INTS), _resize(_INTS, _SHORTS)
 
 
 def _to_float16(emit, src, dst, limit):

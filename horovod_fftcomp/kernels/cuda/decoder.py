@@ -18,8 +18,10 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device, source, structs
 from horovod_fftcomp.kernels.cuda.dense import ElementSums
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
-from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, DeviceCodec, Group
+from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, Group
+from horovod_fftcomp.kernels.ops import Codecs
 from horovod_fftcomp.kernels.rans_tables import decoder_table
+from horovod_fftcomp.types import Arrays, Shape
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.header import Plan, header_and_changes
 from horovod_fftcomp.wire.positions import Layout, Positions, unary_bits
@@ -34,8 +36,8 @@ class Decoder:
     def __init__(
         self,
         device: Device,
-        codecs: Sequence[DeviceCodec],
-        shapes: Sequence[tuple[int, ...]],
+        codecs: Codecs,
+        shapes: Sequence[Shape],
         encoder: Encoder,
         n_ranks: int,
     ) -> None:
@@ -44,9 +46,7 @@ class Decoder:
         self._bodies = _Bodies(device, plans, codecs, encoder.offsets, n_ranks, len(plans))
         self._bodies.expect_headers(plans, codecs, encoder.message_nbytes)
 
-    def decode(
-        self, gathered: Any, sums: Sequence[Any], sign: bool | str = False
-    ) -> tuple[Any, Any]:
+    def decode(self, gathered: Any, sums: Arrays, sign: bool | str = False) -> tuple[Any, Any]:
         """Write the sums of the messages in ``gathered``, uint8, one of each rank, in rank order.
 
         ``sign``: replace each sum by its sign times the number of ranks; see ``Allgather``.
@@ -68,18 +68,12 @@ class ThresholdDecoder:
     """
 
     def __init__(
-        self,
-        device: Device,
-        codecs: Sequence[DeviceCodec],
-        shapes: Sequence[tuple[int, ...]],
-        n_ranks: int,
+        self, device: Device, codecs: Codecs, shapes: Sequence[Shape], n_ranks: int
     ) -> None:
         self._device, self._codecs, self._shapes = device, codecs, shapes
         self._n_ranks = n_ranks
 
-    def decode(
-        self, gathered: Any, sums: Sequence[Any], sign: bool | str = False
-    ) -> tuple[Any, Any]:
+    def decode(self, gathered: Any, sums: Arrays, sign: bool | str = False) -> tuple[Any, Any]:
         """See ``Decoder.decode``."""
         arrived = list(wire.split_payloads(self._device.fetch(gathered)()))
         n_ranks, count = self._n_ranks, len(self._shapes)
@@ -119,7 +113,7 @@ class _Bodies:
         self,
         device: Device,
         plans: Sequence[Plan],
-        codecs: Sequence[DeviceCodec],
+        codecs: Codecs,
         offsets: Sequence[int],
         n_ranks: int,
         n_tensors: int,
@@ -151,16 +145,14 @@ class _Bodies:
         }
         self._kernels = device.functions(source(), sorted(names))
 
-    def expect_headers(
-        self, plans: Sequence[Plan], codecs: Sequence[DeviceCodec], message_nbytes: int
-    ) -> None:
+    def expect_headers(self, plans: Sequence[Plan], codecs: Codecs, message_nbytes: int) -> None:
         """Set the headers that the device expects: those of ``plans``, in messages of this size."""
         self._messages["nbytes"] = message_nbytes
         for row, plan, codec in zip(self._rows, plans, codecs, strict=True):
             start, changes = header_and_changes(plan, codec.fingerprint)
             row["start"], row["crc_of_scale"] = self._keep(start), self._keep(changes)
 
-    def enter_scales(self, codecs: Sequence[DeviceCodec], headers: Sequence[wire.Header]) -> None:
+    def enter_scales(self, codecs: Codecs, headers: Sequence[wire.Header]) -> None:
         """Enter adaptive sparsifiers' encodings of values, which the header's scale determines."""
         for row, codec, header in zip(self._rows, codecs, headers, strict=True):
             if isinstance(codec, Codec) and codec.quantizer is None and header.finite:
@@ -171,11 +163,7 @@ class _Bodies:
         return self._device.address(self._kept[-1])
 
     def sum(
-        self,
-        gathered: Any,
-        sums: Sequence[Any],
-        found: np.ndarray | None = None,
-        sign: bool | str = False,
+        self, gathered: Any, sums: Arrays, found: np.ndarray | None = None, sign: bool | str = False
     ) -> tuple[Any, Any]:
         """Sum the payloads; see ``Decoder.decode``. ``found``: the headers' words if known."""
         device, count = self._device, self._n_tensors

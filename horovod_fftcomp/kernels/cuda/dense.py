@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from horovod_fftcomp.codec.methods.base import Method
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.kernels.cuda import Device, structs
 from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, Group
-from horovod_fftcomp.kernels.cuda.tile_group import TileGroup
+from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.radix import GIVEN, GROUP, digits_of
@@ -73,9 +73,7 @@ class ElementGroup(TileGroup):
         n_parts = self._n_rows + self.n_tiles
         self._parts = device.empty(n_parts * structs.PART.itemsize, np.uint8)
 
-    def choose(
-        self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
-    ) -> list[Callable[[], np.ndarray]]:
+    def choose(self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any) -> list[Sums]:
         """Launch the kernels that compute scales of tensors or rows; see ``TileGroup``."""
         squares = []
         if measure:
@@ -88,9 +86,7 @@ class ElementGroup(TileGroup):
             kernels["settle_rows"](self._n_rows, 32, arguments, 0)
         return squares
 
-    def write(
-        self, kernels: Any, rows: Any, found: Any, before: list[Callable[[], np.ndarray]]
-    ) -> Callable[[], np.ndarray]:
+    def write(self, kernels: Any, rows: Any, found: Any, before: list[Sums]) -> Sums:
         """Launch the kernel that writes the bodies of payloads; see ``TileGroup``."""
         arguments = [rows, self.owners, self._elements, np.uint32(bool(before)), found]
         threads, shared = (WORDS, 0) if self._is_of_signs else (THREADS, structs.LEVELS_NBYTES)

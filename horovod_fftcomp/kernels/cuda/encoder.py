@@ -17,10 +17,11 @@ from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.kernels.cuda import Device, source, structs
 from horovod_fftcomp.kernels.cuda.dense import ElementGroup
 from horovod_fftcomp.kernels.cuda.sparse import CountedGroup, SparseGroup
-from horovod_fftcomp.kernels.cuda.structs import DeviceCodec, Group
-from horovod_fftcomp.kernels.cuda.tile_group import TileGroup
+from horovod_fftcomp.kernels.cuda.structs import Group
+from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
+from horovod_fftcomp.kernels.ops import Codecs
 from horovod_fftcomp.kernels.rans_tables import encoder_table
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays, Shape
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.header import header_and_changes
 from horovod_fftcomp.wire.positions import Layout
@@ -51,7 +52,7 @@ class Velocities(NamedTuple):
     velocities become 0 where an element is sent, unless all of the tensor is.
     """
 
-    old: Sequence[Any]
+    old: Arrays
     new: Sequence[Any]
     factors: Array | int
     momentum: float
@@ -71,9 +72,7 @@ class Encoder:
     the elements to send.
     """
 
-    def __init__(
-        self, device: Device, codecs: Sequence[DeviceCodec], shapes: Sequence[tuple[int, ...]]
-    ) -> None:
+    def __init__(self, device: Device, codecs: Codecs, shapes: Sequence[Shape]) -> None:
         self._device, self._codecs, self._shapes = device, codecs, shapes
         self._counts = not all(codec.has_fixed_size for codec in codecs)
         self._of_elements = all(isinstance(codec, DenseCodec) for codec in codecs)
@@ -99,7 +98,9 @@ class Encoder:
         self._uploads = structs.Uploads(device)
         self._lay_out(plans)
         if not self._counts:
-            self._kept = [self._header_tables(*pair) for pair in zip(plans, codecs, strict=True)]
+            pairs = zip(plans, codecs, strict=True)
+            tables = [header_and_changes(plan, codec.fingerprint) for plan, codec in pairs]
+            self._kept = [[device.upload(part) for part in pair] for pair in tables]
             for row, pair in zip(self._headers, self._kept, strict=True):
                 row["start"], row["crc_of_scale"] = map(device.address, pair)
 
@@ -112,10 +113,6 @@ class Encoder:
         if self._counts:
             return CountedGroup(self._device, group, plans, self._codecs, self._rows)
         return SparseGroup(self._device, group)
-
-    def _header_tables(self, plan: wire.Plan, codec: DeviceCodec) -> tuple[Any, Any]:
-        start, changes = header_and_changes(plan, codec.fingerprint)
-        return self._device.upload(start), self._device.upload(changes)
 
     def _lay_out(self, plans: Sequence[wire.Plan]) -> None:
         """Enter the sizes of payloads and their offsets in a message."""
@@ -130,9 +127,9 @@ class Encoder:
 
     def encode(
         self,
-        grads: Sequence[Any],
-        residuals: Sequence[Any],
-        coeffs: Sequence[Any],
+        grads: Arrays,
+        residuals: Arrays,
+        coeffs: Arrays,
         measure: bool = False,
         keys: Sequence[int] | None = None,
         velocities: Velocities | None = None,
@@ -154,7 +151,7 @@ class Encoder:
             self._rows["key"] = keys
         self._enter_velocities(velocities)
         try:
-            return self._encode(grads, residuals, coeffs, velocities, measure)
+            return self._encode(self._point_at(grads, residuals, coeffs), measure)
         except BaseException:  # e.g. out of memory: the next encoding needs its scratch cleared
             self._device.clear(self._found)
             raise
@@ -172,16 +169,8 @@ class Encoder:
             row["how"] = structs.NESTEROV * velocities.nesterov + structs.MASKING * masks
         self._rows["factor"] = velocities.factors
 
-    def _encode(
-        self,
-        grads: Sequence[Any],
-        residuals: Sequence[Any],
-        coeffs: Sequence[Any],
-        velocities: Velocities | None,
-        measure: bool,
-    ) -> Encoded:
+    def _encode(self, scratch: list[Any], measure: bool) -> Encoded:
         device, kernels, found = self._device, self._kernels, self._found
-        scratch = self._point_at(grads, residuals, coeffs)
         totals = device.zeros(max(1, 2 * len(self._rows)), np.uint32) if self._counts else None
         message = None if self._counts else self._new_message()
         rows = self._uploads.of("tensors", self._rows)
@@ -208,9 +197,7 @@ class Encoder:
             left = partial(_sum_of_last_rows, sums)
         return Encoded(message, not_finite, squares, left)
 
-    def _point_at(
-        self, grads: Sequence[Any], residuals: Sequence[Any], coeffs: Sequence[Any]
-    ) -> list[Any]:
+    def _point_at(self, grads: Arrays, residuals: Arrays, coeffs: Arrays) -> list[Any]:
         """Enter the addresses of arrays; return those allocated for discarded coefficients."""
         device, scratch = self._device, []
         for number, (row, form) in enumerate(zip(self._rows, self.coeffs_formats, strict=True)):
@@ -261,9 +248,7 @@ class Encoder:
                 return scale
         return peak
 
-    def _squares(
-        self, sums: Sequence[Callable[[], np.ndarray]], kept: Array
-    ) -> dict[int, tuple[float, float, float]]:
+    def _squares(self, sums: Sequence[Sums], kept: Array) -> dict[int, tuple[float, float, float]]:
         """Return the squares of tensors with new residuals; see ``Encoded``. Waits."""
         measured = {}
         for group, of_tiles in zip(self._groups, sums, strict=True):
@@ -275,7 +260,7 @@ class Encoder:
         return measured
 
 
-def _sum_of_last_rows(sums: Sequence[Callable[[], np.ndarray]]) -> float:
+def _sum_of_last_rows(sums: Sequence[Sums]) -> float:
     return float(sum(of_tiles()[-1].sum() for of_tiles in sums))
 
 

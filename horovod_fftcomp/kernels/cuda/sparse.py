@@ -13,8 +13,9 @@ from horovod_fftcomp.codec.quantizers import pattern_of
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import Transform
 from horovod_fftcomp.kernels.cuda import Device, structs
-from horovod_fftcomp.kernels.cuda.structs import THREADS, TILE, WORDS, DeviceCodec, Group
-from horovod_fftcomp.kernels.cuda.tile_group import TileGroup
+from horovod_fftcomp.kernels.cuda.structs import THREADS, TILE, WORDS, Group
+from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
+from horovod_fftcomp.kernels.ops import Codecs
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
 
@@ -54,9 +55,7 @@ class SparseGroup(TileGroup):
             self._tables = [self.device.upload(table) for table in both]
         return [first, *(f"{step}<{transform.reals_per_bin}>" for step in _STEPS)]
 
-    def choose(
-        self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
-    ) -> list[Callable[[], np.ndarray]]:
+    def choose(self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any) -> list[Sums]:
         """Launch the transform and the top-k selection; see ``TileGroup``."""
         common = [rows, self.owners, found]
         masks = [*common, self._above, self._equal]
@@ -69,9 +68,7 @@ class SparseGroup(TileGroup):
         settle(self.n_tiles, self.n_words, [*masks, self._counts], structs.SUMS_NBYTES)
         return squares
 
-    def write(
-        self, kernels: Any, rows: Any, found: Any, before: list[Callable[[], np.ndarray]]
-    ) -> Callable[[], np.ndarray]:
+    def write(self, kernels: Any, rows: Any, found: Any, before: list[Sums]) -> Sums:
         """Launch the kernel that writes values, and positions except entropy codes."""
         common = [rows, self.owners, found]
         written = [*common, self._above, self._equal, self._counts, self.chosen]
@@ -91,12 +88,7 @@ class CountedGroup(SparseGroup):
     """
 
     def __init__(
-        self,
-        device: Device,
-        group: Group,
-        plans: Sequence[Plan],
-        codecs: Sequence[DeviceCodec],
-        rows: Array,
+        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Codecs, rows: Array
     ) -> None:
         self._methods = {
             number: codec.sparsifier
@@ -129,9 +121,7 @@ class CountedGroup(SparseGroup):
         before = {_ABOVE: [], _WINNERS: ["add_up"], _DRAWN: ["add_up", "sums_below"]}
         return [*before[self._choice], f"choose<{self._choice}>", "emit<1>"]
 
-    def choose(
-        self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
-    ) -> list[Callable[[], np.ndarray]]:
+    def choose(self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any) -> list[Sums]:
         """Launch the choice and the count of elements; see ``TileGroup``.
 
         For Wangni's method it waits for the sums from which the limits are computed.

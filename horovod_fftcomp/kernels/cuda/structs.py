@@ -8,16 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.quantizers import BFLOAT16, FLOAT32, RANGE, BFloat16, RangeFloat
+from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import BlockDCT, Identity, Transform
 from horovod_fftcomp.kernels.cuda import Device
+from horovod_fftcomp.kernels.ops import AnyCodec, Codecs
 from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout
-
-DeviceCodec = Codec | DenseCodec  # codecs with CUDA kernels
 
 # As in src/common.cuh and src/entropy.cuh.
 TILE, THREADS = 4096, 256
@@ -117,7 +115,15 @@ class Group(NamedTuple):
     owners: Array
 
 
-def grouped(plans: Sequence[Plan], codecs: Sequence[DeviceCodec], rows: Array) -> list[Group]:
+def enter_tiles(rows: Array, sizes: Sequence[int] | Array) -> Array:
+    """Enter the tiles of each row, of ``sizes`` elements; return the row of each tile, uint32."""
+    tile = np.uint64(TILE)
+    counts = (np.asarray(sizes, np.uint64) + tile - np.uint64(1)) // tile
+    rows["n_tiles"], rows["first_tile"] = counts, np.cumsum(counts) - counts
+    return np.repeat(np.arange(len(rows), dtype=np.uint32), counts.astype(np.int64))
+
+
+def grouped(plans: Sequence[Plan], codecs: Codecs, rows: Array) -> list[Group]:
     """Return the groups of a bucket; enter in ``rows`` the tiles of each tensor in its group."""
     by_transform: dict[Transform | None, list[int]] = {}
     for number, (plan, codec) in enumerate(zip(plans, codecs, strict=True)):
@@ -136,7 +142,7 @@ def grouped(plans: Sequence[Plan], codecs: Sequence[DeviceCodec], rows: Array) -
     return groups
 
 
-def enter_plan(row: np.void, plan: Plan, codec: DeviceCodec) -> None:
+def enter_plan(row: np.void, plan: Plan, codec: AnyCodec) -> None:
     """Enter in a row what a tensor's plan and codec determine, for encoders and decoders."""
     if plan.n_bins >= 1 << 32:
         raise ValueError(f"a tensor has {plan.n_bins} coefficients, a GPU takes fewer than 2^32")
@@ -145,13 +151,8 @@ def enter_plan(row: np.void, plan: Plan, codec: DeviceCodec) -> None:
     row["layout"], row["low_bits"] = plan.layout, plan.positions.low_bits
     if not isinstance(codec, Codec) or codec.quantizer is None:
         return
-    quantizer = codec.quantizer
-    row["kind"] = BFLOAT16 if isinstance(quantizer, BFloat16) else FLOAT32
-    row["bits"] = quantizer.bits
-    if plan.layout is Layout.RAW:
-        row["bits"] = 32
-    elif isinstance(quantizer, RangeFloat):
-        row["kind"], row["shift"] = RANGE, quantizer.grid(-1.0, 1.0).shift
+    quantizer = Float32() if plan.layout is Layout.RAW else codec.quantizer
+    row["kind"], row["bits"], row["shift"], *_ = quantizer.coding(1.0)
 
 
 def enter_coding(row: np.void, coding: Coding) -> None:

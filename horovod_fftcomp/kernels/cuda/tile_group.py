@@ -10,6 +10,8 @@ import numpy as np
 from horovod_fftcomp.kernels.cuda import Device, structs
 from horovod_fftcomp.kernels.cuda.structs import THREADS, Group
 
+Sums = Callable[[], np.ndarray]  # returns sums of squares of tiles; waits for the device
+
 
 class TileGroup:
     """Group of tensors encoded by the same launches, cut into tiles.
@@ -25,9 +27,7 @@ class TileGroup:
         self.is_raw = group.transform is None
         self.names = ["copy_raw"] if self.is_raw else [self._square]
 
-    def choose(
-        self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any
-    ) -> list[Callable[[], np.ndarray]]:
+    def choose(self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any) -> list[Sums]:
         """Launch the kernels that choose what is sent; ``totals``: None if sizes are fixed.
 
         With ``measure``, returns functions that wait for and return the sums of squares of the
@@ -35,9 +35,7 @@ class TileGroup:
         """
         return []
 
-    def write(
-        self, kernels: Any, rows: Any, found: Any, before: list[Callable[[], np.ndarray]]
-    ) -> Callable[[], np.ndarray]:
+    def write(self, kernels: Any, rows: Any, found: Any, before: list[Sums]) -> Sums:
         """Launch the kernels that write payloads, without headers and entropy codes.
 
         Returns a function that waits for and returns the sums of squares: float64 ``[3, tiles]``
@@ -46,7 +44,7 @@ class TileGroup:
         kernels["copy_raw"](self.n_tiles, THREADS, [rows, self.owners, found], 0)
         return lambda: np.zeros((3, self.n_tiles))
 
-    def squared(self, kernels: Any, rows: Any, of_gradient: int) -> Callable[[], np.ndarray]:
+    def squared(self, kernels: Any, rows: Any, of_gradient: int) -> Sums:
         """Launch the sums of squares of all tiles; return a function that waits for them."""
         sums = self.device.empty(self.n_tiles, np.float64)
         arguments = [rows, self.owners, np.uint32(of_gradient), sums]

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from horovod_fftcomp.kernels.host.momentum import MomentumOps
 from horovod_fftcomp.kernels.host.payloads import Sums, joined, sum_of, summed
 from horovod_fftcomp.kernels.ops import (
     AnyCodec,
+    Codecs,
     Encoded,
     Feedback,
     Flags,
@@ -28,7 +29,7 @@ from horovod_fftcomp.kernels.ops import (
     Summed,
     energy_of,
 )
-from horovod_fftcomp.types import Array, Coefficients, Tensor
+from horovod_fftcomp.types import Array, Arrays, Coefficients, OldState, Tensor, Tensors
 from horovod_fftcomp.wire import counter_rng, positions
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.positions import Layout
@@ -54,7 +55,7 @@ class HostCoder:
     ``BucketCodec``; the others by a call each.
     """
 
-    def __init__(self, codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], n_ranks: int) -> None:
+    def __init__(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> None:
         self._codecs, self._tensors, self._n_ranks = codecs, tensors, n_ranks
         self._is_fixed = all(codec.has_fixed_size for codec in codecs)
         self._slices: list[slice] = []  # of the payloads in a message, if sizes are fixed
@@ -75,12 +76,7 @@ class HostCoder:
         self._names = counter_rng.named((getattr(codec, "seed", 0), name) for codec, name in own)
 
     def encode(
-        self,
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
-        at: tuple[int, int],
-        feedback: Feedback,
-        measure: bool,
+        self, grads: Arrays, state: OldState, at: tuple[int, int], feedback: Feedback, measure: bool
     ) -> Encoded:
         """See ``Coder.encode``."""
         done: dict[int, _One] = {}
@@ -105,23 +101,18 @@ class HostCoder:
     def _encode_small(
         self,
         message: Array,
-        grads: Sequence[Array | None],
-        state: Mapping[str, Mapping[str, Array]],
+        grads: Arrays,
+        state: OldState,
         at: tuple[int, int],
         feedback: Feedback,
     ) -> dict[int, _One]:
         """Encode all small tensors into ``message``; return their new states by number."""
         old, tensors = state.get("residual", {}), self._tensors
-        encoded = self._small.encode(
-            [grads[number] for number in self._members],
-            [old.get(tensors[number].name) for number in self._members],
-            message,
-            self._offsets,
-            counter_rng.draws(self._names, *at),
-            feedback.keep,
-            feedback.decay,
-            feedback.keeps_sent,
-        )
+        own = [grads[number] for number in self._members]
+        residuals = [old.get(tensors[number].name) for number in self._members]
+        keys = counter_rng.draws(self._names, *at)
+        options = keys, feedback.keep, feedback.decay, feedback.keeps_sent
+        encoded = self._small.encode(own, residuals, message, self._offsets, *options)
         pairs = zip(self._members, encoded.residuals, strict=True)
         return {number: _One(message, residual) for number, residual in pairs}
 
@@ -129,7 +120,7 @@ class HostCoder:
         self,
         number: int,
         grad: Array | None,
-        state: Mapping[str, Mapping[str, Array]],
+        state: OldState,
         out: Array | None,
         at: tuple[int, int],
         feedback: Feedback,
@@ -243,12 +234,10 @@ class CoderOps:
     """See ``Ops``."""
 
     def __init__(self) -> None:
-        self._coders: dict[tuple, list[tuple[Sequence[AnyCodec], HostCoder]]] = {}
+        self._coders: dict[tuple, list[tuple[Codecs, HostCoder]]] = {}
         self._lock = threading.Lock()
 
-    def coder(
-        self, codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], n_ranks: int
-    ) -> HostCoder:
+    def coder(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> HostCoder:
         """See ``Ops.coder``. Those of the last buckets are cached, each for its last few codecs."""
         key = (tuple(tensors), n_ranks)
         with self._lock:
@@ -263,6 +252,6 @@ class CoderOps:
         return found[1]
 
 
-def _are_same(a: Sequence[AnyCodec], b: Sequence[AnyCodec]) -> bool:
+def _are_same(a: Codecs, b: Codecs) -> bool:
     """Return whether codecs are the same objects: comparing their options takes longer."""
     return len(a) == len(b) and all(map(operator.is_, a, b))

@@ -9,9 +9,10 @@ import numpy as np
 from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import cpu
+from horovod_fftcomp.kernels.cpu import buffer_pool
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.ops import Deferred, Flags, energy_of
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays
 
 
 class CommonOps:
@@ -25,9 +26,7 @@ class CommonOps:
 
     def zeros(self, n: int, dtype: type = np.float32) -> Array:
         """See ``Ops.zeros``."""
-        array = cpu.empty(n, dtype)
-        array.fill(0)
-        return array
+        return buffer_pool.zeros(n, dtype)
 
     def put(self, array: Array) -> Array:
         """See ``Ops.put``."""
@@ -42,9 +41,7 @@ class CommonOps:
         check_state(kind, array, (np.dtype(np.float32), numel))
         return array
 
-    def join(
-        self, parts: Sequence[Array | None], numels: Sequence[int], dtype: type = np.float32
-    ) -> Array:
+    def join(self, parts: Arrays, numels: Sequence[int], dtype: type = np.float32) -> Array:
         """See ``Ops.join``."""
         filled = [
             np.zeros(numel, dtype) if part is None else part
@@ -52,7 +49,7 @@ class CommonOps:
         ]
         return np.concatenate(filled, out=self.empty(sum(numels), dtype))
 
-    def squares(self, arrays: Sequence[Array | None]) -> Deferred:
+    def squares(self, arrays: Arrays) -> Deferred:
         """See ``Ops.squares``."""
         found = [energy_of(array) for array in arrays]
         return lambda: found

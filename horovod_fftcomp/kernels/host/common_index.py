@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from horovod_fftcomp.kernels.cpu.addresses import addresses_of
 from horovod_fftcomp.kernels.host.common import CommonOps
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.kernels.ops import Deferred, Flags, energy_of
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays
 
 _LEAST_VALUES = 1 << 15  # per thread, at least
 _FLOAT32 = np.dtype(np.float32)
@@ -28,14 +27,8 @@ class _Bucket:
     ``addresses``: int64, of each tensor's gradient, old and new residual; 0 for none.
     """
 
-    def __init__(
-        self,
-        plan: IndexPlan,
-        grads: Sequence[Array | None],
-        residuals: Sequence[Array | None],
-        measures: bool,
-    ) -> None:
-        self.plan, self.measures, self.energies = plan, measures, list[tuple | None]()
+    def __init__(self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool) -> None:
+        self.plan, self.measures, self.energies = plan, measures, dict[int, tuple]()
         self.grads = _checked(plan, grads, "gradient")
         self.residuals = _checked(plan, residuals, "residual")
         self.addresses = np.zeros((3, len(plan.numels)), np.int64)
@@ -45,7 +38,7 @@ class _Bucket:
         self.numels = np.diff(plan.starts)
 
 
-def _checked(plan: IndexPlan, arrays: Sequence[Array | None], kind: str) -> list[Array | None]:
+def _checked(plan: IndexPlan, arrays: Arrays, kind: str) -> list[Array | None]:
     """Return contiguous arrays; ValueError for a wrong size, which kernels would overrun."""
     for at, (array, n) in enumerate(zip(arrays, plan.numels, strict=True)):
         if array is not None and (array.dtype != _FLOAT32 or array.size != n):
@@ -64,11 +57,7 @@ class CommonIndexOps(CommonOps):
     """See ``Ops``. Positions are those in each tensor, int64, of all tensors one after another."""
 
     def common_index(
-        self,
-        plan: IndexPlan,
-        grads: Sequence[Array | None],
-        residuals: Sequence[Array | None],
-        measures: bool,
+        self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool
     ) -> _Bucket:
         """See ``Ops.common_index``."""
         return _Bucket(plan, grads, residuals, measures)
@@ -150,28 +139,20 @@ class CommonIndexOps(CommonOps):
         """See ``Ops.take``."""
         plan, table = bucket.plan, (bucket.addresses, bucket.numels, bucket.plan.begins)
         values = self.empty(plan.total)
-
-        def take(begin: int, end: int) -> None:
-            options = (plan.gains, bucket.peaks, values)
-            kernels.take_values(*table, begin, end, positions, *options)
-
-        _each(take, plan.total)
+        written = positions, plan.gains, bucket.peaks, values
+        _each(partial(kernels.take_values, *table, *written), plan.total)
         message = values if halves is None else self.to_half(values, *halves)
         sent = values if halves is None else self.from_half(message)
-        filters = np.float32(plan.beta), np.float32(1 - plan.beta)
-
-        def settle(begin: int, end: int) -> None:
-            kernels.settle_residuals(*table, begin, end, positions, values, sent, *filters)
-
         if plan.keeps:
-            _each(settle, plan.total)
+            filters = np.float32(plan.beta), np.float32(1 - plan.beta)
+            read = positions, values, sent, *filters
+            _each(partial(kernels.settle_residuals, *table, *read), plan.total)
         if bucket.measures:
-            bucket.energies = [
-                _energies(bucket, at, positions, sent) for at in range(len(table[1]))
-            ]
+            found = ((at, _energies(bucket, at, positions, sent)) for at in range(len(table[1])))
+            bucket.energies = {at: energies for at, energies in found if energies is not None}
         return message
 
-    def index_energies(self, bucket: _Bucket) -> Deferred:
+    def index_energies(self, bucket: _Bucket) -> Callable[[], Mapping[int, tuple]]:
         """See ``Ops.index_energies``."""
         energies = bucket.energies
         return lambda: energies
@@ -186,35 +167,18 @@ class CommonIndexOps(CommonOps):
         addresses_of(sums, addresses)
         not_finite = np.zeros(len(sums), np.uint8)
 
-        def check(begin: int, end: int) -> None:
-            for message in messages:
-                kernels.find_not_finite(message, plan.begins, begin, end, not_finite)
-
-        def clear(begin: int, end: int) -> None:
-            kernels.clear_sums(addresses, plan.starts, begin, end, not_finite, received)
-
-        _each(check, plan.total)
-        _each(clear, int(plan.starts[-1]))
+        for message in messages:
+            found = message, plan.begins, not_finite
+            _each(partial(kernels.find_not_finite, *found), plan.total)
+        cleared = addresses, plan.starts, not_finite, received
+        _each(partial(kernels.clear_sums, *cleared), int(plan.starts[-1]))
         for message, positions in zip(messages, sources, strict=True):
-            source = (positions, message, not_finite)
-            _each(partial(self._add, bucket, addresses, source), plan.total)
+            added = addresses, bucket.numels, plan.begins, positions, message, not_finite
+            _each(partial(kernels.add_values, *added), plan.total)
         return sums, Flags(not not_finite.any())
 
-    def _add(
-        self, bucket: _Bucket, sums: Array, source: tuple[Array, ...], begin: int, end: int
-    ) -> None:
-        kernels.add_values(sums, bucket.numels, bucket.plan.begins, begin, end, *source)
 
-
-class _Energies(NamedTuple):
-    """Sums of squares of a gradient, of it plus the old residual, and of what was not sent."""
-
-    gradient: float
-    wanted: float
-    left: float
-
-
-def _energies(bucket: _Bucket, at: int, positions: Array, sent: Array) -> _Energies | None:
+def _energies(bucket: _Bucket, at: int, positions: Array, sent: Array) -> tuple | None:
     """Return the energies of a tensor; None for a frozen one and one that is not finite."""
     here = slice(*bucket.plan.begins[at : at + 2].tolist())
     grad, arrives = bucket.grads[at], sent[here]
@@ -224,4 +188,4 @@ def _energies(bucket: _Bucket, at: int, positions: Array, sent: Array) -> _Energ
     total, due = energy_of(wanted), wanted[positions[here]]
     # Rounding may make the difference negative.
     left = max(0.0, total - energy_of(due)) + energy_of(due - arrives)
-    return _Energies(energy_of(grad), total, left)
+    return energy_of(grad), total, left

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -11,22 +12,25 @@ from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.host.common import CommonOps
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, split
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays
+
+
+def _zipped(plan: LowRankPlan, *columns: Iterable[Any]) -> Iterator[tuple]:
+    """Return the matrices of a plan, each with its element of every column."""
+    return zip(plan.matrices, *columns, strict=True)
 
 
 class LowRankOps(CommonOps):
     """See ``Ops``. Left factors are a list of ``[rows, rank]``, None where they are not needed."""
 
     def compensate(
-        self, plan: LowRankPlan, grads: Sequence[Array | None], residuals: Sequence[Array | None]
+        self, plan: LowRankPlan, grads: Arrays, residuals: Arrays
     ) -> tuple[list[Array | None], Array]:
         """See ``Ops.compensate``."""
         message = self.empty(plan.firsts[-1])
         whole: list[Array | None] = []
         shares = split(message, plan.firsts)
-        for matrix, grad, residual, share in zip(
-            plan.matrices, grads, residuals, shares, strict=True
-        ):
+        for matrix, grad, residual, share in _zipped(plan, grads, residuals, shares):
             if grad is None:
                 share.fill(0)
                 whole.append(None)
@@ -42,19 +46,11 @@ class LowRankOps(CommonOps):
                 whole.append(share)
         return whole, message
 
-    def project(
-        self,
-        plan: LowRankPlan,
-        whole: Sequence[Array | None],
-        right: Sequence[Array | None],
-        message: Array,
-    ) -> None:
+    def project(self, plan: LowRankPlan, whole: Arrays, right: Arrays, message: Array) -> None:
         """See ``Ops.project``."""
         shares = split(message, plan.firsts)
         with np.errstate(over="ignore", invalid="ignore"):
-            for matrix, array, factor, share in zip(
-                plan.matrices, whole, right, shares, strict=True
-            ):
+            for matrix, array, factor, share in _zipped(plan, whole, right, shares):
                 if array is not None and factor is not None:
                     rows, columns, rank = matrix
                     left = array.reshape(rows, columns)
@@ -63,7 +59,7 @@ class LowRankOps(CommonOps):
     def orthonormalize(self, plan: LowRankPlan, first: Array) -> LeftFactors:
         """See ``Ops.orthonormalize``."""
         values, not_finite = [], []
-        for matrix, share in zip(plan.matrices, split(first, plan.firsts), strict=True):
+        for matrix, share in _zipped(plan, split(first, plan.firsts)):
             is_bad = cpu.max_abs_bits(share) > LARGEST_FINITE_BITS
             is_needed = matrix.rank and not is_bad
             by_row = (matrix.rows, matrix.rank)
@@ -71,16 +67,12 @@ class LowRankOps(CommonOps):
             not_finite.append(is_bad)
         return LeftFactors(values, not_finite)
 
-    def project_back(
-        self, plan: LowRankPlan, whole: Sequence[Array | None], left: LeftFactors
-    ) -> Array:
+    def project_back(self, plan: LowRankPlan, whole: Arrays, left: LeftFactors) -> Array:
         """See ``Ops.project_back``."""
         message = self.zeros(plan.seconds[-1])
         shares = split(message, plan.seconds)
         with np.errstate(over="ignore", invalid="ignore"):
-            for matrix, array, factor, is_bad, share in zip(
-                plan.matrices, whole, *left, shares, strict=True
-            ):
+            for matrix, array, factor, is_bad, share in _zipped(plan, whole, *left, shares):
                 if is_bad:
                     share.fill(np.nan)
                 elif array is not None and factor is not None:
@@ -90,18 +82,15 @@ class LowRankOps(CommonOps):
         return message
 
     def subtract_product(
-        self, plan: LowRankPlan, whole: Sequence[Array | None], left: LeftFactors, own: Array
+        self, plan: LowRankPlan, whole: Arrays, left: LeftFactors, own: Array
     ) -> list[Array | None]:
         """See ``Ops.subtract_product``."""
         shares = split(own, plan.seconds)
-        for matrix, array, factor, share in zip(
-            plan.matrices, whole, left.values, shares, strict=True
-        ):
+        for matrix, array, factor, share in _zipped(plan, whole, left.values, shares):
             if array is not None and factor is not None:
                 rows, columns, rank = matrix
                 cpu.low_rank(factor, share.reshape(columns, rank), array.reshape(rows, columns))
-        pairs = zip(plan.matrices, whole, strict=True)
-        return [array if matrix.rank else None for matrix, array in pairs]
+        return [array if matrix.rank else None for matrix, array in _zipped(plan, whole)]
 
     def product(
         self, plan: LowRankPlan, left: LeftFactors, first: Array, second: Array
@@ -109,9 +98,7 @@ class LowRankOps(CommonOps):
         """See ``Ops.product``."""
         sums, finite = [], True
         shares = zip(split(first, plan.firsts), split(second, plan.seconds), strict=True)
-        for matrix, factor, is_bad, (dense, right) in zip(
-            plan.matrices, *left, shares, strict=True
-        ):
+        for matrix, factor, is_bad, (dense, right) in _zipped(plan, *left, shares):
             rows, columns, rank = matrix
             if is_bad or cpu.max_abs_bits(right) > LARGEST_FINITE_BITS:
                 finite = False
@@ -126,13 +113,11 @@ class LowRankOps(CommonOps):
         return sums, Flags(finite)
 
     def nonzero_columns(
-        self, plan: LowRankPlan, second: Array, right: Sequence[Array | None]
+        self, plan: LowRankPlan, second: Array, right: Arrays
     ) -> list[Array | None]:
         """See ``Ops.nonzero_columns``."""
         found: list[Array | None] = []
-        for matrix, share, before in zip(
-            plan.matrices, split(second, plan.seconds), right, strict=True
-        ):
+        for matrix, share, before in _zipped(plan, split(second, plan.seconds), right):
             if before is None:
                 found.append(None)
                 continue

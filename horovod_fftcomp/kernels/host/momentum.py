@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from horovod_fftcomp.codec.methods.sums import ordered_sum
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.host.common import CommonOps
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import BucketPlan, split
-from horovod_fftcomp.types import Array, Coefficients
+from horovod_fftcomp.types import Array, Arrays, Coefficients
 
 
 class MomentumOps(CommonOps):
@@ -19,9 +18,9 @@ class MomentumOps(CommonOps):
     def accumulate(
         self,
         plan: BucketPlan,
-        grads: Sequence[Array | None],
-        velocities: Sequence[Array | None],
-        residuals: Sequence[Array | None],
+        grads: Arrays,
+        velocities: Arrays,
+        residuals: Arrays,
         momentum: Momentum,
     ) -> tuple[Array, list[Array | None]]:
         """See ``Ops.accumulate``."""
@@ -41,11 +40,7 @@ class MomentumOps(CommonOps):
 
     @staticmethod
     def accelerate(
-        grad: Array,
-        velocity: Array | None,
-        residual: Array | None,
-        momentum: Momentum,
-        k: int,
+        grad: Array, velocity: Array | None, residual: Array | None, momentum: Momentum, k: int
     ) -> tuple[Coefficients, Array]:
         """Return (residual plus velocity, with the top-k threshold for ``k``; the new velocity).
 
@@ -57,7 +52,6 @@ class MomentumOps(CommonOps):
 
     def cleared(self, array: Array | None) -> Array | None:
         """See ``Ops.cleared``."""
-        del array
         return None
 
 

@@ -12,8 +12,8 @@ from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.base import aligned
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.kernels.ops import AnyCodec
-from horovod_fftcomp.types import Array, Body, Tensor
+from horovod_fftcomp.kernels.ops import AnyCodec, Codecs
+from horovod_fftcomp.types import Array, Body, Tensor, Tensors
 from horovod_fftcomp.wire.header import Header
 
 
@@ -63,9 +63,7 @@ def sum_of(
     return Sum(total, [header.scale for header in headers], finite)
 
 
-def summed(
-    codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], gathered: Array, world_size: int
-) -> Sums:
+def summed(codecs: Codecs, tensors: Tensors, gathered: Array, world_size: int) -> Sums:
     """Decode all ranks' messages and sum them; PayloadError if they are not of these codecs."""
     payloads = list(wire.split_payloads(gathered))
     expected = world_size * len(tensors)

@@ -18,20 +18,18 @@ from horovod_fftcomp.engine.buckets import Bucket, make_buckets
 from horovod_fftcomp.engine.checkpoint import common
 from horovod_fftcomp.engine.policy import Scheduled, make_policy
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes import Context, Round, Scheme, State, Tensor
-from horovod_fftcomp.tools import gradient_files
+from horovod_fftcomp.schemes import Context, Round, State, Tensor
+from horovod_fftcomp.tools import bench, gradient_files
 from horovod_fftcomp.tools.advise.cost_model import (
     Compute,
     Message,
     Network,
     StepTime,
     Transfer,
-    free_codecs,
     spread,
     step_time,
 )
-from horovod_fftcomp.tools.bench import settle_malloc
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays, OldState
 
 _WORTH = 0.95  # a recipe is recommended if it takes less than this share of the dense time
 # Relative error of a forecast: 12 of 15 had less, see forecast.py in benchmarks/README.md.
@@ -106,7 +104,7 @@ def compressed(
         Transfer(0.0, (Message("allreduce", _PROBE_NBYTES),)),
         Transfer(1.0, (Message("allreduce", rest + _PROBE_NBYTES * len(inside)),)),
     ]
-    settle_malloc()
+    bench.settle_malloc()
     ready, error, energy, spreads = _ready(tensors), 0.0, 0.0, [0.0]
     for bucket in buckets:
         values = [_gradient(tensor, grads) for tensor in bucket.tensors]
@@ -161,13 +159,11 @@ def _timed(
     bucket: Bucket, grads: Sequence[Array], ready: float, repeat: int
 ) -> tuple[Transfer, float]:
     """Return (messages and median times of a bucket in a usual step; their spread)."""
-    scheme, first = bucket.policy.at(_USUAL_STEP), bucket.policy.at(0)
-    state = _run(first, bucket, grads, {}, 0, 1).state
-    others = {ranks: _other_owners(scheme, bucket, grads, state, ranks) for ranks in (_FEW, _MORE)}
+    state = _run(bucket, grads, {}, 0, 1, []).state
+    others = {ranks: _other_owners(bucket, grads, state, ranks) for ranks in (_FEW, _MORE)}
     runs: dict[int, list[_Run]] = {
         ranks: [
-            _run(scheme, bucket, grads, state, _USUAL_STEP, ranks, others[ranks])
-            for _ in range(repeat + 1)
+            _run(bucket, grads, state, _USUAL_STEP, ranks, others[ranks]) for _ in range(repeat + 1)
         ]
         for ranks in (_FEW, _MORE)
     }
@@ -182,14 +178,9 @@ def _timed(
 
 def _lost(bucket: Bucket, grads: Sequence[Array]) -> tuple[float, float]:
     """Return the sums of squares of the error of a first exchange, and of the gradients."""
-    sums = _run(bucket.policy.at(0), bucket, grads, {}, 0, 1).sums
-    return (
-        sum(
-            float(np.square(g - s, dtype=np.float64).sum())
-            for g, s in zip(grads, sums, strict=True)
-        ),
-        sum(float(np.square(g, dtype=np.float64).sum()) for g in grads),
-    )
+    sums = _run(bucket, grads, {}, 0, 1, []).sums
+    errors = (grad - decoded for grad, decoded in zip(grads, sums, strict=True))
+    return sum(map(bench.energy, errors)), sum(map(bench.energy, grads))
 
 
 class _Run(NamedTuple):
@@ -203,13 +194,7 @@ class _Run(NamedTuple):
 
 
 def _run(
-    scheme: Scheme,
-    bucket: Bucket,
-    grads: Sequence[Array],
-    state: Mapping[str, Mapping[str, Array]],
-    step: int,
-    ranks: int,
-    others: Sequence[Array] = (),
+    bucket: Bucket, grads: Arrays, state: OldState, step: int, ranks: int, others: list[Array]
 ) -> _Run:
     """Run one exchange in which all ranks send the payloads of ``grads``.
 
@@ -217,6 +202,7 @@ def _run(
     The caches are overwritten before each part, as by the forward and backward pass of a training.
     """
     np.empty(_CACHES_NBYTES, np.uint8).fill(1)
+    scheme = bucket.policy.at(step)
     exchange = scheme.exchange(bucket.tensors, grads, state, Context(step, 0, ranks))
     messages, times = [], []
     begin = time.perf_counter()
@@ -237,14 +223,9 @@ def _run(
             return _Run(tuple(messages), sum(times), decode_s, outcome.sums, kept)
 
 
-def _other_owners(
-    scheme: Scheme,
-    bucket: Bucket,
-    grads: Sequence[Array],
-    state: Mapping[str, Mapping[str, Array]],
-    ranks: int,
-) -> list[Array]:
-    """Return the second messages of all owners but the first; none unless ``scheme`` is sharded."""
+def _other_owners(bucket: Bucket, grads: Arrays, state: OldState, ranks: int) -> list[Array]:
+    """Return the second messages of all owners but the first; none unless sharded."""
+    scheme = bucket.policy.at(_USUAL_STEP)
     messages: list[Array] = []
     for rank in range(1, ranks if scheme.rounds[-2:-1] == ("alltoall",) else 1):
         context = Context(_USUAL_STEP, rank, ranks)
@@ -316,7 +297,8 @@ def forecasts(
     for option in options:
         own = option.compute or compute
         time = step_time(own, option.parts, network, ranks)
-        ceiling = step_time(own, free_codecs(option.parts), network, ranks)
+        free = [part.without_codec() for part in option.parts]
+        ceiling = step_time(own, free, network, ranks)
         varies_s = step_spread * time.compute_s + network_spread * time.exposed_s
         varies_s += option.spread * (time.encode_s + time.decode_s)
         error = max(ACCURACY, varies_s / time.total_s)

@@ -255,11 +255,6 @@ def _encoded(compute: Compute, order: Sequence[Transfer]) -> tuple[list[float], 
     return ends, compute.total_s + delay_s
 
 
-def free_codecs(parts: Sequence[Transfer]) -> list[Transfer]:
-    """Return the parts without encoding and decoding times."""
-    return [part.without_codec() for part in parts]
-
-
 def spread(times_s: Sequence[float]) -> float:
     """Return half the interquartile range over the median; 0 for fewer than three times."""
     if len(times_s) < 3:

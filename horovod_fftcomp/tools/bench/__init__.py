@@ -16,22 +16,11 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.kernels.threads import get_num_threads
-from horovod_fftcomp.tools.bench.measurement import Measurement, Samples, added, entropy_bits
-from horovod_fftcomp.tools.bench.sessions import RecipeSession, Session
+from horovod_fftcomp.tools.bench.measurement import Measurement, Samples, added, entropy_bits  # noqa: F401
+from horovod_fftcomp.tools.bench.sessions import RecipeSession, Session  # noqa: F401
 from horovod_fftcomp.tools.gradient_files import History
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
-
-__all__ = [
-    "Measurement",
-    "RecipeSession",
-    "Session",
-    "added",
-    "measure",
-    "memcpy",
-    "n_ticks",
-    "settle_malloc",
-]
 
 # 2**18 elements, 1 MiB: a smaller part of a memcpy is copied before a second thread has started.
 _LEAST_COPIED = 1 << 18
@@ -148,16 +137,16 @@ class _Sums:
     def add(self, session: Session, grad: Array) -> None:
         """Add energies and errors of ``grad``, without and with feedback; advances the session."""
         decoded = session.alone(grad)
-        self.energy += _energy(grad)
-        self.decoded += _energy(decoded)
-        self.error += _energy(grad - decoded)
+        self.energy += energy(grad)
+        self.decoded += energy(decoded)
+        self.error += energy(grad - decoded)
         if session.has_feedback:
-            self.feedback_energy += _energy(grad + session.residual())
+            self.feedback_energy += energy(grad + session.residual())
             session.advance(grad)
-            self.feedback_error += _energy(session.residual())
+            self.feedback_error += energy(session.residual())
 
 
-def _energy(values: Array) -> float:
+def energy(values: Array) -> float:
     """Return the sum of squares, in float64, where that of large or tiny values fits."""
     chunks = (
         values[begin : begin + _CHUNK].astype(np.float64) for begin in range(0, values.size, _CHUNK)

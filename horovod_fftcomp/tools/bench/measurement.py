@@ -72,14 +72,7 @@ class Measurement:
 
     def as_row(self) -> dict[str, object]:
         """Return all fields and derived figures as JSON values."""
-        derived = (
-            "ratio",
-            "relative_error",
-            "feedback_relative_error",
-            "kept_energy",
-            "bits_per_position",
-            "entropy_per_position",
-        )
+        derived = [name for name, one in vars(Measurement).items() if isinstance(one, property)]
         times = {"encode": self.encode_s, "feedback": self.feedback_s, "decode": self.decode_s}
         per_memcpy = {
             f"{name}_memcpys": None if seconds is None else seconds / self.memcpy_s

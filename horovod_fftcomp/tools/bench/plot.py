@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,26 +35,34 @@ def write(path: Path, measurements: Sequence[Measurement], title: str) -> None:
 
 def _draw_costs(axes: Axes, measurements: Sequence[Measurement]) -> None:
     labels = [one.label for one in measurements]
-    encode = [one.encode_s / one.memcpy_s for one in measurements]
-    feedback = [
-        max(0.0, ((one.feedback_s or one.encode_s) - one.encode_s) / one.memcpy_s)
-        for one in measurements
-    ]
-    decode = [one.decode_s / one.memcpy_s for one in measurements]
-    left = [0.0] * len(labels)
-    for what, widths in (
-        ("encode", encode),
-        ("error feedback", feedback),
-        ("decode the sum of two", decode),
-    ):
-        axes.barh(labels, widths, left=left, label=what)
-        left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    for row, total in enumerate(left):
+    feedback_s = [max(0.0, (one.feedback_s or 0.0) - one.encode_s) for one in measurements]
+    widths = {
+        "encode": [one.encode_s / one.memcpy_s for one in measurements],
+        "error feedback": [
+            more_s / one.memcpy_s for more_s, one in zip(feedback_s, measurements, strict=True)
+        ],
+        "decode the sum of two": [one.decode_s / one.memcpy_s for one in measurements],
+    }
+    for row, total in enumerate(draw_parts(axes, labels, widths)):
         axes.annotate(f" {total:.1f}", (total, row), va="center")
     axes.margins(x=0.1)
-    axes.invert_yaxis()
     axes.set_xlabel("cost in memcpys of the gradient (1 = one copy)")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3, frameon=False)
+
+
+def draw_parts(
+    axes: Axes, labels: Sequence[str], widths: Mapping[str, Sequence[float]]
+) -> list[float]:
+    """Draw a bar of coloured parts for each label, with a legend; return the lengths of the bars.
+
+    ``widths``: for each part by name, its width in each bar.
+    """
+    left = [0.0] * len(labels)
+    for what, part in widths.items():
+        axes.barh(labels, part, left=left, label=what)
+        left = [begin + width for begin, width in zip(left, part, strict=True)]
+    axes.invert_yaxis()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=len(widths), frameon=False)
+    return left
 
 
 def _draw_gains(axes: Axes, measurements: Sequence[Measurement]) -> None:

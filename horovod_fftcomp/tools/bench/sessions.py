@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,41 +36,21 @@ class Session(Protocol):
 
         ``grad``: flat float32, not changed. The residual is not changed either.
         """
-        ...
 
     def collect(self, message: Any) -> Any:
         """Return the output of the collective of ``message`` and the second rank's message."""
-        ...
 
     def decode(self, received: Any) -> object:
         """Return the sum over both ranks."""
-        ...
 
     def alone(self, grad: Array) -> Array:
         """Return ``grad`` encoded and decoded without feedback, flat float32."""
-        ...
 
     def advance(self, grad: Array) -> None:
         """Exchange ``grad`` with feedback and keep the new residual."""
-        ...
 
     def residual(self) -> Array:
         """Return the residual, flat float32."""
-        ...
-
-
-class _Received(NamedTuple):
-    """An exchange before its last collective's output is sent to it, and that output."""
-
-    exchange: Exchange
-    output: Array
-
-
-class _Started(NamedTuple):
-    """An exchange up to its last round, and that round."""
-
-    exchange: Exchange
-    last: Round
 
 
 class RecipeSession:
@@ -84,9 +64,7 @@ class RecipeSession:
             options = {**options, "calibrate_steps": 1}  # steps after the calibration are measured
         policy = make_policy(recipe, **options)
         self.scheme = policy.at(_USUAL_STEP)
-        self.has_feedback = bool(
-            {**RECIPES[recipe].options, **options}.get("error_feedback", False)
-        )
+        self.has_feedback = bool(policy.in_force().get("error_feedback"))
         off = {"error_feedback": False} if self.has_feedback else {}
         plain = make_policy(recipe, **{**options, **off})
         self._plain = plain.at(_USUAL_STEP)
@@ -122,19 +100,25 @@ class RecipeSession:
         exchange.close()
         return [round_.data for round_ in rounds]
 
-    def encode(self, grad: Array, feedback: bool) -> _Started:
-        """Return the exchange of ``grad`` with the second rank, up to the last collective."""
+    def encode(self, grad: Array, feedback: bool) -> tuple[Exchange, Round]:
+        """Return the exchange of ``grad`` with the second rank, and its last round."""
         if feedback:
             return _start(self._exchange(self.scheme, grad, self._state), self._others)
         return _start(self._exchange(self._plain, grad, self._known), self._others)
 
-    def collect(self, message: _Started) -> _Received:
+    def collect(self, message: tuple[Exchange, Round]) -> tuple[Exchange, Array]:
         """Return the exchange and the output of its last collective."""
-        return _Received(message.exchange, _completed(message.last, self._others[-1]))
+        exchange, last = message
+        return exchange, _completed(last, self._others[-1])
 
-    def decode(self, received: _Received) -> Outcome:
+    def decode(self, received: tuple[Exchange, Array]) -> Outcome:
         """Return the outcome of the exchange."""
-        return _finish(received)
+        exchange, output = received
+        try:
+            exchange.send(output)
+        except StopIteration as stop:
+            return stop.value
+        raise AssertionError("the scheme has more rounds than it lists")
 
     def alone(self, grad: Array) -> Array:
         """Return ``grad`` encoded and decoded without feedback, flat float32."""
@@ -144,8 +128,8 @@ class RecipeSession:
         nobody = [None] * len(scheme.rounds)
         context = Context(step, 0, 1)
         exchange = scheme.exchange([self._tensor], [grad], self._known, context)
-        started = _start(exchange, nobody)
-        return _finish(_Received(exchange, _completed(started.last, None)))
+        exchange, last = _start(exchange, nobody)
+        return self.decode((exchange, _completed(last, None)))
 
     def advance(self, grad: Array) -> None:
         """Exchange ``grad`` with feedback and keep the new residual."""
@@ -160,19 +144,11 @@ class RecipeSession:
         return scheme.exchange([self._tensor], [grad], state, context)
 
 
-def _start(exchange: Exchange, others: Sequence[Array | None]) -> _Started:
+def _start(exchange: Exchange, others: Sequence[Array | None]) -> tuple[Exchange, Round]:
     last = next(exchange)
     for other in others[:-1]:
         last = exchange.send(_completed(last, other))
-    return _Started(exchange, last)
-
-
-def _finish(received: _Received) -> Outcome:
-    try:
-        received.exchange.send(received.output)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("the scheme has more rounds than it lists")
+    return exchange, last
 
 
 def _completed(own: Round, other: Array | None) -> Array:

@@ -185,7 +185,6 @@ def _signals_raise() -> Iterator[None]:
         return
 
     def leave(number: int, frame: object) -> None:
-        del frame
         raise SystemExit(128 + number)
 
     before = {which: signal.signal(which, leave) for which in (signal.SIGTERM, signal.SIGHUP)}

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from horovod_fftcomp.kernels.cuda import on_device
 from horovod_fftcomp.kernels.cuda.decoder import Decoder, ThresholdDecoder
-from horovod_fftcomp.kernels.cuda.encoder import Encoder, Velocities
+from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.kernels.cuda.ops.momentum import MomentumOps
-from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Momentum, Summed
+from horovod_fftcomp.kernels.ops import Codecs, Encoded, Feedback, Flags, Summed
 from horovod_fftcomp.kernels.plans import BucketPlan
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.types import Arrays, OldState, Tensors
 from horovod_fftcomp.wire.counter_rng import RngKey
 
 
 class DeviceCoder:
     """See ``Coder``. Codecs: all of fixed payload size, or none."""
 
-    def __init__(
-        self,
-        ops: MomentumOps,
-        codecs: Sequence[AnyCodec],
-        tensors: Sequence[Tensor],
-        n_ranks: int,
-    ) -> None:
+    def __init__(self, ops: MomentumOps, codecs: Codecs, tensors: Tensors, n_ranks: int) -> None:
         self._ops, self._codecs, self._tensors = ops, codecs, tensors
         self._device = device = ops.device
         shapes = [tensor.shape for tensor in tensors]
@@ -38,12 +32,7 @@ class DeviceCoder:
             self._decoder = ThresholdDecoder(device, codecs, shapes, n_ranks)
 
     def encode(
-        self,
-        grads: Sequence[Any],
-        state: Mapping[str, Mapping[str, Any]],
-        at: tuple[int, int],
-        feedback: Feedback,
-        measure: bool,
+        self, grads: Arrays, state: OldState, at: tuple[int, int], feedback: Feedback, measure: bool
     ) -> Encoded:
         """See ``Coder.encode``."""
         device = self._device
@@ -58,17 +47,13 @@ class DeviceCoder:
             else None
             for grad, form in zip(grads, self._encoder.coeffs_formats, strict=True)
         ]
-        velocities = self._velocities(grads, there, state.get("velocity", {}), feedback.momentum)
-        encoded = self._encoder.encode(
-            there,
-            old,
-            new,
-            measure,
-            self._keys(*at),
-            velocities,
-            feedback.decay,
-            feedback.keeps_sent,
-        )
+        velocities, momentum = None, feedback.momentum
+        if momentum is not None:
+            moving = [None if grad is None else on for grad, on in zip(grads, there, strict=True)]
+            before = self._old(grads, state.get("velocity", {}))
+            velocities = self._ops.velocities_of(self._plan, moving, before, momentum)
+        options = self._keys(*at), velocities, feedback.decay, feedback.keeps_sent
+        encoded = self._encoder.encode(there, old, new, measure, *options)
         return Encoded(
             encoded.message,
             new if feedback.keep else [None] * len(new),
@@ -77,25 +62,13 @@ class DeviceCoder:
             encoded.left if feedback.keep else None,
         )
 
-    def _old(self, grads: Sequence[Any], carried: Mapping[str, Any]) -> list[Any]:
+    def _old(self, grads: Arrays, carried: Mapping[str, Any]) -> list[Any]:
         """Return each tensor's array in ``carried`` on the device; None for a frozen tensor."""
         found = [
             None if grad is None else carried.get(tensor.name)
             for grad, tensor in zip(grads, self._tensors, strict=True)
         ]
         return [None if array is None else on_device(array, self._device) for array in found]
-
-    def _velocities(
-        self,
-        grads: Sequence[Any],
-        there: Sequence[Any],
-        carried: Mapping[str, Any],
-        momentum: Momentum | None,
-    ) -> Velocities | None:
-        if momentum is None:
-            return None
-        moving = [None if grad is None else on for grad, on in zip(grads, there, strict=True)]
-        return self._ops.velocities_of(self._plan, moving, self._old(grads, carried), momentum)
 
     def _keys(self, step: int, rank: int) -> list[int] | None:
         """Return the random key of each tensor; None if no method here draws random numbers."""
@@ -115,9 +88,7 @@ class DeviceCoder:
 class CoderOps(MomentumOps):
     """See ``Ops``."""
 
-    def coder(
-        self, codecs: Sequence[AnyCodec], tensors: Sequence[Tensor], n_ranks: int
-    ) -> DeviceCoder:
+    def coder(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> DeviceCoder:
         """See ``Ops.coder``. A bucket's are cached for its last two lists of codecs."""
         cache = self.device.cache
         key, made_for = ("coder", tuple(tensors)), (tuple(codecs), n_ranks)

@@ -13,7 +13,7 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cuda import Device, is_on_host, on_device, on_host, source, structs
 from horovod_fftcomp.kernels.ops import Deferred, Flags
 from horovod_fftcomp.kernels.plans import BucketPlan, check_size
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays
 
 _KERNELS = ("find_beyond", "write_halves", "read_halves", "square<1>")
 
@@ -77,7 +77,7 @@ class CommonOps:
             check_state(kind, array, (np.dtype(np.float32), numel))
         return self.put(array)
 
-    def join(self, parts: Sequence[Any], numels: Sequence[int], dtype: type = np.float32) -> Any:
+    def join(self, parts: Arrays, numels: Sequence[int], dtype: type = np.float32) -> Any:
         """See ``Ops.join``."""
         return self.device.joined(
             [
@@ -86,12 +86,12 @@ class CommonOps:
             ]
         )
 
-    def squares(self, arrays: Sequence[Any]) -> Deferred:
+    def squares(self, arrays: Arrays) -> Deferred:
         """See ``Ops.squares``. The sums are float64, in a fixed order."""
         rows = np.zeros(len(arrays), structs.TENSOR)
         rows["coeffs"] = [self.address(array) for array in arrays]
         rows["n"] = [0 if array is None else len(array) for array in arrays]
-        owners = self.tiles(rows, rows["n"])
+        owners = structs.enter_tiles(rows, rows["n"])
         sums = self.device.empty(max(1, owners.size), np.float64)
         if owners.size:
             tables = [self.uploads.of("squares", rows), self.uploads.of("owners", owners)]
@@ -99,13 +99,6 @@ class CommonOps:
             kernel = self.kernels(*_KERNELS)["square<1>"]
             kernel(owners.size, structs.THREADS, arguments, structs.SQUARES_NBYTES)
         return _summed(self.device.fetch(sums), owners, len(arrays))
-
-    def tiles(self, rows: Array, sizes: Sequence[int] | Array) -> Array:
-        """Enter the tiles of each row, of ``sizes`` elements; return the row of each tile."""
-        tile = np.uint64(structs.TILE)
-        counts = (np.asarray(sizes, np.uint64) + tile - np.uint64(1)) // tile
-        rows["n_tiles"], rows["first_tile"] = counts, np.cumsum(counts) - counts
-        return np.repeat(np.arange(len(rows), dtype=np.uint32), counts.astype(np.int64))
 
     def flags_of(self, values: Any) -> Flags:
         """See ``Ops.flags_of``."""

@@ -12,7 +12,7 @@ from horovod_fftcomp.kernels.cuda import structs
 from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.kernels.ops import Deferred, Flags
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays
 
 _KERNELS = ("filter_low", "clear_sums", "choose_winners", "count_common", "take_shares",
             "check_shares", "add_shares")  # fmt: skip
@@ -52,7 +52,7 @@ class CommonIndexOps(CommonOps):
     """See ``Ops``."""
 
     def common_index(
-        self, plan: IndexPlan, grads: Sequence[Any], residuals: Sequence[Any], measures: bool
+        self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool
     ) -> _Bucket:
         """See ``Ops.common_index``."""
         takes_part = [grad is not None for grad in grads]
@@ -83,13 +83,13 @@ class CommonIndexOps(CommonOps):
         rows["beta"], rows["rest"] = filters
         if plan.unbiased:
             rows["gain"] = plan.gains.view(np.uint32)
-        tiles = self.tiles(rows, rows["n"])
+        tiles = structs.enter_tiles(rows, rows["n"])
         counts = -(-np.array(plan.counts, np.int64) // structs.THREADS)
         rows["first_group"], rows["n_groups"] = np.cumsum(counts) - counts, counts
         groups = np.repeat(np.arange(len(rows), dtype=np.uint32), counts)
         return _Tables(plan, rows, self.device.upload(tiles), self.device.upload(groups))
 
-    def _point(self, bucket: _Bucket, field: str, arrays: Sequence[Any]) -> None:
+    def _point(self, bucket: _Bucket, field: str, arrays: Arrays) -> None:
         """Enter the address of each tensor's array in ``field``; 0 for None."""
         bucket.alive[field] = arrays
         bucket.rows[field] = [self.address(array) for array in arrays]
@@ -110,7 +110,6 @@ class CommonIndexOps(CommonOps):
 
     def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> _Positions:
         """See ``Ops.draw``. The kernels compute the positions where they use them."""
-        del plan
         factors, firsts = zip(*progressions, strict=True)
         return _Positions({"factor": factors, "first": firsts}, np.uint32(0))
 
@@ -182,7 +181,7 @@ class CommonIndexOps(CommonOps):
         bucket.rows["share"] = address + 4 * bucket.plan.begins[:-1]
         return self.uploads.of(use, bucket.rows)
 
-    def index_energies(self, bucket: _Bucket) -> Deferred:
+    def index_energies(self, bucket: _Bucket) -> Callable[[], Mapping[int, tuple]]:
         """See ``Ops.index_energies``."""
         return partial(_energies, bucket.squares, bucket.takes_part)
 
@@ -208,7 +207,6 @@ def _first(counts: Callable[[], Array]) -> int:
     return int(counts().view(np.uint32)[0])
 
 
-def _energies(squares: Sequence[Deferred], takes_part: Sequence[bool]) -> list[Any]:
-    of_tensors = zip(*(of() for of in squares), strict=True)
-    pairs = zip(of_tensors, takes_part, strict=True)
-    return [energies if is_in else None for energies, is_in in pairs]
+def _energies(squares: Sequence[Deferred], takes_part: Sequence[bool]) -> dict[int, tuple]:
+    of_tensors = enumerate(zip(*(of() for of in squares), strict=True))
+    return {number: energies for number, energies in of_tensors if takes_part[number]}

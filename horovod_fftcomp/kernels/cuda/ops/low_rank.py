@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
 from horovod_fftcomp.kernels.cuda.ops.plan_table import PlanTable
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, split
+from horovod_fftcomp.types import Arrays
 
 _KERNELS = ("take_whole", "check_factors", "orthonormalize", "subtract_products", "sum_products",
             "keep_factors")  # fmt: skip
@@ -34,7 +34,7 @@ class LowRankOps(CommonOps):
         return PlanTable(self, plan, rows, self.kernels(*_KERNELS))
 
     def compensate(
-        self, plan: LowRankPlan, grads: Sequence[Any], residuals: Sequence[Any]
+        self, plan: LowRankPlan, grads: Arrays, residuals: Arrays
     ) -> tuple[list[Any], Any]:
         """See ``Ops.compensate``."""
         table, message = self._table(plan), self.zeros(plan.firsts[-1])
@@ -48,19 +48,12 @@ class LowRankOps(CommonOps):
         table.on_tiles("take_whole", table.at("whole", **addresses))
         return whole, message
 
-    def project(
-        self, plan: LowRankPlan, whole: Sequence[Any], right: Sequence[Any], message: Any
-    ) -> None:
+    def project(self, plan: LowRankPlan, whole: Arrays, right: Arrays, message: Any) -> None:
         """See ``Ops.project``."""
         self._multiply(plan, whole, right, split(message, plan.firsts), False)
 
     def _multiply(
-        self,
-        plan: LowRankPlan,
-        whole: Sequence[Any],
-        factors: Sequence[Any],
-        shares: Sequence[Any],
-        transposed: bool,
+        self, plan: LowRankPlan, whole: Arrays, factors: Arrays, shares: Arrays, transposed: bool
     ) -> None:
         """Write the products of matrices, or of their transposes, and factors to ``shares``."""
         for matrix, array, factor, share in zip(plan.matrices, whole, factors, shares, strict=True):
@@ -83,7 +76,7 @@ class LowRankOps(CommonOps):
         table.on_rows("orthonormalize", rows)
         return left
 
-    def project_back(self, plan: LowRankPlan, whole: Sequence[Any], left: LeftFactors) -> Any:
+    def project_back(self, plan: LowRankPlan, whole: Arrays, left: LeftFactors) -> Any:
         """See ``Ops.project_back``."""
         message = self.zeros(plan.seconds[-1])
         factors = split(left.values, plan.lefts)
@@ -91,7 +84,7 @@ class LowRankOps(CommonOps):
         return message
 
     def subtract_product(
-        self, plan: LowRankPlan, whole: Sequence[Any], left: LeftFactors, own: Any
+        self, plan: LowRankPlan, whole: Arrays, left: LeftFactors, own: Any
     ) -> list[Any]:
         """See ``Ops.subtract_product``."""
         pairs = zip(plan.matrices, whole, strict=True)
@@ -123,7 +116,7 @@ class LowRankOps(CommonOps):
         table.on_tiles("sum_products", rows, flags, flags[len(sums) :])
         return sums, Flags(True, flags, flags[:0])  # there are no payloads that could be corrupt
 
-    def nonzero_columns(self, plan: LowRankPlan, second: Any, right: Sequence[Any]) -> list[Any]:
+    def nonzero_columns(self, plan: LowRankPlan, second: Any, right: Arrays) -> list[Any]:
         """See ``Ops.nonzero_columns``."""
         factors = [
             self.empty(matrix.columns * matrix.rank) if matrix.rank else None

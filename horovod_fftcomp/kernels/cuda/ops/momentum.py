@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
 from horovod_fftcomp.kernels.cuda.ops.plan_table import PlanTable
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import BucketPlan
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, Arrays
 
 
 class MomentumOps(CommonOps):
@@ -23,9 +23,9 @@ class MomentumOps(CommonOps):
     def accumulate(
         self,
         plan: BucketPlan,
-        grads: Sequence[Any],
-        velocities: Sequence[Any],
-        residuals: Sequence[Any],
+        grads: Arrays,
+        velocities: Arrays,
+        residuals: Arrays,
         momentum: Momentum,
     ) -> tuple[Any, list[Any]]:
         """See ``Ops.accumulate``."""
@@ -49,7 +49,7 @@ class MomentumOps(CommonOps):
         rows = np.zeros(len(plan.numels), structs.DENSE_MOMENTUM)
         return PlanTable(self, plan, rows, self.kernels("accumulate"))
 
-    def _velocities(self, plan: BucketPlan, grads: Sequence[Any]) -> list[Any]:
+    def _velocities(self, plan: BucketPlan, grads: Arrays) -> list[Any]:
         pairs = zip(plan.numels, grads, strict=True)
         return [None if grad is None else self.empty(numel) for numel, grad in pairs]
 
@@ -58,7 +58,7 @@ class MomentumOps(CommonOps):
         return None if array is None else self.zeros(len(array))
 
     def velocities_of(
-        self, plan: BucketPlan, grads: Sequence[Any], old: Sequence[Any], momentum: Momentum
+        self, plan: BucketPlan, grads: Arrays, old: Arrays, momentum: Momentum
     ) -> Velocities:
         """Return old and new velocities and their options for the encoder.
 
@@ -69,7 +69,7 @@ class MomentumOps(CommonOps):
         return Velocities(old, self._velocities(plan, grads), factors, *options)
 
     def clip_factors(
-        self, plan: BucketPlan, grads: Sequence[Any], largest_norm: float | None
+        self, plan: BucketPlan, grads: Arrays, largest_norm: float | None
     ) -> Array | int:
         """Return the address of each gradient's clipping factor; 0 without clipping.
 
@@ -77,10 +77,7 @@ class MomentumOps(CommonOps):
         """
         if largest_norm is None:
             return 0
-        return self.of_plan("clipping", plan, self._new_clipping).find(grads, largest_norm)
-
-    def _new_clipping(self, plan: BucketPlan) -> _Clipping:
-        return _Clipping(self, plan)
+        return self.of_plan("clipping", plan, partial(_Clipping, self)).find(grads, largest_norm)
 
 
 class _Clipping:
@@ -97,7 +94,7 @@ class _Clipping:
         self._parts = ops.empty(self._table.n_tiles * structs.PART.itemsize, np.uint8)
         self._factors = ops.empty(len(rows))
 
-    def find(self, grads: Sequence[Any], largest_norm: float) -> Array:
+    def find(self, grads: Arrays, largest_norm: float) -> Array:
         """Launch the kernels that compute the factors; return their addresses."""
         pairs = zip(grads, self._numels, strict=True)
         filled = [self._ops.zeros(numel) if grad is None else grad for grad, numel in pairs]

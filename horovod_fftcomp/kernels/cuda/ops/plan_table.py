@@ -19,7 +19,7 @@ class PlanTable:
     def __init__(self, ops: CommonOps, plan: BucketPlan, rows: Array, kernels: Any) -> None:
         rows["n"] = plan.numels
         self.rows, self._ops, self._kernels = rows, ops, kernels
-        owners = ops.tiles(rows, plan.numels)
+        owners = structs.enter_tiles(rows, plan.numels)
         self.n_tiles, self._owners = owners.size, ops.device.upload(owners)
         self._uploads = structs.Uploads(ops.device)
 

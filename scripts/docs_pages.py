@@ -1,0 +1,81 @@
+"""Hook of MkDocs (``make docs``): pages and files from outside of ``docs/``, and links to them.
+
+In a repository's browser the documentation is read where it lies. In the site, README.md is the
+start page, other Markdown files become pages, and everything else that a page links to is copied.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "performance.md",
+    "benchmarks/results/cluster.md": "results/cluster.md",
+    "benchmarks/results/convergence.md": "results/convergence.md",
+    "docker/README.md": "docker.md",
+    "CHANGELOG.md": "changelog.md",
+}
+SOURCES = {page: source for source, page in PAGES.items()}
+DOCTEST = re.compile(r"^>>> .*(?:\n(?!\n).*)*", re.M)
+LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
+
+
+def path_in_site(source: str) -> str:
+    """Return where a file of the repository lies in the site; Python files become text."""
+    if source in PAGES:
+        return PAGES[source]
+    if source.startswith("docs/"):
+        return source.removeprefix("docs/")
+    return f"files/{source}" + (".txt" if source.endswith(".py") else "")
+
+
+def linked(source: str, text: str) -> list[str]:
+    """Return the files of the repository that a page links to."""
+    folder = posixpath.dirname(source)
+    paths = [posixpath.normpath(posixpath.join(folder, path)) for _, path in LINK.findall(text)]
+    return [path for path in paths if (ROOT / path).is_file()]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages and files from outside of ``docs/``."""
+    pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    for source in [*pages, *PAGES]:
+        for path in [source, *linked(source, (ROOT / source).read_text(encoding="utf-8"))]:
+            uri = path_in_site(path)
+            if not path.startswith("docs/") and files.get_file_from_path(uri) is None:
+                files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rewrite links that point out of ``docs/``, or into it."""
+    uri = page.file.src_uri
+    source = SOURCES.get(uri, f"docs/{uri}")
+    here, folder = posixpath.dirname(uri), posixpath.dirname(source)
+
+    def rewritten(found: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(folder, found[2]))
+        if not (ROOT / path).is_file():
+            return found[0]
+        return found[1] + posixpath.relpath(path_in_site(path), here or ".")
+
+    return LINK.sub(rewritten, markdown)
+
+
+class Doctests(griffe.Extension):
+    """Show the examples of docstrings as code."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Put fences around the examples of a docstring."""
+        if obj.docstring is not None:
+            text = DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
+            obj.docstring.value = text.replace("  # doctest: +SKIP", "")
