@@ -7,7 +7,6 @@ import io
 import os
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from horovod_fftcomp import ConfigMismatchError, UnsupportedError, get_scheme, s
 from horovod_fftcomp.engine.buckets import MIN_NUMEL
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import compress
-from horovod_fftcomp.torch_distributed.pipeline import OrderedPipeline
 from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup
 
 RECIPES = [
@@ -249,42 +247,27 @@ def test_all_coefficients_give_the_gradients_of_ddp(mode):
     same_everywhere(flat(models[0]))
 
 
-def mixed(model, steps):
-    """Train with payloads of equal and of unequal sizes, sums, and exchanges of two rounds."""
-    recipes = ["topk", "powersgd", "hard_threshold", "scalecom"]
-    rules = [(f"{n}.*", {"recipe": recipes[n % 4]}) for n in range(len(model.module))]
-    compression = compress(model, "topk", rules=rules, bucket_nbytes=48 * 48 * 4, timeout_s=60.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(steps):
-        optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        model(torch.randn(4, 48, generator=generator)).square().mean().backward()
-        optimizer.step()
-    assert compression.stats()["steps"] == steps
-    same_everywhere(flat(model))
-
-
-def test_the_order_of_rounds_does_not_depend_on_what_has_arrived(monkeypatch):
-    def poll(pipeline):  # the first rank decodes all that it can, the others nothing
-        if dist.get_rank() == 0:
-            time.sleep(0.01)
-            poll_now(pipeline)
-
-    poll_now = OrderedPipeline.poll
-    monkeypatch.setattr(OrderedPipeline, "poll", poll)
-    layers = nn.Sequential(*(nn.Linear(48, 48, bias=False) for _ in range(8)))
-    mixed(wrapped(layers, bucket_cap_mb=48 * 48 * 4 / 2**20), steps=4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", ["", "gradient_as_bucket_view", "find_unused_parameters", "static_graph"]
 )
 def test_a_thousand_steps_of_twenty_buckets_end(mode):
+    """With payloads of equal and of unequal sizes, sums, and two rounds."""
     layers = nn.Sequential(*(nn.Linear(48, 48, bias=False) for _ in range(20)))
-    ddp = wrapped(layers, bucket_cap_mb=48 * 48 * 4 / 2**20, **{mode: True} if mode else {})
-    mixed(ddp, steps=1000)
+    nbytes = 48 * 48 * 4
+    ddp = wrapped(layers, bucket_cap_mb=nbytes / 2**20, **{mode: True} if mode else {})
+    recipes = ["topk", "powersgd", "hard_threshold", "scalecom"]
+    rules = [(f"{n}.*", {"recipe": recipes[n % 4]}) for n in range(20)]
+    compression = compress(ddp, "topk", rules=rules, bucket_nbytes=nbytes, timeout_s=60.0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(1000):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        ddp(torch.randn(4, 48, generator=generator)).square().mean().backward()
+        optimizer.step()
     assert len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) == 20
+    assert compression.stats()["steps"] == 1000
+    same_everywhere(flat(ddp))
 
 
 def test_accumulated_gradients_are_exchanged_once():
