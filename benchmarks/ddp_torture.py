@@ -3,8 +3,9 @@
     python benchmarks/ddp_torture.py
 
 Starts its own ranks over Gloo: those of one trial with one hook at a time, in new processes, which
-are killed when they stand still. Writes results/ddp_torture.json and ddp_torture.md; a trial that
-is there already is not measured again. --hooks and --trials measure a part and write nothing.
+are killed when they stand still. Writes results/ddp_torture.json and the table in README.md; a
+trial that is there already is not measured again. --hooks and --trials measure a part, which is
+printed alone.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from horovod_fftcomp.tools import environment
 from horovod_fftcomp.torch_distributed import compress
 
 OUT = Path(__file__).resolve().parent / "results" / "ddp_torture.json"
+README, MARK = Path(__file__).resolve().parent / "README.md", "<!-- ddp_torture -->"
 STOCK: dict[str, Callable[..., Any] | None] = {
     "no hook": None,
     "fp16": default_hooks.fp16_compress_hook,
@@ -529,6 +531,15 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"- {note}" for note in notes(results))]) + "\n"
 
 
+def write(results: dict[str, Any]) -> None:
+    """Write the results, and their table into README.md."""
+    OUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    page = README.read_text(encoding="utf-8")
+    before, _, rest = page.partition(f"{MARK}\n")
+    _, end, after = rest.partition(MARK.replace("<!-- ", "<!-- /"))
+    README.write_text(f"{before}{MARK}\n{markdown(results)}{end}{after}", encoding="utf-8")
+
+
 def main() -> None:
     """Measure what is missing, print the table, and write a whole one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -556,8 +567,7 @@ def main() -> None:
         results["trials"][name] = {"title": trials[name].title, "hooks": found}
         print(name, {hook: each["result"] for hook, each in found.items()}, flush=True)
         if whole:
-            OUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            OUT.with_suffix(".md").write_text(markdown(results), encoding="utf-8")
+            write(results)
     print(text_table(results))
 
 
