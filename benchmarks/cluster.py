@@ -6,7 +6,8 @@ As root: every host is a network namespace (docker/netns). Trains two nets at ea
 and link speed (cluster_worker.py), and writes results/cluster.json, cluster.md, cluster.png and
 headline.png. A point that is there already is not measured again; --points 1 stops after one,
 --report measures nothing. --every-recipe measures one point with all recipes, --exchanges gathered
-and sharded exchanges on 2, 4 and 8 hosts, for tables of their own.
+and sharded exchanges on 2, 4 and 8 hosts, --ddp trainings under DDP beside those under Horovod on
+two hosts, for tables of their own.
 """
 
 from __future__ import annotations
@@ -44,6 +45,12 @@ POINTS = [  # (model, hosts, what each host's interface may send in Mbit/s, imag
     ("resnet", 4, 1000, 8),
 ]
 EXCHANGES = [("alexnet", hosts, 50, 2) for hosts in (2, 4, 8)]  # little of them is computing
+DDP = [  # fastest links first: their steps are the shortest
+    ("alexnet", 2, 1000, 16),
+    ("alexnet", 2, 300, 16),
+    ("alexnet", 2, 100, 16),
+    ("resnet", 2, 100, 8),
+]
 HEADLINE = ("alexnet", 16, 4)  # of the README's figure: net, batch, hosts
 OURS = ("topk", "fft")
 PLOTTED = {
@@ -204,6 +211,24 @@ def table(point: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def ddp_table(points: list[dict[str, Any]]) -> str:
+    """Return steps and bytes under DDP and under Horovod in Markdown."""
+    heads = [f"{p['model']}, {p['mbit_per_s']} Mbit/s" for p in points]
+    lines = [
+        "ms of a step / MB that a host's interface sent in it:",
+        "",
+        f"| way | {' | '.join(heads)} |",
+        f"|---|{len(heads) * '---:|'}",
+    ]
+    for way in points[0]["ways"]:
+        found = [point["ways"][way] for point in points]
+        cells = [f"{1e3 * each['step_s']:.0f} / {each['sent_nbytes'] / 1e6:.2f}" for each in found]
+        lines.append(
+            f"| {way if way.startswith('DDP') else f'Horovod, {way}'} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines)
+
+
 def summary(points: list[dict[str, Any]]) -> list[str]:
     """Return the speed-ups of all points in Markdown, and up to which link speed each way pays."""
     kinds = sorted({kind_of(p) for p in points})
@@ -247,6 +272,17 @@ def report(content: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def measure_ddp() -> None:
+    """Measure DDP beside Horovod, and write a file of its own."""
+    points: list[dict[str, Any]] = []
+    content = {"command": "python benchmarks/cluster.py --ddp", "HOROVOD_CYCLE_TIME": CYCLE_TIME}
+    for point in DDP:
+        points.append(measured(point, "--ddp"))
+        text = json.dumps({**content, "points": points}, indent=1)
+        OUT.with_name("cluster_ddp.json").write_text(f"{text}\n", encoding="utf-8")
+    print(ddp_table(points))
+
+
 def main() -> None:
     """Measure what is missing, and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -254,6 +290,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--every-recipe", action="store_true", help="one point, all recipes")
     parser.add_argument("--exchanges", action="store_true", help="2, 4 and 8 hosts, both exchanges")
+    parser.add_argument("--ddp", action="store_true", help="two hosts, DDP beside Horovod")
     args = parser.parse_args()
     content: dict[str, Any] = {"points": []}
     if OUT.exists():
@@ -268,6 +305,9 @@ def main() -> None:
         content["exchanges"] = [measured(point, "--exchanges") for point in EXCHANGES]
         OUT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print("\n\n".join(map(table, content["exchanges"])))
+        return
+    if args.ddp and not args.report:
+        measure_ddp()
         return
     points = content["points"]
     there = [(p["model"], p["hosts"], p["mbit_per_s"], p["batch"]) for p in points]

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -23,14 +24,20 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from horovod_fftcomp import list_compressors
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.torch import Compression
+from horovod_fftcomp.torch_distributed import compress
 
 WARM_UP = 2
 POLL_S = 0.0002
+WHOLE = ("step_s", "sent_nbytes", "sent_packets")  # what is known of a step as a whole
+PORT = 29500
 QSGD_LEVELS = 127
 Tensors = tuple[torch.Tensor, ...]
 
@@ -109,8 +116,11 @@ def synchronize(optimizer: Any) -> None:
 class Alone:
     """No exchange: what a step computes."""
 
+    has_parts = True  # whether a step's exchange can be told from its backward pass
+
     def __init__(self, model: nn.Module) -> None:
         self.optimizer: Any = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+        self.forward = model
 
     def spent(self) -> dict[str, float]:
         """Return seconds and bytes since the start; bytes by the collective that took them."""
@@ -220,6 +230,28 @@ class Classic(Alone):
         self.handles = []
 
 
+class Ddp(Alone):
+    """DDP with a hook, which ``register`` makes; its backward pass ends with the exchange."""
+
+    has_parts = False
+
+    def __init__(self, model: nn.Module, register: Callable[[Any], object]) -> None:
+        super().__init__(model)
+        self.forward = DistributedDataParallel(model, broadcast_buffers=False)
+        self.hook = register(self.forward)
+
+
+def bf16(state, bucket):
+    """Call DDP's hook, which DDP refuses by its name where there is no NCCL."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+def register_powersgd(model: Any) -> None:
+    """Let DDP's PowerSGD compress from the third step on, the first in which it can."""
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
 class TopK:
     """Float32 values, int32 indices and a residual. Aji and Heafield 2017."""
 
@@ -297,6 +329,13 @@ EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     for recipe in ("fft", "topk")
     for exchange in ("gather", "sharded")
 }
+BY_DDP = ("powersgd", "fft", "topk", "scalecom")  # under Horovod and under DDP, side by side
+DDP: dict[str, Callable[[Any], object]] = {
+    "DDP": lambda model: None,
+    "DDP, bf16_compress_hook": lambda model: model.register_comm_hook(None, bf16),
+    "DDP, powerSGD_hook": register_powersgd,
+    **{f"DDP, {recipe}": partial(compress, recipe=recipe) for recipe in BY_DDP},
+}
 WAYS: dict[str, Callable[[nn.Module], Alone]] = {
     "alone": Alone,
     "none": lambda model: Horovod(model, "none", hvd.Compression.none),
@@ -306,6 +345,7 @@ WAYS: dict[str, Callable[[nn.Module], Alone]] = {
         name: partial(Ours, recipe=r, options=o)
         for name, (r, o) in (OURS | OTHERS | EXCHANGES).items()
     },
+    **{name: partial(Ddp, register=register) for name, register in DDP.items()},
 }
 
 
@@ -342,7 +382,7 @@ class Run:
         barrier()
         counted, begin = sent(), time.perf_counter()
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(images), labels)
+        loss = nn.functional.cross_entropy(self.way.forward(images), labels)
         loss.backward()
         ready = time.perf_counter()
         self.way.synchronize()
@@ -392,7 +432,8 @@ class Run:
             raise RuntimeError(f"{self.name}: the ranks' parameters differ: {digests}")
         if hvd.rank():
             return None
-        table = {key: np.array([[s[key] for s in own] for own in steps]) for key in steps[0][0]}
+        keys = [key for key in steps[0][0] if key in WHOLE or self.way.has_parts]
+        table = {key: np.array([[s[key] for s in own] for own in steps]) for key in keys}
         ends = table.pop("step_s").max(axis=0)
         quartiles = [round(float(q), 4) for q in statistics.quantiles(ends, n=4)[::2]]
         means = {key: float(np.median(own.mean(axis=0))) for key, own in table.items()}
@@ -432,6 +473,13 @@ def take_precedence() -> None:
         autogroup.write_text("-15")
 
 
+def connect() -> None:
+    """Connect the ranks by ``torch.distributed`` as well, over the shaped links."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    address = f"tcp://{hvd.broadcast_object(socket.gethostname())}:{PORT}"
+    dist.init_process_group("gloo", init_method=address, rank=hvd.rank(), world_size=hvd.size())
+
+
 def main() -> None:
     """Train, and let the first rank write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -443,6 +491,7 @@ def main() -> None:
     which.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
     which.add_argument("--every-recipe", action="store_true", help="no classic compressors")
     which.add_argument("--exchanges", action="store_true", help="gathered, sharded and auto")
+    which.add_argument("--ddp", action="store_true", help="DDP beside Horovod")
     args = parser.parse_args()
     facts = environment.describe()
     take_precedence()
@@ -451,11 +500,15 @@ def main() -> None:
     os.sched_setaffinity(0, {cores[hvd.rank() % len(cores)]})
     torch.set_num_threads(1)
     draw = batches(args.batch)
-    ways = args.ways or [way for way in WAYS if way not in OTHERS | EXCHANGES]
+    ways = args.ways or [way for way in WAYS if way not in OTHERS | EXCHANGES | DDP]
     if args.every_recipe:
-        ways = [way for way in WAYS if way not in CLASSIC | EXCHANGES]
+        ways = [way for way in WAYS if way not in CLASSIC | EXCHANGES | DDP]
     if args.exchanges:
         ways = ["alone", "none", "fp16", *EXCHANGES, *dict(EXCHANGES.values())]
+    if args.ddp:
+        ways = ["alone", "none", "fp16", *BY_DDP, *DDP]
+    if not DDP.keys().isdisjoint(ways):
+        connect()
     runs = [Run(args.model, way) for way in ways]
     for number in range(WARM_UP + args.steps):
         batch = draw()

@@ -247,6 +247,29 @@ def test_all_coefficients_give_the_gradients_of_ddp(mode):
     same_everywhere(flat(models[0]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode", ["", "gradient_as_bucket_view", "find_unused_parameters", "static_graph"]
+)
+def test_a_thousand_steps_of_twenty_buckets_end(mode):
+    """With payloads of equal and of unequal sizes, sums, and two rounds."""
+    layers = nn.Sequential(*(nn.Linear(48, 48, bias=False) for _ in range(20)))
+    nbytes = 48 * 48 * 4
+    ddp = wrapped(layers, bucket_cap_mb=nbytes / 2**20, **{mode: True} if mode else {})
+    recipes = ["topk", "powersgd", "hard_threshold", "scalecom"]
+    rules = [(f"{n}.*", {"recipe": recipes[n % 4]}) for n in range(20)]
+    compression = compress(ddp, "topk", rules=rules, bucket_nbytes=nbytes, timeout_s=60.0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in range(1000):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        ddp(torch.randn(4, 48, generator=generator)).square().mean().backward()
+        optimizer.step()
+    assert len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) == 20
+    assert compression.stats()["steps"] == 1000
+    same_everywhere(flat(ddp))
+
+
 def test_accumulated_gradients_are_exchanged_once():
     ddp = wrapped()
     compression = compress(ddp, "topk", density=1.0, bits=32)
@@ -272,6 +295,32 @@ def test_gradients_of_channels_last_weights_keep_their_places():
     assert "0 of 1 tensors dense" in repr(compression)
     assert grads[1].stride() == grads[0].stride()
     torch.testing.assert_close(grads[1], grads[0])
+
+
+def uses(step, rank):
+    """Tell whether a rank uses the spare layer: all ranks, none, one of them."""
+    return (True, False, rank == 1, False)[step % 4]
+
+
+@pytest.mark.parametrize("recipe", ["topk", "fft", "powersgd", "scalecom"])
+def test_nothing_is_lost_of_parameters_that_no_rank_uses(recipe):
+    ddp = wrapped(find_unused_parameters=True, bucket_cap_mb=0.01)
+    compression = compress(ddp, recipe)
+    weights = {name: w for name, w in ddp.module.named_parameters() if "weight" in name}
+    own: dict[str, list] = {name: [torch.zeros_like(weight)] for name, weight in weights.items()}
+    averages = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for name, weight in weights.items():
+        weight.register_hook(lambda grad, name=name: own[name].append(grad.clone()))
+    for step in range(8):
+        train(ddp, [step], lr=0.0, uses_spare=uses(step, dist.get_rank()))
+        for name, weight in weights.items():
+            if weight.grad is not None:
+                averages[name] += weight.grad
+    for name in ("first.weight", "second.weight", "spare.weight"):
+        owed = torch.stack(gathered(compression.residual(name))).mean(0)
+        assert owed.abs().sum() > 0
+        expected = torch.stack(gathered(torch.stack(own[name]).sum(0))).mean(0)
+        torch.testing.assert_close(averages[name] + owed, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_parameter_that_no_rank_uses_keeps_its_residual():

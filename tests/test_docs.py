@@ -353,6 +353,18 @@ def test_accuracies_are_those_of_the_benchmark(page):
         assert not [number for number in expected if number not in text], name
 
 
+def test_the_table_of_hooks_is_that_of_the_benchmark():
+    page = " ".join(read("benchmarks/README.md").split())
+    results = json.loads(read("benchmarks/results/ddp_torture.json"))
+    for trial in results["trials"].values():
+        cells = [
+            re.split(":| from| in ", trial["hooks"][hook]["result"])[0] for hook in results["hooks"]
+        ]
+        assert f"| {trial['title']} | {' | '.join(cells)} |" in page
+        ours = {trial["hooks"][hook]["result"] for hook in ("powersgd", "topk", "fft")}
+        assert ours == {"0"}, trial["title"]
+
+
 def test_every_benchmark_is_explained():
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
     assert scripts == set(re.findall(r"^## (\S+)$", read("benchmarks/README.md"), re.M))
@@ -368,7 +380,7 @@ def test_what_a_script_takes_from_the_package_is_there(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or not node.module.startswith("horovod_fftcomp"):
             continue
-        if {*node.module.split(".")} & {"torch", "tensorflow", "mpi", "torch_device"}:
+        if {*node.module.split(".")} & {"torch", "torch_distributed", "tensorflow", "mpi"}:
             continue
         module = importlib.import_module(node.module)
         for name in (alias.name for alias in node.names):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from horovod_fftcomp import get_scheme
 from tests.test_parallel import run_ranks as horovod_ranks
 
 torch = pytest.importorskip("torch")
@@ -54,8 +55,17 @@ def run_ranks(
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.smoke), 3])
 def test_on_ranks(ranks, tmp_path):
-    cases = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no"]
-    codes, outputs = run_ranks(ranks, tmp_path, *cases, "tests/ddp_cases.py")
+    run_cases(ranks, tmp_path, "not slow")
+
+
+@pytest.mark.slow
+def test_long_trainings_on_ranks(tmp_path):
+    run_cases(2, tmp_path, "slow")
+
+
+def run_cases(ranks: int, folder: Path, markers: str) -> None:
+    cases = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no", "-m", markers]
+    codes, outputs = run_ranks(ranks, folder, *cases, "tests/ddp_cases.py", timeout_s=400)
     assert codes == [0] * ranks, "\n".join(output[-4000:] for output in outputs)
     assert all(" passed" in output for output in outputs)
 
@@ -81,30 +91,74 @@ def same(one, other):
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
-def test_averages_and_state_are_those_of_the_horovod_adapter(tmp_path):
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_averages_and_state_are_those_of_the_horovod_adapter(ranks, tmp_path):
+    """Of every recipe on two ranks, of what is gathered or sharded on more."""
     script = "tests/scripts/two_launchers.py"
-    code, output = horovod_ranks(2, "mpi", script, "horovod", str(tmp_path))
+    code, output = horovod_ranks(ranks, "mpi", script, "horovod", str(tmp_path))
     assert code == 0, output[-4000:]
-    codes, outputs = run_ranks(2, tmp_path, script, "ddp", str(tmp_path))
-    assert codes == [0, 0], outputs[0][-4000:] + outputs[1][-4000:]
-    for rank in range(2):
+    codes, outputs = run_ranks(ranks, tmp_path, script, "ddp", str(tmp_path))
+    assert codes == [0] * ranks, "".join(output[-4000:] for output in outputs)
+    for rank in range(ranks):
         one, other = (
             torch.load(tmp_path / f"{launcher}-{rank}.pt", weights_only=True)
             for launcher in ("horovod", "ddp")
         )
+        if ranks > 2:
+            one, other = gathered(one), gathered(other)
         assert one.keys() == other.keys()
+        assert len(one) > 20
         assert [recipe for recipe in one if not same(one[recipe], other[recipe])] == []
 
 
-def test_the_example_trains_and_reports_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               "examples/ddp_digits.py", "--epochs", "4", "--compressor", "none", "topk",
-               "--density", "0.1", "--out", str(tmp_path)]  # fmt: skip
+def gathered(results):
+    """Return the results without what is summed by an allreduce: some recipes, and all biases."""
+    return {
+        choice: result["state"] | {"averages": [each["0.weight"] for each in result["averages"]]}
+        for choice, result in results.items()
+        if not any("allreduce" in each for each in get_scheme(choice.split()[0]).possible_rounds())
+    }
+
+
+def torchrun(*command: str) -> None:
+    """Run a script with its arguments on two ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
+        [*launcher, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+
+
+def test_a_training_continues_exactly_under_another_launcher(tmp_path):
+    """50 steps under one launcher and 50 under the other are 100 under either."""
+
+    def horovodrun(*parts):
+        code, output = horovod_ranks(2, "mpi", script, "horovod", str(tmp_path), *parts)
+        assert code == 0, output[-4000:]
+
+    script = "tests/scripts/changes_launcher.py"
+    horovodrun("0:50::horovod-50", "0:100::horovod-100")
+    torchrun(script, "ddp", str(tmp_path), "0:50::ddp-50", "50:100:horovod-50:to-ddp")
+    horovodrun("50:100:ddp-50:to-horovod")
+    for rank in range(2):
+        expected, to_ddp, to_horovod = (
+            torch.load(tmp_path / f"{name}-{rank}.pt", weights_only=True)
+            for name in ("horovod-100", "to-ddp", "to-horovod")
+        )
+        assert [recipe for recipe in expected if not same(to_ddp[recipe], expected[recipe])] == []
+        assert same(to_horovod, expected)
+
+
+def test_the_example_trains_and_reports_under_torchrun(tmp_path):
+    arguments = ["--epochs", "4", "--compressor", "none", "topk", "--density", "0.1"]
+    torchrun("examples/ddp_digits.py", *arguments, "--out", str(tmp_path))
     report = json.loads((tmp_path / "ddp_digits.json").read_text())
     assert report["ranks"] == 2
     dense, sparse = report["runs"]

@@ -34,14 +34,16 @@ class OrderedPipeline:
         self._engine, self._send, self._done, self._timeout_s = engine, send, done, timeout_s
         self._pending: dict[int, Pending] = {}  # by bucket, in the order of ``start``
         self._number: dict[int, int] = {}  # of each bucket's pending round
+        self._started: list[int] = []  # buckets of this step, whether pending or not
         self.wait_s = 0.0
 
     def start(self, bucket: int, grads: Grads) -> None:
         """Start a bucket's exchange with its gradients, flat float32 or None."""
         self._number[bucket] = -1
+        self._started.append(bucket)
         self._handle(bucket, self._engine.resume(bucket, grads))
-        for earlier in list(self._pending)[:-_DEPTH]:
-            if not self._is_last(earlier):
+        for earlier in self._started[:-_DEPTH]:
+            if earlier in self._pending and not self._is_last(earlier):
                 self._receive(earlier)
 
     def poll(self) -> None:
@@ -55,10 +57,11 @@ class OrderedPipeline:
         while self._pending:
             for bucket in list(self._pending):
                 self._receive(bucket)
+        self._started = []
 
     def abandon(self) -> None:
         """Discard all exchanges."""
-        self._pending, self._number = {}, {}
+        self._pending, self._number, self._started = {}, {}, []
 
     def _is_last(self, bucket: int) -> bool:
         return self._number[bucket] == len(self._engine.scheme(bucket).rounds) - 1

@@ -9,8 +9,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from horovod_fftcomp import list_compressors
+
 LAUNCHER, FOLDER = sys.argv[1], Path(sys.argv[2])
-RECIPES = {"topk": {}, "fft": {"exchange": "sharded"}, "qsgd": {}, "powersgd": {}}
+EVERY = [(recipe, {}) for recipe in list_compressors() if recipe != "hard_threshold"]
+CHOICES = [
+    *EVERY,
+    ("hard_threshold", {"threshold": 0.5}),  # payloads of unequal sizes
+    ("hard_threshold", {"calibrate_steps": 2}),
+    *((recipe, {"exchange": "sharded"}) for recipe in ("topk", "fft", "qsgd", "onebit")),
+    ("topk", {"ranks_per_node": 2}),
+]
 
 if LAUNCHER == "horovod":
     import horovod.torch as hvd
@@ -51,5 +60,5 @@ def averages(recipe: str, options: dict) -> dict:
     return {"averages": found, "state": compression.state_dict()}
 
 
-results = {recipe: averages(recipe, options) for recipe, options in RECIPES.items()}
+results = {f"{recipe} {options}": averages(recipe, options) for recipe, options in CHOICES}
 torch.save(results, FOLDER / f"{LAUNCHER}-{rank}.pt")
