@@ -136,11 +136,14 @@ def _bf16() -> Scheme:
 # and lose least of recorded gradients: benchmarks/README.md, defaults.py.
 @_chosen_again
 def _topk(
-    density: float = 0.038, bits: int = 4, error_feedback: bool = True, scope: _Scope = "tensor"
+    density: float = 0.038,
+    bits: int = 4,
+    error_feedback: bool = True,
+    scope: _Scope = "tensor",
+    decay: float = 1.0,
 ) -> Scheme:
-    return _within(
-        scope, Allgather(Codec(Identity(), TopK(density), _values(bits)), error_feedback)
-    )
+    codec = Codec(Identity(), TopK(density), _values(bits))
+    return _within(scope, Allgather(codec, error_feedback, decay))
 
 
 @_chosen_again
@@ -454,6 +457,8 @@ def get_scheme(name: str, **options: object) -> Scheme:
         Steps from one trial of all transforms and bit widths to the next.
     decay
         Decay of the momentum per step, above 0 and at most 1.
+    topk.decay
+        Decay of the residual per step, above 0 and at most 1.
     sign
         Whether the optimizer gets the sign of the mean instead of the mean.
     threshold

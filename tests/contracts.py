@@ -91,6 +91,7 @@ STEPS: list[tuple[str, dict, float]] = [
     ("sketchsgd", {"density": 0.002, "rows": 3, "nesterov": True, "masking": False}, 0),
     ("sparcml", {"density": 0.05}, 0),
     ("topk", {"density": 0.05, "scope": "bucket"}, 0),
+    ("topk", {"density": 0.05, "decay": 0.9}, 0),
     ("scalecom", {"density": 0.05, "scope": "bucket"}, 0),
     ("dorefa", {"bits": 1}, 0),
     ("dorefa", {"bits": 12}, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import os
@@ -18,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_fftcomp import ConfigMismatchError, UnsupportedError, get_scheme, simulate
 from horovod_fftcomp.engine.buckets import MIN_NUMEL
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.torch_distributed import compress
+from horovod_fftcomp.torch_distributed import LocalSteps, compress
 from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup
+from tests.parallel import told_of_nan
 
 RECIPES = [
     ("topk", {"density": 0.1}),
@@ -385,6 +387,144 @@ def test_averages_have_the_type_of_the_gradients(dtype):
     expected = torch.full((64, 64), (size + 1.0), dtype=dtype)
     torch.testing.assert_close(ddp.module.weight.grad, expected)
     same_everywhere(ddp.module.weight.grad.double(), ddp.module.bias.grad.double())
+
+
+class Slopes(nn.Module):
+    """Weights whose gradients are given to ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrix, self.bias = nn.Parameter(torch.randn(60, 100)), nn.Parameter(torch.randn(60))
+
+    def forward(self, slopes):
+        return sum((w * s).sum() for w, s in zip(self.parameters(), slopes, strict=True))
+
+
+class LocalTraining:
+    """Model that each rank trains alone for 3 steps, with gradients of its own."""
+
+    def __init__(self, outer, recipe="topk", **settings):
+        self.ddp = wrapped(Slopes())
+        self.compression = compress(self.ddp, recipe, **settings)
+        self.local = LocalSteps(self.ddp, self.compression, 3, outer)
+        self.optimizer = torch.optim.Adam(self.ddp.parameters(), lr=0.1)
+        self.own = self.weights()  # before the exchange
+
+    def weights(self):
+        return [weight.detach().clone() for weight in self.ddp.parameters()]
+
+    def train(self, steps):
+        """Train; ``steps``: a range of numbers."""
+        for step in steps:
+            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            self.optimizer.zero_grad()
+            self.ddp([torch.randn(w.shape, generator=generator) for w in self.own]).backward()
+            self.optimizer.step()
+            self.own = self.weights()
+            if self.local.after_step():
+                same_everywhere(flat(self.ddp))
+
+    def exchange(self, times):
+        for _ in range(times):
+            self.local.synchronize()
+
+    def parts(self):
+        """Return what a checkpoint has to hold."""
+        return self.ddp, self.optimizer, self.compression, self.local
+
+
+ADD = functools.partial(torch.optim.SGD, lr=1.0)
+NESTEROV = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("recipe", ["topk", "powersgd", "none"])
+@pytest.mark.parametrize(("outer", "lr", "momentum"), [(ADD, 1.0, 0.0), (NESTEROV, 0.7, 0.9)])
+def test_local_steps_are_those_of_a_loop_over_averaged_changes(outer, lr, momentum, recipe):
+    """In the loop DDP averages the changes, as gradients of a second model."""
+    training, averager = LocalTraining(outer, recipe), wrapped(Slopes())
+    averaging = compress(averager, recipe)
+    last, velocity = training.weights(), [0.0, 0.0]
+    for period in range(4):
+        training.train(range(3 * period, 3 * period + 3))
+        averager.zero_grad()
+        averager([old - own for old, own in zip(last, training.own, strict=True)]).backward()
+        exact = dist.get_world_size() == 2 and not momentum
+        for number, (averaged, weight) in enumerate(
+            zip(averager.parameters(), training.weights(), strict=True)
+        ):
+            velocity[number] = momentum * velocity[number] + averaged.grad
+            step = lr * (averaged.grad + momentum * velocity[number])
+            tolerance = 0.0 if exact else 1e-5
+            torch.testing.assert_close(weight, last[number] - step, rtol=0, atol=tolerance)
+        last = training.weights()
+        if recipe != "none":
+            residuals = [each.residual("matrix") for each in (training.compression, averaging)]
+            assert torch.equal(*residuals)
+            assert residuals[0].any()
+
+
+@pytest.mark.parametrize("n", [4, 6])  # in a period; between two
+def test_local_steps_continue_exactly_from_a_checkpoint(n):
+    whole, begun, resumed = (LocalTraining(NESTEROV) for _ in range(3))
+    whole.train(range(11))
+    begun.train(range(n))
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in begun.parts()], file)
+    file.seek(0)
+    for part, saved in zip(resumed.parts(), torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(saved)
+    resumed.train(range(n, 11))
+    assert torch.equal(flat(resumed.ddp), flat(whole.ddp))
+
+
+@told_of_nan
+def test_a_change_with_nan_leaves_weights_and_outer_momentum_as_they_were():
+    training = LocalTraining(NESTEROV)
+    training.train(range(3))
+    before = flat(training.ddp), training.local.outer.state[training.local._last[0]]
+    momentum = before[1]["momentum_buffer"].clone()
+    if dist.get_rank() == 1:
+        training.ddp.module.bias.data[7] = float("nan")
+    training.local.synchronize()
+    assert torch.equal(flat(training.ddp), before[0])
+    assert torch.equal(before[1]["momentum_buffer"], momentum)
+    training.train(range(3, 6))
+
+
+def test_weights_that_the_replica_check_replaces_stay_replaced():
+    training = LocalTraining(ADD, replica_check="broadcast")
+    training.train(range(3))
+    if dist.get_rank() == 1:
+        for bias in (training.local._last[1], training.ddp.module.bias.data):
+            bias[3] += 1.0
+    with pytest.warns(RuntimeWarning, match="replaced by the first rank's"):
+        training.exchange(100)
+    same_everywhere(flat(training.ddp))
+    training.train(range(3, 6))
+
+
+def test_what_local_steps_cannot_do_is_refused():
+    ddp = wrapped()
+    compression = compress(ddp, "topk")
+    for given in ((ddp.module, compression), (ddp, None)):
+        with pytest.raises(TypeError, match="LocalSteps takes a DistributedDataParallel"):
+            LocalSteps(*given, 3)
+    static = wrapped(static_graph=True)
+    with pytest.raises(UnsupportedError, match="with static_graph=True DDP averages"):
+        LocalSteps(static, compress(static, "topk"), 3)
+    with pytest.raises(TypeError, match="outer must make the optimizer"):
+        LocalSteps(ddp, compression, 3, outer=ADD(ddp.parameters()))
+    with pytest.raises(ValueError, match="the compressor has other parameters"):
+        LocalSteps(wrapped(Slopes()), compression, 3)
+    with pytest.raises(UnsupportedError, match="cannot send differences of weights"):
+        LocalSteps(ddp, compress(wrapped(), "signsgd"), 3)
+    local = LocalSteps(ddp, compression, 3)
+    with pytest.raises(ValueError, match="the saved state has other parameters"):
+        local.load_state_dict(LocalTraining(ADD).local.state_dict())
+    ddp.require_backward_grad_sync = True
+    with pytest.raises(UnsupportedError, match=r"leave model\.require_backward_grad_sync"):
+        train(ddp, range(1))
 
 
 def test_a_model_without_ddp_is_refused():

@@ -232,6 +232,6 @@ def test_what_local_steps_do_not_send_they_carry_on():
     np.testing.assert_allclose(weights["w"] + left, owed, atol=1e-4)
     with pytest.raises(ValueError, match="period must be a whole number"):
         LocalSteps(reducer, weights, 0)
-    for recipe in ("dgc", "demo", "signsgd"):
+    for recipe in ("dgc", "signum", "signsgd"):
         with pytest.raises(UnsupportedError, match="cannot send differences of weights"):
             LocalSteps(Reducer(recipe), weights, 2)

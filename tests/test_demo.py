@@ -13,12 +13,13 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+@pytest.mark.parametrize("recipe", ["demo", "topk"])
 @pytest.mark.parametrize("decay", [1.0, 0.9, 0.5])
-def test_every_step_is_that_of_the_formulas(decay):
+def test_every_step_is_that_of_the_formulas(decay, recipe):
     gradients = normal(8, 2, 640)
-    codec = get_codec("demo", density=0.1, bits=32)
+    codec = get_codec(recipe, density=0.1, bits=32)
     momentum = np.zeros((2, 640))
-    steps = simulate("demo", gradients, density=0.1, bits=32, decay=decay)
+    steps = simulate(recipe, gradients, density=0.1, bits=32, decay=decay)
     for grads, step in zip(gradients, steps, strict=True):
         due = decay * momentum + grads
         sent = np.stack([codec.decode(codec.encode(row.astype(np.float32))) for row in due])
@@ -74,5 +75,7 @@ def test_other_decays_are_refused(decay):
         get_scheme("demo", decay=decay)
     with pytest.raises(TypeError, match=r"decay must be a number, got '0\.9'"):
         get_scheme("demo", decay="0.9")
+    with pytest.raises(ValueError, match="it needs error_feedback=True"):
+        get_scheme("topk", decay=0.9, error_feedback=False)
     with pytest.raises(TypeError, match="sign must be True or False, got 'yes'"):
         get_scheme("demo", sign="yes")

@@ -20,7 +20,8 @@ from tests.loops import each
 
 OPTIONS = {**payloads.TOGETHER, **{name: {} for name in payloads.EACH}}
 OPTIONS |= {name: {**OPTIONS[name], "momentum": 0.0} for name in ("dgc", "sketchsgd")}
-REFUSED = [name for name in OPTIONS if not get_scheme(name, **OPTIONS[name]).fits_differences()]
+SCHEMES = {name: get_scheme(name, **OPTIONS[name]) for name in OPTIONS}
+REFUSED = [n for n, s in SCHEMES.items() if s.own_momentum() or not s.fits_differences()]
 SERVED = [name for name in OPTIONS if name not in REFUSED]
 SHAPE = (40, 50)
 

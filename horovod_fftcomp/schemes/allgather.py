@@ -112,6 +112,8 @@ class Allgather(Scheme):
     def __post_init__(self) -> None:
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(f"decay must lie in (0, 1], got {self.decay!r}; 1 means no decay")
+        if self.decay < 1.0 and not self.error_feedback:
+            raise ValueError("decay is of the residual, so it needs error_feedback=True")
         object.__setattr__(self, "decay", float(self.decay))
 
     def own_momentum(self) -> float:
@@ -128,7 +130,7 @@ class Allgather(Scheme):
 
     def fits_differences(self) -> bool:
         """Return whether differences of weights may be sent; see ``Scheme``."""
-        return not self.sign and self.decay == 1.0
+        return not (self.sign or self.momentum)
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

@@ -96,6 +96,7 @@ class Compression:
         bits: int = 4,
         error_feedback: bool = True,
         scope: Literal["tensor", "bucket", "model"] = "tensor",
+        decay: float = 1.0,
         exchange: Literal["auto", "gather", "sharded"] = "auto",
         second_density: float | None = None,
         second_bits: int | None = None,

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_fftcomp.adapter.factories import configured
 from horovod_fftcomp.torch_distributed.compressor import DDPCompressor
+from horovod_fftcomp.torch_distributed.local_steps import LocalSteps
 
-__all__ = ["DDPCompressor", "compress"]
+__all__ = ["DDPCompressor", "LocalSteps", "compress"]
 
 
 def compress(model: DistributedDataParallel, recipe: str = "fft", **options: Any) -> DDPCompressor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,13 +38,14 @@ class DDPCompressor(TensorCompressor):
     _parameters: OptimizedParameters
     _steps: StepDriver
     _IN_ELASTIC_JOBS = ""
+    sends_gradients = True  # else ``average`` is used, by ``LocalSteps``
 
     def __init__(
         self, model: DistributedDataParallel, *, policy: Scheduled, settings: Settings
     ) -> None:
         super().__init__(policy, settings)
         self._model = weakref.ref(model)  # DDP holds this object, where no collector looks
-        parameters = _exchanged(model)
+        parameters = exchanged(model)
         self._parameters = OptimizedParameters(parameters)
         self._tensors = parameters.specs()
         self._dtypes = [str(parameter.dtype) for parameter in parameters.tensors]
@@ -84,6 +85,11 @@ class DDPCompressor(TensorCompressor):
                 "torch.compile with optimize_ddp='python_reducer' passes no bucket to the hook and "
                 "ignores its result; set torch._dynamo.config.optimize_ddp = 'ddp_optimizer'"
             )
+        if not self.sends_gradients:
+            raise UnsupportedError(
+                "LocalSteps exchanges this model's changes, but DDP passes on its gradients too; "
+                "leave model.require_backward_grad_sync False, as LocalSteps has set it"
+            )
         model = self._model()
         if model is not None and model._join_config.enable:
             raise UnsupportedError(
@@ -93,6 +99,10 @@ class DDPCompressor(TensorCompressor):
             )
         return self._steps.exchange(bucket)
 
+    def average(self, values: Sequence[torch.Tensor]) -> None:
+        """Replace ``values``, one for each exchanged parameter, by their averages over ranks."""
+        self._steps.average(values)
+
     def rejoin(self) -> list[int]:
         """Raise UnsupportedError: torch.distributed restarts all processes of an elastic job."""
         raise UnsupportedError(
@@ -101,7 +111,7 @@ class DDPCompressor(TensorCompressor):
         )
 
 
-def _exchanged(model: DistributedDataParallel) -> Parameters:
+def exchanged(model: DistributedDataParallel) -> Parameters:
     """Return the parameters whose gradients DDP exchanges, by their names in the wrapped model."""
     ignored = model.parameters_to_ignore
     named = [pair for pair in model.module.named_parameters() if pair[0] not in ignored]

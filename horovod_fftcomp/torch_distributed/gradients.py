@@ -20,9 +20,9 @@ class Arrival:
     """
 
     buffer: torch.Tensor
-    future: torch.futures.Future[torch.Tensor]
     gradients: dict[int, torch.Tensor]
     is_last: bool
+    future: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
     waiting: set[int] = field(init=False)  # numbers of the parameters without an average yet
 
     def __post_init__(self) -> None:

@@ -79,21 +79,26 @@ class StepDriver(steps.StepDriver):
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket of DDP; return the future of its averages."""
+        arrival = Arrival(bucket.buffer(), self._numbers.gradients(bucket), bucket.is_last())
+        self._submit(arrival, bucket.index() == 0)
+        if arrival.is_last:
+            self._hidden_s += self._engine.costs.encode_s - self._encoded_s
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+        return arrival.future
+
+    def average(self, values: Sequence[torch.Tensor]) -> None:
+        """Replace ``values``, one for each parameter, by their averages over ranks; one step."""
+        self._submit(Arrival(values[0], dict(enumerate(values)), is_last=True), begins=True)
+        self._close()
+
+    def _submit(self, arrival: Arrival, begins: bool) -> None:
         self._connection.check()
         self.check_unbroken()
-        begins = bucket.index() == 0
         if begins and self._inside:
             self._broken_by = "an error in the backward pass"
             self.check_unbroken()
         self._inside = True
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        gradients = self._numbers.gradients(bucket)
-        arrival = Arrival(bucket.buffer(), future, gradients, bucket.is_last())
         self._worker.submit(self._take, arrival, begins)
-        if arrival.is_last:
-            self._hidden_s += self._engine.costs.encode_s - self._encoded_s
-            torch.autograd.Variable._execution_engine.queue_callback(self._close)
-        return future
 
     def _close(self) -> None:
         """Wait for the end of the step, and commit its state; the end of a backward pass."""

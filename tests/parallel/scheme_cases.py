@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import io
+
 import horovod.torch as hvd
 import numpy as np
 import pytest
@@ -155,3 +158,68 @@ def test_ranks_that_step_alone_meet_again(recipe, same_everywhere):
         model.head.bias[0] = float("nan") if hvd.rank() == 0 else 1.0
     local.synchronize()
     assert torch.equal(flat(model), before)
+
+
+class LocalTraining:
+    """Model that each rank trains alone, in periods of 2 steps."""
+
+    def __init__(self, **options):
+        self.model = make_model()
+        self.compression = small_buckets(self.model, "topk")
+        self.local = LocalSteps(self.model, self.compression, period=2, **options)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        self.parts = self.model, self.optimizer, self.compression, self.local
+
+    def step(self, number):
+        generator = torch.Generator().manual_seed(10 * number + hvd.rank())
+        self.optimizer.zero_grad()
+        self.model(torch.randn(8, 40, generator=generator), range(6)).square().mean().backward()
+        self.optimizer.step()
+        return self.local.after_step()
+
+
+def nesterov(lr, momentum):
+    return functools.partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
+def test_an_outer_optimizer_takes_mean_changes_as_gradients(
+    lr, momentum, same_everywhere, monkeypatch
+):
+    training = LocalTraining(outer=nesterov(lr, momentum))
+    plain = LocalTraining()
+    means, averaged = [], training.local._means
+
+    def means_of(changes):
+        means[:] = averaged(changes)
+        return means
+
+    monkeypatch.setattr(training.local, "_means", means_of)
+    last, velocity = flat(training.model), 0.0
+    for number in range(8):
+        plain.step(number)
+        if training.step(number):
+            mean = torch.cat([each.reshape(-1) for each in means])
+            velocity = momentum * velocity + mean
+            last = last - lr * (mean + momentum * velocity)
+            atol = 1e-6 if momentum else 0.0
+            torch.testing.assert_close(flat(training.model), last, rtol=0, atol=atol)
+            same_everywhere(flat(training.model))
+    assert torch.equal(flat(plain.model), flat(training.model)) == (momentum == 0.0)
+
+
+@pytest.mark.transport
+def test_local_steps_continue_exactly_from_a_checkpoint():
+    whole, begun, resumed = (LocalTraining(outer=nesterov(0.7, 0.9)) for _ in range(3))
+    for number in range(9):
+        whole.step(number)
+    for number in range(5):
+        begun.step(number)
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in begun.parts], file)
+    file.seek(0)
+    for part, saved in zip(resumed.parts, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(saved)
+    for number in range(5, 9):
+        resumed.step(number)
+    assert torch.equal(flat(resumed.model), flat(whole.model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -24,14 +25,14 @@ CHOICES = [
 if LAUNCHER == "horovod":
     import horovod.torch as hvd
 
-    from horovod_fftcomp.torch import Compression
+    from horovod_fftcomp.torch import Compression, LocalSteps
 
     hvd.init()
     rank = hvd.rank()
 else:
     import torch.distributed as dist
 
-    from horovod_fftcomp.torch_distributed import compress
+    from horovod_fftcomp.torch_distributed import LocalSteps, compress
 
     rank, size = int(os.environ["FFTCOMP_TEST_RANK"]), int(os.environ["FFTCOMP_TEST_RANKS"])
     store = f"file://{os.environ['FFTCOMP_TEST_STORE']}"
@@ -60,5 +61,27 @@ def averages(recipe: str, options: dict) -> dict:
     return {"averages": found, "state": compression.state_dict()}
 
 
+def local_steps() -> dict:
+    """Return the state of local steps with an outer momentum, and the compressor's."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(80, 80)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if LAUNCHER == "horovod":
+        compression = Compression.topk(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
+        compression = compress(model, "topk")
+    outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    local = LocalSteps(model, compression, 3, outer=outer)
+    for step in range(10):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(16, 80, generator=generator)).square().mean().backward()
+        optimizer.step()
+        local.after_step()
+    return {"local": local.state_dict(), "state": compression.state_dict()}
+
+
 results = {f"{recipe} {options}": averages(recipe, options) for recipe, options in CHOICES}
+results["local steps"] = local_steps()
 torch.save(results, FOLDER / f"{LAUNCHER}-{rank}.pt")

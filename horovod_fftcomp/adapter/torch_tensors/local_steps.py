@@ -1,0 +1,98 @@
+"""Local SGD: ranks train alone for some steps, then average their changes, compressed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from horovod_fftcomp.adapter.compressor import Compressor
+from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
+
+Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+ADD: Outer = functools.partial(torch.optim.SGD, lr=1.0)
+
+
+class LocalSteps:
+    """Base class of the launchers' ``LocalSteps``, which average changes between ranks.
+
+    Raises UnsupportedError for compressors that are for gradients only: with momentum, of signs, or
+    with a loss scaler; ValueError for one of other parameters, and unless ``period`` is a whole
+    number from 1; TypeError if ``outer`` is an optimizer.
+    """
+
+    def __init__(self, parameters: Parameters, compression: Any, period: int, outer: Outer) -> None:
+        if type(period) is not int or period < 1:
+            raise ValueError(f"period must be a whole number of steps from 1, got {period!r}")
+        if isinstance(outer, torch.optim.Optimizer):
+            raise TypeError(
+                "outer must make the optimizer from the weights that LocalSteps passes it: "
+                "functools.partial(torch.optim.SGD, lr=0.7)"
+            )
+        if isinstance(compression, Compressor):
+            compression.check_differences()
+            if compression.tensors() != parameters.specs():
+                raise ValueError("the compressor has other parameters; make it of the same model")
+        self._names, self._parameters = parameters.names, parameters.tensors
+        self._compression, self._period = compression, period
+        self._last = [parameter.detach().clone() for parameter in self._parameters]
+        self.outer = outer(self._last)
+        self.steps = 0  # since the last exchange
+
+    def after_step(self) -> bool:
+        """Count a step; return True after the last one of a period, which calls ``synchronize``."""
+        self.steps += 1
+        if self.steps < self._period:
+            return False
+        self.synchronize()
+        return True
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Step the outer optimizer with the mean change over ranks; continue from its weights.
+
+        If a rank's change has NaN or Inf, all ranks restore the weights of the last exchange, and
+        the outer optimizer's state stays as it is. Gradients are kept.
+        """
+        pairs = zip(self._last, self._parameters, strict=True)
+        changes = [last - parameter for last, parameter in pairs]
+        self._restore()  # equal on all ranks, for the replica check
+        means = self._means(changes)
+        if all(bool(torch.isfinite(mean).all()) for mean in means):
+            for last, parameter, mean in zip(self._last, self._parameters, means, strict=True):
+                last.copy_(parameter)  # the replica check may have replaced it
+                last.grad = mean
+            self.outer.step()
+            self.outer.zero_grad()
+            self._restore()
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights of the last exchange, the outer optimizer's state and ``steps``.
+
+        Equal on all ranks; the compressor's ``state_dict`` has the residuals. As with optimizers,
+        the tensors are those in use, which the next exchange changes.
+        """
+        weights = dict(zip(self._names, self._last, strict=True))
+        return {"weights": weights, "outer": self.outer.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load a state that ``state_dict`` returned on any rank; load the model's own as well."""
+        weights = saved["weights"]
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        if shapes != {n: last.shape for n, last in zip(self._names, self._last, strict=True)}:
+            raise ValueError("the saved state has other parameters; load it for the same model")
+        self.outer.load_state_dict(saved["outer"])
+        for name, last in zip(self._names, self._last, strict=True):
+            last.copy_(weights[name])
+        self.steps = saved["steps"]
+
+    def _restore(self) -> None:
+        for last, parameter in zip(self._last, self._parameters, strict=True):
+            parameter.copy_(last)
+
+    def _means(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the means of ``changes``, one for each parameter, over ranks."""
+        raise NotImplementedError
