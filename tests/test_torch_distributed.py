@@ -116,6 +116,7 @@ def gathered(results):
     return {
         choice: result["state"] | {"averages": [each["0.weight"] for each in result["averages"]]}
         for choice, result in results.items()
+        if "averages" in result  # of local steps, whose biases are allreduced, there are none
         if not any("allreduce" in each for each in get_scheme(choice.split()[0]).possible_rounds())
     }
 
