@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from digits import STYLES, Monitor
 from matplotlib.figure import Figure
-from rich.table import Column, Table
 
 from horovod_fftcomp import RECIPES
 from horovod_fftcomp.cli.arguments import RecipeChoice, recipe_choices
+from horovod_fftcomp.cli.console import Table
 from horovod_fftcomp.torch import Compression, SimulatedLearners
 
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks leave the core to others
@@ -191,7 +191,7 @@ class _Record:
 def make_table(runs: list[Run], measure: str) -> Table:
     """Return a row for each run."""
     names = (measure, "training loss", "kB/step sent", "ratio", "residual norm", "s")
-    table = Table("recipe", *(Column(name, justify="right") for name in names))
+    table = Table("recipe", names)
     for run in runs:
         last = float(np.mean(run.losses[-max(1, len(run.losses) // 20) :]))
         table.add_row(

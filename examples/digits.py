@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Column, Table
+from rich.text import Text
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from horovod_fftcomp import RECIPES, get_scheme
+from horovod_fftcomp.cli.console import Table, make_console
 
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks leave the core to others
 LR_WARM_UP_EPOCHS = 2
@@ -80,11 +79,8 @@ class Monitor:
     """Shows progress unless ``quiet``: a live bar in a terminal, else a line every two seconds."""
 
     def __init__(self, epochs: float, quiet: bool) -> None:
-        # Open MPI gives ranks a pseudo-terminal without a size, and control codes would garble it.
-        live = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
-        plain = {} if live else {"force_terminal": False, "width": 100}
-        self.console = Console(quiet=quiet, highlight=False, **plain)
-        self.bar = Progress(console=self.console, disable=quiet or not live)
+        self.console = make_console(quiet)
+        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
         self.bar.add_task("", total=epochs)
         self._task, self._printed = self.bar.tasks[0], time.monotonic()
 
@@ -137,11 +133,10 @@ def make_run(
     return Run(recipe, options, accuracy, sent, stats["ratio"], timed, mean_losses)
 
 
-def make_table(runs: list[Run], exchange: str) -> Table:
-    """Return the table of all runs; ``exchange``: the caption of that column."""
+def make_table(runs: list[Run]) -> Table:
+    """Return the table of all runs."""
     names = ("test accuracy", "kB/step sent", "ratio", *(f"{part} ms" for part in PARTS))
-    columns = [Column(name, justify="right") for name in names]
-    table = Table("recipe", *columns, caption=CAPTION + exchange, caption_justify="left")
+    table = Table("recipe", names)
     for run in runs:
         cells = (
             f"{run.accuracy:.2%}",
@@ -213,7 +208,7 @@ def main(
     train: Callable[[str, dict, argparse.Namespace, Callable[[str, float], None]], Run],
     exchange: str,
 ) -> None:
-    """Train once for each recipe; rank 0 reports. ``exchange``: as for ``make_table``."""
+    """Train once for each recipe; rank 0 reports. ``exchange``: the meaning of that column."""
     args = parse_args(description)
     hvd.init()
     monitor = Monitor(len(args.options) * args.epochs, quiet=hvd.rank() != 0)
@@ -223,7 +218,8 @@ def main(
         )
     with monitor.bar:
         runs = [train(*pair, args, monitor.advance) for pair in args.options.items()]
-    monitor.console.print(make_table(runs, exchange))
+    monitor.console.print(make_table(runs))
+    monitor.console.print(Text(CAPTION + exchange))
     if hvd.rank() == 0 and hvd.size() > 1:
         path = save(runs, args, script, hvd.size())
         monitor.console.print(f"wrote {path}.png and .json", soft_wrap=True)

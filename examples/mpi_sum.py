@@ -13,11 +13,10 @@ import time
 
 import numpy as np
 from mpi4py import MPI
-from rich.console import Console
-from rich.table import Column, Table
 
 from horovod_fftcomp import RECIPES
 from horovod_fftcomp.cli.arguments import RecipeChoice, recipe_choices
+from horovod_fftcomp.cli.console import Table, make_console
 from horovod_fftcomp.mpi import Reducer
 
 COMM = MPI.COMM_WORLD
@@ -63,10 +62,10 @@ def main() -> None:
     if args.numel < 200 or args.numel % 100 or args.steps < 1:
         parser.error("--numel must be a multiple of 100 from 200 up, --steps at least 1")
     names = ("error of the sum of all steps", "kB a step", "ratio", "ms a step")
-    table = Table("recipe", *(Column(name, justify="right") for name in names))
-    console = Console(quiet=COMM.rank != 0, force_terminal=False, width=100)
+    table = Table("recipe", names)
+    console = make_console(quiet=COMM.rank != 0)
     for choice in args.compressor:
-        console.print(f"{choice.label} ...", highlight=False)
+        console.print(f"{choice.label} ...")
         error, nbytes, ms = run(choice, args)
         ratio = 4 * args.numel / nbytes
         table.add_row(

@@ -227,8 +227,8 @@ def test_every_column_and_option_is_explained(capsys):
     tensor, grad = Tensor("w", (2000,)), gradient_files.synthetic(2000).steps[0]
     session = RecipeSession(*scheme, tensor, grad)
     rows = measure(History("w", [grad]), [session], 1, lambda: None)
-    columns = bench_report.table(bench_report.Result("w", rows, [])).columns[1:]
-    titles = [str(column.header).replace("\nms (x)", "").replace("\n", " ") for column in columns]
+    columns = bench_report.table(bench_report.Result("w", rows, [])).heads[1:]
+    titles = [head.replace("\nms (x)", "").replace("\n", " ") for head in columns]
     assert re.findall(r"^\| ([^|]+) \|", page, re.M)[1:] == titles
     with pytest.raises(SystemExit):
         main(["bench", "--help"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -17,15 +18,15 @@ def test_recipes_lists_all_of_them(capsys, monkeypatch):
     main(["recipes", "-n", "5000"])
     printed = capsys.readouterr().out
     for name in list_compressors():
-        assert f" {name} " in printed
+        assert re.search(rf"^{name} ", printed, re.M)
     assert "5,000 elements" in printed
 
 
 def test_recipes_lists_what_ranks_receive(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "240")
     main(["recipes", "-n", "1000000"])
-    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines()]
-    received = {row[0].strip(): [cell.strip() for cell in row[-2:]] for row in rows if row}
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    received = {row[0]: row[-2:] for row in rows if row}
     assert received["none"] == ["7", "7.88"]  # a ring: 2 (p-1)/p of 4 MB
     assert received["fp16"] == ["3.5", "3.94"]
     eight, many = map(float, received["qsgd"])

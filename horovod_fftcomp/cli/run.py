@@ -22,7 +22,7 @@ from horovod_fftcomp.cli.arguments import (
     setting,
     settings,
 )
-from horovod_fftcomp.cli.console import in_ms, make_console, make_table
+from horovod_fftcomp.cli.console import Table, in_ms, make_console
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.tools.run import launcher
 from horovod_fftcomp.tools.run.import_hook import Wrapping
@@ -243,7 +243,7 @@ def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
     names = (
         "ms a step", "speed-up", "MB sent", "ratio", "encode ms", "wait ms", "decode ms", "ranks"
     )  # fmt: skip
-    table = make_table("recipe", names)
+    table = Table("recipe", names)
     first_s = None
     for row in rows:
         wrong = row["trouble"]
