@@ -20,7 +20,8 @@ from rich.text import Text
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from horovod_fftcomp import RECIPES, get_scheme
+from horovod_fftcomp import RECIPES
+from horovod_fftcomp.cli.arguments import COMPRESSIONS, recipe_choices
 from horovod_fftcomp.cli.console import Table, make_console
 
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks leave the core to others
@@ -136,7 +137,7 @@ def make_run(
 def make_table(runs: list[Run]) -> Table:
     """Return the table of all runs."""
     names = ("test accuracy", "kB/step sent", "ratio", *(f"{part} ms" for part in PARTS))
-    table = Table("recipe", names)
+    table = Table("compression", names)
     for run in runs:
         cells = (
             f"{run.accuracy:.2%}",
@@ -170,12 +171,16 @@ def save(runs: list[Run], args: argparse.Namespace, name: str, ranks: int) -> Pa
 
 
 def parse_args(description: str, argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the flags, with the options of each recipe in ``options``."""
+    """Return the flags."""
     parser = argparse.ArgumentParser(description=description)
-    add, five = parser.add_argument, ["none", "fp16", "topk", "fft", "dct"]
-    add("--compressor", nargs="+", default=five, metavar="NAME", help=f"of: {', '.join(RECIPES)}")
-    add("--density", type=float, help="share of coefficients to send (default: the recipe's)")
-    add("--bits", type=int, help="bits of each value sent (default: the recipe's)")
+    add = parser.add_argument
+    add(
+        "--compression",
+        type=recipe_choices,
+        default="none,fp16,topk,fft,dct",
+        metavar=COMPRESSIONS,
+        help=f"as topk:density=0.01,fft; of: {', '.join(RECIPES)} (default: %(default)s)",
+    )
     add("--epochs", type=int, default=12, help="passes over the images (default: %(default)s)")
     add("--batch-size", type=int, default=32, help="images per rank (default: %(default)s)")
     add("--lr", type=float, default=0.03, help="learning rate (default: %(default)s)")
@@ -189,15 +194,6 @@ def parse_args(description: str, argv: list[str] | None = None) -> argparse.Name
     args = parser.parse_args(argv)
     if min(args.epochs, args.batch_size, args.lr) <= 0:
         parser.error("--epochs, --batch-size and --lr must be positive")
-    given = {k: v for k in ("density", "bits") if (v := getattr(args, k)) is not None}
-    args.options = {}
-    try:
-        for name in args.compressor:
-            get_scheme(name)  # raises for an unknown name
-            args.options[name] = {k: v for k, v in given.items() if k in RECIPES[name].options}
-            get_scheme(name, **args.options[name])
-    except ValueError as error:
-        parser.error(str(error))
     return args
 
 
@@ -211,13 +207,18 @@ def main(
     """Train once for each recipe; rank 0 reports. ``exchange``: the meaning of that column."""
     args = parse_args(description)
     hvd.init()
-    monitor = Monitor(len(args.options) * args.epochs, quiet=hvd.rank() != 0)
+    monitor = Monitor(len(args.compression) * args.epochs, quiet=hvd.rank() != 0)
     if hvd.size() == 1:
         monitor.console.print(
             "One process: nothing is exchanged; start two with horovodrun -np 2 ..."
         )
     with monitor.bar:
-        runs = [train(*pair, args, monitor.advance) for pair in args.options.items()]
+        runs = [
+            train(choice.name, dict(choice.options), args, monitor.advance)._replace(
+                recipe=choice.label
+            )
+            for choice in args.compression
+        ]
     monitor.console.print(make_table(runs))
     monitor.console.print(Text(CAPTION + exchange))
     if hvd.rank() == 0 and hvd.size() > 1:

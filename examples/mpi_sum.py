@@ -1,7 +1,7 @@
 """Sum NumPy arrays over the ranks of an MPI job, once with each recipe, without a framework.
 
     mpirun -np 4 python -m mpi4py examples/mpi_sum.py
-    mpirun -np 4 python -m mpi4py examples/mpi_sum.py --compressor "topk(density=0.001),scalecom"
+    mpirun -np 4 python -m mpi4py examples/mpi_sum.py --compression "topk(density=0.001),scalecom"
 
 As gradients, each rank's array is the sum of a common part and of noise of its own.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from horovod_fftcomp import RECIPES
-from horovod_fftcomp.cli.arguments import RecipeChoice, recipe_choices
+from horovod_fftcomp.cli.arguments import COMPRESSIONS, RecipeChoice, recipe_choices
 from horovod_fftcomp.cli.console import Table, make_console
 from horovod_fftcomp.mpi import Reducer
 
@@ -50,10 +50,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add(
-        "--compressor",
+        "--compression",
         type=recipe_choices,
         default="none,fp16,topk,fft,random_k,scalecom",
-        metavar="RECIPE[,RECIPE]",
+        metavar=COMPRESSIONS,
         help=f"of: {', '.join(RECIPES)} (default: %(default)s)",
     )
     add("--numel", type=int, default=1_000_000, help="elements (default: %(default)s)")
@@ -62,9 +62,9 @@ def main() -> None:
     if args.numel < 200 or args.numel % 100 or args.steps < 1:
         parser.error("--numel must be a multiple of 100 from 200 up, --steps at least 1")
     names = ("error of the sum of all steps", "kB a step", "ratio", "ms a step")
-    table = Table("recipe", names)
+    table = Table("compression", names)
     console = make_console(quiet=COMM.rank != 0)
-    for choice in args.compressor:
+    for choice in args.compression:
         console.print(f"{choice.label} ...")
         error, nbytes, ms = run(choice, args)
         ratio = 4 * args.numel / nbytes

@@ -39,7 +39,14 @@ def test_the_module_runs_and_tells_its_version():
     assert printed.strip() == f"horovod_fftcomp {__version__}"
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["recipes", "-n", "0"]])
+def test_without_arguments_the_help_is_printed(capsys):
+    main([])
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: horovod-fftcomp")
+    assert all(name in printed for name in ("recipes", "advise", "bench", "check", "run"))
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["recipes", "-n", "0"]])
 def test_wrong_arguments_end_with_the_usage(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments)

@@ -19,8 +19,8 @@ SCRIPTS = [
 @pytest.mark.parametrize(("script", "controller"), SCRIPTS)
 def test_the_example_trains_and_reports(script, controller, tmp_path):
     code, output = run_ranks(
-        2, controller, f"examples/{script}.py", "--epochs", "4", "--compressor", "none", "topk",
-        "--density", "0.1", "--out", str(tmp_path),
+        2, controller, f"examples/{script}.py", "--epochs", "4",
+        "--compression", "none,topk:density=0.1", "--out", str(tmp_path),
     )  # fmt: skip
     assert code == 0, output[-8000:]
     assert f"wrote {tmp_path / script}.png and .json" in output
@@ -28,7 +28,7 @@ def test_the_example_trains_and_reports(script, controller, tmp_path):
     report = json.loads((tmp_path / f"{script}.json").read_text())
     assert (report["ranks"], report["epochs"]) == (2, 4)
     dense, sparse = report["runs"]
-    assert (dense["recipe"], sparse["recipe"]) == ("none", "topk")
+    assert (dense["recipe"], sparse["recipe"]) == ("none", "topk(density=0.1)")
     assert sparse["options"]["density"] == 0.1
     assert dense["sent_nbytes_per_step"] == 4 * 151_306
     assert sparse["sent_nbytes_per_step"] == 19_300

@@ -26,8 +26,8 @@ WIDTHS = (60, 80, 120, 200)
 LONG = "fft(density=0.125,bits=10,block=1024,error_feedback=False),topk"
 COMMANDS: list[list[str]] = [
     ["recipes"],
-    ["bench", "-n", "2000", "--repeat", "1", "--recipes", LONG],
-    ["advise", "--gradients", "g.npz", "--compute-ms", "5", "--repeat", "1", "--recipes", LONG,
+    ["bench", "-n", "2000", "--repeat", "1", "--compression", LONG],
+    ["advise", "--gradients", "g.npz", "--compute-ms", "5", "--repeat", "1", "--compression", LONG,
      "--gbit-per-s", "0.001", "--ranks", "4", "--nodes", "2..512"],
 ]  # fmt: skip
 
@@ -153,7 +153,7 @@ def test_commands_to_paste_can_be_pasted(in_a_terminal):
     text = "\n".join(line.rstrip() for line in lines).split("editing the script:\n")[1]
     command = shlex.split(text.split("\nCompare")[0])  # as a shell reads it
     start = "horovodrun -np 4 horovod-fftcomp run --compression".split()
-    assert (command[:5], command[6:]) == (start, ["train.py"])
+    assert (command[:6], command[7:]) == (start, ["train.py"])
     assert "\\\n" in text.split("\nCompare")[0]
 
 

@@ -98,8 +98,8 @@ def test_averages_and_state_are_those_of_the_horovod_adapter(tmp_path):
 
 def test_the_example_trains_and_reports_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               "examples/ddp_digits.py", "--epochs", "4", "--compressor", "none", "topk",
-               "--density", "0.1", "--out", str(tmp_path)]  # fmt: skip
+               "examples/ddp_digits.py", "--epochs", "4", "--compression", "none,topk:density=0.1",
+               "--out", str(tmp_path)]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False

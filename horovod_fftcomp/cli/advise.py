@@ -22,13 +22,14 @@ from horovod_fftcomp.cli import advise_plot, advise_report
 from horovod_fftcomp.cli import run as run_command
 from horovod_fftcomp.cli.advise_report import Findings
 from horovod_fftcomp.cli.arguments import (
+    COMPRESSIONS,
     RecipeChoice,
     count,
     node_range,
     output_path,
     picture_path,
     positive,
-    settings,
+    recipe_choices,
 )
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.schemes import Tensor
@@ -81,7 +82,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument
     _add_measured(parser)
-    add("--recipes", type=settings, metavar="RECIPE,RECIPE", help=f"recipes (default: {_RECIPES})")
+    add(
+        "--compression",
+        type=recipe_choices,
+        dest="recipes",
+        metavar=COMPRESSIONS,
+        help=f"compressions to forecast (default: {_RECIPES})",
+    )
     add(
         "--steps", type=count, default=20, metavar="N", help="steps of a run (default: %(default)s)"
     )
@@ -180,7 +187,7 @@ def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
     cores = cores or max(1, environment.n_cores() // (1 if parsed.ranks else ranks))
     threads.set_num_threads(parsed.threads or min(8, cores))
     options = [advice.dense(model.tensors)]
-    for choice in parsed.recipes or settings(_RECIPES):
+    for choice in parsed.recipes or recipe_choices(_RECIPES):
         tell(choice.label)
         options.append(_option(choice, model, parsed))
     nothing = _option(_ALMOST_NOTHING, model, parsed)

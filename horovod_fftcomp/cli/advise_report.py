@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from horovod_fftcomp.cli.arguments import RecipeChoice, as_setting
+from horovod_fftcomp.cli.arguments import RecipeChoice
 from horovod_fftcomp.cli.console import Table, in_ms, make_console, to_paste
 from horovod_fftcomp.tools.advise import advice
 from horovod_fftcomp.tools.advise.advice import Advice, Forecast, Option
@@ -82,7 +82,7 @@ def _table(found: Findings) -> Table:
         "step\nms", "speed-up\n(range)", "encode\nms", "exchange\nms", "exposed\nms", "decode\nms",
         "free codec\nms", "MB\nsent", "ratio", "rel.\nerror",
     )  # fmt: skip
-    table = Table("recipe", columns, title)
+    table = Table("compression", columns, title)
     none = found.forecasts[0]
     for forecast in found.forecasts:
         option, time, ceiling_s, error = forecast
@@ -132,7 +132,7 @@ def _speed(found: Findings, collective: str, line: Line) -> str:
 def _growth(found: Findings, nodes: range) -> Table:
     ranks = list(advice.powers_of_two(nodes.start, nodes.stop - 1))
     title = f"Step (ms) by number of ranks, ±{100 * max(f.error for f in found.forecasts):.0f} %"
-    table = Table("recipe", map(str, ranks), title)
+    table = Table("compression", map(str, ranks), title)
     for option, steps in growth(found, ranks):
         table.add_row(option.label, *(f"{1e3 * step_s:.0f}" for step_s in steps))
     return table
@@ -188,7 +188,7 @@ def _to_measure(found: Findings, width: int) -> Iterator[str]:
 
 
 def _setting(option: Option) -> str:
-    return as_setting(RecipeChoice(option.label, option.recipe, option.options))
+    return RecipeChoice(option.label, option.recipe, option.options).text
 
 
 def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:

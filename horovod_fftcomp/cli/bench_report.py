@@ -29,7 +29,7 @@ def table(result: Result) -> Table:
         "bits/pos.\n(entropy)", "rel. error\n(with EF)", "kept\nenergy",
     )  # fmt: skip
     title = f"{result.title}: 1 memcpy = {_short(1e3 * first.memcpy_s)} ms = {_short(speed)} GB/s"
-    table = Table("compressor", columns, title)
+    table = Table("compression", columns, title)
     for rows in (result.ours, result.peers):
         for one in rows:
             table.add_row(*_cells(one), end_section=one is rows[-1])

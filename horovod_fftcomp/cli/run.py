@@ -15,12 +15,13 @@ from typing import Any
 from rich.text import Text
 
 from horovod_fftcomp.cli.arguments import (
+    COMPRESSION,
+    COMPRESSIONS,
     RecipeChoice,
-    as_setting,
     count,
     output_path,
-    setting,
-    settings,
+    recipe_choice,
+    recipe_choices,
 )
 from horovod_fftcomp.cli.console import Table, in_ms, make_console
 from horovod_fftcomp.kernels import threads
@@ -44,6 +45,7 @@ _START = " (start it as horovodrun -np 2 horovod-fftcomp run ...)"
 # Errors of a rank that follow from the failure of another one.
 _CONSEQUENCES = ("HorovodInternalError", "Horovod has been shut down", "SIGTERM")
 _MOST_SHOWN = 500  # characters of an exception; its traceback has the rest
+_VARIABLE = "HOROVOD_FFTCOMP_COMPRESSION"
 _DIFFER = "PARAMETERS DIFFER"
 _TIMES = ("encode", "wait", "decode")
 
@@ -59,18 +61,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    which = parser.add_mutually_exclusive_group(required=True)
+    which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--compression",
-        type=setting,
-        metavar="RECIPE[:OPTION=VALUE,...]",
-        help="recipe for the script's optimizers and tapes",
+        type=recipe_choice,
+        metavar=COMPRESSION,
+        help=f"compression for the script's optimizers and tapes (default: that of {_VARIABLE})",
     )
     which.add_argument(
         "--compare",
-        type=settings,
-        metavar="RECIPE,RECIPE",
-        help="run one job for each recipe, one after another, and print a table",
+        type=recipe_choices,
+        metavar=COMPRESSIONS,
+        help="run one job for each, one after another, and print a table",
     )
     add("--steps", type=count, metavar="N", help="end the script after N steps")
     add("--warmup-steps", type=count, metavar="N", help="begin with N dense steps")
@@ -108,6 +110,13 @@ def run(parsed: argparse.Namespace) -> None:
     """Run the script in this process, or in jobs with ``--compare``."""
     if not Path(parsed.script).is_file():
         parsed.fail(f"there is no script {parsed.script!r}")
+    if not (parsed.compare or parsed.compression):
+        try:
+            parsed.compression = recipe_choice(os.environ[_VARIABLE])
+        except KeyError:
+            parsed.fail(f"give --compression or --compare, or set {_VARIABLE}")
+        except argparse.ArgumentTypeError as error:
+            parsed.fail(f"{_VARIABLE}: {error}")
     if not parsed.compare:
         for option in ("np", "launcher", "json"):
             if getattr(parsed, option) is not None:
@@ -193,7 +202,7 @@ def _report(
         found.pop("tensors", None)  # the same on all ranks, and long
     if parsed.report_json:
         launched = {"rank": rank, "cores": threads.get_own_cores()}
-        launcher.report({**launched, "recipe": as_setting(parsed.compression), **found})
+        launcher.report({**launched, "recipe": parsed.compression.text, **found})
     elif rank == 0:
         sys.stdout.flush()
         print(_told(parsed.compression.label, found), file=sys.stderr, flush=True)
@@ -243,7 +252,7 @@ def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
     names = (
         "ms a step", "speed-up", "MB sent", "ratio", "encode ms", "wait ms", "decode ms", "ranks"
     )  # fmt: skip
-    table = Table("recipe", names)
+    table = Table("compression", names)
     first_s = None
     for row in rows:
         wrong = row["trouble"]
@@ -288,7 +297,7 @@ def launch(
         "--record-every": parsed.record_every,
     }
     options = [part for key, value in given.items() if value for part in (key, str(value))]
-    command = [*own, *options, "--compression", as_setting(choice), parsed.script]
+    command = [*own, *options, "--compression", choice.text, parsed.script]
     try:
         return launcher.launch(
             parsed.launcher or launcher.default_launcher(),
