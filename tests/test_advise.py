@@ -431,3 +431,23 @@ def test_numbers_of_ranks_are_doubled_up_to_the_last():
     assert list(advice.powers_of_two(2, 2)) == [2]
     assert list(advice.powers_of_two(2, 8)) == [2, 4, 8]
     assert list(advice.powers_of_two(3, 20)) == [3, 6, 12, 20]
+
+
+def test_a_metric_is_found_by_training_with_none_and_with_the_best(monkeypatch, tmp_path, capsys):
+    script, network, compute = tmp_path / "t.py", Network(Line(0, 0), Line(0, 1e-6)), Compute(0.1)
+    script.write_text("")
+    options = [advice.dense(TENSORS), advice.compressed("fp16", "fp16", {}, TENSORS, {}, 1)]
+    found = advice.forecasts(options, compute, network, 4)
+    best = advice.Advice(found[1], "fp16 is the best")
+    findings = Findings(compute, network, 4, found, best, [], {}, str(script))
+    monkeypatch.setattr(advise_command, "_findings", lambda *_: findings)
+    trained = []
+    monkeypatch.setattr(advise_command.run_command, "compare", trained.append)
+    main(["advise", "--metric", r"acc (\S+)", "--trainings", "3", str(script), "--epochs", "2"])
+    [parsed] = trained
+    assert [choice.text for choice in parsed.compare] == ["none", "fp16"]
+    assert (parsed.repeat, parsed.steps, parsed.record, parsed.json) == (3, None, None, None)
+    assert (parsed.metric.pattern, parsed.script_arguments) == (r"acc (\S+)", ["--epochs", "2"])
+    with pytest.raises(SystemExit):
+        main(["advise", "--trainings", "3", str(script)])
+    assert "--trainings needs --metric" in capsys.readouterr().err

@@ -518,6 +518,68 @@ def test_a_failed_jobs_own_exception_is_named(capsys, monkeypatch, script, launc
     assert row["status"] != 0
 
 
+@pytest.fixture
+def outputs(monkeypatch):
+    """Replace jobs by ones whose output is the next of a list; return that list."""
+    left: list[str] = []
+    times = {f"{what}_s": 0.002 for what in ("step", "encode", "wait", "decode")}
+    found = {"steps": 5, "digest": "same", "dense_nbytes": 4e6, "sent_nbytes": 1e6, **times}
+
+    def ended(parsed, choice, n_ranks, line, number):
+        for text in left.pop(0).format(number).splitlines(keepends=True):
+            line(text)
+        return jobs.Ended(0, [{"rank": rank, **found} for rank in range(n_ranks)])
+
+    monkeypatch.setattr(run, "launch", ended)
+    monkeypatch.setenv("COLUMNS", "120")
+    return left
+
+
+def test_the_last_number_that_the_metric_finds_is_averaged(outputs, capsys, script, tmp_path):
+    path = tmp_path / "compared.json"
+    outputs += ["acc 0.1\n[1,0]<stdout>:acc 0.9{}\n", "acc 0.9{}%, all\n"]
+    outputs += ["acc 0.5\n", "acc 0.7\n"]
+    main(["run", "--compare", "none,fft", "--metric", r"acc (\S+)", "--repeat", "2", "--json",
+          str(path), str(script)])  # fmt: skip
+    printed = capsys.readouterr()
+    assert re.search(r"^none +2\.0 ±0 .* 4\.0 +0\.905 ±0\.0071 .* equal bits", printed.out, re.M)
+    assert re.search(r"^fft .* 0\.6 ±0\.14 ", printed.out, re.M), printed.out
+    assert "mean ± standard deviation" in printed.out
+    assert "fft (job 3 of 4, about " in printed.err
+    assert [row["metric"] for row in json.loads(path.read_text())] == [0.9, 0.91, 0.5, 0.7]
+
+
+def test_a_metric_that_no_line_has_ends_the_comparison(outputs, capsys, script):
+    outputs += ["acc 0.5\n", "begins\nthe end of it\n", "acc 0.7\n"]
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--compare", "none,fft,topk", "--metric", r"acc (\S+)", str(script)])
+    assert caught.value.code == 1
+    printed = capsys.readouterr().out.split("─")[-1]
+    assert re.search(r"^none .* 0\.5 .* equal bits", printed, re.M)
+    assert r"fft: no line of its output matches --metric 'acc (\\S+)'; its last lines:" in printed
+    assert "\nbegins\nthe end of it." in printed
+    assert outputs == ["acc 0.7\n"]  # whose job was not begun
+
+
+def test_a_metric_that_is_no_number_is_told(outputs, capsys, script):
+    outputs += ["acc high\n"]
+    with pytest.raises(SystemExit):
+        main(["run", "--compare", "none", "--metric", r"acc (\S+)", str(script)])
+    assert "none: its metric 'high' is not a number." in capsys.readouterr().out
+    for pattern, told in (("acc (", "unterminated"), ("acc", "one pair of brackets")):
+        assert told in refusal(capsys, "--compare", "none", "--metric", pattern, script)
+    assert "belong to --compare" in refusal(capsys, "--compression", "fft", "--repeat", 2, script)
+
+
+def test_repeats_have_a_number_that_the_script_can_take_as_a_seed(script, launcher, capfd):
+    with pytest.raises(SystemExit):  # nothing was exchanged
+        main(["run", "--compare", "none", "--repeat", "2", "--launcher", launcher, str(script),
+              "--seed={repeat}"])  # fmt: skip
+    printed = capfd.readouterr().out
+    for number in (0, 1):
+        assert printed.count(f"ran as __main__ ['--seed={number}']") >= 1
+
+
 def test_what_other_ranks_raise_because_of_a_failure_is_left_out():
     def told(*failures: str, code: int = 1, n_ranks: int = 3) -> str:
         reports = [

@@ -35,7 +35,7 @@ from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment, gradient_files
 from horovod_fftcomp.tools.advise import advice
-from horovod_fftcomp.tools.advise.advice import Option
+from horovod_fftcomp.tools.advise.advice import Forecast, Option
 from horovod_fftcomp.tools.advise.cost_model import (
     CYCLE_S,
     Compute,
@@ -100,6 +100,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="CPU cores of each rank; with 1, encoding cannot overlap with backward",
     )
     add("--repeat", type=count, default=5, metavar="N", help="timings a median (default: 5)")
+    run_command.add_metric(parser)
+    add("--trainings", type=count, metavar="N", help="jobs of --metric for each (default: 1)")
     add("--nodes", type=node_range, metavar="A..B", help="also forecast for A to B ranks")
     add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")
     add("--plot", type=picture_path, metavar="FILE.png", help="draw the forecast")
@@ -144,6 +146,18 @@ def run(parsed: argparse.Namespace) -> None:
         raise SystemExit(_INVALID)
     if parsed.plot:
         advise_plot.write(parsed.plot, found, parsed.nodes or range(2, 65))
+    if parsed.metric:
+        _train(parsed, found.advice.best or found.advice.unclear)
+
+
+def _train(parsed: argparse.Namespace, best: Forecast | None) -> None:
+    """Train the script to its end with none and the best compression, and compare."""
+    parsed.compare = recipe_choices("none")
+    if best is not None:
+        option = best.option
+        parsed.compare.append(RecipeChoice(option.label, option.recipe, option.options))
+    parsed.repeat, parsed.steps, parsed.record, parsed.json = parsed.trainings, None, None, None
+    run_command.compare(parsed)
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -158,6 +172,8 @@ def _check(parsed: argparse.Namespace) -> None:
         parsed.fail("--latency-us and --ranks need --gbit-per-s X: they describe a given network")
     if parsed.gbit_per_s is not None and (parsed.ranks or 0) < 2:
         parsed.fail("--gbit-per-s needs --ranks P, at least 2")
+    if (parsed.metric and not parsed.script) or (parsed.trainings and not parsed.metric):
+        parsed.fail("--metric needs a script to train, and --trainings needs --metric")
     if parsed.np < 2:
         parsed.fail("-np must be at least 2: one rank exchanges nothing")
     if launcher.launched_rank() is not None:
