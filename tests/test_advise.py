@@ -434,7 +434,11 @@ def test_numbers_of_ranks_are_doubled_up_to_the_last():
 
 
 def test_a_metric_is_found_by_training_with_none_and_with_the_best(monkeypatch, tmp_path, capsys):
-    script, network, compute = tmp_path / "t.py", Network(Line(0, 0), Line(0, 1e-6)), Compute(0.1)
+    script, network, compute = (
+        tmp_path / "t.py",
+        Network(Line(0, 1e-6), Line(0, 1e-6)),
+        Compute(0.1),
+    )
     script.write_text("")
     options = [advice.dense(TENSORS), advice.compressed("fp16", "fp16", {}, TENSORS, {}, 1)]
     found = advice.forecasts(options, compute, network, 4)
