@@ -45,7 +45,7 @@ def main() -> None:
             return json.loads(path.read_text())
 
         before = found("run", "--compare", f"none,{args.recipes}")
-        forecast = found("advise", "--recipes", args.recipes)
+        forecast = found("advise", "--compression", args.recipes)
         after = found("run", "--compare", f"none,{args.recipes}")
         result = beside(forecast, before, after)
     result = {"label": args.label, "machine": environment.describe(), **result}

@@ -1,6 +1,6 @@
 """Compare recipes with common compressors written in PyTorch: time, bytes and error.
 
-    python benchmarks/peers.py -n 25M --threads 1 --recipes topk,qsgd,onebit
+    python benchmarks/peers.py -n 25M --threads 1 --compression topk,qsgd,onebit
 
 Takes the arguments of ``horovod-fftcomp bench`` and prints and writes the same, with a second group
 of rows for the peers.

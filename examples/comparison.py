@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from digits import STYLES, Monitor
 from matplotlib.figure import Figure
-from rich.table import Column, Table
 
 from horovod_fftcomp import RECIPES
-from horovod_fftcomp.cli.arguments import RecipeChoice, recipe_choices
+from horovod_fftcomp.cli.arguments import COMPRESSIONS, RecipeChoice, recipe_choices
+from horovod_fftcomp.cli.console import Table
 from horovod_fftcomp.torch import Compression, SimulatedLearners
 
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks leave the core to others
@@ -191,7 +191,7 @@ class _Record:
 def make_table(runs: list[Run], measure: str) -> Table:
     """Return a row for each run."""
     names = (measure, "training loss", "kB/step sent", "ratio", "residual norm", "s")
-    table = Table("recipe", *(Column(name, justify="right") for name in names))
+    table = Table("compression", names)
     for run in runs:
         last = float(np.mean(run.losses[-max(1, len(run.losses) // 20) :]))
         table.add_row(
@@ -219,11 +219,11 @@ def save(runs: list[Run], measure: str, path: Path) -> None:
 def parse_args(
     description: str, argv: list[str] | None = None, **defaults: object
 ) -> argparse.Namespace:
-    """Return the flags; ``defaults``: of steps, batch_size, lr and compressor."""
+    """Return the flags; ``defaults``: of steps, batch_size, lr and compression."""
     parser = argparse.ArgumentParser(description=description)
     add = parser.add_argument
     # fmt: off
-    add("--compressor", type=recipe_choices, metavar="RECIPE[,RECIPE]",
+    add("--compression", type=recipe_choices, metavar=COMPRESSIONS,
         help=f"as topk(density=0.01),fft; of: {', '.join(RECIPES)} (default: %(default)s)")
     add("--simulate", type=int, metavar="N", help="simulate N learners instead of ranks")
     add("--steps", type=int, help="optimizer steps (default: %(default)s)")
@@ -240,8 +240,8 @@ def parse_args(
         parser.error("--steps, --batch-size, --lr and --simulate must be positive")
     if not 0 <= args.skew <= 1:
         parser.error("--skew must lie in [0, 1]")
-    if isinstance(args.compressor, str):
-        args.compressor = recipe_choices(args.compressor)
+    if isinstance(args.compression, str):
+        args.compression = recipe_choices(args.compression)
     return args
 
 
@@ -254,14 +254,14 @@ def main(
     alone = args.simulate is not None
     is_first = alone or hvd.rank() == 0
     torch.set_num_threads(1)  # ranks share the cores
-    monitor = Monitor(len(args.compressor) * args.steps, quiet=not is_first)
+    monitor = Monitor(len(args.compression) * args.steps, quiet=not is_first)
     if not alone and hvd.size() == 1:
         monitor.console.print(
             "One process: nothing is exchanged; horovodrun -np 2, or --simulate 2"
         )
     runs = []
     with monitor.bar:
-        for choice in args.compressor:
+        for choice in args.compression:
 
             def report(step: int, loss: float, label: str = choice.label) -> None:
                 monitor.advance(f"{label}  step {step}/{args.steps}  loss {loss:.3f}", 1)

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,22 +15,30 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Column, Table
+from rich.text import Text
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from horovod_fftcomp import RECIPES, get_scheme
+from horovod_fftcomp.cli.arguments import COMPRESSIONS, recipe_choices
+from horovod_fftcomp.cli.console import Table, make_console
+from horovod_fftcomp.tools.advise import cost_model
 
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks leave the core to others
 LR_WARM_UP_EPOCHS = 2
 UNTIMED_STEPS = 10  # the first one compiles the kernels
+LINKS = (0.1, 1.0, 10.0)  # Gbit/s, of the forecast
+LATENCY_S = 50e-6
 PARTS = ("compute", "encode", "exchange", "decode", "step")
 CAPTION = f"""\
 sent: bytes that a rank passes to collectives. ms: medians of all steps but the first \
 {UNTIMED_STEPS}, mean of the ranks. encode, decode: from compression.stats(). compute: the \
 rest of the step. exchange: """
+FORECAST = """\
+A forecast, not a measurement, by the cost model of `horovod-fftcomp advise`: computing (the least \
+of all rows), encoding and decoding as measured above, and the bytes above over links of this \
+bandwidth and 50 us latency, after the backward pass. In brackets: speed-up over the first row."""
 # Okabe and Ito's colours, which the colour-blind can distinguish.
 STYLES = ("#000000 o", "#E69F00 s", "#56B4E9 D", "#009E73 ^", "#D55E00 v", "#CC79A7 P")
 
@@ -80,21 +87,20 @@ class Monitor:
     """Shows progress unless ``quiet``: a live bar in a terminal, else a line every two seconds."""
 
     def __init__(self, epochs: float, quiet: bool) -> None:
-        # Open MPI gives ranks a pseudo-terminal without a size, and control codes would garble it.
-        live = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
-        plain = {} if live else {"force_terminal": False, "width": 100}
-        self.console = Console(quiet=quiet, highlight=False, **plain)
-        self.bar = Progress(console=self.console, disable=quiet or not live)
+        self.console = make_console(quiet)
+        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
         self.bar.add_task("", total=epochs)
-        self._task, self._printed = self.bar.tasks[0], time.monotonic()
+        self._task, self._began = self.bar.tasks[0], time.monotonic()
+        self._printed = self._began
 
     def advance(self, text: str, epochs: float) -> None:
         """Add ``epochs``, a number that may be fractional."""
         self.bar.update(self._task.id, advance=epochs, description=text)
         if self.bar.disable and time.monotonic() - self._printed >= 2:
             self._printed = time.monotonic()
-            share, left = self._task.percentage, self._task.time_remaining or 0
-            self.console.print(f"{text}  {share:3.0f} % of all, ETA {left:.0f} s")
+            share, took_s = self._task.percentage, self._printed - self._began
+            left = f", ETA {took_s * (100 - share) / share:.0f} s" if share >= 2 else ""
+            self.console.print(f"{text}  {share:3.0f} % of all{left}")
 
 
 def load_data() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -137,11 +143,10 @@ def make_run(
     return Run(recipe, options, accuracy, sent, stats["ratio"], timed, mean_losses)
 
 
-def make_table(runs: list[Run], exchange: str) -> Table:
-    """Return the table of all runs; ``exchange``: the caption of that column."""
+def make_table(runs: list[Run]) -> Table:
+    """Return the table of all runs."""
     names = ("test accuracy", "kB/step sent", "ratio", *(f"{part} ms" for part in PARTS))
-    columns = [Column(name, justify="right") for name in names]
-    table = Table("recipe", *columns, caption=CAPTION + exchange, caption_justify="left")
+    table = Table("compression", names)
     for run in runs:
         cells = (
             f"{run.accuracy:.2%}",
@@ -150,6 +155,47 @@ def make_table(runs: list[Run], exchange: str) -> Table:
         )
         table.add_row(run.recipe, *cells, *(f"{ms:.2f}" for ms in run.ms_per_step.values()))
     return table
+
+
+def forecast_ms(run: Run, compute_ms: float, gbit_per_s: float) -> float:
+    """Return the forecast time of a step between two hosts in ms; see ``FORECAST``."""
+    rounds = get_scheme(run.recipe.partition("(")[0], **run.options).rounds
+    nbytes = round(run.sent_nbytes_per_step / len(rounds))
+    messages = tuple(cost_model.Message(collective, nbytes) for collective in rounds)
+    encode_s, decode_s = run.ms_per_step["encode"] / 1e3, run.ms_per_step["decode"] / 1e3
+    part = cost_model.Transfer(1.0, messages, encode_s, decode_s)
+    compute = cost_model.Compute(compute_ms / 1e3, spare_core=False)
+    network = cost_model.given_network(gbit_per_s, LATENCY_S)
+    return 1e3 * cost_model.step_time(compute, [part], network, ranks=2).total_s
+
+
+def make_forecast(runs: list[Run]) -> Table:
+    """Return the table of forecast steps between two hosts."""
+    title = "Forecast of a step between two hosts in ms"
+    table = Table("compression", [f"{link:g} Gbit/s" for link in LINKS], title)
+    compute_ms = min(run.ms_per_step["compute"] for run in runs)
+    first = [forecast_ms(runs[0], compute_ms, link) for link in LINKS]
+    for run in runs:
+        steps = [forecast_ms(run, compute_ms, link) for link in LINKS]
+        cells = (f"{ms:.1f} ({none / ms:.2f}x)" for ms, none in zip(steps, first, strict=True))
+        table.add_row(run.recipe, *cells)
+    return table
+
+
+def plot_forecast(runs: list[Run], path: Path) -> None:
+    """Draw the forecast over the bandwidth of the links."""
+    axes = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
+    compute_ms, links = min(run.ms_per_step["compute"] for run in runs), np.geomspace(0.05, 20, 60)
+    for run, style in zip(runs, itertools.cycle(STYLES), strict=False):
+        steps = [forecast_ms(run, compute_ms, link) for link in links]
+        axes.loglog(links, steps, color=style[:7], label=run.recipe)
+    axes.set(xlabel="bandwidth (Gbit/s)", ylabel="step between two hosts, forecast (ms)")
+    axes.legend()
+    axes.yaxis.set_minor_formatter("{x:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
 
 
 def save(runs: list[Run], args: argparse.Namespace, name: str, ranks: int) -> Path:
@@ -175,12 +221,16 @@ def save(runs: list[Run], args: argparse.Namespace, name: str, ranks: int) -> Pa
 
 
 def parse_args(description: str, argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the flags, with the options of each recipe in ``options``."""
+    """Return the flags."""
     parser = argparse.ArgumentParser(description=description)
-    add, five = parser.add_argument, ["none", "fp16", "topk", "fft", "dct"]
-    add("--compressor", nargs="+", default=five, metavar="NAME", help=f"of: {', '.join(RECIPES)}")
-    add("--density", type=float, help="share of coefficients to send (default: the recipe's)")
-    add("--bits", type=int, help="bits of each value sent (default: the recipe's)")
+    add = parser.add_argument
+    add(
+        "--compression",
+        type=recipe_choices,
+        default="none,fp16,topk,fft,dct",
+        metavar=COMPRESSIONS,
+        help=f"as topk:density=0.01,fft; of: {', '.join(RECIPES)} (default: %(default)s)",
+    )
     add("--epochs", type=int, default=12, help="passes over the images (default: %(default)s)")
     add("--batch-size", type=int, default=32, help="images per rank (default: %(default)s)")
     add("--lr", type=float, default=0.03, help="learning rate (default: %(default)s)")
@@ -194,15 +244,6 @@ def parse_args(description: str, argv: list[str] | None = None) -> argparse.Name
     args = parser.parse_args(argv)
     if min(args.epochs, args.batch_size, args.lr) <= 0:
         parser.error("--epochs, --batch-size and --lr must be positive")
-    given = {k: v for k in ("density", "bits") if (v := getattr(args, k)) is not None}
-    args.options = {}
-    try:
-        for name in args.compressor:
-            get_scheme(name)  # raises for an unknown name
-            args.options[name] = {k: v for k, v in given.items() if k in RECIPES[name].options}
-            get_scheme(name, **args.options[name])
-    except ValueError as error:
-        parser.error(str(error))
     return args
 
 
@@ -213,17 +254,26 @@ def main(
     train: Callable[[str, dict, argparse.Namespace, Callable[[str, float], None]], Run],
     exchange: str,
 ) -> None:
-    """Train once for each recipe; rank 0 reports. ``exchange``: as for ``make_table``."""
+    """Train once for each recipe; rank 0 reports. ``exchange``: the meaning of that column."""
     args = parse_args(description)
     hvd.init()
-    monitor = Monitor(len(args.options) * args.epochs, quiet=hvd.rank() != 0)
+    monitor = Monitor(len(args.compression) * args.epochs, quiet=hvd.rank() != 0)
     if hvd.size() == 1:
         monitor.console.print(
             "One process: nothing is exchanged; start two with horovodrun -np 2 ..."
         )
     with monitor.bar:
-        runs = [train(*pair, args, monitor.advance) for pair in args.options.items()]
-    monitor.console.print(make_table(runs, exchange))
+        runs = [
+            train(choice.name, dict(choice.options), args, monitor.advance)._replace(
+                recipe=choice.label
+            )
+            for choice in args.compression
+        ]
+    monitor.console.print(make_table(runs))
+    monitor.console.print(Text(CAPTION + exchange))
+    if hvd.size() > 1:
+        monitor.console.print(Text(), make_forecast(runs), Text(FORECAST), sep="\n")
     if hvd.rank() == 0 and hvd.size() > 1:
         path = save(runs, args, script, hvd.size())
-        monitor.console.print(f"wrote {path}.png and .json", soft_wrap=True)
+        plot_forecast(runs, path.with_name(f"{path.name}_forecast.png"))
+        monitor.console.print(f"wrote {path}.png and .json, {path}_forecast.png", soft_wrap=True)

@@ -1,7 +1,7 @@
 """Sum NumPy arrays over the ranks of an MPI job, once with each recipe, without a framework.
 
     mpirun -np 4 python -m mpi4py examples/mpi_sum.py
-    mpirun -np 4 python -m mpi4py examples/mpi_sum.py --compressor "topk(density=0.001),scalecom"
+    mpirun -np 4 python -m mpi4py examples/mpi_sum.py --compression "topk(density=0.001),scalecom"
 
 As gradients, each rank's array is the sum of a common part and of noise of its own.
 """
@@ -13,11 +13,10 @@ import time
 
 import numpy as np
 from mpi4py import MPI
-from rich.console import Console
-from rich.table import Column, Table
 
 from horovod_fftcomp import RECIPES
-from horovod_fftcomp.cli.arguments import RecipeChoice, recipe_choices
+from horovod_fftcomp.cli.arguments import COMPRESSIONS, RecipeChoice, recipe_choices
+from horovod_fftcomp.cli.console import Table, make_console
 from horovod_fftcomp.mpi import Reducer
 
 COMM = MPI.COMM_WORLD
@@ -51,10 +50,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add(
-        "--compressor",
+        "--compression",
         type=recipe_choices,
         default="none,fp16,topk,fft,random_k,scalecom",
-        metavar="RECIPE[,RECIPE]",
+        metavar=COMPRESSIONS,
         help=f"of: {', '.join(RECIPES)} (default: %(default)s)",
     )
     add("--numel", type=int, default=1_000_000, help="elements (default: %(default)s)")
@@ -63,10 +62,10 @@ def main() -> None:
     if args.numel < 200 or args.numel % 100 or args.steps < 1:
         parser.error("--numel must be a multiple of 100 from 200 up, --steps at least 1")
     names = ("error of the sum of all steps", "kB a step", "ratio", "ms a step")
-    table = Table("recipe", *(Column(name, justify="right") for name in names))
-    console = Console(quiet=COMM.rank != 0, force_terminal=False, width=100)
-    for choice in args.compressor:
-        console.print(f"{choice.label} ...", highlight=False)
+    table = Table("compression", names)
+    console = make_console(quiet=COMM.rank != 0)
+    for choice in args.compression:
+        console.print(f"{choice.label} ...")
         error, nbytes, ms = run(choice, args)
         ratio = 4 * args.numel / nbytes
         table.add_row(

@@ -1,7 +1,7 @@
 """Train a small transformer language model on Python's own source, once with each recipe.
 
     horovodrun -np 2 python examples/torch_charlm.py
-    python examples/torch_charlm.py --simulate 8 --compressor "none,topk(density=0.01),scalecom"
+    python examples/torch_charlm.py --simulate 8 --compression "none,topk(density=0.01),scalecom"
 
 The text is the standard library of the Python that runs this, so every machine has it.
 """
@@ -100,6 +100,6 @@ def make_task(args: argparse.Namespace, width: int = 64, layers: int = 2) -> Tas
 
 if __name__ == "__main__":
     main("torch_charlm", make_task, parse_args(
-        __doc__.splitlines()[0], compressor="none,topk,fft,scalecom", steps=300, batch_size=8,
+        __doc__.splitlines()[0], compression="none,topk,fft,scalecom", steps=300, batch_size=8,
         lr=3e-3,
     ))  # fmt: skip

@@ -1,7 +1,7 @@
 """Train a ResNet with batch norm on handwritten digits, once with each recipe.
 
     horovodrun -np 2 python examples/torch_resnet_digits.py
-    python examples/torch_resnet_digits.py --simulate 8 --skew 0.8 --compressor "none,topk,scalecom"
+    python examples/torch_resnet_digits.py --simulate 8 --skew 0.8 --compression none,topk
 
 With --skew a learner sees mostly the digits of its own, as where data stays where it was made.
 """
@@ -71,6 +71,6 @@ def make_task(args: argparse.Namespace) -> Task:
 
 if __name__ == "__main__":
     main("torch_resnet_digits", make_task, parse_args(
-        __doc__.splitlines()[0], compressor="none,topk,fft,scalecom", steps=300, batch_size=8,
+        __doc__.splitlines()[0], compression="none,topk,fft,scalecom", steps=300, batch_size=8,
         lr=0.1,
     ))  # fmt: skip

@@ -63,6 +63,10 @@ def stub(framework: str) -> str:
         lines += [f"        {each}," for each in declared]
         lines += [f"    ) -> {MADE[framework]}:"]
         lines += [f'        """Return a compressor: {recipe.summary}."""']
+    lines += ["", "    @staticmethod", "    def parse("]
+    lines += [f"        {each}," for each in ("text: str", MODELS[framework], "**options: Any")]
+    lines += [f"    ) -> {MADE[framework]}:"]
+    lines += ['        """Return a compressor, written as ``"fft:density=0.1"``."""']
     return "\n".join(lines) + "\n"
 
 

@@ -70,7 +70,7 @@ FAST = ("--gbit-per-s", 1e6, "--latency-us", 0.1, "--ranks", 4, "--compute-ms", 
 
 def test_a_slow_network_is_told_to_compress_and_what_to_paste(advise, monkeypatch):
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
-    printed, found = advise(*SLOW, "--recipes", "fp16,topk:density=0.01")
+    printed, found = advise(*SLOW, "--compression", "fp16,topk:density=0.01")
     rows = {row["recipe"]: row for row in found["recipes"]}
     assert list(rows) == ["none", "fp16", "topk"]
     assert rows["none"]["sent_nbytes"] == DENSE_NBYTES
@@ -96,7 +96,13 @@ def test_more_ranks_and_the_crossover(advise, tmp_path):
     pytest.importorskip("matplotlib")
     picture, gathered = tmp_path / "steps.png", "topk(exchange=gather)"
     printed, found = advise(
-        *SLOW, "--nodes", "2..1000", "--plot", picture, "--recipes", "topk:exchange=gather,scalecom"
+        *SLOW,
+        "--nodes",
+        "2..1000",
+        "--plot",
+        picture,
+        "--compression",
+        "topk:exchange=gather,scalecom",
     )
     assert found["nodes"]["ranks"] == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]
     steps = found["nodes"]["step_s"]
@@ -113,7 +119,7 @@ def test_more_ranks_and_the_crossover(advise, tmp_path):
 
 
 def test_exchange_auto_is_forecast_to_shard_on_many_ranks(advise):
-    printed, found = advise(*SLOW, "--nodes", "2..1000", "--recipes", "fft,fft:exchange=gather")
+    printed, found = advise(*SLOW, "--nodes", "2..1000", "--compression", "fft,fft:exchange=gather")
     shards, gathers = (found["nodes"]["step_s"][name] for name in ("fft", "fft(exchange=gather)"))
     assert shards[0] == pytest.approx(gathers[0], rel=0.1)  # two ranks gather
     assert 50 * shards[-1] < gathers[-1]
@@ -138,13 +144,13 @@ def test_bad_arguments_are_told(capsys, file, tmp_path, monkeypatch):
         ((*given, "--gbit-per-s", 1, "--ranks", 1), "at least 2"),
         ((*given, "-np", 1), "one rank exchanges nothing"),
         ((*given, "--nodes", "8..2"), "not a range of ranks"),
-        ((*given, "--recipes", "fftt"), "unknown recipe 'fftt'"),
+        ((*given, "--compression", "fftt"), "unknown recipe 'fftt'"),
         (("--gradients", empty, "--compute-ms", 5), "holds no array"),
         ((*given, "--launcher", "/no/launcher"), "'/no/launcher' was not found"),
         ((*given, "--launcher", "false"), "network could not be measured"),
     ):
         with pytest.raises(SystemExit) as caught:
-            main(["advise", "--repeat", "1", "--recipes", "topk", *map(str, arguments)])
+            main(["advise", "--repeat", "1", "--compression", "topk", *map(str, arguments)])
         assert caught.value.code == 2
         assert message in " ".join(capsys.readouterr().err.split())
 
@@ -153,7 +159,7 @@ def test_horovods_cycle_is_the_environments(advise, capsys, monkeypatch):
     step_s = {}
     for cycle_ms in ("0", "1", "50"):
         monkeypatch.setenv("HOROVOD_CYCLE_TIME", cycle_ms)
-        _, found = advise(*SLOW, "--recipes", "topk")
+        _, found = advise(*SLOW, "--compression", "topk")
         step_s[cycle_ms] = found["recipes"][0]["exchange_s"]  # none's
     assert step_s["1"] - step_s["0"] > 0.99e-3
     assert step_s["50"] - step_s["0"] > 49e-3
@@ -183,8 +189,9 @@ def test_a_script_and_the_network_are_measured(capsys, monkeypatch, tmp_path):
     launcher = f"{sys.executable} -m tests.launch --gloo"
     for _ in range(5):  # on a busy machine a measurement may be refused
         with contextlib.suppress(SystemExit):
-            main(["advise", "--recipes", "topk", "--steps", "8", "--launcher", launcher, "--json",
-                  str(path), "tests/scripts/torch_digits.py", "--epochs", "1000"])  # fmt: skip
+            main(["advise", "--compression", "topk", "--steps", "8", "--launcher", launcher,
+                  "--json", str(path), "tests/scripts/torch_digits.py", "--epochs",
+                  "1000"])  # fmt: skip
         found = json.loads(path.read_text())
         if found["valid"]:
             break
@@ -391,7 +398,7 @@ def test_an_invalid_measurement_is_refused(capsys, monkeypatch, tmp_path, file, 
 
 
 def test_a_gain_that_is_not_clear_is_to_be_measured(advise):
-    arguments = [*SLOW, "--recipes", "fp16"]
+    arguments = [*SLOW, "--compression", "fp16"]
     arguments[arguments.index("--compute-ms") + 1] = 4000
     printed, found = advise(*arguments)
     assert found["valid"]
@@ -424,3 +431,27 @@ def test_numbers_of_ranks_are_doubled_up_to_the_last():
     assert list(advice.powers_of_two(2, 2)) == [2]
     assert list(advice.powers_of_two(2, 8)) == [2, 4, 8]
     assert list(advice.powers_of_two(3, 20)) == [3, 6, 12, 20]
+
+
+def test_a_metric_is_found_by_training_with_none_and_with_the_best(monkeypatch, tmp_path, capsys):
+    script, network, compute = (
+        tmp_path / "t.py",
+        Network(Line(0, 1e-6), Line(0, 1e-6)),
+        Compute(0.1),
+    )
+    script.write_text("")
+    options = [advice.dense(TENSORS), advice.compressed("fp16", "fp16", {}, TENSORS, {}, 1)]
+    found = advice.forecasts(options, compute, network, 4)
+    best = advice.Advice(found[1], "fp16 is the best")
+    findings = Findings(compute, network, 4, found, best, [], {}, str(script))
+    monkeypatch.setattr(advise_command, "_findings", lambda *_: findings)
+    trained = []
+    monkeypatch.setattr(advise_command.run_command, "compare", trained.append)
+    main(["advise", "--metric", r"acc (\S+)", "--trainings", "3", str(script), "--epochs", "2"])
+    [parsed] = trained
+    assert [choice.text for choice in parsed.compare] == ["none", "fp16"]
+    assert (parsed.repeat, parsed.steps, parsed.record, parsed.json) == (3, None, None, None)
+    assert (parsed.metric.pattern, parsed.script_arguments) == (r"acc (\S+)", ["--epochs", "2"])
+    with pytest.raises(SystemExit):
+        main(["advise", "--trainings", "3", str(script)])
+    assert "--trainings needs --metric" in capsys.readouterr().err

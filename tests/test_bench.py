@@ -52,7 +52,7 @@ RECIPES = "none,fp16,bf16,topk(density=0.05),fft(density=0.2,bits=6),dct(block=6
 
 
 def test_bytes_errors_and_bits_are_those_of_the_codec(bench):
-    _, result = bench("-n", "5000", "--seed", 3, "--recipes", RECIPES)
+    _, result = bench("-n", "5000", "--seed", 3, "--compression", RECIPES)
     x = gradient_files.synthetic(5000, seed=3).steps[1].astype(np.float64)
     [tensor] = result["tensors"]
     assert [row["recipe"] for row in tensor["recipes"]] == [
@@ -81,7 +81,7 @@ def test_bytes_errors_and_bits_are_those_of_the_codec(bench):
 
 
 def test_dense_recipes_have_their_errors_and_no_feedback(bench):
-    printed, result = bench("-n", "3000", "--recipes", "none,fp16")
+    printed, result = bench("-n", "3000", "--compression", "none,fp16")
     none, fp16 = result["tensors"][0]["recipes"]
     x = gradient_files.synthetic(3000).steps[1]
     assert (none["ratio"], none["relative_error"]) == (1, 0)
@@ -95,7 +95,7 @@ def test_dense_recipes_have_their_errors_and_no_feedback(bench):
 def test_error_with_feedback_is_that_of_a_training(recipe, bench, tmp_path):
     steps = np.random.default_rng(0).standard_normal((4, 40, 50)).astype(np.float32)
     np.savez(tmp_path / "g.npz", **{f"{t}/w": grad for t, grad in enumerate(steps)})
-    _, result = bench("--gradients", tmp_path / "g.npz", "--recipes", recipe)
+    _, result = bench("--gradients", tmp_path / "g.npz", "--compression", recipe)
     [choice] = recipe_choices(recipe)
     wanted = lost = 0.0
     owed = np.zeros(2000)
@@ -120,7 +120,7 @@ def test_a_file_is_summed_over_its_tensors(bench, tmp_path):
     }
     np.savez(tmp_path / "g.npz", **arrays)
     printed, result = bench(
-        "--gradients", tmp_path / "g.npz", "--recipes", "topk(density=0.1)", "--per-tensor"
+        "--gradients", tmp_path / "g.npz", "--compression", "topk(density=0.1)", "--per-tensor"
     )
     assert "2 vectors and small ones left out" in printed
     assert [tensor["title"] for tensor in result["tensors"]] == ["conv", "fc"]
@@ -139,22 +139,29 @@ def test_a_file_is_summed_over_its_tensors(bench, tmp_path):
 def test_a_flat_array_is_a_tensor_and_min_numel_moves_the_border(bench, tmp_path):
     path = tmp_path / "flat.npy"
     np.save(path, np.ones(2000, np.float32))
-    _, result = bench("--gradients", path, "--recipes", "topk")
+    _, result = bench("--gradients", path, "--compression", "topk")
     assert result["tensors"][0]["title"] == "flat"
     np.save(path, np.ones(20, np.float32))
-    _, result = bench("--gradients", path, "--recipes", "topk", "--min-numel", 20)
+    _, result = bench("--gradients", path, "--compression", "topk", "--min-numel", 20)
     assert result["total"]["recipes"][0]["numel"] == 20
 
 
 def test_the_gradient_zero_has_no_error(bench, tmp_path):
     np.save(tmp_path / "zero.npy", np.zeros((50, 50), np.float32))
-    _, result = bench("--gradients", tmp_path / "zero.npy", "--recipes", RECIPES)
+    _, result = bench("--gradients", tmp_path / "zero.npy", "--compression", RECIPES)
     for row in result["total"]["recipes"]:
         assert (row["relative_error"], row["kept_energy"]) == (0, 1)
 
 
 def test_json_tells_command_machine_and_options(bench):
-    arguments = ("-n", "2k", "--threads", 3, "--recipes", "topk(density=0.5,error_feedback=False)")
+    arguments = (
+        "-n",
+        "2k",
+        "--threads",
+        3,
+        "--compression",
+        "topk(density=0.5,error_feedback=False)",
+    )
     _, result = bench(*arguments)
     assert result["command"].startswith("horovod-fftcomp bench --repeat 1 --json ")
     assert "'topk(density=0.5,error_feedback=False)'" in result["command"]
@@ -181,7 +188,7 @@ def test_a_missing_matplotlib_is_told(capsys, monkeypatch, tmp_path):
 def test_the_plot_is_a_picture(bench, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
-    bench("-n", "2000", "--recipes", "none,topk,fft", "--plot", path)
+    bench("-n", "2000", "--compression", "none,topk,fft", "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -199,7 +206,7 @@ def test_an_interrupted_run_prints_the_tensors_that_are_done(bench, capsys, monk
 
         monkeypatch.setattr(bench_command.bench, "measure", measured)
         with pytest.raises(SystemExit) as caught:
-            main(["bench", "--repeat", "1", "--recipes", "fp16", "--json", str(path),
+            main(["bench", "--repeat", "1", "--compression", "fp16", "--json", str(path),
                   "-n", "1100,1200,1300"])  # fmt: skip
         assert caught.value.code == 130
         return capsys.readouterr()
@@ -216,7 +223,7 @@ def test_an_interrupted_run_prints_the_tensors_that_are_done(bench, capsys, monk
 def test_the_table_fits_into_120_columns_however_long_the_options(bench, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     long = "fft(density=0.125,bits=10,block=1024,error_feedback=False)"
-    printed, _ = bench("-n", "2000", "--recipes", long)
+    printed, _ = bench("-n", "2000", "--compression", long)
     assert max(map(len, printed.splitlines())) <= 120
     assert "…" not in printed
 
@@ -227,8 +234,8 @@ def test_every_column_and_option_is_explained(capsys):
     tensor, grad = Tensor("w", (2000,)), gradient_files.synthetic(2000).steps[0]
     session = RecipeSession(*scheme, tensor, grad)
     rows = measure(History("w", [grad]), [session], 1, lambda: None)
-    columns = bench_report.table(bench_report.Result("w", rows, [])).columns[1:]
-    titles = [str(column.header).replace("\nms (x)", "").replace("\n", " ") for column in columns]
+    columns = bench_report.table(bench_report.Result("w", rows, [])).heads[1:]
+    titles = [head.replace("\nms (x)", "").replace("\n", " ") for head in columns]
     assert re.findall(r"^\| ([^|]+) \|", page, re.M)[1:] == titles
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
@@ -356,20 +363,20 @@ def test_recipes_are_written_with_their_options():
         ("topk(colour=1)", "recipe 'topk' has no option colour; it has: density, bits"),
         ("topk(density=2)", "density must lie in"),
         ("topk(density='a')", "density must be a number, got 'a'"),
-        ("topk(density=0.1,density=0.2)", "is not a recipe"),
-        ("topk(density=print())", "is not a recipe"),
-        ("topk(0.1)", "is not a recipe"),
-        ("topk(**x)", "is not a recipe"),
-        ("topk(density=0.1", "is not a recipe"),
-        ("topk.x", "is not a recipe"),
-        ("topk=1", "is not a recipe"),
-        ("1", "is not a recipe"),
-        ("", "is not a recipe"),
-        ("topk,,fft", "is not a recipe"),
+        ("topk(density=0.1,density=0.2)", "is not a compression"),
+        ("topk(density=print())", "is not a compression"),
+        ("topk(0.1)", "is not a compression"),
+        ("topk(**x)", "is not a compression"),
+        ("topk(density=0.1", "is not a compression"),
+        ("topk.x", "is not a compression"),
+        ("topk=1", "is not a compression"),
+        ("1", "is not a compression"),
+        ("", "is not a compression"),
+        ("topk,,fft", "is not a compression"),
     ],
 )
 def test_other_recipes_are_refused(text, message, capsys):
-    assert message in " ".join(refusal(capsys, "--recipes", text).split())
+    assert message in " ".join(refusal(capsys, "--compression", text).split())
 
 
 def test_steps_are_read_in_order_of_their_numbers(tmp_path):
@@ -437,7 +444,7 @@ def test_contradictory_arguments_are_refused(tmp_path, capsys):
     assert "No such file" in refusal(capsys, "--gradients", tmp_path / "absent.npy")
     assert "not allowed with" in refusal(capsys, "--gradients", tmp_path, "-n", "5")
     assert "--per-tensor is for a file" in refusal(capsys, "--per-tensor")
-    assert "--all measures every recipe" in refusal(capsys, "--all", "--recipes", "fft")
+    assert "--all measures every recipe" in refusal(capsys, "--all", "--compression", "fft")
     assert "create the folder" in refusal(capsys, "--json", tmp_path / "no" / "x.json")
     assert "must end in .png" in refusal(capsys, "--plot", tmp_path / "plot.xyz")
     assert "at least 0, got -1" in refusal(capsys, "--seed", "-1")

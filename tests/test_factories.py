@@ -107,6 +107,7 @@ def test_stubs_are_fresh(framework):
         node for node in ast.parse(written).body if getattr(node, "name", "") == "Compression"
     )
     methods = {node.name: node.args for node in made.body if isinstance(node, ast.FunctionDef)}
+    del methods["parse"]
     assert list(methods) == list(RECIPES)
     for name, arguments in methods.items():
         given = [(each.arg, ast.literal_eval(default)) for each, default in
@@ -191,3 +192,17 @@ def test_factories_of_every_framework_take_the_same_but_for_the_model(framework)
     assert done.returncode == 0, done.stderr
     expected = [" ".join(map(str, keywords_of(recipe))) for recipe in RECIPES]
     assert done.stdout.splitlines() == expected
+
+
+def test_a_compressor_is_made_from_what_the_command_line_reads():
+    for text in ("fft:density=0.1,bits=8", "fft(density=0.1, bits=8)"):
+        assert Compression.parse(text, "m").policy == make_policy("fft", density=0.1, bits=8)
+    found = Compression.parse("fft:density=0.1", "m", density=0.2, warmup_steps=3, min_numel=7)
+    assert found.policy == make_policy("fft", density=0.2, warmup_steps=3)
+    assert (found.model, found.settings) == ("m", Settings(min_numel=7))
+    with pytest.raises(ValueError, match="'fft:' is not a compression; write a recipe's name"):
+        Compression.parse("fft:", "m")
+    with pytest.raises(ValueError, match="is 2 compressions, expected one"):
+        Compression.parse("fft,topk", "m")
+    with pytest.raises(TypeError, match=r"a compression is a str such as .*, got 0\.1"):
+        Compression.parse(0.1, "m")

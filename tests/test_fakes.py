@@ -303,3 +303,40 @@ def test_a_dense_training_is_that_of_the_mean_gradient():
     fakes.run(3, work)
     for weight in found:
         np.testing.assert_array_equal(weight, -2.0 * np.arange(4))
+
+
+def test_the_summary_has_a_row_for_each_tensor():
+    found = []
+
+    def work(rank):
+        model = make_model()
+        rules = [("layers.1.*", {"recipe": "fp16"})]
+        compression = Compression.parse("topk:density=0.1", model, rules=rules)
+        before = compression.summary()
+        train(model, distributed(model, compression), 2)
+        error, ratio = compression.stats()["relative_error"], compression.residual_ratios()
+        found.append((before, compression.summary(), error, ratio["layers.0.weight"]))
+
+    fakes.run(2, work)
+    before, after, error, residual = found[0]
+    rows = [line.split() for line in after.splitlines()]
+    assert rows[0] == ["tensor", "recipe", "density", "bytes", "ratio", "error", "residual"]
+    shown = {row[0]: row[1:] for row in rows[1:]}
+    assert list(shown) == [name for name, _ in make_model().named_parameters()]
+    recipe, density, nbytes, ratio, own_error, own_residual = shown["layers.0.weight"]
+    assert (recipe, density, own_residual) == ("topk", "0.1", f"{residual:.3g}")
+    assert float(ratio) == pytest.approx(6400 / int(nbytes), abs=0.05)
+    assert 6400 / int(nbytes) > 20
+    assert 0.3 * error < float(own_error) < 2 * error
+    assert shown["layers.0.bias"] == ["dense", "-", "160", "1.0", "-", "-"]
+    assert shown["layers.1.weight"][:4] == ["fp16", "-", "3,200", "2.0"]
+    assert before.splitlines()[1].split() == [
+        "layers.0.weight",
+        "topk",
+        "0.1",
+        nbytes,
+        ratio,
+        "-",
+        "-",
+    ]
+    assert len({len(line) for line in after.splitlines()}) == 1

@@ -16,8 +16,8 @@ import pytest
 from horovod_fftcomp import Recover, UnsupportedError, get_scheme, schedules, simulate
 from horovod_fftcomp.adapter.factories import Factories
 from horovod_fftcomp.adapter.settings import Settings
-from horovod_fftcomp.cli.arguments import as_setting, setting
 from horovod_fftcomp.engine.policy import KEYWORDS, check_rules, make_policy
+from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.errors import FFTCompError
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes.options import kinds_of
@@ -191,16 +191,16 @@ def test_a_string_in_a_schedule_is_told_by_its_type():
 def test_the_command_line_reads_what_is_meant_by_yes_and_no(recipe, word):
     wanted = word.lower() in ("true", "yes", "1")
     for text in (f"{recipe}:error_feedback={word}", f"{recipe}(error_feedback={word})"):
-        choice = setting(text)
+        choice = parse_recipe(text)
         assert choice.options == {"error_feedback": wanted}
         assert choice.label == f"{recipe}(error_feedback={wanted})"
-        assert setting(as_setting(choice)) == choice
+        assert parse_recipe(choice.text) == choice
 
 
 def test_the_command_line_shows_the_values_in_force():
-    assert setting("adacomp:bin=none").options == {"bin": None}
-    assert setting("adacomp:bin=None").label == "adacomp(bin=None)"
-    assert setting("topk:density=1,scope=model").label == "topk(density=1.0, scope=model)"
+    assert parse_recipe("adacomp:bin=none").options == {"bin": None}
+    assert parse_recipe("adacomp:bin=None").label == "adacomp(bin=None)"
+    assert parse_recipe("topk:density=1,scope=model").label == "topk(density=1.0, scope=model)"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_the_command_line_shows_the_values_in_force():
 )
 def test_the_command_line_refuses_what_it_cannot_mean(text, message):
     with pytest.raises(Exception, match=message):
-        setting(text)
+        parse_recipe(text)
 
 
 class Compression(metaclass=Factories):

@@ -27,7 +27,7 @@ def peers(monkeypatch):
 
 def test_peers_stand_beside_with_their_bytes(tmp_path):
     path = tmp_path / "bench.json"
-    arguments = ["-n", "4000", "--repeat", "1", "--recipes", "topk(density=0.1,bits=32)"]
+    arguments = ["-n", "4000", "--repeat", "1", "--compression", "topk(density=0.1,bits=32)"]
     arguments += ["--json", str(path)]
     printed = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "peers.py", *arguments],

@@ -17,7 +17,7 @@ import pytest
 
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.cli import main, run
-from horovod_fftcomp.cli.arguments import as_setting, setting, settings
+from horovod_fftcomp.engine.recipe_text import parse_recipe, parse_recipes
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.tools.run import launcher as jobs
 from horovod_fftcomp.tools.run.import_hook import _WRAPPERS, Wrapping
@@ -69,17 +69,17 @@ def _as_it_was(monkeypatch):
     ],
 )
 def test_recipes_are_read(text, expected):
-    found = settings(text)
+    found = parse_recipes(text)
     assert [(choice.name, dict(choice.options)) for choice in found] == expected
     for choice in found:
-        assert setting(as_setting(choice)) == choice
-        assert not set(as_setting(choice)) & set("() ")
+        assert parse_recipe(choice.text) == choice
+        assert not set(choice.text) & set("() ")
 
 
 @pytest.mark.parametrize("text", ["", ":", "fft:", "fft:density", "density=1,fft:bits=8", "fft::"])
 def test_what_is_no_recipe_is_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError):
-        settings(text)
+    with pytest.raises((TypeError, ValueError)):
+        parse_recipes(text)
 
 
 def test_bad_arguments_are_told(capsys, script, monkeypatch):
@@ -87,10 +87,10 @@ def test_bad_arguments_are_told(capsys, script, monkeypatch):
     error = refusal(capsys, "--compression", "fft:dense=1", script)
     assert "has no option dense" in error
     assert "density" in refusal(capsys, "--compression", "fft:density=7", script)
-    assert "is 2 recipes" in refusal(capsys, "--compression", "fft,topk", script)
+    assert "is 2 compressions" in refusal(capsys, "--compression", "fft,topk", script)
     assert "no script 'gone.py'" in refusal(capsys, "--compression", "fft", "gone.py")
     assert "required" in refusal(capsys, "--compression", "fft")
-    assert "required" in refusal(capsys, script)
+    assert "give --compression or --compare, or set HOROVOD_FFTCOMP" in refusal(capsys, script)
     assert "belong to --compare" in refusal(capsys, "--compression", "fft", "-np", 2, script)
     error = refusal(capsys, "--compare", "fft", "--record", "x", script)
     assert "belong to --compression" in error
@@ -98,6 +98,8 @@ def test_bad_arguments_are_told(capsys, script, monkeypatch):
     assert "--report-json belongs to --compression" in error
     error = refusal(capsys, "--compare", "none,fft", "--launcher", "/no/launcher", script)
     assert "'/no/launcher' was not found" in error
+    monkeypatch.setenv("HOROVOD_FFTCOMP_COMPRESSION", "fftt")
+    assert "_COMPRESSION: unknown recipe 'fftt'" in refusal(capsys, script)
     monkeypatch.setenv("HOROVOD_RANK", "0")
     assert "run it without horovodrun" in refusal(capsys, "--compare", "none,fft", script)
 
@@ -121,6 +123,17 @@ def test_a_script_runs_as_main_with_its_arguments_and_its_exit_status(capsys, sc
     printed = capsys.readouterr()
     assert "ran as __main__ ['--compression', 'x', '-np']" in printed.out
     assert "horovod-fftcomp run: fft: nothing was exchanged through horovod_fftcomp" in printed.err
+
+
+def test_the_environment_gives_the_compression_that_no_option_gives(capsys, script, monkeypatch):
+    monkeypatch.setenv("HOROVOD_FFTCOMP_COMPRESSION", "fft(density=0.2)")
+    for arguments, used in (([], "fft(density=0.2)"), (["--compression", "topk"], "topk")):
+        with pytest.raises(SystemExit) as caught:
+            main(["run", *arguments, str(script), "-x"])
+        assert caught.value.code == 7
+        printed = capsys.readouterr()
+        assert "ran as __main__ ['-x']" in printed.out
+        assert f"horovod-fftcomp run: {used}: nothing was exchanged" in printed.err
 
 
 def test_an_error_of_the_script_is_its_own(capsys, script):
@@ -498,11 +511,73 @@ def test_a_failed_jobs_own_exception_is_named(capsys, monkeypatch, script, launc
         main(["run", "--compare", "none", "--launcher", launcher, "--json", str(path), str(script)])
     assert caught.value.code == 1
     printed = capsys.readouterr().out
-    assert re.search(r"^ none .* failed *$", printed, re.M), printed
+    assert re.search(r"^none .* failed *$", printed, re.M), printed
     assert "\nnone: rank 1: ValueError: my bug; exit status" in printed
     [row] = json.loads(path.read_text())
     assert "my bug" in row["trouble"]
     assert row["status"] != 0
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """Replace jobs by ones whose output is the next of a list; return that list."""
+    left: list[str] = []
+    times = {f"{what}_s": 0.002 for what in ("step", "encode", "wait", "decode")}
+    found = {"steps": 5, "digest": "same", "dense_nbytes": 4e6, "sent_nbytes": 1e6, **times}
+
+    def ended(parsed, choice, n_ranks, line, number):
+        for text in left.pop(0).format(number).splitlines(keepends=True):
+            line(text)
+        return jobs.Ended(0, [{"rank": rank, **found} for rank in range(n_ranks)])
+
+    monkeypatch.setattr(run, "launch", ended)
+    monkeypatch.setenv("COLUMNS", "120")
+    return left
+
+
+def test_the_last_number_that_the_metric_finds_is_averaged(outputs, capsys, script, tmp_path):
+    path = tmp_path / "compared.json"
+    outputs += ["acc 0.1\n[1,0]<stdout>:acc 0.9{}\n", "acc 0.9{}%, all\n"]
+    outputs += ["acc 0.5\n", "acc 0.7\n"]
+    main(["run", "--compare", "none,fft", "--metric", r"acc (\S+)", "--repeat", "2", "--json",
+          str(path), str(script)])  # fmt: skip
+    printed = capsys.readouterr()
+    assert re.search(r"^none +2\.0 ±0 .* 4\.0 +0\.905 ±0\.0071 .* equal bits", printed.out, re.M)
+    assert re.search(r"^fft .* 0\.6 ±0\.14 ", printed.out, re.M), printed.out
+    assert "mean ± standard deviation" in printed.out
+    assert "fft (job 3 of 4, about " in printed.err
+    assert [row["metric"] for row in json.loads(path.read_text())] == [0.9, 0.91, 0.5, 0.7]
+
+
+def test_a_metric_that_no_line_has_ends_the_comparison(outputs, capsys, script):
+    outputs += ["acc 0.5\n", "begins\nthe end of it\n", "acc 0.7\n"]
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--compare", "none,fft,topk", "--metric", r"acc (\S+)", str(script)])
+    assert caught.value.code == 1
+    printed = capsys.readouterr().out.split("─")[-1]
+    assert re.search(r"^none .* 0\.5 .* equal bits", printed, re.M)
+    assert r"fft: no line of its output matches --metric 'acc (\\S+)'; its last lines:" in printed
+    assert "\nbegins\nthe end of it." in printed
+    assert outputs == ["acc 0.7\n"]  # whose job was not begun
+
+
+def test_a_metric_that_is_no_number_is_told(outputs, capsys, script):
+    outputs += ["acc high\n"]
+    with pytest.raises(SystemExit):
+        main(["run", "--compare", "none", "--metric", r"acc (\S+)", str(script)])
+    assert "none: its metric 'high' is not a number." in capsys.readouterr().out
+    for pattern, told in (("acc (", "unterminated"), ("acc", "one pair of brackets")):
+        assert told in refusal(capsys, "--compare", "none", "--metric", pattern, script)
+    assert "belong to --compare" in refusal(capsys, "--compression", "fft", "--repeat", 2, script)
+
+
+def test_repeats_have_a_number_that_the_script_can_take_as_a_seed(script, launcher, capfd):
+    with pytest.raises(SystemExit):  # nothing was exchanged
+        main(["run", "--compare", "none", "--repeat", "2", "--launcher", launcher, str(script),
+              "--seed={repeat}"])  # fmt: skip
+    printed = capfd.readouterr().out
+    for number in (0, 1):
+        assert printed.count(f"ran as __main__ ['--seed={number}']") >= 1
 
 
 def test_what_other_ranks_raise_because_of_a_failure_is_left_out():
@@ -559,7 +634,7 @@ def test_an_interrupted_comparison_prints_what_there_is(script, launcher, tmp_pa
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "1 of 3 jobs have ended." in errors
-    assert re.findall(r"^ ?(none|fft|topk) ", printed, re.M) == ["none"]
+    assert set(re.findall(r"^(none|fft|topk) ", printed, re.M)) == {"none"}
     for pid in pids:
         wait_for_the_end_of(pid)
 
@@ -626,7 +701,7 @@ def test_jobs_are_compared_and_end_after_their_steps(capfd, monkeypatch, tmp_pat
     main(["run", "--compare", "none,fft:density=0.1", "--steps", "8", "--launcher", LAUNCHER,
           "--json", str(path), "tests/scripts/torch_digits.py", "--epochs", "1000"])  # fmt: skip
     printed = capfd.readouterr().out
-    rows = re.findall(r"^ ?(none|fft\(density=0.1\)) +([\d.]+) .* equal bits", printed, re.M)
+    rows = re.findall(r"^(none|fft\(density=0.1\)) +([\d.]+) .* equal bits", printed, re.M)
     assert [name for name, _ in rows] == ["none", "fft(density=0.1)"], printed
     for row in json.loads(path.read_text()):
         assert row["trouble"] == ""

@@ -158,7 +158,7 @@ def test_a_training_continues_exactly_under_another_launcher(tmp_path):
 
 
 def test_the_example_trains_and_reports_under_torchrun(tmp_path):
-    arguments = ["--epochs", "4", "--compressor", "none", "topk", "--density", "0.1"]
+    arguments = ["--epochs", "4", "--compression", "none,topk:density=0.1"]
     torchrun("examples/ddp_digits.py", *arguments, "--out", str(tmp_path))
     report = json.loads((tmp_path / "ddp_digits.json").read_text())
     assert report["ranks"] == 2

@@ -192,6 +192,33 @@ class Compressor:
         self._engine.read_device()
         return self._engine.alarm.ratios()
 
+    def summary(self) -> str:
+        """Return a table as text, a row for each tensor: recipe, density, bytes, ratio and errors.
+
+        Bytes: what this rank sends in a step, without padding. Error: norm of what was not sent
+        over norm of what was to be sent; residual: its norm over the gradient's; both as last
+        measured. "-" stands for what there is not, or not yet.
+        """
+        self._engine.read_device()
+        step, residuals, errors = self._engine.step, self.residual_ratios(), self._engine.errors
+        rows = ["tensor recipe density bytes ratio error residual".split()]
+        for (name, shape), slot in zip(self._tensors, self._slots, strict=True):
+            dense = sent = 4 * math.prod(shape)
+            recipe, density = "dense", None
+            if slot is not None:
+                policy = self._buckets[slot.bucket].policy
+                recipe = getattr(policy, "recipe", self._policy.recipe)
+                density = policy.density(step)
+                sent = policy.at(step).sent_nbytes(Tensor(name, shape))
+            figures = (density, errors.get(name), residuals.get(name))
+            shown = ["-" if figure is None else f"{figure:.3g}" for figure in figures]
+            ratio = f"{dense / sent:.1f}" if sent else "-"
+            rows.append([name, recipe, shown[0], f"{sent:,}", ratio, *shown[1:]])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        text = (map(str.ljust, row[:2], widths) for row in rows)
+        numbers = (map(str.rjust, row[2:], widths[2:]) for row in rows)
+        return "\n".join("  ".join([*a, *b]) for a, b in zip(text, numbers, strict=True))
+
     def set_density(self, density: float) -> None:
         """Compress with ``density`` from the next step on; call it on every rank.
 

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.policy import KEYWORDS, Scheduled, make_policy
+from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schemes.options import check_names
@@ -125,6 +126,14 @@ class Factories(_NoCompressor, type):
         if recipe not in RECIPES:
             raise AttributeError(f"unknown recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
         return Factory(recipe, cls.__dict__["_make"])
+
+    def parse(cls, text: str, model: Any = None, **options: Any) -> Any:
+        """Return a compressor, written as for the commands: ``parse("fft:density=0.1", model)``.
+
+        ``options``: further options and settings; they win over those of ``text``.
+        """
+        choice = parse_recipe(text)
+        return getattr(cls, choice.name)(model, **{**choice.options, **options})
 
     def __dir__(cls) -> list[str]:
         return [*super().__dir__(), *RECIPES]

@@ -19,7 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Gradient compression for data-parallel training on stock Horovod.",
     )
     parser.add_argument("--version", action="version", version=f"horovod_fftcomp {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(run=lambda _: parser.print_help())
+    commands = parser.add_subparsers(metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)
     arguments = sys.argv[1:] if arguments is None else list(arguments)

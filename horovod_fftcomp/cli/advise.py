@@ -22,19 +22,20 @@ from horovod_fftcomp.cli import advise_plot, advise_report
 from horovod_fftcomp.cli import run as run_command
 from horovod_fftcomp.cli.advise_report import Findings
 from horovod_fftcomp.cli.arguments import (
+    COMPRESSIONS,
     RecipeChoice,
     count,
     node_range,
     output_path,
     picture_path,
     positive,
-    settings,
+    recipe_choices,
 )
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment, gradient_files
 from horovod_fftcomp.tools.advise import advice
-from horovod_fftcomp.tools.advise.advice import Option
+from horovod_fftcomp.tools.advise.advice import Forecast, Option
 from horovod_fftcomp.tools.advise.cost_model import (
     CYCLE_S,
     Compute,
@@ -81,7 +82,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument
     _add_measured(parser)
-    add("--recipes", type=settings, metavar="RECIPE,RECIPE", help=f"recipes (default: {_RECIPES})")
+    add(
+        "--compression",
+        type=recipe_choices,
+        dest="recipes",
+        metavar=COMPRESSIONS,
+        help=f"compressions to forecast (default: {_RECIPES})",
+    )
     add(
         "--steps", type=count, default=20, metavar="N", help="steps of a run (default: %(default)s)"
     )
@@ -93,6 +100,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="CPU cores of each rank; with 1, encoding cannot overlap with backward",
     )
     add("--repeat", type=count, default=5, metavar="N", help="timings a median (default: 5)")
+    run_command.add_metric(parser)
+    add("--trainings", type=count, metavar="N", help="jobs of --metric for each (default: 1)")
     add("--nodes", type=node_range, metavar="A..B", help="also forecast for A to B ranks")
     add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")
     add("--plot", type=picture_path, metavar="FILE.png", help="draw the forecast")
@@ -137,6 +146,18 @@ def run(parsed: argparse.Namespace) -> None:
         raise SystemExit(_INVALID)
     if parsed.plot:
         advise_plot.write(parsed.plot, found, parsed.nodes or range(2, 65))
+    if parsed.metric:
+        _train(parsed, found.advice.best or found.advice.unclear)
+
+
+def _train(parsed: argparse.Namespace, best: Forecast | None) -> None:
+    """Train the script to its end with none and the best compression, and compare."""
+    parsed.compare = recipe_choices("none")
+    if best is not None:
+        option = best.option
+        parsed.compare.append(RecipeChoice(option.label, option.recipe, option.options))
+    parsed.repeat, parsed.steps, parsed.record, parsed.json = parsed.trainings, None, None, None
+    run_command.compare(parsed)
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -151,6 +172,8 @@ def _check(parsed: argparse.Namespace) -> None:
         parsed.fail("--latency-us and --ranks need --gbit-per-s X: they describe a given network")
     if parsed.gbit_per_s is not None and (parsed.ranks or 0) < 2:
         parsed.fail("--gbit-per-s needs --ranks P, at least 2")
+    if (parsed.metric and not parsed.script) or (parsed.trainings and not parsed.metric):
+        parsed.fail("--metric needs a script to train, and --trainings needs --metric")
     if parsed.np < 2:
         parsed.fail("-np must be at least 2: one rank exchanges nothing")
     if launcher.launched_rank() is not None:
@@ -180,7 +203,7 @@ def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
     cores = cores or max(1, environment.n_cores() // (1 if parsed.ranks else ranks))
     threads.set_num_threads(parsed.threads or min(8, cores))
     options = [advice.dense(model.tensors)]
-    for choice in parsed.recipes or settings(_RECIPES):
+    for choice in parsed.recipes or recipe_choices(_RECIPES):
         tell(choice.label)
         options.append(_option(choice, model, parsed))
     nothing = _option(_ALMOST_NOTHING, model, parsed)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.table import Table
 from rich.text import Text
 
-from horovod_fftcomp.cli.arguments import RecipeChoice, as_setting
-from horovod_fftcomp.cli.console import in_ms, make_console, make_table
+from horovod_fftcomp.cli.arguments import RecipeChoice
+from horovod_fftcomp.cli.console import Table, in_ms, make_console, to_paste
 from horovod_fftcomp.tools.advise import advice
 from horovod_fftcomp.tools.advise.advice import Advice, Forecast, Option
 from horovod_fftcomp.tools.advise.cost_model import Compute, Line, Message, Network, crossover
@@ -70,7 +69,7 @@ def print_report(found: Findings, nodes: range | None) -> None:
             console.print(Text(line))
     console.print()
     console.print(Text(f"{found.advice.why}.", "bold"))
-    for line in [*_to_paste(found), *_to_measure(found)]:
+    for line in [*_to_paste(found, console.width), *_to_measure(found, console.width)]:
         console.print(Text(line))
 
 
@@ -83,7 +82,7 @@ def _table(found: Findings) -> Table:
         "step\nms", "speed-up\n(range)", "encode\nms", "exchange\nms", "exposed\nms", "decode\nms",
         "free codec\nms", "MB\nsent", "ratio", "rel.\nerror",
     )  # fmt: skip
-    table = make_table("recipe", columns, title)
+    table = Table("compression", columns, title)
     none = found.forecasts[0]
     for forecast in found.forecasts:
         option, time, ceiling_s, error = forecast
@@ -133,7 +132,7 @@ def _speed(found: Findings, collective: str, line: Line) -> str:
 def _growth(found: Findings, nodes: range) -> Table:
     ranks = list(advice.powers_of_two(nodes.start, nodes.stop - 1))
     title = f"Step (ms) by number of ranks, ±{100 * max(f.error for f in found.forecasts):.0f} %"
-    table = make_table("recipe", map(str, ranks), title)
+    table = Table("compression", map(str, ranks), title)
     for option, steps in growth(found, ranks):
         table.add_row(option.label, *(f"{1e3 * step_s:.0f}" for step_s in steps))
     return table
@@ -168,29 +167,28 @@ def _crossovers(found: Findings) -> Iterator[str]:
             yield f"{label}: from {ranks} ranks on its allgather is slower than a dense allreduce."
 
 
-def _to_paste(found: Findings) -> Iterator[str]:
+def _to_paste(found: Findings, width: int) -> Iterator[str]:
     best = found.advice.best
     if best is None:
         return
     option = best.option
     arguments = "".join(f", {name}={value!r}" for name, value in option.options.items())
-    yield f"    compression=Compression.{option.recipe}(model{arguments})"
-    script, setting = found.script or "train.py", _setting(option)
+    yield to_paste(f"compression=Compression.{option.recipe}(model{arguments})", width)
+    command = f"horovodrun -np {found.ranks} horovod-fftcomp run --compression {_setting(option)}"
     yield "or, without editing the script:"
-    yield f"    horovodrun -np {found.ranks} horovod-fftcomp run --compression {setting} {script}"
+    yield to_paste(f"{command} {found.script or 'train.py'}", width)
     yield "Compare the training loss with that of none first: rel. error is that of one step."
 
 
-def _to_measure(found: Findings) -> Iterator[str]:
+def _to_measure(found: Findings, width: int) -> Iterator[str]:
     if found.advice.unclear is not None:
-        setting = _setting(found.advice.unclear.option)
-        script = found.script or "train.py"
+        command = f"horovod-fftcomp run --compare none,{_setting(found.advice.unclear.option)}"
         yield "Measure it:"
-        yield f"    horovod-fftcomp run --compare none,{setting} -np {found.ranks} {script}"
+        yield to_paste(f"{command} -np {found.ranks} {found.script or 'train.py'}", width)
 
 
 def _setting(option: Option) -> str:
-    return as_setting(RecipeChoice(option.label, option.recipe, option.options))
+    return RecipeChoice(option.label, option.recipe, option.options).text
 
 
 def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import math
 import os
-from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
-from types import NoneType
-from typing import NamedTuple, get_args
 
-from horovod_fftcomp.recipes import get_recipe, get_scheme
-from horovod_fftcomp.schemes.options import kinds_of
+from horovod_fftcomp.engine.recipe_text import RecipeChoice, parse_recipe, parse_recipes
 
+# How they are written, in the help of all commands.
+COMPRESSION = "RECIPE[:OPTION=VALUE,...]"
+COMPRESSIONS = "COMPRESSION[,COMPRESSION...]"
 _PICTURES = (".png", ".svg", ".pdf")
-_BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9}
-
-
-class RecipeChoice(NamedTuple):
-    """A recipe on the command line: its text, its name and the given options."""
-
-    label: str
-    name: str
-    options: Mapping[str, object]
 
 
 def count(text: str) -> int:
@@ -86,98 +75,19 @@ def _numel(text: str) -> int:
 
 
 def recipe_choices(text: str) -> list[RecipeChoice]:
-    """Return recipes, separated by commas: ``fft``, ``topk(density=0.01,bits=8)``."""
+    """Return compressions, separated by commas; see ``parse_recipes``."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
-        raise _not_a_recipe(text) from None
-    return [_recipe_choice(part) for part in (tree.elts if isinstance(tree, ast.Tuple) else [tree])]
-
-
-def _recipe_choice(node: ast.expr) -> RecipeChoice:
-    name, keywords = node, []
-    if isinstance(node, ast.Call) and not node.args:
-        name, keywords = node.func, node.keywords
-    if not isinstance(name, ast.Name):
-        raise _not_a_recipe(ast.unparse(node))
-    options: dict[str, object] = {}
-    for keyword in keywords:
-        if keyword.arg is None or keyword.arg in options:
-            raise _not_a_recipe(ast.unparse(node))
-        options[keyword.arg] = _value(keyword.value, node)
-    try:
-        recipe = get_recipe(name.id)
-        kinds = kinds_of(recipe.make)
-        options = {o: _converted(value, kinds.get(o)) for o, value in options.items()}
-        get_scheme(name.id, **options)
-        options = recipe.checked(options)
+        return parse_recipes(text)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    written = ", ".join(f"{option}={value}" for option, value in options.items())
-    return RecipeChoice(f"{name.id}({written})" if written else name.id, name.id, options)
 
 
-def _value(node: ast.expr, recipe: ast.expr) -> object:
-    """Return the value of an option: a word, as in ``scope=model``, or a Python literal."""
-    if isinstance(node, ast.Name):
-        return node.id
+def recipe_choice(text: str) -> RecipeChoice:
+    """Return one compression."""
     try:
-        return ast.literal_eval(node)
-    except ValueError:
-        raise _not_a_recipe(ast.unparse(recipe)) from None
-
-
-def _converted(value: object, kind: object) -> object:
-    """Return ``value``, converted to a bool or None if the option takes one."""
-    if kind is bool and not isinstance(value, float):
-        return _BOOLS.get(str(value).lower(), value)
-    if isinstance(value, str) and value.lower() == "none" and NoneType in get_args(kind):
-        return None
-    return value
-
-
-def setting(text: str) -> RecipeChoice:
-    """Return one recipe: ``fft``, ``fft:density=0.15,bits=8`` or ``fft(density=0.15,bits=8)``."""
-    choices = settings(text)
-    if len(choices) != 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is {len(choices)} recipes, expected one")
-    return choices[0]
-
-
-def settings(text: str) -> list[RecipeChoice]:
-    """Return recipes, written ``none,fft:density=0.15,bits=8,auto`` or with options in brackets.
-
-    A part with "=" and without ":" is a further option of the recipe before it.
-    """
-    if "(" in text or ":" not in text:
-        return recipe_choices(text)
-    written: list[str] = []
-    for part in text.split(","):
-        name, colon, option = part.partition(":")
-        if colon and not (name and option):
-            raise _not_a_recipe(text)
-        if colon:
-            written.append(f"{name}({option}")
-        elif "=" in part and written:
-            written[-1] += f",{part}"
-        else:
-            written.append(part)
-    closed = [one + ")" * one.count("(") for one in written]
-    return recipe_choices(",".join(closed))
-
-
-def as_setting(choice: RecipeChoice) -> str:
-    """Return a recipe in the form that ``setting`` reads and a shell needs no quotes for."""
-    options = ",".join(f"{option}={value}" for option, value in choice.options.items())
-    return f"{choice.name}:{options}" if options else choice.name
-
-
-def _not_a_recipe(text: str) -> argparse.ArgumentTypeError:
-    return argparse.ArgumentTypeError(
-        f"{text!r} is not a recipe; write its name, with each option once, as in "
-        "'topk(density=0.01,bits=8)', in quotation marks; a value is a number, true, false or a "
-        "word, as in scope=model"
-    )
+        return parse_recipe(text)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def output_path(text: str) -> Path:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from horovod_fftcomp.cli import bench_report
 from horovod_fftcomp.cli.arguments import (
+    COMPRESSIONS,
     RecipeChoice,
     count,
     numels,
@@ -68,11 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that ``run`` reads."""
     add = parser.add_argument
     add(
-        "--recipes",
+        "--compression",
         type=recipe_choices,
         action="extend",
-        metavar="RECIPE[,RECIPE]",
-        help=f"recipes, with options in brackets (default: {_RECIPES})",
+        dest="recipes",
+        metavar=COMPRESSIONS,
+        help=f"compressions to measure (default: {_RECIPES})",
     )
     add("--all", action="store_true", help="measure every recipe, and list those that gather")
     _add_data(parser)
@@ -116,7 +118,7 @@ def run(parsed: argparse.Namespace, peers: Peers | None = None) -> None:
     if parsed.plot and not plot.matplotlib_is_installed():
         parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
     if parsed.all and parsed.recipes:
-        parsed.fail("--all measures every recipe: leave --recipes out, or --all")
+        parsed.fail("--all measures every recipe: leave --compression out, or --all")
     choices = parsed.recipes or recipe_choices(",".join(RECIPES) if parsed.all else _RECIPES)
     histories, n_histories, data = _histories(parsed)
     if parsed.threads:

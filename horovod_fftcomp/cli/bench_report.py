@@ -6,10 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rich.table import Table
-
 from horovod_fftcomp.cli.arguments import RecipeChoice
-from horovod_fftcomp.cli.console import make_table
+from horovod_fftcomp.cli.console import Table
 from horovod_fftcomp.recipes import get_scheme
 from horovod_fftcomp.tools.bench import Measurement
 
@@ -23,7 +21,7 @@ class Result(NamedTuple):
 
 
 def table(result: Result) -> Table:
-    """Return the table of one tensor or file; at most 120 columns wide."""
+    """Return the table of one tensor or file."""
     first = result.ours[0]
     speed = 4 * first.numel / first.memcpy_s / 1e9
     columns = (
@@ -31,7 +29,7 @@ def table(result: Result) -> Table:
         "bits/pos.\n(entropy)", "rel. error\n(with EF)", "kept\nenergy",
     )  # fmt: skip
     title = f"{result.title}: 1 memcpy = {_short(1e3 * first.memcpy_s)} ms = {_short(speed)} GB/s"
-    table = make_table("compressor", columns, title)
+    table = Table("compression", columns, title)
     for rows in (result.ours, result.peers):
         for one in rows:
             table.add_row(*_cells(one), end_section=one is rows[-1])

@@ -9,12 +9,10 @@ import sys
 import threading
 from collections.abc import Callable
 
-from rich import box
-from rich.table import Table
 from rich.text import Text
 
 from horovod_fftcomp.cli.arguments import count
-from horovod_fftcomp.cli.console import make_console
+from horovod_fftcomp.cli.console import Table, make_console
 from horovod_fftcomp.tools import check
 from horovod_fftcomp.tools.check import Finding, Level
 from horovod_fftcomp.tools.run.launcher import launched_rank
@@ -114,15 +112,10 @@ class Report:
                 if level is Level.FAIL:
                     print(f"rank {self.rank}: {topic}: {found}. {remedy}", file=sys.stderr)
             return
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column("", no_wrap=True)
-        table.add_column("check", no_wrap=True)
-        table.add_column("found", overflow="fold")
-        table.add_column("what to do", overflow="fold")
+        table = Table("check", ("", "found", "what to do"))
         for topic, level, found, remedy in self._findings:
-            style = _STYLES[level]
-            table.add_row(Text(level.value, style), topic, Text(found), Text(remedy))
-        console = make_console(is_terminal=False if self.rank is not None else None)
+            table.add_row(topic, Text(level.value, _STYLES[level]), found, remedy)
+        console = make_console()
         console.print(table)
         counts = [
             sum(finding.level is level for finding in self._findings)

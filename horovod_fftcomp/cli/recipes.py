@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from horovod_fftcomp.adapter.factories import documentation, keywords_of
 from horovod_fftcomp.cli.arguments import count
+from horovod_fftcomp.cli.console import Table, make_console
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes import Tensor
@@ -37,16 +37,9 @@ def run(parsed: argparse.Namespace) -> None:
         print(documentation(parsed.name, keywords_of(parsed.name)))
         return
     shape = " x ".join(f"{length:,}" for length in near_square(parsed.numel))
-    table = Table(
-        caption=f"Ratio: float32 bytes / sent bytes for {parsed.numel:,} elements in a tensor of "
-        f"{shape}, the matrix of that size that is nearest to a square. MB at 8, at 64: megabytes "
-        "of it that a rank receives in a step on so many ranks. Estimates for hard_threshold, "
-        "strom, adacomp and wangni, whose sizes depend on the values."
-    )
-    for column in ("recipe", "what is sent", "options = default", "collectives", "source"):
-        table.add_column(column)
-    for column in ("ratio", *(f"MB at {ranks}" for ranks in _RANKS)):
-        table.add_column(column, justify="right")
+    received = (f"MB at {ranks}" for ranks in _RANKS)
+    columns = ("what is sent", "options", "collectives", "source", "ratio", *received)
+    table = Table("recipe", columns)
     for name, recipe in RECIPES.items():
         rounds = ", ".join(get_scheme(name).rounds)
         options = ", ".join(f"{option}={default}" for option, default in recipe.own_options.items())
@@ -54,7 +47,18 @@ def run(parsed: argparse.Namespace) -> None:
         megabytes = (1e-6 * received_nbytes(name, parsed.numel, n) for n in _RANKS)
         received = (f"{float(f'{number:.3g}'):,g}" for number in megabytes)
         table.add_row(*cells, f"{ratio(name, parsed.numel):.1f}", *received)
-    Console().print(table)
+    console = make_console()
+    console.print(table)
+    shape = " x ".join(f"{length:,}" for length in near_square(parsed.numel))
+    console.print(
+        Text(
+            f"Options with their defaults; `horovod-fftcomp recipes NAME` describes them. Ratio: "
+            f"float32 bytes / sent bytes for {parsed.numel:,} elements in a tensor of {shape}, the "
+            "matrix of that size that is nearest to a square. MB at 8, at 64: megabytes of it that "
+            "a rank receives in a step on so many ranks. Estimates for hard_threshold, strom, "
+            "adacomp and wangni, whose sizes depend on the values."
+        )
+    )
 
 
 def ratio(name: str, numel: int) -> float:

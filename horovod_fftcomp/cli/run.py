@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import re
 import runpy
 import shlex
+import statistics
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +20,15 @@ from typing import Any
 from rich.text import Text
 
 from horovod_fftcomp.cli.arguments import (
+    COMPRESSION,
+    COMPRESSIONS,
     RecipeChoice,
-    as_setting,
     count,
     output_path,
-    setting,
-    settings,
+    recipe_choice,
+    recipe_choices,
 )
-from horovod_fftcomp.cli.console import in_ms, make_console, make_table
+from horovod_fftcomp.cli.console import Table, in_ms, make_console
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.tools.run import launcher
 from horovod_fftcomp.tools.run.import_hook import Wrapping
@@ -44,7 +50,14 @@ _START = " (start it as horovodrun -np 2 horovod-fftcomp run ...)"
 # Errors of a rank that follow from the failure of another one.
 _CONSEQUENCES = ("HorovodInternalError", "Horovod has been shut down", "SIGTERM")
 _MOST_SHOWN = 500  # characters of an exception; its traceback has the rest
+_VARIABLE = "HOROVOD_FFTCOMP_COMPRESSION"
 _DIFFER = "PARAMETERS DIFFER"
+_NO_METRIC = "no line of its output matches --metric"
+_LAST_LINES = 10  # shown of a job without the metric
+_COLUMNS = (
+    "ms a step", "speed-up", "MB sent", "ratio", "metric", "encode ms", "wait ms", "decode ms",
+    "ranks",
+)  # fmt: skip
 _TIMES = ("encode", "wait", "decode")
 
 
@@ -59,18 +72,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    which = parser.add_mutually_exclusive_group(required=True)
+    which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--compression",
-        type=setting,
-        metavar="RECIPE[:OPTION=VALUE,...]",
-        help="recipe for the script's optimizers and tapes",
+        type=recipe_choice,
+        metavar=COMPRESSION,
+        help=f"compression for the script's optimizers and tapes (default: that of {_VARIABLE})",
     )
     which.add_argument(
         "--compare",
-        type=settings,
-        metavar="RECIPE,RECIPE",
-        help="run one job for each recipe, one after another, and print a table",
+        type=recipe_choices,
+        metavar=COMPRESSIONS,
+        help="run one job for each, one after another, and print a table",
     )
     add("--steps", type=count, metavar="N", help="end the script after N steps")
     add("--warmup-steps", type=count, metavar="N", help="begin with N dense steps")
@@ -101,18 +114,50 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
         help="command that starts the jobs of --compare, before -np N (default: horovodrun)",
     )
     add("--json", type=output_path, metavar="FILE", help="write the results of --compare to FILE")
+    add_metric(parser)
+    add("--repeat", type=count, metavar="N", help="jobs of --compare for each (default: 1)")
     add("--report-json", action="store_true", help="report as a line of JSON, on every rank")
+
+
+def add_metric(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that finds the quality of a training in its output."""
+    parser.add_argument(
+        "--metric",
+        type=_pattern,
+        metavar="REGEX",
+        help=r"show the number that REGEX finds last in a job's output, as 'accuracy (\S+)'",
+    )
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+    if pattern.groups != 1:
+        raise argparse.ArgumentTypeError(
+            rf"{text!r} needs one pair of brackets around the number, as in 'accuracy (\S+)'"
+        )
+    return pattern
 
 
 def run(parsed: argparse.Namespace) -> None:
     """Run the script in this process, or in jobs with ``--compare``."""
     if not Path(parsed.script).is_file():
         parsed.fail(f"there is no script {parsed.script!r}")
+    if not (parsed.compare or parsed.compression):
+        try:
+            parsed.compression = recipe_choice(os.environ[_VARIABLE])
+        except KeyError:
+            parsed.fail(f"give --compression or --compare, or set {_VARIABLE}")
+        except argparse.ArgumentTypeError as error:
+            parsed.fail(f"{_VARIABLE}: {error}")
     if not parsed.compare:
-        for option in ("np", "launcher", "json"):
+        for option in ("np", "launcher", "json", "metric", "repeat"):
             if getattr(parsed, option) is not None:
                 parsed.fail(
-                    f"-np, --launcher and --json belong to --compare; to run one recipe: "
+                    f"-np, --launcher, --json, --metric and --repeat belong to --compare; to run "
+                    "one compression: "
                     f"horovodrun -np 2 horovod-fftcomp run --compression ... {parsed.script}"
                 )
         _run_script(parsed)
@@ -123,7 +168,7 @@ def run(parsed: argparse.Namespace) -> None:
     elif parsed.record or parsed.live_view:
         parsed.fail("--record and --live-view belong to --compression: jobs would share files")
     else:
-        _compare(parsed)
+        compare(parsed)
 
 
 def _run_script(parsed: argparse.Namespace) -> None:
@@ -193,7 +238,7 @@ def _report(
         found.pop("tensors", None)  # the same on all ranks, and long
     if parsed.report_json:
         launched = {"rank": rank, "cores": threads.get_own_cores()}
-        launcher.report({**launched, "recipe": as_setting(parsed.compression), **found})
+        launcher.report({**launched, "recipe": parsed.compression.text, **found})
     elif rank == 0:
         sys.stdout.flush()
         print(_told(parsed.compression.label, found), file=sys.stderr, flush=True)
@@ -216,15 +261,20 @@ def _told(label: str, found: dict[str, Any]) -> str:
     )
 
 
-def _compare(parsed: argparse.Namespace) -> None:
-    """Run a job for each recipe; exit with status 1 if one failed or its ranks differ."""
-    n_ranks, rows, interrupted = parsed.np or 2, [], False
+def compare(parsed: argparse.Namespace) -> None:
+    """Run jobs of each compression; exit with status 1 if one failed or its ranks differ."""
+    jobs = [(choice, number) for choice in parsed.compare for number in range(parsed.repeat or 1)]
+    rows: list[dict[str, Any]] = []
+    interrupted, began = False, time.monotonic()
     try:
-        for choice in parsed.compare:
-            print(f"horovod-fftcomp run: {choice.label}", file=sys.stderr, flush=True)
-            ended = launch(parsed, choice, n_ranks, _pass_on)
-            told = {"trouble": trouble(ended, n_ranks), "status": ended.code}
-            rows.append({"recipe": choice.label, **told, "ranks": ended.reports})
+        for done, (choice, number) in enumerate(jobs):
+            left_s = (time.monotonic() - began) / max(1, done) * (len(jobs) - done)
+            left = f", about {left_s:.0f} s left" if done else ""
+            told = f"horovod-fftcomp run: {choice.label} (job {done + 1} of {len(jobs)}{left})"
+            print(told, file=sys.stderr, flush=True)
+            rows.append(_row(parsed, choice, number))
+            if _NO_METRIC in rows[-1]["trouble"]:
+                break  # the other jobs would train in vain
     except KeyboardInterrupt:
         interrupted = True
     if rows:
@@ -232,35 +282,64 @@ def _compare(parsed: argparse.Namespace) -> None:
     if parsed.json:
         parsed.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if interrupted:
-        print(f"{len(rows)} of {len(parsed.compare)} jobs have ended.", file=sys.stderr)
+        print(f"{len(rows)} of {len(jobs)} jobs have ended.", file=sys.stderr)
         raise KeyboardInterrupt
     if any(row["trouble"] for row in rows):
         raise SystemExit(1)
 
 
+def _row(parsed: argparse.Namespace, choice: RecipeChoice, number: int) -> dict[str, Any]:
+    """Run a job, passing on its output; return what is known of it as JSON values."""
+    lines: deque[str] = deque(maxlen=_LAST_LINES)
+    found: list[str] = []
+
+    def take(line: str) -> None:
+        print(line, end="", flush=True)
+        lines.append(line)
+        if parsed.metric:
+            found.extend(parsed.metric.findall(line))
+
+    n_ranks = parsed.np or 2
+    ended = launch(parsed, choice, n_ranks, take, number)
+    row = {"recipe": choice.label, "repeat": number, "trouble": trouble(ended, n_ranks)}
+    row |= {"status": ended.code, "ranks": ended.reports}
+    if parsed.metric:
+        try:
+            row["metric"] = float(found[-1].rstrip("%,;.)"))
+        except IndexError:
+            why = f"{_NO_METRIC} {parsed.metric.pattern!r}; its last lines:\n{''.join(lines)}"
+            row["trouble"] = row["trouble"] or why.rstrip()
+        except ValueError:
+            row["trouble"] = row["trouble"] or f"its metric {found[-1]!r} is not a number"
+    return row
+
+
 def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table of the jobs, and below it their failures."""
-    names = (
-        "ms a step", "speed-up", "MB sent", "ratio", "encode ms", "wait ms", "decode ms", "ranks"
-    )  # fmt: skip
-    table = make_table("recipe", names)
-    first_s = None
-    for row in rows:
-        wrong = row["trouble"]
-        ranks = _DIFFER if wrong == _DIFFER else "failed" if wrong else "equal bits"
-        if not row["ranks"] or not row["ranks"][0].get("steps"):
-            table.add_row(row["recipe"], *["-"] * 7, ranks)
+    """Print a table of the compressions, and below it the failures of their jobs."""
+    has_metric, first_s = any("metric" in row for row in rows), None
+    names = [name for name in _COLUMNS if has_metric or name != "metric"]
+    table = Table("compression", names)
+    for label, jobs in itertools.groupby(rows, lambda row: row["recipe"]):
+        group = list(jobs)
+        wrong = {row["trouble"] for row in group} - {""}
+        ranks = _DIFFER if wrong == {_DIFFER} else "failed" if wrong else "equal bits"
+        found = [row["ranks"][0] for row in group if row["ranks"] and row["ranks"][0].get("steps")]
+        metric = [_mean([row["metric"] for row in group if "metric" in row], ".4g")] * has_metric
+        if not found:
+            table.add_row(label, *["-"] * 4, *metric, *["-"] * 3, ranks)
             continue
-        found = row["ranks"][0]
-        step_s, sent = found["step_s"], found["sent_nbytes"]
+        steps_s = [one["step_s"] for one in found if one["step_s"]]
+        step_s = statistics.fmean(steps_s) if steps_s else None
+        sent = statistics.fmean(one["sent_nbytes"] for one in found)
         first_s = first_s or step_s
         table.add_row(
-            row["recipe"],
-            in_ms(step_s),
+            label,
+            _mean([1e3 * taken_s for taken_s in steps_s], ".1f"),
             f"{first_s / step_s:.2f}" if first_s and step_s else "-",
             f"{sent / 1e6:.3f}",
-            f"{found['dense_nbytes'] / sent:.1f}",
-            *(in_ms(found[f"{what}_s"]) for what in _TIMES),
+            f"{found[0]['dense_nbytes'] / sent:.1f}",
+            *metric,
+            *(in_ms(statistics.fmean(one[f"{what}_s"] for one in found)) for what in _TIMES),
             ranks,
         )
     console = make_console()
@@ -269,16 +348,29 @@ def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
         if row["trouble"]:
             console.print(Text(f"{row['recipe']}: {row['trouble']}."))
     console.print(Text("Of the first rank: median step time, means of bytes and other times."))
+    if any(row.get("repeat") for row in rows):
+        console.print(Text("Of several jobs: mean ± standard deviation."))
 
 
-def _pass_on(line: str) -> None:
-    print(line, end="", flush=True)
+def _mean(values: Sequence[float], form: str) -> str:
+    """Return the mean, and of several values their standard deviation; "-" for none."""
+    if not values:
+        return "-"
+    spread = f" ±{statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{form}}{spread}"
 
 
 def launch(
-    parsed: argparse.Namespace, choice: RecipeChoice, n_ranks: int, line: Callable[[str], None]
+    parsed: argparse.Namespace,
+    choice: RecipeChoice,
+    n_ranks: int,
+    line: Callable[[str], None],
+    number: int = 0,
 ) -> launcher.Ended:
-    """Run the script with one recipe in a job of its own; ``line`` gets each line of output."""
+    """Run the script with one compression in a job of its own; ``line`` gets each line of output.
+
+    ``{repeat}`` in the script's arguments is replaced by ``number``.
+    """
     own: Sequence[str] = [sys.executable, "-m", "horovod_fftcomp", "run", "--report-json"]
     given = {
         "--steps": parsed.steps,
@@ -288,12 +380,13 @@ def launch(
         "--record-every": parsed.record_every,
     }
     options = [part for key, value in given.items() if value for part in (key, str(value))]
-    command = [*own, *options, "--compression", as_setting(choice), parsed.script]
+    command = [*own, *options, "--compression", choice.text, parsed.script]
+    arguments = [part.replace("{repeat}", str(number)) for part in parsed.script_arguments]
     try:
         return launcher.launch(
             parsed.launcher or launcher.default_launcher(),
             n_ranks,
-            [*command, *parsed.script_arguments],
+            [*command, *arguments],
             line,
         )
     except FileNotFoundError as error:

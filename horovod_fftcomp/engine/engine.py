@@ -131,6 +131,7 @@ class Engine:
         self.buckets = list(buckets)
         self.costs = Costs()
         self.alarm = ResidualAlarm()
+        self.errors: dict[str, float] = {}  # relative ones, of tensors, as last measured
         self.rank = rank
         self.world_size = world_size
         self.step = 0
@@ -315,6 +316,8 @@ class Engine:
             for name, energy in measured[bucket].energies.items():
                 wanted += energy.wanted
                 left += energy.left
+                if energy.wanted > 0:
+                    self.errors[name] = (energy.left / energy.wanted) ** 0.5
                 warning = self.alarm.observe(name, energy.gradient**0.5, energy.left**0.5)
                 if warning is not None:
                     warnings.warn(warning, RuntimeWarning, stacklevel=2)

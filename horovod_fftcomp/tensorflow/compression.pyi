@@ -840,3 +840,11 @@ class Compression:
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
         """Return a compressor: all values, stochastically rounded to a uniform grid."""
+
+    @staticmethod
+    def parse(
+        text: str,
+        model: _Model | Iterable[Any] | None = None,
+        **options: Any,
+    ) -> TensorFlowCompressor:
+        """Return a compressor, written as ``"fft:density=0.1"``."""

@@ -835,3 +835,11 @@ class Compression:
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TorchCompressor:
         """Return a compressor: all values, stochastically rounded to a uniform grid."""
+
+    @staticmethod
+    def parse(
+        text: str,
+        model: Model,
+        **options: Any,
+    ) -> TorchCompressor:
+        """Return a compressor, written as ``"fft:density=0.1"``."""

@@ -149,6 +149,8 @@ def launch(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        # horovodrun imports TensorFlow, which would log its build before a job of any framework.
+        env={"TF_CPP_MIN_LOG_LEVEL": "1", **os.environ},
         start_new_session=True,  # one signal ends the launcher with all that it has started here
     )
     assert process.stdout is not None

@@ -1,0 +1,175 @@
+"""Tables lose nothing: every command in a terminal of 60 to 200 columns, and in a pipe."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp.cli import console, main, run
+from horovod_fftcomp.cli.check import Report
+from horovod_fftcomp.tools.check import Finding, Level
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDTHS = (60, 80, 120, 200)
+LONG = "fft(density=0.125,bits=10,block=1024,error_feedback=False),topk"
+COMMANDS: list[list[str]] = [
+    ["recipes"],
+    ["bench", "-n", "2000", "--repeat", "1", "--compression", LONG],
+    ["advise", "--gradients", "g.npz", "--compute-ms", "5", "--repeat", "1", "--compression", LONG,
+     "--gbit-per-s", "0.001", "--ranks", "4", "--nodes", "2..512"],
+]  # fmt: skip
+
+
+def compared() -> list[dict]:
+    """Return what jobs of ``run --compare`` report."""
+    times = {f"{what}_s": 0.0123 for what in ("encode", "wait", "decode")}
+    first = {"steps": 9, "step_s": 1.2345, "sent_nbytes": 123_456_789, "dense_nbytes": 4e9}
+    names = ("none", "fft(density=0.125, bits=10, block=1024, error_feedback=False)", "topk")
+    troubles = ("", run._DIFFER, "ranks 0, 1: ValueError: a bug; exit status 1")
+    return [
+        {"recipe": name, "trouble": trouble, "ranks": [first | times] if name != "topk" else []}
+        for name, trouble in zip(names, troubles, strict=True)
+    ]
+
+
+def show_all() -> None:
+    """Run every command, or what prints the tables of those that take long."""
+    for command in COMMANDS:
+        main(command)
+    report = Report(None)
+    report.add(Finding("horovod.torch", Level.OK, "built with MPI, Gloo; without NCCL, as here"))
+    remedy = "set HOROVOD_WITH_PYTORCH=1 and HOROVOD_WITHOUT_MXNET=1, and install it anew"
+    report.add(Finding("kernels", Level.FAIL, "12 of 34 recipes have other bytes", remedy))
+    report.print()
+    run._print_comparison(compared())
+
+
+def show_at_all_widths() -> None:
+    """Print everything at each width, and after it the tables' cells as JSON."""
+    made: list[console.Table] = []
+    plain = console.Table.__init__
+
+    def noted(self, *arguments) -> None:
+        plain(self, *arguments)
+        made.append(self)
+
+    console.Table.__init__ = noted
+    for width in WIDTHS:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+        made.clear()
+        print(f"WIDTH {width}", flush=True)
+        show_all()
+        cells = [cell.plain for table in made for row in table.rows for cell in row]
+        heads = [line for table in made for head in table.heads[1:] for line in head.split("\n")]
+        print(f"CELLS {json.dumps(heads + cells)}")
+
+
+def is_complete(cell: str, lines: list[str]) -> bool:
+    """Whether ``cell`` is in the lines, in whole words, on one line or on some in a column."""
+    words = cell.split()
+    if not words:
+        return True
+    first = re.compile(rf"(?<![^ ]){re.escape(words[0])}(?![^ ;:])")
+    starts = [(n, found.start()) for n, line in enumerate(lines) for found in first.finditer(line)]
+    return any(_goes_on(words, lines[n:], start) for n, start in starts)
+
+
+def _goes_on(words: list[str], lines: list[str], start: int) -> bool:
+    for line in lines:
+        fits = (n for n in range(len(words), 0, -1) for x in {start, 2}
+                if re.match(rf"{re.escape(' '.join(words[:n]))}(?![^ ;:])", line[x:]))  # fmt: skip
+        taken = next(fits, 0)
+        words = words[taken:]
+        if not words or not taken:
+            return not words
+    return False
+
+
+def test_what_is_cut_is_found_out():
+    table = ["name  what is        MB at", "fft   all of       1.25", "      it"]
+    assert is_complete("all of it", table)
+    assert is_complete("1.25", table)
+    for cut in ("all of it there", "1.2", "it all", "T at"):
+        assert not is_complete(cut, table)
+
+
+@pytest.fixture(scope="module")
+def in_a_terminal(tmp_path_factory) -> dict[int, tuple[list[str], list[str]]]:
+    """Return (lines, cells of all tables) by width, printed to a pseudo-terminal."""
+    folder = tmp_path_factory.mktemp("terminal")
+    rng = np.random.default_rng(0)
+    np.savez(folder / "g.npz", w=rng.standard_normal((60, 50)).astype(np.float32))
+    removed = {"COLUMNS", "LINES", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
+    environment = {key: value for key, value in os.environ.items() if key not in removed}
+    environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.test_terminal"],
+        cwd=folder,
+        env=environment,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,  # progress
+    )
+    os.close(theirs)
+    printed = b""
+    while True:
+        try:
+            printed += (part := os.read(ours, 1 << 16))
+        except OSError:  # the terminal's other end is closed
+            break
+        if not part:
+            break
+    os.close(ours)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed.decode()).replace("\r", "")
+    assert process.wait() == 0, text[-4000:]
+    parts = re.findall(r"^WIDTH (\d+)\n(.*?)^CELLS (.*?)$", text, re.M | re.S)
+    return {int(width): (shown.splitlines(), json.loads(cells)) for width, shown, cells in parts}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_line_is_too_long_and_no_cell_is_cut(in_a_terminal, width):
+    lines, cells = in_a_terminal[width]
+    assert len(cells) > 300
+    assert [line for line in lines if len(line.rstrip()) > width] == []
+    assert [cell for cell in cells if not is_complete(cell, lines)] == []
+    assert not any("…" in line for line in lines)
+
+
+def test_commands_to_paste_can_be_pasted(in_a_terminal):
+    lines, _ = in_a_terminal[60]
+    text = "\n".join(line.rstrip() for line in lines).split("editing the script:\n")[1]
+    shown = text.split("\nCompare")[0]
+    command = shlex.split(shown.replace("\\\n", ""))  # as a shell joins lines
+    start = "horovodrun -np 4 horovod-fftcomp run --compression".split()
+    assert (command[:6], command[7:]) == (start, ["train.py"])
+    assert "\\\n" in shown
+
+
+@pytest.mark.parametrize(("width", "expected"), [(None, 120), ("70", 70)])
+def test_in_a_pipe_there_are_120_columns_or_as_many_as_told(width, expected, monkeypatch):
+    monkeypatch.setattr(os, "isatty", lambda _: False)
+    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    if width:
+        monkeypatch.setenv("COLUMNS", width)
+    assert console.make_console().width == expected
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    assert console.make_console().width == 64  # and the launcher's prefix
+
+
+if __name__ == "__main__":
+    show_at_all_widths()
