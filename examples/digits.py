@@ -218,9 +218,7 @@ def main(
     hvd.init()
     monitor = Monitor(len(args.options) * args.epochs, quiet=hvd.rank() != 0)
     if hvd.size() == 1:
-        monitor.console.print(
-            "One process: nothing is exchanged; start two with horovodrun -np 2 ..."
-        )
+        monitor.console.print("One process: nothing is exchanged; start two, as make demo does.")
     with monitor.bar:
         runs = [train(*pair, args, monitor.advance) for pair in args.options.items()]
     monitor.console.print(make_table(runs, exchange))

@@ -96,15 +96,27 @@ def test_averages_and_state_are_those_of_the_horovod_adapter(tmp_path):
         assert [recipe for recipe in one if not same(one[recipe], other[recipe])] == []
 
 
-def test_the_example_trains_and_reports_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               "examples/ddp_digits.py", "--epochs", "4", "--compressor", "none", "topk",
-               "--density", "0.1", "--out", str(tmp_path)]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
+def torchrun(*command: object) -> subprocess.CompletedProcess[str]:
+    """Run a script, or with "-m" a module, on two ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [*launcher, *map(str, command)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
+
+
+def test_the_example_trains_and_reports_under_torchrun(tmp_path):
+    run = torchrun(
+        "examples/ddp_digits.py", "--epochs", 4, "--compressor", "none", "topk", "--density", 0.1,
+        "--out", tmp_path,
+    )  # fmt: skip
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    assert f"wrote {tmp_path}/ddp_digits.png and .json" in run.stdout
     report = json.loads((tmp_path / "ddp_digits.json").read_text())
     assert report["ranks"] == 2
     dense, sparse = report["runs"]
