@@ -52,10 +52,13 @@ def run_ranks(
     return codes, outputs
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.smoke), 3])
-def test_on_ranks(ranks, tmp_path):
-    cases = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no"]
-    codes, outputs = run_ranks(ranks, tmp_path, *cases, "tests/ddp_cases.py")
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [pytest.param(2, "", marks=pytest.mark.smoke), (3, ""), (4, "ranks_per_node")],
+)
+def test_on_ranks(ranks, cases, tmp_path):
+    command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no", "-k", cases]
+    codes, outputs = run_ranks(ranks, tmp_path, *command, "tests/ddp_cases.py")
     assert codes == [0] * ranks, "\n".join(output[-4000:] for output in outputs)
     assert all(" passed" in output for output in outputs)
 
