@@ -128,3 +128,18 @@ def test_the_example_trains_and_reports_under_torchrun(tmp_path):
     for each in (dense, sparse):
         assert each["accuracy"] > 0.6
         assert min(each["ms_per_step"].values()) >= 0
+
+
+def test_the_job_is_checked_under_torchrun():
+    run = torchrun("-m", "horovod_fftcomp", "check", "--timeout", 150)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    for found in (
+        "2 ranks over Gloo, 2 on this machine",
+        "the same bits on all ranks",
+        "ms for an allreduce of one number",
+        "Gbit/s received by a rank",
+        "none has failed",
+        "0 failed, ",
+    ):
+        assert run.stdout.count(found) >= 1, run.stdout[-4000:]
+    assert "horovod.torch" not in run.stdout

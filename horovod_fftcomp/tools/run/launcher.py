@@ -31,9 +31,15 @@ _GRACE_S = 20.0  # for ranks to end, once all have reported or been signalled
 _LAST_WORDS_S = 3.0  # between SIGTERM and the end of a rank; horovodrun kills it after 5
 
 
+def is_torchrun() -> bool:
+    """Return whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def launched_rank() -> int | None:
     """Return the rank that a launcher gave this process; None without a launcher."""
-    return next((int(os.environ[name]) for name in _RANK if name in os.environ), None)
+    names = ("RANK",) if is_torchrun() else _RANK  # Slurm may have started torchrun
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)
 
 
 def report(values: Mapping[str, Any]) -> None:
