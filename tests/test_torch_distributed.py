@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,64 @@ def test_the_job_is_checked_under_torchrun():
     ):
         assert run.stdout.count(found) >= 1, run.stdout[-4000:]
     assert "horovod.torch" not in run.stdout
+
+
+# A script that knows nothing of this package; its second argument is the hook to register.
+UNEDITED = """
+import sys
+import torch, torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(100, 100))
+if "hook" in sys.argv:
+    model.register_comm_hook(None, fp16_compress_hook)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+try:
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(4, 100)).square().mean().backward()
+        optimizer.step()
+    print("ran to its end,", "horovod" in sys.modules)
+finally:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def unedited(tmp_path):
+    path = tmp_path / "unedited.py"
+    path.write_text(UNEDITED)
+    return path
+
+
+def test_an_unedited_script_runs_with_compression(unedited):
+    run = torchrun("-m", "horovod_fftcomp", "run", "--compression", "topk:density=0.1", unedited)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert run.stdout.splitlines() == ["ran to its end, False"] * 2
+    [report] = re.findall(r"horovod-fftcomp run: .*", run.stderr)
+    assert "topk(density=0.1): 8 steps on 2 ranks" in report
+
+
+def test_a_hook_of_an_unedited_scripts_own_is_refused(unedited):
+    run = torchrun("-m", "horovod_fftcomp", "run", "--compression", "topk", unedited, "hook")
+    assert run.returncode != 0
+    assert "registers a communication hook with DDP" in run.stderr
+    assert "fp16_compress_hook" in run.stderr
+
+
+def test_recipes_are_compared_under_torchrun(unedited, tmp_path):
+    launcher = Path(sys.executable).with_name("torchrun")
+    command = ["run", "--compare", "none,topk", "--steps", "5", "--json", f"{tmp_path}/rows.json",
+               "--launcher", f"{launcher} --standalone", str(unedited)]  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-m", "horovod_fftcomp", *command],
+        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["trouble"] for row in rows] == ["", ""]
+    assert [row["ranks"][rank]["steps"] for row in rows for rank in range(2)] == [5] * 4
+    assert "ran to its end" not in run.stdout

@@ -143,14 +143,17 @@ class Ended(NamedTuple):
 def launch(
     launcher: Sequence[str], n_ranks: int, command: Sequence[str], line: Callable[[str], None]
 ) -> Ended:
-    """Run ``command`` on ``n_ranks`` ranks and return their reports.
+    """Run ``command`` on ``n_ranks`` ranks of ``launcher -np N`` or torchrun; return their reports.
 
     ``line`` is called with every other line of output. After all ranks have reported, they have 20
     seconds to end. No process of the job is left when this returns or raises. Raises
     FileNotFoundError if there is no such launcher.
     """
+    number = ["-np", str(n_ranks)]
+    if Path(launcher[0]).name == "torchrun":
+        number = ["--no-python", "--nproc-per-node", str(n_ranks)]
     process = subprocess.Popen(
-        [*launcher, "-np", str(n_ranks), *command],
+        [*launcher, *number, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
