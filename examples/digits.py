@@ -259,9 +259,7 @@ def main(
     hvd.init()
     monitor = Monitor(len(args.compression) * args.epochs, quiet=hvd.rank() != 0)
     if hvd.size() == 1:
-        monitor.console.print(
-            "One process: nothing is exchanged; start two with horovodrun -np 2 ..."
-        )
+        monitor.console.print("One process: nothing is exchanged; start two, as make demo does.")
     with monitor.bar:
         runs = [
             train(choice.name, dict(choice.options), args, monitor.advance)._replace(

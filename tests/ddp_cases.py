@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import json
 import os
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_fftcomp import ConfigMismatchError, UnsupportedError, get_scheme, simulate
+from horovod_fftcomp import ConfigMismatchError, Recover, UnsupportedError, get_scheme, simulate
 from horovod_fftcomp.engine.buckets import MIN_NUMEL
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import LocalSteps, compress
@@ -361,6 +363,83 @@ def test_the_density_changes_on_all_ranks_together():
     assert compression.stats()["density"] == 0.01
     with pytest.raises(ConfigMismatchError, match="density is"):
         compression.set_density(0.1 * (1 + dist.get_rank()))
+
+
+def test_the_density_grows_when_the_first_ranks_metric_gets_worse():
+    ddp = wrapped()
+    compression = compress(ddp, "topk", density=0.01, recover=Recover(factor=4))
+    train(ddp, range(1))
+    for metric in (2.0, 1.0, 3.0):
+        compression.report(metric if dist.get_rank() == 0 else 0.0)
+    train(ddp, range(1, 3))
+    assert compression.stats()["density"] == 0.04
+    same_everywhere(flat(ddp))
+
+
+def test_a_loss_scale_that_halves_changes_no_step():
+    def trained(scale, is_known=True):
+        ddp, scaler = wrapped(), torch.amp.GradScaler("cpu", init_scale=scale)
+        compress(ddp, "topk", grad_scaler=scaler if is_known else None)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+        for step in range(8):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            optimizer.zero_grad()
+            loss = ddp(torch.randn(8, 48, generator=generator)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update(scale / 2 if step == 3 and scale > 1 else scaler.get_scale())
+        return flat(ddp)
+
+    plain, start = trained(1.0), flat(Network3())
+    assert torch.equal(trained(1024.0), plain)
+    unknown = trained(1024.0, is_known=False)
+    assert (unknown - plain).norm() > 0.02 * (plain - start).norm()
+
+
+@pytest.mark.parametrize("action", ["warn", "broadcast"])
+def test_a_rank_whose_parameter_differs_is_named(action):
+    ddp = wrapped()
+    compress(ddp, "topk", replica_check=action)
+    train(ddp, range(1))
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            ddp.module.second.weight[3, 4] += 1
+    with pytest.warns(RuntimeWarning, match=r"'second\.weight'.*rank 1"):
+        train(ddp, range(100), lr=0.0)
+    equal = len(set(gathered(flat(ddp).numpy().tobytes()))) == 1
+    assert equal == (action == "broadcast")
+
+
+def test_the_first_rank_writes_gradients_and_statistics(tmp_path):
+    folder = Path(gathered(str(tmp_path))[0])
+    ddp, own = wrapped(), []
+    record, live_view = folder / "gradients", folder / "live.jsonl"
+    every = {"record_every": 2, "live_every": 2}
+    compression = compress(ddp, "topk", record=record, live_view=live_view, **every)
+    ddp.module.first.weight.register_hook(lambda grad: own.append(grad.clone().numpy()))
+    train(ddp, range(3))
+    if dist.get_rank() == 0:
+        compression._steps._recorder.flush()
+        for step in (0, 2):
+            with np.load(record / f"{step}.npz") as file:
+                recorded = dict(file)
+            assert set(recorded) == {"first.weight", "second.weight", "spare.weight"}
+            np.testing.assert_array_equal(recorded["first.weight"], own[step])
+        assert not (record / "1.npz").exists()
+        [line] = [json.loads(text) for text in live_view.read_text().splitlines()]
+        assert (line["step"], line["steps"]) == (2, 2)
+        assert line["ratio"] > 2
+
+
+@pytest.mark.parametrize("recipe", ["dgc", "sketchsgd", "signum", "demo"])
+def test_an_optimizers_momentum_beside_a_recipes_is_named_once(recipe):
+    ddp = wrapped()
+    compress(ddp, recipe)
+    torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9).step()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    with pytest.warns(RuntimeWarning, match=rf"'{recipe}' .* SGD has one too \(momentum=0\.9\)"):
+        optimizer.step()
+    optimizer.step()
 
 
 def test_join_is_refused():

@@ -12,6 +12,7 @@ import pytest
 from horovod_fftcomp.cli import check, main
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.tools.check import Finding, Level, frameworks, kernels, packages
+from horovod_fftcomp.tools.run.launcher import launched_rank
 from horovod_fftcomp.wire.version import __version__
 
 LAUNCHER = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -86,6 +87,14 @@ def test_other_ranks_than_the_first_print_their_failures_alone(only, capsys, mon
     assert printed.out == ""
     [line] = printed.err.splitlines()
     assert line.startswith("rank 3: job: this rank cannot take part without horovod.torch. ")
+
+
+def test_under_torchrun_the_rank_is_its_own_and_horovod_is_not_needed(only, monkeypatch):
+    only()
+    for name, value in {"PMI_RANK": "0", "RANK": "3", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    assert launched_rank() == 3
+    assert "horovod" not in by_topic(packages.findings())
 
 
 # Versions.

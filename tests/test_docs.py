@@ -177,9 +177,13 @@ def test_every_codec_is_named_where_they_have_their_common_part():
     assert codecs - {"base"} == set(re.findall(r"``(\w+)``", base.__doc__))
 
 
-def test_the_two_commands_stand_in_the_readme():
+def test_the_commands_of_a_clone_stand_in_the_readme():
     commands = "\n".join(code_blocks("README.md", "sh"))
-    assert re.search(r"^make demo\b", commands, re.M)
+    targets = re.findall(r"^(demo[a-z-]*):.*\n\t.* (examples/\w+\.py) ", read("Makefile"), re.M)
+    assert [target for target, _ in targets] == ["demo", "demo-tf", "demo-ddp"]
+    for target, script in targets:
+        assert re.search(rf"^make {target} ", commands, re.M)
+        assert f"`{script}`" in read("docs/installing.md")
     assert re.search(r"^make test\b", commands, re.M)
 
 

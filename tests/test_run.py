@@ -53,6 +53,8 @@ def _as_it_was(monkeypatch):
         for wrapper in wrappers:
             if (plain := getattr(sys.modules.get(name), wrapper, None)) is not None:
                 monkeypatch.setattr(sys.modules[name], wrapper, plain)
+                if isinstance(plain, type):  # DDP, whose constructor is replaced
+                    monkeypatch.setattr(plain, "__init__", plain.__init__)
 
 
 # Recipes, as they are written on the command line.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -53,18 +55,21 @@ def run_ranks(
     return codes, outputs
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.smoke), 3])
-def test_on_ranks(ranks, tmp_path):
-    run_cases(ranks, tmp_path, "not slow")
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [pytest.param(2, "", marks=pytest.mark.smoke), (3, ""), (4, "ranks_per_node")],
+)
+def test_on_ranks(ranks, cases, tmp_path):
+    run_cases(ranks, tmp_path, "-m", "not slow", "-k", cases)
 
 
 @pytest.mark.slow
 def test_long_trainings_on_ranks(tmp_path):
-    run_cases(2, tmp_path, "slow")
+    run_cases(2, tmp_path, "-m", "slow")
 
 
-def run_cases(ranks: int, folder: Path, markers: str) -> None:
-    cases = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no", "-m", markers]
+def run_cases(ranks: int, folder: Path, *chosen: str) -> None:
+    cases = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no", *chosen]
     codes, outputs = run_ranks(ranks, folder, *cases, "tests/ddp_cases.py", timeout_s=400)
     assert codes == [0] * ranks, "\n".join(output[-4000:] for output in outputs)
     assert all(" passed" in output for output in outputs)
@@ -121,20 +126,18 @@ def gathered(results):
     }
 
 
-def torchrun(*command: str) -> None:
-    """Run a script with its arguments on two ranks."""
+def torchrun(*command: object) -> subprocess.CompletedProcess[str]:
+    """Run a script, or with "-m" a module, on two ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [*launcher, *command],
+    return subprocess.run(
+        [*launcher, *map(str, command)],
         cwd=ROOT,
-        env=environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
 
 
 def test_a_training_continues_exactly_under_another_launcher(tmp_path):
@@ -146,7 +149,8 @@ def test_a_training_continues_exactly_under_another_launcher(tmp_path):
 
     script = "tests/scripts/changes_launcher.py"
     horovodrun("0:50::horovod-50", "0:100::horovod-100")
-    torchrun(script, "ddp", str(tmp_path), "0:50::ddp-50", "50:100:horovod-50:to-ddp")
+    run = torchrun(script, "ddp", tmp_path, "0:50::ddp-50", "50:100:horovod-50:to-ddp")
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     horovodrun("50:100:ddp-50:to-horovod")
     for rank in range(2):
         expected, to_ddp, to_horovod = (
@@ -158,8 +162,12 @@ def test_a_training_continues_exactly_under_another_launcher(tmp_path):
 
 
 def test_the_example_trains_and_reports_under_torchrun(tmp_path):
-    arguments = ["--epochs", "4", "--compression", "none,topk:density=0.1"]
-    torchrun("examples/ddp_digits.py", *arguments, "--out", str(tmp_path))
+    run = torchrun(
+        "examples/ddp_digits.py", "--epochs", 4, "--compression", "none,topk:density=0.1",
+        "--out", tmp_path,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    assert f"wrote {tmp_path}/ddp_digits.png and .json" in run.stdout
     report = json.loads((tmp_path / "ddp_digits.json").read_text())
     assert report["ranks"] == 2
     dense, sparse = report["runs"]
@@ -168,3 +176,97 @@ def test_the_example_trains_and_reports_under_torchrun(tmp_path):
     for each in (dense, sparse):
         assert each["accuracy"] > 0.6
         assert min(each["ms_per_step"].values()) >= 0
+
+
+def test_the_job_is_checked_under_torchrun():
+    run = torchrun("-m", "horovod_fftcomp", "check", "--timeout", 150)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    for found in (
+        "2 ranks over Gloo, 2 on this machine",
+        "the same bits on all ranks",
+        "ms for an allreduce of one number",
+        "Gbit/s received by a rank",
+        "none has failed",
+        "0 failed, ",
+    ):
+        assert run.stdout.count(found) >= 1, run.stdout[-4000:]
+    assert "horovod.torch" not in run.stdout
+
+
+# A script that knows nothing of this package; its second argument is the hook to register.
+UNEDITED = """
+import sys
+import torch, torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(100, 100))
+if "hook" in sys.argv:
+    model.register_comm_hook(None, fp16_compress_hook)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+try:
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(4, 100)).square().mean().backward()
+        optimizer.step()
+    print("ran to its end,", "horovod" in sys.modules)
+finally:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def unedited(tmp_path):
+    path = tmp_path / "unedited.py"
+    path.write_text(UNEDITED)
+    return path
+
+
+def test_an_unedited_script_runs_with_compression(unedited):
+    run = torchrun("-m", "horovod_fftcomp", "run", "--compression", "topk:density=0.1", unedited)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert run.stdout.splitlines() == ["ran to its end, False"] * 2
+    [report] = re.findall(r"horovod-fftcomp run: .*", run.stderr)
+    assert "topk(density=0.1): 8 steps on 2 ranks" in report
+
+
+def test_a_hook_of_an_unedited_scripts_own_is_refused(unedited):
+    run = torchrun("-m", "horovod_fftcomp", "run", "--compression", "topk", unedited, "hook")
+    assert run.returncode != 0
+    assert "registers a communication hook with DDP" in run.stderr
+    assert "fp16_compress_hook" in run.stderr
+
+
+def test_recipes_are_compared_under_torchrun(unedited, tmp_path):
+    launcher = Path(sys.executable).with_name("torchrun")
+    command = ["run", "--compare", "none,topk", "--steps", "5", "--json", f"{tmp_path}/rows.json",
+               "--launcher", f"{launcher} --standalone", str(unedited)]  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-m", "horovod_fftcomp", *command],
+        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["trouble"] for row in rows] == ["", ""]
+    assert [row["ranks"][rank]["steps"] for row in rows for rank in range(2)] == [5] * 4
+    assert "ran to its end" not in run.stdout
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
+def test_the_lightning_example_continues_from_its_checkpoint(tmp_path):
+    written: list[str] = []
+    for epochs in (3, 4):
+        resume = ["--resume", written[0]] if written else []
+        run = torchrun("examples/lightning_digits.py", "--recipe", "topk", "--epochs", epochs,
+                       "--out", tmp_path, *resume)  # fmt: skip
+        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+        pattern = r"accuracy ([\d.]+)%, (\d+) steps, ([\d.]+) times fewer .*; wrote (.*)"
+        accuracy, steps, ratio, path = re.search(pattern, run.stdout).groups()
+        assert float(accuracy) > 60
+        assert int(steps) == 22 * (epochs - len(written) * 3)
+        assert float(ratio) > 25
+        written.append(path)
+        saved = torch.load(path, weights_only=True)["callbacks"]["CompressGradients"]
+        assert [rank["step"] for rank in saved["ranks"]] == [22 * epochs] * 2

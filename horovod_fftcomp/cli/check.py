@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import importlib
 import os
 import sys
 import threading
@@ -13,12 +14,12 @@ from rich.text import Text
 
 from horovod_fftcomp.cli.arguments import count
 from horovod_fftcomp.cli.console import Table, make_console
-from horovod_fftcomp.tools import check
+from horovod_fftcomp.tools import check, environment
 from horovod_fftcomp.tools.check import Finding, Level
-from horovod_fftcomp.tools.run.launcher import launched_rank
+from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank
 
 _STYLES = {Level.OK: "green", Level.ABSENT: "dim", Level.WARNING: "yellow", Level.FAIL: "bold red"}
-_TRY_JOB = "horovodrun -np 2 horovod-fftcomp check"
+_TRY_JOB = "horovodrun -np 2 horovod-fftcomp check, or torchrun -m horovod_fftcomp check"
 _BUSY = "see what keeps this machine or its file system busy, or raise --timeout"
 _GRACE_S = 10  # for the watchdog to print the report
 
@@ -52,15 +53,13 @@ def run(parsed: argparse.Namespace) -> None:
     report.print()
     if finish is not None:
         watchdog.expect("the end of the other ranks", "look at their output")
-        finish(parsed.timeout)
+        finish()
     watchdog.stop()
     if report.failed:
         raise SystemExit(1)
 
 
-def _check_job(
-    report: Report, watchdog: Watchdog, timeout_s: int
-) -> Callable[[float], None] | None:
+def _check_job(report: Report, watchdog: Watchdog, timeout_s: int) -> Callable[[], None] | None:
     """Add the findings of all ranks together; return a function that ends the job, if it began.
 
     Without a launcher there is no job: MPI_Init may then end the process.
@@ -68,20 +67,35 @@ def _check_job(
     if report.rank is None:
         report.add(Finding("job", Level.ABSENT, "not tried without a launcher", _TRY_JOB))
         return None
-    if not report.has_working_horovod:
+    if not is_torchrun() and not report.has_working_horovod:
         found = "this rank cannot take part without horovod.torch"
         report.add(Finding("job", Level.FAIL, found, "fix the failure of horovod.torch first"))
         return None
     try:
-        from horovod_fftcomp.torch import check as job
+        from horovod_fftcomp.adapter.torch_tensors import job_check
 
-        for finding in job.findings(watchdog.expect, lambda: report.failed, timeout_s):
-            report.add(finding)
+        adapter = "torch_distributed" if is_torchrun() else "torch"
+        launched = importlib.import_module(f"horovod_fftcomp.{adapter}.check")
+        watchdog.expect(launched.CONNECTS, job_check.CONNECT_REMEDY)
+        job = launched.connect(timeout_s)
+        findings = job_check.findings(job, _compared(), watchdog.expect, lambda: report.failed)
+        for topic, level, found, remedy in findings:
+            report.add(Finding(topic, Level(level), found, remedy))
         return job.finish
     except Exception as error:
         # The other ranks may wait in a collective that this one will not reach: stop here.
         report.add(Finding("job", Level.FAIL, check.told(error), "look at all ranks' output"))
         return None
+
+
+def _compared() -> dict[str, tuple[dict[str, str], str, str]]:
+    """Return facts that, if they differ, may make ranks compute different bits."""
+    install = "install the same versions on all machines"
+    replace = "use machines of one kind, or keep replica_check on: inverse transforms may differ"
+    return {
+        "versions": (environment.versions(), "FAIL", install),
+        "processors": ({"CPU": environment.cpu_model()}, "warning", replace),
+    }
 
 
 class Report:

@@ -39,12 +39,13 @@ examples:
   horovodrun -np 2 horovod-fftcomp run --compression fft:density=0.15 train.py --epochs 3
   horovod-fftcomp run --compare none,fft,auto --steps 100 -np 2 train.py
   horovod-fftcomp run --compare none,topk:bits=8 --launcher "horovodrun -H a:1,b:1" train.py
+  torchrun --nproc-per-node 2 -m horovod_fftcomp run --compression fft train.py
 
 docs/run.md lists what a script may contain.
 """
 _NOTHING = (
     "nothing was exchanged through horovod_fftcomp: the script took no step with "
-    "hvd.DistributedOptimizer or hvd.DistributedGradientTape on several ranks"
+    "hvd.DistributedOptimizer, hvd.DistributedGradientTape or DDP on several ranks"
 )
 _START = " (start it as horovodrun -np 2 horovod-fftcomp run ...)"
 # Errors of a rank that follow from the failure of another one.
@@ -66,8 +67,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "run",
         help="run an unmodified training script with compression",
-        description="Run an unmodified Horovod script of PyTorch, TensorFlow or Keras with\n"
-        "compression, and report time and bytes of a step at the end.",
+        description="Run an unmodified script of Horovod (PyTorch, TensorFlow, Keras) or\n"
+        "of PyTorch's DDP with compression, and report time and bytes of a step at the end.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -111,7 +112,8 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
         "--launcher",
         type=shlex.split,
         metavar="COMMAND",
-        help="command that starts the jobs of --compare, before -np N (default: horovodrun)",
+        help="command that starts the jobs of --compare: one that takes -np N, or torchrun "
+        "(default: horovodrun)",
     )
     add("--json", type=output_path, metavar="FILE", help="write the results of --compare to FILE")
     add_metric(parser)

@@ -16,7 +16,12 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-_LOCAL_SIZE = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_LOCAL_SIZE = (
+    "LOCAL_WORLD_SIZE",  # of torchrun, which Slurm may have started
+    "HOROVOD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
 _MOST = 8  # more threads gain nothing: the kernels are limited by memory bandwidth
 
 _FENV_NBYTES = 64  # enough for fenv_t of any processor; 32 on x86-64

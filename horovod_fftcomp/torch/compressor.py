@@ -36,7 +36,6 @@ class TorchCompressor(TensorCompressor):
         Recipe with its schedule, and settings; made by the factory.
     """
 
-    _parameters: OptimizedParameters
     _steps: StepDriver
     _IN_ELASTIC_JOBS = "; in elastic jobs pass compression=compression to hvd.elastic.TorchState"
 
@@ -75,15 +74,3 @@ class TorchCompressor(TensorCompressor):
                 self._parameters.follow(caller)
                 self._warn_of_momentum(caller)
             self._connection.connect(self._facts, getattr(caller, "process_set", None))
-
-    def _warn_of_momentum(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if optimizer and recipe both have momentum for the same tensors."""
-        momenta: dict[str, object] = {}
-        tensors = zip(self._parameters.tensors, self._slots, strict=False)  # frozen ones come last
-        compressed = {id(tensor) for tensor, slot in tensors if slot is not None}
-        for group in optimizer.param_groups:
-            if compressed.isdisjoint(map(id, group["params"])):
-                continue
-            momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
-            momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
-        self._warn_of_two_momenta(type(optimizer).__name__, momenta)

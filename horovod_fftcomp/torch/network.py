@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import horovod.torch as hvd
 import torch
 
+from horovod_fftcomp.adapter.torch_tensors.job_check import timed
 from horovod_fftcomp.tools.advise.cost_model import spread
 from horovod_fftcomp.tools.run import launcher
 
@@ -53,16 +53,6 @@ def _times_s(collective: Callable[[], object]) -> list[float]:
     slowest_s = float(hvd.allgather(once_s, name="fftcomp.network.once").max())
     repeat = min(_MAX_REPEATS, max(_MIN_REPEATS, int(_BUDGET_S / slowest_s)))
     return timed(collective, repeat)
-
-
-def timed(collective: Callable[[], object], repeat: int) -> list[float]:
-    """Call ``collective`` so many times; return how long each call took, in seconds."""
-    times = []
-    for _ in range(repeat):
-        begin = time.perf_counter()
-        collective()
-        times.append(time.perf_counter() - begin)
-    return times
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ class DDPCompressor(TensorCompressor):
     """
 
     _set: RankGroup
-    _parameters: OptimizedParameters
     _steps: StepDriver
     _IN_ELASTIC_JOBS = ""
     sends_gradients = True  # else ``average`` is used, by ``LocalSteps``
@@ -70,6 +69,7 @@ class DDPCompressor(TensorCompressor):
         parts = self._make_parts(buckets, None, self._connection.send, name, outputs)
         keeps_unused = model.find_unused_parameters or model.static_graph
         self._steps = StepDriver(parts, parameters, self._connect, self._slots, keeps_unused, name)
+        self._await_optimizer()
 
     def _connect(self) -> None:
         self._connection.connect(self._facts, None)

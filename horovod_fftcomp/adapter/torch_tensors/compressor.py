@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.parameters import with_plain_names
+from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
 
 
 class TensorCompressor(Compressor):
     """Compressor whose methods take and return tensors in place of arrays."""
+
+    _parameters: OptimizedParameters
 
     def __init__(self, policy: Scheduled, settings: Settings) -> None:
         super().__init__(policy, settings)
@@ -36,3 +42,43 @@ class TensorCompressor(Compressor):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load a state that ``state_dict`` returned on this rank, or a gathered one."""
         super().load_state_dict(with_plain_names(arrays.to_numpy(saved)))
+
+    def _warn_of_momentum(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Warn if optimizer and recipe both have momentum for the same tensors.
+
+        Returns whether the optimizer trains any tensors of the recipe.
+        """
+        momenta: dict[str, object] = {}
+        tensors = zip(self._parameters.tensors, self._slots, strict=False)  # frozen ones come last
+        compressed = {id(tensor) for tensor, slot in tensors if slot is not None}
+        trains = False
+        for group in optimizer.param_groups:
+            if compressed.isdisjoint(map(id, group["params"])):
+                continue
+            trains = True
+            momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
+            momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
+        self._warn_of_two_momenta(type(optimizer).__name__, momenta)
+        return trains
+
+    def _await_optimizer(self) -> None:
+        """Call ``_warn_of_momentum`` at the first step of an optimizer of this model."""
+        if self._policy.at(self._policy.warmup_steps).own_momentum():
+            _awaiting().add(self)
+
+
+@functools.cache
+def _awaiting() -> weakref.WeakSet[TensorCompressor]:
+    """Return the compressors whose optimizers are not known yet.
+
+    PyTorch calls one hook for all of them, which stays: a hook cannot remove itself.
+    """
+    compressors: weakref.WeakSet[TensorCompressor] = weakref.WeakSet()
+
+    def look(optimizer: torch.optim.Optimizer, *given: object) -> None:
+        for compressor in list(compressors):
+            if compressor._warn_of_momentum(optimizer):
+                compressors.discard(compressor)
+
+    register_optimizer_step_pre_hook(look)
+    return compressors

@@ -1,4 +1,4 @@
-"""Checks of an installation in one process; ``torch.check`` checks a job of several."""
+"""Checks of an installation in one process; those of a job are in the adapters."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from horovod_fftcomp.tools.check.finding import Finding, Level
-from horovod_fftcomp.tools.run.launcher import launched_rank
+from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank
 
 _TIMEOUT_S = 120  # a first import from a network's file system
 _MARK = "fftcomp-found "  # imports may print lines of their own
@@ -54,7 +54,7 @@ def findings() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         return
     yield _gpus()
-    if importlib.util.find_spec("horovod") is not None:
+    if importlib.util.find_spec("horovod") is not None and not is_torchrun():
         yield (built := _horovod())
         if built.level is Level.OK and launched_rank() is None:
             yield _one_process()

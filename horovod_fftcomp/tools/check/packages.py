@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from horovod_fftcomp.tools.check.finding import Finding, Level
+from horovod_fftcomp.tools.run.launcher import is_torchrun
 from horovod_fftcomp.wire.version import __version__
 
 _OURS = "horovod_fftcomp"
@@ -44,8 +45,8 @@ _PACKAGES = (
     _Package(
         "horovod",
         "horovod",
-        remedy="to train: HOROVOD_WITH_PYTORCH=1 pip install horovod==0.28.1, or make install "
-        "in a clone, which patches its build for new compilers",
+        remedy="to train under horovodrun: HOROVOD_WITH_PYTORCH=1 pip install horovod==0.28.1, or "
+        "make install in a clone, which patches its build for new compilers",
     ),
     _Package("tensorflow", "tensorflow", purpose="to train with TensorFlow"),
     _Package("mpi4py", "mpi4py", purpose="for scripts that call MPI themselves"),
@@ -58,7 +59,8 @@ def findings() -> Iterator[Finding]:
     yield _python()
     yield _ours()
     ranges = tested_ranges()
-    yield from (_version(package, ranges) for package in _PACKAGES)
+    unused = "horovod" if is_torchrun() else ""
+    yield from (_version(each, ranges) for each in _PACKAGES if each.module != unused)
     if importlib.util.find_spec("tensorflow") is not None:
         yield _keras()
 

@@ -1,7 +1,8 @@
 """Import hook of ``run``: adds ``compression=`` to the optimizers and tapes of Horovod.
 
-``Wrapping`` replaces Horovod's wrapper functions when the script imports a module of Horovod. It
-imports no framework itself; the adapter is imported when the script calls a wrapper.
+``Wrapping`` replaces Horovod's wrapper functions when the script imports a module of Horovod, and
+the constructor of DDP when it imports PyTorch. It imports no framework itself; the adapter is
+imported when the script calls a wrapper.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ _WRAPPERS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "horovod.tensorflow.keras": _KERAS,
     "horovod.keras": _KERAS,
+    "torch.nn.parallel.distributed": ("torch_distributed", ("DistributedDataParallel",)),
 }
 
 
 class Wrapping:
-    """Passes a compressor of one recipe to each optimizer and tape that a script makes.
+    """Gives a compressor of one recipe to each optimizer, tape and DDP model of a script.
 
     ``options``: options of the recipe and settings of ``Compression``. ``made`` is called with each
     new compressor. All tapes of a process share one compressor, since a loop makes a tape for each
@@ -58,11 +60,27 @@ class Wrapping:
 
     def _replace(self, module: ModuleType) -> None:
         adapter, names = _WRAPPERS[module.__name__]
+        if adapter == "torch_distributed":
+            self._wrap_ddp(module.DistributedDataParallel)
+            return
         for name in names:
             if hasattr(module, name):
                 setattr(module, name, self._wrapped(module, name, adapter))
         if adapter == "tensorflow":
             _mend_callbacks(module)
+
+    def _wrap_ddp(self, model_type: Any) -> None:
+        """Compress the gradients of all models of a class, and of its subclasses."""
+        plain = model_type.__init__
+
+        @functools.wraps(plain)
+        def with_compression(model: Any, *args: Any, **kwargs: Any) -> None:
+            plain(model, *args, **kwargs)
+            adapter = importlib.import_module("horovod_fftcomp.torch_distributed")
+            self._made(adapter.compress(model, self._recipe, **self._options))
+            model.register_comm_hook = _refuse_hook
+
+        model_type.__init__ = with_compression
 
     def _wrapped(self, module: ModuleType, name: str, adapter: str) -> Callable[..., Any]:
         plain = getattr(module, name)
@@ -133,6 +151,15 @@ def _check(name: str, arguments: Mapping[str, Any], module: ModuleType) -> None:
             "an elastic job has to keep the residuals in its state: pass compression= to the "
             "optimizer and the state in the script, and run it without `horovod-fftcomp run`"
         )
+
+
+def _refuse_hook(state: object, hook: Callable[..., Any]) -> None:
+    del state
+    raise UnsupportedError(
+        f"the script registers a communication hook with DDP ({hook.__qualname__}), of which a "
+        "model has one at most: remove it from the script, or run the script without "
+        "`horovod-fftcomp run`"
+    )
 
 
 def _mend_callbacks(module: ModuleType) -> None:

@@ -31,9 +31,15 @@ _GRACE_S = 20.0  # for ranks to end, once all have reported or been signalled
 _LAST_WORDS_S = 3.0  # between SIGTERM and the end of a rank; horovodrun kills it after 5
 
 
+def is_torchrun() -> bool:
+    """Return whether torchrun has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def launched_rank() -> int | None:
     """Return the rank that a launcher gave this process; None without a launcher."""
-    return next((int(os.environ[name]) for name in _RANK if name in os.environ), None)
+    names = ("RANK",) if is_torchrun() else _RANK  # Slurm may have started torchrun
+    return next((int(os.environ[name]) for name in names if name in os.environ), None)
 
 
 def report(values: Mapping[str, Any]) -> None:
@@ -137,14 +143,17 @@ class Ended(NamedTuple):
 def launch(
     launcher: Sequence[str], n_ranks: int, command: Sequence[str], line: Callable[[str], None]
 ) -> Ended:
-    """Run ``command`` on ``n_ranks`` ranks and return their reports.
+    """Run ``command`` on ``n_ranks`` ranks of ``launcher -np N`` or torchrun; return their reports.
 
     ``line`` is called with every other line of output. After all ranks have reported, they have 20
     seconds to end. No process of the job is left when this returns or raises. Raises
     FileNotFoundError if there is no such launcher.
     """
+    number = ["-np", str(n_ranks)]
+    if Path(launcher[0]).name == "torchrun":
+        number = ["--no-python", "--nproc-per-node", str(n_ranks)]
     process = subprocess.Popen(
-        [*launcher, "-np", str(n_ranks), *command],
+        [*launcher, *number, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

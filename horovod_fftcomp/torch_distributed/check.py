@@ -1,0 +1,34 @@
+"""The job of ``horovod-fftcomp check`` under torchrun."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from horovod_fftcomp.adapter.torch_tensors.job_check import Job
+from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.torch_distributed import compress
+from horovod_fftcomp.torch_distributed.rounds import Network, PendingRound, RankGroup
+
+CONNECTS = "init_process_group()"
+
+
+def connect(timeout_s: float) -> Job:
+    """Initialize the process group and return this rank's job."""
+    dist.init_process_group("gloo")
+    place = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    network, group = Network(), RankGroup(range(place[1]), "fftcomp.check", timeout_s)
+
+    def send(round_: Round, name: str) -> PendingRound:
+        return network.send(round_, name, group)
+
+    return Job(*place, "Gloo", send, _prepare, dist.destroy_process_group, timeout_s)
+
+
+def _prepare(layer: torch.nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Any:
+    model = DistributedDataParallel(layer)
+    return model, optimizer, compress(model, "fft", **settings)
