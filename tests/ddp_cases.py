@@ -306,10 +306,13 @@ def uses(step, rank):
     return (True, False, rank == 1, False)[step % 4]
 
 
-@pytest.mark.parametrize("recipe", ["topk", "fft", "powersgd", "scalecom"])
-def test_nothing_is_lost_of_parameters_that_no_rank_uses(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [("topk", {}), ("fft", {}), ("powersgd", {}), ("scalecom", {"beta": 1.0})],  # without a filter
+)
+def test_nothing_is_lost_of_parameters_that_no_rank_uses(recipe, options):
     ddp = wrapped(find_unused_parameters=True, bucket_cap_mb=0.01)
-    compression = compress(ddp, recipe)
+    compression = compress(ddp, recipe, **options)
     weights = {name: w for name, w in ddp.module.named_parameters() if "weight" in name}
     own: dict[str, list] = {name: [torch.zeros_like(weight)] for name, weight in weights.items()}
     averages = {name: torch.zeros_like(weight) for name, weight in weights.items()}
