@@ -1,9 +1,10 @@
-"""Starts ``ddp_cases.py`` on ranks that are connected by Gloo."""
+"""Starts ``ddp_cases.py`` and ``hsdp_cases.py`` on ranks that are connected by Gloo."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,13 @@ def test_on_ranks(ranks, tmp_path):
     assert all(" passed" in output for output in outputs)
 
 
+def test_fsdp2_on_two_replicas_of_two_shards(tmp_path):
+    cases = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no"]
+    codes, outputs = run_ranks(4, tmp_path, *cases, "tests/hsdp_cases.py", timeout_s=400)
+    assert codes == [0] * 4, "\n".join(output[-4000:] for output in outputs)
+    assert all(" passed" in output for output in outputs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "message"),
@@ -113,3 +121,19 @@ def test_the_example_trains_and_reports_under_torchrun(tmp_path):
     for each in (dense, sparse):
         assert each["accuracy"] > 0.6
         assert min(each["ms_per_step"].values()) >= 0
+
+
+def test_the_example_of_fsdp2_prints_the_bytes_between_replicas():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
+               "examples/fsdp2_hsdp.py", "--epochs", "3"]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    pattern = r"(\w+) +accuracy ([\d.]+), ([\d,]+) bytes a step between replicas, ratio ([\d.]+)"
+    lines = re.findall(pattern, run.stdout)
+    assert [line[0] for line in lines] == ["none", "topk", "fft"]
+    assert all(float(line[1]) > 0.5 for line in lines)
+    nbytes = [int(line[2].replace(",", "")) for line in lines]
+    assert max(nbytes[1:]) < nbytes[0] / 5
