@@ -134,6 +134,6 @@ def test_the_example_of_fsdp2_prints_the_bytes_between_replicas():
     pattern = r"(\w+) +accuracy ([\d.]+), ([\d,]+) bytes a step between replicas, ratio ([\d.]+)"
     lines = re.findall(pattern, run.stdout)
     assert [line[0] for line in lines] == ["none", "topk", "fft"]
-    assert all(float(line[1]) > 0.5 for line in lines)
+    assert all(float(line[1]) > 0.4 for line in lines)  # 0.1 by chance
     nbytes = [int(line[2].replace(",", "")) for line in lines]
     assert max(nbytes[1:]) < nbytes[0] / 5
