@@ -1,4 +1,4 @@
-"""Starts ``ddp_cases.py`` on ranks that are connected by Gloo."""
+"""Starts ``ddp_cases.py`` and ``hsdp_cases.py`` on ranks that are connected by Gloo."""
 
 from __future__ import annotations
 
@@ -68,11 +68,16 @@ def test_long_trainings_on_ranks(tmp_path):
     run_cases(2, tmp_path, "-m", "slow")
 
 
-def run_cases(ranks: int, folder: Path, *chosen: str) -> None:
+def run_cases(ranks: int, folder: Path, *chosen: str, file: str = "tests/ddp_cases.py") -> None:
     cases = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no", *chosen]
-    codes, outputs = run_ranks(ranks, folder, *cases, "tests/ddp_cases.py", timeout_s=400)
+    codes, outputs = run_ranks(ranks, folder, *cases, file, timeout_s=400)
     assert codes == [0] * ranks, "\n".join(output[-4000:] for output in outputs)
     assert all(" passed" in output for output in outputs)
+
+
+@pytest.mark.slow
+def test_fsdp2_on_two_replicas_of_two_shards(tmp_path):
+    run_cases(4, tmp_path, file="tests/hsdp_cases.py")
 
 
 @pytest.mark.slow
@@ -126,11 +131,11 @@ def gathered(results):
     }
 
 
-def torchrun(*command: object) -> subprocess.CompletedProcess[str]:
-    """Run a script, or with "-m" a module, on two ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def torchrun(*command: object, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run a script, or with "-m" a module, on ``ranks`` ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
-        [*launcher, *map(str, command)],
+        [*launcher, f"--nproc-per-node={ranks}", *map(str, command)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -270,3 +275,15 @@ def test_the_lightning_example_continues_from_its_checkpoint(tmp_path):
         written.append(path)
         saved = torch.load(path, weights_only=True)["callbacks"]["CompressGradients"]
         assert [rank["step"] for rank in saved["ranks"]] == [22 * epochs] * 2
+
+
+@pytest.mark.slow
+def test_the_example_of_fsdp2_prints_the_bytes_between_replicas():
+    run = torchrun("examples/fsdp2_hsdp.py", "--epochs", 3, ranks=4)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    pattern = r"(\w+) +accuracy ([\d.]+), ([\d,]+) bytes a step between replicas, ratio ([\d.]+)"
+    lines = re.findall(pattern, run.stdout)
+    assert [line[0] for line in lines] == ["none", "topk", "fft"]
+    assert all(float(line[1]) > 0.4 for line in lines)  # 0.1 by chance
+    nbytes = [int(line[2].replace(",", "")) for line in lines]
+    assert max(nbytes[1:]) < nbytes[0] / 5

@@ -59,6 +59,7 @@ class Compressor:
     _tensors: Sequence[Tensor]
     _dtypes: Sequence[str]
     _SHADOW_GATHERS = False  # whether the shadow check always needs gathers
+    _shard = ""  # which part of the tensors this rank has: "shard 0 of 2"; "" if they are whole
     _IN_ELASTIC_JOBS = ""  # end of an error message: how to keep a compressor in an elastic job
 
     def __init__(self, policy: Scheduled, settings: Settings) -> None:
@@ -264,6 +265,8 @@ class Compressor:
         self._steps.settle()
         state = {**self._engine.state_dict(movable), "density": self._changed_density}
         state["recovery"] = self._recovery.state_dict() if self._recovery else None
+        if self._shard:
+            state["shard"] = self._shard
         return state
 
     def gathered_state_dict(self) -> dict[str, Any]:
@@ -276,6 +279,7 @@ class Compressor:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load a state that ``state_dict`` returned on this rank, or a gathered one."""
+        checkpoint.check_shard(saved, self._shard)
         part = checkpoint.part_of(saved, **self.place())
         before = self._recovery.state_dict() if self._recovery else None
         if self._recovery and part["recovery"] is not None:

@@ -59,6 +59,18 @@ def part_of(saved: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]
     return {**saved["ranks"][0], **here}
 
 
+def check_shard(saved: dict[str, Any], shard: str) -> None:
+    """Raise ValueError unless a saved state is of ``shard``: "shard 0 of 2", "" for no shards."""
+    found = saved.get("ranks", [saved])[0].get("shard", "")
+    if found != shard:
+        whole = "whole tensors (DDP or Horovod)"
+        raise ValueError(
+            f"this state is of {found or whole}, but this compressor is of {shard or whole}; "
+            "residuals of FSDP shards fit no other shards and no whole tensors. Load a state that "
+            "was saved by the same rank of a job that shards alike, or begin without residuals"
+        )
+
+
 def common(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the part of a rank's state that is the same on all ranks."""
     return {kind: arrays for kind, arrays in state.items() if kind not in PER_RANK}

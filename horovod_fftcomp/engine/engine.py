@@ -235,14 +235,17 @@ class Engine:
         self._commit.observe(not_finite)
         self._observed = True
 
+    def is_finite(self) -> bool:
+        """Return whether all that the host has seen in this step is finite on every rank."""
+        return self._finite and all(each.flags.finite for each in self._outcomes.values())
+
     def settle(self) -> None:
         """End the step: commit its new state if everything was finite, else drop it."""
         if self._running:
             raise ValueError(f"buckets {sorted(self._running)} are still under way")
-        outcomes, finite = self._outcomes, self._finite
+        outcomes, finite = self._outcomes, self.is_finite()
         if not outcomes and not self._observed:
             return
-        finite = finite and all(outcome.flags.finite for outcome in outcomes.values())
         if self._commit is not None:
             finite = self._close_on_device(self._commit, outcomes, finite)
         self.abandon()

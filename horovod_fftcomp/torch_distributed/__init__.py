@@ -1,4 +1,4 @@
-"""Adapter for ``torch.distributed``: ``compress(model)`` compresses the gradients of a DDP model.
+"""Adapter for ``torch.distributed``: ``compress(model)`` compresses gradients under DDP and FSDP2.
 
 >>> from horovod_fftcomp.torch_distributed import compress  # under torchrun
 >>> model = DistributedDataParallel(model)  # doctest: +SKIP
@@ -9,33 +9,51 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_fftcomp.adapter.factories import configured
 from horovod_fftcomp.engine.recipe_text import parse_recipe
-from horovod_fftcomp.torch_distributed.compressor import DDPCompressor
+from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.torch_distributed.compressor import DDPCompressor, DistributedCompressor
 from horovod_fftcomp.torch_distributed.local_steps import LocalSteps
 
-__all__ = ["DDPCompressor", "LocalSteps", "compress"]
+__all__ = ["DDPCompressor", "DistributedCompressor", "LocalSteps", "compress"]
 
 
-def compress(model: DistributedDataParallel, recipe: str = "fft", **options: Any) -> DDPCompressor:
+def compress(
+    model: torch.nn.Module, recipe: str = "fft", *, replicate: Any = None, **options: Any
+) -> DistributedCompressor:
     """Compress the gradients of ``model`` from its next step on; call it on every rank.
 
-    ``model``: a ``DistributedDataParallel`` that has had no backward pass. ``recipe``: a recipe's
-    name, also with options: "fft:density=0.1". ``options``: those of the recipe, and the settings
-    of ``horovod_fftcomp.torch`` except ``process_set``; they win over those in ``recipe``. They
-    must be equal on all ranks, else the first backward pass raises ConfigMismatchError on all of
-    them. Registers a communication hook; a model has one at most.
+    ``model``: a ``DistributedDataParallel`` that has had no backward pass, or a model under
+    ``fully_shard`` with ``replicate``: the 1-d device mesh, or the process group, of the ranks that
+    hold the same shards. ``recipe``: a recipe's name, also with options: "fft:density=0.1".
+    ``options``: those of the recipe, and the settings of ``horovod_fftcomp.torch`` except
+    ``process_set``; they win over those in ``recipe``. They must be equal on all ranks, else the
+    first backward pass raises ConfigMismatchError on all of them. Registers a communication hook,
+    of which a model has one at most.
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            "model must be a torch.nn.parallel.DistributedDataParallel, got a "
-            f"{type(model).__name__}; wrap the model first: compress(DDP(model))"
-        )
     choice = parse_recipe(recipe)
     options = {**choice.options, **options}
     policy, settings = configured(choice.name, options, without=["process_set"])
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
+        raise UnsupportedError(
+            "FSDP1 takes no hook between replicas; use FSDP2, fully_shard(model, "
+            "mesh=mesh['shard']), and compress(model, recipe, replicate=mesh['replicate'])"
+        )
+    if replicate is not None and modules:
+        from horovod_fftcomp.torch_distributed.hsdp import HSDPCompressor  # needs PyTorch 2.6
+
+        return HSDPCompressor(model, replicate, policy=policy, settings=settings)
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            "model must be a torch.nn.parallel.DistributedDataParallel, got a "
+            f"{type(model).__name__}; wrap the model first: compress(DDP(model)). Under "
+            "fully_shard(model, mesh=mesh['shard']) give replicate=mesh['replicate']"
+        )
     compressor = DDPCompressor(model, policy=policy, settings=settings)
     model.register_comm_hook(*compressor.hook_pair())
     return compressor

@@ -1,4 +1,4 @@
-"""``DDPCompressor``, the state of DDP's communication hook and the object that the user calls."""
+"""The compressors of this adapter: ``DDPCompressor`` is also the state of DDP's hook."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.settings import Settings
+from horovod_fftcomp.adapter.steps import Parts
 from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.hierarchical import Ranks
 from horovod_fftcomp.torch_distributed.hook import exchange_bucket
 from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup, node_groups
@@ -27,28 +29,35 @@ from horovod_fftcomp.torch_distributed.steps import StepDriver
 _n_made: Counter[tuple[int, ...]] = Counter()
 
 
-class DDPCompressor(TensorCompressor):
-    """Compressor of the gradients of a model under DDP; ``compress`` makes it.
+class DistributedCompressor(TensorCompressor):
+    """Base class of the compressors of this adapter.
 
-    Gradients are averaged over the ranks of the model's process group. State is kept by the names
-    that the parameters have in the wrapped model, so it does not depend on DDP's buckets.
+    ``ranks``: global ranks between which gradients are averaged; ``optimized``: the parameters that
+    they compare; ``tensors``: names and shapes of the gradients.
     """
 
     _set: RankGroup
     _steps: StepDriver
     _IN_ELASTIC_JOBS = ""
-    sends_gradients = True  # else ``average`` is used, by ``LocalSteps``
 
     def __init__(
-        self, model: DistributedDataParallel, *, policy: Scheduled, settings: Settings
+        self,
+        ranks: Sequence[int],
+        optimized: OptimizedParameters,
+        tensors: Sequence[Tensor],
+        policy: Scheduled,
+        settings: Settings,
     ) -> None:
         super().__init__(policy, settings)
-        self._model = weakref.ref(model)  # DDP holds this object, where no collector looks
-        parameters = exchanged(model)
-        self._parameters = OptimizedParameters(parameters)
-        self._tensors = parameters.specs()
-        self._dtypes = [str(parameter.dtype) for parameter in parameters.tensors]
-        ranks = dist.get_process_group_ranks(model.process_group)
+        self._parameters, self._tensors = optimized, tensors
+        trainable = optimized.tensors[: len(tensors)]
+        self._dtypes = [str(parameter.dtype) for parameter in trainable]
+        places = {parameter.device.type for parameter in trainable} - {"cpu"}
+        if places:
+            raise UnsupportedError(
+                f"the model has parameters on {places.pop()}; compress() supports models on the "
+                "CPU. On GPUs use horovod_fftcomp.torch under Horovod"
+            )
         timeout_s = settings.timeout_s
         group_name = f"fftcomp.{_n_made[tuple(ranks)]}"
         _n_made[tuple(ranks)] += 1
@@ -67,12 +76,47 @@ class DDPCompressor(TensorCompressor):
 
         self._connection = Connection(network.send, name, self._set, watch, groups)
         parts = self._make_parts(buckets, None, self._connection.send, name, outputs)
-        keeps_unused = model.find_unused_parameters or model.static_graph
-        self._steps = StepDriver(parts, parameters, self._connect, self._slots, keeps_unused, name)
+        self._steps = self._make_steps(parts, name)
         self._await_optimizer()
+
+    def _make_steps(self, parts: Parts, name: str) -> StepDriver:
+        """Return the step driver; ``name``: this compressor's."""
+        raise NotImplementedError
 
     def _connect(self) -> None:
         self._connection.connect(self._facts, None)
+
+    def rejoin(self) -> list[int]:
+        """Raise UnsupportedError: torch.distributed restarts all processes of an elastic job."""
+        raise UnsupportedError(
+            "elastic jobs of torchrun restart all processes; save gathered_state_dict() in a "
+            "checkpoint and load it into the compressor of the restarted job"
+        )
+
+
+class DDPCompressor(DistributedCompressor):
+    """Compressor of the gradients of a model under DDP; ``compress`` makes it.
+
+    Gradients are averaged over the ranks of the model's process group. State is kept by the names
+    that the parameters have in the wrapped model, so it does not depend on DDP's buckets.
+    """
+
+    sends_gradients = True  # else ``average`` is used, by ``LocalSteps``
+
+    def __init__(
+        self, model: DistributedDataParallel, *, policy: Scheduled, settings: Settings
+    ) -> None:
+        self._model = weakref.ref(model)  # DDP holds this object, where no collector looks
+        self._exchanged = exchanged(model)
+        self._keeps_unused = model.find_unused_parameters or model.static_graph
+        ranks = dist.get_process_group_ranks(model.process_group)
+        optimized = OptimizedParameters(self._exchanged)
+        super().__init__(ranks, optimized, self._exchanged.specs(), policy, settings)
+
+    def _make_steps(self, parts: Parts, name: str) -> StepDriver:
+        return StepDriver(
+            parts, self._exchanged, self._connect, self._slots, self._keeps_unused, name
+        )
 
     def hook_pair(self) -> tuple[Any, Any]:
         """Return state and function of the communication hook, as ``register_comm_hook`` takes."""
@@ -103,23 +147,9 @@ class DDPCompressor(TensorCompressor):
         """Replace ``values``, one for each exchanged parameter, by their averages over ranks."""
         self._steps.average(values)
 
-    def rejoin(self) -> list[int]:
-        """Raise UnsupportedError: torch.distributed restarts all processes of an elastic job."""
-        raise UnsupportedError(
-            "elastic jobs of torchrun restart all processes; save gathered_state_dict() in a "
-            "checkpoint and load it into the compressor of the restarted job"
-        )
-
 
 def exchanged(model: DistributedDataParallel) -> Parameters:
     """Return the parameters whose gradients DDP exchanges, by their names in the wrapped model."""
     ignored = model.parameters_to_ignore
     named = [pair for pair in model.module.named_parameters() if pair[0] not in ignored]
-    parameters = Parameters(named)
-    places = {parameter.device.type for parameter in parameters.tensors} - {"cpu"}
-    if places:
-        raise UnsupportedError(
-            f"the model has parameters on {places.pop()}; compress() supports models on the CPU. "
-            "On GPUs use horovod_fftcomp.torch under Horovod"
-        )
-    return parameters
+    return Parameters(named)

@@ -275,6 +275,8 @@ class StepDriver(steps.StepDriver):
     def _deliver(self, bucket: int, sums: Sequence[Array]) -> None:
         """Write the averages of a bucket of the engine."""
         for number, total in zip(self._members[bucket], sums, strict=True):
+            if number not in self._arrivals:  # no rank has a gradient of it
+                continue
             view = self._arrivals[number].gradients[number]
             self._write(number, torch.from_numpy(total).view(view.shape), view)
             if view.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these

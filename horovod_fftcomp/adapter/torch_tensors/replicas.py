@@ -88,11 +88,16 @@ class OptimizedParameters:
 
     def sizes(self) -> list[int]:
         """Return the size of each parameter in bytes."""
-        return [tensor.numel() * tensor.element_size() for tensor in self.tensors]
+        values = map(self._values, range(len(self.tensors)))
+        return [tensor.numel() * tensor.element_size() for tensor in values]
+
+    def _values(self, number: int) -> torch.Tensor:
+        """Return a parameter's present values, in its memory."""
+        return self.tensors[number].detach()
 
     def read(self, number: int) -> np.ndarray:
         """Return a parameter's present values as bytes, uint8 1-D."""
-        flat = self.tensors[number].detach().to("cpu").contiguous().reshape(-1)
+        flat = self._values(number).to("cpu").contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy()
 
     def read_in_place(self, number: int) -> torch.Tensor:
@@ -103,6 +108,6 @@ class OptimizedParameters:
 
     def write(self, number: int, values: np.ndarray) -> None:
         """Overwrite a parameter with ``values``, uint8 1-D."""
-        parameter = self.tensors[number]
+        parameter = self._values(number)
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values).view(parameter.dtype).view(parameter.shape))
