@@ -38,7 +38,8 @@ rest of the step. exchange: """
 FORECAST = """\
 A forecast, not a measurement, by the cost model of `horovod-fftcomp advise`: computing (the least \
 of all rows), encoding and decoding as measured above, and the bytes above over links of this \
-bandwidth and 50 us latency, after the backward pass. In brackets: speed-up over the first row."""
+bandwidth and 50 us latency, after the backward pass, with 1 ms for a round of small messages as \
+Horovod's cycle takes it. In brackets: speed-up over the first row."""
 # Okabe and Ito's colours, which the colour-blind can distinguish.
 STYLES = ("#000000 o", "#E69F00 s", "#56B4E9 D", "#009E73 ^", "#D55E00 v", "#CC79A7 P")
 

@@ -247,6 +247,44 @@ def test_replicas_that_use_other_parameters_raise_the_same_error(mesh):
     assert_replicas_are_equal(mesh, model)
 
 
+def test_parameters_that_are_not_sharded_are_named(mesh):
+    model = Network3()
+    fully_shard(model.first, mesh=mesh["shard"])
+    with pytest.warns(RuntimeWarning, match=r"'second\.weight'.* are not sharded, so nobody sums"):
+        compress(model, "topk", replicate=mesh["replicate"])
+
+
+def test_one_rank_alone_writes_records_and_the_live_view(mesh, tmp_path):
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)  # one folder for all ranks
+    options = {"record": f"{folder[0]}/steps", "record_every": 1, "live_every": 1}
+    model = sharded(mesh["shard"])
+    compression = compress(
+        model, "topk", replicate=mesh["replicate"], live_view=f"{folder[0]}/live", **options
+    )
+    train(model, range(3))
+    assert compression.stats()["steps"] == 3
+    dist.barrier()
+    with open(f"{folder[0]}/live", encoding="utf-8") as lines:
+        assert len(lines.readlines()) == 3
+
+
+def test_replicas_of_other_shards_are_refused(mesh):
+    groups = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    own = groups[0] if dist.get_rank() in (0, 3) else groups[1]
+    model = sharded(mesh["shard"])
+    compress(model, "topk", replicate=own)
+    with pytest.raises(ConfigMismatchError, match="shard is shard 0 of 2 on rank 0"):
+        train(model, range(1))
+
+
+def test_a_second_compressor_of_a_model_is_refused(mesh):
+    model = sharded(mesh["shard"])
+    compress(model, "topk", replicate=mesh["replicate"])
+    with pytest.raises(ValueError, match="was called with this model before"):
+        compress(model, "topk", replicate=mesh["replicate"])
+
+
 def test_ranks_that_differ_raise_an_error(mesh):
     model = sharded(mesh["shard"])
     density = 0.1 if mesh["replicate"].get_local_rank() == 0 else 0.2

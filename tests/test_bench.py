@@ -480,3 +480,11 @@ def testmemcpy_copies_with_any_number_of_threads(monkeypatch):
     target = np.zeros_like(source)
     memcpy(target, source)
     np.testing.assert_array_equal(target, source)
+
+
+def test_a_recipe_with_decay_is_measured_without_feedback_too():
+    [choice] = recipe_choices("topk:density=0.1,decay=0.9")
+    tensor = Tensor("w", (64, 64))
+    other = np.ones(64 * 64, np.float32)
+    session = RecipeSession(*choice, tensor, other)
+    assert session.has_feedback

@@ -551,6 +551,19 @@ def test_the_last_number_that_the_metric_finds_is_averaged(outputs, capsys, scri
     assert [row["metric"] for row in json.loads(path.read_text())] == [0.9, 0.91, 0.5, 0.7]
 
 
+def test_a_metric_that_is_not_finite_leaves_the_table_and_the_file(
+    outputs, capsys, script, tmp_path
+):
+    path = tmp_path / "compared.json"
+    outputs += ["acc 0.5\n", "acc nan\n", "acc 0.5\n", "acc 0.7\n"]
+    main(["run", "--compare", "none,none", "--metric", r"acc (\S+)", "--repeat", "2", "--json",
+          str(path), str(script)])  # fmt: skip
+    first, second = re.findall(r"^none .*", capsys.readouterr().out, re.M)
+    assert "nan ±nan" in first
+    assert "0.6 ±0.14" in second
+    assert [row["place"] for row in json.loads(path.read_text())] == [0, 0, 1, 1]
+
+
 def test_a_metric_that_no_line_has_ends_the_comparison(outputs, capsys, script):
     outputs += ["acc 0.5\n", "begins\nthe end of it\n", "acc 0.7\n"]
     with pytest.raises(SystemExit) as caught:

@@ -39,8 +39,9 @@ def compared() -> list[dict]:
     names = ("none", "fft(density=0.125, bits=10, block=1024, error_feedback=False)", "topk")
     troubles = ("", run._DIFFER, "ranks 0, 1: ValueError: a bug; exit status 1")
     return [
-        {"recipe": name, "trouble": trouble, "ranks": [first | times] if name != "topk" else []}
-        for name, trouble in zip(names, troubles, strict=True)
+        {"recipe": name, "place": place, "trouble": trouble}
+        | {"ranks": [first | times] if name != "topk" else []}
+        for place, (name, trouble) in enumerate(zip(names, troubles, strict=True))
     ]
 
 

@@ -19,7 +19,10 @@ from horovod_fftcomp.tools.check import Finding, Level
 from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank
 
 _STYLES = {Level.OK: "green", Level.ABSENT: "dim", Level.WARNING: "yellow", Level.FAIL: "bold red"}
-_TRY_JOB = "horovodrun -np 2 horovod-fftcomp check, or torchrun -m horovod_fftcomp check"
+_TRY_JOB = (
+    "horovodrun -np 2 horovod-fftcomp check, or "
+    "torchrun --nproc-per-node 2 -m horovod_fftcomp check"
+)
 _BUSY = "see what keeps this machine or its file system busy, or raise --timeout"
 _GRACE_S = 10  # for the watchdog to print the report
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import runpy
@@ -265,24 +266,25 @@ def _told(label: str, found: dict[str, Any]) -> str:
 
 def compare(parsed: argparse.Namespace) -> None:
     """Run jobs of each compression; exit with status 1 if one failed or its ranks differ."""
-    jobs = [(choice, number) for choice in parsed.compare for number in range(parsed.repeat or 1)]
+    repeat = range(parsed.repeat or 1)
+    jobs = [(place, choice, n) for place, choice in enumerate(parsed.compare) for n in repeat]
     rows: list[dict[str, Any]] = []
     interrupted, began = False, time.monotonic()
     try:
-        for done, (choice, number) in enumerate(jobs):
+        for done, (place, choice, number) in enumerate(jobs):
             left_s = (time.monotonic() - began) / max(1, done) * (len(jobs) - done)
             left = f", about {left_s:.0f} s left" if done else ""
             told = f"horovod-fftcomp run: {choice.label} (job {done + 1} of {len(jobs)}{left})"
             print(told, file=sys.stderr, flush=True)
-            rows.append(_row(parsed, choice, number))
+            rows.append(_row(parsed, choice, number) | {"place": place})
             if _NO_METRIC in rows[-1]["trouble"]:
                 break  # the other jobs would train in vain
     except KeyboardInterrupt:
         interrupted = True
-    if rows:
-        _print_comparison(rows)
     if parsed.json:
         parsed.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if rows:
+        _print_comparison(rows)
     if interrupted:
         print(f"{len(rows)} of {len(jobs)} jobs have ended.", file=sys.stderr)
         raise KeyboardInterrupt
@@ -321,10 +323,11 @@ def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
     has_metric, first_s = any("metric" in row for row in rows), None
     names = [name for name in _COLUMNS if has_metric or name != "metric"]
     table = Table("compression", names)
-    for label, jobs in itertools.groupby(rows, lambda row: row["recipe"]):
+    for (_, label), jobs in itertools.groupby(rows, lambda row: (row["place"], row["recipe"])):
         group = list(jobs)
         wrong = {row["trouble"] for row in group} - {""}
         ranks = _DIFFER if wrong == {_DIFFER} else "failed" if wrong else "equal bits"
+        group = [row for row in group if not row["trouble"]] or group  # means are of whole jobs
         found = [row["ranks"][0] for row in group if row["ranks"] and row["ranks"][0].get("steps")]
         metric = [_mean([row["metric"] for row in group if "metric" in row], ".4g")] * has_metric
         if not found:
@@ -348,7 +351,8 @@ def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
     console.print(table)
     for row in rows:
         if row["trouble"]:
-            console.print(Text(f"{row['recipe']}: {row['trouble']}."))
+            job = f", repeat {row['repeat']}" if row.get("repeat") else ""
+            console.print(Text(f"{row['recipe']}{job}: {row['trouble']}."))
     console.print(Text("Of the first rank: median step time, means of bytes and other times."))
     if any(row.get("repeat") for row in rows):
         console.print(Text("Of several jobs: mean ± standard deviation."))
@@ -358,7 +362,10 @@ def _mean(values: Sequence[float], form: str) -> str:
     """Return the mean, and of several values their standard deviation; "-" for none."""
     if not values:
         return "-"
-    spread = f" ±{statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    spread = ""
+    if len(values) > 1:  # ``statistics.stdev`` takes finite values only
+        finite = all(map(math.isfinite, values))
+        spread = f" ±{statistics.stdev(values) if finite else math.nan:.2g}"
     return f"{statistics.fmean(values):{form}}{spread}"
 
 

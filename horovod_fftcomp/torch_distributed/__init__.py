@@ -32,8 +32,8 @@ def compress(
     hold the same shards. ``recipe``: a recipe's name, also with options: "fft:density=0.1".
     ``options``: those of the recipe, and the settings of ``horovod_fftcomp.torch`` except
     ``process_set``; they win over those in ``recipe``. They must be equal on all ranks, else the
-    first backward pass raises ConfigMismatchError on all of them. Registers a communication hook,
-    of which a model has one at most.
+    first backward pass raises ConfigMismatchError on all of them; under ``fully_shard`` on those
+    that hold the same shards. Registers a communication hook, of which a model has one at most.
     """
     choice = parse_recipe(recipe)
     options = {**choice.options, **options}

@@ -101,8 +101,6 @@ class DDPCompressor(DistributedCompressor):
     that the parameters have in the wrapped model, so it does not depend on DDP's buckets.
     """
 
-    sends_gradients = True  # else ``average`` is used, by ``LocalSteps``
-
     def __init__(
         self, model: DistributedDataParallel, *, policy: Scheduled, settings: Settings
     ) -> None:

@@ -6,6 +6,7 @@ are exchanged with the ranks that hold the same shard of the other replicas.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ from horovod_fftcomp.torch_distributed.steps import StepDriver
 
 Replicas: TypeAlias = "DeviceMesh | dist.ProcessGroup"
 
+_compressed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _MEND = (
     "shard over the inner dimension alone, fully_shard(model, mesh=mesh['shard']), and give "
     "compress(model, recipe, replicate=mesh['replicate'])"
@@ -49,6 +51,10 @@ class HSDPCompressor(DistributedCompressor):
     def __init__(
         self, model: torch.nn.Module, replicate: Replicas, *, policy: Scheduled, settings: Settings
     ) -> None:
+        if model in _compressed:
+            raise ValueError(
+                "compress() was called with this model before; keep the compressor that it returned"
+            )
         self._model = model
         self._sharded, mesh = _sharded(model)
         ranks, self._peers = _ranks(replicate), mesh.mesh.flatten().tolist()
@@ -69,6 +75,14 @@ class HSDPCompressor(DistributedCompressor):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_all_reduce_hook(self._steps.note_reduced)
+        _compressed.add(model)
+
+    def _writes(self) -> bool:
+        """Return whether this rank writes for all: the first of the first shard's replicas."""
+        return super()._writes() and self._peers[0] == dist.get_rank()
+
+    def _facts(self) -> dict[str, Any]:
+        return super()._facts() | {"shard": self._shard or "whole"}
 
     def _make_steps(self, parts: steps.Parts, name: str) -> ShardDriver:
         peers = RankGroup(self._peers, f"{name}.peers", self._settings.timeout_s)
@@ -210,6 +224,16 @@ def _sharded(model: torch.nn.Module) -> tuple[Parameters, DeviceMesh]:
     ]
     if not named or not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise TypeError(f"replicate needs a model whose parameters are sharded: {_MEND}")
+    rest = [
+        n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
+    ]
+    if rest:
+        warnings.warn(
+            f"fully_shard does not shard {', '.join(map(repr, rest[:8]))}: nobody sums their "
+            "gradients, so ranks train them apart; call fully_shard(model, mesh=mesh['shard']) too",
+            RuntimeWarning,
+            stacklevel=5,
+        )
     mesh: DeviceMesh = named[0][1].device_mesh
     for name, parameter in named:
         if parameter.placements[0].is_replicate():

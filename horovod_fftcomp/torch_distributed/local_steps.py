@@ -40,6 +40,11 @@ class LocalSteps(local_steps.LocalSteps):
                 "with static_graph=True DDP averages the gradients of the first step whatever is "
                 "set; make the DistributedDataParallel without it"
             )
+        if compression.sends_gradients and compression.stats()["steps"]:
+            raise ValueError(
+                "the compressor has residuals of gradients, which are no changes of weights; wrap "
+                "the model in a new DistributedDataParallel and call compress() on that"
+            )
         super().__init__(exchanged(model), compression, period, outer)
         compression.sends_gradients = model.require_backward_grad_sync = False
 

@@ -21,6 +21,7 @@ class TensorCompressor(Compressor):
     """Compressor whose methods take and return tensors in place of arrays."""
 
     _parameters: OptimizedParameters
+    sends_gradients = True  # False: changes of weights, for ``LocalSteps``
 
     def __init__(self, policy: Scheduled, settings: Settings) -> None:
         super().__init__(policy, settings)
@@ -77,7 +78,7 @@ def _awaiting() -> weakref.WeakSet[TensorCompressor]:
 
     def look(optimizer: torch.optim.Optimizer, *given: object) -> None:
         for compressor in list(compressors):
-            if compressor._warn_of_momentum(optimizer):
+            if not compressor.sends_gradients or compressor._warn_of_momentum(optimizer):
                 compressors.discard(compressor)
 
     register_optimizer_step_pre_hook(look)

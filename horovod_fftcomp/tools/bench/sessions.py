@@ -65,7 +65,9 @@ class RecipeSession:
         policy = make_policy(recipe, **options)
         self.scheme = policy.at(_USUAL_STEP)
         self.has_feedback = bool(policy.in_force().get("error_feedback"))
-        off = {"error_feedback": False} if self.has_feedback else {}
+        off: dict[str, object] = {"error_feedback": False} if self.has_feedback else {}
+        if self.has_feedback and "decay" in options:
+            off["decay"] = 1.0  # there is no residual to decay
         plain = make_policy(recipe, **{**options, **off})
         self._plain = plain.at(_USUAL_STEP)
         self._tensor = tensor
