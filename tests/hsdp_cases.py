@@ -250,7 +250,7 @@ def test_replicas_that_use_other_parameters_raise_the_same_error(mesh):
 def test_parameters_that_are_not_sharded_are_named(mesh):
     model = Network3()
     fully_shard(model.first, mesh=mesh["shard"])
-    with pytest.warns(RuntimeWarning, match=r"'second\.weight'.* are not sharded, so nobody sums"):
+    with pytest.warns(RuntimeWarning, match=r"does not shard 'second\.weight'.* nobody sums"):
         compress(model, "topk", replicate=mesh["replicate"])
 
 
