@@ -454,13 +454,13 @@ class Compressor:
             return None
         if settings.live_view is not None or settings.scalars is not None:
             self._listeners.append(self._live_view())
-        if settings.record is None or not self._writes():
+        if settings.record is None or not self._writes(self._set.rank()):
             return None
         return Recorder(settings.record, settings.record_every)
 
-    def _writes(self) -> bool:
-        """Return whether this rank writes what one rank writes for all."""
-        return self._set.rank() == 0
+    def _writes(self, rank: int) -> bool:
+        """Return whether this rank, ``rank`` of the set, writes what one rank writes for all."""
+        return rank == 0
 
     def _note_closed(self) -> None:
         """Call the listeners; the step driver calls it after each closed step."""
@@ -471,12 +471,12 @@ class Compressor:
         """Return the listener that writes a step's statistics."""
         settings = self._settings
         view = LiveView(settings.live_view, self._add_scalar())
-        if self._writes():
+        if self._writes(self._set.rank()):
             view.check()
 
         def show() -> None:
             # The present first rank: an elastic job may have lost the host of the former one.
-            if self._writes() and self._steps.count % settings.live_every == 0:
+            if self._writes(self._engine.rank) and self._steps.count % settings.live_every == 0:
                 view.show(self._engine.step, self.stats(), self._engine.alarm.ratios())
 
         return show

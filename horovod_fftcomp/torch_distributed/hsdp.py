@@ -77,9 +77,9 @@ class HSDPCompressor(DistributedCompressor):
                 module.set_all_reduce_hook(self._steps.note_reduced)
         _compressed.add(model)
 
-    def _writes(self) -> bool:
+    def _writes(self, rank: int) -> bool:
         """Return whether this rank writes for all: the first of the first shard's replicas."""
-        return super()._writes() and self._peers[0] == dist.get_rank()
+        return super()._writes(rank) and self._peers[0] == dist.get_rank()
 
     def _facts(self) -> dict[str, Any]:
         return super()._facts() | {"shard": self._shard or "whole"}
