@@ -23,7 +23,7 @@ from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.hierarchical import Ranks
 from horovod_fftcomp.torch_distributed.hook import exchange_bucket
 from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup, node_groups
-from horovod_fftcomp.torch_distributed.steps import StepDriver
+from horovod_fftcomp.torch_distributed.steps import Setup, StepDriver
 
 # Compressors of this process by their ranks; each of these makes its compressors in the same order.
 _n_made: Counter[tuple[int, ...]] = Counter()
@@ -36,6 +36,7 @@ class DistributedCompressor(TensorCompressor):
     they compare; ``tensors``: names and shapes of the gradients.
     """
 
+    _exchanged: Parameters  # set before ``__init__``
     _set: RankGroup
     _steps: StepDriver
     _IN_ELASTIC_JOBS = ""
@@ -76,11 +77,12 @@ class DistributedCompressor(TensorCompressor):
 
         self._connection = Connection(network.send, name, self._set, watch, groups)
         parts = self._make_parts(buckets, None, self._connection.send, name, outputs)
-        self._steps = self._make_steps(parts, name)
+        setup = Setup(self._exchanged, self._connect, self._slots, name)
+        self._steps = self._make_steps(parts, setup)
         self._await_optimizer()
 
-    def _make_steps(self, parts: Parts, name: str) -> StepDriver:
-        """Return the step driver; ``name``: this compressor's."""
+    def _make_steps(self, parts: Parts, setup: Setup) -> StepDriver:
+        """Return the step driver."""
         raise NotImplementedError
 
     def _connect(self) -> None:
@@ -111,10 +113,8 @@ class DDPCompressor(DistributedCompressor):
         optimized = OptimizedParameters(self._exchanged)
         super().__init__(ranks, optimized, self._exchanged.specs(), policy, settings)
 
-    def _make_steps(self, parts: Parts, name: str) -> StepDriver:
-        return StepDriver(
-            parts, self._exchanged, self._connect, self._slots, self._keeps_unused, name
-        )
+    def _make_steps(self, parts: Parts, setup: Setup) -> StepDriver:
+        return StepDriver(parts, setup, self._keeps_unused)
 
     def hook_pair(self) -> tuple[Any, Any]:
         """Return state and function of the communication hook, as ``register_comm_hook`` takes."""

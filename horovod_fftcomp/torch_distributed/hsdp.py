@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,14 +22,13 @@ from horovod_fftcomp.adapter import steps
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
-from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Round, Tensor
 from horovod_fftcomp.torch_distributed.compressor import DistributedCompressor
 from horovod_fftcomp.torch_distributed.gradients import Arrival
 from horovod_fftcomp.torch_distributed.rounds import RankGroup
-from horovod_fftcomp.torch_distributed.steps import StepDriver
+from horovod_fftcomp.torch_distributed.steps import Setup, StepDriver
 
 Replicas: TypeAlias = "DeviceMesh | dist.ProcessGroup"
 
@@ -56,7 +55,7 @@ class HSDPCompressor(DistributedCompressor):
                 "compress() was called with this model before; keep the compressor that it returned"
             )
         self._model = model
-        self._sharded, mesh = _sharded(model)
+        self._exchanged, mesh = _sharded(model)
         ranks, self._peers = _ranks(replicate), mesh.mesh.flatten().tolist()
         if set(ranks) & set(self._peers) != {dist.get_rank()}:
             raise ValueError(
@@ -67,10 +66,10 @@ class HSDPCompressor(DistributedCompressor):
             self._shard = f"shard {self._peers.index(dist.get_rank())} of {len(self._peers)}"
         tensors = [
             Tensor(name, tuple(_local(parameter).shape))
-            for name, parameter in zip(self._sharded.names, self._sharded.tensors, strict=True)
+            for name, parameter in zip(self._exchanged.names, self._exchanged.tensors, strict=True)
         ]
-        super().__init__(ranks, _Shards(self._sharded), tensors, policy, settings)
-        for number, parameter in enumerate(self._sharded.tensors):
+        super().__init__(ranks, _Shards(self._exchanged), tensors, policy, settings)
+        for number, parameter in enumerate(self._exchanged.tensors):
             parameter.register_post_accumulate_grad_hook(self._steps.noter(number))
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -84,10 +83,9 @@ class HSDPCompressor(DistributedCompressor):
     def _facts(self) -> dict[str, Any]:
         return super()._facts() | {"shard": self._shard or "whole"}
 
-    def _make_steps(self, parts: steps.Parts, name: str) -> ShardDriver:
-        peers = RankGroup(self._peers, f"{name}.peers", self._settings.timeout_s)
-        exchanged = self._sharded, self._connect, self._slots
-        return ShardDriver(parts, *exchanged, name, self._model, peers)
+    def _make_steps(self, parts: steps.Parts, setup: Setup) -> ShardDriver:
+        peers = RankGroup(self._peers, f"{setup.name}.peers", self._settings.timeout_s)
+        return ShardDriver(parts, setup, self._model, peers)
 
 
 class ShardDriver(StepDriver):
@@ -99,20 +97,14 @@ class ShardDriver(StepDriver):
     """
 
     def __init__(
-        self,
-        parts: steps.Parts,
-        parameters: Parameters,
-        connect: Callable[[], None],
-        slots: Sequence[Slot | None],
-        name: str,
-        model: torch.nn.Module,
-        peers: RankGroup,
+        self, parts: steps.Parts, setup: Setup, model: torch.nn.Module, peers: RankGroup
     ) -> None:
-        self._model, self._parameters, self._peers = weakref.ref(model), parameters.tensors, peers
+        self._model, self._peers = weakref.ref(model), peers
+        self._parameters = setup.parameters.tensors
         self._known = set(map(id, self._parameters))
         self._reduced: set[int] = set()  # numbers of the parameters with gradients in this step
         self._backward = -1  # number of the backward pass under way
-        super().__init__(parts, parameters, connect, slots, keeps_unused=False, name=name)
+        super().__init__(parts, setup, keeps_unused=False)
 
     def _reset(self) -> None:
         super()._reset()
@@ -122,7 +114,6 @@ class ShardDriver(StepDriver):
 
     def note_reduced(self, shards: torch.Tensor) -> None:
         """Note that FSDP has reduced a module's gradients; FSDP calls it before it writes them."""
-        del shards
         self._connection.check()
         self.check_unbroken()
         backward = torch._C._current_graph_task_id()
@@ -219,14 +210,11 @@ def _ranks(replicate: Replicas) -> list[int]:
 
 def _sharded(model: torch.nn.Module) -> tuple[Parameters, DeviceMesh]:
     """Return the parameters that ``fully_shard`` has sharded, and their mesh."""
-    named: list[tuple[str, Any]] = [
-        pair for pair in model.named_parameters() if isinstance(pair[1], DTensor)
-    ]
+    every: dict[str, Any] = dict(model.named_parameters())
+    named = [pair for pair in every.items() if isinstance(pair[1], DTensor)]
     if not named or not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise TypeError(f"replicate needs a model whose parameters are sharded: {_MEND}")
-    rest = [
-        n for n, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
-    ]
+    rest = [n for n, p in every.items() if p.requires_grad and not isinstance(p, DTensor)]
     if rest:
         warnings.warn(
             f"fully_shard does not shard {', '.join(map(repr, rest[:8]))}: nobody sums their "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import CodeType
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,31 +27,31 @@ from horovod_fftcomp.types import Array
 _DENSE_NBYTES = 1_000_000
 
 
+class Setup(NamedTuple):
+    """What a compressor tells its step driver; ``connect`` starts the handshake."""
+
+    parameters: Parameters
+    connect: Callable[[], None]
+    slots: Sequence[Slot | None]
+    name: str
+
+
 class StepDriver(steps.StepDriver):
     """Step driver of one model under DDP.
 
     A thread of its own takes the buckets of DDP in their order, which is the same on all ranks, and
     encodes, sends and decodes. The training thread waits for it at the end of the backward pass,
     raises its errors there and closes the step; between steps it alone uses the engine.
-    ``connect`` starts the handshake. ``keeps_unused``: whether DDP discards the averages of
-    parameters that no rank has used. ``name``: the compressor's.
+    ``keeps_unused``: whether DDP discards the averages of parameters that no rank has used.
     """
 
     _TO_CONTINUE = "one into the model and the optimizer"
 
-    def __init__(
-        self,
-        parts: steps.Parts,
-        parameters: Parameters,
-        connect: Callable[[], None],
-        slots: Sequence[Slot | None],
-        keeps_unused: bool,
-        name: str,
-    ) -> None:
+    def __init__(self, parts: steps.Parts, setup: Setup, keeps_unused: bool) -> None:
         super().__init__(parts)
-        self._numbers = ParameterNumbers(parameters)
-        self._names, self._connect, self._slots = parameters.names, connect, slots
-        self._keeps_unused, self._name = keeps_unused, name
+        parameters, self._connect, self._slots, self._name = setup
+        self._numbers, self._names = ParameterNumbers(parameters), parameters.names
+        self._keeps_unused = keeps_unused
         self._scale = 1.0 / parts.engine.world_size
         self._pipeline = OrderedPipeline(
             parts.engine, self._send_bucket, self._deliver, parts.settings.timeout_s
