@@ -11,6 +11,8 @@ import time
 import pytest
 from hypothesis import settings
 
+from horovod_fftcomp.tools.run.launcher import RANK_VARIABLES
+
 # The first example may compile a kernel.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -35,6 +37,14 @@ def pytest_collection_modifyitems(items):
     for number, job in enumerate(jobs):
         others.insert(number * (between + 1), job)
     items[:] = others
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    """Remove what says that this process, or one that it starts, is a rank of a job."""
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        os.unsetenv(name)  # MPI, once initialized, sets one that os.environ does not know of
 
 
 @pytest.fixture(autouse=True)

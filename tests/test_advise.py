@@ -48,12 +48,10 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def advise(tmp_path, capsys, monkeypatch, file):
+def advise(tmp_path, capsys, monkeypatch, file, no_launcher):
     """Return a function that runs the command and returns (what it printed, its JSON)."""
     monkeypatch.setattr(threads, "_num_threads", None)
     monkeypatch.setenv("COLUMNS", "150")
-    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"):
-        monkeypatch.delenv(name, raising=False)
     path = tmp_path / "advice.json"
 
     def run(*arguments: object) -> tuple[str, dict]:
@@ -127,9 +125,7 @@ def test_exchange_auto_is_forecast_to_shard_on_many_ranks(advise):
     assert "fft: from" not in printed
 
 
-def test_bad_arguments_are_told(capsys, file, tmp_path, monkeypatch):
-    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"):
-        monkeypatch.delenv(name, raising=False)
+def test_bad_arguments_are_told(capsys, file, tmp_path, no_launcher):
     given = ("--gradients", file, "--compute-ms", 5)
     empty = tmp_path / "empty.npz"
     np.savez(empty)

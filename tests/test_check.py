@@ -15,13 +15,9 @@ from horovod_fftcomp.tools.check import Finding, Level, frameworks, kernels, pac
 from horovod_fftcomp.tools.run.launcher import launched_rank
 from horovod_fftcomp.wire.version import __version__
 
-LAUNCHER = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-
 
 @pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch):
-    for name in LAUNCHER:
-        monkeypatch.delenv(name, raising=False)
+def _wide(monkeypatch, no_launcher):
     monkeypatch.setenv("COLUMNS", "250")
 
 

@@ -43,12 +43,10 @@ def script(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was(monkeypatch):
+def _as_it_was(monkeypatch, no_launcher):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
-    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"):
-        monkeypatch.delenv(name, raising=False)
     for name, (_, wrappers) in _WRAPPERS.items():  # other tests of this process use them
         for wrapper in wrappers:
             if (plain := getattr(sys.modules.get(name), wrapper, None)) is not None:

@@ -20,6 +20,7 @@ import pytest
 from horovod_fftcomp.cli import console, main, run
 from horovod_fftcomp.cli.check import Report
 from horovod_fftcomp.tools.check import Finding, Level
+from horovod_fftcomp.tools.run.launcher import RANK_VARIABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTHS = (60, 80, 120, 200)
@@ -112,7 +113,7 @@ def in_a_terminal(tmp_path_factory) -> dict[int, tuple[list[str], list[str]]]:
     folder = tmp_path_factory.mktemp("terminal")
     rng = np.random.default_rng(0)
     np.savez(folder / "g.npz", w=rng.standard_normal((60, 50)).astype(np.float32))
-    removed = {"COLUMNS", "LINES", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"}
+    removed = {"COLUMNS", "LINES", *RANK_VARIABLES}
     environment = {key: value for key, value in os.environ.items() if key not in removed}
     environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
     ours, theirs = pty.openpty()
@@ -160,10 +161,11 @@ def test_commands_to_paste_can_be_pasted(in_a_terminal):
 
 
 @pytest.mark.parametrize(("width", "expected"), [(None, 120), ("70", 70)])
-def test_in_a_pipe_there_are_120_columns_or_as_many_as_told(width, expected, monkeypatch):
+def test_in_a_pipe_there_are_120_columns_or_as_many_as_told(
+    width, expected, monkeypatch, no_launcher
+):
     monkeypatch.setattr(os, "isatty", lambda _: False)
-    for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("COLUMNS", raising=False)
     if width:
         monkeypatch.setenv("COLUMNS", width)
     assert console.make_console().width == expected

@@ -244,7 +244,7 @@ def test_a_hook_of_an_unedited_scripts_own_is_refused(unedited):
     assert "fp16_compress_hook" in run.stderr
 
 
-def test_recipes_are_compared_under_torchrun(unedited, tmp_path):
+def test_recipes_are_compared_under_torchrun(unedited, tmp_path, no_launcher):
     launcher = Path(sys.executable).with_name("torchrun")
     command = ["run", "--compare", "none,topk", "--steps", "5", "--json", f"{tmp_path}/rows.json",
                "--launcher", f"{launcher} --standalone", str(unedited)]  # fmt: skip

@@ -150,15 +150,20 @@ struct Shuffler {
     }
 };
 
+#ifdef __SANITIZE_THREAD__
+std::vector<void*> race_detectors;  // of the threads of a block, by number
+#endif
+
 EMULATOR_ITSELF void make_fibers(Block& b) {
     for (unsigned i = 0; i < b.size.x; i++) {
         void** top = reinterpret_cast<void**>(b.stacks + (i + 1) * STACK_NBYTES);
         *--top = nullptr;
         *--top = reinterpret_cast<void*>(run_fiber);
-        void* race_detector = b.fibers[i].race_detector;
+        void* race_detector = nullptr;
 #ifdef __SANITIZE_THREAD__
-        if (race_detector) __tsan_destroy_fiber(race_detector);
-        race_detector = __tsan_create_fiber(0);
+        // Made once: each maps megabytes, and blocks are in order, one after the other, anyway.
+        if (race_detectors.size() == i) race_detectors.push_back(__tsan_create_fiber(0));
+        race_detector = race_detectors[i];
 #endif
         b.fibers[i] = {i, i % 32, i / 32, State::ready, nullptr, top - 6, race_detector};
     }
@@ -265,8 +270,7 @@ EMULATOR_ITSELF int launch(void (*entry)(void*), void* arguments, unsigned grid,
     }
     acquire(&b.ended);
 #ifdef __SANITIZE_THREAD__
-    for (Fiber& f : b.fibers)
-        if (f.race_detector) __tsan_destroy_fiber(f.race_detector);
+    if (b.error) race_detectors.clear();  // they are in the middle of functions
 #endif
     munmap(memory, room + page);
     munmap(stacks, stacks_nbytes);

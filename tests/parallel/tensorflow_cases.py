@@ -441,9 +441,8 @@ def test_a_loss_scale_that_would_be_a_constant_is_refused():
     model = Layers()
     compression = small_buckets(model, "topk", grad_scaler=lambda: 8.0)
     assert "without" not in repr(compression)
-    shown = (
-        "topk(density=0.038, bits=4, error_feedback=True, scope='tensor'): without variables yet"
-    )
+    options = "density=0.038, bits=4, error_feedback=True, scope='tensor', decay=1.0"
+    shown = f"topk({options}): without variables yet"
     assert repr(Compression.topk(timeout_s=200)) == f"Compression.{shown}"
     with pytest.raises(TypeError, match=r"gave the number 8\.0"):
         train(model, compression, 1)

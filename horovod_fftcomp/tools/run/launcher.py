@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _MARK = "fftcomp-report "
 # Launchers that prefix each line with the rank split longer writes into pieces of 4 KiB. The pause
 # lets them read one line before the next. A line that is split nevertheless is known by its length:
@@ -38,7 +38,7 @@ def is_torchrun() -> bool:
 
 def launched_rank() -> int | None:
     """Return the rank that a launcher gave this process; None without a launcher."""
-    names = ("RANK",) if is_torchrun() else _RANK  # Slurm may have started torchrun
+    names = ("RANK",) if is_torchrun() else RANK_VARIABLES  # Slurm may have started torchrun
     return next((int(os.environ[name]) for name in names if name in os.environ), None)
 
 
