@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.errors import UnsupportedError
+
+_Place: TypeAlias = "tuple[int, Sequence[int], Sequence[int], int]"  # number, size, stride, offset
 
 
 @dataclass(eq=False)
@@ -27,6 +30,12 @@ class Arrival:
 
     def __post_init__(self) -> None:
         self.waiting = set(self.gradients)
+
+    def is_whole(self, nbytes: int) -> bool:
+        """Return whether ``buffer`` consists of the gradients, in float32, at least ``nbytes``."""
+        numel = sum(gradient.numel() for gradient in self.gradients.values())
+        kind = self.buffer.dtype, self.buffer.numel()
+        return self.buffer.nbytes >= nbytes and kind == (torch.float32, numel)
 
     def finish(self, number: int) -> None:
         """Note that a parameter's average has been written; the last one completes the future."""
@@ -49,6 +58,7 @@ class ParameterNumbers:
     def __init__(self, parameters: Parameters) -> None:
         self._tensors = parameters.tensors  # kept, since the keys are their addresses
         self._numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
+        self._layouts: dict[tuple[int, ...], list[_Place]] = {}  # by the ids of the parameters
 
     def gradients(self, bucket: dist.GradBucket) -> dict[int, torch.Tensor]:
         """Return views of a bucket's gradients, in the shape and strides of their parameters."""
@@ -56,8 +66,25 @@ class ParameterNumbers:
             raise UnsupportedError(
                 "DDP exchanges a sparse gradient; make the embedding with sparse=False"
             )
-        found: dict[int, torch.Tensor] = {}
-        for parameter, view in _views(bucket.buffer(), bucket.parameters()):
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        if key not in self._layouts:
+            self._layouts[key] = list(self._layout(parameters))
+        buffer = bucket.buffer()
+        begin = buffer.storage_offset()
+        return {
+            number: buffer.as_strided(size, stride, begin + offset)
+            for number, size, stride, offset in self._layouts[key]
+        }
+
+    def _layout(self, parameters: Sequence[torch.Tensor]) -> Iterator[_Place]:
+        """Yield where a bucket has each parameter's gradient.
+
+        DDP copies gradients in the order of the parameter's memory, which ``GradBucket.gradients``
+        ignores: there channels-last gradients have their elements in other places.
+        """
+        offset = 0
+        for parameter in parameters:
             number = self._numbers.get(id(parameter))
             if number is None:
                 raise UnsupportedError(
@@ -65,27 +92,9 @@ class ParameterNumbers:
                     "trainable when compress() was called; call it after requires_grad is set, "
                     "with the model that DDP wraps"
                 )
-            found[number] = view
-        return found
-
-
-def _views(
-    buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each parameter with its gradient, a view of ``buffer``.
-
-    DDP copies gradients in the order of the parameter's memory, which ``GradBucket.gradients``
-    ignores: there channels-last gradients have their elements in other places.
-    """
-    offset = 0
-    for parameter in parameters:
-        numel = parameter.numel()
-        piece = buffer[offset : offset + numel]
-        if parameter.is_contiguous() or not _is_dense(parameter):
-            yield parameter, piece.view(parameter.shape)
-        else:
-            yield parameter, piece.as_strided(parameter.size(), parameter.stride())
-        offset += numel
+            dense = parameter if _is_dense(parameter) else parameter.contiguous()
+            yield number, dense.size(), dense.stride(), offset
+            offset += parameter.numel()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -144,7 +144,7 @@ def _gathered(data: torch.Tensor, round_: Round, name: str, group: _Group) -> to
 
 
 def _reduced(data: torch.Tensor, round_: Round, name: str, group: _Group) -> torch.Tensor:
-    total = data.clone()
+    total = data if round_.in_place else data.clone()
     if total.numel():
         group.allreduce([total]).wait()
     return total

@@ -70,7 +70,7 @@ class StepDriver(steps.StepDriver):
         self._arrivals: dict[int, Arrival] = {}  # of this step, by the parameter's number
         self._arrived: list[dict[int, Array | None]] = [{} for _ in self._engine.buckets]
         self._collected: dict[int, torch.Tensor] = {}  # dense gradients that were not sent yet
-        self._dense: list[tuple[Pending, dict[int, torch.Tensor]]] = []
+        self._dense: list[tuple[Pending, Mapping[int, torch.Tensor]]] = []
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._bad: dict[str, bool] = {}  # dense tensors, see ``NotFiniteWarning``
         self._returned = 0
@@ -89,7 +89,7 @@ class StepDriver(steps.StepDriver):
 
     def average(self, values: Sequence[torch.Tensor]) -> None:
         """Replace ``values``, one for each parameter, by their averages over ranks; one step."""
-        self._submit(Arrival(values[0], dict(enumerate(values)), is_last=True), begins=True)
+        self._submit(Arrival(torch.empty(0), dict(enumerate(values)), is_last=True), begins=True)
         self._close()
 
     def _submit(self, arrival: Arrival, begins: bool) -> None:
@@ -206,8 +206,8 @@ class StepDriver(steps.StepDriver):
     def _begin(self) -> None:
         """Compare what the ranks are about to do; connect all if one is not connected."""
         timeout_s = self._settings.timeout_s
-        connected = np.array([self._connection.is_up], np.uint8)
-        if not self._send(Round("allgather", connected), "step").wait(timeout_s).all():
+        unconnected = np.zeros(0 if self._connection.is_up else 1, np.uint8)
+        if self._send(Round("allgather", unconnected), "step").wait(timeout_s).size:
             if self._connection.is_up:
                 self._connection.reset()
             self._connect()
@@ -244,34 +244,44 @@ class StepDriver(steps.StepDriver):
         return {number for number, count in zip(flat, counts, strict=True) if not count}
 
     def _collect_dense(self, arrival: Arrival) -> None:
-        """Send the dense gradients together, once they are large enough, or at the step's end."""
-        for number, view in arrival.gradients.items():
-            if self._slots[number] is not None:
-                continue
+        """Send the dense gradients together, once they are large enough, or at the step's end.
+
+        A large bucket of DDP that has no others is summed in its own memory.
+        """
+        views = {n: view for n, view in arrival.gradients.items() if self._slots[n] is None}
+        if len(views) == len(arrival.gradients) and arrival.is_whole(_DENSE_NBYTES):
+            self._send_dense(arrival.buffer, views)
+            views = {}
+        for number, view in views.items():
             if self._collected and next(iter(self._collected.values())).dtype != view.dtype:
-                self._send_dense()
+                self._send_collected()
             self._collected[number] = view
         nbytes = sum(view.nbytes for view in self._collected.values())
         if self._collected and (arrival.is_last or nbytes >= _DENSE_NBYTES):
-            self._send_dense()
+            self._send_collected()
 
-    def _send_dense(self) -> None:
+    def _send_collected(self) -> None:
         views, self._collected = self._collected, {}
         flat = torch.cat([view.detach().reshape(-1) for view in views.values()])
-        data = arrays.sendable(flat).numpy()
-        self.other_nbytes += data.nbytes
-        self._dense.append((self._send(Round("allreduce", data), "dense"), views))
+        self._send_dense(arrays.sendable(flat), views)
+
+    def _send_dense(self, flat: torch.Tensor, views: Mapping[int, torch.Tensor]) -> None:
+        round_ = Round("allreduce", flat.detach().numpy(), in_place=True)
+        self.other_nbytes += round_.data.nbytes
+        self._dense.append((self._send(round_, "dense"), views))
 
     def _deliver_dense(self, total: Array, views: Mapping[int, torch.Tensor]) -> None:
         """Write the averages of dense gradients that were sent together."""
         sums = torch.from_numpy(total)
         finite = not self._engine.buckets or bool(torch.isfinite(sums).all())
         self._engine.observe(finite)
-        pieces = sums.split([view.numel() for view in views.values()])
+        pieces = sums.mul_(self._scale).split([view.numel() for view in views.values()])
         for (number, view), own in zip(views.items(), pieces, strict=True):
             if not finite and not bool(torch.isfinite(own).all()):
                 self._bad[self._names[number]] = False
-            self._write(number, own.view(view.shape), view)
+            if own.data_ptr() != view.data_ptr():
+                view.detach().copy_(own.view(view.shape))
+            self._finish_one(number)
 
     def _deliver(self, bucket: int, sums: Sequence[Array]) -> None:
         """Write the averages of a bucket of the engine."""
@@ -279,13 +289,13 @@ class StepDriver(steps.StepDriver):
             if number not in self._arrivals:  # no rank has a gradient of it
                 continue
             view = self._arrivals[number].gradients[number]
-            self._write(number, torch.from_numpy(total).view(view.shape), view)
+            with torch.no_grad():
+                torch.mul(torch.from_numpy(total).view(view.shape), self._scale, out=view)
+            self._finish_one(number)
             if view.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
                 self._engine.observe(bool(torch.isfinite(view).all()))
 
-    def _write(self, number: int, total: torch.Tensor, view: torch.Tensor) -> None:
-        with torch.no_grad():
-            torch.mul(total, self._scale, out=view)
+    def _finish_one(self, number: int) -> None:
         self._arrivals[number].finish(number)
         self._returned += 1
 
