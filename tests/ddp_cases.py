@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from horovod_fftcomp import ConfigMismatchError, Recover, UnsupportedError, get_scheme, simulate
 from horovod_fftcomp.engine.buckets import MIN_NUMEL
@@ -69,6 +70,15 @@ class Network3(nn.Module):
     def forward(self, x, uses_spare=True):
         hidden = self.second(torch.relu(self.first(x)))
         return self.last(torch.relu(self.spare(hidden) if uses_spare else hidden))
+
+
+class Checkpointed(Network3):
+    def __init__(self, checkpoint):
+        super().__init__()
+        self.checkpoint = checkpoint
+
+    def forward(self, x):
+        return self.last(self.checkpoint(self.second, torch.relu(self.first(x))))
 
 
 def wrapped(model=None, bucket_cap_mb=25.0, **options):
@@ -249,6 +259,16 @@ def test_all_coefficients_give_the_gradients_of_ddp(mode):
         train(ddp, range(3), uses_spare=mode != "find_unused_parameters")
     np.testing.assert_allclose(flat(models[0]), flat(models[1]), rtol=1e-5, atol=1e-7)
     same_everywhere(flat(models[0]))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_of_activations_change_nothing(use_reentrant):
+    calls = functools.partial(checkpoint, use_reentrant=use_reentrant), nn.Module.__call__
+    models = [wrapped(Checkpointed(call), static_graph=True) for call in calls]
+    for ddp in models:
+        compress(ddp, "topk", min_numel=1)
+        train(ddp, range(3))
+    assert torch.equal(*map(flat, models))
 
 
 @pytest.mark.slow

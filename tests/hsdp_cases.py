@@ -8,20 +8,30 @@ import gc
 import io
 import re
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_module
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from horovod_fftcomp import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.torch_distributed import compress, rounds
-from tests.ddp_cases import RECIPES, Network3, _process_group, gathered, train  # noqa: F401
+from tests.ddp_cases import (  # noqa: F401
+    RECIPES,
+    Checkpointed,
+    Network3,
+    _process_group,
+    gathered,
+    train,
+)
 from tests.test_torch_distributed import same
 
 
@@ -326,6 +336,27 @@ def test_an_error_in_the_backward_pass_is_reported(mesh):
     compression.load_state_dict(start)
     train(model, range(2))
     assert compression.stats()["steps"] == 2
+
+
+def test_a_backward_pass_within_another_is_refused(mesh):
+    model = sharded(mesh["shard"], Checkpointed(partial(checkpoint, use_reentrant=True)))
+    compression = compress(model, "topk", replicate=mesh["replicate"])
+    with pytest.raises(UnsupportedError, match=r"call checkpoint\(use_reentrant=False\)"):
+        train(model, range(1))
+    model.reset_iter_state()
+    with pytest.raises(UnsupportedError, match=r"interrupted by checkpoint\(use_reentrant=True\)"):
+        train(model, range(1))
+    assert compression.stats()["steps"] == 0
+
+
+def test_checkpoints_that_are_not_reentrant_change_nothing(mesh):
+    calls = partial(checkpoint, use_reentrant=False), nn.Module.__call__
+    models = [sharded(mesh["shard"], Checkpointed(call)) for call in calls]
+    for model in models:
+        compress(model, "topk", replicate=mesh["replicate"])
+        train(model, range(3))
+    for one, other in zip(*map(local, models), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_parameters_that_are_not_known_are_refused(mesh):

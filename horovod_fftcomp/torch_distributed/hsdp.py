@@ -6,6 +6,7 @@ are exchanged with the ranks that hold the same shard of the other replicas.
 
 from __future__ import annotations
 
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import _engine_run_backward
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -117,8 +119,14 @@ class ShardDriver(StepDriver):
         self._connection.check()
         self.check_unbroken()
         backward = torch._C._current_graph_task_id()
+        if _is_nested():
+            self._broken_by = "checkpoint(use_reentrant=True)"
+            raise UnsupportedError(
+                "a backward pass runs within another, so a step would end several times; call "
+                "checkpoint(use_reentrant=False)"
+            )
         if self._inside and backward != self._backward:
-            self._broken_by = "an error in the backward pass, or by checkpoint(use_reentrant=True)"
+            self._broken_by = "an error in the backward pass"
             self.check_unbroken()
         if not self._inside:
             self._inside, self._backward = True, backward
@@ -192,6 +200,12 @@ def _local(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a distributed tensor, in its memory."""
     with torch.no_grad():
         return tensor.to_local()
+
+
+def _is_nested() -> bool:
+    """Return whether the backward pass under way was started by another one."""
+    begin = _engine_run_backward.__code__
+    return sum(frame.f_code is begin for frame, _ in traceback.walk_stack(None)) > 1
 
 
 def _ranks(replicate: Replicas) -> list[int]:
