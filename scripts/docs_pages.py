@@ -19,8 +19,13 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "performance.md",
+    "benchmarks/results/bench.md": "results/bench.md",
     "benchmarks/results/cluster.md": "results/cluster.md",
     "benchmarks/results/convergence.md": "results/convergence.md",
+    "benchmarks/results/defaults.md": "results/defaults.md",
+    "benchmarks/results/forecast.md": "results/forecast.md",
+    "benchmarks/results/ranks.md": "results/ranks.md",
+    "benchmarks/results/steps.md": "results/steps.md",
     "docker/README.md": "docker.md",
     "CHANGELOG.md": "changelog.md",
 }

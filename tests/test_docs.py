@@ -369,9 +369,21 @@ def test_the_table_of_hooks_is_that_of_the_benchmark():
         assert ours == {"0"}, trial["title"]
 
 
+def test_the_tables_of_benchmarks_are_fresh(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    tables = importlib.import_module("tables")
+    pages = {path: path.read_text("utf-8") for path in tables.PAGES}
+    marks = re.findall(r"<!-- (\w+) -->", "".join(pages.values()))
+    assert set(marks) == {*tables.TABLES, "ddp_torture"}
+    stale = [path.name for path, page in pages.items() if tables.filled(page) != page]
+    assert not stale, "run: python benchmarks/tables.py"
+
+
 def test_every_benchmark_is_explained():
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
-    assert scripts == set(re.findall(r"^## (\S+)$", read("benchmarks/README.md"), re.M))
+    scripts = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
+    headings = re.findall(r"^## (.*)$", read("benchmarks/README.md"), re.M)
+    assert scripts == sorted(", ".join(headings).split(", "))
 
 
 @pytest.mark.parametrize(
