@@ -223,9 +223,10 @@ def ddp_table(points: list[dict[str, Any]]) -> str:
     for way in points[0]["ways"]:
         found = [point["ways"][way] for point in points]
         cells = [f"{1e3 * each['step_s']:.0f} / {each['sent_nbytes'] / 1e6:.2f}" for each in found]
-        lines.append(
-            f"| {way if way.startswith('DDP') else f'Horovod, {way}'} | {' | '.join(cells)} |"
-        )
+        name = way if way.startswith("DDP") else f"Horovod, {way}"
+        if way == "alone":
+            name = "no exchange"
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
