@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.test_parallel import CONTROLLERS, run_ranks
 
+ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [
     pytest.param("torch_digits", CONTROLLERS[0], marks=[pytest.mark.torch, pytest.mark.smoke]),
     pytest.param("tensorflow_digits", CONTROLLERS[1], marks=pytest.mark.tf),
@@ -43,3 +48,48 @@ def test_the_example_trains_and_reports(script, controller, tmp_path):
         assert min(parts.values()) >= 0
         assert sum(run["losses"][-8:]) < 0.7 * sum(run["losses"][:8])
     assert min(sparse["ms_per_step"].values()) > 0
+
+
+@pytest.fixture
+def digits(monkeypatch):
+    """Return the module that the digits examples share."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", "1")  # which the module sets
+    yield importlib.import_module("digits")
+    del sys.modules["digits"]
+
+
+def a_run(digits, recipe, sent_nbytes=600_000):
+    parts = dict(zip(digits.PARTS, (5.0, 1.0, 9.0, 1.0, 16.0), strict=True))
+    return digits.Run(recipe, {}, 0.9, sent_nbytes, 600_000 / sent_nbytes, parts, [1.0, 0.5])
+
+
+def test_horovods_cycle_is_counted_once_for_each_round(digits):
+    for recipe, rounds in (("none", 1), ("scalecom", 2)):
+        run = a_run(digits, recipe)
+        ms = [digits.forecast_ms(run, 5.0, 1.0, cycle_s) for cycle_s in (0.0, 1e-3)]
+        assert ms[1] - ms[0] == pytest.approx(rounds)
+    # A ring: 8 * 600 kB over 1 Gbit/s and two latencies, beside what was measured.
+    assert digits.forecast_ms(a_run(digits, "none"), 5.0, 1.0, 0.0) == pytest.approx(11.9)
+
+
+@pytest.mark.parametrize("horovod", [True, False])
+def test_what_only_horovod_has_is_not_told_of_other_jobs(
+    horovod, digits, monkeypatch, tmp_path, capsys
+):
+    arguments = ["--compression", "none,topk", "--epochs", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["script", *arguments])
+    job = SimpleNamespace(init=lambda: None, rank=lambda: 0, size=lambda: 2)
+
+    def train(recipe, options, args, progress):
+        return a_run(digits, recipe)
+
+    digits.main("script", "A description.", job, train, "waiting.", horovod=horovod)
+    printed = capsys.readouterr().out
+    assert "Forecast of a step between two hosts" in printed
+    assert ("Horovod's cycle" in printed) == horovod
+    # 600 kB at 0.1 Gbit/s take 48 ms, a round of a cycle 1 ms more.
+    assert f"{5 + 1 + 48.1 + 1 + horovod:.1f} (1.00x)" in printed, printed
