@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -41,6 +42,11 @@ of all rows), encoding and decoding as measured above, and the bytes above over 
 bandwidth and 50 us latency, after the backward pass{cycle}. In brackets: speed-up over the first \
 row."""
 CYCLE = ", with 1 ms for a round of small messages as Horovod's cycle takes it"
+CLUSTER = """\
+To measure instead: make cluster-netns RATE=100mbit (four hosts as network namespaces of this \
+machine; two minutes)"""
+# Without horovodrun, beside which this has been started.
+CLUSTER_TOOLS = "ip tc unshare setpriv nsenter ssh ssh-keygen /usr/sbin/sshd".split()
 # Okabe and Ito's colours, which the colour-blind can distinguish.
 STYLES = ("#000000 o", "#E69F00 s", "#56B4E9 D", "#009E73 ^", "#D55E00 v", "#CC79A7 P")
 
@@ -252,6 +258,12 @@ def parse_args(description: str, argv: list[str] | None = None) -> argparse.Name
     return args
 
 
+def can_make_cluster(hvd: ModuleType) -> bool:
+    """Return whether all ranks run on this machine, which has all that ``docker/netns`` needs."""
+    is_root, found = os.geteuid() == 0, map(shutil.which, CLUSTER_TOOLS)
+    return hvd.local_size() == hvd.size() and is_root and all(found)
+
+
 def main(
     script: str,
     description: str,
@@ -264,7 +276,7 @@ def main(
     """Train once for each recipe; rank 0 reports.
 
     ``exchange``: the meaning of that column. ``horovod``: whether the job is one of Horovod, whose
-    cycle a forecast counts.
+    cycle a forecast counts, and which starts the cluster's jobs too.
     """
     args = parse_args(description)
     hvd.init()
@@ -284,6 +296,8 @@ def main(
         cycle_s = cost_model.CYCLE_S if horovod else 0.0
         caption = Text(FORECAST.format(cycle=CYCLE if horovod else ""))
         monitor.console.print(Text(), make_forecast(runs, cycle_s), caption, sep="\n")
+        if horovod and can_make_cluster(hvd):
+            monitor.console.print(Text(CLUSTER))
     if hvd.rank() == 0 and hvd.size() > 1:
         path = save(runs, args, script, hvd.size())
         plot_forecast(runs, path.with_name(f"{path.name}_forecast.png"), cycle_s)

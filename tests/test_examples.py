@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,12 +78,40 @@ def test_horovods_cycle_is_counted_once_for_each_round(digits):
     assert digits.forecast_ms(a_run(digits, "none"), 5.0, 1.0, 0.0) == pytest.approx(11.9)
 
 
+ALL_TOOLS = {"ip", "tc", "others"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "user", "local_size", "offered"),
+    [
+        (ALL_TOOLS, 0, 2, True),
+        (ALL_TOOLS - {"ip"}, 0, 2, False),
+        (ALL_TOOLS - {"tc"}, 0, 2, False),
+        (ALL_TOOLS - {"others"}, 0, 2, False),
+        (ALL_TOOLS, 1000, 2, False),
+        (ALL_TOOLS, 0, 1, False),  # a rank on each host, as in the cluster itself
+    ],
+)
+def test_a_cluster_is_offered_where_one_can_be_made(
+    tools, user, local_size, offered, digits, monkeypatch
+):
+
+    def which(tool):
+        return tool if (tool if tool in ALL_TOOLS else "others") in tools else None
+
+    monkeypatch.setattr(shutil, "which", which)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    job = SimpleNamespace(size=lambda: 2, local_size=lambda: local_size)
+    assert digits.can_make_cluster(job) == offered
+
+
 @pytest.mark.parametrize("horovod", [True, False])
 def test_what_only_horovod_has_is_not_told_of_other_jobs(
     horovod, digits, monkeypatch, tmp_path, capsys
 ):
     arguments = ["--compression", "none,topk", "--epochs", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["script", *arguments])
+    monkeypatch.setattr(digits, "can_make_cluster", lambda _: True)
     job = SimpleNamespace(init=lambda: None, rank=lambda: 0, size=lambda: 2)
 
     def train(recipe, options, args, progress):
@@ -90,6 +120,16 @@ def test_what_only_horovod_has_is_not_told_of_other_jobs(
     digits.main("script", "A description.", job, train, "waiting.", horovod=horovod)
     printed = capsys.readouterr().out
     assert "Forecast of a step between two hosts" in printed
+    assert ("make cluster-netns" in printed) == horovod
     assert ("Horovod's cycle" in printed) == horovod
     # 600 kB at 0.1 Gbit/s take 48 ms, a round of a cycle 1 ms more.
     assert f"{5 + 1 + 48.1 + 1 + horovod:.1f} (1.00x)" in printed, printed
+
+
+def test_the_tools_looked_for_are_those_of_the_cluster(digits):
+    script = (ROOT / "docker" / "netns").read_text()
+    [named] = re.findall(r"for tool in (.*?); do", script)
+    assert [*digits.CLUSTER_TOOLS, "horovodrun"] == named.split()
+    target = re.search(r"^cluster-netns: .*\n\t.*$", (ROOT / "Makefile").read_text(), re.M)[0]
+    assert "docker/netns -r $(or $(RATE)" in target
+    assert "make cluster-netns RATE=" in digits.CLUSTER
