@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import shutil
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
 LIGHT = "--without-horovod"
@@ -149,3 +151,17 @@ def test_the_targets_that_need_no_horovod_do_not_install_it():
     assert "\ndemo-ddp: install-ddp " in makefile
     assert "\ninstall-ddp: ##" in makefile
     assert f"bootstrap.py {LIGHT}\n" in makefile
+
+
+def test_the_pinned_packages_take_every_release_of_the_supported_pythons(clone):
+    """Debian 12 has Python 3.11.2, for which some packages are too new."""
+    refused = set()
+    for name, version in clone.bootstrap.PINS.items():
+        try:
+            metadata = importlib.metadata.metadata(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        needs = SpecifierSet(metadata.get("Requires-Python", ""))
+        if metadata["Version"] == version:
+            refused |= {name for python in clone.bootstrap.PYTHONS if f"{python}.0" not in needs}
+    assert not refused
