@@ -18,7 +18,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help install demo demo-tf demo-ddp cluster cluster-netns test test-all test-core test-parallel test-stalls test-gpu horovod-cuda lint format golden stubs docs size clean
+.PHONY: help install install-ddp demo demo-tf demo-ddp cluster cluster-netns test test-all test-core test-parallel test-stalls test-gpu horovod-cuda lint format golden stubs docs size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
@@ -26,13 +26,16 @@ help: ## list the targets
 install: ## make .venv with Horovod, PyTorch, TensorFlow (first time: minutes; then: nothing)
 	@$(PYTHON) scripts/bootstrap.py
 
+install-ddp: ## make .venv for demo-ddp alone, without Horovod and TensorFlow, if there is none
+	@$(PYTHON) scripts/bootstrap.py --without-horovod
+
 demo: install ## train on the digits with NP=2 processes; ARGS="..." goes to the example
 	horovodrun -np $(NP) python examples/torch_digits.py $(ARGS)
 
 demo-tf: install ## the same with Keras; ARGS="..." goes to the example
 	horovodrun -np $(NP) python examples/keras_digits.py $(ARGS)
 
-demo-ddp: install ## the same with DDP under torchrun, without Horovod; ARGS="..." goes to the example
+demo-ddp: install-ddp ## the same with DDP under torchrun, without Horovod; ARGS="..." goes to the example
 	torchrun --standalone --nproc-per-node $(NP) examples/ddp_digits.py $(ARGS)
 
 cluster: ## train on four containers with RATE=1gbit links (Docker); ARGS="..." goes to the example

@@ -95,7 +95,7 @@ def train(
 def main() -> None:
     """Train once for each recipe; rank 0 reports."""
     torch.set_num_threads(1)  # the ranks share the cores
-    digits.main("ddp_digits", __doc__.splitlines()[0], Job, train, EXCHANGE)
+    digits.main("ddp_digits", __doc__.splitlines()[0], Job, train, EXCHANGE, horovod=False)
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -38,8 +39,14 @@ rest of the step. exchange: """
 FORECAST = """\
 A forecast, not a measurement, by the cost model of `horovod-fftcomp advise`: computing (the least \
 of all rows), encoding and decoding as measured above, and the bytes above over links of this \
-bandwidth and 50 us latency, after the backward pass, with 1 ms for a round of small messages as \
-Horovod's cycle takes it. In brackets: speed-up over the first row."""
+bandwidth and 50 us latency, after the backward pass{cycle}. In brackets: speed-up over the first \
+row."""
+CYCLE = ", with 1 ms for a round of small messages as Horovod's cycle takes it"
+CLUSTER = """\
+To measure instead: make cluster-netns RATE=100mbit (four hosts as network namespaces of this \
+machine; two minutes)"""
+# Without horovodrun, beside which this has been started.
+CLUSTER_TOOLS = "ip tc unshare setpriv nsenter ssh ssh-keygen /usr/sbin/sshd".split()
 # Okabe and Ito's colours, which the colour-blind can distinguish.
 STYLES = ("#000000 o", "#E69F00 s", "#56B4E9 D", "#009E73 ^", "#D55E00 v", "#CC79A7 P")
 
@@ -158,37 +165,40 @@ def make_table(runs: list[Run]) -> Table:
     return table
 
 
-def forecast_ms(run: Run, compute_ms: float, gbit_per_s: float) -> float:
-    """Return the forecast time of a step between two hosts in ms; see ``FORECAST``."""
+def forecast_ms(run: Run, compute_ms: float, gbit_per_s: float, cycle_s: float) -> float:
+    """Return the forecast time of a step between two hosts in ms; see ``FORECAST``.
+
+    ``cycle_s``: time that the launcher's own cycle adds to a collective.
+    """
     rounds = get_scheme(run.recipe.partition("(")[0], **run.options).rounds
     nbytes = round(run.sent_nbytes_per_step / len(rounds))
     messages = tuple(cost_model.Message(collective, nbytes) for collective in rounds)
     encode_s, decode_s = run.ms_per_step["encode"] / 1e3, run.ms_per_step["decode"] / 1e3
     part = cost_model.Transfer(1.0, messages, encode_s, decode_s)
     compute = cost_model.Compute(compute_ms / 1e3, spare_core=False)
-    network = cost_model.given_network(gbit_per_s, LATENCY_S)
+    network = cost_model.given_network(gbit_per_s, LATENCY_S, cycle_s)
     return 1e3 * cost_model.step_time(compute, [part], network, ranks=2).total_s
 
 
-def make_forecast(runs: list[Run]) -> Table:
+def make_forecast(runs: list[Run], cycle_s: float) -> Table:
     """Return the table of forecast steps between two hosts."""
     title = "Forecast of a step between two hosts in ms"
     table = Table("compression", [f"{link:g} Gbit/s" for link in LINKS], title)
     compute_ms = min(run.ms_per_step["compute"] for run in runs)
-    first = [forecast_ms(runs[0], compute_ms, link) for link in LINKS]
+    first = [forecast_ms(runs[0], compute_ms, link, cycle_s) for link in LINKS]
     for run in runs:
-        steps = [forecast_ms(run, compute_ms, link) for link in LINKS]
+        steps = [forecast_ms(run, compute_ms, link, cycle_s) for link in LINKS]
         cells = (f"{ms:.1f} ({none / ms:.2f}x)" for ms, none in zip(steps, first, strict=True))
         table.add_row(run.recipe, *cells)
     return table
 
 
-def plot_forecast(runs: list[Run], path: Path) -> None:
+def plot_forecast(runs: list[Run], path: Path, cycle_s: float) -> None:
     """Draw the forecast over the bandwidth of the links."""
     axes = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
     compute_ms, links = min(run.ms_per_step["compute"] for run in runs), np.geomspace(0.05, 20, 60)
     for run, style in zip(runs, itertools.cycle(STYLES), strict=False):
-        steps = [forecast_ms(run, compute_ms, link) for link in links]
+        steps = [forecast_ms(run, compute_ms, link, cycle_s) for link in links]
         axes.loglog(links, steps, color=style[:7], label=run.recipe)
     axes.set(xlabel="bandwidth (Gbit/s)", ylabel="step between two hosts, forecast (ms)")
     axes.legend()
@@ -248,14 +258,26 @@ def parse_args(description: str, argv: list[str] | None = None) -> argparse.Name
     return args
 
 
+def can_make_cluster(hvd: ModuleType) -> bool:
+    """Return whether all ranks run on this machine, which has all that ``docker/netns`` needs."""
+    is_root, found = os.geteuid() == 0, map(shutil.which, CLUSTER_TOOLS)
+    return hvd.local_size() == hvd.size() and is_root and all(found)
+
+
 def main(
     script: str,
     description: str,
     hvd: ModuleType,
     train: Callable[[str, dict, argparse.Namespace, Callable[[str, float], None]], Run],
     exchange: str,
+    *,
+    horovod: bool = True,
 ) -> None:
-    """Train once for each recipe; rank 0 reports. ``exchange``: the meaning of that column."""
+    """Train once for each recipe; rank 0 reports.
+
+    ``exchange``: the meaning of that column. ``horovod``: whether the job is one of Horovod, whose
+    cycle a forecast counts, and which starts the cluster's jobs too.
+    """
     args = parse_args(description)
     hvd.init()
     monitor = Monitor(len(args.compression) * args.epochs, quiet=hvd.rank() != 0)
@@ -271,8 +293,12 @@ def main(
     monitor.console.print(make_table(runs))
     monitor.console.print(Text(CAPTION + exchange))
     if hvd.size() > 1:
-        monitor.console.print(Text(), make_forecast(runs), Text(FORECAST), sep="\n")
+        cycle_s = cost_model.CYCLE_S if horovod else 0.0
+        caption = Text(FORECAST.format(cycle=CYCLE if horovod else ""))
+        monitor.console.print(Text(), make_forecast(runs, cycle_s), caption, sep="\n")
+        if horovod and can_make_cluster(hvd):
+            monitor.console.print(Text(CLUSTER))
     if hvd.rank() == 0 and hvd.size() > 1:
         path = save(runs, args, script, hvd.size())
-        plot_forecast(runs, path.with_name(f"{path.name}_forecast.png"))
+        plot_forecast(runs, path.with_name(f"{path.name}_forecast.png"), cycle_s)
         monitor.console.print(f"wrote {path}.png and .json, {path}_forecast.png", soft_wrap=True)

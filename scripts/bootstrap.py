@@ -2,10 +2,14 @@
 
 Run by ``make install`` with the system's Python; standard library only. Horovod is compiled once
 for each user: its wheel is kept in ``${XDG_CACHE_HOME:-~/.cache}/horovod_fftcomp``.
+
+With ``--without-horovod``, as ``make demo-ddp`` calls it, ``.venv`` gets PyTorch and no Horovod if
+there is none yet; a later ``make install`` adds the rest.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -28,6 +32,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 SITE = VENV / "lib" / "python{}.{}".format(*sys.version_info) / "site-packages"
 STAMP = VENV / ".bootstrap-done"  # written last: its absence means "not finished"
+LIGHT_STAMP = VENV / ".bootstrap-light-done"  # the same, without Horovod
 OWNER = VENV / ".bootstrap-owner"  # written first: whose .venv this is
 PACKAGES = VENV / ".bootstrap-packages"  # the requirements that are wholly installed
 LOG = VENV / "bootstrap.log"
@@ -72,10 +77,10 @@ def clock(since: float) -> str:
 
 
 @contextlib.contextmanager
-def step(number: int, title: str) -> Iterator[None]:
+def step(number: str, title: str) -> Iterator[None]:
     """Print a numbered step, and its duration if it succeeds."""
     start = time.monotonic()
-    print(f"[{number}/6] {title}", flush=True)
+    print(f"[{number}] {title}", flush=True)
     yield
     print(f"      done in {clock(start)}", flush=True)
 
@@ -196,7 +201,7 @@ def check_compiler() -> None:
             raise SetupError(mend.format(*sys.version_info))
 
 
-def check(wheels: Path) -> None:
+def check(need_gb: int) -> None:
     """Check the requirements that would otherwise fail after minutes."""
     if not sys.platform.startswith("linux"):
         raise SetupError("Linux is needed: the pinned Open MPI wheel is for Linux only.")
@@ -210,11 +215,10 @@ def check(wheels: Path) -> None:
                 *sys.version_info
             )
         )
-    need, free = 3 if OWNER.exists() else 8, shutil.disk_usage(ROOT).free / 1e9
-    if free < need:
-        raise SetupError(f"{free:.1f} GB free at {ROOT}, {need} GB needed: make room, run again.")
-    if not list(wheels.glob("*.whl")):
-        check_compiler()
+    free_gb = shutil.disk_usage(ROOT).free / 1e9
+    if free_gb < need_gb:
+        found = f"{free_gb:.1f} GB free at {ROOT}, {need_gb} GB needed"
+        raise SetupError(f"{found}: make room, run again.")
 
 
 def make_venv() -> None:
@@ -223,7 +227,8 @@ def make_venv() -> None:
     if VENV.exists() and not OWNER.exists():
         raise SetupError(f"{VENV} was not made by this script: move it away, then run make again.")
     STAMP.unlink(missing_ok=True)
-    if VENV.exists() and not (PACKAGES.exists() and OWNER.read_text(encoding="utf-8") == owner):
+    kept = PACKAGES.exists() or LIGHT_STAMP.exists()
+    if VENV.exists() and not (kept and OWNER.read_text(encoding="utf-8") == owner):
         shutil.rmtree(VENV)
     VENV.mkdir(exist_ok=True)
     OWNER.write_text(owner, encoding="utf-8")
@@ -234,17 +239,24 @@ def make_venv() -> None:
     require(run([*maker, VENV], LOG), "Making the virtual environment", again)
 
 
+def install_torch() -> None:
+    """Install the pinned CPU torch; from PyTorch's index if no other has it."""
+    torch = f"torch=={PINS['torch']}"
+    plain = ("install", "--no-deps", "--no-compile", torch)
+    worked = pip(*plain) or pip(*plain, "--extra-index-url", CPU_TORCH_INDEX)
+    require(worked, f"Installing {torch}", NETWORK)
+
+
 def install_packages() -> None:
-    """Install the pinned packages; the CPU torch from PyTorch's index if no other has it."""
+    """Install the pinned packages."""
     wanted = REQUIREMENTS.read_text(encoding="utf-8")
     if PACKAGES.exists() and PACKAGES.read_text(encoding="utf-8") == wanted:
         return
-    PACKAGES.unlink(missing_ok=True)
-    plain = ("install", "--no-deps", "--no-compile")
-    torch = f"torch=={PINS['torch']}"
-    worked = pip(*plain, torch) or pip(*plain, torch, "--extra-index-url", CPU_TORCH_INDEX)
-    require(worked, f"Installing {torch}", NETWORK)
-    require(pip(*plain, "-r", REQUIREMENTS), f"Installing {REQUIREMENTS}", NETWORK)
+    for stamp in (PACKAGES, LIGHT_STAMP):  # from here on the environment is incomplete
+        stamp.unlink(missing_ok=True)
+    install_torch()
+    worked = pip("install", "--no-deps", "--no-compile", "-r", REQUIREMENTS)
+    require(worked, f"Installing {REQUIREMENTS}", NETWORK)
     # On all cores, where pip would use one. Some files are templates that do not compile: no harm.
     run([PYTHON, "-m", "compileall", "-q", "-j", "0", SITE], VENV / "compileall.log")
     PACKAGES.write_text(wanted, encoding="utf-8")
@@ -339,30 +351,49 @@ def state() -> str:
     return hashlib.sha256(b"\0".join([bytes(ROOT), *map(Path.read_bytes, files)])).hexdigest()
 
 
-def ready() -> bool:
+def ready(*stamps: Path) -> bool:
     """Return whether an earlier run finished with the present files."""
-    finished = STAMP.exists() and STAMP.read_text(encoding="utf-8") == state()
-    return finished and PYTHON.exists()
+    finished = [stamp.read_text(encoding="utf-8") for stamp in stamps if stamp.exists()]
+    return state() in finished and PYTHON.exists()
+
+
+def install_light() -> None:
+    """Install PyTorch and what ``examples/ddp_digits.py`` needs beside it; write the stamp last."""
+    start, pinned = time.monotonic(), ("install", "--no-compile", "-c", REQUIREMENTS)
+    with step("1/3", "Checking Python and disk"):
+        check(need_gb=3)
+    with step("2/3", f"Making {VENV}"):
+        make_venv()
+    with step("3/3", "Installing PyTorch and this package (about 300 MB)"):
+        install_torch()
+        require(pip(*pinned, "setuptools", "wheel"), "Installing setuptools", NETWORK)
+        package = f"{ROOT}[torch-distributed]"
+        worked = pip(*pinned, "--no-build-isolation", "-e", package)
+        require(worked, f"Installing {package}", NETWORK)
+    LIGHT_STAMP.write_text(state(), encoding="utf-8")
+    print(f"Ready in {clock(start)}; make install adds Horovod and TensorFlow.")
 
 
 def install() -> None:
     """Run all steps, and write the stamp last."""
-    choose_python()
     start, wheels = time.monotonic(), wheel_folder()
     built = "from the cache" if list(wheels.glob("*.whl")) else "compiled once, in minutes"
-    with step(1, "Checking Python, compiler and disk"):
-        check(wheels)
-    with step(2, f"Making {VENV}"):
+    with step("1/6", "Checking Python, compiler and disk"):
+        is_begun = OWNER.exists() and not LIGHT_STAMP.exists()
+        check(need_gb=3 if is_begun else 8)
+        if not list(wheels.glob("*.whl")):
+            check_compiler()
+    with step("2/6", f"Making {VENV}"):
         make_venv()
-    with step(3, f"Installing {len(PINS)} packages (about 1 GB)"):
+    with step("3/6", f"Installing {len(PINS)} packages (about 1 GB)"):
         install_packages()
         OPEN_MPI.write_text(OPEN_MPI_LINE, encoding="utf-8")
-    with step(4, f"Installing {HOROVOD}, {built}"):
+    with step("4/6", f"Installing {HOROVOD}, {built}"):
         install_horovod(wheels)
-    with step(5, "Installing this package, editable"):
+    with step("5/6", "Installing this package, editable"):
         worked = pip("install", "--no-deps", "--no-build-isolation", "-e", ROOT)
         require(worked, "Installing this package", "See setup.py.")
-    with step(6, "Checking that Horovod has PyTorch, TensorFlow, MPI and Gloo"):
+    with step("6/6", "Checking that Horovod has PyTorch, TensorFlow, MPI and Gloo"):
         verify(wheels)
     STAMP.write_text(state(), encoding="utf-8")
     print(f"Ready in {clock(start)}.")
@@ -370,12 +401,20 @@ def install() -> None:
 
 def main() -> int:
     """Set up, unless the environment is up to date; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    told = "PyTorch alone, where there is no .venv yet"
+    parser.add_argument("--without-horovod", action="store_true", help=told)
+    without_horovod = parser.parse_args().without_horovod
+    enough = (STAMP, LIGHT_STAMP) if without_horovod else (STAMP,)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        if not ready():
+        if not ready(*enough):
+            choose_python()
             with locked(ROOT / ".venv.lock"):
-                if not ready():
-                    install()
+                if not ready(*enough):
+                    is_whole = PACKAGES.exists()  # then it is brought up to date as a whole
+                    steps = install_light if without_horovod and not is_whole else install
+                    steps()
     except KeyboardInterrupt:
         print("\nInterrupted; the next run continues.", file=sys.stderr)
         return 130

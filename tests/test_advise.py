@@ -15,6 +15,7 @@ from horovod_fftcomp import get_scheme
 from horovod_fftcomp.cli import advise as advise_command
 from horovod_fftcomp.cli import main
 from horovod_fftcomp.cli.advise_report import Findings, print_report
+from horovod_fftcomp.cli.console import Stages
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import gradient_files
@@ -57,7 +58,9 @@ def advise(tmp_path, capsys, monkeypatch, file, no_launcher):
     def run(*arguments: object) -> tuple[str, dict]:
         fixed = ["advise", "--gradients", file, "--repeat", 1, "--json", path]
         main([str(argument) for argument in [*fixed, *arguments]])
-        return capsys.readouterr().out, json.loads(path.read_text())
+        printed = capsys.readouterr()
+        assert printed.err == ""  # progress is for terminals
+        return printed.out, json.loads(path.read_text())
 
     return run
 
@@ -163,6 +166,50 @@ def test_horovods_cycle_is_the_environments(advise, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         advise(*SLOW)
     assert "HOROVOD_CYCLE_TIME must be a number of milliseconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train.py",),
+        (*SLOW[:6], "train.py"),
+        ("--gradients", "gradients.npz", *SLOW),
+    ],
+)
+def test_the_stages_of_the_progress_are_those_measured(
+    arguments, monkeypatch, file, tmp_path, no_launcher
+):
+    shares = []
+
+    class Noted(Stages):
+        def __init__(self, total):
+            super().__init__(total)
+            shares.append(total)
+
+        def begin(self, what, share):
+            super().begin(what, share)
+            shares.append(share)
+
+    def probed(*_):
+        shares.append("probed")
+        return Network(Line(1e-4, 1e-9), Line(1e-4, 1e-9)), [], 0.0
+
+    def job(*_):
+        shares.append("job")
+        return {"tensors": TENSORS, "step_s": 1.0, "step_spread": 0.0, "cores": 1}
+
+    monkeypatch.setattr(advise_command, "Stages", Noted)
+    monkeypatch.setattr(advise_command, "_job", job)
+    monkeypatch.setattr(advise_command, "_probed", probed)
+    monkeypatch.setattr(advise_command.advise_report, "invalid", lambda _: "")
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    main(["advise", "--repeat", "1", "--compression", "fp16,topk", *map(str, arguments)])
+    assert shares.count("job") == (2 if "train.py" in arguments else 0)
+    total, *measured = [share for share in shares if not isinstance(share, str)]
+    is_probed = "probed" in shares  # the last stage; a given network takes no time
+    assert is_probed or "--gbit-per-s" in arguments
+    assert sum(measured if is_probed else measured[:-1]) == total
 
 
 def test_every_option_is_explained(capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import pty
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.progress import Progress
 
 from horovod_fftcomp.cli import console, main, run
 from horovod_fftcomp.cli.check import Report
@@ -108,22 +110,31 @@ def test_what_is_cut_is_found_out():
 
 
 @pytest.fixture(scope="module")
-def in_a_terminal(tmp_path_factory) -> dict[int, tuple[list[str], list[str]]]:
-    """Return (lines, cells of all tables) by width, printed to a pseudo-terminal."""
+def folder(tmp_path_factory) -> Path:
+    """Return a folder with gradients in the file g.npz."""
     folder = tmp_path_factory.mktemp("terminal")
     rng = np.random.default_rng(0)
     np.savez(folder / "g.npz", w=rng.standard_normal((60, 50)).astype(np.float32))
+    return folder
+
+
+def printed_to_a_terminal(
+    *command: str, folder: Path, streams: tuple[str, ...], **others: int
+) -> str:
+    """Run Python's ``command`` with ``streams`` in a pseudo-terminal; return what it printed there.
+
+    ``others``: the other streams, as of ``subprocess.Popen``.
+    """
     removed = {"COLUMNS", "LINES", *RANK_VARIABLES}
     environment = {key: value for key, value in os.environ.items() if key not in removed}
     environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.test_terminal"],
+        [sys.executable, "-m", *command],
         cwd=folder,
         env=environment,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=subprocess.DEVNULL,  # progress
+        **dict.fromkeys(streams, theirs),
+        **others,
     )
     os.close(theirs)
     printed = b""
@@ -135,8 +146,17 @@ def in_a_terminal(tmp_path_factory) -> dict[int, tuple[list[str], list[str]]]:
         if not part:
             break
     os.close(ours)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed.decode()).replace("\r", "")
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed.decode())
     assert process.wait() == 0, text[-4000:]
+    return text
+
+
+@pytest.fixture(scope="module")
+def in_a_terminal(folder) -> dict[int, tuple[list[str], list[str]]]:
+    """Return (lines, cells of all tables) by width, printed to a pseudo-terminal."""
+    streams, progress = ("stdin", "stdout"), {"stderr": subprocess.DEVNULL}
+    text = printed_to_a_terminal("tests.test_terminal", folder=folder, streams=streams, **progress)
+    text = text.replace("\r", "")
     parts = re.findall(r"^WIDTH (\d+)\n(.*?)^CELLS (.*?)$", text, re.M | re.S)
     return {int(width): (shown.splitlines(), json.loads(cells)) for width, shown, cells in parts}
 
@@ -158,6 +178,36 @@ def test_commands_to_paste_can_be_pasted(in_a_terminal):
     start = "horovodrun -np 4 horovod-fftcomp run --compression".split()
     assert (command[:6], command[7:]) == (start, ["train.py"])
     assert "\\\n" in shown
+
+
+def test_progress_is_shown_on_a_terminal(folder):
+    """In a pipe there is none: see ``advise`` in test_advise.py."""
+    command, to_file = ["horovod_fftcomp", *COMMANDS[2]], {"stdout": subprocess.DEVNULL}
+    shown = printed_to_a_terminal(*command, folder=folder, streams=("stderr",), **to_file)
+    assert "measuring topk" in shown
+    assert "100%" in shown
+
+
+def test_the_time_left_is_that_of_the_stages_to_come(monkeypatch):
+    now_s = [0.0]
+    bar = functools.partial(Progress, get_time=lambda: now_s[0])
+    monkeypatch.setattr(console, "progress_bar", bar)
+    stages = console.Stages(10 + 10 + 4)
+    told = []
+    for begin_s, share in ((0, 10), (20, 10), (44, 4), (52, 0)):
+        for later_s in (0, 5, 100):
+            now_s[0] = begin_s + later_s
+            if not later_s:
+                stages.begin(f"from {begin_s} s", share)
+            [task] = stages.bar.tasks
+            told.append(stages.bar.columns[-1].render(task).plain)
+    assert told == [
+        "", "", "",
+        "about 28 s left", "about 23 s left", "",
+        "about 9 s left", "about 4 s left", "",
+        "", "", "",
+    ]  # fmt: skip
+    assert task.finished
 
 
 @pytest.mark.parametrize(("width", "expected"), [(None, 120), ("70", 70)])

@@ -15,9 +15,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.status import Status
-
 from horovod_fftcomp.cli import advise_plot, advise_report
 from horovod_fftcomp.cli import run as run_command
 from horovod_fftcomp.cli.advise_report import Findings
@@ -31,6 +28,7 @@ from horovod_fftcomp.cli.arguments import (
     positive,
     recipe_choices,
 )
+from horovod_fftcomp.cli.console import Stages
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment, gradient_files
@@ -53,6 +51,8 @@ _RECIPES = "fp16,topk,fft,dct,auto,scalecom"
 _ALMOST_NOTHING = RecipeChoice(
     "random_block", "random_block", {"density": 1e-5, "error_feedback": False}
 )
+# Shares of the time: a job of the script, the codecs of a recipe, the job that times the network.
+_JOB, _CODEC, _NETWORK = 10.0, 1.0, 6.0
 _MOST_PROBED_NBYTES = 64_000_000
 _EXAMPLES = """\
 examples:
@@ -89,9 +89,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar=COMPRESSIONS,
         help=f"compressions to forecast (default: {_RECIPES})",
     )
-    add(
-        "--steps", type=count, default=20, metavar="N", help="steps of a run (default: %(default)s)"
-    )
+    add("--steps", type=count, default=20, metavar="N", help="steps of a run (default: 20)")
     add("--threads", type=count, metavar="N", help="CPU threads a rank (default: cores, at most 8)")
     add(
         "--cores-per-rank",
@@ -116,26 +114,21 @@ def _add_measured(parser: argparse.ArgumentParser) -> None:
     """Add the arguments on gradients, computation and network."""
     add = parser.add_argument
     add("--gradients", type=Path, metavar="PATH", help="recorded gradients, instead of a script")
-    add(
-        "--compute-ms", type=positive, metavar="MS", help="duration of a step without communication"
-    )
+    add("--compute-ms", type=positive, metavar="MS", help="time of a step without communication")
     add("--gbit-per-s", type=positive, metavar="X", help="bandwidth of a rank's link, if known")
     add("--latency-us", type=positive, metavar="US", help="latency of a message (default: 50)")
     add("--ranks", type=count, metavar="P", help="number of ranks, with --gbit-per-s")
     add("-np", type=count, default=2, metavar="N", help="ranks to start (default: %(default)s)")
-    add(
-        "--launcher",
-        type=shlex.split,
-        metavar="COMMAND",
-        help="start command (default: horovodrun)",
-    )
+    add("--launcher", type=shlex.split, metavar="COMMAND", help="starts jobs (default: horovodrun)")
 
 
 def run(parsed: argparse.Namespace) -> None:
     """Measure, forecast, print the report and write the files."""
     _check(parsed)
-    with Status("measuring ...", console=Console(stderr=True)) as status:
-        found = _findings(parsed, lambda what: status.update(f"measuring {what} ..."))
+    parsed.recipes = parsed.recipes or recipe_choices(_RECIPES)
+    stages = Stages(_shares(parsed))
+    with stages.bar:
+        found = _findings(parsed, stages.begin)
     advise_report.print_report(found, parsed.nodes)
     if parsed.json:
         command = shlex.join(["horovod-fftcomp", *parsed.arguments])
@@ -195,19 +188,24 @@ class _Model(NamedTuple):
     spread: float = 0.0
 
 
+def _shares(parsed: argparse.Namespace) -> float:
+    """Return the sum of the shares of what ``_findings`` measures."""
+    is_probed = parsed.gbit_per_s is None or parsed.compute_ms is None
+    return 2 * _JOB * bool(parsed.script) + _CODEC * len(parsed.recipes) + _NETWORK * is_probed
+
+
 def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
     ranks = parsed.ranks or parsed.np
-    tell("the model")
-    model = _from_script(parsed) if parsed.script else _from_file(parsed)
+    model = _from_script(parsed, tell) if parsed.script else _from_file(parsed)
     cores = parsed.cores_per_rank or model.cores
     cores = cores or max(1, environment.n_cores() // (1 if parsed.ranks else ranks))
     threads.set_num_threads(parsed.threads or min(8, cores))
     options = [advice.dense(model.tensors)]
-    for choice in parsed.recipes or recipe_choices(_RECIPES):
-        tell(choice.label)
+    for choice in parsed.recipes:
+        tell(choice.label, _CODEC)
         options.append(_option(choice, model, parsed))
     nothing = _option(_ALMOST_NOTHING, model, parsed)
-    tell("the network")
+    tell("the network", _NETWORK)
     network, times, varies = _network(parsed, options)
     if parsed.compute_ms is not None:
         compute = Compute(parsed.compute_ms / 1e3, cores > 1)
@@ -237,11 +235,13 @@ def _from_file(parsed: argparse.Namespace) -> _Model:
     return _Model(tensors, {h.name: h.steps[-1].reshape(-1) for h in histories}, {})
 
 
-def _from_script(parsed: argparse.Namespace) -> _Model:
+def _from_script(parsed: argparse.Namespace, tell: Any) -> _Model:
     """Run the script twice: dense, and with almost no exchange while gradients are recorded."""
     with tempfile.TemporaryDirectory() as folder:
         parsed.record_every = max(1, parsed.steps // 2)
+        tell("the script without compression", _JOB)
         dense = _job(parsed, RecipeChoice("none", "none", {}))
+        tell("the script without exchange", _JOB)
         parsed.record = Path(folder) / "gradients"
         bare = _job(parsed, _ALMOST_NOTHING)
         # Without files, as on other hosts, gradients are synthetic.

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import Progress
 from rich.text import Text
 
 from horovod_fftcomp.cli import bench_report
@@ -26,7 +24,7 @@ from horovod_fftcomp.cli.arguments import (
     seed,
 )
 from horovod_fftcomp.cli.bench_report import Result
-from horovod_fftcomp.cli.console import make_console
+from horovod_fftcomp.cli.console import make_console, progress_bar
 from horovod_fftcomp.cli.recipes import near_square
 from horovod_fftcomp.engine.buckets import MIN_NUMEL, is_compressed
 from horovod_fftcomp.kernels import threads
@@ -192,8 +190,7 @@ def _measured(
     n_histories: int,
     peers: Peers | None,
 ) -> Iterator[Result]:
-    errors = Console(stderr=True)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("")
         for number, history in enumerate(histories, 1):
             first = history.steps[0].reshape(-1)
@@ -238,26 +235,23 @@ def _print(
         for line in peers.lines(result, choices) if peers else ():
             console.print(Text(line))
         console.print()
-    if parsed.all:
-        console.print(Text(bench_report.collectives(choices)))
+    notes = [bench_report.collectives(choices)] if parsed.all else []
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    console.print(
-        Text(
-            f"{data}. {facts['threads']} of {facts['cores']} cores of {facts['cpu']}; {versions}.\n"
-            f"Medians of at least {parsed.repeat} timings. x: multiples of a memcpy of the "
-            "gradient to allocated memory. EF: error feedback."
-        )
+    notes.append(
+        f"{data}. {facts['threads']} of {facts['cores']} cores of {facts['cpu']}; {versions}.\n"
+        f"Medians of at least {parsed.repeat} timings. x: multiples of a memcpy of the "
+        "gradient to allocated memory. EF: error feedback."
     )
     if not parsed.gradients:
-        console.print(
-            Text(
-                "Synthetic elements are independent, so transforms gain nothing on them: "
-                "compare errors on your own --gradients."
-            )
+        notes.append(
+            "Synthetic elements are independent, so transforms gain nothing on them: "
+            "compare errors on your own --gradients."
         )
     if facts["load"] > _BUSY:
         load = f"The load before this run was {facts['load']:.1f} processes: times may be too high."
-        console.print(Text(load))
+        notes.append(load)
+    for note in notes:
+        console.print(Text(note))
 
 
 def _write_json(

@@ -11,6 +11,7 @@ from typing import Literal
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
+from rich.progress import Progress, ProgressColumn, Task
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -32,6 +33,37 @@ def make_console(quiet: bool = False) -> Console:
         width = None
     is_terminal = not launched and sys.stdout.isatty()
     return Console(width=width, force_terminal=is_terminal, quiet=quiet, highlight=False)
+
+
+def progress_bar(*columns: str | ProgressColumn) -> Progress:
+    """Return a progress bar on standard error, which shows nothing unless that is a terminal."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+class Stages:
+    """Progress bar of stages that take known shares of the time, with the time left."""
+
+    def __init__(self, shares: float) -> None:
+        self.bar = progress_bar(*Progress.get_default_columns()[:-1], _TimeLeft())
+        self.bar.add_task("", total=shares, share=0.0, done_s=0.0)
+
+    def begin(self, what: str, share: float) -> None:
+        """End the stage before and begin one."""
+        [task] = self.bar.tasks
+        text, ended, now_s = f"measuring {what}", task.fields["share"], task.elapsed
+        self.bar.update(task.id, description=text, advance=ended, share=share, done_s=now_s)
+
+
+class _TimeLeft(ProgressColumn):
+    """Time left at the speed of the stages that have ended; empty before and beyond it."""
+
+    def render(self, task: Task) -> Text:
+        if not task.completed:
+            return Text()
+        expected_s = task.fields["done_s"] / task.completed * (task.total or 0.0)
+        left_s = expected_s - (task.elapsed or 0.0)
+        return Text(f"about {left_s:.0f} s left" if left_s > 0 else "")
 
 
 class Table:
