@@ -204,6 +204,16 @@ def steps() -> Rows:
         yield cells
 
 
+def ddp_step() -> Rows:
+    """Yield the steps under DDP."""
+    models = read("ddp_step")["models"]
+    yield ["way", *(f"{name}, {model['parameters'] / 1e6:.1f} M" for name, model in models.items())]
+    for way in next(iter(models.values()))["times"]:
+        times = (model["times"][way] for model in models.values())
+        name = way if way.startswith("DDP") or way.endswith("hook") else f"`{way}`"
+        yield [name, *(f"{time['step_ms']:.1f} ms ({time['over_ddp']:.2f})" for time in times)]
+
+
 def forecast() -> Rows:
     """Yield forecasts beside what the same jobs took."""
     yield ["job", "recipe", "forecast", "measured (before, after)", "error"]
@@ -257,7 +267,7 @@ def ranks() -> Rows:
 
 MADE: tuple[Callable[[], Rows | str], ...] = (
     *(bench, bench_options, bench_all, over_peers, threads, digits_accuracy),
-    *(defaults, defaults_bits, convergence, overlap, steps, forecast),
+    *(defaults, defaults_bits, convergence, overlap, steps, ddp_step, forecast),
     *(cluster_gain, cluster_ddp, alone, ranks),
 )
 TABLES = {make.__name__: make for make in MADE}
