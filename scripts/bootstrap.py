@@ -379,8 +379,7 @@ def install() -> None:
     start, wheels = time.monotonic(), wheel_folder()
     built = "from the cache" if list(wheels.glob("*.whl")) else "compiled once, in minutes"
     with step("1/6", "Checking Python, compiler and disk"):
-        is_begun = OWNER.exists() and not LIGHT_STAMP.exists()
-        check(need_gb=3 if is_begun else 8)
+        check(need_gb=3 if PACKAGES.exists() else 8)
         if not list(wheels.glob("*.whl")):
             check_compiler()
     with step("2/6", f"Making {VENV}"):
@@ -412,9 +411,9 @@ def main() -> int:
             choose_python()
             with locked(ROOT / ".venv.lock"):
                 if not ready(*enough):
-                    is_whole = PACKAGES.exists()  # then it is brought up to date as a whole
-                    steps = install_light if without_horovod and not is_whole else install
-                    steps()
+                    # What was complete is brought up to date as a whole.
+                    is_light = without_horovod and not STAMP.exists()
+                    (install_light if is_light else install)()
     except KeyboardInterrupt:
         print("\nInterrupted; the next run continues.", file=sys.stderr)
         return 130
