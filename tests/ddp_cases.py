@@ -6,6 +6,7 @@ import functools
 import gc
 import io
 import json
+import math
 import os
 import sys
 import threading
@@ -22,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from horovod_fftcomp import ConfigMismatchError, Recover, UnsupportedError, get_scheme, simulate
 from horovod_fftcomp.engine.buckets import MIN_NUMEL
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.torch_distributed import LocalSteps, compress
+from horovod_fftcomp.torch_distributed import LocalSteps, compress, steps
+from horovod_fftcomp.torch_distributed.gradients import Arrival
 from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup
 from tests.parallel import told_of_nan
 
@@ -306,6 +308,44 @@ def test_accumulated_gradients_are_exchanged_once():
     ddp(x).sum().backward()
     assert compression.stats()["steps"] == 1
     same_everywhere(*(parameter.grad for parameter in ddp.parameters()))
+
+
+@pytest.mark.parametrize(
+    "rules", [(), [("0.second.*", {"recipe": "topk", "density": 1.0, "bits": 32})]]
+)
+@pytest.mark.parametrize("as_view", [False, True])
+def test_large_dense_buckets_are_summed_in_place(rules, as_view, monkeypatch):
+    monkeypatch.setattr(steps, "_DENSE_NBYTES", 1)
+    found, is_whole = [], Arrival.is_whole
+    monkeypatch.setattr(
+        Arrival, "is_whole", lambda *given: found.append(is_whole(*given)) or found[-1]
+    )
+    models = []
+    for hooked in (False, True):
+        model = nn.Sequential(
+            Network3(), nn.Unflatten(1, (4, 1, 1)), nn.Conv2d(4, 8, 3, padding=1), nn.Flatten()
+        )
+        model[2].to(memory_format=torch.channels_last)
+        models.append(wrapped(model, bucket_cap_mb=0.01, gradient_as_bucket_view=as_view))
+        if hooked:
+            compression = compress(models[1], "none", rules=rules)
+        train(models[-1], range(3))
+    assert True in found
+    assert compression.stats()["steps"] == 3
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-8)
+    same_everywhere(flat(models[1]))
+
+
+def test_a_nan_in_a_large_dense_bucket_reaches_all_ranks(monkeypatch):
+    monkeypatch.setattr(steps, "_DENSE_NBYTES", 1)
+    ddp = wrapped()
+    compress(ddp, "none")
+    train(ddp, range(1))
+    x = torch.full((2, 48), math.nan if dist.get_rank() else 1.0)
+    ddp(x).sum().backward()
+    assert ddp.module.first.weight.grad.isnan().all()
+    assert ddp.module.last.bias.grad.isfinite().all()
 
 
 def test_gradients_of_channels_last_weights_keep_their_places():
