@@ -94,9 +94,10 @@ def test_where_all_wait_alike_the_network_is_named():
         {0: report(3, 6, 6, False, quiet_s=999), 1: report(3, 6, 6, False, quiet_s=999)},
         # In TensorFlow, where nothing is compressed: all may be busy with something else.
         {n: report(4, 1, 1, True, quiet_s=999) for n in range(2)},
+        {n: report(4, 1, 1, True, quiet_s=999, waits=n == 0) for n in range(2)},
         {n: report(0, 6, 0, True, quiet_s=999, busy=True) for n in range(2)},
     ],
-    ids=["before the limit", "between steps", "nobody behind", "all compile"],
+    ids=["before the limit", "between steps", "nobody behind", "elsewhere", "all compile"],
 )
 def test_nobody_is_late(reports):
     assert diagnose(reports, [], [], NAMES, 15) == ""
@@ -137,6 +138,19 @@ def test_numbers_that_differ_explain_no_wait_after_the_handshake(capsys):
         assert bool(watch.failure) == (n_handshakes == 0)
         assert ("different numbers" in capsys.readouterr().err) == (n_handshakes == 0)
         watch._announced_at, watch.failure = -float("inf"), ""
+
+
+def test_a_step_that_horovod_exchanges_may_have_ended_long_ago(capsys):
+    watch = Watch("fftcomp.0", "none", 15.0, True, lambda: None)
+    watch.join_ranks({"token": "00" * 16, "hosts": [], "port": 1}, 1, [0, 1])
+    watch._heard_at = -float("inf")  # the first rank is busy
+    for step_of, told in (
+        (report(4, 1, 1, True, 999.0), ""),
+        (report(4, 1, 0, True, 999.0), "999"),
+    ):
+        watch._announce_alone(step_of, time.monotonic())
+        assert bool(watch.failure) == bool(told)
+        assert told in capsys.readouterr().err
 
 
 def test_ranges_are_cut_between_two_of_them():

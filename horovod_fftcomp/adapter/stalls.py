@@ -65,9 +65,17 @@ class Report(NamedTuple):
         return (progress.inside or bool(progress.call)) and not progress.busy
 
     @property
+    def may_have_ended(self) -> bool:
+        """Whether it has all sums of its gradients, as in a step that Horovod exchanges alone.
+
+        TensorFlow does not tell the end of such a step, so nothing follows from its age.
+        """
+        return 0 < self.progress.handed <= self.progress.returned
+
+    @property
     def position(self) -> tuple[int, int, int, bool]:
         """Sort key: step, gradients, sums, whether it waits; smaller for ranks behind."""
-        waits = self.waits and not self.progress.busy
+        waits = self.waits and not self.progress.busy and not self.may_have_ended
         return (*self.progress[:3], bool(self.progress.call) or waits)
 
 

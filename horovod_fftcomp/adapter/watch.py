@@ -227,7 +227,10 @@ class Watch:
         """Announce a stall without the first rank: before the handshake ends, or if it is gone."""
         if not report.is_waiting or self.failure:
             return
-        doing, quiet_s = report.progress.call or report.progress.doing, report.quiet_s
+        call, quiet_s = report.progress.call, report.quiet_s
+        if report.may_have_ended and not call:
+            return
+        doing = call or report.progress.doing
         if self._n_ranks == 0 and not self._wrote_notice and _NOTICE_S <= quiet_s < self.timeout_s:
             self._wrote_notice = True
             self._write(
