@@ -15,7 +15,7 @@ from tests.test_parallel import run_ranks
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "stall.py")
 NAMES = ["a", "b", "c", "d", "e", "f"]
-TIMEOUT_S = 4.0
+TIMEOUT_S = 10.0  # a step of ranks that share cores with other jobs may take seconds
 
 
 def report(step, handed, returned, inside, quiet_s=20.0, waits=True, **more):
@@ -194,7 +194,9 @@ def check_stall(framework: str, controller: str, mode: str, timeout_s: float = T
         assert late in found[0]
         assert mode == "uneven" or "Its main thread is at stall.py:" in found[0]
         assert "Ranks 1, 2 wait for" in found[0]
-        assert "raise timeout_s, now 4 s; on_timeout='warn' goes on waiting" in found[0]
+        assert (
+            f"raise timeout_s, now {timeout_s:.0f} s; on_timeout='warn' goes on waiting" in found[0]
+        )
     waited = [float(s) for s in re.findall(r"no progress for (\d+) s", output)]
     assert max(waited) <= timeout_s + 10
     return max(waited)
