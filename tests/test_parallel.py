@@ -94,6 +94,7 @@ def run_cases(job: str, controller: str, *options: str) -> None:
     ranks, files = JOBS[job]
     code, output = run_ranks(
         ranks, controller, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--color=no",
+        "-o", "faulthandler_timeout=300",  # a case that hangs shows where each thread is
         *options,
         *(str(HERE / "parallel" / f"{name}.py") for name in files.split()),
         framework=job.partition("_")[0],
