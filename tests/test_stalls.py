@@ -182,7 +182,7 @@ def test_ranks_that_wait_in_vain_say_who_is_late_and_end(framework, controller, 
 def check_stall(framework: str, controller: str, mode: str, timeout_s: float = TIMEOUT_S) -> float:
     """Run a job of three ranks in which rank 0 stalls; return after how many seconds they told."""
     command = (SCRIPT, framework, mode, str(timeout_s))
-    code, output = run_ranks(3, controller, *command, timeout_s=120, framework=framework)
+    code, output = run_ranks(3, controller, *command, framework=framework)
     assert code != 0, output[-8000:]
     assert "ends well" not in output
     late = "Rank 0 is late: it has "
