@@ -17,6 +17,14 @@ from horovod_fftcomp.types import Array, Body, Coefficients
 BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
+def energy_of(values: Array | None) -> float:
+    """Return the sum of squares, in float64, of float32 or complex64 ``values``; 0 for None."""
+    if values is None:
+        return 0.0
+    reals = values.reshape(-1).view(np.float32)
+    return float(np.einsum("i,i", reals, reals, dtype=np.float64))
+
+
 @dataclass(frozen=True)
 class Identity:
     """Identity transform: the coefficients are the elements of the gradient."""
@@ -51,7 +59,7 @@ class Identity:
 
     def energy(self, coeffs: Array) -> float:
         """Return the sum of squares of the gradient with these coefficients."""
-        return float(np.dot(coeffs, coeffs))
+        return energy_of(coeffs)
 
 
 @dataclass(frozen=True)
@@ -119,9 +127,8 @@ class BlockFFT(_Blocks):
 
     def energy(self, coeffs: Array) -> float:
         """Return the sum of squares of the gradient with these spectra (Parseval)."""
-        ends = coeffs[:: self.bins_per_block]
-        total = 2 * np.vdot(coeffs, coeffs).real - np.vdot(ends, ends).real
-        return float(total) * self.block
+        ends = np.ascontiguousarray(coeffs[:: self.bins_per_block])
+        return (2 * energy_of(coeffs) - energy_of(ends)) * self.block
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ class BlockDCT(_Blocks):
 
     def energy(self, coeffs: Array) -> float:
         """Return the sum of squares of the gradient with these DCTs."""
-        return float(np.dot(coeffs, coeffs)) * self.block
+        return energy_of(coeffs) * self.block
 
 
 Transform = Identity | BlockFFT | BlockDCT

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.cuda import Device
@@ -22,15 +20,6 @@ AnyCodec = Codec | DenseCodec
 Codecs = Sequence[AnyCodec]  # one for each tensor
 
 Deferred = Callable[[], Any]  # returns a result that is on its way; waits for it
-
-
-def energy_of(values: Array | None) -> float:
-    """Return the sum of squares of ``values``: Inf if it overflows, 0 for None."""
-    if values is None:
-        return 0.0
-    flat = values.reshape(-1)
-    with np.errstate(over="ignore"):
-        return float(np.dot(flat, flat))
 
 
 class Flags(NamedTuple):

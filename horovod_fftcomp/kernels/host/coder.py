@@ -14,21 +14,13 @@ import numpy as np
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.transforms import energy_of
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
 from horovod_fftcomp.kernels.cpu.buffer_pool import zeros
 from horovod_fftcomp.kernels.host.momentum import MomentumOps
 from horovod_fftcomp.kernels.host.payloads import Sums, joined, sum_of, summed
-from horovod_fftcomp.kernels.ops import (
-    AnyCodec,
-    Codecs,
-    Encoded,
-    Feedback,
-    Flags,
-    Momentum,
-    Summed,
-    energy_of,
-)
+from horovod_fftcomp.kernels.ops import AnyCodec, Codecs, Encoded, Feedback, Flags, Momentum, Summed
 from horovod_fftcomp.types import Array, Arrays, Coefficients, OldState, Tensor, Tensors
 from horovod_fftcomp.wire import counter_rng, positions
 from horovod_fftcomp.wire.counter_rng import RngKey
@@ -141,7 +133,7 @@ class HostCoder:
             if residual is not None and feedback.decay < 1:
                 residual = _scaled(residual, feedback.decay)
             coeffs = codec.coeffs_of(grad, tensor.shape, cpu, residual, own=keep)
-        wanted = _energy(codec, tensor, coeffs.array) if measure else 0.0
+        wanted = codec.energy(coeffs.array, tensor.shape) if measure else 0.0
         subtract = keep and not feedback.keeps_sent
         payload, new = codec.encode_coeffs(
             coeffs, tensor.shape, kernels=cpu, keep_residual=subtract, out=out, rng_key=rng_key
@@ -152,7 +144,7 @@ class HostCoder:
             _mask(feedback.momentum, codec, tensor, payload, moved)
         squares = None
         if measure and new is not None:
-            squares = (energy_of(grad), wanted, _energy(codec, tensor, new))
+            squares = (energy_of(grad), wanted, codec.energy(new, tensor.shape))
         elif measure and moved is not None and coeffs.peak <= LARGEST_FINITE_BITS:
             squares = (energy_of(grad), wanted, 0.0)  # all is sent
         return _One(payload, new if keep and feedback.keep else None, moved, squares)
@@ -191,11 +183,6 @@ class HostCoder:
             finite = finite and one.finite
         order = range(len(self._tensors))
         return Sums([sums[n] for n in order], [scales[n] for n in order], bool(finite))
-
-
-def _energy(codec: AnyCodec, tensor: Tensor, coeffs: Array) -> float:
-    with np.errstate(over="ignore"):
-        return codec.energy(coeffs, tensor.shape)
 
 
 def _scaled(array: Array, factor: float) -> Array:

@@ -8,10 +8,11 @@ import numpy as np
 
 from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.transforms import energy_of
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cpu import buffer_pool
 from horovod_fftcomp.kernels.cuda import Device
-from horovod_fftcomp.kernels.ops import Deferred, Flags, energy_of
+from horovod_fftcomp.kernels.ops import Deferred, Flags
 from horovod_fftcomp.types import Array, Arrays
 
 

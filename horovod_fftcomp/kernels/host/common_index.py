@@ -7,13 +7,14 @@ from functools import partial
 
 import numpy as np
 
+from horovod_fftcomp.codec.transforms import energy_of
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels import cpu, threads
 from horovod_fftcomp.kernels.cpu import common_index as kernels
 from horovod_fftcomp.kernels.cpu.addresses import addresses_of
 from horovod_fftcomp.kernels.host.common import CommonOps
 from horovod_fftcomp.kernels.index_plan import IndexPlan
-from horovod_fftcomp.kernels.ops import Deferred, Flags, energy_of
+from horovod_fftcomp.kernels.ops import Deferred, Flags
 from horovod_fftcomp.types import Array, Arrays
 
 _LEAST_VALUES = 1 << 15  # per thread, at least
