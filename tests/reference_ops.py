@@ -268,7 +268,11 @@ class ReferenceOps:
             new = None
             if old is not None:
                 new, old = (array.reshape(m.columns, m.rank) for array in (share, old))
-                new = np.where(new.any(0), new, old).reshape(-1)
+                peaks = np.abs(new).max(0)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    exponents = np.clip(np.floor(np.log2(peaks.astype(float))), -127, 126)
+                scaled = new * np.exp2(-np.nan_to_num(exponents))
+                new = np.where(peaks == 0, old, scaled).astype(np.float32).reshape(-1)
             found.append(new)
         return found
 

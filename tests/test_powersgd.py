@@ -242,3 +242,13 @@ def test_draws_are_even_and_the_same_everywhere():
     many = counter_rng.uniform(1, 2, "w", 100_000)
     assert -1 <= many.min() < -0.999 < 0.999 < many.max() < 1
     assert abs(many.mean()) < 4 * (1 / 3 / 100_000) ** 0.5
+
+
+@pytest.mark.parametrize("power", [-90, -80, 57, 90])
+def test_gradients_of_any_magnitude_arrive(power):
+    """Multiplied by a power of two, with the same bits: the next step's start has no magnitude."""
+    plain, scaled = engines_of(2), engines_of(2)
+    for grads in normal(4, 2, *SHAPE):
+        wanted = np.ldexp(mean_of(plain, grads), power)
+        assert np.isfinite(wanted).all()
+        assert mean_of(scaled, np.ldexp(grads, power)).tobytes() == wanted.tobytes()

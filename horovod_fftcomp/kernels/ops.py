@@ -192,7 +192,11 @@ class Ops(Protocol):
         """Return the sum of each tensor from those of both messages: NaN if not finite."""
 
     def nonzero_columns(self, plan: LowRankPlan, second: Any, right: Arrays) -> list[Any]:
-        """Return the right factors in ``second``, with columns of ``right`` for those of zeros."""
+        """Return the right factors in ``second``, with columns of ``right`` for those of zeros.
+
+        Each column is multiplied by a power of two, which makes its peak 1 to 4: products with it
+        then have the magnitude of the gradient, not of its square.
+        """
 
     def accumulate(
         self,

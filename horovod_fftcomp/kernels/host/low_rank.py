@@ -123,5 +123,7 @@ class LowRankOps(CommonOps):
                 continue
             by_column = (matrix.columns, matrix.rank)
             new, old = share.reshape(by_column), before.reshape(by_column)
-            found.append(np.ascontiguousarray(np.where(new.any(0), new, old)).reshape(-1))
+            exponents = np.abs(new).max(0).view(np.uint32) >> 23
+            scaled = np.ldexp(new, 127 - np.minimum(exponents, 253).astype(np.int32))
+            found.append(np.where(new.any(0), scaled, old).reshape(-1))
         return found

@@ -135,20 +135,25 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (bad) atomicOr(&overflown[number], 1u);
 }
 
-// The next step's start; a block for each tensor. A column of zeros would stay one, so it keeps what
-// it was.
+// The next step's start; a block for each tensor. Each column is multiplied by a power of two, which
+// makes its peak 1 to 4. One of zeros would stay so, and keeps what it was.
 __global__ void __launch_bounds__(THREADS) keep_factors(const LowRank* __restrict__ parts) {
     SHARED_MEMORY(memory);
     u32* lanes = reinterpret_cast<u32*>(memory);
     const LowRank part = parts[blockIdx.x];
     for (u32 k = 0; k < part.rank; k++) {
-        u32 peak = 0, total = 0;
+        u32 peak = 0;
+        if (threadIdx.x == 0) lanes[0] = 0;
         for (u64 j = threadIdx.x; j < part.columns; j += THREADS)
             peak = max(peak, magnitude(part.second[j * part.rank + k]));
-        block_exclusive_sum(peak != 0, lanes, total);
-        const float* from = total ? part.second : part.right;
+        __syncthreads();
+        atomicMax(&lanes[0], peak);
+        __syncthreads();
+        peak = lanes[0];
+        const float* from = peak ? part.second : part.right;
+        float scale = peak ? __uint_as_float((254 - min(peak >> 23, 253u)) << 23) : 1.0f;
         for (u64 j = threadIdx.x; j < part.columns; j += THREADS)
-            part.factor[j * part.rank + k] = from[j * part.rank + k];
-        __syncthreads();  // all have read the total
+            part.factor[j * part.rank + k] = mul_rn(scale, from[j * part.rank + k]);
+        __syncthreads();  // all have read the peak
     }
 }
