@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -62,7 +62,7 @@ class Recipe:
 
     @property
     def own_options(self) -> dict[str, object]:
-        """The same without those of sharded exchanges, which all recipes that gather have."""
+        """The same without those that all recipes that gather, or that have a residual, share."""
         return _defaults(inspect.unwrap(self.make))
 
     def checked(self, options: Mapping[str, object]) -> dict[str, Any]:
@@ -93,20 +93,28 @@ def _within(scope: _Scope, scheme: Allgather | CommonIndex) -> Scheme:
 _Exchange = Literal["auto", "gather", "sharded"]
 
 
-def _gathered(make: Callable[..., Any], chooses: bool = False) -> Callable[..., Scheme]:
-    """Return ``make`` with the options of a recipe that can be sharded.
+def _gathered(
+    make: Callable[..., Any], filters: bool = False, chooses: bool = False
+) -> Callable[..., Scheme]:
+    """Return ``make`` with the options that recipes share which gather.
 
-    ``chooses``: whether the second compression has a density and bits of its own. Exchange "auto"
-    is decided for a bucket, see ``Scheduled.decided``, and a gather elsewhere.
+    ``filters``: whether it keeps residuals. ``chooses``: whether the second compression has a
+    density and bits of its own. Exchange "auto" is decided for a bucket, see ``Scheduled.decided``,
+    and a gather elsewhere.
     """
 
     def made(
+        beta: float = 1.0,
         exchange: _Exchange = "auto",
         second_density: float | None = None,
         second_bits: int | None = None,
         **options: Any,
     ) -> Scheme:
         scheme, second = make(**options), Second(second_density, second_bits)
+        if isinstance(scheme, BucketScope):
+            scheme = replace(scheme, scheme=replace(scheme.scheme, beta=beta))
+        elif filters:
+            scheme = replace(scheme, beta=beta)
         if second_density is not None and not 0 < second_density <= 1:
             raise ValueError(f"second_density must lie in (0, 1], got {second_density!r}")
         if second_bits is not None and second_bits not in (*range(3, 17), 32):
@@ -115,7 +123,8 @@ def _gathered(make: Callable[..., Any], chooses: bool = False) -> Callable[..., 
             )
         return Sharded(scheme, second) if exchange == "sharded" else scheme
 
-    added = [*inspect.signature(made, eval_str=True).parameters.values()][: 3 if chooses else 1]
+    added = [*inspect.signature(made, eval_str=True).parameters.values()]
+    added = added[0 if filters else 1 : 4 if chooses else 2]
     own = inspect.signature(make, eval_str=True)
     signature = own.replace(parameters=[*own.parameters.values(), *added])
     made.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
@@ -124,7 +133,9 @@ def _gathered(make: Callable[..., Any], chooses: bool = False) -> Callable[..., 
     return made
 
 
+_filtered = partial(_gathered, filters=True)
 _chosen_again = partial(_gathered, chooses=True)
+_both = partial(_filtered, chooses=True)
 
 
 @_gathered
@@ -134,7 +145,7 @@ def _bf16() -> Scheme:
 
 # The defaults send as many bytes as the papers' settings (density 0.01 in float32; 0.15 in 10 bits)
 # and lose least of recorded gradients: benchmarks/README.md, defaults.py.
-@_chosen_again
+@_both
 def _topk(
     density: float = 0.038,
     bits: int = 4,
@@ -146,21 +157,21 @@ def _topk(
     return _within(scope, Allgather(codec, error_feedback, decay))
 
 
-@_chosen_again
+@_both
 def _fft(
     density: float = 0.33, bits: int = 4, block: int = 64, error_feedback: bool = True
 ) -> Scheme:
     return Allgather(Codec(BlockFFT(block), TopK(density), _values(bits)), error_feedback)
 
 
-@_chosen_again
+@_both
 def _dct(
     density: float = 0.3, bits: int = 4, block: int = 64, error_feedback: bool = True
 ) -> Scheme:
     return Allgather(Codec(BlockDCT(block), TopK(density), _values(bits)), error_feedback)
 
 
-@_chosen_again
+@_both
 def _hard_threshold(
     density: float = 0.001,
     threshold: float | None = None,
@@ -179,9 +190,10 @@ def _drawn(
     exchange: Literal["reduce", "gather"] = "reduce",
     scope: _Scope = "tensor",
     seed: int = 0,
+    beta: float = 1.0,
 ) -> Scheme:
     drawn = selection(density, seed)
-    scheme = CommonIndex(drawn, error_feedback, unbiased, collective=f"all{exchange}")
+    scheme = CommonIndex(drawn, error_feedback, unbiased, beta, collective=f"all{exchange}")
     return _within(scope, scheme)
 
 
@@ -215,7 +227,7 @@ def _elementwise(method: Method, seed: int = 0, **options: Any) -> Scheme:
     return Allgather(DenseCodec(method, seed), keep, **options)
 
 
-@_gathered
+@_filtered
 def _qsgd(
     levels: int = 7,
     bucket: int = 1024,
@@ -233,24 +245,24 @@ def _terngrad(
     return _elementwise(TernGrad(clip, packing), seed)
 
 
-@_gathered
+@_filtered
 def _dorefa(bits: int = 4, error_feedback: bool = DoReFa.error_feedback, seed: int = 0) -> Scheme:
     return _elementwise(DoReFa(bits), seed, error_feedback=error_feedback)
 
 
-@_gathered
+@_filtered
 def _natural(error_feedback: bool = Natural.error_feedback, seed: int = 0) -> Scheme:
     return _elementwise(Natural(), seed, error_feedback=error_feedback)
 
 
-@_gathered
+@_filtered
 def _onebit(
     group: Literal["tensor", "column"] = "tensor", error_feedback: bool = OneBit.error_feedback
 ) -> Scheme:
     return _elementwise(OneBit(group), error_feedback=error_feedback)
 
 
-@_gathered
+@_filtered
 def _efsignsgd(error_feedback: bool = ScaledSign.error_feedback) -> Scheme:
     return _elementwise(ScaledSign(), error_feedback=error_feedback)
 
@@ -270,12 +282,12 @@ def _adaptive(sparsifier: Adaptive, seed: int = 0, error_feedback: bool = True) 
 
 
 # No threshold suits every model: this default only lets a first trial run.
-@_chosen_again
+@_both
 def _strom(threshold: float = 0.001, quanta: int = 1) -> Scheme:
     return _adaptive(Strom(threshold, quanta))
 
 
-@_chosen_again
+@_both
 def _adacomp(bin: int | None = None) -> Scheme:
     return _adaptive(AdaComp(bin))
 
@@ -285,7 +297,7 @@ def _wangni(density: float = 0.01, seed: int = 0) -> Scheme:
     return _adaptive(Wangni(density), seed, error_feedback=False)
 
 
-@_chosen_again
+@_both
 def _auto(ratio: float = 50.0, every: int = 2000, error_feedback: bool = True) -> Scheme:
     return Auto(ratio, every, error_feedback)
 

@@ -111,6 +111,13 @@ STEPS: list[tuple[str, dict, float]] = [
     ),
     ("onebit", {"exchange": "sharded", "group": "column"}, 0),
     ("hard_threshold", {"exchange": "sharded", "density": 0.05, "calibrate_steps": 2}, 0),
+    *((name, {"beta": 0.3}, 0) for name in ("topk", "onebit", "gtopk", "sparcml", "powersgd")),
+    ("topk", {"beta": 0.3, "scope": "bucket", "decay": 0.9}, 0),
+    ("fft", {"beta": 0.3}, 2e-6),
+    ("strom", {"threshold": 2.0, "beta": 0.3}, 0),
+    ("hard_threshold", {"threshold": 1.5, "beta": 0.3}, 0),
+    ("hard_threshold", {"density": 0.05, "calibrate_steps": 2, "beta": 0.3}, 0),
+    ("topk", {"exchange": "sharded", "beta": 0.3}, 0),
 ]
 
 # Codecs beyond the recipes' defaults: every layout of positions and the ends of every option.

@@ -197,6 +197,16 @@ class ReferenceOps:
             moved.append(new)
         return np.concatenate(whole), moved
 
+    def mix(self, old, new, beta):
+        rest, mixed = np.float32(1 - beta), list(new)
+        for number, (before, after) in enumerate(zip(old, new, strict=True)):
+            if after is not None:
+                reals = after.view(np.float32)
+                kept = np.zeros_like(reals) if before is None else before.view(np.float32)
+                whole = rest * kept + np.float32(beta) * reals
+                mixed[number] = (whole + np.float32(0)).view(after.dtype)  # 0 for -0
+        return mixed
+
     def cleared(self, array):
         del array
 

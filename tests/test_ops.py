@@ -28,6 +28,8 @@ CASES = [(recipe, options) for recipe, options, _ in STEPS] + [
     ("demo", {"sign": True, "decay": 0.9}),
     *((name, {"exchange": "sharded"}) for name in ("fft", "dct", "demo", "bf16")),
     ("auto", {"ratio": 10, "every": 6, "exchange": "sharded"}),
+    ("auto", {"ratio": 10, "every": 6, "beta": 0.3}),
+    ("random_k", {"density": 0.3, "exchange": "gather", "beta": 0.3}),
     ("scalecom", {"density": 0.05, "bits": 16}),
     ("scalecom", {"density": 0.05, "bits": 16, "selector": "exact", "scope": "model"}),
     ("random_block", {"exchange": "gather", "scope": "bucket"}),

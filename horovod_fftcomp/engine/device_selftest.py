@@ -88,7 +88,7 @@ def _test_cases(scheme: Scheme) -> Iterator[tuple[Scheme, float]]:
         yield from _test_cases(scheme.scheme)
     elif isinstance(scheme, Auto):
         for codec in scheme.samples(_TENSOR.shape):
-            yield from _test_cases(Allgather(codec, scheme.error_feedback))
+            yield from _test_cases(Allgather(codec, scheme.error_feedback, beta=scheme.beta))
     elif isinstance(scheme, HardThreshold):
         yield replace(scheme, threshold=1.0), 0.0
     elif isinstance(scheme, Allgather) and not isinstance(scheme.codec.transform, Identity):

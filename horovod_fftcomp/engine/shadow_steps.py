@@ -262,7 +262,7 @@ def _read(copies: dict[str, dict[str, Copy]]) -> dict[str, dict[str, Array]]:
 def _alike(scheme: Scheme, tensor: Tensor, state: OldState) -> Scheme:
     """Return the scheme that gives the results of ``scheme`` on a GPU when run on the host."""
     if isinstance(scheme, Auto):
-        return Allgather(scheme.codec_of(tensor, state), scheme.error_feedback)
+        return Allgather(scheme.codec_of(tensor, state), scheme.error_feedback, beta=scheme.beta)
     if isinstance(scheme, SparCml):
-        return Allgather(scheme.codec, scheme.error_feedback)
+        return Allgather(scheme.codec, scheme.error_feedback, beta=scheme.beta)
     return scheme

@@ -51,7 +51,8 @@ class Feedback(NamedTuple):
     """What is sent besides the gradient, and what is kept of it; see ``schemes.allgather``.
 
     ``keep``: residuals are kept. ``decay`` multiplies the old ones. ``keeps_sent``: sent values
-    stay in them. ``sign``: sums become signs. ``momentum``: of the gradients.
+    stay in them. ``sign``: sums become signs. ``momentum``: of the gradients. ``beta``: of the
+    residuals' low-pass filter, which coders leave to ``Ops.mix``.
     """
 
     keep: bool = True
@@ -59,6 +60,7 @@ class Feedback(NamedTuple):
     keeps_sent: bool = False
     sign: bool | str = False
     momentum: Momentum | None = None
+    beta: float = 1.0
 
 
 class Encoded(NamedTuple):
@@ -209,6 +211,13 @@ class Ops(Protocol):
         """Return (residual plus new velocity of all tensors in one array, the new velocities).
 
         A frozen tensor has zeros and None. ``velocities``, ``residuals``: old ones, or None.
+        """
+
+    def mix(self, old: Arrays, new: Arrays, beta: float) -> list[Any]:
+        """Return (1 - beta) * old + beta * new of each tensor, in ``new`` itself on a device.
+
+        The arrays are float32 or complex64. None stands for zeros in ``old``; where ``new`` is
+        None, so is the result.
         """
 
     def cleared(self, array: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +16,10 @@ from horovod_fftcomp.codec.methods.base import Method
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels.ops import AnyCodec, Codecs, Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
 from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.shards import exchange_shards
-from horovod_fftcomp.schemes.state import new_state
+from horovod_fftcomp.schemes.state import LowPass, low_passed, new_state
 from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
@@ -76,16 +76,18 @@ def gather(
     encoded = coder.encode(grads, state, (context.step, context.rank), feedback, measure)
     gathered = yield Round("allgather", encoded.message)
     summed = coder.decode_sum(gathered, feedback.sign)
-    new = {"residual": encoded.residuals} if feedback.keep else {}
+    residuals = low_passed(context.ops, tensors, state, encoded.residuals, feedback.beta)
+    new: dict[str, Sequence[Any]] = {"residual": residuals} if feedback.keep else {}
     if feedback.momentum is not None:
         new["velocity"] = encoded.velocities
     kept = new_state(tensors, grads, state, new)
     outcome = Outcome(summed.sums, kept, summed.flags, measured_by(tensors, encoded.squares))
-    return Gathered(outcome, encoded.left, summed.payloads)
+    left = encoded.left if feedback.beta == 1.0 else None  # it is of the residuals before
+    return Gathered(outcome, left, summed.payloads)
 
 
 @dataclass(frozen=True)
-class Allgather(Scheme):
+class Allgather(LowPass):
     """Allgather of one payload per tensor, summed on every rank, with optional error feedback.
 
     With ``error_feedback``, for every tensor: sent + residual == gradient + previous residual, to
@@ -110,6 +112,7 @@ class Allgather(Scheme):
     rounds = ("allgather",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 < self.decay <= 1.0:
             raise ValueError(f"decay must lie in (0, 1], got {self.decay!r}; 1 means no decay")
         if self.decay < 1.0 and not self.error_feedback:
@@ -125,7 +128,8 @@ class Allgather(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         codecs = [self.codec.at_loss_scale(context.loss_scale)] * len(tensors)
-        feedback = Feedback(self.error_feedback, self.decay, self.momentum, self.sign)
+        options = self.error_feedback, self.decay, self.momentum, self.sign
+        feedback = Feedback(*options, beta=self.beta)
         return (yield from gather(codecs, tensors, grads, state, context, feedback)).outcome
 
     def fits_differences(self) -> bool:

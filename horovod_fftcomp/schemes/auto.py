@@ -16,9 +16,10 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform
 from horovod_fftcomp.kernels.ops import Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Round, Scheme, on_the_host
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Round, on_the_host
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL, fold
+from horovod_fftcomp.schemes.state import LowPass
 from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.spec import spec_of
 
@@ -38,7 +39,7 @@ TRIAL_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Auto(Scheme):
+class Auto(LowPass):
     """Send each tensor in 1 / ``ratio`` of its bytes by the candidate with the least error.
 
     A candidate is a transform and a bit width. In the first ``TRIAL_STEPS`` of every ``every``
@@ -57,6 +58,7 @@ class Auto(Scheme):
     begins: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 1 <= self.ratio <= 10_000:
             raise ValueError(f"ratio must lie in [1, 10000], got {self.ratio!r}")
         if type(self.every) is not int or self.every < 1:
@@ -97,7 +99,7 @@ class Auto(Scheme):
             chosen = decided
         choices = {t.name: np.array([c], np.uint8) for t, c in zip(tensors, chosen, strict=True)}
         codecs = [self.codec(t.shape, c) for t, c in zip(tensors, chosen, strict=True)]
-        feedback = Feedback(self.error_feedback)
+        feedback = Feedback(self.error_feedback, beta=self.beta)
         outcome, *_ = yield from gather(codecs, tensors, grads, state, context, feedback)
         return outcome._replace(state={**outcome.state, "choice": choices, "trials": trials})
 

@@ -22,7 +22,7 @@ from horovod_fftcomp.schemes.clt_selection import (
 )
 from horovod_fftcomp.schemes.dense import half_limits
 from horovod_fftcomp.schemes.meter import measured_by
-from horovod_fftcomp.schemes.state import bucket_plan, new_state
+from horovod_fftcomp.schemes.state import bucket_plan, check_beta, new_state
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 from horovod_fftcomp.wire.header import align
 
@@ -55,8 +55,7 @@ class CommonIndex(Scheme):
                 "unbiased=True scales sent values by n/k, which makes residuals grow under error "
                 "feedback; give error_feedback=False with it"
             )
-        if not 0.0 < self.beta <= 1.0:
-            raise ValueError(f"beta must lie in (0, 1], got {self.beta!r}; 1 means no filter")
+        check_beta(self.beta)
         if type(self.bits) is not int or self.bits not in (16, 32):
             raise ValueError(f"bits must be 16 or 32 (float16 or float32), got {self.bits!r}")
         object.__setattr__(self, "beta", float(self.beta))

@@ -20,9 +20,9 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.host.payloads import part_of
 from horovod_fftcomp.kernels.ops import Feedback, Flags, Ops
 from horovod_fftcomp.kernels.plans import BucketPlan, split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, received
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, received
 from horovod_fftcomp.schemes.meter import Meter
-from horovod_fftcomp.schemes.state import new_state
+from horovod_fftcomp.schemes.state import LowPass, low_passed, new_state
 from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.header import Header
 
@@ -64,7 +64,7 @@ def merge_all(lists: Sequence[Entries], k: int) -> Entries:
 
 
 @dataclass(frozen=True)
-class GTopK(Scheme):
+class GTopK(LowPass):
     """Allreduce of the values at k common positions: the top-k of all ranks' merged top-k lists.
 
     A list is a top-k payload with float32 values. The lists are allgathered, and each rank merges
@@ -82,6 +82,7 @@ class GTopK(Scheme):
     rounds = ("allgather", "allreduce")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "density", TopK(self.density).density)
 
     def exchange(
@@ -110,6 +111,7 @@ class GTopK(Scheme):
             for array, (places, _) in zip(whole, chosen, strict=True)
         ]
         meter.after(left)
+        left = low_passed(ops, tensors, old, left, self.beta)
         new = new_state(tensors, grads, old, {"residual": left} if self.error_feedback else {})
         return Outcome(sums, new, Flags(finite), meter.measured())
 

@@ -16,15 +16,16 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.kernels.ops import Deferred, Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Measured, Round, Scheme, on_the_host
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Measured, Round, on_the_host
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL
+from horovod_fftcomp.schemes.state import LowPass
 from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.spec import spec_of
 
 
 @dataclass(frozen=True)
-class HardThreshold(Scheme):
+class HardThreshold(LowPass):
     """Send all values of at least ``threshold`` in magnitude, with optional error feedback.
 
     With ``threshold`` None each tensor begins with ``calibrate_steps`` steps of top-k at
@@ -45,6 +46,7 @@ class HardThreshold(Scheme):
     rounds = ("allgather",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         TopK(self.density)
         if self.threshold is not None:
             Threshold(self.threshold)
@@ -65,7 +67,7 @@ class HardThreshold(Scheme):
                 empty = np.empty(0, np.uint8)
                 yield Round("alltoall", empty, splits=(0,) * context.world_size)
                 context = context._replace(second=None)
-        feedback = Feedback(self.error_feedback)
+        feedback = Feedback(self.error_feedback, beta=self.beta)
         found = yield from gather(codecs, tensors, grads, state, context, feedback)
         outcome, read = found.outcome, found.payloads
         payloads = read() if read and any(codec.has_fixed_size for codec in codecs) else []

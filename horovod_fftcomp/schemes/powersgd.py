@@ -12,15 +12,15 @@ import numpy as np
 
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import LowRankPlan, Matrix
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
 from horovod_fftcomp.schemes.meter import Meter
-from horovod_fftcomp.schemes.state import named, new_state, old_arrays
+from horovod_fftcomp.schemes.state import LowPass, low_passed, named, new_state, old_arrays
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 from horovod_fftcomp.wire import counter_rng
 
 
 @dataclass(frozen=True)
-class PowerSgd(Scheme):
+class PowerSgd(LowPass):
     """Send the factors of a rank-``rank`` approximation, by one power iteration with warm start.
 
     M: a tensor as a matrix [first dimension, all others]; r = min(rank, rows, columns).
@@ -41,6 +41,7 @@ class PowerSgd(Scheme):
     rounds = ("allreduce", "allreduce")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if type(self.rank) is not int or not 1 <= self.rank <= 1024:
             raise ValueError(f"rank must be a whole number from 1 to 1024, got {self.rank!r}")
         counter_rng.check_seed(self.seed)
@@ -69,6 +70,7 @@ class PowerSgd(Scheme):
         second = yield Round("allreduce", message)
         sums, flags = ops.product(plan, left, first, second)
         new = {"factor": named(tensors, ops.nonzero_columns(plan, second, right))}
+        whole = low_passed(ops, tensors, old, whole, self.beta)
         kept = new_state(tensors, grads, old, {"residual": whole} if self.error_feedback else {})
         return Outcome(sums, new | kept, flags, meter.measured())
 

@@ -19,7 +19,7 @@ from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Ops,
 from horovod_fftcomp.schemes import Context, Grads, OldState, Outcome, Round, Scheme, State
 from horovod_fftcomp.schemes.meter import Squares, measured_by
 from horovod_fftcomp.schemes.shard_plan import Key, ShardPlan
-from horovod_fftcomp.schemes.state import new_state
+from horovod_fftcomp.schemes.state import low_passed, new_state
 from horovod_fftcomp.types import Tensor
 
 # Kinds of state of the part of a tensor that a rank owns: coefficients of the second residual, and
@@ -98,10 +98,13 @@ class _Bucket:
             wire.mark_corrupt(again.message)
         state: State = {}
         if keep:
-            state = new_state(owners, sums, self.state, {SHARD_RESIDUAL: again.residuals})
+            kept = low_passed(
+                self.ops, pieces, {"residual": residuals}, again.residuals, self.feedback.beta
+            )
+            state = new_state(owners, sums, self.state, {SHARD_RESIDUAL: kept})
             begins = plan.begins[context.rank].items()
-            kept = state[SHARD_RESIDUAL]
-            state[SHARD_BEGIN] = {name: begin for name, begin in begins if name in kept}
+            known = state[SHARD_RESIDUAL]
+            state[SHARD_BEGIN] = {name: begin for name, begin in begins if name in known}
         return _Owned(again.message, state, flags, error, again.squares)
 
     def _sum(self, received: Any) -> tuple[list[Any], Flags, PayloadError | None]:
@@ -135,7 +138,10 @@ class _Bucket:
         """Return the new state of the first compression."""
         plan, found = self.plan, {}
         if self.feedback.keep:
-            found["residual"] = plan.whole(self.ops, encoded.residuals, plan.n_bins, plan.forms)
+            whole = plan.whole(self.ops, encoded.residuals, plan.n_bins, plan.forms)
+            found["residual"] = low_passed(
+                self.ops, self.tensors, self.state, whole, self.feedback.beta
+            )
         if self.feedback.momentum is not None:
             found["velocity"] = plan.whole(self.ops, encoded.velocities, plan.numels)
         return new_state(self.tensors, self.grads, self.state, found)

@@ -19,10 +19,10 @@ from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.host.payloads import joined, part_of, summed
 from horovod_fftcomp.kernels.ops import Feedback, Flags
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.meter import measured_by
-from horovod_fftcomp.schemes.state import new_state
+from horovod_fftcomp.schemes.state import LowPass, low_passed, new_state
 from horovod_fftcomp.types import Array, Body, OldState, Tensor, Tensors
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.header import Header
@@ -97,7 +97,7 @@ def _payload(shape: tuple[int, ...], bitmap: Array, values: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class SparCml(Scheme):
+class SparCml(LowPass):
     """Sum of all ranks' top-k payloads, merged pairwise in the order of recursive doubling.
 
     Selection, first payloads and residuals are those of top-k with float32 values. A network that
@@ -116,6 +116,7 @@ class SparCml(Scheme):
     rounds = ("allgather",)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "density", TopK(self.density).density)
 
     @functools.cached_property
@@ -125,7 +126,7 @@ class SparCml(Scheme):
 
     @property
     def _topk(self) -> Allgather:
-        return Allgather(self.codec, self.error_feedback)
+        return Allgather(self.codec, self.error_feedback, beta=self.beta)
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
@@ -148,7 +149,8 @@ class SparCml(Scheme):
             arrived = merge_all(np.split(arrived, context.world_size), fold)
         writers = [_codec_of(codec, header) for header, _ in wire.split_payloads(arrived)]
         sums, _, finite = summed(writers, tensors, arrived, 1)
-        new = {"residual": encoded.residuals} if self.error_feedback else {}
+        residuals = low_passed(context.ops, tensors, state, encoded.residuals, self.beta)
+        new = {"residual": residuals} if self.error_feedback else {}
         kept = new_state(tensors, grads, state, new)
         return Outcome(sums, kept, Flags(finite), measured_by(tensors, encoded.squares))
 

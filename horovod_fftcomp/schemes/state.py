@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,49 @@ import numpy as np
 from horovod_fftcomp.kernels.cuda import is_on_host
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import BucketPlan
-from horovod_fftcomp.schemes import Grads, State
+from horovod_fftcomp.schemes import Grads, Scheme, State
 from horovod_fftcomp.types import OldState, Tensor, Tensors
+
+
+def check_beta(beta: float) -> None:
+    """Raise ValueError unless ``beta`` lies in (0, 1]."""
+    if not 0.0 < beta <= 1.0:
+        raise ValueError(f"beta must lie in (0, 1], got {beta!r}; 1 means no filter")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowPass(Scheme):
+    """Base of schemes with error feedback whose residuals may have a low-pass filter.
+
+    residual <- (1 - ``beta``) * residual + ``beta`` * (gradient + residual - sent). Source: Chen et
+    al., NeurIPS 2020 (ScaleCom).
+    """
+
+    beta: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_beta(self.beta)
+        object.__setattr__(self, "beta", float(self.beta))
+        if self.beta < 1.0 and not getattr(self, "error_feedback", True):
+            raise ValueError("beta is of the residual, so it needs error_feedback=True")
+
+    def spec_parts(self) -> tuple[str, dict[str, object]]:
+        """Return name and options for ``spec_of``; without a filter those of earlier versions."""
+        names = [f.name for f in fields(self) if f.name != "beta" or self.beta < 1.0]
+        return type(self).__dict__["spec_name"], {name: getattr(self, name) for name in names}
+
+
+def low_passed(
+    ops: Ops, tensors: Tensors, state: OldState, residuals: Sequence[Any], beta: float
+) -> list[Any]:
+    """Return residuals after the filter of ``LowPass``; None for what is sent whole.
+
+    ``residuals``: gradient + residual - sent, which may be written to.
+    """
+    if beta == 1.0:
+        return list(residuals)
+    old = state.get("residual", {})
+    return ops.mix([old.get(tensor.name) for tensor in tensors], residuals, beta)
 
 
 def bucket_plan(tensors: Tensors) -> BucketPlan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from horovod_fftcomp.codec.methods.sums import ordered_sum
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.host.common import CommonOps
@@ -37,6 +39,16 @@ class MomentumOps(CommonOps):
             share[:] = coeffs.array
             moved.append(new)
         return whole, moved
+
+    def mix(self, old: Arrays, new: Arrays, beta: float) -> list[Array | None]:
+        """See ``Ops.mix``."""
+        mixed, options = list(new), (1 - beta, False, beta, 0)
+        for number, (before, after) in enumerate(zip(old, new, strict=True)):
+            if after is not None:
+                reals = None if before is None else before.view(np.float32)
+                coeffs, _ = cpu.momentum_accumulate(after.view(np.float32), reals, None, *options)
+                mixed[number] = coeffs.array.view(after.dtype)
+        return mixed
 
     @staticmethod
     def accelerate(

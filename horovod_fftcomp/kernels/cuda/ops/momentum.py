@@ -53,6 +53,23 @@ class MomentumOps(CommonOps):
         pairs = zip(plan.numels, grads, strict=True)
         return [None if grad is None else self.empty(numel) for numel, grad in pairs]
 
+    def mix(self, old: Arrays, new: Arrays, beta: float) -> list[Any]:
+        """See ``Ops.mix``: a velocity, of which gradients are multiplied by ``beta``."""
+        there = list(map(self.put, old))
+        rows = np.zeros(len(there), structs.DENSE_MOMENTUM)
+        rows["velocity"] = list(map(self.address, there))
+        for field in ("grad", "moved", "whole"):
+            rows[field] = list(map(self.address, new))
+        rows["n"] = [0 if array is None else array.nbytes // 4 for array in new]
+        rows["factor"] = self.address(self.uploads.of("beta", np.array([beta], np.float32)))
+        rows["momentum"] = pattern_of(1 - beta)
+        owners = structs.enter_tiles(rows, rows["n"])
+        if owners.size:
+            tables = [self.uploads.of("mixed", rows), self.uploads.of("owners", owners)]
+            kernel = self.kernels("accumulate")["accumulate"]
+            kernel(owners.size, structs.THREADS, tables, 0)
+        return list(new)
+
     def cleared(self, array: Any) -> Any:
         """See ``Ops.cleared``."""
         return None if array is None else self.zeros(len(array))
