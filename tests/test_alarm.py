@@ -57,7 +57,9 @@ def test_tensors_are_told_apart_and_named_with_ratio_and_mends():
         texts.append(alarm.observe("fc.weight", 0.5, 0.5 * 2.0**i))
     assert [text is not None for text in texts] == [False] * 5 + [True] + [False] * 2
     assert "'fc.weight' is 32 times its gradient (healthy: up to 20)" in texts[5]
-    for mend in ("Raise the density", "lower the learning rate", "dense warm-up", "clip the mom"):
+    limit = "Learning rate * curvature should be below density * (1 - momentum of the optimizer)"
+    assert limit in texts[5]
+    for mend in ("raise the density", "lower the learning rate or the momentum", "(beta=0.2)"):
         assert mend in texts[5]
     assert alarm.ratios() == {"calm": 3.0, "fc.weight": 128.0}
 

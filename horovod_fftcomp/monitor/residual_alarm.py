@@ -88,6 +88,7 @@ class ResidualAlarm:
             f"the residual of {name!r} is {ratio:.3g} times its gradient (healthy: up to "
             f"{self.threshold:.3g}) and grew by more than 10 % at each of the last {MEASUREMENTS} "
             "measurements: less is sent than is added, so the model trains on stale gradients. "
-            "Raise the density, lower the learning rate, use a longer dense warm-up "
-            "(warmup_steps), or clip the momentum."
+            "Learning rate * curvature should be below density * (1 - momentum of the optimizer): "
+            "raise the density, lower the learning rate or the momentum, or filter the residual "
+            "(beta=0.2)."
         )
