@@ -63,7 +63,8 @@ class Recipe:
     @property
     def own_options(self) -> dict[str, object]:
         """The same without those that all recipes that gather, or that have a residual, share."""
-        return _defaults(inspect.unwrap(self.make))
+        own = _defaults(inspect.unwrap(self.make))
+        return {name: value for name, value in own.items() if (name, value) != ("beta", 1.0)}
 
     def checked(self, options: Mapping[str, object]) -> dict[str, Any]:
         """Return ``options`` as built-in objects; TypeError for a value of the wrong type."""
@@ -190,7 +191,7 @@ def _drawn(
     exchange: Literal["reduce", "gather"] = "reduce",
     scope: _Scope = "tensor",
     seed: int = 0,
-    beta: float = 1.0,
+    beta: float = 0.1,
 ) -> Scheme:
     drawn = selection(density, seed)
     scheme = CommonIndex(drawn, error_feedback, unbiased, beta, collective=f"all{exchange}")

@@ -32,7 +32,7 @@ FEEDBACK = {
 } | {
     key: (CODECS[key][0], {**CODECS[key][1], "error_feedback": True}) for key in CONTRACTIONS
 } | {
-    f"{name}-{density}": (name, {"density": density})
+    f"{name}-{density}": (name, {"density": density, "beta": 1})
     for name in DRAWN_RECIPES for density in (0.001, 0.3, 1.0)
 } | {
     f"scalecom-{selector}-{density}": ("scalecom", {**options, "density": density, "beta": 1})
@@ -44,10 +44,10 @@ FEEDBACK = {
 VARIANTS = {
     "topk-bucket": ("topk", {"scope": "bucket"}),
     "topk-model": ("topk", {"scope": "model", "bits": 32}),
-    "random_k-gather": ("random_k", {"exchange": "gather"}),
-    "random_k-gather-bucket": ("random_k", {"exchange": "gather", "scope": "bucket"}),
-    "random_block-gather": ("random_block", {"exchange": "gather"}),
-    "random_block-model": ("random_block", {"scope": "model"}),
+    "random_k-gather": ("random_k", {"exchange": "gather", "beta": 1}),
+    "random_k-gather-bucket": ("random_k", {"exchange": "gather", "scope": "bucket", "beta": 1}),
+    "random_block-gather": ("random_block", {"exchange": "gather", "beta": 1}),
+    "random_block-model": ("random_block", {"scope": "model", "beta": 1}),
     "scalecom-exact": ("scalecom", {"selector": "exact"}),
     "scalecom-float16": ("scalecom", {"bits": 16}),
     "scalecom-bucket": ("scalecom", {"scope": "bucket", "beta": 1}),

@@ -141,7 +141,7 @@ def test_gathered_each_rank_sends_what_it_drew_for_itself(recipe, ranks):
     selection = get_scheme(recipe, density=density).selection
     gradients = np.random.default_rng(0).standard_normal((3, ranks, n)).astype(np.float32)
     residual = np.zeros((ranks, n))
-    steps = simulate(recipe, gradients, density=density, exchange="gather")
+    steps = simulate(recipe, gradients, density=density, exchange="gather", beta=1.0)
     for number, (grads, step) in enumerate(zip(gradients, steps, strict=True)):
         due, sent = residual + grads, np.zeros((ranks, n))
         for rank in range(ranks):
