@@ -115,6 +115,7 @@ MORE = {
         "scalecom(density=0.0017)" + WARM,
         "scalecom(density=0.008, beta=1.0)",
         "random_block(density=0.01)" + WARM,
+        "random_block(density=0.01, beta=1.0)",
         AS_MANY_BYTES,
     ),
     "charlm": (
@@ -126,7 +127,9 @@ MORE = {
         "scalecom(density=0.008, beta=1.0)",
         "scalecom(density=0.1, beta=0.5)",
         "scalecom(density=0.1, beta=0.5)" + LONGER,
+        "random_block(density=0.01, beta=1.0)",
         "random_block(density=0.1)",
+        "random_block(density=0.1, beta=1.0)",
         "random_block(density=0.5)" + LONGER,
         "hard_threshold(density=0.01)" + LONGER,
         "auto(ratio=100)" + LONGER,
@@ -135,7 +138,9 @@ MORE = {
     "logistic": (
         "none" + LONGER,
         "scalecom(density=0.008, beta=1.0)",
+        "random_block(density=0.01, beta=1.0)",
         "random_block(density=0.1)",
+        "random_block(density=0.1, beta=1.0)",
         AS_MANY_BYTES,
     ),
 }
