@@ -5,6 +5,8 @@ Each function returns the first difference, or None where there is none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from horovod_fftcomp import wire
@@ -77,12 +79,18 @@ def of_payloads(found: Array, expected: Array) -> str | None:
 
 
 def of_spectra(
-    codec: Codec, found: Array, expected: Array, wanted: Array, left: Array | None, limit: float
+    codec: Codec,
+    found: Array,
+    expected: Array,
+    wanted: Array,
+    left: Array | None,
+    kept: Callable[[Array], Array],
+    limit: float,
 ) -> str | None:
     """Compare payloads of two sets of coefficients that differ by up to ``limit``.
 
     ``wanted``: the CPU's coefficients (gradient plus residual); ``left``: the GPU's new residual,
-    or None.
+    or None. ``kept`` returns the residual of what was not sent.
     """
     ours, theirs = wire.read_header(found), wire.read_header(expected)
     text = of_headers(ours, theirs, limit)
@@ -103,7 +111,7 @@ def of_spectra(
     text = _of_values(sent, wanted, odd, mine.coding, limit)
     if text or left is None:
         return text
-    return of_arrays("its residual", left, wanted - sent, limit)
+    return of_arrays("its residual", left, kept(wanted - sent), limit)
 
 
 def _sizes(coeffs: Array, bins_per_block: int) -> Array:

@@ -23,6 +23,7 @@ from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
+from horovod_fftcomp.schemes.state import low_passed
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 
@@ -219,9 +220,16 @@ class Twin:
         left = _read(self._seen.new_state).get("residual", {}).get(tensor.name)
         limit = differences.transform_limit(wanted, carried)
         try:
-            return differences.of_spectra(codec, found, expected, wanted, left, limit)
+            return differences.of_spectra(codec, found, expected, wanted, left, self._kept, limit)
         except ValueError as error:  # invalid codes or positions
             return f"its payload cannot be read: {error}"
+
+    def _kept(self, unsent: Array) -> Array:
+        """Return the residual of the first tensor's coefficients that were not sent."""
+        assert isinstance(self._scheme, Allgather)
+        tensors, ops = self._tensors[:1], self._seen.context.ops
+        [kept] = low_passed(ops, tensors, self._state, [unsent], self._scheme.beta)
+        return kept
 
     def _in_sum(self, found: Array, expected: Array) -> str | None:
         limit = None
