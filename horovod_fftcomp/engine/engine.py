@@ -298,7 +298,7 @@ class Engine:
         if not finite:
             return False
         changes = (
-            (self._state[bucket].get(kind, {}).get(name), array)
+            (self._state[bucket].get(kind, outcomes[bucket].first.get(kind, {})).get(name), array)
             for bucket in there
             for kind, arrays in outcomes[bucket].state.items()
             for name, array in arrays.items()

@@ -145,6 +145,7 @@ class Outcome(NamedTuple):
     """Result of an exchange: sums over ranks, flat float32, in the order of the tensors.
 
     ``state``: the new state, which replaces the old one if the whole step was finite on every rank.
+    ``first``: what a first state replaces, where that is not zeros.
     ``flags`` say whether this exchange was. ``measured``: None, or a function that returns the
     measurements, for which it waits if they are on a GPU; it keeps no array alive that could be
     freed.
@@ -154,6 +155,7 @@ class Outcome(NamedTuple):
     state: State
     flags: Flags = Flags()
     measured: Callable[[], Measured] | None = None
+    first: OldState = MappingProxyType({})
 
 
 def on_the_host(

@@ -69,10 +69,11 @@ class PowerSgd(LowPass):
             meter.after(whole)
         second = yield Round("allreduce", message)
         sums, flags = ops.product(plan, left, first, second)
+        before = {"factor": named(tensors, right)}
         new = {"factor": named(tensors, ops.nonzero_columns(plan, second, right))}
         whole = low_passed(ops, tensors, old, whole, self.beta)
         kept = new_state(tensors, grads, old, {"residual": whole} if self.error_feedback else {})
-        return Outcome(sums, new | kept, flags, meter.measured())
+        return Outcome(sums, new | kept, flags, meter.measured(), before)
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
