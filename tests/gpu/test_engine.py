@@ -86,6 +86,39 @@ def test_between_nodes_steps_are_the_cpus(recipe, options, tolerance, n_ranks, r
     assert_same_account(cpu, gpu, 2, tolerance)
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("recipe", ["powersgd", "topk", "scalecom", "adacomp"])
+def test_the_first_step_may_be_bad(recipe, ranks_per_node):
+    """Then a state that does not exist is restored, which is not zeros of each kind."""
+    options = {"ranks_per_node": ranks_per_node} if ranks_per_node > 1 else {}
+    cpu, gpu = (make_engines(on, recipe, 4, **options) for on in (None, Emulator()))
+    rng = np.random.default_rng(20)
+    for step in range(5):
+        grads = random_grads(rng, 4)
+        if step < 2:
+            grads[1][step][0][5] = np.inf
+        assert_same_step(cpu, gpu, grads)
+    assert_same_account(cpu, gpu, 2)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "sharded"])
+@pytest.mark.parametrize("recipe", ["hard_threshold", "strom"])
+def test_residuals_of_a_step_that_sends_all_are_filtered_as_on_the_cpu(recipe, exchange):
+    options = {"threshold": 1.5, "beta": 0.25, "exchange": exchange}
+    cpu, gpu = make_engines(None, recipe, **options), make_engines(Emulator(), recipe, **options)
+    rng = np.random.default_rng(21)
+    for step in range(4):
+        grads = random_grads(rng)
+        if step == 2:
+            for grad in (grad for rank in grads for bucket in rank for grad in bucket):
+                grad += np.float32(1000) * np.sign(grad)
+        assert_same_step(cpu, gpu, grads)
+        for tensor in TENSORS:
+            residuals = [engines[0].residual(tensor.name) for engines in (cpu, gpu)]
+            np.testing.assert_array_equal(*residuals)
+            assert residuals[0].any()
+
+
 @pytest.mark.parametrize("bad", [False, True])
 def test_what_a_rank_owes_that_leads_no_more_arrives_when_a_step_counts(bad):
     old, rng = make_engines(Emulator(), "topk", 4, density=0.05), np.random.default_rng(18)

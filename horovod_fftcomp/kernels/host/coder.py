@@ -120,9 +120,8 @@ class HostCoder:
     ) -> _One:
         """Encode one tensor, into ``out`` if given."""
         codec, tensor = self._codecs[number], self._tensors[number]
-        rng_key = RngKey(at[0], tensor.name, at[1])
-        residual = state.get("residual", {}).get(tensor.name)
-        velocity = state.get("velocity", {}).get(tensor.name)
+        old = [state.get(kind, {}).get(tensor.name) for kind in ("residual", "velocity")]
+        (residual, velocity), key = old, RngKey(at[0], tensor.name, at[1])
         keep, moved = feedback.keep or measure, None
         if grad is None:
             grad, keep, measure = np.zeros(math.prod(tensor.shape), np.float32), False, False
@@ -136,7 +135,7 @@ class HostCoder:
         wanted = codec.energy(coeffs.array, tensor.shape) if measure else 0.0
         subtract = keep and not feedback.keeps_sent
         payload, new = codec.encode_coeffs(
-            coeffs, tensor.shape, kernels=cpu, keep_residual=subtract, out=out, rng_key=rng_key
+            coeffs, tensor.shape, kernels=cpu, keep_residual=subtract, out=out, rng_key=key
         )
         if keep and feedback.keeps_sent:
             return _One(payload, coeffs.array)
@@ -147,6 +146,8 @@ class HostCoder:
             squares = (energy_of(grad), wanted, codec.energy(new, tensor.shape))
         elif measure and moved is not None and coeffs.peak <= LARGEST_FINITE_BITS:
             squares = (energy_of(grad), wanted, 0.0)  # all is sent
+        if new is None and feedback.beta < 1 and not codec.has_fixed_size:
+            new = np.zeros_like(coeffs.array)  # as a GPU, which does not know that all is sent
         return _One(payload, new if keep and feedback.keep else None, moved, squares)
 
     def decode_sum(self, gathered: Array, sign: bool | str) -> Summed:
