@@ -482,8 +482,9 @@ def testmemcpy_copies_with_any_number_of_threads(monkeypatch):
     np.testing.assert_array_equal(target, source)
 
 
-def test_a_recipe_with_decay_is_measured_without_feedback_too():
-    [choice] = recipe_choices("topk:density=0.1,decay=0.9")
+@pytest.mark.parametrize("option", ["decay=0.9", "beta=0.5", "decay=0.9,beta=0.5"])
+def test_a_recipe_with_a_changed_residual_is_measured_without_feedback_too(option):
+    [choice] = recipe_choices(f"topk:density=0.1,{option}")
     tensor = Tensor("w", (64, 64))
     other = np.ones(64 * 64, np.float32)
     session = RecipeSession(*choice, tensor, other)

@@ -66,8 +66,8 @@ class RecipeSession:
         self.scheme = policy.at(_USUAL_STEP)
         self.has_feedback = bool(policy.in_force().get("error_feedback"))
         off: dict[str, object] = {"error_feedback": False} if self.has_feedback else {}
-        if self.has_feedback and "decay" in options:
-            off["decay"] = 1.0  # there is no residual to decay
+        if self.has_feedback:  # there is no residual to decay or to filter
+            off |= dict.fromkeys({"decay", "beta"} & set(options), 1.0)
         plain = make_policy(recipe, **{**options, **off})
         self._plain = plain.at(_USUAL_STEP)
         self._tensor = tensor
