@@ -89,6 +89,6 @@ class ResidualAlarm:
             f"{self.threshold:.3g}) and grew by more than 10 % at each of the last {MEASUREMENTS} "
             "measurements: less is sent than is added, so the model trains on stale gradients. "
             "Learning rate * curvature should be below density * (1 - momentum of the optimizer): "
-            "raise the density, lower the learning rate or the momentum, or filter the residual "
-            "(beta=0.2)."
+            "raise the density, lower the learning rate or the momentum, or filter the residual, "
+            "where the recipe has beta, by a smaller one."
         )
