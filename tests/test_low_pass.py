@@ -140,3 +140,9 @@ def digits_accuracy(recipe, n_ranks=2, n_steps=300, lr=0.05, momentum=0.9, **opt
 def test_random_positions_train_under_momentum(recipe):
     """Dense SGD gets 0.97; a full residual comes back too late, which 0.1 to 0.5 tell."""
     assert digits_accuracy(recipe, density=0.05) > 0.9
+
+
+@pytest.mark.parametrize("recipe", ["random_block", "random_k", "scalecom"])
+def test_without_error_feedback_nothing_is_filtered(recipe):
+    plain, filtered = (get_scheme(recipe, error_feedback=False, beta=beta) for beta in (1.0, 0.5))
+    assert plain == filtered

@@ -58,7 +58,7 @@ class CommonIndex(Scheme):
         check_beta(self.beta)
         if type(self.bits) is not int or self.bits not in (16, 32):
             raise ValueError(f"bits must be 16 or 32 (float16 or float32), got {self.bits!r}")
-        object.__setattr__(self, "beta", float(self.beta))
+        object.__setattr__(self, "beta", float(self.beta) if self.error_feedback else 1.0)
 
     @property
     def rounds(self) -> tuple[str, ...]:
