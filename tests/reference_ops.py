@@ -79,6 +79,8 @@ class ReferenceCoder:
                 if left is None and feedback.momentum is not None:
                     squares[number] = (energy_of(grad), energy_of(whole), 0.0)
             kept = whole if feedback.keeps_sent else left
+            if kept is None and feedback.beta < 1 and not codec.has_fixed_size:
+                kept = np.zeros_like(whole)  # nothing is left of values that are all sent
             residuals.append(kept if feedback.keep and grad is not None else None)
             velocities.append(moved)
         squares = {number: sums for number, sums in squares.items() if sums is not None}
