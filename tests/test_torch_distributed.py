@@ -32,15 +32,19 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
     }
     files = [(folder / f"rank-{rank}.txt").open("w+") for rank in range(n)]
+    # Ranks that shared a folder of temporary files would clean up under each other's hands.
+    temporary = [folder / f"temporary-{rank}" for rank in range(n)]
+    for own in temporary:
+        own.mkdir(exist_ok=True)
     ranks = [
         subprocess.Popen(
             [sys.executable, *command],
-            env=environment | {"FFTCOMP_TEST_RANK": str(rank)},
+            env=environment | {"FFTCOMP_TEST_RANK": str(rank), "PYTEST_DEBUG_TEMPROOT": str(own)},
             cwd=ROOT,
             stdout=file,
             stderr=subprocess.STDOUT,
         )
-        for rank, file in enumerate(files)
+        for rank, (file, own) in enumerate(zip(files, temporary, strict=True))
     ]
     try:
         codes = [rank.wait(timeout_s) for rank in ranks]
