@@ -254,7 +254,7 @@ def test_recipes_are_compared_under_torchrun(unedited, tmp_path, no_launcher):
                "--launcher", f"{launcher} --standalone", str(unedited)]  # fmt: skip
     run = subprocess.run(
         [sys.executable, "-m", "horovod_fftcomp", *command],
-        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     rows = json.loads((tmp_path / "rows.json").read_text())
