@@ -59,7 +59,11 @@ def test_tensors_are_told_apart_and_named_with_ratio_and_mends():
     assert "'fc.weight' is 32 times its gradient (healthy: up to 20)" in texts[5]
     limit = "Learning rate * curvature should be below density * (1 - momentum of the optimizer)"
     assert limit in texts[5]
-    for mend in ("raise the density", "lower the learning rate or the momentum", "beta"):
+    for mend in (
+        "raise the density",
+        "lower the learning rate or the momentum",
+        "filter the residual",
+    ):
         assert mend in texts[5]
     assert alarm.ratios() == {"calm": 3.0, "fc.weight": 128.0}
 
