@@ -64,6 +64,7 @@ def with_torch() -> None:
         named_parameters=model.named_parameters(),
         compression=Compression.topk(model, **OPTIONS),
     )
+    hvd.barrier()  # on a busy machine loading takes some ranks longer than others
     for step in range(STEPS):
         if stalls(step, hvd.rank(), lambda: hvd.allgather_object(0)):
             break
@@ -97,6 +98,7 @@ def with_tensorflow() -> None:
         grads = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
 
+    hvd.allreduce(tf.zeros(1))  # on a busy machine loading takes some ranks longer than others
     for step in range(STEPS):
         if stalls(step, hvd.rank(), lambda: hvd.allgather_object(0)):
             break
