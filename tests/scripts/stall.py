@@ -98,6 +98,7 @@ def with_tensorflow() -> None:
         grads = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
 
+    train.get_concrete_function(tf.TensorSpec((8, 64)))
     hvd.allreduce(tf.zeros(1))  # on a busy machine loading takes some ranks longer than others
     for step in range(STEPS):
         if stalls(step, hvd.rank(), lambda: hvd.allgather_object(0)):
