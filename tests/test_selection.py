@@ -105,7 +105,6 @@ def _keys_of_every_kind(n: int) -> dict[str, np.ndarray]:
 def n_threads(request, monkeypatch):
     """Let kernels share out their work, on any machine."""
     monkeypatch.setattr(threads, "get_num_threads", lambda: request.param)
-    monkeypatch.setattr(threads, "_pool", None)
 
 
 @pytest.mark.usefixtures("n_threads")

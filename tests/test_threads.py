@@ -17,7 +17,6 @@ from horovod_fftcomp.kernels import threads
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
     monkeypatch.setattr(threads, "_num_threads", None)
-    monkeypatch.setattr(threads, "_pool", None)
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.0, True, None, "2"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -29,15 +30,14 @@ _DEFAULT_FENV = ctypes.c_void_p(-1)  # FE_DFL_ENV
 _libm = ctypes.CDLL("libm.so.6")
 
 _num_threads: int | None = None
-_pool: ThreadPoolExecutor | None = None
 
 
 def set_num_threads(count: int) -> None:
     """Set the number of threads that this process compresses with, from the next call on."""
-    global _num_threads, _pool
+    global _num_threads
     if type(count) is not int or count < 1:
         raise ValueError(f"the number of threads must be a whole number from 1 up, got {count!r}")
-    _num_threads, _pool = count, None
+    _num_threads = count
 
 
 def get_num_threads() -> int:
@@ -79,7 +79,7 @@ def each(work: Callable[..., Result], arguments: Iterable[tuple]) -> list[Result
     first, *others = arguments
     if not others:
         return [work(*first)]
-    pool = _get_pool()
+    pool = _pool(get_num_threads())
     futures = [pool.submit(work, *argument) for argument in others]
     return [work(*first), *(future.result() for future in futures)]
 
@@ -100,21 +100,11 @@ def ieee_arithmetic() -> Iterator[None]:
         _libm.fesetenv(before)
 
 
-def _get_pool() -> ThreadPoolExecutor:
-    global _pool
-    pool = _pool
-    if pool is None:
-        # A thread inherits the floating-point environment of the one that starts it.
-        pool = _pool = ThreadPoolExecutor(
-            get_num_threads(), "fftcomp-kernel", _libm.fesetenv, (_DEFAULT_FENV,)
-        )
-    return pool
-
-
-def _forget_pool() -> None:
-    global _pool
-    _pool = None
+@functools.lru_cache(1)
+def _pool(n_threads: int) -> ThreadPoolExecutor:
+    # A thread inherits the floating-point environment of the one that starts it.
+    return ThreadPoolExecutor(n_threads, "fftcomp-kernel", _libm.fesetenv, (_DEFAULT_FENV,))
 
 
 # A forked child has its parent's pool but not its threads: submitted work would never run.
-os.register_at_fork(after_in_child=_forget_pool)
+os.register_at_fork(after_in_child=_pool.cache_clear)
