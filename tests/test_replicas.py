@@ -16,9 +16,9 @@ from horovod_fftcomp.monitor.parameter_hash import (
     describe,
     find_differences,
     hash_bytes,
-    hash_bytes_reference,
 )
 from tests.loops import each
+from tests.reference_hash import hash_bytes_reference
 
 ROW = 512  # bytes: 64 lanes of 8
 

@@ -47,28 +47,6 @@ def hash_bytes(array: Array) -> int:
     return int(_kernel()(*_words(array)))
 
 
-def hash_bytes_reference(array: Array) -> int:
-    """Return ``hash_bytes(array)`` in plain NumPy: the slow reference implementation.
-
-    The bytes are read as rows of 64 words of 8 bytes. Each of 64 lanes takes in the words of its
-    column. One more lane takes in the lanes, then the words that fill no row, the last of them
-    padded with zeros, and then the number of bytes.
-    """
-    rows, tail = _words(array)
-    lanes = _SEEDS
-    for row in rows:
-        lanes = _step(lanes, row)
-    total = np.zeros(1, np.uint64)  # an array, since only the arithmetic of arrays wraps silently
-    for word in np.concatenate([lanes, tail])[:, None]:
-        total = _step(total, word)
-    return int(total[0])
-
-
-def _step(lanes: Array, words: Array) -> Array:
-    mixed = lanes + words * _WORD_PRIME
-    return ((mixed << _LEFT) | (mixed >> _RIGHT)) * _PRIME
-
-
 def _words(array: Array) -> tuple[Array, Array]:
     """Return (words in whole rows ``[rows, 64]``; remaining words and the byte count)."""
     if array.dtype.hasobject:

@@ -18,13 +18,13 @@ from horovod_fftcomp.kernels.cuda import structs
 from horovod_fftcomp.kernels.cuda.decoder import CORRUPT, NOT_FINITE, SOUND
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device
-from horovod_fftcomp.monitor.parameter_hash import hash_bytes_reference
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.header import DTYPES, read_header
 from horovod_fftcomp.wire.positions import Layout, unary_bits
 from tests.contracts import CASES, CODECS, HOST_ONLY, is_adaptive, make_codec, plan_of
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
 from tests.loops import each
+from tests.reference_hash import hash_bytes_reference
 from tests.reference_ops import positions_of
 
 SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
