@@ -51,7 +51,7 @@ class Steps:
 
     def at(self, step: int) -> float:
         """Return the density at exchange ``step``, counted from 0."""
-        position = bisect.bisect_right(self.densities, _checked_step(step), key=_first_step)
+        position = bisect.bisect_right(self.densities, (_checked_step(step), math.inf))
         return _rounded(self.densities[position - 1][1])
 
 
@@ -166,10 +166,6 @@ def _clipped(density: float, start: float, end: float) -> float:
 
 def _rounded(density: float) -> float:
     return float(f"{density:.{SIGNIFICANT_DIGITS}g}")
-
-
-def _first_step(pair: tuple[int, float]) -> int:
-    return pair[0]
 
 
 def _checked_step(step: int) -> int:
