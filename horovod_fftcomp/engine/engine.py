@@ -426,13 +426,6 @@ class Engine:
             foreign = sorted(set(arrays) - names)
             if foreign:
                 raise ValueError(f"{kind} of unknown tensors {foreign}; was another model saved?")
-        states: list[State] = [
-            {
-                kind: {t.name: arrays[t.name].copy() for t in bucket.tensors if t.name in arrays}
-                for kind, arrays in part["state"].items()
-            }
-            for bucket in self.buckets
-        ]
         kept = {name for arrays in part["state"].values() for name in arrays}
         for name, expected in self._formats(part["step"]).items():
             if name in kept and part["formats"][name] != expected:
@@ -440,14 +433,20 @@ class Engine:
                     f"the state of {name!r} is a {part['formats'][name]}, expected a {expected}; "
                     "load it with the recipe, block and model that it was saved with"
                 )
-        for bucket, state in zip(self.buckets, states, strict=True):
+        states: list[State] = []
+        for bucket in self.buckets:
             scheme = bucket.policy.at(part["step"])
+            state: OldState = {
+                kind: {t.name: arrays[t.name].copy() for t in bucket.tensors if t.name in arrays}
+                for kind, arrays in part["state"].items()
+            }
             if "alltoall" not in scheme.rounds:  # it has no second residuals
-                _replace(state, folded(scheme, bucket.tensors, state))
+                state = folded(scheme, bucket.tensors, state)
             for tensor in bucket.tensors:
                 _check_arrays(tensor, state, scheme.state_arrays(tensor, state))
             if isinstance(scheme, Sharded):
-                _replace(state, scheme.owned(bucket.tensors, state, self.rank, self.world_size))
+                state = scheme.owned(bucket.tensors, state, self.rank, self.world_size)
+            states.append({kind: dict(arrays) for kind, arrays in state.items()})
         self.abandon()
         if self._commit is not None:
             self._commit.reset()
@@ -455,13 +454,6 @@ class Engine:
         self.step = part["step"]
         self.loss_scale = part["loss_scale"]
         self._state = states
-
-
-def _replace(state: State, by: OldState) -> None:
-    """Replace the content of ``state``."""
-    arrays = {kind: dict(arrays) for kind, arrays in by.items()}
-    state.clear()
-    state.update(arrays)
 
 
 def _missed(measured: dict[int, Measured]) -> float:
@@ -478,7 +470,7 @@ def _missed(measured: dict[int, Measured]) -> float:
 
 
 def _check_arrays(
-    tensor: Tensor, state: State, expected: Mapping[str, tuple[np.dtype, int]]
+    tensor: Tensor, state: OldState, expected: Mapping[str, tuple[np.dtype, int]]
 ) -> None:
     """Raise ValueError for an array of a tensor's state that its scheme does not accept."""
     for kind, arrays in state.items():
