@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+import random
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from horovod_fftcomp.codec import adaptive, methods, quantizers, sparsifiers, tr
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.engine.buckets import is_compressed, make_buckets
+from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor, clt_selection
@@ -28,6 +30,7 @@ from horovod_fftcomp.schemes.momentum import MomentumCorrection
 from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.sketchsgd import SketchSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
+from horovod_fftcomp.simulation import exchange_once
 
 METHODS = (importlib.import_module(f"{methods.__name__}.{module.name}")
            for module in pkgutil.iter_modules(methods.__path__))  # fmt: skip
@@ -173,6 +176,36 @@ def test_small_tensors_and_vectors_stay_dense():
     assert not is_compressed(Tensor("small", (31, 33)))
     assert is_compressed(Tensor("matrix", (32, 32)))
     assert is_compressed(Tensor("small", (31, 33)), min_numel=1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("signsgd", {}), ("signum", {}), ("demo", {"sign": True})]
+)
+def test_signs_are_sent_of_every_tensor_in_every_step(recipe, options):
+    """A mean gradient would be far smaller than their steps of 1."""
+    tensors = [Tensor("w", (40, 50)), Tensor("bias", (50,)), Tensor("b", (3,)), Tensor("s", ())]
+    policy = make_policy(recipe, **options)
+    [bucket] = make_buckets(tensors, policy, world_size=2)
+    assert list(bucket.tensors) == tensors
+    ruled = make_buckets(tensors, policy, [("b*", "dense")], world_size=2)
+    assert [t.name for one in ruled for t in one.tensors] == ["w", "s"]
+    engines = [Engine([bucket], rank, 2) for rank in range(2)]
+    rng = np.random.default_rng(0)
+    for _ in range(2):
+        grads = [
+            [0.005 * rng.standard_normal(int(np.prod(t.shape))).astype(np.float32) for t in tensors]
+            for _ in engines
+        ]
+        exchange_once(engines, [[own] for own in grads], random.Random(0))
+        for total in engines[0].sums(0):
+            assert set(np.unique(total)) <= {-2.0, 0.0, 2.0}
+            assert total.any()
+        for engine in engines:
+            engine.settle()
+    with pytest.raises(ValueError, match=f"{recipe!r} sends signs, so there are no dense steps"):
+        make_policy(recipe, warmup_steps=3, **options)
+    plain = make_policy("demo", warmup_steps=3)  # the momentum itself
+    assert [t.name for b in make_buckets(tensors, plain) for t in b.tensors] == ["w"]
 
 
 def test_buckets_hold_whole_tensors_in_order():

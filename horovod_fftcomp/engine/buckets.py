@@ -54,22 +54,23 @@ def make_buckets(
     """Return the tensors to compress, in the given order, in buckets of one policy each.
 
     Rules decide about the tensors that they name. Of the others, vectors and tensors of fewer than
-    ``min_numel`` elements are left out, as is the first convolution if the recipe spares it
-    (``Recipe.spares_first``); recipe "none" has no buckets. A bucket holds whole tensors of at most
-    ``capacity_nbytes`` in float32, and at most an eighth of all compressed bytes or 1 MB, whichever
-    is larger; a larger tensor has a bucket to itself. By its size and ``world_size`` exchange
-    "auto" is decided. Under a policy with scope "model" one bucket
-    holds all tensors.
+    ``min_numel`` elements are left out unless signs are sent, as is the first convolution if the
+    recipe spares it (``Recipe.spares_first``); recipe "none" has no buckets. A bucket holds whole
+    tensors of at most ``capacity_nbytes`` in float32, and at most an eighth of all compressed bytes
+    or 1 MB, whichever is larger; a larger tensor has a bucket to itself. By its size and
+    ``world_size`` exchange "auto" is decided. Under a policy with scope "model" one bucket holds
+    all tensors.
     """
     tensors = list(tensors)
     spared = first_convolution(tensors) if RECIPES[policy.recipe].spares_first else None
+    signs = policy.at(policy.warmup_steps).sends_signs()  # a mean would be no step of that size
     by_policy: dict[tuple[Scheduled, bool], list[Tensor]] = {}
     for tensor in tensors:
         action = action_for(tensor, rules)
         if action is not None:
             chosen = policy_of(action, policy)
         else:
-            compressed = is_compressed(tensor, min_numel) and tensor is not spared
+            compressed = signs or (is_compressed(tensor, min_numel) and tensor is not spared)
             chosen = policy if compressed else None
         if chosen is not None and chosen.recipe != "none":
             by_policy.setdefault((chosen, action is not None), []).append(tensor)

@@ -225,7 +225,11 @@ def make_policy(
     ranks_per_node = checked("ranks_per_node", ranks_per_node, int, 8)
     check_names(recipe, options, get_recipe(recipe).options, KEYWORDS)
     options = get_recipe(recipe).checked(options)
-    get_scheme(recipe, **options)
+    if get_scheme(recipe, **options).sends_signs() and warmup_steps:
+        raise ValueError(
+            f"recipe {recipe!r} sends signs, so there are no dense steps: their means would be far "
+            "smaller than 1. Give warmup_steps=0"
+        )
     schedule = None
     if density_schedule is not None:
         _require_density(recipe, "density_schedule")

@@ -263,6 +263,10 @@ class Scheme(Protocol):
         """Return whether differences of weights may be sent: no momentum of its own, no signs."""
         return True
 
+    def sends_signs(self) -> bool:
+        """Return whether sums become signs, so that an optimizer takes steps of one size."""
+        return False
+
     def check_differences(self, who: str) -> None:
         """Raise UnsupportedError, about ``who``, unless differences of weights may be sent."""
         if not self.fits_differences():

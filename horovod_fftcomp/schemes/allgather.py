@@ -136,6 +136,10 @@ class Allgather(LowPass):
         """Return whether differences of weights may be sent; see ``Scheme``."""
         return not (self.sign or self.momentum)
 
+    def sends_signs(self) -> bool:
+        """Return whether sums become signs; see ``Scheme``."""
+        return bool(self.sign)
+
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         return serves(self.codec, tensors, of_signs=self.momentum)

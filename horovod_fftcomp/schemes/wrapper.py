@@ -48,6 +48,10 @@ class Wrapper(Scheme):
         """Return whether differences of weights may be sent; see ``Scheme``."""
         return self.scheme.fits_differences()
 
+    def sends_signs(self) -> bool:
+        """Return whether sums become signs; see ``Scheme``."""
+        return self.scheme.sends_signs()
+
     def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
         """Return in words what is chosen for a tensor; see ``Scheme``."""
         return self.scheme.choice_of(state, tensor)
