@@ -154,7 +154,7 @@ class StepDriver(steps.StepDriver):
             self._observe_dense(reduced, context.name)
             value = reduced
         else:
-            value.mul_((reduced / self._engine.world_size).to(value.device))
+            value.mul_((reduced / self._engine.world_size).reshape(()).to(value.device))
         assert grad is not None  # until its sum is returned
         if (value.dtype, value.stride(), value.device) != (grad.dtype, grad.stride(), grad.device):
             value = self._converted(value, grad, context.slot)

@@ -91,6 +91,27 @@ def test_reduced_gradients_are_those_of_a_simulation(recipe, options, same_every
         np.testing.assert_allclose(found.numpy(), expected.average, **within)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("signsgd", {}), ("signum", {}), ("demo", {"sign": True})]
+)
+def test_signs_arrive_of_norms_biases_and_scalars(recipe, options, same_everywhere):
+    model = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    model[0].bias.requires_grad_(False)
+    compression = getattr(Compression, recipe)(model, timeout_s=200, **options)
+    optimizer = distributed(model, compression, lr=0.0)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    x, y = torch.randn(32, 20, generator=generator), torch.randn(32, 1, generator=generator)
+    (model.scale * model(x) - y).square().mean().backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert set(parameter.grad.unique().tolist()) <= {-1, 0, 1}, name
+            assert parameter.grad.any(), name
+            same_everywhere(parameter.grad.reshape(-1))
+    assert set(model[1].running_mean.unique().tolist()) - {-1, 0, 1}  # no buffer is sent
+
+
 class OneOfEach(nn.Module):
     """A layer for each recipe of ``TOGETHER``, with its name."""
 
