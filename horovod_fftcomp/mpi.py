@@ -31,8 +31,8 @@ class Reducer:
 
     ``recipe``, ``options``: as for ``get_scheme`` and ``make_policy``. They must be equal on all
     ranks, else the first sum raises ConfigMismatchError on all of them. Arrays of fewer than
-    ``min_numel`` elements are sent dense. While ``sum`` runs, no receive with any source and any
-    tag may be pending on ``comm``.
+    ``min_numel`` elements are sent dense, unless the recipe sends signs. While ``sum`` runs, no
+    receive with any source and any tag may be pending on ``comm``.
 
     Start the job by ``mpirun -np 4 python -m mpi4py script.py``. Then an error on one rank ends all
     ranks; with MPI alone the others would wait for ever.
@@ -118,8 +118,9 @@ class Reducer:
         self._comm.Allgather(mine, everyone)
         handshake.compare(everyone)
         tensors = [Tensor(name, shape) for name, shape in shapes.items()]
-        large = tuple(t for t in tensors if math.prod(t.shape) >= self._min_numel)
-        small = tuple(t for t in tensors if math.prod(t.shape) < self._min_numel)
+        least = 0 if self._policy.at(0).sends_signs() else self._min_numel
+        large = tuple(t for t in tensors if math.prod(t.shape) >= least)
+        small = tuple(t for t in tensors if math.prod(t.shape) < least)
         policy = self._policy.decided(large, self._engine.world_size)
         buckets = [Bucket(large, policy), Bucket(small, Always(Dense()))]
         used = [bucket for bucket in buckets if bucket.tensors]

@@ -235,3 +235,15 @@ def test_what_local_steps_do_not_send_they_carry_on():
     for recipe in ("dgc", "signum", "signsgd"):
         with pytest.raises(UnsupportedError, match="cannot send differences of weights"):
             LocalSteps(Reducer(recipe), weights, 2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("signsgd", {}), ("signum", {}), ("demo", {"sign": True})]
+)
+def test_signs_are_sent_of_small_arrays_too(recipe, options):
+    grads = gradients(1, 5000 + 50 + 1)[0, COMM.rank]
+    arrays = {"w": grads[:5000], "bias": grads[5000:5050], "scale": grads[5050:].reshape(())}
+    means = Reducer(recipe, **options).mean(arrays)
+    for mean in means.values():
+        assert set(np.unique(mean)) <= {-1, 0, 1}
+        assert mean.any()

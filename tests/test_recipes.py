@@ -14,7 +14,7 @@ from horovod_fftcomp import Codec, get_codec, get_scheme, list_compressors
 from horovod_fftcomp.codec import adaptive, methods, quantizers, sparsifiers, transforms
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.sparsifiers import Threshold
-from horovod_fftcomp.engine.buckets import is_compressed, make_buckets
+from horovod_fftcomp.engine.buckets import Bucket, is_compressed, make_buckets
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
@@ -178,18 +178,19 @@ def test_small_tensors_and_vectors_stay_dense():
     assert is_compressed(Tensor("small", (31, 33)), min_numel=1)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "options"), [("signsgd", {}), ("signum", {}), ("demo", {"sign": True})]
-)
+SIGNS = [("signsgd", {}), ("signum", {}), ("demo", {"sign": True})]
+
+
+@pytest.mark.parametrize(("recipe", "options"), SIGNS)
 def test_signs_are_sent_of_every_tensor_in_every_step(recipe, options):
     """A mean gradient would be far smaller than their steps of 1."""
     tensors = [Tensor("w", (40, 50)), Tensor("bias", (50,)), Tensor("b", (3,)), Tensor("s", ())]
     policy = make_policy(recipe, **options)
-    [bucket] = make_buckets(tensors, policy, world_size=2)
-    assert list(bucket.tensors) == tensors
+    buckets = make_buckets(tensors, policy, world_size=2)
+    assert sorted(t for one in buckets for t in one.tensors) == sorted(tensors)
     ruled = make_buckets(tensors, policy, [("b*", "dense")], world_size=2)
     assert [t.name for one in ruled for t in one.tensors] == ["w", "s"]
-    engines = [Engine([bucket], rank, 2) for rank in range(2)]
+    engines = [Engine([Bucket(tuple(tensors), policy)], rank, 2) for rank in range(2)]
     rng = np.random.default_rng(0)
     for _ in range(2):
         grads = [
@@ -202,10 +203,54 @@ def test_signs_are_sent_of_every_tensor_in_every_step(recipe, options):
             assert total.any()
         for engine in engines:
             engine.settle()
-    with pytest.raises(ValueError, match=f"{recipe!r} sends signs, so there are no dense steps"):
+    refusal = f"{recipe!r} sends signs, so there are no dense steps"
+    with pytest.raises(ValueError, match=refusal):
         make_policy(recipe, warmup_steps=3, **options)
+    others = make_policy("topk", warmup_steps=3)
+    own = {"recipe": recipe, **options}
+    with pytest.raises(ValueError, match=refusal + ".*in a rule that names it"):
+        make_buckets(tensors, others, [("w", own)])
+    [one] = make_buckets(tensors, others, [("w", {**own, "warmup_steps": 0})])
+    assert one.policy.at(0).sends_signs()
     plain = make_policy("demo", warmup_steps=3)  # the momentum itself
     assert [t.name for b in make_buckets(tensors, plain) for t in b.tensors] == ["w"]
+
+
+@pytest.mark.parametrize(("recipe", "options"), SIGNS)
+def test_a_gpu_keeps_the_tensors_beside_one_that_only_the_host_can_exchange(recipe, options):
+    tensors = [Tensor("w", (40, 50)), Tensor("bias", (1,)), Tensor("s", ()), Tensor("b", (50,))]
+    buckets = make_buckets(tensors, make_policy(recipe, **options), world_size=2)
+    there = [t.name for b in buckets if b.policy.at(0).runs_on_device(b.tensors) for t in b.tensors]
+    assert {"w", "b"} <= set(there)
+
+
+@pytest.mark.parametrize(("recipe", "options"), SIGNS)
+def test_signs_of_empty_and_of_frozen_tensors_are_empty_and_zero(recipe, options):
+    tensors = (Tensor("w", (40, 50)), Tensor("none", (0,)), Tensor("frozen", (7,)))
+    policy = make_policy(recipe, **options)
+    engines = [Engine([Bucket(tensors, policy)], rank, 2) for rank in range(2)]
+    grads = [np.ones(2000, np.float32), np.empty(0, np.float32), None]
+    exchange_once(engines, [[grads], [grads]], random.Random(0))
+    some, empty, frozen = engines[1].sums(0)
+    assert some.any()
+    assert empty.size == 0
+    assert frozen.tolist() == [0] * 7
+
+
+def test_a_state_of_signum_from_before_vectors_were_compressed_loads():
+    tensors = [Tensor("w", (40, 50)), Tensor("bias", (50,))]
+    policy = make_policy("signum")
+    old = Engine([Bucket(tuple(tensors[:1]), policy)], 0, 1)
+    exchange_once([old], [[[np.ones(2000, np.float32)]]], random.Random(0))
+    old.settle()
+    new = Engine(make_buckets(tensors, policy), 0, 1)
+    new.load_state_dict(old.state_dict())
+    assert new.residual("w").any()
+    assert not new.residual("bias").any()
+    grads = {t.name: np.ones(t.shape, np.float32).reshape(-1) for t in tensors}
+    of_buckets = [[grads[t.name] for t in bucket.tensors] for bucket in new.buckets]
+    exchange_once([new], [of_buckets], random.Random(0))
+    assert (new.sums(0)[-1] == 1).all()
 
 
 def test_buckets_hold_whole_tensors_in_order():

@@ -28,7 +28,8 @@ class Settings:
     Parameters
     ----------
     min_numel
-        Size in elements from which a tensor is compressed; smaller ones and vectors stay dense.
+        Size in elements from which a tensor is compressed; smaller ones and vectors stay dense,
+        except with recipes that send signs, which compress all tensors.
     bucket_nbytes
         Maximum size of a bucket (tensors that are exchanged together), in bytes of float32.
     rules

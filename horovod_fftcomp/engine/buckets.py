@@ -63,8 +63,9 @@ def make_buckets(
     """
     tensors = list(tensors)
     spared = first_convolution(tensors) if RECIPES[policy.recipe].spares_first else None
-    signs = policy.at(policy.warmup_steps).sends_signs()  # a mean would be no step of that size
-    by_policy: dict[tuple[Scheduled, bool], list[Tensor]] = {}
+    scheme = policy.at(policy.warmup_steps)
+    signs = scheme.sends_signs()  # a mean would be no step of that size
+    by_policy: dict[tuple[Scheduled, bool, bool], list[Tensor]] = {}
     for tensor in tensors:
         action = action_for(tensor, rules)
         if action is not None:
@@ -73,13 +74,15 @@ def make_buckets(
             compressed = signs or (is_compressed(tensor, min_numel) and tensor is not spared)
             chosen = policy if compressed else None
         if chosen is not None and chosen.recipe != "none":
-            by_policy.setdefault((chosen, action is not None), []).append(tensor)
+            # A tensor so small that only the host can exchange it takes no others there.
+            is_tiny = signs and chosen is policy and not scheme.runs_on_device((tensor,))
+            by_policy.setdefault((chosen, action is not None, is_tiny), []).append(tensor)
     total_nbytes = sum(_nbytes(tensor) for members in by_policy.values() for tensor in members)
     limit_nbytes = max(_SMALL_NBYTES, int(_LARGEST_SHARE * total_nbytes))
     limit_nbytes = min(capacity_nbytes, limit_nbytes)
     return [
         Bucket(group, chosen.decided(group, world_size), ruled, chosen)
-        for (chosen, ruled), members in by_policy.items()
+        for (chosen, ruled, _), members in by_policy.items()
         for group in _filled(members, total_nbytes if chosen.scope == "model" else limit_nbytes)
     ]
 

@@ -228,7 +228,7 @@ def make_policy(
     if get_scheme(recipe, **options).sends_signs() and warmup_steps:
         raise ValueError(
             f"recipe {recipe!r} sends signs, so there are no dense steps: their means would be far "
-            "smaller than 1. Give warmup_steps=0"
+            'smaller than 1. Give warmup_steps=0; in a rule that names it, "warmup_steps": 0'
         )
     schedule = None
     if density_schedule is not None:

@@ -389,6 +389,33 @@ def test_what_is_sent_kept_and_reduced_is_that_of_a_simulation(
         np.testing.assert_allclose(actual, expected.average, **within)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("signsgd", {}), ("signum", {}), ("demo", {"sign": True})]
+)
+def test_signs_arrive_of_vectors_and_scalars(recipe, options, same_everywhere):
+    shapes = {"w": (30, 40), "bias": (40,), "one": (1,), "scale": ()}
+    weights = [tf.Variable(tf.zeros(shape)) for shape in shapes.values()]
+    pairs = list(zip(shapes, weights, strict=True))
+    compression = getattr(Compression, recipe)(pairs, timeout_s=200, **options)
+
+    @tf.function
+    def reduce(own):
+        with tf.GradientTape() as plain:
+            losses = [tf.reduce_sum(w * g) for w, g in zip(weights, own, strict=True)]
+            loss = tf.add_n(losses)
+        tape = hvd.DistributedGradientTape(plain, compression=compression)
+        return tape.gradient(loss, weights)
+
+    rng = np.random.default_rng(hvd.rank())
+    own = [tf.constant(0.01 * rng.standard_normal(s), tf.float32) for s in shapes.values()]
+    found = [total.numpy() for total in reduce(own)]
+    same_everywhere(*found)
+    for total, shape in zip(found, shapes.values(), strict=True):
+        assert total.shape == shape
+        assert set(np.unique(total)) <= {-1, 0, 1}
+        assert total.any()
+
+
 @pytest.mark.transport
 def test_recipes_side_by_side_are_those_of_a_simulation(same_everywhere):
     weights = [tf.Variable(tf.zeros(payloads.SHAPE)) for _ in payloads.TOGETHER]
