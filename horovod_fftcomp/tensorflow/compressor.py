@@ -161,7 +161,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         if ctx is None:
             return tensor
         total, dtype = ctx
-        return tf.cast(total * (tensor / self._size()), dtype)
+        return tf.cast(total * tf.reshape(tensor / self._size(), []), dtype)
 
     def reduced(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the means over ranks of ``grads``, for use without Horovod's optimizer.
