@@ -498,6 +498,32 @@ def test_the_first_rank_writes_gradients_and_statistics(tmp_path):
         assert line["ratio"] > 2
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.factor * x
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("signsgd", {}), ("signum", {}), ("demo", {"sign": True})]
+)
+def test_signs_arrive_of_norms_biases_and_scalars(recipe, options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.Linear(8, 1), Scale())
+    ddp = wrapped(model)
+    compress(ddp, recipe, **options)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, y = torch.randn(32, 20, generator=generator), torch.randn(32, 1, generator=generator)
+    (ddp(x) - y).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert set(parameter.grad.unique().tolist()) <= {-1, 0, 1}, name
+        if name != "0.bias":  # a norm follows, so its gradient is 0 up to rounding
+            assert parameter.grad.any(), name
+
+
 @pytest.mark.parametrize("recipe", ["dgc", "sketchsgd", "signum", "demo"])
 def test_an_optimizers_momentum_beside_a_recipes_is_named_once(recipe):
     ddp = wrapped()
