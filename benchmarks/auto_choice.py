@@ -28,7 +28,7 @@ from torch import nn
 
 import horovod_fftcomp
 from horovod_fftcomp import get_scheme
-from horovod_fftcomp.codec.quantizers import RangeFloat
+from horovod_fftcomp.codec.quantizers import RangeFloat, pattern_of
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.engine.buckets import Bucket, is_compressed
 from horovod_fftcomp.engine.engine import Engine
@@ -159,7 +159,9 @@ def _left_of(coeffs: np.ndarray, bits: float) -> float:
         fits = 8 * cheapest(flat.size, k).nbytes + 4 * k <= bits
         low, high = (k, high) if fits else (low, k - 1)
     chosen = np.argsort(-np.abs(flat), kind="stable")[:low]
-    coding = RangeFloat(4).coding(float(np.abs(flat).max()))
+    quantizer, sizes = RangeFloat(4), np.abs(flat[chosen])
+    grid = quantizer.grid(pattern_of(sizes.min()), pattern_of(sizes.max()), False)
+    coding = quantizer.coding(float(sizes.max()), grid)
     sent = np.zeros_like(flat)
     sent[chosen] = reference.decode_values(reference.encode_values(flat[chosen], coding), coding)
     return float(np.square(flat - sent, dtype=np.float64).sum())

@@ -118,9 +118,9 @@ def _gathered(
             scheme = replace(scheme, beta=beta)
         if second_density is not None and not 0 < second_density <= 1:
             raise ValueError(f"second_density must lie in (0, 1], got {second_density!r}")
-        if second_bits is not None and second_bits not in (*range(3, 17), 32):
+        if second_bits is not None and second_bits not in (*range(2, 17), 32):
             raise ValueError(
-                f"second_bits must be a whole number from 3 to 16, or 32; got {second_bits!r}"
+                f"second_bits must be a whole number from 2 to 16, or 32; got {second_bits!r}"
             )
         return Sharded(scheme, second) if exchange == "sharded" else scheme
 
@@ -455,7 +455,7 @@ def get_scheme(name: str, **options: object) -> Scheme:
     density
         Share of the values or coefficients that are sent (k / n), above 0 and at most 1.
     bits
-        Bits per sent value: 3 to 16, or 32 for float32.
+        Bits per sent value: 2 to 16, or 32 for float32.
     block
         Block length of the transform in elements: a power of two from 64 to 4096.
     error_feedback

@@ -57,19 +57,20 @@ class Coefficients(NamedTuple):
 class Coding(NamedTuple):
     """Encoding of the values of one payload: a quantizer's parameters as kernels take them.
 
-    ``kind``: RANGE, FLOAT32, BFLOAT16 or STEPS. ``bits``: of a code. ``shift``, ``base``,
-    ``positives`` and ``negatives``: for RANGE the fields of its ``RangeGrid``; for STEPS ``base``
-    is the bit pattern of the step, the other two are the most steps of either sign. ``largest``:
-    the largest valid code, or for FLOAT32 and BFLOAT16 the bit pattern of the largest valid
-    magnitude; a payload with a larger one is corrupt.
+    ``kind``: RANGE, FLOAT32, BFLOAT16 or STEPS. ``bits``: of a code. For RANGE the ``levels``
+    magnitudes with a code are ``step`` apart as float32 patterns, ``base`` is the lowest; with
+    ``zero`` 1, code 0 is zero. Codes of negative values are ``levels`` above those of positive
+    ones. For STEPS ``base`` is the bit pattern of the step and ``levels`` the most steps.
+    ``largest``: the largest valid code, or for FLOAT32 and BFLOAT16 the bit pattern of the largest
+    valid magnitude; a payload with a larger one is corrupt.
     """
 
     kind: int
     bits: int
-    shift: int
+    step: int
     base: int
-    positives: int
-    negatives: int
+    levels: int
+    zero: int
     largest: int
 
 

@@ -13,7 +13,7 @@ from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, list_com
 from horovod_fftcomp.codec.adaptive import AdaComp, Adaptive, Strom
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.quantizers import Float32
+from horovod_fftcomp.codec.quantizers import BFLOAT16, RANGE, Float32, float_of, pattern_of
 from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes.allgather import Allgather
@@ -129,6 +129,8 @@ CODECS = {
     "topk-all": ("topk", {"density": 1.0, "bits": 8}),
     "topk-sparse": ("topk", {"density": 0.0005, "bits": 32}),
     "topk-entropy": ("topk", {"density": 0.12, "bits": 6}),
+    "topk-2-bits": ("topk", {"density": 0.05, "bits": 2}),
+    "fft-2-bits": ("fft", {"density": 0.2, "bits": 2, "block": 64}),
     "fft-3-bits": ("fft", {"density": 0.02, "bits": 3, "block": 64}),
     "fft-10-bits": ("fft", {"density": 0.15, "bits": 10, "block": 256}),
     "fft-float32": ("fft", {"density": 0.3, "bits": 32, "block": 4096}),
@@ -297,13 +299,15 @@ def check_threshold(codec: Codec, x: np.ndarray, decoded: np.ndarray) -> None:
     """What is not sent lies below the threshold; what is sent has the quantizer's error."""
     wanted, arrived = x.astype(np.float64), decoded.astype(np.float64)
     error = np.abs(wanted - arrived)
-    relative = {32: 1e-6, 6: 0.112}[codec.quantizer.bits]
+    peak, least = float(np.abs(wanted).max(initial=0)), codec.sparsifier.value
+    relative, flushed = 1e-6, 0.0
+    if codec.quantizer.bits == 6:
+        octaves = max(0, pattern_of(peak) - pattern_of(least)) / 2**23
+        fits = octaves <= 31.5 / 4
+        relative, flushed = (octaves / 63 + 1e-6, 0.0) if fits else (0.112, 0.0059 * peak)
     relative += 1e-2 if x.dtype.name in ("float16", "bfloat16") else 0
-    flushed = 0 if codec.quantizer.bits == 32 else np.abs(wanted).max(initial=0) * 0.0059
-    assert (
-        error <= np.maximum(relative * np.abs(wanted), max(codec.sparsifier.value, flushed))
-    ).all()
-    assert (arrived[np.abs(wanted) < codec.sparsifier.value] == 0).all() or x.size * 4 <= 64
+    assert (error <= np.maximum(relative * np.abs(wanted), max(least, flushed))).all()
+    assert (arrived[np.abs(wanted) < least] == 0).all() or x.size * 4 <= 64
 
 
 def check_choice(codec: Codec, x: np.ndarray, decoded: np.ndarray) -> None:
@@ -359,15 +363,21 @@ def check_error(codec: Codec, plan: Plan, x: np.ndarray, decoded: np.ndarray) ->
     wanted = x.astype(np.float64) / scale
     error = wanted - decoded.astype(np.float64) / scale
     kept = 1.0 if plan.layout is Layout.RAW else plan.k / max(plan.n_bins, 1)
-    bits = 32 if plan.layout is Layout.RAW else codec.quantizer.bits
-    step = {32: 1e-6, 16: 2.0**-8}.get(bits, 2.0 ** -(max(0, bits - 4) + 1))
-    octaves = 2 ** (bits - 1) / 2 ** max(0, bits - 4)  # what the range float spans: about 8
-    flushed = 0.0 if bits == 32 else 2.0**-octaves * 2
-    n = max(x.size, 1)
-    loosest = 1e-5 + (1e-2 if x.dtype.name in ("float16", "bfloat16") else 0)
+    step, lost, n = 1e-6, 0.0, max(x.size, 1)
     if scale < 1e-35:  # nothing below 2^-126 has a code
-        flushed = 1.0
-    bound = (1 - kept + step**2) * (wanted**2).sum() + n * (flushed + loosest) ** 2
+        lost = n
+    elif plan.layout is not Layout.RAW:
+        flat = np.ascontiguousarray(x, np.float32).reshape(-1)
+        coeffs = codec.coeffs_of(flat, x.shape, load_backend("reference"))
+        coding = codec.coding(float_of(coeffs.peak), codec.grid(plan, coeffs.key, coeffs.peak))
+        step = {RANGE: coding.step / 2.0**24, BFLOAT16: 2.0**-8}.get(coding.kind, step)
+        if coding.zero:
+            least = float_of(coding.base) / scale
+            parts = least * (1 + 1j) if codec.transform.reals_per_bin == 2 else least
+            smallest = np.full(coeffs.array.size, parts, coeffs.array.dtype)
+            lost = codec.transform.energy(smallest)
+    loosest = 1e-5 + (1e-2 if x.dtype.name in ("float16", "bfloat16") else 0)
+    bound = (1 - kept + step**2) * (wanted**2).sum() + lost + n * loosest**2
     assert (error**2).sum() <= bound * (1 + 1e-4) + 1e-9
 
 

@@ -185,7 +185,7 @@ def test_velocities_are_summed_when_ranks_become_fewer():
         ({"nesterov": 1}, TypeError, "nesterov must be True or False, got 1"),
         ({"masking": None}, TypeError, "masking must be True or False, got None"),
         ({"max_norm": 0}, ValueError, "max_norm must be above 0 or None, got 0"),
-        ({"bits": 2}, ValueError, "bits must be a whole number from 3 to 16"),
+        ({"bits": 1}, ValueError, "bits must be a whole number from 2 to 16"),
     ],
 )
 def test_wrong_options_are_told_by_name(options, error, message):

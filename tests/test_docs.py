@@ -424,7 +424,7 @@ def decode_by_the_book(
     payload: bytes, *, density: float, bits: int, transform: str, block: int = 256
 ) -> np.ndarray:
     """Return the float32 array that a payload stands for; ``transform``: "none", "fft" or "dct"."""
-    shape, header_nbytes, layout, k, scale, finite = _read_header(payload)
+    shape, header_nbytes, layout, k, scale, grid, finite = _read_header(payload)
     numel = math.prod(shape)
     if not finite:
         return np.full(shape, np.nan, np.float32)
@@ -440,19 +440,19 @@ def decode_by_the_book(
         return np.frombuffer(payload, "<f4", numel, header_nbytes).reshape(shape)
     assert (layout, k, len(payload)) == (expected_layout, expected_k, end)
     positions = _positions(payload[header_nbytes:values_at], layout, n, k, w)
-    values = _values(payload[values_at:], k * reals, bits, scale)
+    values = _values(payload[values_at:], k * reals, bits, scale, grid)
     coeffs = np.zeros((n, reals))
     coeffs[positions] = values.reshape(k, reals)
     elements = _inverse(coeffs, transform, block)[:numel]
     return elements.astype(np.float32).reshape(shape)
 
 
-def _read_header(payload: bytes) -> tuple[tuple[int, ...], int, int, int, float, bool]:
+def _read_header(payload: bytes) -> tuple[tuple[int, ...], int, int, int, float, int, bool]:
     magic, version, dtype, flags, ndim, layout = struct.unpack_from("<3s5B", payload, 0)
-    assert (magic, version, dtype) == (b"HFC", 2, 2)
-    _, numel, k, payload_nbytes = struct.unpack_from("<4Q", payload, 8)
-    scale, checksum = struct.unpack_from("<fI", payload, 40)
-    shape, at = [], 48
+    assert (magic, version, dtype) == (b"HFC", 3, 2)
+    _, k, payload_nbytes = struct.unpack_from("<3Q", payload, 8)
+    scale, grid, checksum = struct.unpack_from("<fII", payload, 32)
+    shape, at = [], 44
     for _ in range(ndim):
         dimension = shift = 0
         more = True
@@ -461,10 +461,10 @@ def _read_header(payload: bytes) -> tuple[tuple[int, ...], int, int, int, float,
             more, shift, at = payload[at] >= 0x80, shift + 7, at + 1
         shape.append(dimension)
     header_nbytes = math.ceil(at / 16) * 16
-    header = payload[:44] + bytes(4) + payload[48:header_nbytes]
+    header = payload[:40] + bytes(4) + payload[44:header_nbytes]
     assert zlib.crc32(header) == checksum
-    assert (numel, payload_nbytes) == (math.prod(shape), len(payload))
-    return tuple(shape), header_nbytes, layout, k, scale, not flags & 1
+    assert payload_nbytes == len(payload)
+    return tuple(shape), header_nbytes, layout, k, scale, grid, not flags & 1
 
 
 def _cheapest(n: int, k: int) -> tuple[int, int, int]:
@@ -556,28 +556,32 @@ def _bitmap(data: bytes, n: int, k: int) -> bytes:
     return bytes(found)
 
 
-def _values(data: bytes, count: int, bits: int, scale: float) -> np.ndarray:
+def _values(data: bytes, count: int, bits: int, scale: float, grid: int) -> np.ndarray:
     if bits == 32:
         values = np.frombuffer(data, "<f4", count)
         assert np.abs(values).max(initial=0) <= scale
         return values
     codes = _codes_of(data, count, bits)
-    m = max(0, bits - 4)
-    s = 23 - m
+    z, d = grid >> 31, (grid & 0x7FFFFFFF) or 1
     pattern = struct.unpack("<I", struct.pack("<f", scale))[0]
-    base = largest = 0
+    p = base = 0
     if pattern >= 0x00800000:
-        c = min((pattern + 2 ** (s - 1)) >> s, 0x7F7FFFFF >> s)
-        base = max(c + 2 - 2 ** (bits - 1), 2**m)
-        largest = c - base + 1
+        top = pattern
+        if z and d == 2 ** min(23, 27 - bits):
+            top = min((pattern + d // 2) // d, 0x7F7FFFFF // d) * d
+        p = min(2 ** (bits - 1) - z, (top - 0x00800000) // d + 1)
+        base = top - (p - 1) * d
+    else:
+        z = 1
 
     def value(code: int) -> float:
-        assert code <= 2 * largest
-        if code == 0:
+        assert code < 2 * p + z
+        if code < z:
             return 0.0
-        level = code if code <= largest else code - largest
-        magnitude = struct.unpack("<f", struct.pack("<I", (base + level - 1) << s))[0]
-        return magnitude if code <= largest else -magnitude
+        is_negative = code >= p + z
+        step = code - z - p * is_negative
+        magnitude = struct.unpack("<f", struct.pack("<I", base + step * d))[0]
+        return -magnitude if is_negative else magnitude
 
     return np.array([value(code) for code in codes], np.float32)
 
@@ -645,7 +649,7 @@ def test_positions_in_an_entropy_code_end_where_the_page_says(density):
 
 def test_bfloat16_values_are_the_upper_halves_of_float32():
     payload = get_codec("bf16").encode(np.array([1, -2.5, 3.14159] * 50, np.float32))
-    halves = np.frombuffer(payload.tobytes()[64:], "<u2").astype("<u4")
+    halves = np.frombuffer(payload.tobytes()[48:], "<u2").astype("<u4")
     values = (halves << 16).view("<f4")
     assert values[:3].tolist() == [1, -2.5, 3.140625]
     assert values.tobytes() == get_codec("bf16").decode(payload).tobytes()

@@ -30,12 +30,12 @@ SETTINGS = {field.name: field.default for field in dataclasses.fields(Settings)}
 # Numbers out of range, by option; those of a recipe before those of all. Each number has an entry.
 OUT_OF_RANGE = {
     "density": [0, -0.1, 1.0000001],
-    "bits": [-1, 0, 1, 2, 17, 31, 33, 64],
+    "bits": [-1, 0, 1, 17, 31, 33, 64],
     "dorefa.bits": [-1, 0, 13, 32],
     "scalecom.bits": [-1, 0, 1, 4, 8, 17, 64],
     "block": [-64, 0, 1, 32, 63, 100, 1 << 30],
     "second_density": [0, -0.1, 1.0000001],
-    "second_bits": [-1, 0, 2, 17, 31, 64],
+    "second_bits": [-1, 0, 1, 17, 31, 64],
     "seed": [-1, 2**64],
     "threshold": [0, -1, 1e-40, 1e39],
     "calibrate_steps": [0, -1],

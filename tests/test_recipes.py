@@ -104,8 +104,8 @@ def test_every_stage_is_in_some_recipe():
     [
         ("fft", {"density": 0}, ValueError, r"density must lie in \(0, 1\], got 0.0; 0.01 keeps"),
         ("fft", {"density": 2}, ValueError, r"density must lie in \(0, 1\], got 2"),
-        ("topk", {"bits": 1}, ValueError, "bits must be a whole number from 3 to 16.*got 1"),
-        ("dct", {"bits": 40}, ValueError, "bits must be a whole number from 3 to 16.*got 40"),
+        ("topk", {"bits": 1}, ValueError, "bits must be a whole number from 2 to 16.*got 1"),
+        ("dct", {"bits": 40}, ValueError, "bits must be a whole number from 2 to 16.*got 40"),
         ("fft", {"block": 100}, ValueError, "block must be one of 64"),
         ("fft", {"bits": 8.0}, TypeError, "bits must be a whole number, got 8.0"),
         ("fft", {"bits": 32.0}, TypeError, "bits must be a whole number, got 32.0"),

@@ -59,8 +59,8 @@ def test_the_layout_follows_from_how_many_are_sent(n_large, layout):
     header = wire.read_header(payload)
     assert header.layout == layout
     if n_large == 0:
-        assert payload.size == 64
-    assert payload.size <= 64 + 4 * 10_000
+        assert payload.size == 48
+    assert payload.size <= 48 + 4 * 10_000
     assert codec.decode(payload).tobytes() == x.tobytes()
 
 
@@ -84,7 +84,7 @@ def test_payloads_of_all_layouts_add_up():
 def test_a_step_may_send_nothing_at_all():
     gradients = np.full((3, 2, 500), 0.4, np.float32)
     quiet, loud, _ = simulate("hard_threshold", gradients, threshold=0.8)
-    assert quiet.sent_bytes == [64, 64]
+    assert quiet.sent_bytes == [48, 48]
     assert not quiet.average.any()
     assert (loud.average == np.float32(0.8)).all()
     assert not loud.residual.any()

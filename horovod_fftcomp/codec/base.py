@@ -41,7 +41,7 @@ class Encoded(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Payload whose body is written, its plan, and the header's scale.
+    """Payload whose body is written, its plan, and the header's scale and grid.
 
     ``is_complete``: whether all of the tensor is sent as it is, so that it has no residual.
     """
@@ -50,6 +50,7 @@ class Written(NamedTuple):
     plan: Plan
     scale: float
     is_complete: bool
+    grid: int = 0
 
 
 def check_state(kind: str, array: Array | None, expected: tuple[np.dtype, int]) -> None:
@@ -199,8 +200,8 @@ class PayloadCodec(abc.ABC):
             payload[plan.values_offset :] = 0
             wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
             return Encoded(payload, None)
-        payload, plan, scale, is_complete = written
-        wire.write_header(payload, plan, self.fingerprint, dtype, scale, True)
+        payload, plan, scale, is_complete, grid = written
+        wire.write_header(payload, plan, self.fingerprint, dtype, scale, True, grid)
         return Encoded(payload, coeffs.array if keep_residual and not is_complete else None)
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Quantizers: float32, bfloat16, or a float of 3 to 16 bits fitted to the range of the values.
+"""Quantizers: float32, bfloat16, or a float of 2 to 16 bits fitted to the range of the values.
 
 A quantizer defines the codes, of ``bits`` bits, of finite float32 values; kernels compute them.
 The scale of a payload is the largest magnitude of any component, sent or not.
@@ -7,7 +7,6 @@ The scale of a payload is the largest magnitude of any component, sent or not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from horovod_fftcomp.types import Coding
 MIN_NORMAL_BITS = 0x00800000  # 2^-126 as float32
 LARGEST_FINITE_BITS = 0x7F7FFFFF
 LARGEST_BFLOAT16_BITS = 0x7F7F0000
+ZERO_CODE = 1 << 31  # bit of a header's grid: code 0 is zero
 
 
 def is_whole(value: object) -> bool:
@@ -26,82 +26,80 @@ def is_whole(value: object) -> bool:
 RANGE, FLOAT32, BFLOAT16, STEPS = range(4)
 
 
-class RangeGrid(NamedTuple):
-    """Grid of a ``RangeFloat``: cells are float32 bit patterns shifted right by ``shift``.
-
-    Codes 1..positives are the positive cells from ``base`` up, the next ``negatives`` codes the
-    negative ones; code 0 is zero. ``base << shift`` is the smallest magnitude that has a code.
-    """
-
-    shift: int
-    base: int
-    positives: int
-    negatives: int
-
-
 @dataclass(frozen=True)
 class RangeFloat:
-    """Float of ``bits`` bits whose grid ends at the largest value (Wang et al., HPDC 2020).
+    """Float of ``bits`` bits whose grid is fitted to the values sent (Wang et al., HPDC 2020).
 
-    A float32's bit pattern is monotone in its magnitude, so ``pattern >> shift`` numbers the cells
-    of a logarithmic grid with 2^mantissa cells in an octave; the 2^bits - 2 cells next to the
-    largest magnitudes have codes. The relative error is at most 1 / (2^(mantissa+1) + 1) from the
-    smallest coded magnitude (eps) up; smaller values become 0, an error below eps.
+    A float32's bit pattern is monotone in its magnitude. Magnitudes with a code are equally far
+    apart as patterns, from the largest down; see ``fitted_grid`` and ``range_coding``.
     """
 
     spec_name = "RangeFloat"
     bits: int = 8
-    mantissa: int | None = None
 
     def __post_init__(self) -> None:
-        if not is_whole(self.bits) or self.bits not in range(3, 17):
+        if not is_whole(self.bits) or self.bits not in range(2, 17):
             raise ValueError(
-                f"bits must be a whole number from 3 to 16, or 32 for plain float32 where a "
+                f"bits must be a whole number from 2 to 16, or 32 for plain float32 where a "
                 f"recipe offers it; got {self.bits!r}"
             )
-        if self.mantissa is not None and not (
-            is_whole(self.mantissa) and self.mantissa in range(min(23, self.bits + 5))
-        ):
-            raise ValueError(
-                f"mantissa must be a whole number from 0 to bits + 4 (22 at most), "
-                f"got {self.mantissa!r} with bits={self.bits}"
-            )
 
-    def grid(self, low: float, high: float) -> RangeGrid:
-        """Return the grid for values in ``[low, high]``; the top cell is rounded to nearest."""
-        mantissa = max(0, self.bits - 4) if self.mantissa is None else self.mantissa
-        shift = 23 - mantissa
-        top, bottom = _cell(high, shift), _cell(-low, shift)
-        codes = 1 << self.bits
-        if top is not None and bottom is not None:
-            base = -(-(top + bottom + 4 - codes) // 2)
-            bottom = None if bottom < base else bottom
-            top = None if top < base else top
-        if top is None or bottom is None:
-            one_sided = top if top is not None else bottom
-            if one_sided is None:
-                return RangeGrid(shift, 1 << mantissa, 0, 0)
-            base = one_sided - codes + 3
-        base = max(base, 1 << mantissa)  # never decode to a denormal
-        return RangeGrid(
-            shift,
-            base,
-            0 if top is None else top - base + 1,
-            0 if bottom is None else bottom - base + 1,
-        )
+    def grid(self, key: int, peak: int, is_complex: bool) -> int:
+        """Return the header's field for values ranked ``key`` or higher; see ``fitted_grid``."""
+        return fitted_grid(self.bits, key, peak, is_complex)
 
-    def coding(self, scale: float) -> Coding:
+    def coding(self, scale: float, grid: int = 0) -> Coding:
         """Return the encoding of values whose largest magnitude is ``scale``."""
-        grid = self.grid(-scale, scale)
-        return Coding(RANGE, self.bits, *grid, grid.positives + grid.negatives)
+        return Coding(RANGE, self.bits, *range_coding(self.bits, pattern_of(scale), grid))
 
 
-def _cell(limit: float, shift: int) -> int | None:
-    """Return the cell of ``limit``, rounded; None unless it is a positive normal float32."""
-    pattern = int(np.float32(limit).view(np.uint32)) if limit > 0 else 0
-    if pattern < MIN_NORMAL_BITS:
-        return None
-    return min((pattern + (1 << (shift - 1))) >> shift, LARGEST_FINITE_BITS >> shift)
+def key_exponent(peak: int) -> int:
+    """Return the exponent e such that complex coefficients are scaled by 2^-e before squaring.
+
+    ``peak``: float32 bits of the largest |component|. Keys are squares: without the scaling they
+    would overflow, or underflow for coefficients that still matter.
+    """
+    exponent = (peak >> 23) - 127
+    return 0 if -40 <= exponent < 60 else min(max(exponent, -126), 126)
+
+
+# Kernels compile the next two functions.
+
+
+def fitted_grid(bits: int, key: int, peak: int, is_complex: bool) -> int:
+    """Return the grid between the smallest and the largest value sent, as headers have it.
+
+    It is the distance between neighbouring magnitudes, in float32 patterns, plus ``ZERO_CODE`` if
+    code 0 is zero. ``key``: the smallest selection key that is sent, or one below; 0 if unknown.
+    ``peak``: float32 bits of the largest magnitude. Components of complex coefficients may be
+    smaller than any of their magnitudes: their grid begins bits / 2 octaves below the smallest.
+    Where it would be too coarse, it spans about 8 octaves and smaller values become zero.
+    """
+    zero = 1 if is_complex else 0
+    low = (key >> 1) + (127 + 2 * key_exponent(peak) - bits) * (1 << 22) if is_complex else key
+    n = (1 << (bits - 1)) - zero
+    step = max(1, -((2 * (low - peak)) // (2 * n - 1)))  # the lowest cell ends at ``low``
+    widest = 1 << min(23, 27 - bits)
+    coarsest = 4 * widest // 5 if is_complex else 1 << 24 if bits < 4 else max(widest, 1 << 21)
+    if key >= MIN_NORMAL_BITS and step <= coarsest:
+        return step + zero * ZERO_CODE
+    return widest + ZERO_CODE
+
+
+def range_coding(bits: int, peak: int, grid: int) -> tuple[int, int, int, int, int]:
+    """Return (step, base, levels, zero, largest) of a ``Coding`` from the header's fields.
+
+    The largest magnitude has a code of its own; where the grid is not fitted it is rounded to a
+    multiple of ``step``. No code stands for a denormal number.
+    """
+    zero, step = grid // ZERO_CODE, max(1, grid % ZERO_CODE)
+    if peak < MIN_NORMAL_BITS:
+        return step, MIN_NORMAL_BITS + step, 0, 1, 0
+    top = peak
+    if zero and step == 1 << min(23, 27 - bits):
+        top = min((peak + step // 2) // step, LARGEST_FINITE_BITS // step) * step
+    levels = min((1 << (bits - 1)) - zero, (top - MIN_NORMAL_BITS) // step + 1)
+    return step, top - (levels - 1) * step, levels, zero, 2 * levels + zero - 1
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ def steps_coding(step: float, most: int, largest: int) -> Coding:
     [1, most]. ``largest``: the most steps in a valid payload.
     """
     bits = 1 + (most - 1).bit_length()
-    return Coding(STEPS, bits, 0, pattern_of(step), most, most, 2 * largest - 1)
+    return Coding(STEPS, bits, 0, pattern_of(step), most, 0, 2 * largest - 1)
 
 
 def pattern_of(value: float | np.floating) -> int:

@@ -16,7 +16,7 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.codec.adaptive import NOTHING, Adaptive
 from horovod_fftcomp.codec.base import Checked, PayloadCodec, Written, room_for
 from horovod_fftcomp.codec.methods.base import Encoding
-from horovod_fftcomp.codec.quantizers import Float32, Quantizer, float_of, pattern_of
+from horovod_fftcomp.codec.quantizers import Float32, Quantizer, RangeFloat, float_of, pattern_of
 from horovod_fftcomp.codec.sparsifiers import Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity, Transform
 from horovod_fftcomp.errors import PayloadError
@@ -119,9 +119,17 @@ class Codec(PayloadCodec):
         assert self.quantizer is not None
         return self.quantizer
 
-    def coding(self, scale: float) -> Coding:
-        """Return the encoding of the values in a payload of this scale."""
+    def coding(self, scale: float, grid: int = 0) -> Coding:
+        """Return the encoding of the values in a payload of this scale and grid."""
+        if isinstance(self.quantizer, RangeFloat):
+            return self.quantizer.coding(scale, grid)
         return self._encoding.coding(scale)
+
+    def grid(self, plan: Plan, key: int, peak: int) -> int:
+        """Return the grid of a payload, 0 without range floats; see ``quantizers.fitted_grid``."""
+        if plan.layout is Layout.RAW or not isinstance(self.quantizer, RangeFloat):
+            return 0
+        return self.quantizer.grid(key, peak, self.transform.reals_per_bin == 2)
 
     @property
     def draws(self) -> bool:
@@ -138,14 +146,15 @@ class Codec(PayloadCodec):
         plan, scale = self.plan(how.shape, k), float_of(coeffs.peak)
         payload = room_for(plan, out)
         is_raw = plan.layout is Layout.RAW
+        grid = self.grid(plan, coeffs.key, coeffs.peak)
         if is_raw:
             payload[plan.values_offset :] = array.view(np.uint8)
         else:
             bitmap, codes = kernels.select_quantize_pack(
-                coeffs, self.transform.bins_per_block, self.coding(scale), how.keep
+                coeffs, self.transform.bins_per_block, self.coding(scale, grid), how.keep
             )
             _write_body(payload, plan, bitmap, codes, kernels)
-        return Written(payload, plan, scale, is_raw)
+        return Written(payload, plan, scale, is_raw, grid)
 
     def _write_adaptive(
         self, sparsifier: Adaptive, coeffs: Coefficients, how: Encoding, out: Array | None
@@ -190,7 +199,7 @@ class Codec(PayloadCodec):
             return Body(everywhere, values, Float32().coding(header.scale))
         end = plan.header_nbytes + plan.positions.nbytes
         bitmap = positions.unpack(payload[plan.header_nbytes : end], plan.positions, kernels)
-        return Body(bitmap, payload[plan.values_offset :], self.coding(header.scale))
+        return Body(bitmap, payload[plan.values_offset :], self.coding(header.scale, header.grid))
 
 
 def _write_body(payload: Array, plan: Plan, bitmap: Array, codes: Array, kernels: Kernels) -> None:

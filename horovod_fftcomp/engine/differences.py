@@ -62,9 +62,11 @@ def of_finite(what: str, found: Array, expected: Array, limit: float | None = No
 
 
 def of_headers(found: Header, expected: Header, limit: float = 0.0) -> str | None:
-    """Compare headers field by field; the scale may differ by up to ``limit``."""
+    """Compare headers field by field; the scale may differ by ``limit``, and then the grid."""
     if not expected.finite or abs(found.scale - expected.scale) <= limit:
         found = found._replace(scale=expected.scale)
+    if limit:  # other coefficients may have another grid
+        found = found._replace(grid=expected.grid)
     for field, ours, theirs in zip(Header._fields, found, expected, strict=True):
         if ours is not theirs and ours != theirs:
             return f"header field {field!r} is {ours}, the CPU's is {theirs}"

@@ -28,6 +28,7 @@ from horovod_fftcomp.codec.quantizers import (
     LARGEST_FINITE_BITS,
     RANGE,
     STEPS,
+    key_exponent,
 )
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients
 from horovod_fftcomp.wire import rans
@@ -35,8 +36,6 @@ from horovod_fftcomp.wire.counter_rng import random_words
 from horovod_fftcomp.wire.positions import unary_bits
 from horovod_fftcomp.wire.radix import GROUP, sketch_bits
 
-# Squares of a peak in this range do not overflow, nor do those of coefficients that matter vanish.
-_UNSCALED_EXPONENTS = range(-40, 60)
 # NaN and Inf in a gradient are normal and detected in its coefficients: NumPy's warnings are noise.
 _quiet = np.errstate(invalid="ignore", over="ignore")
 
@@ -131,16 +130,6 @@ def magnitude_bits(values: Array) -> Array:
 def max_abs_bits(values: Array) -> int:
     """Return the largest bit pattern of any |component|; 0x7F800000 or more with Inf or NaN."""
     return int(magnitude_bits(values.view(np.float32)).max(initial=0))
-
-
-def key_exponent(peak: int) -> int:
-    """Return the exponent e such that complex coefficients are scaled by 2^-e before squaring.
-
-    ``peak``: float32 bits of the largest |component|. Keys are squares: without the scaling they
-    would overflow, or underflow for coefficients that still matter.
-    """
-    exponent = (peak >> 23) - 127
-    return 0 if exponent in _UNSCALED_EXPONENTS else min(max(exponent, -126), 126)
 
 
 def selection_keys(coeffs: Array, bins_per_block: int, exponent: int) -> Array:
@@ -265,14 +254,12 @@ def encode_values(values: Array, coding: Coding) -> Array:
     if coding.kind == STEPS:
         step = np.uint32(coding.base).view(np.float32)
         ratio = np.abs(values.astype(np.float64)) / step  # exact enough to floor
-        levels = np.clip(np.floor(ratio), 1, coding.positives).astype(np.uint32)
+        levels = np.clip(np.floor(ratio), 1, coding.levels).astype(np.uint32)
         return 2 * (levels - 1) + (values < 0)
-    half = 1 << (coding.shift - 1)
-    cells = (magnitude.astype(np.int64) + half) >> coding.shift
-    negative = sign > 0
-    most = np.where(negative, coding.negatives, coding.positives)
-    levels = np.clip(cells - coding.base + 1, 0, most)
-    return np.where(negative & (levels > 0), coding.positives + levels, levels).astype(np.uint32)
+    above = magnitude.astype(np.int64) - coding.base + coding.step // 2
+    cells = np.clip(above // coding.step, -coding.zero, coding.levels - 1)
+    codes = cells + coding.zero + np.where(sign > 0, coding.levels, 0)
+    return np.where(cells < 0, 0, codes).astype(np.uint32)
 
 
 def decode_values(codes: Array, coding: Coding) -> Array:
@@ -285,10 +272,10 @@ def decode_values(codes: Array, coding: Coding) -> Array:
         sizes = ((codes >> 1) + 1).astype(np.float32) * np.uint32(coding.base).view(np.float32)
         return np.where(codes & 1, -sizes, sizes)
     codes = codes.astype(np.int64)
-    negative = codes > coding.positives
-    levels = np.where(negative, codes - coding.positives, codes)
-    patterns = (coding.base + levels - 1) << coding.shift | negative.astype(np.int64) << 31
-    return np.where(codes == 0, 0, patterns).astype(np.uint32).view(np.float32)
+    negative = codes >= coding.levels + coding.zero
+    levels = np.where(negative, codes - coding.levels, codes) - coding.zero
+    patterns = coding.base + levels * coding.step | negative.astype(np.int64) << 31
+    return np.where(levels < 0, 0, patterns).astype(np.uint32).view(np.float32)
 
 
 def pack_bits(codes: Array, bits: int) -> Array:

@@ -17,15 +17,15 @@ from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.positions import Layout, Positions
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"HFC"
 ALIGNMENT = 16  # bytes, of a payload within a message, so that kernels read whole words
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
-# magic, version, dtype, flags, ndim, layout | fingerprint, numel, k, payload bytes | scale, CRC-32
-_FIXED = struct.Struct("<3sBBBBBQQQQfI")
+# magic, version, dtype, flags, ndim, layout | fingerprint, k, payload bytes | scale, grid, CRC-32
+_FIXED = struct.Struct("<3sBBBBBQQQfII")
 _CRC_OFFSET = _FIXED.size - 4
-SCALE_OFFSET, FLAGS_OFFSET = _FIXED.size - 8, 5
+SCALE_OFFSET, FLAGS_OFFSET = _FIXED.size - 12, 5
 _NOT_FINITE, _CORRUPT = 1, 2  # flags
 _MAX_DIMS = 64
 
@@ -71,6 +71,7 @@ class Header(NamedTuple):
     k: int
     payload_nbytes: int
     scale: float
+    grid: int
 
 
 def align(nbytes: int, to: int = ALIGNMENT) -> int:
@@ -124,13 +125,22 @@ def dense_plan(shape: tuple[int, ...], body_nbytes: int) -> Plan:
 
 
 def write_header(
-    payload: Array, plan: Plan, fingerprint: int, dtype: str, scale: float, finite: bool
+    payload: Array,
+    plan: Plan,
+    fingerprint: int,
+    dtype: str,
+    scale: float,
+    finite: bool,
+    grid: int = 0,
 ) -> None:
-    """Write the header of ``plan`` to the first bytes of ``payload``, uint8."""
+    """Write the header of ``plan`` to the first bytes of ``payload``, uint8.
+
+    ``grid``: of the values; see ``quantizers.fitted_grid``.
+    """
     dims = _encode_dims(plan.shape)
     kinds = DTYPES.index(dtype), 0 if finite else _NOT_FINITE, len(plan.shape), plan.layout
-    sizes = plan.numel, plan.k, plan.payload_nbytes
-    fixed = _FIXED.pack(MAGIC, VERSION, *kinds, fingerprint, *sizes, scale, 0)
+    sizes = plan.k, plan.payload_nbytes
+    fixed = _FIXED.pack(MAGIC, VERSION, *kinds, fingerprint, *sizes, scale, grid, 0)
     header = bytearray((fixed + dims).ljust(plan.header_nbytes, b"\0"))
     struct.pack_into("<I", header, _CRC_OFFSET, zlib.crc32(header))
     payload[: plan.header_nbytes] = np.frombuffer(header, np.uint8)
@@ -146,19 +156,19 @@ def mark_corrupt(payload: Array) -> None:
 
 @functools.lru_cache(1 << 14)  # buckets change, their tensors do not
 def header_and_changes(plan: Plan, fingerprint: int) -> tuple[Array, Array]:
-    """Return a header of scale 0, uint8, and the changes of its checksum by bit, uint32 ``[33]``.
+    """Return a header of scale 0, uint8, and the changes of its checksum by bit, uint32 ``[65]``.
 
-    CRC-32 is linear: a set bit of the scale, or (the last) of the flag for non-finite values, XORs
-    a word into the checksum that does not depend on the rest of the header.
+    CRC-32 is linear: a set bit of the scale, then of the grid, or (the last) of the flag for
+    non-finite values, XORs a word into the checksum that does not depend on the rest of the header.
     """
     start = np.zeros(plan.header_nbytes, np.uint8)
     write_header(start, plan, fingerprint, "float32", 0.0, True)
     blank = zlib.crc32(bytes(start.size))
     changes = []
-    for bit in range(33):
+    for bit in range(65):
         alone = bytearray(start.size)
-        if bit < 32:
-            struct.pack_into("<I", alone, SCALE_OFFSET, 1 << bit)
+        if bit < 64:
+            struct.pack_into("<Q", alone, SCALE_OFFSET, 1 << bit)
         else:
             alone[FLAGS_OFFSET] = 1
         changes.append(zlib.crc32(alone) ^ blank)
@@ -177,7 +187,7 @@ def read_header(payload: Array) -> Header:
         )
     start = payload[: _FIXED.size + 10 * _MAX_DIMS].tobytes()
     fields = _FIXED.unpack_from(start)
-    magic, version, dtype, flags, ndim, layout, fingerprint, numel, k, nbytes, scale, crc = fields
+    magic, version, dtype, flags, ndim, layout, fingerprint, k, nbytes, scale, grid, crc = fields
     if magic != MAGIC:
         raise PayloadError(f"header field 'magic' is {magic!r}, expected {MAGIC!r}: not a payload")
     if version != VERSION:
@@ -196,15 +206,14 @@ def read_header(payload: Array) -> Header:
         ("dtype", dtype, dtype >= len(DTYPES)),
         ("flags", flags, flags > _NOT_FINITE),
         ("layout", layout, layout > max(Layout)),
-        ("numel", numel, numel != math.prod(shape)),
-        ("k", k, k > 2 * numel + 8192),  # a transform pads to whole blocks
+        ("k", k, k > 2 * math.prod(shape) + 8192),  # a transform pads to whole blocks
         ("scale", scale, flags == 0 and not 0 <= scale < math.inf),
         ("payload length", nbytes, nbytes < len(header)),
     ):
         if bad:
             raise PayloadError(f"header field {name!r} is {found}, which is out of range")
     finite = flags & _NOT_FINITE == 0
-    return Header(DTYPES[dtype], finite, layout, fingerprint, shape, k, nbytes, scale)
+    return Header(DTYPES[dtype], finite, layout, fingerprint, shape, k, nbytes, scale, grid)
 
 
 def split_payloads(gathered: Array) -> Iterator[tuple[Header, Array]]:

@@ -153,7 +153,7 @@ def doubled(message, codec):
     header = wire.read_header(np.array(message))
     plan = codec.plan(header.shape)
     head, scale = message[: plan.header_nbytes], 2 * header.scale
-    wire.write_header(head, plan, header.fingerprint, header.dtype, scale, True)
+    wire.write_header(head, plan, header.fingerprint, header.dtype, scale, True, header.grid)
 
 
 def damaged(message, codec):

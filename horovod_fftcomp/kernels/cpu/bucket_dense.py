@@ -17,7 +17,7 @@ from horovod_fftcomp.kernels.cpu.dense import (
     encode_octave_groups,
     moments_by_group,
 )
-from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_of, write_header
+from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_and_grid, write_header
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.signs import (
     add_sign_groups,
@@ -92,7 +92,7 @@ def encode_dense(
             )
         peaks[m] = peak
         start = headers[row.header : row.header + row.header_nbytes // 8]
-        write_header(payload, start, changes[row.changes], scale_bits, scale_bits == NAN_BITS)
+        write_header(payload, start, changes[row.changes], scale_bits, 0, scale_bits == NAN_BITS)
 
 
 @inlined
@@ -192,7 +192,7 @@ def sum_dense(
         for p in range(n_ranks):
             at = p * message_nbytes + offsets[m]
             payload = payloads[at : at + row.payload_nbytes]
-            scales[m, p] = scale_of(payload, start, changes[row.changes])
+            scales[m, p], _ = scale_and_grid(payload, start, changes[row.changes])
             if scales[m, p] < 0 or not _add_body(
                 row, payload[row.values_offset :], scales[m, p], levels[m], total
             ):

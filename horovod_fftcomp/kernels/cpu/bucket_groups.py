@@ -131,7 +131,7 @@ class SparseGroup(Group):
             row["n"], row["k"], row["layout"] = chosen.n, chosen.k, chosen.layout
             row["reals"] = chosen.n * codec.transform.reals_per_bin
             row["low_bits"], row["positions_nbytes"] = chosen.low_bits, chosen.nbytes
-            row["kind"], row["bits"], row["shift"], *_ = codec.coding(1.0)
+            row["kind"], row["bits"], *_ = codec.coding(1.0)
             if plan.layout is Layout.OFFSETS:
                 row["n_unary"] = unary_bits(chosen.n, chosen.k, chosen.low_bits)
             if plan.layout is Layout.ENTROPY:

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.quantizers import (
+    LARGEST_FINITE_BITS,
+    RANGE,
+    fitted_grid,
+    key_exponent,
+)
 from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
-from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_of, write_header
+from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_and_grid, write_header
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import (
     bitmap_has,
@@ -33,7 +38,7 @@ from horovod_fftcomp.wire.positions import Layout
 # the entropy code.
 _FIELDS = (
     "numel reals n k layout low_bits n_unary words_offset header_nbytes positions_nbytes "
-    "values_offset payload_nbytes kind bits shift kept total header changes table"
+    "values_offset payload_nbytes kind bits kept total header changes table"
 )
 MEMBER = np.dtype([(name, np.int64) for name in _FIELDS.split()])
 
@@ -57,14 +62,6 @@ def fill_words(packed, words):
     for i in range(used):
         whole[i] = packed[i]
     whole[used:] = np.uint8(0)
-
-
-@inlined
-def _key_scale(peak):
-    """Return the factor of complex coefficients before they are squared; see ``key_exponent``."""
-    exponent = (peak >> 23) - 127
-    exponent = 0 if -40 <= exponent < 60 else min(max(exponent, -126), 126)
-    return float_of((127 - exponent) << 23)
 
 
 @inlined
@@ -104,37 +101,41 @@ def encode_sparse(
         peaks[m] = peak
         payload = message[offsets[m] : offsets[m] + row.payload_nbytes]
         start = headers[row.header : row.header + row.header_nbytes // 8]
-        finite = peak <= LARGEST_FINITE_BITS
+        finite, grid = peak <= LARGEST_FINITE_BITS, np.int64(0)
         if finite:
-            _write_body(
+            grid = _write_body(
                 row, coeffs, peak, transform, entropy, subtract, keys, found, bitmap, packed,
                 payload,
             )  # fmt: skip
-        write_header(payload, start, changes[row.changes], peak if finite else NAN_BITS, not finite)
+        scale = peak if finite else NAN_BITS
+        write_header(payload, start, changes[row.changes], scale, grid, not finite)
 
 
 @inlined
 def _write_body(
     row, coeffs, peak, transform, entropy, subtract, keys, found, bitmap, packed, payload
 ):
-    """Select and write positions and values; subtract what they encode from the coefficients."""
+    """Select and write positions and values; return the header's grid.
+
+    What the values encode is subtracted from the coefficients.
+    """
     is_complex = transform[1] > 0 and not transform[0]
     bins_per_block = max(transform[1], 1) // (2 if is_complex else 1)
-    scale = _key_scale(peak) if is_complex else np.float32(1)
-    key, ties = np.int64(0), row.n
+    scale = float_of((127 - key_exponent(peak)) << 23) if is_complex else np.float32(1)
+    key, ties = 0, row.n
     if row.layout != _ALL:
         own = keys[: (row.n + 63) // 64 * 64]
         fill_keys(coeffs, is_complex, bins_per_block, scale, own)
         key, ties = kth_of_few(own, row.n, row.k, found)
+    grid = fitted_grid(row.bits, key, peak, is_complex) if row.kind == RANGE else np.int64(0)
     coding = np.empty(7, np.int64)
-    fill_coding(row.kind, row.bits, row.shift, peak, coding)
+    fill_coding(row.kind, row.bits, peak, grid, coding)
     words = bitmap[: (row.n + GROUP - 1) // GROUP * (GROUP // 64)]
     n_bits = take_groups(
         coeffs, is_complex, bins_per_block, scale, key, ties, coding, subtract, words, packed
     )
     copy_bytes(packed, (n_bits + 7) // 8, payload, row.values_offset)
-    used = bitmap[: (row.n + 63) // 64]
-    at = row.header_nbytes
+    used, at = bitmap[: (row.n + 63) // 64], row.header_nbytes
     if row.layout == _BITMAP:
         copy_bytes(used, row.positions_nbytes, payload, at)
     elif row.layout == _OFFSETS:
@@ -147,14 +148,14 @@ def _write_body(
         copy_bytes(low, row.positions_nbytes - split, payload, at + split)
     elif row.layout != _ALL:
         symbols = bitmap.view(np.uint8)[: (row.n + 7) // 8]
-        freqs, reciprocals, shifts, biases = entropy
         lengths = payload[at : at + row.words_offset // 2 * 2].view(np.uint16)
         words = keys.view(np.uint32)
         used = encode_chunks(
-            symbols, freqs[row.table], reciprocals[row.table], shifts[row.table],
-            biases[row.table], lengths[: _chunks_of(row.n)], words,
+            symbols, entropy[0][row.table], entropy[1][row.table], entropy[2][row.table],
+            entropy[3][row.table], lengths[: _chunks_of(row.n)], words,
         )  # fmt: skip
         copy_bytes(words, 4 * used, payload, at + row.words_offset)
+    return grid
 
 
 @inlined
@@ -191,11 +192,11 @@ def sum_sparse(
         for p in range(n_ranks):
             at = p * message_nbytes + offsets[m]
             payload = payloads[at : at + row.payload_nbytes]
-            scales[m, p] = scale_of(payload, start, changes[row.changes])
+            scales[m, p], grid = scale_and_grid(payload, start, changes[row.changes])
             if scales[m, p] < 0 or not _read_positions(row, payload, tables, scratch, bitmaps[p]):
                 bad[m] = 1
                 break
-            fill_coding(row.kind, row.bits, row.shift, scales[m, p], codings[p])
+            fill_coding(row.kind, row.bits, scales[m, p], grid, codings[p])
             fill_words(payload[row.values_offset :], streams[p])
         if not bad[m]:
             total = floats_at(totals + 4 * row.total, row.numel)

@@ -7,20 +7,25 @@ All functions work on buffers of one group, which fit into a cache and whose siz
 from __future__ import annotations
 
 import numpy as np
+from numba.extending import register_jitable
 
 from horovod_fftcomp.codec.quantizers import (
     BFLOAT16,
     LARGEST_BFLOAT16_BITS,
-    LARGEST_FINITE_BITS,
-    MIN_NORMAL_BITS,
     RANGE,
     STEPS,
+    fitted_grid,
+    key_exponent,
+    range_coding,
 )
 from horovod_fftcomp.kernels.cpu import vector_ir
 from horovod_fftcomp.kernels.cpu.jit import inlined
 
 STEP = 64  # values that a codelet processes
 PADDING = STEP // 2 + 2  # 64-bit words after a stream's end, for the rest of a step
+
+for _function in (key_exponent, fitted_grid, range_coding):
+    register_jitable(_function)
 
 
 @inlined
@@ -32,10 +37,10 @@ def float_of(bits):
 
 
 @inlined
-def fill_coding(kind, bits, shift, peak, coding):
+def fill_coding(kind, bits, peak, grid, coding):
     """Write the ``Coding`` of values of magnitude at most ``peak``, float32 bits, to int64 ``[7]``.
 
-    As ``coding`` of the quantizers, of which ``kind``, ``bits`` and ``shift`` are given.
+    As ``coding`` of the quantizers. ``grid``: the header's field of this name.
     """
     coding[0], coding[1] = kind, bits
     coding[2:6] = 0
@@ -43,15 +48,8 @@ def fill_coding(kind, bits, shift, peak, coding):
     if kind == BFLOAT16:
         coding[6] = min((peak + 0x8000) & 0x7FFF0000, LARGEST_BFLOAT16_BITS)
     elif kind == RANGE:
-        least = np.int64(1) << (23 - shift)
-        coding[2], coding[3], coding[6] = shift, least, 0
-        if peak >= MIN_NORMAL_BITS:
-            half = (np.int64(1) << shift) >> 1
-            cell = min((peak + half) >> shift, LARGEST_FINITE_BITS >> shift)
-            base = max(cell + 2 - ((np.int64(1) << bits) >> 1), least)  # never a denormal
-            coding[3] = base
-            coding[4] = coding[5] = cell - base + 1
-            coding[6] = 2 * (cell - base + 1)
+        step, base, levels, zero, largest = range_coding(bits, peak, grid)
+        coding[2], coding[3], coding[4], coding[5], coding[6] = step, base, levels, zero, largest
 
 
 @inlined

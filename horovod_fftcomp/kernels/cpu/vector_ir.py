@@ -20,6 +20,7 @@ VECTOR_NBYTES = 4 * LANES
 COMPLEX_NBYTES = 2 * VECTOR_NBYTES  # of eight complex values: real parts, then imaginary parts
 _FLOAT, _I8, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
+_DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _BYTES = ir.VectorType(_I8, LANES)
 _HALF = ir.VectorType(_FLOAT, LANES // 2)
@@ -439,31 +440,33 @@ def _decode(read: Callable, n_options: int) -> Callable:
     return _codelet(body, 3 if n_options else 2, types.int64)
 
 
-def _encode_range(emit, bits, _, shift, base, positives, negatives):
+def _encode_range(emit, bits, _, step, base, levels, zero):
     b = emit.builder
-    half = b.lshr(b.shl(emit.ints(1), shift), emit.ints(1))
-    cells = b.lshr(b.add(_magnitude(emit, bits), half), shift)
-    level = b.add(b.sub(cells, base), emit.ints(1))
-    level = b.select(b.icmp_signed(">", level, emit.ints(0)), level, emit.ints(0))
-    is_negative = b.icmp_signed("<", bits, emit.ints(0))
-    most = b.select(is_negative, negatives, positives)
+    nothing, one = emit.ints(0), emit.ints(1)
+    above = b.add(_magnitude(emit, bits), b.sub(b.lshr(step, one), base))
+    # (above + 1/2) / step is no whole number, and further from one than the rounding error.
+    inverse = b.fdiv(ir.Constant(_DOUBLES, [1.0] * LANES), b.sitofp(step, _DOUBLES))
+    middle = b.fadd(b.sitofp(above, _DOUBLES), ir.Constant(_DOUBLES, [0.5] * LANES))
+    level = b.fptosi(b.fmul(middle, inverse), _INTS)
+    level = b.select(b.icmp_signed("<", above, nothing), b.neg(zero), level)
+    most = b.sub(levels, one)
     level = b.select(b.icmp_signed("<", level, most), level, most)
-    some = b.icmp_signed(">", level, emit.ints(0))
-    offset = b.select(is_negative, positives, emit.ints(0))
+    some = b.icmp_signed(">=", level, nothing)
     sign = b.and_(bits, emit.ints(-(1 << 31)))
-    sent = b.or_(b.shl(b.sub(b.add(level, base), emit.ints(1)), shift), sign)
-    zero = emit.ints(0)
-    return b.select(some, b.add(level, offset), zero), b.select(some, sent, zero)
+    sent = b.or_(b.add(b.mul(level, step), base), sign)
+    offset = b.select(b.icmp_signed("<", bits, nothing), levels, nothing)
+    code = b.add(b.add(level, zero), offset)
+    return b.select(some, code, nothing), b.select(some, sent, nothing)
 
 
-def _decode_range(emit, codes, _, shift, base, positives, __):
+def _decode_range(emit, codes, _, step, base, levels, zero):
     b = emit.builder
-    is_negative = b.icmp_signed(">", codes, positives)
-    level = b.sub(codes, b.select(is_negative, positives, emit.ints(0)))
-    pattern = b.shl(b.sub(b.add(level, base), emit.ints(1)), shift)
-    sign = b.select(is_negative, emit.ints(-(1 << 31)), emit.ints(0))
-    some = b.icmp_signed(">", codes, emit.ints(0))
-    return b.select(some, b.or_(pattern, sign), emit.ints(0)), codes
+    nothing = emit.ints(0)
+    is_negative = b.icmp_signed(">=", codes, b.add(levels, zero))
+    level = b.sub(b.sub(codes, b.select(is_negative, levels, nothing)), zero)
+    sign = b.select(is_negative, emit.ints(-(1 << 31)), nothing)
+    pattern = b.or_(b.add(b.mul(level, step), base), sign)
+    return b.select(b.icmp_signed(">=", level, nothing), pattern, nothing), codes
 
 
 def _encode_bfloat16(emit, bits):

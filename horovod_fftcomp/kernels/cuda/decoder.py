@@ -150,7 +150,7 @@ class _Bodies:
         self._messages["nbytes"] = message_nbytes
         for row, plan, codec in zip(self._rows, plans, codecs, strict=True):
             start, changes = header_and_changes(plan, codec.fingerprint)
-            row["start"], row["crc_of_scale"] = self._keep(start), self._keep(changes)
+            row["start"], row["crc_of_values"] = self._keep(start), self._keep(changes)
 
     def enter_scales(self, codecs: Codecs, headers: Sequence[wire.Header]) -> None:
         """Enter adaptive sparsifiers' encodings of values, which the header's scale determines."""

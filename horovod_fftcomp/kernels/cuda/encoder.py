@@ -102,7 +102,7 @@ class Encoder:
             tables = [header_and_changes(plan, codec.fingerprint) for plan, codec in pairs]
             self._kept = [[device.upload(part) for part in pair] for pair in tables]
             for row, pair in zip(self._headers, self._kept, strict=True):
-                row["start"], row["crc_of_scale"] = map(device.address, pair)
+                row["start"], row["crc_of_values"] = map(device.address, pair)
 
     def _group(self, group: Group, plans: Sequence[wire.Plan]) -> TileGroup:
         if group.transform is None:
@@ -230,7 +230,10 @@ class Encoder:
             plans.append(codec.plan(shape, int(k) if finite else 0))
             header = np.zeros(plans[-1].header_nbytes, np.uint8)
             scale = self._scale(number, float(peak.view(np.float32))) if finite else math.nan
-            wire.write_header(header, plans[-1], codec.fingerprint, "float32", scale, finite)
+            assert isinstance(codec, Codec)
+            key = int(self._rows[number]["threshold"]) - 1
+            options = scale, finite, codec.grid(plans[-1], key, int(peak)) if finite else 0
+            wire.write_header(header, plans[-1], codec.fingerprint, "float32", *options)
             headers.append(header)
         self._lay_out(plans)
         starts = self._device.upload(np.concatenate(headers))

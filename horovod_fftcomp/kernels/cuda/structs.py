@@ -47,19 +47,19 @@ def _struct(pointers_and_sizes: str, words: str) -> np.dtype:
 TENSOR = _struct(
     "grad residual coeffs payload numel n k positions_offset values_offset key velocity moved "
     "factor maxima",
-    "first_tile n_tiles layout low_bits kind bits shift bins_per_block keep threshold momentum how "
-    "decay step most bin",
+    "first_tile n_tiles layout low_bits kind bits bins_per_block keep threshold momentum how "
+    "decay step most bin unused",
 )
 CODED = _struct(
     "bitmap coded slots pushes words states lengths n_symbols nbytes",
     "first_warp n_warps n_chunks tensor",
 )
-HEADER = _struct("payload start crc_of_scale nbytes", "")
+HEADER = _struct("payload start crc_of_values nbytes", "")
 ARRIVING = _struct(
-    "sum start crc_of_scale slots bitmaps ranks starts unary chunks payload_offset numel n k "
+    "sum start crc_of_values slots bitmaps ranks starts unary chunks payload_offset numel n k "
     "positions_offset values_offset positions_nbytes",
     "header_nbytes first_tile n_tiles first_unary n_unary first_warp n_warps n_chunks layout "
-    "low_bits kind bits shift step largest first_group",
+    "low_bits kind bits step largest first_group unused",
 )
 SHARED = _struct(
     "grad residual left wanted share sum own chosen n k factor first",
@@ -152,14 +152,14 @@ def enter_plan(row: np.void, plan: Plan, codec: AnyCodec) -> None:
     if not isinstance(codec, Codec) or codec.quantizer is None:
         return
     quantizer = Float32() if plan.layout is Layout.RAW else codec.quantizer
-    row["kind"], row["bits"], row["shift"], *_ = quantizer.coding(1.0)
+    row["kind"], row["bits"], *_ = quantizer.coding(1.0)
 
 
 def enter_coding(row: np.void, coding: Coding) -> None:
     """Enter the encoding of a payload's values, if it depends on the payload's scale."""
     row["kind"], row["bits"], row["step"] = coding.kind, coding.bits, coding.base
     if "most" in (row.dtype.names or ()):
-        row["most"] = coding.positives
+        row["most"] = coding.levels
     else:
         row["largest"] = coding.largest
 

@@ -49,7 +49,7 @@ struct Tensor {
     u32* maxima;            // of bins, as float bits; null if there are none
     u32 first_tile, n_tiles;
     u32 layout, low_bits;  // of the positions
-    u32 kind, bits, shift;  // of the values
+    u32 kind, bits;         // of the values
     u32 bins_per_block;     // of a complex transform, whose bin 0 counts half; else 1
     u32 keep;               // of enum Keep
     u32 threshold;          // bits of the least magnitude to send, where k depends on that
@@ -57,6 +57,7 @@ struct Tensor {
     u32 decay;              // bits of what the residual is multiplied by
     u32 step, most;         // bits of the unit of STEPS, and how many there may be
     u32 bin;                // elements that share one of the maxima
+    u32 unused;
 };
 static_assert(sizeof(Tensor) == 176, "structs.py describes tensors with the same layout");
 
@@ -67,7 +68,8 @@ struct Found {
     u32 exponent;  // by which complex keys are scaled down, as float bits of 2^-exponent; 0: by none
     u32 prefix;    // the upper digits of the k-th largest key, as far as they are known
     u32 need;      // of the coefficients with this prefix so many are among the k largest
-    u32 unused[3];
+    u32 grid;      // of the header
+    u32 unused[2];
     u32 counts[RADIX];
 };
 

@@ -15,7 +15,7 @@ struct Start {
 struct Arriving {
     float* sum;           // numel
     const u8* start;      // the header for scale 0 and a finite gradient
-    const u32* crc_of_scale;
+    const u32* crc_of_values;
     const u64* slots;     // of the entropy code
     u32* bitmaps;         // scratch: whole tiles of words for each rank, zeros; none for OFFSETS
     u32* ranks;           // scratch: for each rank and tile the values before the tile
@@ -31,9 +31,10 @@ struct Arriving {
     u32 first_unary, n_unary;  // blocks of words of unary counts
     u32 first_warp, n_warps, n_chunks;
     u32 layout, low_bits;
-    u32 kind, bits, shift;
+    u32 kind, bits;
     u32 step, largest;  // of STEPS: bits of the unit, and no code is larger
     u32 first_group;    // blocks of as many tiles as warps
+    u32 unused;
 };
 static_assert(sizeof(Arriving) == 192, "structs.py describes arriving tensors with the same layout");
 
@@ -119,9 +120,9 @@ __global__ void __launch_bounds__(32)
     const u32* words = reinterpret_cast<const u32*>(header);
     u32 scale = words[SCALE_OFFSET / 4];
     bool finite = header[FLAGS_OFFSET] == 0;
-    u32 change = scale >> lane & 1 ? tensor.crc_of_scale[lane] : 0;
+    u32 change = change_of_bits(tensor.crc_of_values, lane, scale, words[GRID_OFFSET / 4]);
     if (lane == 0) {
-        if (!finite) change ^= tensor.crc_of_scale[32];
+        if (!finite) change ^= tensor.crc_of_values[64];
         change ^= words[CRC_OFFSET / 4];
         change ^= reinterpret_cast<const u32*>(tensor.start)[CRC_OFFSET / 4];
     }
@@ -372,7 +373,7 @@ static_assert(sizeof(RankTiles<1>) == 13696 && sizeof(RankTiles<2>) == 13696,
 
 __device__ __forceinline__ u32 largest_code(const Arriving& tensor, const Coding& coding,
                                             u32 scale) {
-    if (coding.kind == RANGE) return 2 * coding.levels;
+    if (coding.kind == RANGE) return 2 * coding.levels + (coding.grid >> 31) - 1;
     if (coding.kind == STEPS) return tensor.largest;
     if (coding.kind == FLOAT32) return scale;
     return min((scale + 0x8000u) & 0x7fff0000u, 0x7f7f0000u);
@@ -459,19 +460,15 @@ __device__ __forceinline__ bool read_part(const Messages& messages, const Arrivi
         if (lane == 0) parts.of[warp].n_listed = 0;
         return sound;
     }
-    Tensor fields = {};
-    fields.kind = tensor.kind;
-    fields.bits = tensor.bits;
-    fields.shift = tensor.shift;
-    fields.step = tensor.step;
     RankTile part = {};
     part.payload = payload;
-    part.coding = coding_of(fields, scale);
+    const u8* message = payload_of(messages, tensor, rank);
+    u32 grid = reinterpret_cast<const u32*>(message)[GRID_OFFSET / 4];
+    part.coding = coding_of(tensor.kind, tensor.bits, tensor.step, 0, scale, grid);
     part.largest = largest_code(tensor, part.coding, scale);
     part.n_listed = count > LISTED ? NO_LIST : count;
     u64 begin = u64(C) * first * part.coding.bits;
-    part.values = reinterpret_cast<const u32*>(payload_of(messages, tensor, rank) +
-                                               tensor.values_offset) + begin / 32;
+    part.values = reinterpret_cast<const u32*>(message + tensor.values_offset) + begin / 32;
     part.begin = u32(begin % 32);
     u32 n_words = (part.begin + C * count * part.coding.bits + 31) / 32;
     if (n_words <= HELD) {

@@ -1,22 +1,35 @@
 // Bodies of sparse payloads: quantized values and positions of chosen coefficients; residuals.
 
-// The cells of a range float, or a step and the most of them; see quantizers.py.
+// The grid of a range float, or a step and the most of them; see quantizers.py.
 struct Coding {
-    u32 kind, bits, shift, base, levels;
+    u32 kind, bits;
+    u32 grid;  // of RANGE: the step between magnitudes' patterns; the sign: code 0 is zero
+    u32 base, levels;
 };
 
-__device__ __forceinline__ Coding coding_of(const Tensor& tensor, u32 peak) {
-    Coding coding = {tensor.kind, tensor.bits, tensor.shift, tensor.step, tensor.most};
-    if (tensor.kind != RANGE) return coding;
-    coding.levels = 0;
-    coding.base = 1u << (23 - tensor.shift);  // never decode to a denormal
-    if (peak < MIN_NORMAL_BITS) return coding;
-    u32 top = min((peak + (1u << (tensor.shift - 1))) >> tensor.shift,
-                  LARGEST_FINITE_BITS >> tensor.shift);
-    u32 half = 1u << (tensor.bits - 1);
-    if (top + 2 > coding.base + half) coding.base = top + 2 - half;
-    coding.levels = top + 1 > coding.base ? top + 1 - coding.base : 0;
-    return coding;
+// Returns the header's grid of values; as fitted_grid of quantizers.py.
+template <u32 C>
+__device__ __forceinline__ u32 fitted_grid(u32 bits, u32 key, u32 peak) {
+    long long low = key, exponent = scaling_for(peak) ? 127 - int(scaling_for(peak) >> 23) : 0;
+    if (C == 2) low = (key >> 1) + (127 + 2 * exponent - bits) * (1 << 22);
+    u32 parts = 2 * ((1u << (bits - 1)) - (C - 1)) - 1;
+    u32 apart = low < peak ? u32(2 * (peak - low)) : 0;
+    u32 step = max(apart / parts + (apart % parts != 0), 1u), widest = 1u << min(23u, 27 - bits);
+    u32 coarsest = C == 2 ? 4 * widest / 5 : bits < 4 ? 1u << 24 : max(widest, 1u << 21);
+    bool fits = key >= MIN_NORMAL_BITS && step <= coarsest;
+    return fits ? step | (C == 2 ? SIGN : 0) : widest | SIGN;
+}
+
+// `unit`, `most`: of STEPS.
+__device__ __forceinline__ Coding coding_of(u32 kind, u32 bits, u32 unit, u32 most, u32 peak,
+                                            u32 grid) {
+    if (kind != RANGE) return {kind, bits, 0, unit, most};
+    u32 step = max(grid & ABS, 1u), zero = peak < MIN_NORMAL_BITS ? 1 : grid >> 31, top = peak;
+    if (zero && step == 1u << min(23u, 27 - bits))
+        top = min((peak + step / 2) / step, LARGEST_FINITE_BITS / step) * step;
+    u32 room = min(top, peak) < MIN_NORMAL_BITS ? 0 : (top - MIN_NORMAL_BITS) / step + 1;
+    u32 levels = min((1u << (bits - 1)) - zero, room);  // no code for a denormal
+    return {kind, bits, step | zero << 31, top + step - levels * step, levels};
 }
 
 __device__ __forceinline__ u32 encode_value(const Coding& coding, float value) {
@@ -31,9 +44,11 @@ __device__ __forceinline__ u32 encode_value(const Coding& coding, float value) {
         u32 level = steps < double(coding.levels) ? max(u32(steps), 1u) : coding.levels;
         return 2 * (level - 1) + is_negative(value);
     }
-    u32 cell = (absolute + (1u << (coding.shift - 1))) >> coding.shift;
-    u32 level = cell < coding.base ? 0 : min(cell - coding.base + 1, coding.levels);
-    return level && pattern & SIGN ? coding.levels + level : level;
+    u32 step = coding.grid & ABS, zero = coding.grid >> 31;
+    int above = int(absolute - coding.base + step / 2);
+    int level = above < 0 ? -int(zero) : int(u32(above) / step);
+    level = min(level, int(coding.levels) - 1);
+    return level < 0 ? 0 : level + zero + (pattern & SIGN ? coding.levels : 0);
 }
 
 __device__ __forceinline__ float decode_value(const Coding& coding, u32 code) {
@@ -43,10 +58,10 @@ __device__ __forceinline__ float decode_value(const Coding& coding, u32 code) {
         float size = mul_rn(float((code >> 1) + 1), __uint_as_float(coding.base));
         return code & 1 ? negated(size) : size;
     }
-    if (code == 0) return 0.0f;
-    u32 sign = code > coding.levels ? SIGN : 0;
+    u32 zero = coding.grid >> 31, sign = code >= coding.levels + zero ? SIGN : 0;
     u32 level = sign ? code - coding.levels : code;
-    return __uint_as_float((coding.base + level - 1) << coding.shift | sign);
+    if (level < zero) return 0.0f;
+    return __uint_as_float((coding.base + (level - zero) * (coding.grid & ABS)) | sign);
 }
 
 // Writes `bits` bits of `code` at a bit of a stream that begins as zeros, at a whole word.
@@ -77,7 +92,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     SHARED_MEMORY(memory);
     u32* sums = reinterpret_cast<u32*>(memory);  // 33
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
-    const Found* found = all_found + tile_tensor[blockIdx.x];
+    Found* found = all_found + tile_tensor[blockIdx.x];
     if (found->peak > LARGEST_FINITE_BITS) return;
     u64 word = u64(blockIdx.x) * blockDim.x + threadIdx.x;
     u32 own = above[word], ties = equal[word], total;
@@ -100,7 +115,12 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     if (tensor.layout == BITMAP && begin < tensor.n) positions[begin / 32] = own;
     u64 n_blocks = (tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits;
     u64 offsets_bit = (tensor.k + n_blocks + 7) / 8 * 8;
-    Coding coding = coding_of(tensor, found->peak);
+    u32 peak = found->peak, key = tensor.layout == ALL ? 0 : found->prefix;
+    if (tensor.threshold) key = tensor.threshold - 1;
+    u32 grid = tensor.kind == RANGE ? fitted_grid<C>(tensor.bits, key, peak) : 0;
+    if (threadIdx.x == 0 && blockIdx.x == tensor.first_tile) found->grid = grid;
+    const Coding coding =
+        coding_of(tensor.kind, tensor.bits, tensor.step, tensor.most, peak, grid);
     u32* values = reinterpret_cast<u32*>(tensor.payload + tensor.values_offset);
     for (; own; own &= own - 1, rank++) {
         u64 place = begin + __popc((own & (0u - own)) - 1);

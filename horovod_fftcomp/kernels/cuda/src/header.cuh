@@ -1,17 +1,23 @@
-// Headers of payloads. The host knows all fields except the scale and the flag for non-finite
-// values. The checksum is linear: each of these 33 bits, if set, XORs a known word into it.
+// Headers of payloads. The host knows all fields except the scale, the grid and the flag for
+// non-finite values. The checksum is linear: each of these 65 bits, if set, XORs a known word
+// into it.
 
-constexpr u32 FLAGS_OFFSET = 5, SCALE_OFFSET = 40, CRC_OFFSET = 44;  // see wire.py
+constexpr u32 FLAGS_OFFSET = 5, SCALE_OFFSET = 32, GRID_OFFSET = 36, CRC_OFFSET = 40;  // see wire.py
 constexpr u32 NOT_FINITE = 1, NAN_BITS = 0x7fc00000u;
 
 struct Header {
     u8* payload;
     const u8* start;          // as wire.py writes it for scale 0 and a finite gradient
-    const u32* crc_of_scale;  // how each bit of the scale changes the checksum; then the flag; null
-                              // if `start` is all of the header
+    const u32* crc_of_values;  // how each bit of the scale, the grid and then the flag changes the
+                               // checksum; null if `start` is all of the header
     u64 nbytes;
 };
 static_assert(sizeof(Header) == 32, "structs.py describes headers with the same layout");
+
+// Returns what bit `lane` of the scale and of the grid change of the checksum.
+__device__ __forceinline__ u32 change_of_bits(const u32* table, u32 lane, u32 scale, u32 grid) {
+    return (scale >> lane & 1 ? table[lane] : 0) ^ (grid >> lane & 1 ? table[32 + lane] : 0);
+}
 
 // One warp for each tensor. `not_finite`: one word for each; and the peak begins anew.
 __global__ void __launch_bounds__(32)
@@ -24,18 +30,19 @@ __global__ void __launch_bounds__(32)
     u32 peak = found->peak;
     bool finite = peak <= LARGEST_FINITE_BITS;
     u32 scale = finite ? peak : NAN_BITS;
-    bool changes = header.crc_of_scale != nullptr;
-    u32 change = changes && scale >> lane & 1 ? header.crc_of_scale[lane] : 0;
-    if (lane == 0 && changes && !finite) change ^= header.crc_of_scale[32];
+    bool changes = header.crc_of_values != nullptr;
+    u32 grid = finite ? found->grid : 0;
+    u32 change = changes ? change_of_bits(header.crc_of_values, lane, scale, grid) : 0;
+    if (lane == 0 && changes && !finite) change ^= header.crc_of_values[64];
 #pragma unroll
     for (u32 by = 16; by; by /= 2) change ^= __shfl_xor_sync(ALL_LANES, change, by);
     __syncwarp();
     if (lane == 0) {
         u32* words = reinterpret_cast<u32*>(header.payload);
-        if (changes) words[SCALE_OFFSET / 4] = scale;
+        if (changes) words[SCALE_OFFSET / 4] = scale, words[GRID_OFFSET / 4] = grid;
         words[CRC_OFFSET / 4] ^= change;
         if (changes && !finite) header.payload[FLAGS_OFFSET] |= NOT_FINITE;
         not_finite[blockIdx.x] = !finite;
-        found->peak = 0;
+        found->peak = found->grid = 0;
     }
 }
