@@ -36,7 +36,15 @@ from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.kernels import reference
 from horovod_fftcomp.schemes import Scheme, Tensor
 from horovod_fftcomp.schemes.allgather import Allgather
-from horovod_fftcomp.schemes.auto import BITS, CANDIDATES, TRANSFORMS, TRIAL_STEPS, Auto
+from horovod_fftcomp.schemes.auto import (
+    CANDIDATES,
+    EVEN,
+    SHARES,
+    TRANSFORMS,
+    TRIAL_STEPS,
+    TRIED,
+    Auto,
+)
 from horovod_fftcomp.simulation import exchange_once
 from horovod_fftcomp.torch import SimulatedLearners
 from horovod_fftcomp.wire.positions import cheapest
@@ -46,6 +54,9 @@ WINDOW = 16
 STAGES = {"first": 10, "early": 80, "middle": 150, "later": 270, "last": 384}
 RATIOS = (20.0, 50.0, 100.0)
 TILES = (8, 16)
+ALIKE = "auto, bytes alike"
+BITS = sorted({bits for _, bits in CANDIDATES})
+ORDER = [choice for choices in TRIED for choice in choices]
 
 
 def read(path: Path) -> list[dict[str, np.ndarray]]:
@@ -60,20 +71,30 @@ def read(path: Path) -> list[dict[str, np.ndarray]]:
 
 
 def errors_of(steps: list[dict[str, np.ndarray]], ratio: float) -> dict[str, dict[str, float]]:
-    """Return the errors of auto and of every domain alone, at its best bits.
+    """Return the errors of auto, and of every domain alone at its best bits.
 
-    Two ranks, which take the recorded steps in turns, try for ``TRIAL_STEPS`` steps. Then counts
-    what is left over the energy of the gradients, in the mean of the remaining steps.
+    Also of auto's choices if each tensor has the same share of its bytes. Two ranks, which take the
+    recorded steps in turns, try for ``TRIAL_STEPS`` steps. Then counts what is left over the energy
+    of the gradients, in the mean of the remaining steps.
     """
     ranks = [steps[0::2], steps[1::2]]
     auto, names = Auto(ratio), list(steps[0])
     left, engines = left_by_ranks(ranks, dict.fromkeys(names, auto))
-    chosen = engines[0].state_dict()["state"]["choice"]
-    codecs = {name: auto.codec(steps[0][name].shape, int(chosen[name][0])) for name in names}
+    state, tensors = (
+        engines[0].state_dict()["state"],
+        {n: Tensor(n, steps[0][n].shape) for n in names},
+    )
+    codecs = {name: auto.codec_of(tensors[name], state) for name in names}
     found = {
         "with_feedback": {"auto": left},
         "without_feedback": {"auto": left_alone(ranks, codecs)},
     }
+    for name in names:
+        errors = state["errors"][name][:-2].reshape(len(ORDER), len(SHARES))[:, EVEN]
+        codecs[name] = auto.codec(tensors[name].shape, ORDER[int(np.argmin(errors))])
+    alike = {name: Allgather(codec) for name, codec in codecs.items()}
+    found["with_feedback"][ALIKE] = left_by_ranks(ranks, alike)[0]
+    found["without_feedback"][ALIKE] = left_alone(ranks, codecs)
     for transform in TRANSFORMS:
         tried: dict[str, list[float]] = {kind: [] for kind in found}
         for bits in BITS:
@@ -194,6 +215,20 @@ def cost_of_trials(make) -> dict[str, float]:
     }
 
 
+def summary(rows: list[dict], over: str) -> dict[str, dict[str, float]]:
+    """Return the worst and the mean of a ratio, without and with error feedback."""
+    ratios = {
+        kind: [row[kind][over] for row in rows] for kind in ("without_feedback", "with_feedback")
+    }
+    return {
+        kind: {
+            "worst": max(values),
+            "geometric_mean": round(float(np.exp(np.mean(np.log(values)))), 4),
+        }
+        for kind, values in ratios.items()
+    }
+
+
 def main() -> None:
     """Record, compare, write."""
     torch.set_num_threads(1)
@@ -213,17 +248,14 @@ def main() -> None:
                         "gain_of_two_dimensions": round(1 - found["2d"] / found["1d"], 4),
                     }
                     for kind, errors in errors_of(steps, ratio).items():
-                        best = min(error for name, error in errors.items() if name != "auto")
+                        best = min(e for name, e in errors.items() if name not in ("auto", ALIKE))
                         row[kind] = {
                             "auto_over_best_single": round(errors["auto"] / best, 4),
+                            "auto_over_alike": round(errors["auto"] / errors[ALIKE], 4),
                             **{name: round(error, 5) for name, error in errors.items()},
                         }
                     rows.append(row)
                     print(json.dumps(row), flush=True)
-    over = {
-        kind: [row[kind]["auto_over_best_single"] for row in rows]
-        for kind in ("without_feedback", "with_feedback")
-    }
     result = {
         "command": " ".join(["python benchmarks/auto_choice.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),
@@ -233,13 +265,7 @@ def main() -> None:
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "numpy", "scikit-learn")},
         },
-        "auto_over_best_single": {
-            kind: {
-                "worst": max(values),
-                "geometric_mean": round(float(np.exp(np.mean(np.log(values)))), 4),
-            }
-            for kind, values in over.items()
-        },
+        **{over: summary(rows, over) for over in ("auto_over_best_single", "auto_over_alike")},
         "largest_gain_of_two_dimensions": max(row["gain_of_two_dimensions"] for row in rows),
         "cost_of_trials": {m.__name__: cost_of_trials(m) for m in record_gradients.MODELS},
         "rows": rows,

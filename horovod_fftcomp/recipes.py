@@ -340,7 +340,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "dct": Recipe(_dct, "the largest coefficients of a block DCT, as range floats", "as fft"),
     "auto": Recipe(
-        _auto, "largest coefficients; transform and bits by trial, per tensor", "this package"
+        _auto, "largest coefficients; transform, bits and density by trial", "this package"
     ),
     "demo": Recipe(
         _demo,

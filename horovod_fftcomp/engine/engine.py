@@ -249,12 +249,13 @@ class Engine:
         if self._commit is not None:
             finite = self._close_on_device(self._commit, outcomes, finite)
         self.abandon()
-        self.step += 1
+        step, self.step = self.step, self.step + 1
         if not finite:
             self.costs.skipped_steps += 1
             return
         for bucket, outcome in outcomes.items():
             self._state[bucket] = outcome.state
+        self._decide(step)
         measured = {b: o.measured for b, o in outcomes.items() if o.measured is not None}
         if any(outcomes[bucket].flags.not_finite is not None for bucket in measured):
             self._read_measured()  # old enough to be read without waiting
@@ -262,6 +263,18 @@ class Engine:
             self._unread.append(_Unread(self._dropped, measured, self.loss_scale))
         elif measured:
             self._record({bucket: values() for bucket, values in measured.items()}, self.loss_scale)
+
+    def _decide(self, step: int) -> None:
+        """Let recipes that choose decide about all their tensors; ``step`` has been committed."""
+        members: dict[Scheme, list[int]] = {}
+        for number, bucket in enumerate(self.buckets):
+            chooser = bucket.policy.at(step).chooser
+            if chooser is not None:
+                members.setdefault(chooser, []).append(number)
+        for chooser, numbers in members.items():
+            parts = [(self.buckets[n].tensors, self._state_on_host(n)) for n in numbers]
+            for number, state in zip(numbers, chooser.decided(parts), strict=True):
+                self._state[number] = {kind: dict(arrays) for kind, arrays in state.items()}
 
     def read_device(self) -> None:
         """Wait for the device, and record its measurements and skipped steps."""

@@ -8,7 +8,7 @@ caller that has a network (Horovod, MPI, a simulation) can run it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -275,6 +275,18 @@ class Scheme(Protocol):
                 "signs, so it works for gradients only. Use another recipe, or sketchsgd or dgc "
                 "with momentum=0.0"
             )
+
+    @property
+    def chooser(self) -> Scheme | None:
+        """The scheme that decides after this step how tensors are compressed; None: nothing is."""
+        return None
+
+    def decided(self, parts: Sequence[tuple[Tensors, OldState]]) -> Sequence[OldState]:
+        """Return the states after a decision about the tensors of all buckets, NumPy arrays.
+
+        ``parts``: tensors and committed state of each bucket of this ``chooser``.
+        """
+        return [state for _, state in parts]
 
     def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
         """Return in words what is chosen for a tensor; None if the scheme does not choose."""

@@ -1,17 +1,20 @@
-"""Auto: per tensor, the transform and bit width of least error at a given compression ratio."""
+"""Auto: the transforms, bit widths and densities of least error at a given compression ratio."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.backend import load_backend
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, RangeFloat
+from horovod_fftcomp.codec.quantizers import RANGE, RangeFloat, pattern_of
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform
@@ -20,32 +23,58 @@ from horovod_fftcomp.schemes import Context, Exchange, Grads, Round, on_the_host
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL, fold
 from horovod_fftcomp.schemes.state import LowPass
-from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
+from horovod_fftcomp.types import Array, Coding, OldState, Tensor, Tensors
+from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
 
 TRANSFORMS: tuple[Transform, ...] = (
     Identity(), BlockFFT(64), BlockFFT(256), BlockDCT(64), BlockDCT(256),
 )  # fmt: skip
-BITS = (3, 4, 5, 6, 8)
-# A choice is 1 + index in this list. 2 is Identity with 4 bits.
-CANDIDATES = tuple((transform, bits) for transform in TRANSFORMS for bits in BITS)
+# A choice is 1 + index in this list, in saved states too. 2 is Identity with 4 bits.
+CANDIDATES = (
+    *((transform, bits) for transform in TRANSFORMS for bits in (3, 4, 5, 6, 8)),
+    *((transform, 2) for transform in TRANSFORMS),
+)
 FIRST_CHOICE = 2
+# No FFT, as earlier versions chose: none of them lost less than a DCT. By transform.
+TRIED = tuple(
+    [1 + n for n, (transform, _) in enumerate(CANDIDATES) if transform == tried]
+    for tried in TRANSFORMS
+    if not isinstance(tried, BlockFFT)
+)
+_ORDER = [choice for choices in TRIED for choice in choices]
+# Bytes that a tensor may get, as a share of what it would get if all were compressed alike.
+SHARES = tuple(2.0 ** (n / 2) for n in range(-6, 7))
+EVEN = SHARES.index(1.0)
 _SAMPLE = 1 << 16  # elements of a tensor that candidates are tried on
 _PIECE = 1 << 12  # consecutive ones of them, so that blocks stay blocks
+_ROUNDED = 256  # of the coefficients sent, whose rounding is looked at
 _WORTH_CHANGING = 0.99  # of the present choice's error
 # The best candidate of a single gradient may have a quarter more error on later gradients, so the
 # errors of this many steps are summed over all ranks: benchmarks/auto_choice.py.
 TRIAL_STEPS = 4
+_N_TRIALS = len(_ORDER) * len(SHARES)
+_OLD_TRIALS = 51  # of versions without shares
+
+
+class _Point(NamedTuple):
+    """Bytes of a tensor's payload, its squared error, and by what share and choice."""
+
+    nbytes: int
+    error: float
+    share: int
+    choice: int
 
 
 @dataclass(frozen=True)
 class Auto(LowPass):
-    """Send each tensor in 1 / ``ratio`` of its bytes by the candidate with the least error.
+    """Send all tensors in 1 / ``ratio`` of their bytes, so that the sum of errors is least.
 
-    A candidate is a transform and a bit width. In the first ``TRIAL_STEPS`` of every ``every``
-    steps all ranks try all candidates on a sample of each gradient and allreduce the relative
-    errors; the candidate of the least sum is used until the next trial, and residuals are
-    transformed to its domain.
+    A candidate is a transform and a bit width; a share of the bytes gives it a density. In the
+    first ``TRIAL_STEPS`` of every ``every`` steps all ranks estimate the errors of all candidates
+    with all shares on a sample of each gradient, and allreduce them. After each of these steps the
+    bytes are given to the tensors where they save most. Residuals are transformed to the domain of
+    a new choice. Source of the allocation: Markov et al., MLSys 2024 (L-GreCo).
     """
 
     spec_name = "Auto"
@@ -84,8 +113,7 @@ class Auto(LowPass):
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        chosen = [_chosen(state, tensor) for tensor in tensors]
-        trials = dict(state.get("trials", {}))
+        trials = dict(state.get("errors", {}))
         if self.tries:
             context, grads, state = on_the_host(context, grads, state)
             own = [self._tried(t, grad) for t, grad in zip(tensors, grads, strict=True)]
@@ -93,15 +121,61 @@ class Auto(LowPass):
             for tensor, new in zip(tensors, np.split(summed, len(tensors)), strict=True):
                 before = None if self.begins else trials.get(tensor.name)
                 trials[tensor.name] = new.copy() if before is None else before + new
-            decided = self._decided(tensors, chosen, trials)
-            for tensor, present, choice in zip(tensors, chosen, decided, strict=True):
-                state = self._moved(state, tensor, present, choice)
-            chosen = decided
-        choices = {t.name: np.array([c], np.uint8) for t, c in zip(tensors, chosen, strict=True)}
-        codecs = [self.codec(t.shape, c) for t, c in zip(tensors, chosen, strict=True)]
+        codecs = [self.codec_of(tensor, state) for tensor in tensors]
         feedback = Feedback(self.error_feedback, beta=self.beta)
         outcome, *_ = yield from gather(codecs, tensors, grads, state, context, feedback)
-        return outcome._replace(state={**outcome.state, "choice": choices, "trials": trials})
+        kept = {kind: dict(state.get(kind, {})) for kind in ("choice", "share")}
+        return outcome._replace(state={**outcome.state, **kept, "errors": trials})
+
+    @property
+    def chooser(self) -> Auto | None:
+        """The scheme that decides after this step; see ``Scheme``."""
+        return self if self.tries else None
+
+    def decided(self, parts: Sequence[tuple[Tensors, OldState]]) -> list[OldState]:
+        """Return new states with the choices of least total error; see ``Scheme``."""
+        known = [
+            [tensor for tensor in tensors if tensor.name in state.get("errors", {})]
+            for tensors, state in parts
+        ]
+        pairs = [(t, state) for ts, (_, state) in zip(known, parts, strict=True) for t in ts]
+        norms = [
+            float(state["errors"][tensor.name][-2]) * math.prod(tensor.shape) ** 0.5
+            for tensor, state in pairs
+        ]
+        budget = sum(wire.align(int(4 * math.prod(t.shape) / self.ratio)) for t, _ in pairs)
+        curves = [
+            self._curve(*pair, (norm / max(norms)) ** 2) if norm else [self._present(*pair)]
+            for pair, norm in zip(pairs, norms, strict=True)
+        ]
+        points = iter(_allocated(curves, budget))
+        states = []
+        for tensors, (_, state) in zip(known, parts, strict=True):
+            for tensor, point in zip(tensors, points, strict=False):
+                state = self._moved(state, tensor, point)
+            states.append(state)
+        return states
+
+    def _present(self, tensor: Tensor, state: OldState) -> _Point:
+        """Return the point of the present choice, of a tensor that has no errors to compare."""
+        nbytes = wire.align(self.codec_of(tensor, state).payload_nbytes(tensor.shape))
+        return _Point(nbytes, 0.0, _share(state, tensor), _chosen(state, tensor))
+
+    def _curve(self, tensor: Tensor, state: OldState, weight: float) -> list[_Point]:
+        """Return the point of least error for each share of the bytes, by ascending bytes."""
+        tried = state["errors"][tensor.name]
+        errors = tried[:-2].reshape(len(_ORDER), len(SHARES)) / tried[-1]
+        present, points = _chosen(state, tensor), []
+        for share, lost in enumerate(errors.T):
+            choice = _ORDER[int(np.argmin(lost))]
+            error = float(lost.min())
+            if present in _ORDER and error >= _WORTH_CHANGING * lost[_ORDER.index(present)]:
+                choice, error = present, float(lost[_ORDER.index(present)])
+            nbytes = wire.align(
+                self.codec(tensor.shape, choice, share).payload_nbytes(tensor.shape)
+            )
+            points.append(_Point(nbytes, weight * error, share, choice))
+        return points
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute the exchange for every choice; see ``Scheme``.
@@ -112,63 +186,57 @@ class Auto(LowPass):
 
     def samples(self, shape: tuple[int, ...]) -> list[Codec]:
         """Return codecs of a few candidates that cover all transforms and all bit widths."""
-        return [self.codec(shape, c) for c in range(1, len(CANDIDATES) + 1, len(BITS) + 1)]
+        return [self.codec(shape, choice) for choice in (1, 7, 13, 19, 25, 26)]
 
-    def codec(self, shape: tuple[int, ...], choice: int) -> Codec:
-        """Return the codec of a choice for tensors of ``shape``, at the largest density."""
+    def codec(self, shape: tuple[int, ...], choice: int = FIRST_CHOICE, share: int = EVEN) -> Codec:
+        """Return the codec of a choice for tensors of ``shape``, with a share of the bytes."""
         transform, bits = CANDIDATES[choice - 1]
-        return _codec(transform, bits, shape, self.ratio)
+        return _codec(transform, bits, shape, self.ratio / SHARES[share])
 
     def codec_of(self, tensor: Tensor, state: OldState) -> Codec:
         """Return the codec of the present choice of a tensor."""
-        return self.codec(tensor.shape, _chosen(state, tensor))
+        return self.codec(tensor.shape, _chosen(state, tensor), _share(state, tensor))
 
-    def _moved(self, state: OldState, tensor: Tensor, old: int, new: int) -> OldState:
-        """Return the state with the residual of ``tensor`` in the domain of another choice."""
-        codec, after = (self.codec(tensor.shape, choice) for choice in (old, new))
+    def _moved(self, state: OldState, tensor: Tensor, to: _Point) -> OldState:
+        """Return the state with another choice, and the residual of ``tensor`` in its domain."""
+        codec, after = self.codec_of(tensor, state), self.codec(tensor.shape, to.choice, to.share)
         if tensor.name in state.get(SHARD_RESIDUAL, {}) and codec != after:
             state = fold(state, tensor, codec.coeffs_format(tensor.shape))
+        new = {"choice": np.array([to.choice], np.uint8), "share": np.array([to.share], np.uint8)}
         residual = state.get("residual", {}).get(tensor.name)
-        if residual is None or codec.transform == after.transform:
-            return state
-        kernels, numel = load_backend("cpu"), math.prod(tensor.shape)
-        elements = codec.transform.inverse(residual, numel, kernels)
-        moved = after.transform.forward(elements, None, 0, kernels).array
-        return {**state, "residual": {**state["residual"], tensor.name: moved}}
+        if residual is not None and codec.transform != after.transform:
+            kernels, numel = load_backend("cpu"), math.prod(tensor.shape)
+            elements = codec.transform.inverse(residual, numel, kernels)
+            new["residual"] = after.transform.forward(elements, None, 0, kernels).array
+        changed = {kind: {**state.get(kind, {}), tensor.name: new[kind]} for kind in new}
+        return {**state, **changed}
 
     def _tried(self, tensor: Tensor, grad: Array | None) -> Array:
-        """Return each candidate's relative squared error, as many zeros, and a 1.
+        """Return each candidate's relative squared error by share, the gradient's size, and a 1.
 
-        Float32, ``[2 * len(CANDIDATES) + 1]``; the 1 counts trials in the sum over ranks. The
-        zeros had times once, and keep the format of messages and saved states. The errors of a
-        frozen tensor are zeros, so its choice stays.
+        Float32, ``[_N_TRIALS + 2]``. The size is the root mean square; the 1 counts trials in the
+        sum over ranks. All but that is 0 for a frozen tensor, whose choice stays, and for a
+        gradient with NaN or Inf, whose step is dropped.
         """
-        tried = np.zeros(2 * len(CANDIDATES) + 1, np.float32)
-        lost, tried[-1] = tried[: len(CANDIDATES)], 1
-        if grad is not None and grad.size:
-            part = _sample_of(grad)
-            energy = float(np.square(part, dtype=np.float64).sum()) or 1.0
-            for number in range(len(CANDIDATES)):
-                codec = self.codec(tensor.shape, number + 1)
-                coeffs = codec.coeffs_of(part, part.shape, load_backend("cpu"))
-                encoded = codec.encode_coeffs(coeffs, part.shape, kernels=load_backend("cpu"))
-                if coeffs.peak > LARGEST_FINITE_BITS:
-                    lost[number] = np.nan
-                elif encoded.residual is not None:
-                    lost[number] = codec.energy(encoded.residual, part.shape) / energy
+        tried = np.zeros(_N_TRIALS + 2, np.float32)
+        tried[-1] = 1
+        size = 0.0 if grad is None or not grad.size else np.square(grad, dtype=np.float64).mean()
+        if not 0 < size < math.inf:
+            return tried
+        assert grad is not None
+        part, lost = _sample_of(grad), []
+        for choices in TRIED:
+            transform = CANDIDATES[choices[0] - 1][0]
+            coeffs = np.abs(transform.forward(part, None, 0, load_backend("cpu")).array)
+            sizes = np.sort(coeffs)[::-1]
+            sums = np.cumsum(np.square(sizes, dtype=np.float64))
+            if sums[-1] > 0:  # else the sample of a tensor that is not zero is
+                pairs = itertools.product(choices, range(len(SHARES)))
+                codecs = [self.codec(tensor.shape, *pair) for pair in pairs]
+                lost.append(_lost(codecs, tensor.shape, sizes, sums))
+        tried[:_N_TRIALS] = np.concatenate(lost) if lost else 0
+        tried[-2] = math.sqrt(size)
         return tried
-
-    def _decided(
-        self, tensors: Tensors, chosen: Sequence[int], trials: Mapping[str, Array]
-    ) -> list[int]:
-        """Return the best choice of each tensor from all trials; the same on all ranks."""
-        decided = []
-        for tensor, present in zip(tensors, chosen, strict=True):
-            lost = trials[tensor.name][: len(CANDIDATES)]
-            best = 1 + int(np.argmin(lost))
-            is_better = lost[best - 1] < _WORTH_CHANGING * lost[present - 1]  # not if one is NaN
-            decided.append(best if is_better else present)
-        return decided
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the payload bytes of ``tensor`` in each step, for the first choice."""
@@ -176,17 +244,19 @@ class Auto(LowPass):
 
     def first_codec(self, tensor: Tensor) -> Codec:
         """Return the codec of a tensor before the first trial has been decided."""
-        return self.codec(tensor.shape, FIRST_CHOICE)
+        return self.codec(tensor.shape)
 
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return f"residual of {list(tensor.shape)} by a choice of auto"
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of choice, trials and residual; see ``Scheme``."""
+        """Return (dtype, elements) of choice, share, errors and residual; see ``Scheme``."""
         arrays: dict[str, tuple[np.dtype, int]] = {
             "choice": (np.dtype(np.uint8), 1),
-            "trials": (np.dtype(np.float32), 2 * len(CANDIDATES) + 1),
+            "share": (np.dtype(np.uint8), 1),
+            "errors": (np.dtype(np.float32), _N_TRIALS + 2),
+            "trials": (np.dtype(np.float32), _OLD_TRIALS),  # accepted, and not kept
         }
         if self.error_feedback:
             arrays["residual"] = self.codec_of(tensor, state).coeffs_format(tensor.shape)
@@ -200,7 +270,8 @@ class Auto(LowPass):
     def choice_of(self, state: OldState, tensor: Tensor) -> str:
         """Return the present choice of a tensor in words."""
         transform, bits = CANDIDATES[_chosen(state, tensor) - 1]
-        return f"{spec_of(transform)}, {bits} bits"
+        density = _top_k(self.codec_of(tensor, state)).density
+        return f"{spec_of(transform)}, {bits} bits, density {density:.2g}"
 
 
 def _chosen(state: OldState, tensor: Tensor) -> int:
@@ -213,6 +284,86 @@ def _chosen(state: OldState, tensor: Tensor) -> int:
         )
     # 0: sent dense, which an option of earlier versions could choose; any residual is by element.
     return int(choice[0]) or FIRST_CHOICE
+
+
+def _share(state: OldState, tensor: Tensor) -> int:
+    share = state.get("share", {}).get(tensor.name)
+    if share is None:
+        return EVEN
+    if share[0] >= len(SHARES):
+        raise ValueError(
+            f"the saved share of {tensor.name!r} is {share[0]}; auto has 0 to {len(SHARES) - 1}"
+        )
+    return int(share[0])
+
+
+def _top_k(codec: Codec) -> TopK:
+    assert isinstance(codec.sparsifier, TopK)
+    return codec.sparsifier
+
+
+def _lost(codecs: Sequence[Codec], shape: tuple[int, ...], sizes: Array, sums: Array) -> Array:
+    """Return the relative squared errors of codecs, estimated from a sample of a tensor.
+
+    ``sizes``: magnitudes of the sample's coefficients, descending. ``sums``: of their squares. Of
+    what would be sent, evenly spread values are rounded.
+    """
+    layouts = [codec.plan(shape).layout for codec in codecs]
+    counts = np.array([_top_k(codec).count(sizes.size) for codec in codecs])
+    sent = sizes[np.outer(counts - 1, np.linspace(0, 1, _ROUNDED)).astype(np.int64)]
+    codings = []
+    for codec, layout, (first, *_, last) in zip(codecs, layouts, sent, strict=True):
+        assert isinstance(codec.quantizer, RangeFloat)
+        key = 0 if layout is Layout.ALL else pattern_of(last)
+        grid = codec.quantizer.grid(key, pattern_of(first), False)
+        codings.append(codec.quantizer.coding(float(first), grid))
+    columns = (np.array(field)[:, None] for field in zip(*codings, strict=True))
+    coding, kernels = Coding._make(columns)._replace(kind=RANGE), load_backend("reference")
+    arrived = kernels.decode_values(kernels.encode_values(sent, coding), coding)
+    rounding = np.square(sent - arrived, dtype=np.float64).mean(1) * counts
+    is_exact = np.array([layout is Layout.RAW for layout in layouts])
+    return np.where(is_exact, 0, (sums[-1] - sums[counts - 1] + rounding) / sums[-1])
+
+
+def _allocated(curves: Sequence[Sequence[_Point]], budget: int) -> list[_Point]:
+    """Return a point of each curve: the least sum of errors found within ``budget`` bytes.
+
+    All begin with the fewest bytes; then the steps along the lower convex hulls that save the most
+    error by byte are taken as long as bytes are left. What is left then goes to the first curves
+    that can use it. Equal on all ranks, since the curves are.
+    """
+    hulls = [_hull(curve) for curve in curves]
+    points = [hull[0] for hull in hulls]
+    left = budget - sum(point.nbytes for point in points)
+    steps = [
+        (_slope(*pair), number, *pair)
+        for number, hull in enumerate(hulls)
+        for pair in itertools.pairwise(hull)
+    ]
+    for _, number, here, there in sorted(steps, key=operator.itemgetter(0), reverse=True):
+        if points[number] is here and there.nbytes - here.nbytes <= left:
+            points[number], left = there, left - there.nbytes + here.nbytes
+    for number, here in enumerate(points):
+        fitting = [point for point in curves[number] if point.nbytes - here.nbytes <= left]
+        points[number] = min([here, *fitting], key=operator.attrgetter("error"))
+        left -= points[number].nbytes - here.nbytes
+    return points
+
+
+def _hull(curve: Sequence[_Point]) -> list[_Point]:
+    """Return the lower convex hull of a curve: fewer errors with more bytes, by falling slopes."""
+    hull: list[_Point] = []
+    for point in sorted(curve):
+        if hull and point.error >= hull[-1].error:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) <= _slope(hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _slope(here: _Point, there: _Point) -> float:
+    return (here.error - there.error) / max(1, there.nbytes - here.nbytes)
 
 
 def _sample_of(flat: Array) -> Array:

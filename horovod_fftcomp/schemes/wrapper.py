@@ -52,6 +52,11 @@ class Wrapper(Scheme):
         """Return whether sums become signs; see ``Scheme``."""
         return self.scheme.sends_signs()
 
+    @property
+    def chooser(self) -> Scheme | None:
+        """The scheme that decides after this step; see ``Scheme``."""
+        return self.scheme.chooser
+
     def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
         """Return in words what is chosen for a tensor; see ``Scheme``."""
         return self.scheme.choice_of(state, tensor)

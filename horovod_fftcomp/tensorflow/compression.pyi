@@ -223,7 +223,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: largest coefficients; transform and bits by trial, per tensor."""
+        """Return a compressor: largest coefficients; transform, bits and density by trial."""
 
     @staticmethod
     def demo(

@@ -56,8 +56,7 @@ struct Tensor {
     u32 momentum, how;      // bits of the factor; of enum How
     u32 decay;              // bits of what the residual is multiplied by
     u32 step, most;         // bits of the unit of STEPS, and how many there may be
-    u32 bin;                // elements that share one of the maxima
-    u32 unused;
+    u32 bin, unused;        // elements that share one of the maxima
 };
 static_assert(sizeof(Tensor) == 176, "structs.py describes tensors with the same layout");
 

@@ -32,9 +32,8 @@ struct Arriving {
     u32 first_warp, n_warps, n_chunks;
     u32 layout, low_bits;
     u32 kind, bits;
-    u32 step, largest;  // of STEPS: bits of the unit, and no code is larger
-    u32 first_group;    // blocks of as many tiles as warps
-    u32 unused;
+    u32 step, largest;        // of STEPS: bits of the unit, and no code is larger
+    u32 first_group, unused;  // blocks of as many tiles as warps
 };
 static_assert(sizeof(Arriving) == 192, "structs.py describes arriving tensors with the same layout");
 

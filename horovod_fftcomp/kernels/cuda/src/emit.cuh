@@ -1,10 +1,9 @@
 // Bodies of sparse payloads: quantized values and positions of chosen coefficients; residuals.
 
-// The grid of a range float, or a step and the most of them; see quantizers.py.
+// The grid of a range float, or a step and the most of them; see quantizers.py. `grid`: of RANGE the
+// step between magnitudes' patterns; the sign: code 0 is zero.
 struct Coding {
-    u32 kind, bits;
-    u32 grid;  // of RANGE: the step between magnitudes' patterns; the sign: code 0 is zero
-    u32 base, levels;
+    u32 kind, bits, grid, base, levels;
 };
 
 // Returns the header's grid of values; as fitted_grid of quantizers.py.
