@@ -32,7 +32,7 @@ from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.gtopk import GTopK
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
-from horovod_fftcomp.schemes.momentum import MomentumCorrection
+from horovod_fftcomp.schemes.momentum import MomentumCorrection, WithMomentum
 from horovod_fftcomp.schemes.options import check_names, checked, kinds_of
 from horovod_fftcomp.schemes.powersgd import PowerSgd
 from horovod_fftcomp.schemes.sharded import Sharded
@@ -124,14 +124,36 @@ def _gathered(
             )
         return Sharded(scheme, second) if exchange == "sharded" else scheme
 
-    added = [*inspect.signature(made, eval_str=True).parameters.values()]
-    added = added[0 if filters else 1 : 4 if chooses else 2]
+    return _extended(make, made, slice(0 if filters else 1, 4 if chooses else 2))
+
+
+def _extended(
+    make: Callable[..., Any], made: Callable[..., Scheme], added: slice
+) -> Callable[..., Scheme]:
+    """Return ``made`` with the signature of ``make``, then its own parameters ``added``."""
     own = inspect.signature(make, eval_str=True)
-    signature = own.replace(parameters=[*own.parameters.values(), *added])
+    more = list(inspect.signature(made, eval_str=True).parameters.values())[added]
+    both = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own.parameters.values(), *more)]
+    signature = own.replace(parameters=both)
     made.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     made.__signature__ = signature  # type: ignore[attr-defined]
     made.__wrapped__ = make  # type: ignore[attr-defined]
     return made
+
+
+def _accelerated(recipe: Recipe) -> Recipe:
+    """Return a recipe with error feedback, which has ``beta``, with momentum as an option too."""
+    make = recipe.make
+    if "beta" not in recipe.options:
+        return recipe
+
+    def made(momentum: float = 0.0, nesterov: bool = False, **options: Any) -> Scheme:
+        correction, scheme = MomentumCorrection(momentum, nesterov, False), make(**options)
+        if nesterov and not momentum:
+            raise ValueError("nesterov=True needs a momentum above 0, got momentum=0.0")
+        return WithMomentum(scheme, correction) if momentum else scheme
+
+    return replace(recipe, make=_extended(make, made, slice(0, 2)))
 
 
 _filtered = partial(_gathered, filters=True)
@@ -330,7 +352,7 @@ def _sketchsgd(
     return SketchSgd(density, rows, columns, candidates, seed, correction=correction)
 
 
-RECIPES: dict[str, Recipe] = {
+_RECIPES = {
     "none": Recipe(partial(Dense, "float32"), "all values in float32", "Horovod's own"),
     "fp16": Recipe(partial(Dense, "float16"), "all values in float16, saturating", "Horovod's own"),
     "bf16": Recipe(_bf16, "all values in bfloat16, summed in float32", "Kalamkar et al. 2019"),
@@ -423,6 +445,7 @@ RECIPES: dict[str, Recipe] = {
         _dorefa, "all values, stochastically rounded to a uniform grid", "Zhou et al. 2016"
     ),
 }
+RECIPES = {name: _accelerated(recipe) for name, recipe in _RECIPES.items()}
 
 
 def list_compressors() -> list[str]:
@@ -465,9 +488,9 @@ def get_scheme(name: str, **options: object) -> Scheme:
     seed
         Seed of the random numbers: 0 to 2**64 - 1, the same on all ranks.
     ratio
-        Compression ratio of each tensor, dense bytes over sent bytes: 1 to 10,000.
+        Compression ratio of all tensors, dense bytes over sent bytes: 1 to 10,000.
     every
-        Steps from one trial of all transforms and bit widths to the next.
+        Steps from one trial of all transforms, bit widths and densities to the next.
     decay
         Decay of the momentum per step, above 0 and at most 1.
     topk.decay
@@ -502,7 +525,7 @@ def get_scheme(name: str, **options: object) -> Scheme:
     scalecom.bits
         Bits per sent value: 16 for float16 or 32 for float32.
     momentum
-        Momentum coefficient, applied before compression, from 0 to below 1.
+        Momentum applied before compression, from 0 to below 1; the optimizer must have none.
     nesterov
         Whether the momentum is Nesterov's.
     masking

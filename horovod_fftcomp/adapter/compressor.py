@@ -95,7 +95,7 @@ class Compressor:
             f"recipe {self._policy.recipe!r} keeps a momentum of its own ({own}), and the "
             f"optimizer {optimizer} has one too ({given}): momentum is applied twice, which trains "
             "differently from either alone. Use an optimizer without momentum, such as "
-            "SGD(momentum=0), or a recipe without one",
+            "SGD(momentum=0) or Adam(betas=(0.0, 0.99)), or a recipe without one",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -31,7 +31,6 @@ from horovod_fftcomp.schemes import (
     Scheme,
     State,
 )
-from horovod_fftcomp.schemes.sharded import Sharded
 from horovod_fftcomp.schemes.shards import folded
 from horovod_fftcomp.types import Array, OldState, Tensor
 
@@ -457,8 +456,7 @@ class Engine:
                 state = folded(scheme, bucket.tensors, state)
             for tensor in bucket.tensors:
                 _check_arrays(tensor, state, scheme.state_arrays(tensor, state))
-            if isinstance(scheme, Sharded):
-                state = scheme.owned(bucket.tensors, state, self.rank, self.world_size)
+            state = scheme.owned(bucket.tensors, state, self.rank, self.world_size)
             states.append({kind: dict(arrays) for kind, arrays in state.items()})
         self.abandon()
         if self._commit is not None:

@@ -16,7 +16,6 @@ from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hierarchical import Hierarchical
 from horovod_fftcomp.schemes.options import check_names, checked
-from horovod_fftcomp.schemes.sharded import Sharded
 from horovod_fftcomp.types import Tensor, Tensors
 
 # A rule: tensors (a shell pattern of names, or a function of name and shape) and an action:
@@ -158,8 +157,7 @@ class Scheduled:
             scheme = self.with_exchange("sharded")._compressing(self.warmup_steps)
         except UnsupportedError:  # with options that a sharded exchange does not have
             return self.with_exchange("gather")
-        shards = isinstance(scheme, Sharded) and scheme.is_smaller(tensors, among)
-        return self.with_exchange("sharded" if shards else "gather")
+        return self.with_exchange("sharded" if scheme.is_smaller(tensors, among) else "gather")
 
     def with_exchange(self, exchange: str) -> Scheduled:
         """Return the same policy with this value of the option ``exchange``."""

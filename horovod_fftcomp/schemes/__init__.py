@@ -247,6 +247,14 @@ class Scheme(Protocol):
         """Return the scheme to run at a step, counted from the first compressed one."""
         return self
 
+    def is_smaller(self, tensors: Tensors, world_size: int) -> bool:
+        """Return whether it exchanges shards, and a rank receives fewer bytes than by a gather."""
+        return False
+
+    def owned(self, tensors: Tensors, state: OldState, rank: int, world_size: int) -> OldState:
+        """Return a loaded state, NumPy arrays, of which this rank keeps what it owns."""
+        return state
+
     def in_warmup(self) -> Scheme | None:
         """Return the scheme of dense warm-up steps; None: a plain sum."""
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,9 @@ import numpy as np
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
+from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.state import bucket_plan, new_state, old_arrays
+from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
@@ -133,3 +135,73 @@ class MomentumSum(MomentumScheme):
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         return 4 * math.prod(tensor.shape)
+
+
+@dataclass(frozen=True)
+class WithMomentum(Wrapper):
+    """Exchange velocities by ``scheme`` in place of gradients; the optimizer has no momentum.
+
+    ``correction``: has no masking, since what ``scheme`` sends may be no elements.
+    """
+
+    spec_name = "WithMomentum"
+    scheme: Scheme
+    correction: MomentumCorrection
+
+    def exchange(
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        ops, plan = context.ops, bucket_plan(tensors)
+        grads = [ops.put(grad) for grad in grads]
+        velocities = old_arrays(ops, "velocity", state, tensors, grads)
+        none, momentum = [None] * len(tensors), self.correction.at(context)
+        whole, velocities = ops.accumulate(plan, grads, velocities, none, momentum)
+        parts = zip(grads, split(whole, plan.offsets), strict=True)
+        moved = [None if grad is None else part for grad, part in parts]
+        rest = {kind: arrays for kind, arrays in state.items() if kind != "velocity"}
+        outcome = yield from self.scheme.exchange(tensors, moved, rest, context)
+        new = new_state(tensors, grads, state, {"velocity": velocities})
+        return outcome._replace(state={**outcome.state, **new})
+
+    def runs_on_device(self, tensors: Tensors) -> bool:
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return self.scheme.runs_on_device(tensors)
+
+    def at(self, step: int) -> Scheme:
+        """Return the scheme to run at a step; see ``Scheme``."""
+        scheme = self.scheme.at(step)
+        return self if scheme is self.scheme else replace(self, scheme=scheme)
+
+    def in_warmup(self) -> Scheme:
+        """Return the scheme of dense steps: an allreduce of velocities."""
+        return replace(self, scheme=Dense("float32"))
+
+    def is_smaller(self, tensors: Tensors, world_size: int) -> bool:
+        """Return whether a rank receives fewer bytes than by a gather; see ``Scheme``."""
+        return self.scheme.is_smaller(tensors, world_size)
+
+    def owned(self, tensors: Tensors, state: OldState, rank: int, world_size: int) -> OldState:
+        """Return a state with second residuals of this rank's pieces alone; see ``Scheme``."""
+        return self.scheme.owned(tensors, state, rank, world_size)
+
+    def own_momentum(self) -> float:
+        """Return the decay of the scheme's own momentum; see ``Scheme``."""
+        return self.correction.momentum
+
+    def accumulation(self) -> float:
+        """Return the factor by which steady gradients grow; see ``Scheme``."""
+        return self.correction.growth * self.scheme.accumulation()
+
+    def fits_differences(self) -> bool:
+        """Return False: differences of weights have no momentum; see ``Scheme``."""
+        return False
+
+    def state_format(self, tensor: Tensor) -> str:
+        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
+        return f"velocity by element, {self.scheme.state_format(tensor)}"
+
+    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
+        """Return (dtype, elements) of the velocity and the scheme's state; see ``Scheme``."""
+        velocity = np.dtype(np.float32), math.prod(tensor.shape)
+        return {**self.scheme.state_arrays(tensor, state), "velocity": velocity}
