@@ -573,7 +573,7 @@ def get_codec(name: str, **options: object) -> AnyCodec:
     errors of ``get_scheme``.
     """
     scheme = get_scheme(name, **options)
-    if isinstance(scheme, BucketScope):
+    while isinstance(scheme, (BucketScope, WithMomentum)):
         scheme = scheme.scheme
     if isinstance(scheme, HardThreshold):
         return scheme.codec
