@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import RECIPES, PayloadError, get_scheme
+from horovod_fftcomp.engine import differences
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.device_selftest import probe, trusted
 from horovod_fftcomp.engine.engine import Engine
@@ -267,7 +268,8 @@ def test_between_trials_auto_is_the_cpus():
             grads[1][0][1][5] = np.nan
         if step == TRIAL_STEPS + 2:
             grads[0][0][1] = grads[1][0][1] = None
-        assert_same_step(cpu, gpu, grads, 2e-6)
+        # A fitted grid begins at a coefficient, of which the last bits may differ.
+        assert_same_step(cpu, gpu, grads, differences.TRANSFORMED)
         in_trial = step % options["every"] < TRIAL_STEPS
         for engine in gpu:
             for arrays in (engine._state[0]["residual"], engine._state[1]["residual"]):
@@ -280,7 +282,7 @@ def test_between_trials_auto_is_the_cpus():
         assert ours.costs.sent_nbytes == theirs.costs.sent_nbytes
         saved, wanted = ours.state_dict()["state"], theirs.state_dict()["state"]
         assert {k: {*arrays} for k, arrays in saved.items()} == {k: {*a} for k, a in wanted.items()}
-        for kind in ("choice", "trials"):
+        for kind in ("choice", "share", "errors"):
             for name, array in wanted[kind].items():
                 assert saved[kind][name].tobytes() == array.tobytes()
 
