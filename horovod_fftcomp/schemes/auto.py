@@ -139,14 +139,12 @@ class Auto(LowPass):
             for tensors, state in parts
         ]
         pairs = [(t, state) for ts, (_, state) in zip(known, parts, strict=True) for t in ts]
-        norms = [
-            float(state["errors"][tensor.name][-2]) * math.prod(tensor.shape) ** 0.5
-            for tensor, state in pairs
-        ]
+        # Between the squared error and what Adam makes of it, the relative error of each element.
+        sizes = [float(state["errors"][t.name][-2]) * math.prod(t.shape) for t, state in pairs]
         budget = sum(wire.align(int(4 * math.prod(t.shape) / self.ratio)) for t, _ in pairs)
         curves = [
-            self._curve(*pair, (norm / max(norms)) ** 2) if norm else [self._present(*pair)]
-            for pair, norm in zip(pairs, norms, strict=True)
+            self._curve(*pair, size / max(sizes)) if size else [self._present(*pair)]
+            for pair, size in zip(pairs, sizes, strict=True)
         ]
         points = iter(_allocated(curves, budget))
         states = []

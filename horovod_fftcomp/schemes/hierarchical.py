@@ -102,8 +102,10 @@ class Hierarchical(Wrapper):
                 within = yield from _among(node, last)
             else:
                 yield last._replace(among=(), inside=False)
-            # Its leader has the same sums, so both decide alike.
-            kept = new_state(tensors, grads, state, {k: [None] * len(tensors) for k in state})
+            # Its leader has the same sums, so both decide alike. Trials are of leaders alone, who
+            # would else decide about other tensors than those of other nodes.
+            kinds = [kind for kind in state if kind != "errors"]
+            kept = new_state(tensors, grads, state, {k: [None] * len(tensors) for k in kinds})
             if any(state.values()):  # all but that of frozen tensors is dropped, by the host alone
                 within, ops = ops.get(within), ops_of(None)
             return Outcome(split(within, plan.offsets), kept, ops.flags_of(within))

@@ -189,10 +189,6 @@ class WithMomentum(Wrapper):
         """Return the decay of the scheme's own momentum; see ``Scheme``."""
         return self.correction.momentum
 
-    def accumulation(self) -> float:
-        """Return the factor by which steady gradients grow; see ``Scheme``."""
-        return self.correction.growth * self.scheme.accumulation()
-
     def fits_differences(self) -> bool:
         """Return False: differences of weights have no momentum; see ``Scheme``."""
         return False
