@@ -267,6 +267,17 @@ def test_a_session_sums_both_ranks_and_carries_the_residual(choice):
         np.testing.assert_array_equal(session.residual(), expected.residual[0])
 
 
+def test_a_sharded_exchange_is_measured_on_one_rank():
+    """It owns all shards, so both rounds' payloads count."""
+    grads = np.random.default_rng(0).standard_normal((3, 1, 4000)).astype(np.float32)
+    options = {"exchange": "sharded"}
+    session = RecipeSession("topk", "topk", options, Tensor("w", (4000,)), grads[0, 0])
+    for grad, expected in zip(grads, simulate("topk", grads, **options), strict=True):
+        session.advance(grad[0])
+        np.testing.assert_array_equal(session.residual(), expected.residual[0])
+        assert session.sent_nbytes == expected.sent_bytes[0]
+
+
 def test_every_measured_step_is_timed_often_enough():
     class Counting:
         label, has_feedback, sent_nbytes = "counting", True, 1

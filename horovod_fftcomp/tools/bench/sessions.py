@@ -17,7 +17,8 @@ from horovod_fftcomp.wire.header import Plan
 
 # A usual step: it measures no energies (step 0 and every 53rd do), `auto` does not try candidates,
 # and where ranks take turns in leading, rank 0 leads, which is timed. Where all ranks choose a part
-# of the positions, rank 0 is alone and chooses all: the most time that choosing takes.
+# of the positions, rank 0 is alone and chooses all: the most time that choosing takes. So it is,
+# and owns all shards, in a sharded exchange.
 _USUAL_STEP = 6
 
 
@@ -75,7 +76,8 @@ class RecipeSession:
         self._known = common(self._outcome_alone(other_grad, plain.at(0), 0).state)
         self._state: State = self._known
         self._n_ranks = 2
-        if next(self._exchange(self._plain, other_grad, self._known)).divided:
+        first = next(self._exchange(self._plain, other_grad, self._known))
+        if first.divided or first.collective == "alltoall":
             self._n_ranks = 1
         sent = self._sent_by_the_other(other_grad)
         self.sent_nbytes = sum(data.nbytes for data in sent)
