@@ -56,7 +56,7 @@ test-core: install ## run the tests that need no framework, no MPI and no emulat
 test-parallel: install ## run the tests that start several processes
 	pytest -m parallel $(JOBS) $(ARGS)
 
-test-stalls: install ## run jobs whose first rank stalls, 20 times each: a quarter of an hour
+test-stalls: install ## run jobs whose first rank stalls, 20 times each: half an hour
 	python -m tests.test_stalls
 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON: one that has CuPy and PyTorch, gets the rest

@@ -17,8 +17,8 @@ from horovod_fftcomp.wire.header import Plan
 
 # A usual step: it measures no energies (step 0 and every 53rd do), `auto` does not try candidates,
 # and where ranks take turns in leading, rank 0 leads, which is timed. Where all ranks choose a part
-# of the positions, rank 0 is alone and chooses all: the most time that choosing takes. So it is,
-# and owns all shards, in a sharded exchange.
+# of the positions, rank 0 is alone and chooses all: the most time that choosing takes. In a
+# sharded exchange it is alone too, and owns all shards.
 _USUAL_STEP = 6
 
 
