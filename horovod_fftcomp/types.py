@@ -25,6 +25,13 @@ class Tensor(NamedTuple):
 Tensors = Sequence[Tensor]
 
 
+class Choice(NamedTuple):
+    """How a tensor is compressed, in words, and the bytes that a rank sends for it in a step."""
+
+    words: str
+    sent_nbytes: int
+
+
 class Signs(NamedTuple):
     """Packed signs of a tensor and, piece by piece, the sums and counts for the means.
 

@@ -278,6 +278,20 @@ def test_the_bytes_are_those_of_the_scheme(recipe):
     assert bucket.ready == 1.0
 
 
+def test_auto_is_forecast_with_what_it_has_chosen():
+    """The quieter of two tensors gets fewer bytes, and both together no more."""
+    rng, sizes = np.random.default_rng(0), {"quiet": 0.01, "loud": 1.0}
+    tensors = [Tensor(name, (2000, 1000)) for name in sizes]  # a bucket each
+    grads = {n: (s * rng.standard_t(3, 2_000_000)).astype(np.float32) for n, s in sizes.items()}
+    option = advice.compressed("auto", "auto", {"exchange": "gather"}, tensors, grads, 1)
+    quiet, loud = (part.messages[-1].nbytes for part in option.parts[2:])
+    assert quiet < loud < 1.0001 * 4 * 4_000_000 / 50 - quiet
+    kept = get_scheme("auto").codec((2_000_000,))
+    alike = [np.square(g - kept.decode(kept.encode(g))).sum() for g in grads.values()]
+    whole = sum(np.square(grad).sum() for grad in grads.values())
+    assert option.relative_error < 0.98 * (sum(alike) / whole) ** 0.5
+
+
 def test_dense_gradients_come_last_layer_first():
     option = advice.dense(TENSORS)
     assert [part.ready for part in option.parts] == [1.0, 0.5, 0.5, 0.0]

@@ -279,6 +279,16 @@ def test_a_sharded_exchange_is_measured_on_one_rank(options):
         assert session.sent_nbytes == expected.sent_bytes[0]
 
 
+def test_auto_is_measured_with_what_it_has_chosen():
+    walk = np.cumsum(np.random.default_rng(0).standard_normal(21_000))
+    smooth = (walk[1000:] - walk[:-1000]).astype(np.float32)
+    session = RecipeSession("auto", "auto", {"ratio": 40}, Tensor("w", (20_000,)), smooth)
+    left, first = smooth - session.alone(smooth), get_scheme("auto", ratio=40).codec((20_000,))
+    lost = np.square(smooth - first.decode(first.encode(smooth))).sum()
+    assert np.square(left).sum() < 0.5 * lost
+    assert session.sent_nbytes <= 4 * 20_000 / 40
+
+
 def test_every_measured_step_is_timed_often_enough():
     class Counting:
         label, has_feedback, sent_nbytes = "counting", True, 1

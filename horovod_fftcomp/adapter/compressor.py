@@ -175,7 +175,7 @@ class Compressor:
             "skipped_steps": costs.skipped_steps,
             "collectives": costs.collectives,
             "density": self._policy.density(self._engine.step),
-            "choices": self._engine.choices(),
+            "choices": {name: choice.words for name, choice in self._engine.choices().items()},
         }
 
     def residual(self, name: str) -> Any:
@@ -202,6 +202,7 @@ class Compressor:
         """
         self._engine.read_device()
         step, residuals, errors = self._engine.step, self.residual_ratios(), self._engine.errors
+        choices = self._engine.choices()
         rows = ["tensor recipe density bytes ratio error residual".split()]
         for (name, shape), slot in zip(self._tensors, self._slots, strict=True):
             dense = sent = 4 * math.prod(shape)
@@ -211,6 +212,8 @@ class Compressor:
                 recipe = getattr(policy, "recipe", self._policy.recipe)
                 density = policy.density(step)
                 sent = policy.at(step).sent_nbytes(Tensor(name, shape))
+                if name in choices and step >= policy.warmup_steps:
+                    sent = choices[name].sent_nbytes
             figures = (density, errors.get(name), residuals.get(name))
             shown = ["-" if figure is None else f"{figure:.3g}" for figure in figures]
             ratio = f"{dense / sent:.1f}" if sent else "-"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from horovod_fftcomp.engine.policy import Policy, Rule, Scheduled, action_for, policy_of
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.types import Tensor
+from horovod_fftcomp.types import OldState, Tensor
 
 # Below this a header and a launch cost more than the bytes that compression would save.
 MIN_NUMEL = 1024
@@ -126,3 +126,20 @@ def with_policy(buckets: Iterable[Bucket], policy: Scheduled) -> list[Bucket]:
         bucket if bucket.ruled else bucket._replace(policy=policy.as_decided(bucket.policy))
         for bucket in buckets
     ]
+
+
+def decided_states(
+    buckets: Sequence[Bucket], step: int, state_of: Callable[[int], OldState]
+) -> dict[int, OldState]:
+    """Return the new states, by number of bucket, of recipes that decide after ``step``.
+
+    ``state_of``: the committed state of a bucket, NumPy arrays. All buckets of a recipe take part,
+    those as well whose own trials are at other steps, so that together they keep to its bytes.
+    """
+    schemes = [bucket.policy.at(step) for bucket in buckets]
+    found: dict[int, OldState] = {}
+    for chooser in {scheme.chooser for scheme in schemes if scheme.decides and scheme.chooser}:
+        numbers = [number for number, scheme in enumerate(schemes) if scheme.chooser == chooser]
+        parts = [(buckets[number].tensors, state_of(number)) for number in numbers]
+        found |= zip(numbers, chooser.decided(parts), strict=True)
+    return found

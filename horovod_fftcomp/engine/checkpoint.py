@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, OldState
 
 FORMAT = 1
 # The kinds of state that differ between ranks; all others are the same on all ranks.
@@ -71,7 +71,7 @@ def check_shard(saved: dict[str, Any], shard: str) -> None:
         )
 
 
-def common(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def common(state: OldState) -> OldState:
     """Return the part of a rank's state that is the same on all ranks."""
     return {kind: arrays for kind, arrays in state.items() if kind not in PER_RANK}
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp.engine import checkpoint
-from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.buckets import Bucket, decided_states
 from horovod_fftcomp.kernels.cuda import Device, on_host
 from horovod_fftcomp.monitor.not_finite import bad_tensors
 from horovod_fftcomp.monitor.residual_alarm import DEFAULT_THRESHOLD, ResidualAlarm
@@ -32,7 +32,7 @@ from horovod_fftcomp.schemes import (
     State,
 )
 from horovod_fftcomp.schemes.shards import folded
-from horovod_fftcomp.types import Array, OldState, Tensor
+from horovod_fftcomp.types import Array, Choice, OldState, Tensor
 
 if TYPE_CHECKING:
     from horovod_fftcomp.engine.device_commit import DeviceCommit
@@ -254,7 +254,8 @@ class Engine:
             return
         for bucket, outcome in outcomes.items():
             self._state[bucket] = outcome.state
-        self._decide(step)
+        for number, state in decided_states(self.buckets, step, self._state_on_host).items():
+            self._state[number] = {kind: dict(arrays) for kind, arrays in state.items()}
         measured = {b: o.measured for b, o in outcomes.items() if o.measured is not None}
         if any(outcomes[bucket].flags.not_finite is not None for bucket in measured):
             self._read_measured()  # old enough to be read without waiting
@@ -262,18 +263,6 @@ class Engine:
             self._unread.append(_Unread(self._dropped, measured, self.loss_scale))
         elif measured:
             self._record({bucket: values() for bucket, values in measured.items()}, self.loss_scale)
-
-    def _decide(self, step: int) -> None:
-        """Let recipes that choose decide about all their tensors; ``step`` has been committed."""
-        members: dict[Scheme, list[int]] = {}
-        for number, bucket in enumerate(self.buckets):
-            chooser = bucket.policy.at(step).chooser
-            if chooser is not None:
-                members.setdefault(chooser, []).append(number)
-        for chooser, numbers in members.items():
-            parts = [(self.buckets[n].tensors, self._state_on_host(n)) for n in numbers]
-            for number, state in zip(numbers, chooser.decided(parts), strict=True):
-                self._state[number] = {kind: dict(arrays) for kind, arrays in state.items()}
 
     def read_device(self) -> None:
         """Wait for the device, and record its measurements and skipped steps."""
@@ -371,8 +360,8 @@ class Engine:
                     return number, tensor
         raise ValueError(f"no bucket holds a tensor named {name!r}; it is sent dense")
 
-    def choices(self) -> dict[str, str]:
-        """Return by name, in words, what is chosen for each tensor whose recipe chooses (auto)."""
+    def choices(self) -> dict[str, Choice]:
+        """Return by name what is chosen for each tensor whose recipe chooses (auto)."""
         return {
             tensor.name: choice
             for number, (bucket, state) in enumerate(zip(self.buckets, self._state, strict=True))

@@ -17,7 +17,7 @@ import numpy as np
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.ops import Flags, Ops
-from horovod_fftcomp.types import Array, Arrays, OldState, Tensor, Tensors
+from horovod_fftcomp.types import Array, Arrays, Choice, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.spec import spec_of
 
 # A measurement takes an extra pass or more over the data, which is negligible at this interval. A
@@ -286,8 +286,13 @@ class Scheme(Protocol):
 
     @property
     def chooser(self) -> Scheme | None:
-        """The scheme that decides after this step how tensors are compressed; None: nothing is."""
+        """The scheme that decides how tensors are compressed, equal at all steps; None: nothing."""
         return None
+
+    @property
+    def decides(self) -> bool:
+        """Whether the chooser decides after this step about the tensors of all its buckets."""
+        return False
 
     def decided(self, parts: Sequence[tuple[Tensors, OldState]]) -> Sequence[OldState]:
         """Return the states after a decision about the tensors of all buckets, NumPy arrays.
@@ -296,8 +301,8 @@ class Scheme(Protocol):
         """
         return [state for _, state in parts]
 
-    def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
-        """Return in words what is chosen for a tensor; None if the scheme does not choose."""
+    def choice_of(self, state: OldState, tensor: Tensor) -> Choice | None:
+        """Return what is chosen for a tensor; None if the scheme does not choose."""
         return None
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:

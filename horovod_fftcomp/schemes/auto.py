@@ -17,13 +17,13 @@ from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.quantizers import RANGE, RangeFloat, pattern_of
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
-from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform
+from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform, energy_of
 from horovod_fftcomp.kernels.ops import Feedback
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Round, on_the_host
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL, fold
 from horovod_fftcomp.schemes.state import LowPass
-from horovod_fftcomp.types import Array, Coding, OldState, Tensor, Tensors
+from horovod_fftcomp.types import Array, Choice, Coding, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
 
@@ -54,6 +54,8 @@ _WORTH_CHANGING = 0.99  # of the present choice's error
 # errors of this many steps are summed over all ranks: benchmarks/auto_choice.py.
 TRIAL_STEPS = 4
 _N_TRIALS = len(_ORDER) * len(SHARES)
+# Of a tensor's errors, after those of the candidates.
+_SIZE, _COUNT, _SERIES = -3, -2, -1
 _OLD_TRIALS = 51  # of versions without shares
 
 
@@ -83,8 +85,7 @@ class Auto(LowPass):
     # No option any more, but the specification, which ranks and states compare, has it.
     gbit_per_s: None = field(default=None, init=False, repr=False)
     error_feedback: bool = True
-    tries: bool = False
-    begins: bool = False
+    series: int = 0  # number of the present series of trials, from 1; 0 between two
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +98,7 @@ class Auto(LowPass):
     @property
     def rounds(self) -> tuple[str, ...]:
         """The collectives of an exchange."""
-        return ("allreduce", "allgather") if self.tries else ("allgather",)
+        return ("allreduce", "allgather") if self.decides else ("allgather",)
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have; see ``Scheme``."""
@@ -106,21 +107,23 @@ class Auto(LowPass):
 
     def at(self, step: int) -> Auto:
         """Return the scheme to run at a step, counted from the first compressed one."""
-        place = step % self.every
-        return replace(self, tries=place < TRIAL_STEPS, begins=place == 0)
+        number, place = divmod(step, self.every)
+        return replace(self, series=number + 1) if place < TRIAL_STEPS else self
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         trials = dict(state.get("errors", {}))
-        if self.tries:
+        if self.decides:
             context, grads, state = on_the_host(context, grads, state)
             own = [self._tried(t, grad) for t, grad in zip(tensors, grads, strict=True)]
             summed = yield Round("allreduce", np.concatenate(own))
             for tensor, new in zip(tensors, np.split(summed, len(tensors)), strict=True):
-                before = None if self.begins else trials.get(tensor.name)
-                trials[tensor.name] = new.copy() if before is None else before + new
+                errors, before = np.append(new, np.float32(self.series)), trials.get(tensor.name)
+                if before is not None and before[_SERIES] == self.series:
+                    errors[:_SERIES] += before[:_SERIES]
+                trials[tensor.name] = errors
         codecs = [self.codec_of(tensor, state) for tensor in tensors]
         feedback = Feedback(self.error_feedback, beta=self.beta)
         outcome, *_ = yield from gather(codecs, tensors, grads, state, context, feedback)
@@ -128,9 +131,14 @@ class Auto(LowPass):
         return outcome._replace(state={**outcome.state, **kept, "errors": trials})
 
     @property
-    def chooser(self) -> Auto | None:
-        """The scheme that decides after this step; see ``Scheme``."""
-        return self if self.tries else None
+    def decides(self) -> bool:
+        """Whether it is decided after this step; see ``Scheme``."""
+        return self.series > 0
+
+    @property
+    def chooser(self) -> Auto:
+        """The scheme that decides, the same at all steps; see ``Scheme``."""
+        return replace(self, series=0)
 
     def decided(self, parts: Sequence[tuple[Tensors, OldState]]) -> list[OldState]:
         """Return new states with the choices of least total error; see ``Scheme``."""
@@ -140,7 +148,7 @@ class Auto(LowPass):
         ]
         pairs = [(t, state) for ts, (_, state) in zip(known, parts, strict=True) for t in ts]
         # Between the squared error and what Adam makes of it, the relative error of each element.
-        sizes = [float(state["errors"][t.name][-2]) * math.prod(t.shape) for t, state in pairs]
+        sizes = [float(state["errors"][t.name][_SIZE]) * math.prod(t.shape) for t, state in pairs]
         budget = sum(wire.align(int(4 * math.prod(t.shape) / self.ratio)) for t, _ in pairs)
         curves = [
             self._curve(*pair, size / max(sizes)) if size else [self._present(*pair)]
@@ -162,7 +170,7 @@ class Auto(LowPass):
     def _curve(self, tensor: Tensor, state: OldState, weight: float) -> list[_Point]:
         """Return the point of least error for each share of the bytes, by ascending bytes."""
         tried = state["errors"][tensor.name]
-        errors = tried[:-2].reshape(len(_ORDER), len(SHARES)) / tried[-1]
+        errors = tried[:_SIZE].reshape(len(_ORDER), len(SHARES)) / tried[_COUNT]
         present, points = _chosen(state, tensor), []
         for share, lost in enumerate(errors.T):
             choice = _ORDER[int(np.argmin(lost))]
@@ -183,8 +191,9 @@ class Auto(LowPass):
         return all(_are_served(t.shape, self.ratio) for t in tensors)
 
     def samples(self, shape: tuple[int, ...]) -> list[Codec]:
-        """Return codecs of a few candidates that cover all transforms and all bit widths."""
-        return [self.codec(shape, choice) for choice in (1, 7, 13, 19, 25, 26)]
+        """Return codecs of a few candidates: all transforms and bit widths, even and most bytes."""
+        choices = itertools.product((1, 7, 13, 19, 25, 26), (EVEN, len(SHARES) - 1))
+        return [self.codec(shape, *choice) for choice in choices]
 
     def codec(self, shape: tuple[int, ...], choice: int = FIRST_CHOICE, share: int = EVEN) -> Codec:
         """Return the codec of a choice for tensors of ``shape``, with a share of the bytes."""
@@ -218,7 +227,7 @@ class Auto(LowPass):
         """
         tried = np.zeros(_N_TRIALS + 2, np.float32)
         tried[-1] = 1
-        size = 0.0 if grad is None or not grad.size else np.square(grad, dtype=np.float64).mean()
+        size = energy_of(grad) / math.prod(tensor.shape) if grad is not None and grad.size else 0.0
         if not 0 < size < math.inf:
             return tried
         assert grad is not None
@@ -238,11 +247,7 @@ class Auto(LowPass):
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the payload bytes of ``tensor`` in each step, for the first choice."""
-        return wire.align(self.first_codec(tensor).payload_nbytes(tensor.shape))
-
-    def first_codec(self, tensor: Tensor) -> Codec:
-        """Return the codec of a tensor before the first trial has been decided."""
-        return self.codec(tensor.shape)
+        return wire.align(self.codec(tensor.shape).payload_nbytes(tensor.shape))
 
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
@@ -253,7 +258,7 @@ class Auto(LowPass):
         arrays: dict[str, tuple[np.dtype, int]] = {
             "choice": (np.dtype(np.uint8), 1),
             "share": (np.dtype(np.uint8), 1),
-            "errors": (np.dtype(np.float32), _N_TRIALS + 2),
+            "errors": (np.dtype(np.float32), _N_TRIALS + 3),
             "trials": (np.dtype(np.float32), _OLD_TRIALS),  # accepted, and not kept
         }
         if self.error_feedback:
@@ -265,34 +270,31 @@ class Auto(LowPass):
         transform = self.codec_of(tensor, state).transform
         return transform.inverse(residual, math.prod(tensor.shape), load_backend("cpu"))
 
-    def choice_of(self, state: OldState, tensor: Tensor) -> str:
-        """Return the present choice of a tensor in words."""
+    def choice_of(self, state: OldState, tensor: Tensor) -> Choice:
+        """Return the present choice for a tensor; see ``Scheme``."""
         transform, bits = CANDIDATES[_chosen(state, tensor) - 1]
-        density = _top_k(self.codec_of(tensor, state)).density
-        return f"{spec_of(transform)}, {bits} bits, density {density:.2g}"
+        codec = self.codec_of(tensor, state)
+        density = _top_k(codec).density
+        words = f"{spec_of(transform)}, {bits} bits, density {density:.2g}"
+        return Choice(words, wire.align(codec.payload_nbytes(tensor.shape)))
 
 
 def _chosen(state: OldState, tensor: Tensor) -> int:
-    choice = state.get("choice", {}).get(tensor.name)
-    if choice is None:
-        return FIRST_CHOICE
-    if choice[0] > len(CANDIDATES):
-        raise ValueError(
-            f"the saved choice of {tensor.name!r} is {choice[0]}; auto has 0 to {len(CANDIDATES)}"
-        )
     # 0: sent dense, which an option of earlier versions could choose; any residual is by element.
-    return int(choice[0]) or FIRST_CHOICE
+    return _saved("choice", state, tensor, FIRST_CHOICE, len(CANDIDATES)) or FIRST_CHOICE
 
 
 def _share(state: OldState, tensor: Tensor) -> int:
-    share = state.get("share", {}).get(tensor.name)
-    if share is None:
-        return EVEN
-    if share[0] >= len(SHARES):
-        raise ValueError(
-            f"the saved share of {tensor.name!r} is {share[0]}; auto has 0 to {len(SHARES) - 1}"
-        )
-    return int(share[0])
+    return _saved("share", state, tensor, EVEN, len(SHARES) - 1)
+
+
+def _saved(kind: str, state: OldState, tensor: Tensor, first: int, most: int) -> int:
+    saved = state.get(kind, {}).get(tensor.name)
+    if saved is None:
+        return first
+    if saved[0] > most:
+        raise ValueError(f"the saved {kind} of {tensor.name!r} is {saved[0]}; auto has 0 to {most}")
+    return int(saved[0])
 
 
 def _top_k(codec: Codec) -> TopK:
@@ -373,7 +375,7 @@ def _sample_of(flat: Array) -> Array:
     return np.concatenate([flat[begin : begin + _PIECE] for begin in begins])
 
 
-@functools.lru_cache(1 << 14)
+@functools.lru_cache(1 << 16)  # more than 200 shapes have candidates and shares
 def _codec(transform: Transform, bits: int, shape: tuple[int, ...], ratio: float) -> Codec:
     """Return the codec of the largest density whose payload is at most 1 / ratio of the tensor."""
     n, allowed = transform.n_bins(math.prod(shape)), 4 * math.prod(shape) / ratio
@@ -391,5 +393,6 @@ def _codec(transform: Transform, bits: int, shape: tuple[int, ...], ratio: float
 @functools.lru_cache(1 << 14)
 def _are_served(shape: tuple[int, ...], ratio: float) -> bool:
     """Return whether a GPU can compute the exchange of a tensor by every candidate."""
-    codecs = [_codec(transform, bits, shape, ratio) for transform, bits in CANDIDATES]
+    options = itertools.product(CANDIDATES, (ratio, ratio / SHARES[-1]))
+    codecs = (_codec(*candidate, shape, allowed) for candidate, allowed in options)
     return all(serves(codec, [Tensor("", shape)]) for codec in codecs)

@@ -18,7 +18,7 @@ from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, ops_of
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
 from horovod_fftcomp.schemes.wrapper import Wrapper
-from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
+from horovod_fftcomp.types import Array, Choice, OldState, Tensor, Tensors
 
 Ranks = tuple[int, ...]
 
@@ -138,8 +138,8 @@ class Hierarchical(Wrapper):
             for tensor, grad in zip(tensors, grads, strict=True)
         ]
 
-    def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
-        """Return in words what is chosen for a tensor; None if this rank does not lead."""
+    def choice_of(self, state: OldState, tensor: Tensor) -> Choice | None:
+        """Return what is chosen for a tensor; None if this rank does not lead."""
         return self.scheme.choice_of(state, tensor) if any(state.values()) else None
 
 

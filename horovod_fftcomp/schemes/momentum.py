@@ -177,6 +177,10 @@ class WithMomentum(Wrapper):
         """Return the scheme of dense steps: an allreduce of velocities."""
         return replace(self, scheme=Dense("float32"))
 
+    def received_nbytes(self, tensor: Tensor, world_size: int) -> float:
+        """Return the bytes of ``tensor`` that a rank receives in each step; see ``Scheme``."""
+        return self.scheme.received_nbytes(tensor, world_size)
+
     def is_smaller(self, tensors: Tensors, world_size: int) -> bool:
         """Return whether a rank receives fewer bytes than by a gather; see ``Scheme``."""
         return self.scheme.is_smaller(tensors, world_size)

@@ -103,7 +103,7 @@ class Sharded(Wrapper):
     def _codecs(self, tensor: Tensor) -> Sequence[AnyCodec]:
         """Return the codecs of the first round of which one is used; at first the first one."""
         if isinstance(self.scheme, Auto):
-            return [self.scheme.first_codec(tensor), *self.scheme.samples(tensor.shape)]
+            return [self.scheme.codec(tensor.shape), *self.scheme.samples(tensor.shape)]
         assert not isinstance(self.scheme, HardThreshold)
         return [self.scheme.codec]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from horovod_fftcomp.schemes import Scheme
-from horovod_fftcomp.types import Array, OldState, Tensor
+from horovod_fftcomp.types import Array, Choice, OldState, Tensor
 
 
 class Wrapper(Scheme):
@@ -54,11 +54,16 @@ class Wrapper(Scheme):
 
     @property
     def chooser(self) -> Scheme | None:
-        """The scheme that decides after this step; see ``Scheme``."""
+        """The scheme that decides, equal at all steps; see ``Scheme``."""
         return self.scheme.chooser
 
-    def choice_of(self, state: OldState, tensor: Tensor) -> str | None:
-        """Return in words what is chosen for a tensor; see ``Scheme``."""
+    @property
+    def decides(self) -> bool:
+        """Whether it is decided after this step; see ``Scheme``."""
+        return self.scheme.decides
+
+    def choice_of(self, state: OldState, tensor: Tensor) -> Choice | None:
+        """Return what is chosen for a tensor; see ``Scheme``."""
         return self.scheme.choice_of(state, tensor)
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:

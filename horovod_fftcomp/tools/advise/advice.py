@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.engine.buckets import Bucket, make_buckets
+from horovod_fftcomp.codec.transforms import energy_of
+from horovod_fftcomp.engine.buckets import Bucket, decided_states, make_buckets
 from horovod_fftcomp.engine.checkpoint import common
 from horovod_fftcomp.engine.policy import Scheduled, make_policy
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes import Context, Round, State, Tensor
+from horovod_fftcomp.schemes import Context, Round, Tensor
 from horovod_fftcomp.tools import bench, gradient_files
 from horovod_fftcomp.tools.advise.cost_model import (
     Compute,
@@ -91,10 +92,8 @@ def compressed(
 
     ``grads``: flat float32 by tensor name; tensors that are missing get synthetic gradients.
     """
-    used = dict(options)
-    if "calibrate_steps" in RECIPES[recipe].options:
-        used["calibrate_steps"] = 1
-    policy = make_policy(recipe, **used)
+    fixed = {"calibrate_steps": 1} if "calibrate_steps" in RECIPES[recipe].options else {}
+    policy = make_policy(recipe, **{**options, **fixed})
     buckets = make_buckets(tensors, policy)
     decides = policy.in_force().get("exchange") == "auto"
     inside = {tensor.name for bucket in buckets for tensor in bucket.tensors}
@@ -106,17 +105,17 @@ def compressed(
     ]
     bench.settle_malloc()
     ready, error, energy, spreads = _ready(tensors), 0.0, 0.0, [0.0]
-    for bucket in buckets:
-        values = [_gradient(tensor, grads) for tensor in bucket.tensors]
+    gradients = [[_gradient(tensor, grads) for tensor in bucket.tensors] for bucket in buckets]
+    for bucket, values, chosen in zip(buckets, gradients, _chosen(buckets, gradients), strict=True):
         at = max(ready[tensor.name] for tensor in bucket.tensors)
-        part, varies = _timed(bucket, values, at, repeat)
+        part, varies = _timed(bucket, values, chosen, at, repeat)
         if decides and (ranks := _sharded_from(policy, bucket)) is not None:
             shards = bucket._replace(policy=policy.with_exchange("sharded"))
-            sharded, _ = _timed(shards, values, at, repeat)
+            sharded, _ = _timed(shards, values, chosen, at, repeat)
             part = replace(part, sharded=sharded, sharded_from=ranks)
         parts.append(part)
         spreads.append(varies)
-        lost, all_of_it = _lost(bucket, values)
+        lost, all_of_it = _lost(bucket, values, chosen)
         error, energy = error + lost, energy + all_of_it
     sent = sum(message.nbytes for part in parts for message in part.messages)
     relative_error = math.sqrt(error / energy) if energy else 0.0
@@ -155,11 +154,19 @@ def _gradient(tensor: Tensor, grads: Mapping[str, Array]) -> Array:
     return gradient_files.synthetic(math.prod(tensor.shape)).steps[0] if known is None else known
 
 
+def _chosen(buckets: Sequence[Bucket], grads: Sequence[Sequence[Array]]) -> list[OldState]:
+    """Return what the recipe chooses for each bucket after a first step; nothing if it does not."""
+    chosen = decided_states(
+        buckets, 0, lambda n: common(_run(buckets[n], grads[n], {}, 0, 1, []).state)
+    )
+    return [chosen.get(number, {}) for number in range(len(buckets))]
+
+
 def _timed(
-    bucket: Bucket, grads: Sequence[Array], ready: float, repeat: int
+    bucket: Bucket, grads: Sequence[Array], chosen: OldState, ready: float, repeat: int
 ) -> tuple[Transfer, float]:
     """Return (messages and median times of a bucket in a usual step; their spread)."""
-    state = _run(bucket, grads, {}, 0, 1, []).state
+    state = _run(bucket, grads, chosen, 0, 1, []).state
     others = {ranks: _other_owners(bucket, grads, state, ranks) for ranks in (_FEW, _MORE)}
     runs: dict[int, list[_Run]] = {
         ranks: [
@@ -176,11 +183,11 @@ def _timed(
     return Transfer(ready, messages, encode_s, max(0.0, few_s - _FEW * each_s), each_s), varies
 
 
-def _lost(bucket: Bucket, grads: Sequence[Array]) -> tuple[float, float]:
+def _lost(bucket: Bucket, grads: Sequence[Array], chosen: OldState) -> tuple[float, float]:
     """Return the sums of squares of the error of a first exchange, and of the gradients."""
-    sums = _run(bucket, grads, {}, 0, 1, []).sums
+    sums = _run(bucket, grads, chosen, 0, 1, []).sums
     errors = (grad - decoded for grad, decoded in zip(grads, sums, strict=True))
-    return sum(map(bench.energy, errors)), sum(map(bench.energy, grads))
+    return sum(map(energy_of, errors)), sum(map(energy_of, grads))
 
 
 class _Run(NamedTuple):
@@ -190,7 +197,7 @@ class _Run(NamedTuple):
     encode_s: float
     decode_s: float
     sums: list[Array]
-    state: State
+    state: OldState
 
 
 def _run(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from horovod_fftcomp.codec.transforms import energy_of
 from horovod_fftcomp.kernels.threads import get_num_threads
 from horovod_fftcomp.tools.bench.measurement import Measurement, Samples, added, entropy_bits  # noqa: F401
 from horovod_fftcomp.tools.bench.sessions import RecipeSession, Session  # noqa: F401
@@ -27,7 +28,6 @@ _LEAST_COPIED = 1 << 18
 # Once a block of this size has been freed, glibc's malloc keeps blocks up to it for reuse.
 _LARGEST_KEPT_NBYTES = (32 << 20) - (1 << 16)
 _MOST_IN_A_ROW = 3
-_CHUNK = 1 << 20  # elements summed at a time: 8 MiB, against twice the size of a large gradient
 
 
 def measure(
@@ -137,21 +137,13 @@ class _Sums:
     def add(self, session: Session, grad: Array) -> None:
         """Add energies and errors of ``grad``, without and with feedback; advances the session."""
         decoded = session.alone(grad)
-        self.energy += energy(grad)
-        self.decoded += energy(decoded)
-        self.error += energy(grad - decoded)
+        self.energy += energy_of(grad)
+        self.decoded += energy_of(decoded)
+        self.error += energy_of(grad - decoded)
         if session.has_feedback:
-            self.feedback_energy += energy(grad + session.residual())
+            self.feedback_energy += energy_of(grad + session.residual())
             session.advance(grad)
-            self.feedback_error += energy(session.residual())
-
-
-def energy(values: Array) -> float:
-    """Return the sum of squares, in float64, where that of large or tiny values fits."""
-    chunks = (
-        values[begin : begin + _CHUNK].astype(np.float64) for begin in range(0, values.size, _CHUNK)
-    )
-    return float(sum(np.vdot(chunk, chunk) for chunk in chunks))
+            self.feedback_error += energy_of(session.residual())
 
 
 def _measurement(

@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from horovod_fftcomp.engine.buckets import Bucket, decided_states
 from horovod_fftcomp.engine.checkpoint import common
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, State, Tensor
+from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, Tensor
 from horovod_fftcomp.schemes.allgather import Allgather
-from horovod_fftcomp.types import Array
+from horovod_fftcomp.types import Array, OldState
 from horovod_fftcomp.wire.header import Plan
 
 # A usual step: it measures no energies (step 0 and every 53rd do), `auto` does not try candidates,
@@ -72,9 +73,10 @@ class RecipeSession:
         plain = make_policy(recipe, **{**options, **off})
         self._plain = plain.at(_USUAL_STEP)
         self._tensor = tensor
-        self._known: State = {}
-        self._known = common(self._outcome_alone(other_grad, plain.at(0), 0).state)
-        self._state: State = self._known
+        self._known: OldState = {}
+        found = common(self._outcome_alone(other_grad, plain.at(0), 0).state)
+        self._known = decided_states([Bucket((tensor,), plain)], 0, lambda _: found).get(0, found)
+        self._state: OldState = self._known
         self._n_ranks = 2
         first = next(self._exchange(self._plain, other_grad, self._known))
         if first.divided or first.collective == "alltoall":
@@ -86,10 +88,9 @@ class RecipeSession:
     @property
     def plan(self) -> Plan | None:
         """Plan of the payload; None if there is no payload or its size depends on the values."""
-        codec = self.scheme.codec if isinstance(self.scheme, Allgather) else None
-        if codec is None or not codec.has_fixed_size:
+        if not isinstance(self.scheme, Allgather) or not self.scheme.codec.has_fixed_size:
             return None
-        return codec.plan(self._tensor.shape)
+        return self.scheme.codec.plan(self._tensor.shape)
 
     def _sent_by_the_other(self, grad: Array) -> list[Array]:
         """Return the data of each round of the second rank, if both ranks had ``grad``.
@@ -143,7 +144,7 @@ class RecipeSession:
         """Return the residual, flat float32."""
         return self.scheme.residual(self._state, self._tensor).reshape(-1)
 
-    def _exchange(self, scheme: Scheme, grad: Array, state: State) -> Exchange:
+    def _exchange(self, scheme: Scheme, grad: Array, state: OldState) -> Exchange:
         context = Context(_USUAL_STEP, 0, self._n_ranks)
         return scheme.exchange([self._tensor], [grad], state, context)
 
