@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import horovod_fftcomp
-from horovod_fftcomp import Recover, get_scheme
+from horovod_fftcomp import Recover, get_scheme, wire
 from horovod_fftcomp.cli.arguments import recipe_choices
 from horovod_fftcomp.engine.buckets import is_compressed, make_buckets
 from horovod_fftcomp.engine.policy import Scheduled, make_policy
@@ -48,6 +48,7 @@ from torch_digits import load_data
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LEARNERS = 8
+OLD = "†"  # beside rows that are to be trained anew
 RECIPES = (
     "none",
     "fft(density=0.15)",
@@ -254,6 +255,7 @@ def train(job: Job) -> dict[str, Any]:
         "ratio_of_compressed": compressed / (run.sent_nbytes - dense) if compressed else 1.0,
         "losses": [round(float(part.mean()), 5) for part in losses],
         "measure": task.measure,
+        "wire": wire.VERSION,
     }
 
 
@@ -338,6 +340,10 @@ class Store:
         part.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
         part.replace(self.path)
 
+    def has(self, job: Job) -> bool:
+        """Return whether the result of ``job`` is there, and of the present wire format."""
+        return job.key in self.runs and not is_old(self.runs[job.key])
+
     def all_seeds(self, kind: str, recipe: str, recovery: str = "-") -> list[dict[str, Any]]:
         """Return the runs of a recipe, in the order of their seeds."""
         begin = " | ".join([kind, recipe, recovery, "seed "])
@@ -376,7 +382,7 @@ def _is_trained(job: Job, form: str) -> bool:
 
 
 def run_all(jobs: list[Job], store: Store, workers: int) -> None:
-    """Train what is not stored yet, ``workers`` at a time; AS_MANY_BYTES after what it follows."""
+    """Train what is not stored or old, ``workers`` at a time; AS_MANY_BYTES after its example."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     with (
         Progress(*columns, TimeRemainingColumn()) as bar,
@@ -385,7 +391,7 @@ def run_all(jobs: list[Job], store: Store, workers: int) -> None:
         shown = bar.add_task("", total=len(jobs))
         for follows in (False, True):
             part = [job for job in jobs if (job.recipe == AS_MANY_BYTES) == follows]
-            todo = [job for job in part if job.key not in store.runs]
+            todo = [job for job in part if not store.has(job)]
             bar.advance(shown, len(part) - len(todo))
             if follows:
                 todo = [job._replace(sent_nbytes=_bytes_of_threshold(job, store)) for job in todo]
@@ -402,7 +408,10 @@ def _bytes_of_threshold(job: Job, store: Store) -> float:
 
 def make_page(store: Store) -> str:
     """Return a table for each task, in Markdown."""
-    lines = []
+    lines = [
+        f"{OLD} Trained with range floats of version 2 of the wire format, which round two to four "
+        "times more coarsely in as many bytes.\n"
+    ]
     for name, kind in KINDS.items():
         none = store.seeds(name, "none")
         if not none:
@@ -457,6 +466,14 @@ def final(run: dict[str, Any]) -> float:
     return float(np.mean(run["qualities"][-(len(run["qualities"]) // 5) :]))
 
 
+def is_old(run: dict[str, Any]) -> bool:
+    """Return whether a stored run was trained with range floats of an earlier wire format."""
+    [choice] = recipe_choices(run["recipe"])
+    scheme = get_scheme(choice.name, **choice.options)
+    has_range_floats = choice.name == "auto" or "RangeFloat" in scheme.spec()
+    return has_range_floats and run.get("wire", 2) < wire.VERSION
+
+
 def _row(recipe: str, runs: list[dict], none: list[dict], in_percent: bool) -> str:
     found, baseline = np.array([final(run) for run in runs]), np.array([final(run) for run in none])
     change = found.mean() - baseline[: len(found)].mean()
@@ -471,6 +488,8 @@ def _row(recipe: str, runs: list[dict], none: list[dict], in_percent: bool) -> s
     fewer = ""
     if len(runs) < len(none):
         fewer, spread = f" ({len(runs)} of the seeds)", spread if len(runs) > 1 else ""
+    if any(map(is_old, runs)):
+        fewer += f" {OLD}"
     norm = np.mean([run["residual_norms"][-1] for run in runs])
     error = np.mean([run["total_error"] for run in runs])
     return (
