@@ -23,11 +23,12 @@ from horovod_fftcomp.schemes.auto import (
     TRIED,
     _allocated,
     _Point,
+    _sample_of,
 )
 from horovod_fftcomp.simulation import exchange_once
 
 N = 20_000
-TRIED_NBYTES = 4 * (sum(map(len, TRIED)) * len(SHARES) + 2)  # that a trial sends for a tensor
+TRIED_NBYTES = 4 * (sum(map(len, TRIED)) * len(SHARES) + 1)  # that a trial sends for a tensor
 
 
 def smooth(seed=0, n=N):
@@ -350,3 +351,70 @@ def test_a_rank_that_does_not_lead_keeps_no_errors():
     for rank in range(4):
         kept = engines[rank].state_dict()["state"].get("errors", {})
         assert set(kept) <= {led[rank % 2]}
+
+
+def shares_of(grads_of, *, warmup_steps=0, n_steps=2 * TRIAL_STEPS, scales=None):
+    """Return the shares of two tensors; ``grads_of(step)``: the gradients of both.
+
+    The second one begins after ``warmup_steps``. ``scales``: loss scales from steps on.
+    """
+    tensors = [Tensor(name, (N,)) for name in ("a", "b")]
+    policies = [make_policy("auto", ratio=40, warmup_steps=n) for n in (0, warmup_steps)]
+    buckets = [Bucket((tensor,), policy) for tensor, policy in zip(tensors, policies, strict=True)]
+    [engine], scale = [Engine(buckets, 0, 1)], 1.0
+    for number in range(n_steps):
+        scale = (scales or {}).get(number, scale)
+        engine.follow_loss_scale(scale)
+        with np.errstate(invalid="ignore"):
+            grads = [None if g is None else g * np.float32(scale) for g in grads_of(number)]
+            exchange_once([engine], [[[grad] for grad in grads]], random.Random(number))
+        engine.settle()
+    shares = engine.state_dict()["state"]["share"]
+    return int(shares["a"][0]), int(shares["b"][0])
+
+
+def both(step):
+    return [smooth(2 * step), smooth(2 * step + 1)]
+
+
+def test_a_series_that_lost_trials_counts_as_much_as_another():
+    def grads_of(step):
+        first, second = both(step)
+        return [np.full(N, np.nan, np.float32) if step in (1, 2, 3) else first, second]
+
+    assert shares_of(grads_of, warmup_steps=6, n_steps=10) == (EVEN, EVEN)
+
+
+def test_a_series_under_another_loss_scale_counts_as_much():
+    scales = {0: 65536.0, 5: 1024.0}
+    assert shares_of(both, warmup_steps=6, n_steps=10, scales=scales) == (EVEN, EVEN)
+
+
+def test_a_tensor_that_is_not_in_every_step_counts_by_what_it_brings():
+    def grads_of(step):
+        first, second = both(step)
+        return [first, 4 * second if step % 4 == 3 else None]
+
+    assert shares_of(grads_of) == (EVEN, EVEN)
+
+
+def test_every_step_tries_another_sample():
+    flat = np.arange(400_000, dtype=np.float32)
+    samples = [_sample_of(flat, step) for step in range(TRIAL_STEPS)]
+    assert all(60_000 < sample.size < 75_000 for sample in samples)
+    assert np.unique(np.concatenate(samples)).size > 0.95 * sum(sample.size for sample in samples)
+    starts = samples[1].reshape(-1)[:: 1 << 12]
+    assert not (starts % (1 << 12)).any()  # blocks stay blocks
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_sample_of_denormal_values_is_tried(large):
+    """A transform of denormal values may be all zeros."""
+    n = 400_000 if large else N
+    engines = engines_of(2, (Tensor("w", (n,)),))
+    grads = np.zeros((2, n), np.float32)
+    grads[:, 7] = 1e-43
+    grads[1, -7] = 1.0 if large else 0.0
+    step(engines, *grads)
+    assert engines[0].choices() == engines[1].choices()
+    assert np.isfinite(engines[0].state_dict()["state"]["errors"]["w"]).all()

@@ -280,8 +280,8 @@ class Scheme(Protocol):
         if not self.fits_differences():
             raise UnsupportedError(
                 f"{who} cannot send differences of weights: it has a momentum of its own or sends "
-                "signs, so it works for gradients only. Use another recipe, or sketchsgd or dgc "
-                "with momentum=0.0"
+                "signs, so it works for gradients only. Leave momentum out, use another recipe, or "
+                "sketchsgd or dgc with momentum=0.0"
             )
 
     @property

@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -54,13 +54,11 @@ _WORTH_CHANGING = 0.99  # of the present choice's error
 # errors of this many steps are summed over all ranks: benchmarks/auto_choice.py.
 TRIAL_STEPS = 4
 _N_TRIALS = len(_ORDER) * len(SHARES)
-# Of a tensor's errors, after those of the candidates.
-_SIZE, _COUNT, _SERIES = -3, -2, -1
 _OLD_TRIALS = 51  # of versions without shares
 
 
 class _Point(NamedTuple):
-    """Bytes of a tensor's payload, its squared error, and by what share and choice."""
+    """Bytes of a tensor's payload, its weighted error, and by what share and choice."""
 
     nbytes: int
     error: float
@@ -82,8 +80,6 @@ class Auto(LowPass):
     spec_name = "Auto"
     ratio: float = 50.0
     every: int = 2000
-    # No option any more, but the specification, which ranks and states compare, has it.
-    gbit_per_s: None = field(default=None, init=False, repr=False)
     error_feedback: bool = True
     series: int = 0  # number of the present series of trials, from 1; 0 between two
 
@@ -117,12 +113,12 @@ class Auto(LowPass):
         trials = dict(state.get("errors", {}))
         if self.decides:
             context, grads, state = on_the_host(context, grads, state)
-            own = [self._tried(t, grad) for t, grad in zip(tensors, grads, strict=True)]
+            own = [self._tried(t, grad, context) for t, grad in zip(tensors, grads, strict=True)]
             summed = yield Round("allreduce", np.concatenate(own))
             for tensor, new in zip(tensors, np.split(summed, len(tensors)), strict=True):
                 errors, before = np.append(new, np.float32(self.series)), trials.get(tensor.name)
-                if before is not None and before[_SERIES] == self.series:
-                    errors[:_SERIES] += before[:_SERIES]
+                if before is not None and before[-1] == self.series:
+                    errors[:-1] += before[:-1]
                 trials[tensor.name] = errors
         codecs = [self.codec_of(tensor, state) for tensor in tensors]
         feedback = Feedback(self.error_feedback, beta=self.beta)
@@ -147,14 +143,8 @@ class Auto(LowPass):
             for tensors, state in parts
         ]
         pairs = [(t, state) for ts, (_, state) in zip(known, parts, strict=True) for t in ts]
-        # Between the squared error and what Adam makes of it, the relative error of each element.
-        sizes = [float(state["errors"][t.name][_SIZE]) * math.prod(t.shape) for t, state in pairs]
         budget = sum(wire.align(int(4 * math.prod(t.shape) / self.ratio)) for t, _ in pairs)
-        curves = [
-            self._curve(*pair, size / max(sizes)) if size else [self._present(*pair)]
-            for pair, size in zip(pairs, sizes, strict=True)
-        ]
-        points = iter(_allocated(curves, budget))
+        points = iter(_allocated([self._curve(*pair) for pair in pairs], budget))
         states = []
         for tensors, (_, state) in zip(known, parts, strict=True):
             for tensor, point in zip(tensors, points, strict=False):
@@ -162,16 +152,17 @@ class Auto(LowPass):
             states.append(state)
         return states
 
-    def _present(self, tensor: Tensor, state: OldState) -> _Point:
-        """Return the point of the present choice, of a tensor that has no errors to compare."""
-        nbytes = wire.align(self.codec_of(tensor, state).payload_nbytes(tensor.shape))
-        return _Point(nbytes, 0.0, _share(state, tensor), _chosen(state, tensor))
+    def _curve(self, tensor: Tensor, state: OldState) -> list[_Point]:
+        """Return the point of least error for each share of the bytes, by ascending bytes.
 
-    def _curve(self, tensor: Tensor, state: OldState, weight: float) -> list[_Point]:
-        """Return the point of least error for each share of the bytes, by ascending bytes."""
-        tried = state["errors"][tensor.name]
-        errors = tried[:_SIZE].reshape(len(_ORDER), len(SHARES)) / tried[_COUNT]
+        Where there are no errors to compare it is the present choice.
+        """
+        *tried, count, _ = state["errors"][tensor.name].astype(np.float64)
+        errors = np.reshape(tried, (len(_ORDER), len(SHARES))) * (math.prod(tensor.shape) / count)
         present, points = _chosen(state, tensor), []
+        if not errors.any():
+            nbytes = wire.align(self.codec_of(tensor, state).payload_nbytes(tensor.shape))
+            return [_Point(nbytes, 0.0, _share(state, tensor), present)]
         for share, lost in enumerate(errors.T):
             choice = _ORDER[int(np.argmin(lost))]
             error = float(lost.min())
@@ -180,7 +171,7 @@ class Auto(LowPass):
             nbytes = wire.align(
                 self.codec(tensor.shape, choice, share).payload_nbytes(tensor.shape)
             )
-            points.append(_Point(nbytes, weight * error, share, choice))
+            points.append(_Point(nbytes, error, share, choice))
         return points
 
     def runs_on_device(self, tensors: Tensors) -> bool:
@@ -190,10 +181,9 @@ class Auto(LowPass):
         """
         return all(_are_served(t.shape, self.ratio) for t in tensors)
 
-    def samples(self, shape: tuple[int, ...]) -> list[Codec]:
-        """Return codecs of a few candidates: all transforms and bit widths, even and most bytes."""
-        choices = itertools.product((1, 7, 13, 19, 25, 26), (EVEN, len(SHARES) - 1))
-        return [self.codec(shape, *choice) for choice in choices]
+    def samples(self, shape: tuple[int, ...], share: int = EVEN) -> list[Codec]:
+        """Return codecs of a few candidates that cover all transforms and all bit widths."""
+        return [self.codec(shape, choice, share) for choice in (1, 7, 13, 19, 25, 26)]
 
     def codec(self, shape: tuple[int, ...], choice: int = FIRST_CHOICE, share: int = EVEN) -> Codec:
         """Return the codec of a choice for tensors of ``shape``, with a share of the bytes."""
@@ -218,31 +208,33 @@ class Auto(LowPass):
         changed = {kind: {**state.get(kind, {}), tensor.name: new[kind]} for kind in new}
         return {**state, **changed}
 
-    def _tried(self, tensor: Tensor, grad: Array | None) -> Array:
-        """Return each candidate's relative squared error by share, the gradient's size, and a 1.
+    def _tried(self, tensor: Tensor, grad: Array | None, context: Context) -> Array:
+        """Return the error of each candidate by share, for this rank's gradient, and a 1.
 
-        Float32, ``[_N_TRIALS + 2]``. The size is the root mean square; the 1 counts trials in the
-        sum over ranks. All but that is 0 for a frozen tensor, whose choice stays, and for a
-        gradient with NaN or Inf, whose step is dropped.
+        Float32, ``[_N_TRIALS + 1]``. An error is the share of the squares that is lost, times the
+        root mean square: between the squared error and what Adam makes of it, the relative error.
+        The 1 counts trials in the sum over ranks. Errors are 0 for a frozen tensor, for a sample of
+        zeros, and for a gradient with NaN or Inf, whose step is dropped.
         """
-        tried = np.zeros(_N_TRIALS + 2, np.float32)
+        tried = np.zeros(_N_TRIALS + 1, np.float32)
         tried[-1] = 1
         size = energy_of(grad) / math.prod(tensor.shape) if grad is not None and grad.size else 0.0
         if not 0 < size < math.inf:
             return tried
         assert grad is not None
-        part, lost = _sample_of(grad), []
-        for choices in TRIED:
+        part, lost = _sample_of(grad, context.step), np.ones((len(TRIED), _N_TRIALS // len(TRIED)))
+        if not part.any():
+            return tried
+        for row, choices in zip(lost, TRIED, strict=True):
             transform = CANDIDATES[choices[0] - 1][0]
             coeffs = np.abs(transform.forward(part, None, 0, load_backend("cpu")).array)
             sizes = np.sort(coeffs)[::-1]
             sums = np.cumsum(np.square(sizes, dtype=np.float64))
-            if sums[-1] > 0:  # else the sample of a tensor that is not zero is
+            if sums[-1] > 0:  # else a transform has lost all values, as they are denormal
                 pairs = itertools.product(choices, range(len(SHARES)))
                 codecs = [self.codec(tensor.shape, *pair) for pair in pairs]
-                lost.append(_lost(codecs, tensor.shape, sizes, sums))
-        tried[:_N_TRIALS] = np.concatenate(lost) if lost else 0
-        tried[-2] = math.sqrt(size)
+                row[:] = _lost(codecs, tensor.shape, sizes, sums)
+        tried[:-1] = lost.reshape(-1) * (math.sqrt(size) / context.loss_scale)
         return tried
 
     def sent_nbytes(self, tensor: Tensor) -> int:
@@ -258,7 +250,7 @@ class Auto(LowPass):
         arrays: dict[str, tuple[np.dtype, int]] = {
             "choice": (np.dtype(np.uint8), 1),
             "share": (np.dtype(np.uint8), 1),
-            "errors": (np.dtype(np.float32), _N_TRIALS + 3),
+            "errors": (np.dtype(np.float32), _N_TRIALS + 2),
             "trials": (np.dtype(np.float32), _OLD_TRIALS),  # accepted, and not kept
         }
         if self.error_feedback:
@@ -366,12 +358,15 @@ def _slope(here: _Point, there: _Point) -> float:
     return (here.error - there.error) / max(1, there.nbytes - here.nbytes)
 
 
-def _sample_of(flat: Array) -> Array:
-    """Return a sample of ``_SAMPLE`` elements in evenly spread pieces; all of a small tensor."""
+def _sample_of(flat: Array, step: int) -> Array:
+    """Return a sample of at most ``_SAMPLE`` elements in evenly spread pieces, others in each step.
+
+    A small tensor is returned whole.
+    """
     if flat.size <= 2 * _SAMPLE:
         return flat
-    n_pieces = _SAMPLE // _PIECE
-    begins = np.arange(n_pieces) * (flat.size // n_pieces) // _PIECE * _PIECE
+    stride = flat.size // (_SAMPLE // _PIECE)
+    begins = np.arange(step * _PIECE % stride, flat.size, stride) // _PIECE * _PIECE
     return np.concatenate([flat[begin : begin + _PIECE] for begin in begins])
 
 

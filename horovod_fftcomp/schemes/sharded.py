@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from horovod_fftcomp.schemes import (
     ops_of,
 )
 from horovod_fftcomp.schemes.allgather import Allgather, serves
-from horovod_fftcomp.schemes.auto import Auto
+from horovod_fftcomp.schemes.auto import EVEN, SHARES, Auto
 from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.shard_plan import MOST_NBYTES, Key, grain_of, second_codec
@@ -103,7 +104,9 @@ class Sharded(Wrapper):
     def _codecs(self, tensor: Tensor) -> Sequence[AnyCodec]:
         """Return the codecs of the first round of which one is used; at first the first one."""
         if isinstance(self.scheme, Auto):
-            return [self.scheme.codec(tensor.shape), *self.scheme.samples(tensor.shape)]
+            shares = (EVEN, len(SHARES) - 1)  # with the most bytes it may be sent as it is
+            samples = (self.scheme.samples(tensor.shape, share) for share in shares)
+            return [self.scheme.codec(tensor.shape), *itertools.chain(*samples)]
         assert not isinstance(self.scheme, HardThreshold)
         return [self.scheme.codec]
 
