@@ -71,7 +71,7 @@ class Hierarchical(Wrapper):
         if self.scheme.own_momentum() or not self.scheme.fits_differences():
             raise UnsupportedError(
                 "ranks_per_node does not work with recipes that have their own momentum or send "
-                "signs. Leave momentum out, or use another recipe; sketchsgd and dgc take momentum=0.0"
+                "signs. Leave momentum out, or take another recipe, or dgc or sketchsgd with 0.0"
             )
 
     @property
