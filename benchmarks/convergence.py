@@ -448,10 +448,11 @@ def paired_table(store: Store) -> list[str]:
     for recipe in PAIRED:
         for name in PAIRED_KINDS:
             runs = [store.all_seeds(name, recipe + how) for how in ("", "(exchange=sharded)")]
-            n_seeds = min(map(len, runs))
+            pairs = [pair for pair in zip(*runs, strict=False) if len(set(map(is_old, pair))) == 1]
+            n_seeds = len(pairs)
             if n_seeds < 2:
                 continue
-            before, after = (np.array([final(r) for r in some[:n_seeds]]) for some in runs)
+            before, after = np.array([[final(run) for run in pair] for pair in pairs]).T
             change, unit = 100 * (after - before), "points"
             if not KINDS[name].higher_is_better:
                 change, unit = change / before.mean(), "%"
