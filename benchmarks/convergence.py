@@ -408,10 +408,12 @@ def _bytes_of_threshold(job: Job, store: Store) -> float:
 
 def make_page(store: Store) -> str:
     """Return a table for each task, in Markdown."""
-    lines = [
-        f"{OLD} Trained with range floats of version 2 of the wire format, which round two to four "
-        "times more coarsely in as many bytes.\n"
-    ]
+    lines = []
+    if any(map(is_old, store.runs.values())):
+        lines = [
+            f"{OLD} Trained with range floats of version 2 of the wire format, which round two to "
+            "four times more coarsely in as many bytes.\n"
+        ]
     for name, kind in KINDS.items():
         none = store.seeds(name, "none")
         if not none:

@@ -359,7 +359,7 @@ def _slope(here: _Point, there: _Point) -> float:
 
 
 def _sample_of(flat: Array, step: int) -> Array:
-    """Return a sample of at most ``_SAMPLE`` elements in evenly spread pieces, others in each step.
+    """Return a sample of about ``_SAMPLE`` elements in evenly spread pieces, others in each step.
 
     A small tensor is returned whole.
     """
