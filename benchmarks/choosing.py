@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import convergence
 import numpy as np
+from matplotlib.figure import Figure
 from rich.progress import track
 
 from horovod_fftcomp.cli.arguments import recipe_choices
@@ -26,9 +27,11 @@ from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.advise import advice
 from horovod_fftcomp.tools.advise.cost_model import Compute, Message, Transfer, given_network
+from horovod_fftcomp.types import Array
 
 HERE = Path(__file__).resolve().parent
 RESULT, PAGE = HERE / "results" / "choosing.json", HERE.parent / "docs" / "choosing.md"
+PLOT = RESULT.with_name("time_to_loss.png")
 SAME, NEAR = (0.5, 0.02), (1.2, 0.15)  # points of accuracy on resnet, share of charlm's loss
 LATENCY_S = 50e-6
 
@@ -62,6 +65,10 @@ ROWS = tuple(
 LIMITED, PARTS = MODELS[1], ("compute", "encode", "exposed", "decode", "total")
 GBIT_PER_S = (0.1, 0.3, 1, 3, 10, 25)
 RANKS = (2, 8, 32, 128)
+# Time to a loss of charlm, which none ends 4 % below, on links of these speeds.
+LOSS, RACE_GBIT_PER_S = 1.75, (0.1, 1, 10)
+DRAWN = ("none", "fp16", "qsgd", "fft(exchange=sharded)", "topk(exchange=sharded)",
+         "powersgd(rank=4)", "auto(ratio=100)")  # fmt: skip
 
 
 def plain(recipe: str) -> str:
@@ -147,6 +154,7 @@ def picks(
 ) -> Iterator[list[str]]:
     """Yield a row for each network: the fastest allowed recipe on each number of ranks."""
     chosen = [options["none"], *(o for name, o in options.items() if name in allowed)]
+    half = [options["fp16"]]
     for speed in GBIT_PER_S:
         cells = []
         for ranks in RANKS:
@@ -156,9 +164,11 @@ def picks(
             if best is None:
                 cells.append("`none`")
             else:
-                gain = found[0].time.total_s / best.time.total_s
-                share = best.time.compute_s / best.time.total_s
-                cells.append(f"`{best.option.label}` {gain:.1f}x ({share:.0%})")
+                [fp16] = advice.forecasts(half, Compute(model.compute_s), network, ranks)
+                dense, half_s, best_s = (one.time.total_s for one in (found[0], fp16, best))
+                share = best.time.compute_s / best_s
+                gains = f"{dense / best_s:.1f}x, {half_s / best_s:.1f}x ({share:.0%})"
+                cells.append(f"`{best.option.label}` {gains}")
         yield [f"{speed:g} Gbit/s", *cells]
 
 
@@ -166,6 +176,64 @@ def table(head: list[str], rows: Iterator[list[str]]) -> list[str]:
     """Return a Markdown table, its first column on the left."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def race(
+    timed: Mapping[str, Any], store: convergence.Store
+) -> dict[str, tuple[Array, Array, list[float]]]:
+    """Return (steps, losses on charlm, seconds of a step by link) of each recipe that was trained.
+
+    Losses are means of the seeds; ``fp16``, which was not trained, has those of ``none``. Steps are
+    forecasts for LIMITED on as many ranks as there were learners.
+    """
+    options, found = options_of(LIMITED, timed), {}
+    trained = {plain(recipe): store.seeds("charlm", recipe) for recipe in ROWS}
+    for recipe, option in options.items():
+        runs = trained["none" if recipe == "fp16" else recipe]
+        if not runs:
+            continue
+        times = []
+        for speed in RACE_GBIT_PER_S:
+            network, compute = given_network(speed, LATENCY_S), Compute(LIMITED.compute_s)
+            [forecast] = advice.forecasts([option], compute, network, convergence.LEARNERS)
+            times.append(forecast.time.total_s)
+        losses = np.mean([run["qualities"] for run in runs], axis=0)
+        found[recipe] = np.array(runs[0]["steps"]), losses, times
+    return found
+
+
+def race_rows(found: Mapping[str, tuple[Array, Array, list[float]]]) -> Iterator[list[str]]:
+    """Yield, for each recipe, how many times sooner than ``fp16`` it has the loss LOSS."""
+    steps_to = {}
+    for recipe, (steps, losses, _) in found.items():
+        least = np.minimum.accumulate(losses)
+        if least[-1] <= LOSS:
+            steps_to[recipe] = float(np.interp(-LOSS, -least, steps))
+    base = [steps_to["fp16"] * time_s for time_s in found["fp16"][2]]
+    gains = {
+        recipe: [b / (steps * time_s) for b, time_s in zip(base, found[recipe][2], strict=True)]
+        for recipe, steps in steps_to.items()
+    }
+    for recipe in sorted(gains, key=lambda recipe: -gains[recipe][0]):
+        yield [f"`{recipe}`", f"{steps_to[recipe]:.0f}", *(f"{x:.2f}" for x in gains[recipe])]
+
+
+def plot_race(found: Mapping[str, tuple[Array, Array, list[float]]]) -> None:
+    """Plot the losses on charlm against the time, on links of each speed."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    for link, axes in enumerate(figure.subplots(1, len(RACE_GBIT_PER_S), sharey=True)):
+        for recipe in DRAWN:
+            steps, losses, times = found[recipe]
+            look = "k--" if recipe == "none" else "k-" if recipe == "fp16" else "-"
+            axes.plot(steps * times[link], losses, look, label=recipe)
+        axes.axhline(LOSS, color="grey", linewidth=0.8)
+        axes.set(title=f"{RACE_GBIT_PER_S[link]:g} Gbit/s", xlabel="seconds", xscale="log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("validation loss on charlm")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(DRAWN))
+    figure.savefig(PLOT, dpi=110)
 
 
 def limit_rows(
@@ -239,15 +307,32 @@ def make_page(result: Mapping[str, Any], store: convergence.Store) -> str:
             f"The fastest of {', '.join(f'`{name}`' for name in sorted(allowed - {'none'}))}; "
             f"at most {limits[0]} points lost on `resnet`, {100 * limits[1]:.0f} % on `charlm`. "
             "Of those that take as long, within 5 %, the one that loses least of a gradient. How "
-            "many times faster a step is than dense stands beside it, and in brackets which part "
-            "that is of what an exchange would gain that took no time; `none`: less than 5 %.",
+            "many times faster a step is than dense, and than with `fp16`, stands beside it; in "
+            "brackets which part the first is of what an exchange would gain that took no time; "
+            "`none`: less than 5 %.",
             "",
         ]
         for model in MODELS:
             head = [model.name, *(f"{ranks} ranks" for ranks in RANKS)]
             options = options_of(model, result["models"])
             lines += [*table(head, picks(model, options, allowed)), ""]
+    raced = race(result["models"], store)
     lines += [
+        "## Time to a loss",
+        "",
+        f"Steps until the validation loss of `charlm` is {LOSS}, and how many times sooner than "
+        "with 16-bit gradients (`fp16`) that is: losses as trained with "
+        f"{convergence.LEARNERS} learners, times of as many ranks as forecast for {LIMITED.name}. "
+        f"Recipes that do not get there in {convergence.KINDS['charlm'].steps} steps are left out; "
+        "`fp16`, untrained, has the losses of `none`.",
+        "",
+        *table(
+            ["recipe", "steps", *(f"{speed:g} Gbit/s" for speed in RACE_GBIT_PER_S)],
+            race_rows(raced),
+        ),
+        "",
+        f"![Loss against time](../benchmarks/results/{PLOT.name})",
+        "",
         "## What limits a sharded exchange",
         "",
         f"Parts of a step of the fastest sharded recipe that is as good as dense, {LIMITED.name}, "
@@ -281,6 +366,7 @@ def main() -> None:
         RESULT.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     store = convergence.Store(convergence.RESULTS / "convergence.json", "table")
+    plot_race(race(result["models"], store))
     PAGE.write_text(make_page(result, store), encoding="utf-8")
     print(f"wrote {PAGE}")
 

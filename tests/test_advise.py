@@ -338,13 +338,20 @@ def test_a_gain_within_the_accuracy_of_the_forecast_is_no_clear_one():
     assert (found.best, found.unclear) == (None, close)
     assert found.why == (
         "no clear gain: b, the fastest recipe, is forecast to make a step 1.20 times as fast "
-        "(range 0.96 to 1.44)"
+        "(0.96 to 1.44)"
     )
     found = advice.advise([none, close, fast])
     assert (found.best, found.unclear) == (fast, None)
     assert found.why.endswith("1.33 times as fast (1.07 to 1.60)")
     found = advice.advise([none, close, fast._replace(error=0.3)])
     assert found.best is None
+
+
+def test_a_gain_is_compared_with_16_bit_gradients():
+    none, half, best = forecast("none", 0.2), forecast("fp16", 0.18), forecast("b", 0.1)
+    why = advice.advise([none, half, best]).why
+    assert why.endswith("2.00 times as fast (2.00 to 2.00), 1.80 times as fast as fp16 does")
+    assert "as fp16" not in advice.advise([none, half]).why
 
 
 def test_a_forecast_is_as_uncertain_as_what_it_was_made_of():

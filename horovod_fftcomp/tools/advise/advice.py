@@ -334,22 +334,21 @@ def advise(found: Sequence[Forecast]) -> Advice:
     worth_s = _WORTH * none.time.total_s
     fast = [forecast for forecast in others if forecast.time.total_s < worth_s]
     clear = [forecast for forecast in fast if forecast.speed_up(none)[0] > 1]
+    best = min(clear or fast or others or [none], key=lambda forecast: forecast.time.total_s)
+    if not fast:
+        return Advice(None, _no_gain(none, best))
     if clear:
-        fastest_s = min(forecast.time.total_s for forecast in clear)
-        near = [forecast for forecast in clear if forecast.time.total_s <= fastest_s / _WORTH]
+        near = [f for f in clear if f.time.total_s <= best.time.total_s / _WORTH]
         best = min(near, key=lambda forecast: forecast.option.relative_error)
-        low, gain, high = best.speed_up(none)
-        why = f"is expected to make a step {gain:.2f} times as fast ({low:.2f} to {high:.2f})"
-        return Advice(best, f"{best.option.label} {why}")
-    if fast:
-        best = min(fast, key=lambda forecast: forecast.time.total_s)
-        low, gain, high = best.speed_up(none)
-        why = (
-            f"no clear gain: {best.option.label}, the fastest recipe, is forecast to make a step "
-            f"{gain:.2f} times as fast (range {low:.2f} to {high:.2f})"
-        )
-        return Advice(None, why, best)
-    return Advice(None, _no_gain(none, min(others, key=lambda f: f.time.total_s, default=none)))
+    low, gain, high = best.speed_up(none)
+    label, gains = best.option.label, f"{gain:.2f} times as fast ({low:.2f} to {high:.2f})"
+    half_s = [f.time.total_s for f in others if f.option.label == "fp16" != label]
+    if half_s:
+        gains += f", {half_s[0] / best.time.total_s:.2f} times as fast as fp16 does"
+    if clear:
+        return Advice(best, f"{label} is expected to make a step {gains}")
+    why = f"no clear gain: {label}, the fastest recipe, is forecast to make a step {gains}"
+    return Advice(None, why, best)
 
 
 def _no_gain(none: Forecast, best: Forecast) -> str:
