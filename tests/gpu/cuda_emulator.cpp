@@ -21,6 +21,16 @@ constexpr size_t STACK_NBYTES = 64 << 10;
 constexpr unsigned MOST_THREADS = 1024, MOST_SHARED_NBYTES = 48 << 10;
 enum Order { FORWARD, BACKWARD, SHUFFLED };
 
+// Stacks of the largest block. Kept from launch to launch: mapped anew, their page faults take most
+// of the time of tests. Fibers may find in them what others left.
+struct Stacks {
+    char* begin = static_cast<char*>(mmap(nullptr, STACK_NBYTES * MOST_THREADS,
+                                          PROT_READ | PROT_WRITE,
+                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    ~Stacks() { munmap(begin, STACK_NBYTES * MOST_THREADS); }
+};
+thread_local Stacks stacks;
+
 int order = FORWARD;
 uint32_t seed = 1;
 char message[256];
@@ -244,10 +254,7 @@ EMULATOR_ITSELF int launch(void (*entry)(void*), void* arguments, unsigned grid,
     int flags = MAP_PRIVATE | MAP_ANONYMOUS;
     char* memory =
         static_cast<char*>(mmap(nullptr, room + page, PROT_READ | PROT_WRITE, flags, -1, 0));
-    size_t stacks_nbytes = STACK_NBYTES * threads;
-    char* stacks = static_cast<char*>(
-        mmap(nullptr, stacks_nbytes, PROT_READ | PROT_WRITE, flags | MAP_NORESERVE, -1, 0));
-    if (memory == MAP_FAILED || stacks == MAP_FAILED) abort();
+    if (memory == MAP_FAILED || stacks.begin == MAP_FAILED) abort();
     mprotect(memory + room, page, PROT_NONE);
     Block b{};
     b.size = {threads, 1, 1};
@@ -256,7 +263,7 @@ EMULATOR_ITSELF int launch(void (*entry)(void*), void* arguments, unsigned grid,
     b.warps.resize((threads + 31) / 32);
     b.shared_nbytes = (shared_nbytes + 15) / 16 * 16;
     b.shared = reinterpret_cast<unsigned char*>(memory + room - b.shared_nbytes);
-    b.stacks = stacks;
+    b.stacks = stacks.begin;
     b.entry = entry;
     b.arguments = arguments;
 #ifdef __SANITIZE_THREAD__
@@ -273,7 +280,6 @@ EMULATOR_ITSELF int launch(void (*entry)(void*), void* arguments, unsigned grid,
     if (b.error) race_detectors.clear();  // they are in the middle of functions
 #endif
     munmap(memory, room + page);
-    munmap(stacks, stacks_nbytes);
     return b.error != nullptr;
 }
 
