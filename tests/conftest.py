@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import itertools
 import os
 import time
@@ -24,6 +25,12 @@ os.environ.setdefault("HOROVOD_CYCLE_TIME", "8")
 
 # So many tests start jobs at a time, of two or three busy ranks each; others run beside them.
 LANES = 2
+
+
+def pytest_collection_finish():
+    """Leave what has been imported out of garbage collections, which would search all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
