@@ -44,7 +44,7 @@ POINTS = [  # (model, hosts, what each host's interface may send in Mbit/s, imag
     ("alexnet", 2, 1000, 16),
     ("resnet", 4, 1000, 8),
 ]
-EXCHANGES = [("alexnet", hosts, 50, 2) for hosts in (2, 4, 8)]  # little of them is computing
+EXCHANGES = [("alexnet", hosts, 30, 2) for hosts in (2, 4, 8)]  # little of them is computing
 DDP = [  # fastest links first: their steps are the shortest
     ("alexnet", 2, 1000, 16),
     ("alexnet", 2, 300, 16),

@@ -74,7 +74,7 @@ def _cut_at(starts: Sequence[int], grains: Sequence[int], number: int, n_shards:
 # The second density by default, as a multiple of the first; by whether there is no transform. A sum
 # of many ranks' choices has more that counts, and spectra gain by a bit more in each value:
 # benchmarks/results/convergence.md.
-_TIMES = {True: 5.0, False: 2.4}
+_TIMES = {True: 4.0, False: 2.4}
 
 
 def second_codec(codec: AnyCodec, sign: bool | str, second: Second) -> AnyCodec:
