@@ -150,6 +150,13 @@ def defaults_bits() -> Rows:
         yield [f"`{recipe}`", str(bits), *(f"{row[budget]:.3f}" for budget in budgets)]
 
 
+def rotation() -> Rows:
+    """Yield the errors of ``qsgd`` without and with a rotation."""
+    yield ["levels", "bucket", "bits for each element", "error", "rotated"]
+    for levels, bucket, *found in read("rotation")["rows"]:
+        yield [str(levels), str(bucket), *(f"{each:.2f}" for each in found)]
+
+
 def convergence() -> Rows:
     """Yield what a few recipes change in quality, as results/convergence.md has it."""
     _, *tasks = (RESULTS / "convergence.md").read_text(encoding="utf-8").split("\n## ")
@@ -267,7 +274,7 @@ def ranks() -> Rows:
 
 MADE: tuple[Callable[[], Rows | str], ...] = (
     *(bench, bench_options, bench_all, over_peers, threads, digits_accuracy),
-    *(defaults, defaults_bits, convergence, overlap, steps, ddp_step, forecast),
+    *(defaults, defaults_bits, rotation, convergence, overlap, steps, ddp_step, forecast),
     *(cluster_gain, cluster_ddp, alone, ranks),
 )
 TABLES = {make.__name__: make for make in MADE}

@@ -27,6 +27,12 @@ os.environ.setdefault("HOROVOD_CYCLE_TIME", "8")
 LANES = 2
 
 
+def pytest_itemcollected(item):
+    """Give the tests that import TensorFlow to one worker: others need not load it."""
+    if item.get_closest_marker("tf") and not item.get_closest_marker("parallel"):
+        item.add_marker(pytest.mark.xdist_group("tensorflow"))
+
+
 def pytest_collection_finish():
     """Leave what has been imported out of garbage collections, which would search all of it."""
     gc.collect()

@@ -103,6 +103,7 @@ print(sum(lowrank._orthonormalize.stats.cache_hits.values()))
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_compile_different_variants_at_once_do_not_mix_them_up(tmp_path):
     """Numba would call both files 1; then a rank reads a matrix by rows that lies by columns."""
     written = []

@@ -24,6 +24,7 @@ from horovod_fftcomp.cli.check import Report
 from horovod_fftcomp.tools.check import Finding, Level
 from horovod_fftcomp.tools.run.launcher import RANK_VARIABLES
 
+pytestmark = pytest.mark.xdist_group("terminal")  # runs each command once
 ROOT = Path(__file__).resolve().parent.parent
 WIDTHS = (60, 80, 120, 200)
 LONG = "fft(density=0.125,bits=10,block=1024,error_feedback=False),topk"

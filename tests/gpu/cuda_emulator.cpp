@@ -131,9 +131,9 @@ const uint64_t* exchange(unsigned mask, uint64_t value, Site site) {
     if (warp.arrived == mask) {
         warp.arrived = 0;
         warp.generation++;
-        for (Fiber& other : block->fibers)
-            if (other.warp == fiber->warp && other.state == State::in_warp)
-                other.state = State::ready;
+        unsigned end = std::min(32 * fiber->warp + 32, unsigned(block->fibers.size()));
+        for (unsigned i = 32 * fiber->warp; i < end; i++)
+            if (block->fibers[i].state == State::in_warp) block->fibers[i].state = State::ready;
     } else {
         fiber->state = State::in_warp;
         leave();
@@ -147,9 +147,13 @@ namespace {
 struct Shuffler {
     uint32_t state;
 
+    EMULATOR_ITSELF std::vector<unsigned> numbers(size_t size) {
+        std::vector<unsigned> made(size);
+        for (unsigned i = 0; i < size; i++)
+            made[i] = order == BACKWARD ? unsigned(size) - 1 - i : i;
+        return made;
+    }
     EMULATOR_ITSELF void arrange(std::vector<unsigned>& numbers) {
-        for (unsigned i = 0; i < numbers.size(); i++)
-            numbers[i] = order == BACKWARD ? unsigned(numbers.size()) - 1 - i : i;
         if (order != SHUFFLED) return;
         for (unsigned i = unsigned(numbers.size()) - 1; i > 0; i--) {
             state ^= state << 13;
@@ -211,7 +215,7 @@ EMULATOR_ITSELF void run_block(Block& b, Shuffler& shuffler) {
     acquire(&b.ended);
     memset(b.shared, 0xFF, b.shared_nbytes);
     release(&b.began);
-    std::vector<unsigned> warps(b.warps.size()), lanes(32);
+    auto warps = shuffler.numbers(b.warps.size()), lanes = shuffler.numbers(32);
     while (true) {
         shuffler.arrange(warps);
         for (unsigned w : warps)

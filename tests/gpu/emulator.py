@@ -23,7 +23,8 @@ from horovod_fftcomp.kernels.cuda.encoder import Encoder
 HERE = Path(__file__).parent
 FORWARD, BACKWARD, SHUFFLED = range(3)
 # No contraction into fused multiply-adds, which would round otherwise than a device does.
-FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing")
+FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing",
+         "-ftls-model=initial-exec")  # fmt: skip
 _C_TYPES = {
     np.dtype(np.uint32): ctypes.c_uint32,
     np.dtype(np.uint64): ctypes.c_uint64,

@@ -50,6 +50,7 @@ def test_there_are_no_races():
     assert status == 0, report[-5000:]
 
 
+@pytest.mark.slow
 def test_a_barrier_that_is_left_out_is_reported():
     in_tally = cuda.source()[: cuda.source().index("flush_counts(found, tally.digits")]
     status, report = races(len(re.findall(re.escape(BARRIER), in_tally)) - 1)
@@ -57,6 +58,7 @@ def test_a_barrier_that_is_left_out_is_reported():
     assert "data race" in report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "options"), CASES)
 def test_nothing_is_undefined(recipe, options):
     device = Emulator(FORWARD, 1, "-fsanitize=undefined", "-fno-sanitize-recover=all")
