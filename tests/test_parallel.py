@@ -70,11 +70,11 @@ def test_every_file_of_cases_is_run():
 def launches():
     """Yield (job, controller, cases): over Gloo those that depend on it, over MPI all.
 
-    ``make test`` starts few of them. PyTorch's cases run there as threads too, so those that depend
-    on the transport suffice.
+    ``make test`` starts few of them, and of those the cases that depend on the transport: PyTorch's
+    run there as threads too, TensorFlow's in ``.ci/run`` and ``make test-all``.
     """
     often = [("torch", "mpi", "transport"), ("torch", "gloo", "transport"),
-             ("torch_on_three", "mpi", "transport"), ("tensorflow", "mpi", "all"),
+             ("torch_on_three", "mpi", "transport"), ("tensorflow", "mpi", "transport"),
              ("tensorflow_keras3", "gloo", "transport")]  # fmt: skip
     every = [(job, "mpi", "all") for job in JOBS]
     # No case of a GPU is for both.
