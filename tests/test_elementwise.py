@@ -12,6 +12,7 @@ from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.wire.counter_rng import draw
 from horovod_fftcomp.wire.radix import GROUP, count_words, digits_of, pack_words, unpack_words
 from tests.contracts import ELEMENT_RECIPES, HOST_ONLY
+from tests.loops import each
 
 N_DRAWS = 400
 
@@ -43,7 +44,7 @@ def test_ratios_on_the_wire_with_the_header(recipe, options, least):
     assert scheme.codec.encode(_normal(10**6)).nbytes <= scheme.sent_nbytes(Tensor("w", (10**6,)))
 
 
-@pytest.mark.parametrize("radix", [2, 3, 4, 5, 7, 15, 16, 255, 65535])
+@each("radix", [2, 3, 4, 5, 7, 15, 16, 255, 65535])
 def test_words_hold_any_numbers_below_the_radix(radix):
     for n in (0, 1, 31, 33, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 5):
         codes = np.random.default_rng(n).integers(0, radix, n).astype(np.uint32)
