@@ -178,13 +178,19 @@ def table(head: list[str], rows: Iterator[list[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def race(
-    timed: Mapping[str, Any], store: convergence.Store
-) -> dict[str, tuple[Array, Array, list[float]]]:
-    """Return (steps, losses on charlm, seconds of a step by link) of each recipe that was trained.
+class Race(NamedTuple):
+    """Losses on charlm, means of the seeds, after so many steps; seconds of a step on each link."""
 
-    Losses are means of the seeds; ``fp16``, which was not trained, has those of ``none``. Steps are
-    forecasts for LIMITED on as many ranks as there were learners.
+    steps: Array
+    losses: Array
+    step_s: list[float]
+
+
+def race(timed: Mapping[str, Any], store: convergence.Store) -> dict[str, Race]:
+    """Return the race of each recipe that was trained on charlm, and of ``fp16``.
+
+    ``fp16`` has the losses of ``none``. Steps are forecasts for LIMITED on as many ranks as there
+    were learners.
     """
     options, found = options_of(LIMITED, timed), {}
     trained = {plain(recipe): store.seeds("charlm", recipe) for recipe in ROWS}
@@ -198,27 +204,27 @@ def race(
             [forecast] = advice.forecasts([option], compute, network, convergence.LEARNERS)
             times.append(forecast.time.total_s)
         losses = np.mean([run["qualities"] for run in runs], axis=0)
-        found[recipe] = np.array(runs[0]["steps"]), losses, times
+        found[recipe] = Race(np.array(runs[0]["steps"]), losses, times)
     return found
 
 
-def race_rows(found: Mapping[str, tuple[Array, Array, list[float]]]) -> Iterator[list[str]]:
+def race_rows(found: Mapping[str, Race]) -> Iterator[list[str]]:
     """Yield, for each recipe, how many times sooner than ``fp16`` it has the loss LOSS."""
     steps_to = {}
     for recipe, (steps, losses, _) in found.items():
         least = np.minimum.accumulate(losses)
         if least[-1] <= LOSS:
             steps_to[recipe] = float(np.interp(-LOSS, -least, steps))
-    base = [steps_to["fp16"] * time_s for time_s in found["fp16"][2]]
+    base = [steps_to["fp16"] * time_s for time_s in found["fp16"].step_s]
     gains = {
-        recipe: [b / (steps * time_s) for b, time_s in zip(base, found[recipe][2], strict=True)]
+        recipe: [b / (steps * time_s) for b, time_s in zip(base, found[recipe].step_s, strict=True)]
         for recipe, steps in steps_to.items()
     }
     for recipe in sorted(gains, key=lambda recipe: -gains[recipe][0]):
         yield [f"`{recipe}`", f"{steps_to[recipe]:.0f}", *(f"{x:.2f}" for x in gains[recipe])]
 
 
-def plot_race(found: Mapping[str, tuple[Array, Array, list[float]]]) -> None:
+def plot_race(found: Mapping[str, Race]) -> None:
     """Plot the losses on charlm against the time, on links of each speed."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     for link, axes in enumerate(figure.subplots(1, len(RACE_GBIT_PER_S), sharey=True)):
@@ -271,7 +277,9 @@ def quality_rows(
         ]
 
 
-def make_page(result: Mapping[str, Any], store: convergence.Store) -> str:
+def make_page(
+    result: Mapping[str, Any], store: convergence.Store, raced: Mapping[str, Race]
+) -> str:
     """Return docs/choosing.md."""
     lost, facts = quality(store), result["machine"]
     lines = [
@@ -316,7 +324,6 @@ def make_page(result: Mapping[str, Any], store: convergence.Store) -> str:
             head = [model.name, *(f"{ranks} ranks" for ranks in RANKS)]
             options = options_of(model, result["models"])
             lines += [*table(head, picks(model, options, allowed)), ""]
-    raced = race(result["models"], store)
     lines += [
         "## Time to a loss",
         "",
@@ -366,8 +373,9 @@ def main() -> None:
         RESULT.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     store = convergence.Store(convergence.RESULTS / "convergence.json", "table")
-    plot_race(race(result["models"], store))
-    PAGE.write_text(make_page(result, store), encoding="utf-8")
+    raced = race(result["models"], store)
+    plot_race(raced)
+    PAGE.write_text(make_page(result, store, raced), encoding="utf-8")
     print(f"wrote {PAGE}")
 
 

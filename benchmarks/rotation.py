@@ -57,7 +57,7 @@ def gradients_of(paths: list[Path]) -> list[np.ndarray]:
 
 
 def main() -> None:
-    """Measure, write and print."""
+    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recordings", type=Path, default=Path("out"), help="folder of the .npz")
     gradients = gradients_of(sorted(parser.parse_args().recordings.glob("*.npz")))

@@ -70,8 +70,8 @@ def test_every_file_of_cases_is_run():
 def launches():
     """Yield (job, controller, cases): over Gloo those that depend on it, over MPI all.
 
-    ``make test`` starts few of them, and of those the cases that depend on the transport: PyTorch's
-    run there as threads too, TensorFlow's in ``.ci/run`` and ``make test-all``.
+    ``make test`` starts few of them, with the cases that depend on the transport alone. PyTorch's
+    other cases run there on threads, TensorFlow's in ``.ci/run`` and ``make test-all``.
     """
     often = [("torch", "mpi", "transport"), ("torch", "gloo", "transport"),
              ("torch_on_three", "mpi", "transport"), ("tensorflow", "mpi", "transport"),

@@ -48,8 +48,9 @@ def test_kernels_compile_without_warnings_and_spills(compiled, version, arch):
         assert kernel.registers <= REGISTERS_OF_A_PROCESSOR / (3 * MOST_THREADS), kernel
 
 
-def test_arithmetic_is_what_is_written(compiled):
-    ptx = compiled(*OFTEN).ptx
+@pytest.mark.parametrize("arch", [OFTEN, pytest.param(ARCHS[1], marks=pytest.mark.slow)])
+def test_arithmetic_is_what_is_written(compiled, arch):
+    ptx = compiled(*arch).ptx
     assert not re.findall(r"(?:sin|cos|ex2|lg2|rsqrt|sqrt|rcp|div)\.approx", ptx)
     flushing = {line.split()[0] for line in ptx.splitlines() if ".ftz" in line}
     assert flushing == {"cvt.ftz.f64.f32"}  # of sums of squares, for statistics

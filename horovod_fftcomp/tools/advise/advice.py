@@ -342,9 +342,10 @@ def advise(found: Sequence[Forecast]) -> Advice:
         best = min(near, key=lambda forecast: forecast.option.relative_error)
     low, gain, high = best.speed_up(none)
     label, gains = best.option.label, f"{gain:.2f} times as fast ({low:.2f} to {high:.2f})"
-    half_s = [f.time.total_s for f in others if f.option.label == "fp16" != label]
-    if half_s:
-        gains += f", {half_s[0] / best.time.total_s:.2f} times as fast as fp16 does"
+    fp16 = next((forecast for forecast in others if forecast.option.label == "fp16"), best)
+    if fp16 is not best:
+        ratio = fp16.time.total_s / best.time.total_s
+        gains += f", {ratio:.2f} times as fast as fp16 does"
     if clear:
         return Advice(best, f"{label} is expected to make a step {gains}")
     why = f"no clear gain: {label}, the fastest recipe, is forecast to make a step {gains}"
