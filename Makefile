@@ -5,8 +5,8 @@ ARGS ?=
 # Each worker takes the next test; two at a time start jobs of ranks, which often wait: see
 # tests/conftest.py.
 JOBS := -n 4 --dist loadgroup
-QUICK := not (parallel or slow) or smoke
-CORE := not (torch or tf or parallel or mpi or gpu or slow)
+QUICK := (not (parallel or slow) or smoke) and not more
+CORE := not (torch or tf or parallel or mpi or gpu or slow or more)
 # Would load a framework, or build the emulator, only to be left out then.
 NOT_CORE := gpu parallel test_fakes.py test_flops.py test_learners.py test_peers.py
 

@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import time
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -26,9 +27,20 @@ os.environ.setdefault("HOROVOD_CYCLE_TIME", "8")
 # So many tests start jobs at a time, of two or three busy ranks each; others run beside them.
 LANES = 2
 
+SAMPLE = 0.25  # the share of a ``sampled`` test's cases that make test runs
+
+
+_n_cases = Counter()  # of each test so far
+
 
 def pytest_itemcollected(item):
-    """Give the tests that import TensorFlow to one worker: others need not load it."""
+    """Choose the cases of ``sampled`` tests; let one worker have what imports TensorFlow."""
+    if item.get_closest_marker("sampled"):
+        law = item.nodeid.partition("[")[0]
+        # Multiples of the golden ratio: no parameter's values keep step with them.
+        if _n_cases[law] * 0.618034 % 1 > SAMPLE:
+            item.add_marker(pytest.mark.more)
+        _n_cases[law] += 1
     if item.get_closest_marker("tf") and not item.get_closest_marker("parallel"):
         item.add_marker(pytest.mark.xdist_group("tensorflow"))
 

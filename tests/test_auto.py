@@ -86,6 +86,7 @@ def test_no_candidate_leaves_less_at_the_bytes_allowed(gradient, n, ratio):
     assert squared(x - step([engine], x)) <= min(errors) * 1.03
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("exchange", ["gather", "sharded"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_residuals_move_with_the_domain(ranks, exchange):

@@ -90,6 +90,7 @@ def assert_same_account(found: list, wanted: list) -> None:
         assert pytest.approx(plain[1], rel=1e-4) == ours[1] if is_error else ours == plain, ours[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("recipe", "options"), CASES)
 def test_steps_are_those_of_the_reference(recipe, options, monkeypatch):
     host = account_of(recipe, options)

@@ -70,24 +70,29 @@ def test_every_file_of_cases_is_run():
 def launches():
     """Yield (job, controller, cases): over Gloo those that depend on it, over MPI all.
 
-    ``make test`` starts few of them, with the cases that depend on the transport alone. PyTorch's
-    other cases run there on threads, TensorFlow's in ``.ci/run`` and ``make test-all``.
+    ``make test`` starts few of them, CI some more. PyTorch's cases that do not depend on the
+    transport run there on threads, TensorFlow's in CI.
     """
-    often = [("torch", "mpi", "transport"), ("torch", "gloo", "transport"),
-             ("torch_on_three", "mpi", "transport"), ("tensorflow", "mpi", "transport"),
+    often = [("torch", "gloo", "transport"), ("torch_on_three", "mpi", "transport"),
+             ("tensorflow", "mpi", "few")]  # fmt: skip
+    in_ci = [("tensorflow", "mpi", "all"), ("torch", "mpi", "transport"),
              ("tensorflow_keras3", "gloo", "transport")]  # fmt: skip
     every = [(job, "mpi", "all") for job in JOBS]
     # No case of a GPU is for both.
     every += [(job, "gloo", "transport") for job in JOBS if not job.endswith("_device")]
-    for launch in dict.fromkeys(often + every):
+    for launch in dict.fromkeys(often + in_ci + every):
         marks = [pytest.mark.smoke] if launch in often else []
+        marks += [pytest.mark.more] if launch in in_ci else []
         marks += [pytest.mark.tf] if "tensorflow" in launch[0] else []
         yield pytest.param(*launch, marks=marks)
 
 
+CHOSEN = {"all": [], "transport": ["-m", "transport"], "few": ["-m", "transport and not more"]}
+
+
 @pytest.mark.parametrize(("job", "controller", "cases"), list(launches()))
 def test_on_ranks(job, controller, cases):
-    run_cases(job, controller, *(["-m", "transport"] if cases == "transport" else []))
+    run_cases(job, controller, *CHOSEN[cases])
 
 
 def run_cases(job: str, controller: str, *options: str) -> None:

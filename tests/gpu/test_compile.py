@@ -34,6 +34,7 @@ def compiled():
     return get
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("version", "arch"),
     [pytest.param(*arch, marks=[] if arch == OFTEN else pytest.mark.slow) for arch in ARCHS],
@@ -48,6 +49,7 @@ def test_kernels_compile_without_warnings_and_spills(compiled, version, arch):
         assert kernel.registers <= REGISTERS_OF_A_PROCESSOR / (3 * MOST_THREADS), kernel
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("arch", [OFTEN, pytest.param(ARCHS[1], marks=pytest.mark.slow)])
 def test_arithmetic_is_what_is_written(compiled, arch):
     ptx = compiled(*arch).ptx

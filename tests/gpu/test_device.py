@@ -27,6 +27,8 @@ from tests.gpu import steps
 from tests.gpu.emulator import Emulator
 from tests.gpu.test_kernels import FIXED, GRADS, PLAIN, a_residual, keys_of, meant, place_of
 
+pytestmark = pytest.mark.sampled
+
 CPU = load_backend("cpu")
 
 

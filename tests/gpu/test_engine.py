@@ -32,6 +32,8 @@ from tests.gpu.steps import (
     run_step,
 )
 
+pytestmark = pytest.mark.sampled
+
 # Of the cases of ``STEPS`` those of the host.
 ON_HOST = (
     ("scalecom", {"density": 0.05, "selector": "exact"}),

@@ -27,6 +27,8 @@ from tests.loops import each
 from tests.reference_hash import hash_bytes_reference
 from tests.reference_ops import positions_of
 
+pytestmark = pytest.mark.sampled
+
 SCHEDULES = (FORWARD, BACKWARD, SHUFFLED)
 KEYS = [key for key, (recipe, _) in CODECS.items() if recipe not in HOST_ONLY]
 ELEMENTS = [key for key in KEYS if isinstance(make_codec(key), DenseCodec)]

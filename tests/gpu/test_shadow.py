@@ -21,6 +21,8 @@ from tests.gpu.emulator import Emulator
 from tests.gpu.faults import Fault
 from tests.gpu.steps import TENSORS, random_grads
 
+pytestmark = pytest.mark.sampled
+
 
 def engines_of(recipe, every=1, n_ranks=2, **options):
     """Return engines of emulated GPUs that are checked in every step, each tensor in turn."""

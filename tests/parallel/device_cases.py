@@ -67,6 +67,7 @@ def assert_same(ours, theirs, tolerance=0.0):
             torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -160,6 +161,7 @@ def test_a_flipped_bit_is_found_where_it_is(monkeypatch):
             summed(model, optimizer, 100)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", ["fft", "dct", "demo", "powersgd", "auto"])
 def test_a_model_learns_and_ranks_stay_equal(recipe, same_everywhere):
     with on_gpu():

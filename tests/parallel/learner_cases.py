@@ -62,6 +62,7 @@ def trained_by_learners(recipe, options):
     return model, learners, buffers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [

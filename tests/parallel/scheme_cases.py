@@ -33,6 +33,7 @@ SHARDED = ["topk", "fft", "qsgd"]
 COMPRESSED = [name for name in payloads.EACH if name != "none"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [

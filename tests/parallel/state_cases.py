@@ -24,6 +24,7 @@ from tests.parallel.models import (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", ["topk", "fft"])
 def test_saved_at_50_and_run_to_100_equals_100_straight(recipe, tmp_path, same_everywhere):
     straight = make_model()

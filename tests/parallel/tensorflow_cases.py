@@ -87,6 +87,7 @@ def test_groups_of_variables(same_everywhere):
     same_everywhere(*compressed)
 
 
+@pytest.mark.sampled
 @told_of_nan
 @pytest.mark.transport
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def flat(model):
     return np.concatenate([w.numpy().ravel() for w in model.variables])
 
 
+@pytest.mark.sampled
 @pytest.mark.transport
 @pytest.mark.parametrize("recipe", ["none", "fp16", "topk", "fft", "scalecom"])
 def test_fit_with_callbacks(recipe, same_everywhere):
@@ -102,6 +103,7 @@ def test_lossless_compression_equals_horovods_own_training(same_everywhere):
     np.testing.assert_allclose(*weights, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.sampled
 @told_of_nan
 @pytest.mark.transport
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "Inf in one pass"])
@@ -161,6 +163,7 @@ def test_a_saved_model_is_loaded_and_goes_on(tmp_path, same_everywhere):
     assert compression.stats()["steps"] == 8
 
 
+@pytest.mark.sampled
 @pytest.mark.transport
 @pytest.mark.parametrize("recipe", ["topk", "fft"])
 def test_resumed_from_a_checkpoint_equals_uninterrupted(recipe, tmp_path, same_everywhere):

@@ -29,6 +29,7 @@ def stop_of(model, compression):
     return text, time.monotonic() - begin
 
 
+@pytest.mark.sampled
 @pytest.mark.transport
 @pytest.mark.parametrize("recipe", ["options", "recipe", "none", "buckets", "order", "version"])
 def test_ranks_that_differ_all_stop_with_the_same_message(recipe, same_everywhere, monkeypatch):

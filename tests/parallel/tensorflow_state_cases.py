@@ -23,6 +23,7 @@ def flat(model):
     return np.concatenate([v.numpy().ravel() for v in model.variables])
 
 
+@pytest.mark.sampled
 @pytest.mark.transport
 @pytest.mark.parametrize("recipe", ["topk", "fft", "scalecom"])
 def test_saved_at_20_and_run_to_40_equals_40_straight(recipe, tmp_path, same_everywhere):

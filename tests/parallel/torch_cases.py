@@ -26,6 +26,7 @@ from tests.parallel.models import (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", payloads.over_gloo_too(payloads.EACH))
 def test_ranks_are_bit_identical_after_50_steps(recipe, same_everywhere):
     model = make_model()
@@ -184,6 +185,7 @@ def test_gradient_accumulation_compresses_once_a_step(same_everywhere):
     assert compression.stats()["collectives"] == 4 * 3
 
 
+@pytest.mark.sampled
 @told_of_nan
 @pytest.mark.parametrize(
     ("bad", "step"), [(float("nan"), 0), (float("inf"), 3), (-float("inf"), 3)]

@@ -30,6 +30,7 @@ from tests.parallel.models import (
 COMPRESSED = ["fp16", "bf16", "topk", "fft", "dct", "random_block"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recipe", ["topk", "fft", "dct"])
 def test_scripted_loss_scales_do_not_change_the_training(recipe, same_everywhere):
     final = {}
@@ -278,6 +279,7 @@ def test_clipping_between_synchronize_and_step(same_everywhere):
     same_everywhere(flat(model))
 
 
+@pytest.mark.sampled
 @pytest.mark.transport
 @pytest.mark.parametrize("recipe", ["none", "topk"])
 @pytest.mark.parametrize("action", ["warn", "broadcast"])
