@@ -24,6 +24,7 @@ from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK, TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity
 from horovod_fftcomp.schemes import Scheme, Second
 from horovod_fftcomp.schemes.allgather import Allgather, AnyCodec
+from horovod_fftcomp.schemes.arc_topk import LargestRows
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.bucket_scope import BucketScope
 from horovod_fftcomp.schemes.clt_selection import ChunkWinners, Largest
@@ -232,6 +233,19 @@ def _scalecom(
     return _within(scope, CommonIndex(choose(density), error_feedback, beta=beta, bits=bits))
 
 
+def _arctopk(
+    density: float = 0.01,
+    block: int = 128,
+    bits: int = 32,
+    error_feedback: bool = True,
+    scope: _Scope = "tensor",
+    seed: int = 0,
+    beta: float = 0.1,
+) -> Scheme:
+    rows = LargestRows(density, block, seed)
+    return _within(scope, CommonIndex(rows, error_feedback, beta=beta, bits=bits))
+
+
 @_chosen_again
 def _demo(
     density: float = 0.03, bits: int = 4, block: int = 64, decay: float = 0.999, sign: bool = False
@@ -383,6 +397,7 @@ _RECIPES = {
         "Chen et al., NeurIPS 2020",
         spares_first=True,
     ),
+    "arctopk": Recipe(_arctopk, "rows that a sketch of the sum finds largest", "Chen et al. 2025"),
     "random_k": Recipe(
         partial(_drawn, RandomK), "values at random positions, float32", "Stich et al. 2018"
     ),
@@ -481,6 +496,8 @@ def get_scheme(name: str, **options: object) -> Scheme:
         Bits per sent value: 2 to 16, or 32 for float32.
     block
         Block length of the transform in elements: a power of two from 64 to 4096.
+    arctopk.block
+        Elements of a row, which are sent together: a power of two from 8 to 4096.
     error_feedback
         Whether the unsent part of a gradient (the residual) is added to the next one.
     scope
@@ -524,6 +541,8 @@ def get_scheme(name: str, **options: object) -> Scheme:
         "chunk": the largest of every 1 / density elements; "exact": the top-k of a tensor.
     scalecom.bits
         Bits per sent value: 16 for float16 or 32 for float32.
+    arctopk.bits
+        Bits per sent value and sum of the sketch: 16 for float16 or 32 for float32.
     momentum
         Momentum applied before compression, from 0 to below 1; the optimizer must have none.
     nesterov

@@ -40,10 +40,10 @@ ELEMENT_RECIPES = [
 ]
 GATHER_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), Allgather)]
 SHARED_RECIPES = [name for name in list_compressors() if isinstance(get_scheme(name), CommonIndex)]
-DRAWN_RECIPES = [name for name in SHARED_RECIPES if "seed" in RECIPES[name].options]
+DRAWN_RECIPES = [name for name in SHARED_RECIPES if "unbiased" in RECIPES[name].options]
 
 # Recipes without CUDA kernels: with a GPU, too, the host computes them.
-HOST_ONLY = frozenset({"gtopk", "sketchsgd"}) | {
+HOST_ONLY = frozenset({"arctopk", "gtopk", "sketchsgd"}) | {
     name for name in GATHER_RECIPES if getattr(stage_of(get_scheme(name).codec), "cuda", "") is None
 }
 
@@ -58,6 +58,9 @@ STEPS: list[tuple[str, dict, float]] = [
     ("scalecom", {"density": 0.05, "selector": "exact"}, 0),
     ("scalecom", {"density": 0.05}, 0),
     ("scalecom", {"density": 1.0, "beta": 1.0}, 0),
+    ("arctopk", {"density": 0.1, "block": 32}, 0),
+    ("arctopk", {"density": 0.3, "block": 8, "bits": 16}, 0),
+    ("arctopk", {"density": 0.05, "scope": "bucket", "error_feedback": False}, 0),
     ("random_k", {"density": 0.05}, 0),
     ("random_k", {"density": 0.3, "exchange": "gather"}, 0),
     ("random_block", {"density": 0.05, "unbiased": True, "error_feedback": False}, 0),

@@ -29,6 +29,7 @@ RECIPES = ("fp16", "bf16", "topk", "fft", "dct", "auto", "scalecom", "random_k",
 TOGETHER: dict[str, dict[str, object]] = {
     "dgc": {"density": 0.01},
     "powersgd": {"rank": 2},
+    "arctopk": {"density": 0.05},
     "gtopk": {"density": 0.01},
     "sparcml": {"density": 0.01},
     "sketchsgd": {"density": 0.01},

@@ -332,6 +332,34 @@ class ReferenceOps:
         alike[begin:end] = False
         return lambda: int(alike.sum())
 
+    def sketch(self, bucket, signs):
+        parts, slots = [], np.diff(bucket.plan.row_begins)
+        for grad, old, n, slot in zip(
+            bucket.grads, bucket.residuals, bucket.plan.numels, slots, strict=True
+        ):
+            if grad is None or n < signs.size:
+                parts.append(np.zeros(slot, np.float32))
+                continue
+            whole = (grad if old is None else grad + old)[: slot * signs.size]
+            terms = whole.reshape(slot, -1) * signs
+            while terms.shape[1] > 1:
+                half = terms.shape[1] // 2
+                terms = terms[:, :half] + terms[:, half:]
+            parts.append(terms[:, 0])
+        return np.concatenate(parts)
+
+    def largest_rows(self, bucket, sums, length):
+        plan, parts = bucket.plan, []
+        shares = parts_of(reference.magnitude_bits(sums), np.diff(plan.row_begins))
+        for n, count, keys in zip(plan.numels, plan.counts, shares, strict=True):
+            if count == n:
+                parts.append(np.arange(n))
+                continue
+            best = np.argsort(-keys.astype(np.int64), kind="stable")[: count // length]
+            in_rows = np.sort(best)[:, None] * length + np.arange(length)
+            parts += [in_rows.reshape(-1), np.arange(n - n % length, n)]
+        return np.concatenate(parts)
+
     def draw(self, plan, progressions):
         parts = zip(progressions, plan.counts, plan.numels, strict=True)
         return np.concatenate(

@@ -30,7 +30,8 @@ def bucket_of(grads, residuals, beta=1.0, chunk=100):
     """Return a bucket for the ops of the host; its gradients may have any sizes."""
     numels = [0 if grad is None else grad.size for grad in grads]
     counts, names = [-(-n // chunk) for n in numels], tuple(f"t{i}" for i in range(len(numels)))
-    plan = IndexPlan(names, numels, counts, 1, beta, False, True, chunk, 32)
+    begins = np.zeros(1, np.int64)  # no sketch
+    plan = IndexPlan(names, numels, counts, 1, beta, False, True, chunk, 32, begins)
     return HOST.common_index(plan, grads, residuals, False)
 
 

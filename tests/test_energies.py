@@ -18,6 +18,7 @@ RECIPES = {
     "dgc": {"density": 0.01},
     "random_k": {},
     "scalecom": {},
+    "arctopk": {},
     "powersgd": {},
     "gtopk": {},
     "sketchsgd": {},

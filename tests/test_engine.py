@@ -51,8 +51,13 @@ VARIANTS = {
     "scalecom-exact": ("scalecom", {"selector": "exact"}),
     "scalecom-float16": ("scalecom", {"bits": 16}),
     "scalecom-bucket": ("scalecom", {"scope": "bucket", "beta": 1}),
+    "arctopk-bucket": ("arctopk", {"scope": "bucket", "block": 8, "beta": 1}),
 }
 FEEDBACK |= {key: case for key, case in VARIANTS.items() if "scalecom" not in key}
+FEEDBACK |= {
+    f"arctopk-{density}": ("arctopk", {"density": density, "block": 32, "beta": 1})
+    for density in (0.001, 0.3, 1.0)
+}
 FEEDBACK["sketchsgd"] = ("sketchsgd", {"density": 0.01, "momentum": 0.0})
 FEEDBACK |= {
     f"{recipe}-{density}": (recipe, {"density": density})

@@ -86,7 +86,12 @@ def test_values_out_of_range_are_refused(name):
             get_scheme(name, beta=beta, **options)
     if inspect.signature(RECIPES[name].make).parameters.get("error_feedback") is None:
         return
-    if name not in ("scalecom", "random_block", "random_k"):  # whose default may be a filter
+    if name not in (
+        "scalecom",
+        "arctopk",
+        "random_block",
+        "random_k",
+    ):  # whose default may be a filter
         with pytest.raises(ValueError, match="beta is of the residual, so it needs error_feedback"):
             get_scheme(name, **{**options, "error_feedback": False}, beta=0.5)
 
@@ -143,7 +148,7 @@ def test_random_positions_train_under_momentum(recipe):
     assert digits_accuracy(recipe, density=0.05) > 0.9
 
 
-@pytest.mark.parametrize("recipe", ["random_block", "random_k", "scalecom"])
+@pytest.mark.parametrize("recipe", ["random_block", "random_k", "scalecom", "arctopk"])
 def test_without_error_feedback_nothing_is_filtered(recipe):
     plain, filtered = (get_scheme(recipe, error_feedback=False, beta=beta) for beta in (1.0, 0.5))
     assert plain == filtered

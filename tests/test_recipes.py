@@ -18,7 +18,7 @@ from horovod_fftcomp.engine.buckets import Bucket, is_compressed, make_buckets
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
-from horovod_fftcomp.schemes import Tensor, clt_selection
+from horovod_fftcomp.schemes import Tensor, arc_topk, clt_selection
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import Auto
 from horovod_fftcomp.schemes.common_index import CommonIndex
@@ -34,7 +34,7 @@ from horovod_fftcomp.simulation import exchange_once
 
 METHODS = (importlib.import_module(f"{methods.__name__}.{module.name}")
            for module in pkgutil.iter_modules(methods.__path__))  # fmt: skip
-STAGES = (transforms, sparsifiers, quantizers, clt_selection, adaptive, *METHODS)
+STAGES = (transforms, sparsifiers, quantizers, clt_selection, arc_topk, adaptive, *METHODS)
 
 
 @pytest.mark.parametrize("name", list_compressors())
@@ -121,6 +121,7 @@ def test_every_stage_is_in_some_recipe():
         ("qsgd", {"seed": -1}, ValueError, "seed must be a whole number"),
         ("terngrad", {"clip": -1}, ValueError, r"clip must be 0 \(never\) or more, got -1"),
         ("terngrad", {"packing": "ternary"}, ValueError, "packing must be one of base3, bits"),
+        ("arctopk", {"block": 100}, ValueError, "block must be a power of two from 8 to 4096, got"),
         ("onebit", {"group": "row"}, ValueError, "group must be one of tensor, column"),
         ("strom", {"threshold": 0}, ValueError, "threshold must be a number from .*, got 0"),
         ("strom", {"quanta": 0}, ValueError, "quanta must be a whole number from 1 .* got 0"),

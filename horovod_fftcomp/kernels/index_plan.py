@@ -38,7 +38,8 @@ class IndexPlan:
     ``counts``: positions of each tensor. ``beta``: of the low-pass filter. ``unbiased``: whether
     values are scaled by n/k. ``keeps``: whether there are residuals. ``chunk``: elements of a
     chunk, one of which is selected; 0 where positions are selected otherwise. ``bits``: of an
-    offset in a chunk.
+    offset in a chunk. ``row_begins``: int64, number of sums in a sketch before each tensor, and of
+    all; [0] if there is no sketch.
     """
 
     names: tuple[str, ...]
@@ -50,6 +51,7 @@ class IndexPlan:
     keeps: bool
     chunk: int
     bits: int
+    row_begins: Array
 
     @cached_property
     def starts(self) -> Array:

@@ -257,6 +257,19 @@ class Ops(Protocol):
         Those of chunks ``begin`` to ``end`` do not count.
         """
 
+    def sketch(self, bucket: Any, signs: Array) -> Any:
+        """Return the sum of each row of gradient + residual, its elements times ``signs``.
+
+        Only on the host, as ``largest_rows``. Halves of a row are added until one element remains.
+        A frozen tensor and one without a whole row have sums of 0.
+        """
+
+    def largest_rows(self, bucket: Any, sums: Any, length: int) -> Any:
+        """Return the positions of the rows of the largest |sum|, and of what is in no row.
+
+        Of equal magnitudes the lower index wins. All positions of a tensor that is sent whole.
+        """
+
     def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> Any:
         """Return the positions (a j + c) mod n for j below k, given (a, c) for each tensor."""
 

@@ -97,9 +97,6 @@ class Largest(TopK):
         return kernels.positions_of(positions.unpack(packed, self._layout(n), kernels))
 
 
-Selector = ChunkWinners | Largest
-
-
 class Selected(NamedTuple):
     """Positions as the ops have them, and how many of them this rank would have selected too."""
 

@@ -1,4 +1,4 @@
-"""Allreduce of the values at common positions: drawn from a seed, or selected by CLT-k."""
+"""Allreduce of the values at common positions: drawn from a seed, or selected by the ranks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, received
+from horovod_fftcomp.schemes.arc_topk import LargestRows, sum_sketches
 from horovod_fftcomp.schemes.clt_selection import (
     ChunkWinners,
     Largest,
     Selected,
-    Selector,
     broadcast_selection,
     gather_selection,
 )
@@ -26,14 +28,16 @@ from horovod_fftcomp.schemes.state import bucket_plan, check_beta, new_state
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 from horovod_fftcomp.wire.header import align
 
+Selector = ChunkWinners | Largest | LargestRows
+
 
 @dataclass(frozen=True)
 class CommonIndex(Scheme):
     """Sum the values at positions that are common to all ranks, with optional error feedback.
 
-    ``selection``: how positions are drawn (``RandomBlock``, ``RandomK``) or selected (CLT-k). Bytes
-    per rank grow by less than 8 bytes of positions with each further rank. ``beta`` below 1 applies
-    the low-pass filter of Chen et al., NeurIPS 2020: residual <- (1 - beta) residual + beta
+    ``selection``: how positions are drawn (``RandomBlock``, ``RandomK``) or selected (CLT-k,
+    ARC-Top-K). Bytes per rank grow by less than 8 bytes with each further rank. ``beta`` below 1
+    applies the low-pass filter of Chen et al., NeurIPS 2020: residual <- (1 - beta) residual + beta
     (gradient + residual - sent). ``unbiased`` scales sent values by n/k, so that their mean over
     all draws is the gradient; with error feedback residuals would grow, so ValueError is raised.
     ``bits``: 32, or 16 for float16 values. With ``collective`` "allgather" each rank draws
@@ -75,9 +79,12 @@ class CommonIndex(Scheme):
         carried = state.get("residual", {}) if self.error_feedback else {}
         old = [carried.get(name) for name in plan.names]
         bucket = ops.common_index(plan, grads, old, context.measures)
-        selected = yield from self._select(plan, bucket, grads, old, context)
-        residuals = ops.low_pass(bucket)
         halves = half_limits(context) if self.bits == 16 else None
+        if isinstance(self.selection, LargestRows):
+            selected = yield from sum_sketches(self.selection, bucket, halves, context)
+        else:
+            selected = yield from self._select(plan, bucket, grads, old, context)
+        residuals = ops.low_pass(bucket)
         message = ops.take(bucket, selected.positions, halves)
         arrived = yield Round(self.collective, message)
         arrived = arrived if halves is None else ops.from_half(arrived)
@@ -96,7 +103,7 @@ class CommonIndex(Scheme):
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
         small = all(math.prod(tensor.shape) < 1 << 32 for tensor in tensors)
-        return small and self.bits == 32 and not isinstance(self.selection, Largest)
+        return small and self.bits == 32 and not isinstance(self.selection, Largest | LargestRows)
 
     def _select(
         self, plan: IndexPlan, bucket: Any, grads: Grads, old: Grads, context: Context
@@ -129,7 +136,10 @@ class CommonIndex(Scheme):
         return values + (world_size - 1) / world_size * self._selection_nbytes(tensor)
 
     def _values_nbytes(self, tensor: Tensor) -> int:
-        return self.selection.count(math.prod(tensor.shape)) * self.bits // 8
+        """Return the bytes of the values, and of the sketch that selects them."""
+        selection, n = self.selection, math.prod(tensor.shape)
+        sums = selection.sketch_numel(n) if isinstance(selection, LargestRows) else 0
+        return (selection.count(n) + sums) * self.bits // 8
 
     def _selection_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of the positions that all ranks send together."""
@@ -145,4 +155,5 @@ def _plan(scheme: CommonIndex, tensors: tuple[Tensor, ...], n_ranks: int) -> Ind
     names, counts = tuple(t.name for t in tensors), [selection.count(n) for n in numels]
     options = scheme.beta, scheme.unbiased, scheme.error_feedback
     chunks = (selection.chunk, selection.bits) if isinstance(selection, ChunkWinners) else (0, 0)
-    return IndexPlan(names, numels, counts, n_ranks, *options, *chunks)
+    rows = map(selection.sketch_numel, numels) if isinstance(selection, LargestRows) else ()
+    return IndexPlan(names, numels, counts, n_ranks, *options, *chunks, np.cumsum([0, *rows]))

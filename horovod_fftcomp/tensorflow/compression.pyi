@@ -370,6 +370,38 @@ class Compression:
         """Return a compressor: CLT-k: values at common positions, selected by ranks in rotation."""
 
     @staticmethod
+    def arctopk(
+        model: _Model | Iterable[Any] | None = None,
+        *,
+        density: float = 0.01,
+        block: int = 128,
+        bits: int = 32,
+        error_feedback: bool = True,
+        scope: Literal["tensor", "bucket", "model"] = "tensor",
+        seed: int = 0,
+        beta: float = 0.1,
+        warmup_steps: int = 0,
+        density_schedule: Schedule | Mapping[int, float] | float | None = None,
+        ranks_per_node: int = 1,
+        min_numel: int = 1024,
+        bucket_nbytes: int = 25000000,
+        rules: Sequence[tuple[Any, Any]] = (),
+        process_set: Any = None,
+        grad_scaler: Any = None,
+        replica_check: Literal["warn", "broadcast", "off"] = "warn",
+        shadow_check: int = 1000,
+        recover: Recover | None = None,
+        record: str | PathLike[str] | None = None,
+        record_every: int = 50,
+        live_view: str | PathLike[str] | None = None,
+        scalars: Any = None,
+        live_every: int = 50,
+        timeout_s: float = 600.0,
+        on_timeout: Literal["raise", "warn"] = "raise",
+    ) -> TensorFlowCompressor:
+        """Return a compressor: rows that a sketch of the sum finds largest."""
+
+    @staticmethod
     def random_k(
         model: _Model | Iterable[Any] | None = None,
         *,

@@ -69,6 +69,7 @@ def test_steps_are_the_cpus(recipe, options, tolerance):
         ("powersgd", {}, 0),
         ("adacomp", {}, 0),
         ("gtopk", {}, 0),
+        ("arctopk", {"density": 0.2, "block": 32}, 0),
         ("sketchsgd", {"momentum": 0.0}, 0),
         ("fft", {}, 2e-6),
     ],

@@ -17,7 +17,9 @@ from tests.gpu.emulator import Emulator
 from tests.gpu.steps import TENSORS, assert_same_step, make_engines, random_grads, run_step
 
 
-@pytest.mark.parametrize("recipe", ["topk", "dgc", "signum", "powersgd", "gtopk", "sketchsgd"])
+@pytest.mark.parametrize(
+    "recipe", ["topk", "dgc", "signum", "powersgd", "gtopk", "arctopk", "sketchsgd"]
+)
 def test_a_state_goes_from_cpu_to_gpu_and_back(recipe):
     rng = np.random.default_rng(1)
     grads = [random_grads(rng) for _ in range(6)]

@@ -82,6 +82,7 @@ def assert_same(ours, theirs, tolerance=0.0):
         ("sparcml", {}),
         ("adacomp", {}),
         ("gtopk", {}),  # of the host
+        ("arctopk", {"density": 0.2, "block": 32}),  # of the host
         ("topk", {"scope": "bucket"}),
         ("topk", {"exchange": "sharded"}),
         ("qsgd", {"exchange": "sharded"}),

@@ -132,6 +132,56 @@ def locate_winners(offsets, numels, begins, chunk, positions):
 
 
 @kernel
+def sum_rows(arrays, numels, begins, signs, sums, begin, end):
+    """Write the sums ``begin`` to ``end`` of rows of gradient + residual, times signs.
+
+    ``sums``: zeros. ``begins``: number of sums before each tensor.
+    """
+    length = signs.size
+    terms = np.empty(length, np.float32)
+    for number in _owners(begins, begin, end):
+        grad, old = arrays[0, number], arrays[1, number]
+        first, stop = max(begin, begins[number]), min(end, begins[number + 1])
+        for row in range(first, stop if grad != 0 and numels[number] >= length else first):
+            at = 4 * length * (row - begins[number])
+            x = view_at(grad + at, length, terms)
+            y = view_at(old + at, length if old != 0 else 0, terms)
+            for i in range(length):
+                terms[i] = x[i] * signs[i]
+            for i in range(y.size):
+                terms[i] += y[i] * signs[i]
+            n = length
+            while n > 1:
+                n //= 2
+                for i in range(n):
+                    terms[i] += terms[n + i]
+            sums[row] = terms[0]
+
+
+@kernel
+def locate_rows(sums, numels, row_begins, begins, length, positions):
+    """Write the positions of each tensor's largest rows and after its last row, or of all of it.
+
+    ``row_begins``, ``begins``: number of sums and of positions before each tensor.
+    """
+    keys = sums.view(np.int32) & _MAGNITUDE
+    for number in range(numels.size):
+        n, at, end = numels[number], begins[number], begins[number + 1]
+        tail = n if end - at == n else n % length
+        k = (end - at - tail) // length
+        own = keys[row_begins[number] : row_begins[number + 1]]
+        last = own.size - max(1, k)
+        limit = np.partition(own, last)[last]
+        ties = k - (own > limit).sum()
+        for row in range(own.size):
+            if own[row] > limit or (own[row] == limit and ties > 0):
+                ties -= own[row] == limit
+                positions[at : at + length] = np.arange(row * length, (row + 1) * length)
+                at += length
+        positions[at:end] = np.arange(n - tail, n)
+
+
+@kernel
 def locate_drawn(factors, firsts, numels, begins, positions):
     """Write the positions (factor * j + first) mod n of each tensor, for j from 0 on."""
     for number in range(numels.size):

@@ -117,6 +117,20 @@ class CommonIndexOps(CommonOps):
         common = int(alike.sum())
         return lambda: common
 
+    def sketch(self, bucket: _Bucket, signs: Array) -> Array:
+        """See ``Ops.sketch``."""
+        sums = self.zeros(int(bucket.plan.row_begins[-1]))
+        table = bucket.addresses, bucket.numels, bucket.plan.row_begins, signs, sums
+        _each(partial(kernels.sum_rows, *table), sums.size, _LEAST_VALUES // signs.size)
+        return sums
+
+    def largest_rows(self, bucket: _Bucket, sums: Array, length: int) -> Array:
+        """See ``Ops.largest_rows``."""
+        plan, positions = bucket.plan, np.empty(bucket.plan.total, np.int64)
+        table = bucket.numels, plan.row_begins, plan.begins, length
+        kernels.locate_rows(np.ascontiguousarray(sums, np.float32), *table, positions)
+        return positions
+
     def low_pass(self, bucket: _Bucket) -> list[Array | None]:
         """See ``Ops.low_pass``."""
         plan = bucket.plan
