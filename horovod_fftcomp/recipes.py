@@ -234,11 +234,11 @@ def _scalecom(
 
 
 def _arctopk(
-    density: float = 0.01,
+    density: float = 0.02,
     block: int = 128,
-    bits: int = 32,
+    bits: int = 16,
     error_feedback: bool = True,
-    scope: _Scope = "tensor",
+    scope: _Scope = "bucket",
     seed: int = 0,
     beta: float = 0.1,
 ) -> Scheme:

@@ -26,6 +26,15 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def rows_scheme(**options):
+    """Return the scheme, of single tensors and in float32 unless ``options`` say otherwise."""
+    return get_scheme("arctopk", **{"density": 0.01, "bits": 32, "scope": "tensor", **options})
+
+
+def simulate_rows(gradients, **options):
+    return simulate(rows_scheme(**options), gradients)
+
+
 def whole_numbers(*shape, seed=0):
     """Return float32 whose sums of a few thousand are exact in any order."""
     return np.random.default_rng(seed).integers(-99, 100, shape).astype(np.float32)
@@ -54,7 +63,7 @@ def test_every_step_is_that_of_the_formulas(ranks, beta, block):
     """A float64 model of the whole method, from the definition."""
     gradients, density = normal(10, ranks, 3011), 0.1
     memory = np.zeros((ranks, 3011))
-    steps = simulate("arctopk", gradients, density=density, beta=beta, block=block)
+    steps = simulate_rows(gradients, density=density, beta=beta, block=block)
     for number, (grads, step) in enumerate(zip(gradients, steps, strict=True)):
         due = memory + grads
         chosen = chosen_by_the_paper(due, density, block, number)
@@ -69,7 +78,7 @@ def test_every_step_is_that_of_the_formulas(ranks, beta, block):
 @pytest.mark.parametrize("beta", [1.0, 0.3])
 def test_residual_is_beta_times_what_was_not_sent(bits, beta):
     gradients, sent = normal(20, 4, 5000), np.zeros(5000)
-    for step in simulate("arctopk", gradients, density=0.05, block=32, beta=beta, bits=bits):
+    for step in simulate_rows(gradients, density=0.05, block=32, beta=beta, bits=bits):
         sent += 4 * step.average.astype(np.float64)
     owed = beta * (gradients.astype(np.float64).sum((0, 1)) - sent)
     tolerance = 1e-4 if bits == 32 else 0.1  # what float16 rounds off in the sum is lost
@@ -82,7 +91,7 @@ def test_what_is_large_in_the_sum_alone_is_found():
     gradients[0, :, 640] = 1.0
     gradients[0, :2, 1280] = 3.0
     gradients[0, 2:, 1280] = -3.0
-    [step] = simulate("arctopk", gradients, density=0.01, block=64)
+    [step] = simulate_rows(gradients, density=0.01, block=64)
     assert set(np.flatnonzero(step.average)) == set(range(640, 704))
     np.testing.assert_allclose(step.average[640], 1.0)
     [topk] = simulate("topk", gradients, density=1 / 6400, bits=32)
@@ -92,11 +101,11 @@ def test_what_is_large_in_the_sum_alone_is_found():
 def test_equal_sums_go_to_the_lower_rows():
     gradients = np.zeros((1, 3, 1000), np.float32)
     gradients[0, :, [70, 300, 500, 800]] = 1.0
-    [step] = simulate("arctopk", gradients, density=0.09, block=32)  # 2 of 31 rows
+    [step] = simulate_rows(gradients, density=0.09, block=32)  # 2 of 31 rows
     assert np.flatnonzero(step.average).tolist() == [70, 300]
     gradients[:] = 0
     gradients[0, :, 999] = 1.0  # after the last whole row
-    [step] = simulate("arctopk", gradients, density=0.09, block=32)
+    [step] = simulate_rows(gradients, density=0.09, block=32)
     assert np.flatnonzero(step.average).tolist() == [999]
 
 
@@ -109,7 +118,7 @@ def test_signs_are_new_in_each_step_and_for_each_seed():
     gradients = np.zeros((60, 2, 6400), np.float32)
     gradients[:, :, [128, 129]] = 1.0  # signs differ in half of the steps
     gradients += 1e-3 * normal(60, 2, 6400)
-    steps = simulate("arctopk", gradients, density=0.01, block=64)
+    steps = simulate_rows(gradients, density=0.01, block=64)
     hits = sum(step.average[128] > 0.5 for step in steps)
     assert 15 <= hits <= 45
 
@@ -130,7 +139,7 @@ def sums_of_a_step(engines, grads, rng):
 @pytest.mark.parametrize("options", [{}, {"bits": 16}, {"scope": "bucket"}, {"block": 8}])
 def test_ranks_hold_the_same_bits_and_runs_repeat(options):
     tensors = [Tensor("a", (50, 70)), Tensor("b", (13,)), Tensor("c", (3000,))]
-    scheme = get_scheme("arctopk", density=0.1, **options)
+    scheme = rows_scheme(density=0.1, **options)
     runs = []
     for _ in range(2):
         engines, found = engines_of(scheme, tensors, 3), []
@@ -147,7 +156,7 @@ def test_ranks_hold_the_same_bits_and_runs_repeat(options):
 
 def test_selection_does_not_depend_on_buckets():
     """The signs are those of the step, not of a tensor or a bucket."""
-    tensors, scheme = [Tensor("a", (2000,)), Tensor("b", (3000,))], get_scheme("arctopk", block=32)
+    tensors, scheme = [Tensor("a", (2000,)), Tensor("b", (3000,))], rows_scheme(block=32)
     grads = [[normal(n, seed=[rank, n]) for n in (2000, 3000)] for rank in range(2)]
     together, _ = sums_of_a_step(engines_of(scheme, tensors, 2), grads, random.Random(0))
     for number, tensor in enumerate(tensors):
@@ -161,7 +170,7 @@ def test_selection_does_not_depend_on_buckets():
 def test_bytes_are_those_of_sketch_and_rows_on_any_number_of_ranks(ranks, bits):
     n, block, density = 20_011, 64, 0.02
     options = {"density": density, "block": block, "bits": bits}
-    scheme, tensor = get_scheme("arctopk", **options), Tensor("gradient", (n,))
+    scheme, tensor = rows_scheme(**options), Tensor("gradient", (n,))
     expected = bits // 8 * (312 + 6 * 64 + 20_011 % 64)  # 312 rows, of which 6 are sent
     assert scheme.rounds == ("allreduce", "allreduce")
     assert scheme.sent_nbytes(tensor) == expected
@@ -189,9 +198,7 @@ def test_counts_are_those_of_whole_rows_and_the_rest(n, block, density):
 @pytest.mark.parametrize("n", [0, 1, 100, 130])
 def test_a_tensor_that_a_sketch_would_not_make_smaller_is_sent_whole(n):
     gradients = normal(3, 2, n)
-    for ours, dense in zip(
-        simulate("arctopk", gradients), simulate("none", gradients), strict=True
-    ):
+    for ours, dense in zip(simulate_rows(gradients), simulate("none", gradients), strict=True):
         assert ours.average.tobytes() == dense.average.tobytes()
         assert not ours.residual.any()
         assert ours.sent_bytes == [4 * n + 4] * 2
@@ -204,7 +211,7 @@ def test_a_tensor_that_a_sketch_would_not_make_smaller_is_sent_whole(n):
 def test_a_bad_value_on_any_rank_makes_the_step_vanish(bits, bad_rank, bad, at):
     gradients = normal(7, 3, 1505)
     gradients[4, bad_rank, at] = bad
-    steps = list(simulate("arctopk", gradients, density=0.1, block=32, bits=bits))
+    steps = list(simulate_rows(gradients, density=0.1, block=32, bits=bits))
     assert np.isnan(steps[4].average).all()
     assert steps[4].residual.tobytes() == steps[3].residual.tobytes()
     assert np.isfinite(steps[5].average).all()
@@ -213,20 +220,20 @@ def test_a_bad_value_on_any_rank_makes_the_step_vanish(bits, bad_rank, bad, at):
 def test_a_sketch_that_overflows_selects_what_is_finite():
     gradients = np.full((1, 2, 1280), 3e38, np.float32)
     gradients[:, 1] *= -1
-    [step] = simulate("arctopk", gradients, density=0.1, block=128)
+    [step] = simulate_rows(gradients, density=0.1, block=128)
     assert not step.average.any()
     assert np.count_nonzero(step.residual[0] == 0) == 128
 
 
 def test_float16_values_saturate_and_the_rest_is_carried_on():
     gradients = np.full((1, 4, 1000), 1e5, np.float32)
-    [step] = simulate("arctopk", gradients, density=1.0, bits=16, beta=1.0)
+    [step] = simulate_rows(gradients, density=1.0, bits=16, beta=1.0)
     np.testing.assert_array_equal(step.average, np.float32(16376))
     np.testing.assert_array_equal(step.residual, np.float32(1e5 - 16376))
 
 
 def test_a_saved_state_goes_on_with_the_same_bits():
-    tensors, scheme = [Tensor("w", (40, 50))], get_scheme("arctopk", density=0.1, block=32)
+    tensors, scheme = [Tensor("w", (40, 50))], rows_scheme(density=0.1, block=32)
 
     def step(engines, number):
         grads = [[normal(2000, seed=[number, rank])] for rank in range(2)]
@@ -243,7 +250,7 @@ def test_a_saved_state_goes_on_with_the_same_bits():
 
 
 def test_a_sketch_of_another_size_is_refused():
-    scheme = get_scheme("arctopk", density=0.1, block=32)
+    scheme = rows_scheme(density=0.1, block=32)
     exchange = scheme.exchange([Tensor("w", (1003,))], [normal(1003)], {}, Context(4, 0, 3))
     sketch = next(exchange).data
     assert sketch.shape == (31,)
@@ -257,9 +264,7 @@ def test_it_sends_more_of_the_sum_than_random_rows_do():
     scales = np.exp(1.5 * rng.standard_normal((200, 1)))
     gradients = (scales * rng.standard_normal((3, 4, 200, 64))).astype(np.float32)
     for step, grads in zip(
-        simulate(
-            "arctopk", gradients.reshape(3, 4, -1), density=0.1, block=64, error_feedback=False
-        ),
+        simulate_rows(gradients.reshape(3, 4, -1), density=0.1, block=64, error_feedback=False),
         gradients.astype(np.float64).mean(1),
         strict=True,
     ):
@@ -284,9 +289,9 @@ def test_it_sends_more_of_the_sum_than_random_rows_do():
 )
 def test_options_that_cannot_be_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        get_scheme("arctopk", **options)
+        rows_scheme(**options)
     with pytest.raises(TypeError, match=r"block must be a whole number, got 128\.0"):
-        get_scheme("arctopk", block=128.0)
+        rows_scheme(block=128.0)
 
 
 @pytest.fixture(params=[1, 3])

@@ -18,7 +18,7 @@ RECIPES = {
     "dgc": {"density": 0.01},
     "random_k": {},
     "scalecom": {},
-    "arctopk": {},
+    "arctopk": {"bits": 32, "scope": "tensor"},
     "powersgd": {},
     "gtopk": {},
     "sketchsgd": {},

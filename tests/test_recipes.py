@@ -21,6 +21,7 @@ from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor, arc_topk, clt_selection
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import Auto
+from horovod_fftcomp.schemes.bucket_scope import BucketScope
 from horovod_fftcomp.schemes.common_index import CommonIndex
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.dgc import Dgc
@@ -60,6 +61,7 @@ def test_repr_rebuilds_the_scheme(name):
             Dense,
             DenseCodec,
             Allgather,
+            BucketScope,
             HardThreshold,
             CommonIndex,
         )
@@ -79,6 +81,8 @@ def test_every_stage_is_in_some_recipe():
                 continue  # bits of its own
             if set(options) <= set(RECIPES[name].options):
                 scheme = get_scheme(name, **options)
+                if isinstance(scheme, BucketScope):
+                    scheme = scheme.scheme
                 if isinstance(scheme, Allgather) and not isinstance(scheme.codec, Codec):
                     used.add(type(scheme.codec.method))
                 elif isinstance(scheme, Allgather):
