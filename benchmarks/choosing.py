@@ -34,6 +34,7 @@ RESULT, PAGE = HERE / "results" / "choosing.json", HERE.parent / "docs" / "choos
 PLOT = RESULT.with_name("time_to_loss.png")
 SAME, NEAR = (0.5, 0.02), (1.2, 0.15)  # points of accuracy on resnet, share of charlm's loss
 LATENCY_S = 50e-6
+PASSES = 3
 
 
 class Model(NamedTuple):
@@ -116,17 +117,29 @@ def holds(lost: tuple[float | None, float | None], limits: tuple[float, float]) 
     )
 
 
+def codec_s(option: advice.Option) -> float:
+    """Return the seconds that a rank of eight computes for an exchange."""
+    return sum(part.encode_s + part.decode_s + 8 * part.decode_each_s for part in option.parts)
+
+
 def measure() -> dict[str, Any]:
-    """Return the parts of a step of every recipe and model, timed here."""
+    """Return the parts of a step of every recipe and model, the fastest of those timed here.
+
+    A machine that others share is slow for minutes, so all recipes are timed in several passes.
+    """
     recipes = [*ROWS[1:], "fp16"]
     sizes = {model.numel: model for model in MODELS}
     jobs = [(model, plain(recipe)) for model in sizes.values() for recipe in recipes]
-    timed: dict[str, dict[str, Any]] = {str(numel): {} for numel in sizes}
-    for model, recipe in track(jobs, "timing codecs"):
+    fastest: dict[tuple[int, str], advice.Option] = {}
+    for model, recipe in track(PASSES * jobs, "timing codecs"):
         [choice] = recipe_choices(recipe)
         options = convergence.with_exchange(choice.name, choice.options)
         option = advice.compressed(choice.label, choice.name, options, model.tensors, {}, 3)
-        timed[str(model.numel)][recipe] = {
+        known = fastest.get((model.numel, recipe), option)
+        fastest[model.numel, recipe] = min(known, option, key=codec_s)
+    timed: dict[str, dict[str, Any]] = {str(numel): {} for numel in sizes}
+    for (numel, recipe), option in fastest.items():
+        timed[str(numel)][recipe] = {
             "sent_nbytes": option.sent_nbytes,
             "parts": [asdict(part) for part in option.parts],
         }

@@ -38,6 +38,7 @@ from horovod_fftcomp.engine.buckets import is_compressed, make_buckets
 from horovod_fftcomp.engine.policy import Scheduled, make_policy
 from horovod_fftcomp.monitor.density_recovery import Recovery
 from horovod_fftcomp.recipes import RECIPES as RECIPES_OF_PACKAGE
+from horovod_fftcomp.schedules import Exponential
 from horovod_fftcomp.schemes import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -66,6 +67,9 @@ RECIPES = (
 WARM = " after a dense warm-up"  # of a tenth of the steps
 LONGER = " in twice the steps"  # of the first seed alone, but in the long form
 ALONE = " without other momentum"  # than the recipe's own
+FIRST = " with momentum first"  # momentum=0.9, and the optimizer's own off
+FALLING = " of falling density"  # from 4 times to a tenth, by an exponential; about as many bytes
+SHORT = " with Adam's second beta 0.99"  # as FIRST has it with Adam, so its baseline
 SLOW = " at a hundredth of the rate"  # what signs need: each weight takes whole steps
 AS_MANY_BYTES = "topk(bits=32) with the bytes of hard_threshold"
 # What the papers compare with. The language model, of which it trains the first seed, has AdamW.
@@ -78,6 +82,7 @@ BASELINES = (
     "onebit",
     "efsignsgd",
     "powersgd(rank=4)",
+    "arctopk",
     "gtopk(density=0.01)",
     "strom(threshold=0.01)",
     "adacomp",
@@ -112,6 +117,8 @@ MORE = {
         "topk(density=0.01)" + WARM,
         "topk(density=0.001)" + WARM,
         "topk(density=0.003)",
+        "topk(density=0.01)" + FIRST,
+        "topk(density=0.01)" + FIRST + FALLING,
         "scalecom(density=0.008)" + WARM,
         "scalecom(density=0.0017)" + WARM,
         "scalecom(density=0.008, beta=1.0)",
@@ -122,7 +129,14 @@ MORE = {
     "charlm": (
         *SHARDED,
         "none" + LONGER,
+        "none" + SHORT,
+        "topk(exchange=sharded, second_density=0.3, second_bits=6)",
         "topk(density=0.01)" + LONGER,
+        "topk(density=0.01)" + FALLING,
+        "topk(density=0.01)" + FIRST,
+        "topk(density=0.01)" + FIRST + WARM,
+        "topk(density=0.01)" + FIRST + FALLING,
+        "topk(density=0.01, exchange=sharded)" + FIRST + FALLING,
         "topk(density=0.1)",
         "scalecom(density=0.008)" + LONGER,
         "scalecom(density=0.008, beta=1.0)",
@@ -145,6 +159,15 @@ MORE = {
         AS_MANY_BYTES,
     ),
 }
+# Of the larger language model, of which one seed is trained.
+LARGE = (
+    "none",
+    "fft(exchange=sharded)",
+    "topk(exchange=sharded)",
+    "topk(density=0.01, exchange=sharded)",
+    "topk(density=0.01, exchange=sharded)" + FIRST + FALLING,
+    "auto(ratio=100)",
+)
 PLOTTED = dict.fromkeys((*RECIPES, *SHARDED, *BASELINES_OF["resnet"]))
 RESIDUALS = (*RECIPES[1:4], "scalecom(density=0.008)", "random_block(density=0.01)",
              "hard_threshold(density=0.001)", "demo", "auto(ratio=100)")  # fmt: skip
@@ -199,15 +222,21 @@ def logistic(args: argparse.Namespace) -> comparison.Task:
     return comparison.Task(model, optimizer, batches, quality, "training loss")
 
 
+def language(args: argparse.Namespace, sgd: bool = False, **size: int) -> comparison.Task:
+    """Return a character model of this size, with AdamW or with SGD and momentum."""
+    task = torch_charlm.make_task(args, **size)
+    if not sgd:
+        return task
+    return task._replace(optimizer=torch.optim.SGD(task.model.parameters(), args.lr, momentum=0.9))
+
+
+FALLS = Recover(factor=10.0, tolerance=-0.1, max_density=0.7)
 KINDS = {
     "resnet": Kind(torch_resnet_digits.make_task, 400, 0.1, Recover(factor=3.0, better="higher")),
-    "charlm": Kind(
-        partial(torch_charlm.make_task, width=32, layers=1),
-        1200,
-        1e-2,
-        Recover(factor=10.0, tolerance=-0.1, max_density=0.7),
-    ),
+    "charlm": Kind(partial(language, width=32, layers=1), 1200, 1e-2, FALLS),
     "logistic": Kind(logistic, 600, 0.3, Recover(factor=10.0, tolerance=-0.02, max_density=0.7)),
+    "charlm-large": Kind(partial(language, width=64, layers=2), 1200, 5e-3, FALLS),
+    "charlm-large-sgd": Kind(partial(language, sgd=True, width=64, layers=2), 1200, 0.3, FALLS),
 }
 
 
@@ -232,21 +261,21 @@ def train(job: Job) -> dict[str, Any]:
     torch.set_num_threads(1)
     horovod_fftcomp.set_num_threads(1)
     kind = KINDS[job.kind]
-    lr = kind.lr / 100 if job.recipe.endswith(SLOW) else kind.lr
+    lr = kind.lr / 100 if SLOW in job.recipe else kind.lr
     task = kind.make_task(argparse.Namespace(seed=job.seed, lr=lr, batch_size=8, skew=0.0))
-    recipe = job.recipe
-    if ALONE in recipe:
-        task.optimizer.param_groups[0]["momentum"] = 0.0
+    n_steps = 2 * job.steps if LONGER in job.recipe else job.steps
+    recipe, settings = plain(job.recipe), settings_of(job.recipe, n_steps)
     if recipe == AS_MANY_BYTES:
         recipe = f"topk(bits=32,density={density_of(job.sent_nbytes, task.model)})"
-    for suffix in (WARM, LONGER, SLOW, ALONE):
-        recipe = recipe.removesuffix(suffix)
+    set_momentum(task.optimizer, job.recipe)
     [choice] = recipe_choices(recipe)
-    choice = choice._replace(options=with_exchange(choice.name, choice.options))
-    warm = {"warmup_steps": job.steps // 10} if job.recipe.endswith(WARM) else {}
-    n_steps = 2 * job.steps if job.recipe.endswith(LONGER) else job.steps
+    options = with_exchange(choice.name, choice.options)
+    if FALLING in job.recipe:
+        start = 4 * options.pop("density")
+        settings["density_schedule"] = Exponential(start, start / 40, n_steps)
+    choice = choice._replace(options=options)
     run = comparison.train_simulated(
-        task, choice, LEARNERS, n_steps, 20, steer=steering(job, kind, n_steps), **warm
+        task, choice, LEARNERS, n_steps, 20, steer=steering(job, kind, n_steps), **settings
     )
     dense, compressed = nbytes_of(task.model, make_policy(choice.name, **choice.options))
     losses = np.array_split(np.array(run.losses), min(50, len(run.losses)))
@@ -257,6 +286,28 @@ def train(job: Job) -> dict[str, Any]:
         "measure": task.measure,
         "wire": wire.VERSION,
     }
+
+
+def plain(recipe: str) -> str:
+    """Return a row's recipe without what is changed around it."""
+    for suffix in (WARM, LONGER, SLOW, ALONE, FIRST, FALLING, SHORT):
+        recipe = recipe.replace(suffix, "")
+    return recipe
+
+
+def settings_of(recipe: str, n_steps: int) -> dict[str, Any]:
+    """Return what a row adds to its recipe's options."""
+    settings: dict[str, Any] = {"momentum": 0.9} if FIRST in recipe else {}
+    return settings | ({"warmup_steps": n_steps // 10} if WARM in recipe else {})
+
+
+def set_momentum(optimizer: torch.optim.Optimizer, recipe: str) -> None:
+    """Leave the momentum of a row's optimizer to its recipe, or shorten Adam's memory."""
+    [group] = optimizer.param_groups
+    if "betas" in group and (FIRST in recipe or SHORT in recipe):
+        group["betas"] = (0.0 if FIRST in recipe else group["betas"][0], 0.99)
+    elif ALONE in recipe or FIRST in recipe:
+        group["momentum"] = 0.0
 
 
 def with_exchange(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,6 +407,8 @@ class Store:
 
 def recipes_of(kind: str) -> tuple[str, ...]:
     """Return the rows of a task's table."""
+    if kind not in MORE:
+        return LARGE
     return (*RECIPES, *MORE[kind], *BASELINES_OF[kind])
 
 
@@ -367,7 +420,8 @@ def jobs_of(form: str) -> list[Job]:
         for name, kind in KINDS.items():
             steps = int(kind.steps * share)
             of_seed = [Job(name, recipe, seed, steps) for recipe in recipes_of(name)]
-            of_seed += [Job(name, FAILING[name], seed, steps, how) for how in RECOVERIES]
+            if name in FAILING:
+                of_seed += [Job(name, FAILING[name], seed, steps, how) for how in RECOVERIES]
             jobs += [job for job in of_seed if _is_trained(job, form)]
     for seed in range(seeds, PAIRED_SEEDS if form == "table" else seeds):
         for name in PAIRED_KINDS:
@@ -377,7 +431,8 @@ def jobs_of(form: str) -> list[Job]:
 
 
 def _is_trained(job: Job, form: str) -> bool:
-    is_long = job.recipe.endswith(LONGER) or (job.kind == "charlm" and job.recipe in BASELINES)
+    is_long = LONGER in job.recipe or (job.kind == "charlm" and job.recipe in BASELINES)
+    is_long |= job.kind not in MORE
     return job.seed == 0 or form == "long" or not is_long
 
 
@@ -418,10 +473,11 @@ def make_page(store: Store) -> str:
         none = store.seeds(name, "none")
         if not none:
             continue
+        of = f"mean and standard deviation of {len(none)} seeds" if len(none) > 1 else "one seed"
         lines += [
             f"## {name}",
-            f"\n{none[0]['measure']} at the end (mean of the last fifth of the evaluations): mean "
-            f"and standard deviation of {len(none)} seeds.\n",
+            f"\n{none[0]['measure']} at the end (mean of the last fifth of the evaluations): "
+            f"{of}.\n",
             "| recipe | quality | difference to none | ratio | of what is compressed | "
             "residual norm | total error |",
             "|---|---:|---:|---:|---:|---:|---:|",
@@ -430,7 +486,7 @@ def make_page(store: Store) -> str:
             runs = store.seeds(name, recipe)
             if runs:
                 lines.append(_row(recipe, runs, none, kind.higher_is_better))
-        for how in RECOVERIES:
+        for how in RECOVERIES if name in FAILING else ():
             runs = store.seeds(name, FAILING[name], how)
             if runs:
                 lines.append(_row(f"{FAILING[name]}, {how}", runs, none, kind.higher_is_better))
@@ -488,9 +544,8 @@ def _row(recipe: str, runs: list[dict], none: list[dict], in_percent: bool) -> s
         difference, spread = f"{100 * change / baseline.mean():+.1f} %", f" ± {found.std():.4f}"
     ratio = np.mean([run["ratio"] for run in runs])
     alone = np.mean([run["ratio_of_compressed"] for run in runs])
-    fewer = ""
-    if len(runs) < len(none):
-        fewer, spread = f" ({len(runs)} of the seeds)", spread if len(runs) > 1 else ""
+    spread = spread if len(runs) > 1 else ""
+    fewer = f" ({len(runs)} of the seeds)" if len(runs) < len(none) else ""
     if any(map(is_old, runs)):
         fewer += f" {OLD}"
     norm = np.mean([run["residual_norms"][-1] for run in runs])
@@ -522,9 +577,7 @@ def plot(store: Store, path: Path) -> None:
                 axes.errorbar(scale * ends.mean(), y, xerr=scale * ends.std(), **look)
         axes.grid(alpha=0.3)
     accuracy, loss = figure.axes
-    labels = [
-        f"{name.removesuffix(SLOW).removesuffix(ALONE)}  {ratios[name]:.0f}x" for name in rows
-    ]
+    labels = [f"{plain(name)}  {ratios[name]:.0f}x" for name in rows]
     accuracy.set_yticks(range(len(rows)), labels)
     accuracy.set_xlabel("test accuracy on resnet (%)")
     loss.set_xlabel("validation loss on charlm")
@@ -538,7 +591,7 @@ def plot(store: Store, path: Path) -> None:
 def plot_residuals(store: Store, path: Path) -> None:
     """Plot the residual's norm over the steps of a few recipes, for each task."""
     figure = Figure(figsize=(12, 4), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(KINDS)), KINDS, strict=True):
+    for axes, name in zip(figure.subplots(1, len(FAILING)), FAILING, strict=True):
         for recipe in RESIDUALS:
             runs = store.seeds(name, recipe)
             if runs:
@@ -557,7 +610,8 @@ def plot_recovery(store: Store, path: Path) -> None:
     """Plot how runs at theta 0.99 without error feedback recover when theta is lowered."""
     figure = Figure(figsize=(15, 5), layout="constrained")
     shown = {}
-    for axes, (name, kind) in zip(figure.subplots(1, len(KINDS)), KINDS.items(), strict=True):
+    for axes, name in zip(figure.subplots(1, len(FAILING)), FAILING, strict=True):
+        kind = KINDS[name]
         rows = [(recipe, "-", recipe) for recipe in ("none", "none" + LONGER)]
         rows += [(FAILING[name], how, f"theta 0.99, {how}") for how in RECOVERIES]
         for number, (recipe, how, label) in enumerate(rows):
