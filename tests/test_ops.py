@@ -110,7 +110,8 @@ def bytes_of(arrays):
     return [None if array is None else (array.dtype, array.tobytes()) for array in arrays]
 
 
-@each("key", CODECS)
+@pytest.mark.sampled
+@pytest.mark.parametrize("key", CODECS)
 @each("keep", [True, False])
 def test_coders_are_those_of_the_reference(key, keep, monkeypatch):
     use_reference(monkeypatch)
