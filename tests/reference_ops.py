@@ -346,7 +346,9 @@ class ReferenceOps:
                 half = terms.shape[1] // 2
                 terms = terms[:, :half] + terms[:, half:]
             parts.append(terms[:, 0])
-        return np.concatenate(parts)
+        wanted = [own for own in (*bucket.grads, *bucket.residuals) if own is not None]
+        is_finite = all(np.isfinite(own).all() for own in wanted)
+        return np.concatenate(parts) if is_finite else np.full(sum(slots), np.nan, np.float32)
 
     def largest_rows(self, bucket, sums, length):
         plan, parts = bucket.plan, []

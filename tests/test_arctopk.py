@@ -217,6 +217,35 @@ def test_a_bad_value_on_any_rank_makes_the_step_vanish(bits, bad_rank, bad, at):
     assert np.isfinite(steps[5].average).all()
 
 
+@each("options", [{}, {"scope": "bucket"}, {"bits": 16, "scope": "bucket"}])
+@each("bad_tensor, at", [(0, 700), (0, 1504), (1, 3)])  # in a row, after the last, without rows
+def test_the_rank_of_origin_knows_that_its_gradients_are_not_finite(options, bad_tensor, at):
+    tensors = [Tensor("a", (1505,)), Tensor("b", (7,))]
+    engines = engines_of(rows_scheme(density=0.1, block=32, **options), tensors, 3)
+    grads = [[normal(1505, seed=rank), normal(7, seed=rank)] for rank in range(3)]
+    grads[1][bad_tensor][at] = np.nan
+    exchange_once(engines, [[own] for own in grads], random.Random(0))
+    assert [any(engine.bad.values()) for engine in engines] == [False, True, False]
+
+
+@each("options", [{}, {"scope": "bucket"}])
+@each("loss_scale", [1.0, 1024.0, 4096.0, 8192.0])
+def test_under_a_loss_scale_values_overflow_before_what_selects_them(options, loss_scale):
+    gradients = 0.1 * normal(2, 6400)
+    gradients[:, -256:] = 5 * np.sign(gradients[:, -256:])  # the last two rows
+    scheme = rows_scheme(density=0.04, block=128, bits=16, **options)
+    engines = engines_of(scheme, [Tensor("w", (6400,))], 2)
+    for engine in engines:
+        engine.follow_loss_scale(loss_scale)
+    scaled = gradients * np.float32(loss_scale)
+    exchange_once(engines, [[[own]] for own in scaled], random.Random(0))
+    is_finite = bool(np.abs(scaled).max() <= 65504 / 2)
+    assert [engine.is_finite() for engine in engines] == [is_finite] * 2
+    if is_finite:
+        [total] = engines[0].sums(0)
+        assert set(np.flatnonzero(total)) <= set(range(6400 - 256, 6400))
+
+
 def test_a_sketch_that_overflows_selects_what_is_finite():
     gradients = np.full((1, 2, 1280), 3e38, np.float32)
     gradients[:, 1] *= -1

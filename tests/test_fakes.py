@@ -340,3 +340,21 @@ def test_the_summary_has_a_row_for_each_tensor():
         "-",
     ]
     assert len({len(line) for line in after.splitlines()}) == 1
+
+
+def test_the_summary_shares_the_bytes_of_tensors_that_are_sent_together():
+    found = []
+
+    def work(rank):
+        model = make_model()
+        compression = Compression.topk(model, density=0.1, scope="bucket")
+        train(model, distributed(model, compression), 1)
+        stats = compression.stats()
+        rows = [line.split() for line in compression.summary().splitlines()]
+        sent = sum(int(row[3].replace(",", "")) for row in rows[1:])
+        found.append((sent, stats["sent_nbytes"], rows[1][5:]))
+
+    fakes.run(2, work)
+    sent, whole, errors = found[0]
+    assert abs(sent - whole) <= 32  # rounding, padding
+    assert errors == ["-", "-"]

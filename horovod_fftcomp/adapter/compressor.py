@@ -39,6 +39,7 @@ from horovod_fftcomp.monitor.density_recovery import Recovery
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.step_log import AddScalar, LiveView
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes.bucket_scope import BucketScope
 
 # Every rank makes its compressors in the same order, so equal numbers denote the same compressor.
 _numbers = itertools.count()
@@ -208,10 +209,14 @@ class Compressor:
             dense = sent = 4 * math.prod(shape)
             recipe, density = "dense", None
             if slot is not None:
-                policy = self._buckets[slot.bucket].policy
+                bucket = self._buckets[slot.bucket]
+                policy, numel = bucket.policy, sum(math.prod(t.shape) for t in bucket.tensors)
                 recipe = getattr(policy, "recipe", self._policy.recipe)
-                density = policy.density(step)
-                sent = policy.at(step).sent_nbytes(Tensor(name, shape))
+                density, scheme = policy.density(step), policy.at(step)
+                sent = scheme.sent_nbytes(Tensor(name, shape))
+                if isinstance(scheme, BucketScope):  # its share of what all send together
+                    together = scheme.sent_nbytes(Tensor("", (numel,)))
+                    sent = round(together * math.prod(shape) / numel)
                 if name in choices and step >= policy.warmup_steps:
                     sent = choices[name].sent_nbytes
             figures = (density, errors.get(name), residuals.get(name))

@@ -260,8 +260,9 @@ class Ops(Protocol):
     def sketch(self, bucket: Any, signs: Array) -> Any:
         """Return the sum of each row of gradient + residual, its elements times ``signs``.
 
-        Only on the host, as ``largest_rows``. Halves of a row are added until one element remains.
-        A frozen tensor and one without a whole row have sums of 0.
+        Only on the host, as ``largest_rows``, after ``low_pass``. Halves of a row are added until
+        one element remains. A frozen tensor and one without a whole row have sums of 0; all sums
+        are NaN if an element of any tensor is not finite.
         """
 
     def largest_rows(self, bucket: Any, sums: Any, length: int) -> Any:

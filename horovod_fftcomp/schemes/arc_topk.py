@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.schemes import Context, Round
@@ -58,11 +59,15 @@ def sum_sketches(
 ) -> Generator[Round, Any, Selected]:
     """Allreduce the sketches of all rows, and select the rows that are largest in the sum.
 
-    ``halves``: as for ``Ops.take``. All rows and ranks have the same signs in a step.
+    ``halves``: as for ``Ops.take``. All rows and ranks have the same signs in a step. Under a loss
+    scale, which grows until values overflow, sums are means, which overflow no earlier.
     """
     ops, drawn = context.ops, counter_rng.uniform(selector.seed, context.step, "", selector.block)
-    sketch = ops.sketch(bucket, np.copysign(np.float32(1), drawn))
-    summed = yield Round("allreduce", sketch if halves is None else ops.to_half(sketch, *halves))
+    weight = np.float32(1 if context.loss_scale == 1 else 1 / selector.block)
+    sketch = ops.sketch(bucket, np.copysign(weight, drawn))
+    if halves is not None:  # NaN of values alone tells a loss scaler of overflows
+        sketch = ops.to_half(sketch, LARGEST_FINITE_BITS, halves[1])
+    summed = yield Round("allreduce", sketch)
     summed = summed if halves is None else ops.from_half(summed)
     if len(summed) != (expected := len(sketch)):
         raise PayloadError(f"a sketch of {len(summed)} sums arrived, {expected} were expected")

@@ -80,11 +80,11 @@ class CommonIndex(Scheme):
         old = [carried.get(name) for name in plan.names]
         bucket = ops.common_index(plan, grads, old, context.measures)
         halves = half_limits(context) if self.bits == 16 else None
+        residuals = ops.low_pass(bucket)
         if isinstance(self.selection, LargestRows):
             selected = yield from sum_sketches(self.selection, bucket, halves, context)
         else:
             selected = yield from self._select(plan, bucket, grads, old, context)
-        residuals = ops.low_pass(bucket)
         message = ops.take(bucket, selected.positions, halves)
         arrived = yield Round(self.collective, message)
         arrived = arrived if halves is None else ops.from_half(arrived)

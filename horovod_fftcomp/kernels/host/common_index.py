@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.transforms import energy_of
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels import cpu, threads
@@ -122,6 +123,8 @@ class CommonIndexOps(CommonOps):
         sums = self.zeros(int(bucket.plan.row_begins[-1]))
         table = bucket.addresses, bucket.numels, bucket.plan.row_begins, signs, sums
         _each(partial(kernels.sum_rows, *table), sums.size, _LEAST_VALUES // signs.size)
+        if (bucket.peaks > LARGEST_FINITE_BITS).any():
+            sums[:] = np.nan
         return sums
 
     def largest_rows(self, bucket: _Bucket, sums: Array, length: int) -> Array:
