@@ -103,14 +103,20 @@ BASELINES_OF = {
 }
 # What loses least at a ratio of 100 under Adam, and of one seed what each part of it gains.
 BEST = "dct(density=0.0125, bits=3)" + FIRST + FALLING
-BEST_SHARDED = "dct(density=0.0125, bits=3, exchange=sharded)" + FIRST + FALLING
+BEST_SHARDED = (
+    "dct(density=0.01, bits=3, exchange=sharded, second_density=0.1, second_bits=3)"
+    + FIRST
+    + FALLING
+)
 STEPS_TO_BEST = (
+    "topk(density=1.0, bits=32)" + FIRST,  # the same optimizer without compression
     "topk(density=0.01)" + FALLING,
     "topk(density=0.01)" + FIRST,
     "topk(density=0.01)" + FIRST + FALLING,
     "topk(density=0.01)" + FIRST + WARM,
     "dct(density=0.01)" + FIRST + FALLING,
     "auto(ratio=100)" + FIRST,
+    "dct(density=0.0125, bits=3, exchange=sharded)" + FIRST + FALLING,
 )
 # Each recipe gathers, as a few ranks do, unless it says otherwise; these do both.
 SHARDED = (
@@ -170,7 +176,6 @@ MORE = {
 }
 # Of the larger language model, of which one seed is trained.
 LARGE = (
-    "none",
     "fft(exchange=sharded)",
     "topk(exchange=sharded)",
     "topk(density=0.01, exchange=sharded)",
@@ -273,7 +278,7 @@ def train(job: Job) -> dict[str, Any]:
     lr = kind.lr / 100 if SLOW in job.recipe else kind.lr
     task = kind.make_task(argparse.Namespace(seed=job.seed, lr=lr, batch_size=8, skew=0.0))
     n_steps = 2 * job.steps if LONGER in job.recipe else job.steps
-    recipe, settings = plain(job.recipe), settings_of(job.recipe, n_steps)
+    recipe, settings = recipe_of(job.recipe), settings_of(job.recipe, n_steps)
     if recipe == AS_MANY_BYTES:
         recipe = f"topk(bits=32,density={density_of(job.sent_nbytes, task.model)})"
     set_momentum(task.optimizer, job.recipe)
@@ -297,7 +302,7 @@ def train(job: Job) -> dict[str, Any]:
     }
 
 
-def plain(recipe: str) -> str:
+def recipe_of(recipe: str) -> str:
     """Return a row's recipe without what is changed around it."""
     for suffix in (WARM, LONGER, SLOW, ALONE, FIRST, FALLING, SHORT):
         recipe = recipe.replace(suffix, "")
@@ -407,7 +412,7 @@ class Store:
     def all_seeds(self, kind: str, recipe: str, recovery: str = "-") -> list[dict[str, Any]]:
         """Return the runs of a recipe, in the order of their seeds."""
         begin = " | ".join([kind, recipe, recovery, "seed "])
-        return [run for key, run in self.runs.items() if key.startswith(begin)]
+        return [run for key, run in sorted(self.runs.items()) if key.startswith(begin)]
 
     def seeds(self, kind: str, recipe: str, recovery: str = "-") -> list[dict[str, Any]]:
         """Return the runs of the seeds that all recipes have, in their order."""
@@ -417,7 +422,7 @@ class Store:
 def recipes_of(kind: str) -> tuple[str, ...]:
     """Return the rows of a task's table."""
     if kind not in MORE:
-        return LARGE
+        return ("none", *LARGE) if kind.endswith("sgd") else ("none", "none" + SHORT, *LARGE)
     return (*RECIPES, *MORE[kind], *BASELINES_OF[kind])
 
 
@@ -586,7 +591,7 @@ def plot(store: Store, path: Path) -> None:
                 axes.errorbar(scale * ends.mean(), y, xerr=scale * ends.std(), **look)
         axes.grid(alpha=0.3)
     accuracy, loss = figure.axes
-    labels = [f"{plain(name)}  {ratios[name]:.0f}x" for name in rows]
+    labels = [f"{recipe_of(name)}  {ratios[name]:.0f}x" for name in rows]
     accuracy.set_yticks(range(len(rows)), labels)
     accuracy.set_xlabel("test accuracy on resnet (%)")
     loss.set_xlabel("validation loss on charlm")
