@@ -1,4 +1,4 @@
-"""Write the tables of README.md and results/*.md anew from the committed results.
+"""Write the tables of README.md, docs/training.md and results/*.md from the committed results.
 
     python benchmarks/tables.py
 
@@ -21,7 +21,11 @@ import exchange_alone
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 NAMES = ("bench", "defaults", "forecast", "ranks", "steps")
-PAGES = [HERE / "README.md", *(RESULTS / f"{name}.md" for name in NAMES)]
+PAGES = [
+    HERE / "README.md",
+    HERE.parent / "docs" / "training.md",
+    *(RESULTS / f"{name}.md" for name in NAMES),
+]
 SHORT = ("fp16", "topk", "fft", "dct", "qsgd", "onebit", "powersgd")  # of all recipes
 PEERS = {  # recipe: what its peer's label begins with
     "topk": "torch.topk",
@@ -38,9 +42,28 @@ POINTS = [  # of results/cluster.json: net, batch, hosts, Mbit/s
     ("alexnet", 64, 4, 100),
     *(("resnet", 8, 4, mbit) for mbit in (100, 300, 1000)),
 ]
+FIRST, FALLING = " with momentum first", " of falling density"
 CONVERGED = (  # of results/convergence.md: what README.md shows
     *("none", "fft", "dct", "topk", "topk(density=0.01)", "auto(ratio=100)"),
-    *("scalecom(density=0.008)", "random_block(density=0.01)", "powersgd(rank=4)", "onebit"),
+    "dct(density=0.0125, bits=3)" + FIRST + FALLING,
+    *("scalecom(density=0.008)", "random_block(density=0.01)", "arctopk"),
+    *("powersgd(rank=4)", "onebit"),
+)
+NEAR_100 = (  # of the language model: what docs/training.md shows
+    "topk(density=0.01)",
+    "topk(density=0.01)" + FALLING,
+    "topk(density=0.01)" + FIRST,
+    "topk(density=0.01)" + FIRST + FALLING,
+    "dct(density=0.01)" + FIRST + FALLING,
+    "dct(density=0.0125, bits=3)" + FIRST + FALLING,
+    "dct(density=0.0125, bits=3, exchange=sharded)" + FIRST + FALLING,
+    "dct(density=0.01, bits=3, exchange=sharded, second_density=0.1, second_bits=3)"
+    + FIRST
+    + FALLING,
+    "auto(ratio=100)",
+    "auto(ratio=100)" + FIRST,
+    "none with Adam's second beta 0.99",
+    "topk(density=1.0, bits=32)" + FIRST,
 )
 
 Rows = Iterable[Sequence[str]]
@@ -171,6 +194,17 @@ def convergence() -> Rows:
         yield [f"`{recipe}`", *(row[column] for row in rows), *(row[2] for row in rows)]
 
 
+def near_100() -> Rows:
+    """Yield what a language model loses at ratios near 100, as results/convergence.md has it."""
+    page = (RESULTS / "convergence.md").read_text(encoding="utf-8")
+    task = page.split("\n## ")[2]
+    rows = re.findall(r"^\| `(.*?)`.*? \| .*? \| (.*?) \| .*? \| (.*?) \|", task, re.M)
+    found = {recipe: cells for recipe, *cells in rows}
+    yield ["recipe", "change of the loss", "ratio of what is compressed"]
+    for recipe in NEAR_100:
+        yield [f"`{recipe}`", *found.get(recipe, ("", ""))]
+
+
 def threads() -> Rows:
     """Yield the times with one thread, and the speed-ups by a second one."""
     parts = ("memcpy", "encode", "decode")
@@ -274,7 +308,7 @@ def ranks() -> Rows:
 
 MADE: tuple[Callable[[], Rows | str], ...] = (
     *(bench, bench_options, bench_all, over_peers, threads, digits_accuracy),
-    *(defaults, defaults_bits, rotation, convergence, overlap, steps, ddp_step, forecast),
+    *(defaults, defaults_bits, rotation, convergence, near_100, overlap, steps, ddp_step, forecast),
     *(cluster_gain, cluster_ddp, alone, ranks),
 )
 TABLES = {make.__name__: make for make in MADE}
