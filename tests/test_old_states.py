@@ -26,6 +26,7 @@ BUCKETS = (
 )
 # Its sums depend on the last bits of a matrix product, and so on the machine.
 ROUNDED = {"powersgd"}
+SINCE = {"arctopk"}  # recipes that were added later
 # Since then the grid of their 4-bit values is fitted: a quarter of the norm at most. Without the
 # old residuals their sums differ by 0.7 and more of it.
 REQUANTIZED = {"topk", "fft", "dct", "auto", "demo"}
@@ -34,7 +35,7 @@ REQUANTIZED = {"topk", "fft", "dct", "auto", "demo"}
 def test_every_recipe_resumes_from_the_state_of_an_earlier_version():
     with zipfile.ZipFile(Path(__file__).parent / "golden" / "states.zip") as file:
         golden = checkpoint.unpack(file.read("states.npz"))
-    assert set(golden) == set(RECIPES)
+    assert set(golden) == set(RECIPES) - SINCE
     differing = {}
     for recipe, old in golden.items():
         engines = [

@@ -70,7 +70,8 @@ def print_report(found: Findings, nodes: range | None) -> None:
     console.print()
     console.print(Text(f"{found.advice.why}.", "bold"))
     for line in [*_to_paste(found, console.width), *_to_measure(found, console.width)]:
-        console.print(Text(line))
+        # A word that is too long for a line must not be broken in what is to be pasted.
+        console.print(Text(line), soft_wrap=line.startswith(" "))
 
 
 def _table(found: Findings) -> Table:
