@@ -72,13 +72,6 @@ DRAWN = ("none", "fp16", "qsgd", "fft(exchange=sharded)", "topk(exchange=sharded
          "powersgd(rank=4)", "auto(ratio=100)")  # fmt: skip
 
 
-def plain(recipe: str) -> str:
-    """Return a recipe of the convergence table without what was changed around it."""
-    for suffix in (convergence.SLOW, convergence.ALONE):
-        recipe = recipe.removesuffix(suffix)
-    return recipe
-
-
 def quality(store: convergence.Store) -> dict[str, tuple[float | None, float | None]]:
     """Return, by recipe, points lost on resnet and the share of the loss gained on charlm."""
     found: dict[str, tuple[float | None, float | None]] = {}
@@ -96,15 +89,15 @@ def quality(store: convergence.Store) -> dict[str, tuple[float | None, float | N
             change = float(ends.mean() - base.mean())
             whole = 1.0 if kind == "resnet" else float(np.mean([*map(convergence.final, none)]))
             changes.append(sign * change / whole)
-        found[plain(recipe)] = (changes[0], changes[1])
+        found[convergence.recipe_of(recipe)] = (changes[0], changes[1])
     return found
 
 
 def ratios_of(store: convergence.Store) -> dict[str, float]:
     """Return float32 bytes over bytes sent, of what is compressed on resnet."""
-    runs = {recipe: store.seeds("resnet", recipe) for recipe in convergence.recipes_of("resnet")}
+    runs = {recipe: store.seeds("resnet", recipe) for recipe in ROWS}
     return {
-        plain(recipe): float(np.mean([run["ratio_of_compressed"] for run in some]))
+        convergence.recipe_of(recipe): float(np.mean([run["ratio_of_compressed"] for run in some]))
         for recipe, some in runs.items()
         if some
     }
@@ -129,7 +122,9 @@ def measure() -> dict[str, Any]:
     """
     recipes = [*ROWS[1:], "fp16"]
     sizes = {model.numel: model for model in MODELS}
-    jobs = [(model, plain(recipe)) for model in sizes.values() for recipe in recipes]
+    jobs = [
+        (model, convergence.recipe_of(recipe)) for model in sizes.values() for recipe in recipes
+    ]
     fastest: dict[tuple[int, str], advice.Option] = {}
     for model, recipe in track(PASSES * jobs, "timing codecs"):
         [choice] = recipe_choices(recipe)
@@ -206,7 +201,7 @@ def race(timed: Mapping[str, Any], store: convergence.Store) -> dict[str, Race]:
     were learners.
     """
     options, found = options_of(LIMITED, timed), {}
-    trained = {plain(recipe): store.seeds("charlm", recipe) for recipe in ROWS}
+    trained = {convergence.recipe_of(recipe): store.seeds("charlm", recipe) for recipe in ROWS}
     for recipe, option in options.items():
         runs = trained["none" if recipe == "fp16" else recipe]
         if not runs:

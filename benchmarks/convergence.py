@@ -108,7 +108,7 @@ BEST_SHARDED = (
     + FIRST
     + FALLING
 )
-STEPS_TO_BEST = (
+PARTS_OF_BEST = (
     "topk(density=1.0, bits=32)" + FIRST,  # the same optimizer without compression
     "topk(density=0.01)" + FALLING,
     "topk(density=0.01)" + FIRST,
@@ -149,7 +149,7 @@ MORE = {
         "none" + SHORT,
         "topk(exchange=sharded, second_density=0.3, second_bits=6)",
         "topk(density=0.01)" + LONGER,
-        *STEPS_TO_BEST,
+        *PARTS_OF_BEST,
         BEST,
         BEST_SHARDED,
         "topk(density=0.1)",
@@ -446,7 +446,7 @@ def jobs_of(form: str) -> list[Job]:
 
 def _is_trained(job: Job, form: str) -> bool:
     is_long = LONGER in job.recipe or (job.kind == "charlm" and job.recipe in BASELINES)
-    is_long |= job.kind not in MORE or job.recipe in STEPS_TO_BEST
+    is_long |= job.kind not in MORE or job.recipe in PARTS_OF_BEST
     return job.seed == 0 or form == "long" or not is_long
 
 

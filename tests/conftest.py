@@ -64,6 +64,17 @@ def pytest_collection_modifyitems(items):
     items[:] = others
 
 
+@pytest.fixture(params=[1, 3])
+def n_threads(request):
+    """Let kernels have one thread and, in another run of the test, three."""
+    from horovod_fftcomp.kernels import threads
+
+    before = threads.get_num_threads()
+    threads.set_num_threads(request.param)
+    yield request.param
+    threads.set_num_threads(before)
+
+
 @pytest.fixture
 def no_launcher(monkeypatch):
     """Remove what says that this process, or one that it starts, is a rank of a job."""

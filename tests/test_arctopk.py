@@ -11,7 +11,6 @@ from horovod_fftcomp import PayloadError, get_scheme, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
-from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.host.ops import HOST
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.schemes import Context, Tensor
@@ -321,14 +320,6 @@ def test_options_that_cannot_be_are_refused(options, message):
         rows_scheme(**options)
     with pytest.raises(TypeError, match=r"block must be a whole number, got 128\.0"):
         rows_scheme(block=128.0)
-
-
-@pytest.fixture(params=[1, 3])
-def n_threads(request):
-    before = threads.get_num_threads()
-    threads.set_num_threads(request.param)
-    yield request.param
-    threads.set_num_threads(before)
 
 
 def bucket_of(ops, grads, residuals, rows):

@@ -11,7 +11,7 @@ from horovod_fftcomp import get_scheme
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
-from horovod_fftcomp.kernels import cpu, reference, threads
+from horovod_fftcomp.kernels import cpu, reference
 from horovod_fftcomp.kernels.cpu import addresses
 from horovod_fftcomp.kernels.host.ops import HOST
 from horovod_fftcomp.kernels.index_plan import IndexPlan
@@ -46,14 +46,6 @@ def chunk_winners(grad, residual, chunk):
     count = bucket.plan.total
     packed = HOST.winners(bucket, 0, count, bucket.plan.offsets_nbytes(count))
     return cpu.unpack_bits(packed, count, 32)
-
-
-@pytest.fixture(params=[1, 3])
-def n_threads(request):
-    before = threads.get_num_threads()
-    threads.set_num_threads(request.param)
-    yield request.param
-    threads.set_num_threads(before)
 
 
 @each("n", SIZES)

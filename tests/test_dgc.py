@@ -11,7 +11,7 @@ from horovod_fftcomp import get_scheme, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always, make_policy
-from horovod_fftcomp.kernels import cpu, reference, threads
+from horovod_fftcomp.kernels import cpu, reference
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.simulation import exchange_once
 from tests.loops import each
@@ -206,14 +206,6 @@ def _context():
     from horovod_fftcomp.schemes import Context
 
     return Context(1, 0, 1)
-
-
-@pytest.fixture(params=[1, 3])
-def n_threads(request):
-    before = threads.get_num_threads()
-    threads.set_num_threads(request.param)
-    yield request.param
-    threads.set_num_threads(before)
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -10,7 +10,6 @@ import pytest
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
-from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.host.coder import HostCoder
 from horovod_fftcomp.kernels.ops import Feedback
 from horovod_fftcomp.schemes import MEASURE_EVERY, Round, Tensor
@@ -96,14 +95,6 @@ def test_steps_are_those_of_the_reference(recipe, options, monkeypatch):
     host = account_of(recipe, options)
     use_reference(monkeypatch)
     assert_same_account(host, account_of(recipe, options))
-
-
-@pytest.fixture(params=[1, 3])
-def n_threads(request):
-    before = threads.get_num_threads()
-    threads.set_num_threads(request.param)
-    yield request.param
-    threads.set_num_threads(before)
 
 
 def bytes_of(arrays):

@@ -12,7 +12,7 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.kernels import cpu, reference, threads
+from horovod_fftcomp.kernels import cpu, reference
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.simulation import exchange_once
 from horovod_fftcomp.wire import counter_rng
@@ -202,14 +202,6 @@ def test_a_sum_of_another_size_is_refused(round_):
     n = sent.data.size
     with pytest.raises(PayloadError, match=f"{n - 1} values arrived, {n} were expected"):
         engine.resume(0, sent.data[1:])
-
-
-@pytest.fixture(params=[1, 3])
-def n_threads(request):
-    before = threads.get_num_threads()
-    threads.set_num_threads(request.param)
-    yield request.param
-    threads.set_num_threads(before)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (1, 5000), (300, 2049), (5000, 9)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import get_scheme, simulate
-from horovod_fftcomp.kernels import cpu, reference, threads
+from horovod_fftcomp.kernels import cpu, reference
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.wire import counter_rng
 from tests.test_dgc import momentum_sgd
@@ -176,14 +176,6 @@ def test_wrong_options_are_told_by_name(options, message):
         get_scheme("sketchsgd", **options)
     with pytest.raises(TypeError, match=r"candidates must be a whole number, got 2\.0"):
         get_scheme("sketchsgd", candidates=2.0)
-
-
-@pytest.fixture(params=[1, 3])
-def n_threads(request):
-    before = threads.get_num_threads()
-    threads.set_num_threads(request.param)
-    yield request.param
-    threads.set_num_threads(before)
 
 
 @pytest.mark.parametrize("n", [0, 1, 1023, 1024, 1025, 70_001])

@@ -32,7 +32,8 @@ COMMANDS: list[list[str]] = [
     ["recipes"],
     ["bench", "-n", "2000", "--repeat", "1", "--compression", LONG],
     ["advise", "--gradients", "g.npz", "--compute-ms", "5", "--repeat", "1", "--compression", LONG,
-     # So slow that bytes decide, not a busy machine: the first recipe is no word for 60 columns.
+     # So slow a network that topk's bytes decide, however busy the machine is: the options of fft
+     # are one word, too long for 60 columns.
      "--gbit-per-s", "0.0001", "--ranks", "4", "--nodes", "2..512"],
 ]  # fmt: skip
 
