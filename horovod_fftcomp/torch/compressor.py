@@ -15,11 +15,11 @@ from horovod_fftcomp.adapter import handshake, process_sets
 from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
+from horovod_fftcomp.adapter.torch_tensors.device import device_of
 from horovod_fftcomp.adapter.torch_tensors.parameters import Model, Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.torch import horovod_internals
-from horovod_fftcomp.torch.device import device_of
 from horovod_fftcomp.torch.rounds import PendingRound
 from horovod_fftcomp.torch.steps import StepDriver
 
