@@ -62,7 +62,7 @@ test-stalls: install ## run jobs whose first rank stalls, 20 times each: half an
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON: one that has CuPy and PyTorch, gets the rest
 	@$(PYTHON) -c "import hypothesis, matplotlib, ml_dtypes, numba, pytest, rich, scipy" || \
 		$(PYTHON) -m pip install -e '.[dev]'
-	$(PYTHON) -m pytest -m gpu tests/gpu tests/test_parallel.py $(ARGS)
+	$(PYTHON) -m pytest -m gpu tests/gpu tests/test_parallel.py tests/test_torch_distributed.py $(ARGS)
 
 horovod-cuda: ## build Horovod for the CUDA PyTorch of PYTHON, and install it there; ARGS="--help"
 	$(PYTHON) scripts/horovod_cuda.py $(ARGS)

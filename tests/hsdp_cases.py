@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from horovod_fftcomp import ConfigMismatchError, UnsupportedError
-from horovod_fftcomp.torch_distributed import compress, rounds
+from horovod_fftcomp.torch_distributed import compress, compressor, rounds
 from tests.ddp_cases import (  # noqa: F401
     RECIPES,
     Checkpointed,
@@ -32,6 +32,7 @@ from tests.ddp_cases import (  # noqa: F401
     gathered,
     train,
 )
+from tests.gpu.torch_emulator import TorchEmulator
 from tests.test_torch_distributed import same
 
 
@@ -101,9 +102,9 @@ def test_sent_bytes_are_those_between_replicas(mesh, monkeypatch):
     sent = []
     completed = rounds._completed
 
-    def counted(round_, name, group):
+    def counted(fetched, round_, name, group):
         sent.append((name, round_.data.nbytes))
-        return completed(round_, name, group)
+        return completed(fetched, round_, name, group)
 
     monkeypatch.setattr(rounds, "_completed", counted)
     totals = {}
@@ -162,10 +163,34 @@ def test_states_of_shards_and_of_whole_tensors_do_not_mix(mesh):
         shards.load_state_dict({**shards.state_dict(), "shard": its})
 
 
-def test_nan_on_one_rank_reaches_its_replicas_and_changes_no_residual_on_any_rank(mesh):
+@pytest.fixture(params=["cpu", "gpu"])
+def place(request, monkeypatch):
+    """Where steps are computed; the GPU is an emulated one."""
+    if request.param == "gpu":
+        monkeypatch.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
+    return request.param
+
+
+@pytest.mark.parametrize("recipe", ["topk", "scalecom"])
+def test_a_gpu_computes_what_a_cpu_does(recipe, mesh, monkeypatch):
+    models = []
+    for device in (None, TorchEmulator()):
+        monkeypatch.setattr(compressor, "device_of", lambda *given, device=device: device)
+        models.append(model := sharded(mesh["shard"]))
+        compression = compress(model, recipe, replicate=mesh["replicate"])
+        train(model, range(5))
+        assert compression._engine.computes_on_device(0) == (device is not None)
+    for one, other in zip(*map(local, models), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("tensor", ["last.bias", "spare.weight"])  # dense, compressed
+def test_nan_on_one_rank_reaches_its_replicas_and_changes_no_residual_on_any_rank(
+    tensor, mesh, place
+):
     class WithFactor(Network3):
         def forward(self, x, factor=0.0):
-            return super().forward(x) + factor * self.last.bias[0]
+            return super().forward(x) + factor * self.get_parameter(tensor).reshape(-1)[0]
 
     model = sharded(mesh["shard"], WithFactor())
     compression = compress(model, "topk", replicate=mesh["replicate"])
@@ -173,10 +198,12 @@ def test_nan_on_one_rank_reaches_its_replicas_and_changes_no_residual_on_any_ran
     before = compression.state_dict()["state"]
     model.zero_grad()
     has_first = mesh["shard"].get_local_rank() == 0
-    warned = pytest.warns(RuntimeWarning, match=r"'last\.bias'")
-    with warned if dist.get_rank() == 0 else contextlib.nullcontext():
+    warned = pytest.warns(RuntimeWarning, match=re.escape(f"'{tensor}'"))
+    # Of a dense tensor nobody knows where it comes from, nor of what a GPU has compressed.
+    told = {"last.bias": [0], "spare.weight": [0, 2] if place == "cpu" else []}[tensor]
+    with warned if dist.get_rank() in told else contextlib.nullcontext():
         model(torch.ones(2, 48), np.nan if dist.get_rank() == 3 else 1.0).sum().backward()
-    assert bool(model.last.bias.grad.to_local().isnan().any()) == has_first
+    assert bool(model.get_parameter(tensor).grad.to_local().isnan().any()) == has_first
     assert not model.first.weight.grad.to_local().isnan().any()
     assert same(compression.state_dict()["state"], before)
     assert compression.stats()["skipped_steps"] == 1

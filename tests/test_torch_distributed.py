@@ -79,6 +79,18 @@ def run_cases(ranks: int, folder: Path, *chosen: str, file: str = "tests/ddp_cas
     assert all(" passed" in output for output in outputs)
 
 
+@pytest.mark.more
+def test_an_emulated_gpu_on_ranks(tmp_path):
+    run_cases(2, tmp_path, file="tests/ddp_device_cases.py")
+
+
+@pytest.mark.gpu
+def test_two_ranks_share_a_gpu(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU is available")
+    run_cases(2, tmp_path, file="tests/ddp_device_cases.py")
+
+
 @pytest.mark.slow
 def test_fsdp2_on_two_replicas_of_two_shards(tmp_path):
     run_cases(4, tmp_path, file="tests/hsdp_cases.py")

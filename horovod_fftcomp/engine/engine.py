@@ -235,14 +235,19 @@ class Engine:
         self._observed = True
 
     def is_finite(self) -> bool:
-        """Return whether all that the host has seen in this step is finite on every rank."""
+        """Return whether all of this step is finite on every rank; waits for the device."""
+        flags = [o.flags for o in self._outcomes.values() if o.flags.not_finite is not None]
+        return self._is_seen_finite() and (self._commit is None or self._commit.is_finite(flags))
+
+    def _is_seen_finite(self) -> bool:
+        """Return the same of what the host has seen."""
         return self._finite and all(each.flags.finite for each in self._outcomes.values())
 
     def settle(self) -> None:
         """End the step: commit its new state if everything was finite, else drop it."""
         if self._running:
             raise ValueError(f"buckets {sorted(self._running)} are still under way")
-        outcomes, finite = self._outcomes, self.is_finite()
+        outcomes, finite = self._outcomes, self._is_seen_finite()
         if not outcomes and not self._observed:
             return
         if self._commit is not None:

@@ -15,6 +15,7 @@ from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.steps import Parts
 from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
+from horovod_fftcomp.adapter.torch_tensors.device import device_of
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
@@ -23,6 +24,7 @@ from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.hierarchical import Ranks
 from horovod_fftcomp.torch_distributed.hook import exchange_bucket
 from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup, node_groups
+from horovod_fftcomp.torch_distributed.side_stream import SideStream
 from horovod_fftcomp.torch_distributed.steps import Setup, StepDriver
 
 # Compressors of this process by their ranks; each of these makes its compressors in the same order.
@@ -53,20 +55,16 @@ class DistributedCompressor(TensorCompressor):
         self._parameters, self._tensors = optimized, tensors
         trainable = optimized.tensors[: len(tensors)]
         self._dtypes = [str(parameter.dtype) for parameter in trainable]
-        places = {parameter.device.type for parameter in trainable} - {"cpu"}
-        if places:
-            raise UnsupportedError(
-                f"the model has parameters on {places.pop()}; compress() supports models on the "
-                "CPU. On GPUs use horovod_fftcomp.torch under Horovod"
-            )
+        place = _place_of(trainable)
         timeout_s = settings.timeout_s
         group_name = f"fftcomp.{_n_made[tuple(ranks)]}"
         _n_made[tuple(ranks)] += 1
         self._set = RankGroup(ranks, group_name, timeout_s)
         buckets = self._buckets_of(self._tensors)
+        device = device_of(trainable, buckets)
         outputs = self._open_outputs()
         name = self._new_name()
-        network = Network()
+        network = Network(device)
         watch = self._watch(name, network.abort)
         inside = policy.ranks_per_node
 
@@ -76,8 +74,9 @@ class DistributedCompressor(TensorCompressor):
             return node_groups(inside, ranks, f"{group_name}.node", timeout_s)
 
         self._connection = Connection(network.send, name, self._set, watch, groups)
-        parts = self._make_parts(buckets, None, self._connection.send, name, outputs)
-        setup = Setup(self._exchanged, self._connect, self._slots, name)
+        parts = self._make_parts(buckets, device, self._connection.send, name, outputs)
+        stream, read = SideStream(place), optimized.read_in_place
+        setup = Setup(self._exchanged, self._connect, self._slots, name, stream, read)
         self._steps = self._make_steps(parts, setup)
         self._await_optimizer()
 
@@ -144,6 +143,17 @@ class DDPCompressor(DistributedCompressor):
     def average(self, values: Sequence[torch.Tensor]) -> None:
         """Replace ``values``, one for each exchanged parameter, by their averages over ranks."""
         self._steps.average(values)
+
+
+def _place_of(parameters: Sequence[torch.Tensor]) -> torch.device:
+    """Return the device of all ``parameters``; UnsupportedError unless it is a CPU or one GPU."""
+    places = {parameter.device for parameter in parameters} or {torch.device("cpu")}
+    if len(places) > 1 or not {place.type for place in places} <= {"cpu", "cuda"}:
+        raise UnsupportedError(
+            f"the model has parameters on {' and '.join(sorted(map(str, places)))}; compress() "
+            "supports models that lie whole on the CPU or on one NVIDIA GPU"
+        )
+    return places.pop()
 
 
 def exchanged(model: DistributedDataParallel) -> Parameters:

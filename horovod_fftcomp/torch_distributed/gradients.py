@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,13 @@ class Arrival:
     buffer: torch.Tensor
     gradients: dict[int, torch.Tensor]
     is_last: bool
-    future: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
+    future: torch.futures.Future[torch.Tensor] = field(init=False)
     waiting: set[int] = field(init=False)  # numbers of the parameters without an average yet
 
     def __post_init__(self) -> None:
         self.waiting = set(self.gradients)
+        places: list[Any] = [self.buffer.device] if self.buffer.is_cuda else []
+        self.future = torch.futures.Future(devices=places)
 
     def is_whole(self, nbytes: int) -> bool:
         """Return whether ``buffer`` consists of the gradients, in float32, at least ``nbytes``."""
@@ -44,7 +46,7 @@ class Arrival:
             self.complete()
 
     def complete(self) -> None:
-        """Hand the buffer back to DDP, which waits for it."""
+        """Hand the buffer back to DDP, which waits for it, and for the current stream."""
         if not self.future.done():
             self.future.set_result(self.buffer)
 

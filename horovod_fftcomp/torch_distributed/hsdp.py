@@ -6,6 +6,7 @@ are exchanged with the ranks that hold the same shard of the other replicas.
 
 from __future__ import annotations
 
+import threading
 import traceback
 import warnings
 import weakref
@@ -119,7 +120,7 @@ class ShardDriver(StepDriver):
         self._connection.check()
         self.check_unbroken()
         backward = torch._C._current_graph_task_id()
-        if _is_nested():
+        if _is_nested(shards.is_cuda):
             self._broken_by = "checkpoint(use_reentrant=True)"
             raise UnsupportedError(
                 "a backward pass runs within another, so a step would end several times; call "
@@ -154,7 +155,7 @@ class ShardDriver(StepDriver):
                 )
         gradients = {n: _local(self._parameters[n].grad) for n in sorted(self._reduced)}
         arrival = Arrival(torch.empty(0), gradients, is_last=True)
-        self._worker.submit(self._take, arrival, True)
+        self._worker.submit(self._take, arrival, True, self._stream.mark())
         super()._close()
 
     # Called in the worker's thread.
@@ -202,10 +203,15 @@ def _local(tensor: Any) -> torch.Tensor:
         return tensor.to_local()
 
 
-def _is_nested() -> bool:
-    """Return whether the backward pass under way was started by another one."""
+def _is_nested(is_cuda: bool) -> bool:
+    """Return whether the backward pass under way was started by another one.
+
+    Hooks of CUDA tensors run in a thread of PyTorch's own, in which no backward pass was started.
+    """
     begin = _engine_run_backward.__code__
-    return sum(frame.f_code is begin for frame, _ in traceback.walk_stack(None)) > 1
+    started = sum(frame.f_code is begin for frame, _ in traceback.walk_stack(None))
+    is_foreign = is_cuda and isinstance(threading.current_thread(), threading._DummyThread)
+    return started > (0 if is_foreign else 1)
 
 
 def _ranks(replicate: Replicas) -> list[int]:

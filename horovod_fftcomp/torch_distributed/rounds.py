@@ -22,6 +22,7 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.adapter.handshake import compare_facts
 from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.kernels.cuda import Device, is_on_host
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 from horovod_fftcomp.torch_distributed.worker import Worker
@@ -69,16 +70,22 @@ class RankGroup:
 
 
 class Network:
-    """Carries out rounds, one after the other, in the order in which they were sent."""
+    """Carries out rounds, one after the other, in the order in which they were sent.
 
-    def __init__(self) -> None:
+    Data of ``device``, the GPU that computes steps, go through the host's memory.
+    """
+
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = device
         self._worker = Worker("fftcomp-network")
         self._aborted = threading.Event()
 
     def send(self, round_: Round, name: str, group: RankGroup) -> PendingRound:
         """Start a round without waiting; ``group``: its participants."""
-        output = self._worker.submit(_completed, round_, name, group.group)
-        return PendingRound(output, name, self._aborted)
+        device = None if is_on_host(round_.data) else self._device
+        fetched = device.fetch(round_.data) if device else lambda: round_.data
+        output = self._worker.submit(_completed, fetched, round_, name, group.group)
+        return PendingRound(output, name, self._aborted, device)
 
     def abort(self) -> None:
         """Make all waits for rounds fail; an abort of Gloo does not end its waits."""
@@ -86,14 +93,16 @@ class Network:
 
 
 class PendingRound:
-    """Round that was sent."""
+    """Round that was sent; ``device``: where its data were, None for the host."""
 
-    def __init__(self, output: Future[Array], name: str, aborted: threading.Event) -> None:
-        self._output, self._name, self._aborted = output, name, aborted
+    def __init__(
+        self, output: Future[Array], name: str, aborted: threading.Event, device: Device | None
+    ) -> None:
+        self._output, self._name, self._aborted, self._device = output, name, aborted, device
         self.is_done = output.done
 
-    def wait(self, timeout_s: float) -> Array:
-        """Return the output.
+    def wait(self, timeout_s: float) -> Any:
+        """Return the output: an array of NumPy, or of the device if the data were there.
 
         Raises ConfigMismatchError if it is not there after ``timeout_s`` seconds, if the network
         was aborted, or if a rank has ended.
@@ -103,12 +112,13 @@ class PendingRound:
             if self._aborted.is_set() or time.monotonic() > limit:
                 raise ConfigMismatchError(no_answer(repr(self._name), timeout_s))
         try:
-            return self._output.result()
+            output = self._output.result()
         except RuntimeError as error:  # of Gloo
             raise ConfigMismatchError(
                 f"{self._name!r} failed, since a rank has ended or cannot be reached; look at the "
                 f"other ranks' output for the first error ({error})"
             ) from error
+        return output if self._device is None else self._device.upload(output)
 
 
 def node_groups(
@@ -123,8 +133,8 @@ def node_groups(
     }
 
 
-def _completed(round_: Round, name: str, group: _Group) -> Array:
-    data = torch.from_numpy(round_.data)
+def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: _Group) -> Array:
+    data = torch.from_numpy(fetched())
     return _COLLECTIVES[round_.collective](data, round_, name, group).numpy()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from horovod_fftcomp.engine.overlap import Pending, Slot
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed.gradients import Arrival, ParameterNumbers
 from horovod_fftcomp.torch_distributed.pipeline import OrderedPipeline
+from horovod_fftcomp.torch_distributed.side_stream import SideStream
 from horovod_fftcomp.torch_distributed.worker import Worker
 from horovod_fftcomp.types import Array
 
@@ -28,12 +29,17 @@ _DENSE_NBYTES = 1_000_000
 
 
 class Setup(NamedTuple):
-    """What a compressor tells its step driver; ``connect`` starts the handshake."""
+    """What a compressor tells its step driver.
+
+    ``connect`` starts the handshake; ``read`` returns a parameter's bytes for the replica check.
+    """
 
     parameters: Parameters
     connect: Callable[[], None]
     slots: Sequence[Slot | None]
     name: str
+    stream: SideStream
+    read: Callable[[int], torch.Tensor]
 
 
 class StepDriver(steps.StepDriver):
@@ -49,7 +55,7 @@ class StepDriver(steps.StepDriver):
 
     def __init__(self, parts: steps.Parts, setup: Setup, keeps_unused: bool) -> None:
         super().__init__(parts)
-        parameters, self._connect, self._slots, self._name = setup
+        parameters, self._connect, self._slots, self._name, self._stream, self._read = setup
         self._numbers, self._names = ParameterNumbers(parameters), parameters.names
         self._keeps_unused = keeps_unused
         self._scale = 1.0 / parts.engine.world_size
@@ -99,7 +105,7 @@ class StepDriver(steps.StepDriver):
             self._broken_by = "an error in the backward pass"
             self.check_unbroken()
         self._inside = True
-        self._worker.submit(self._take, arrival, begins)
+        self._worker.submit(self._take, arrival, begins, self._stream.mark())
 
     def _close(self) -> None:
         """Wait for the end of the step, and commit its state; the end of a backward pass."""
@@ -107,10 +113,12 @@ class StepDriver(steps.StepDriver):
         if error is not None:
             raise error
         step, ranks = self._engine.step, self._set.ranks
-        self._replicas.finish(self._settings.timeout_s)
-        self._not_finite.observe(self._engine.bad | self._bad, self._engine.rank, ranks)
-        self._end_record(step)
-        self._engine.settle()
+        with self._stream.use():
+            self._replicas.finish(self._settings.timeout_s)
+            self._not_finite.observe(self._engine.bad | self._bad, self._engine.rank, ranks)
+            self._end_record(step)
+            self._engine.settle()
+        self._stream.join()
         self._encoded_s = self._engine.costs.encode_s
         self._reset()
         self._note_closed()
@@ -162,22 +170,24 @@ class StepDriver(steps.StepDriver):
 
     # Called in the worker's thread.
 
-    def _take(self, arrival: Arrival, begins: bool) -> None:
+    def _take(self, arrival: Arrival, begins: bool, ready: torch.cuda.Event | None) -> None:
         """Exchange the gradients of a bucket of DDP; the last one ends the step.
 
-        Errors go to the training thread: DDP would replace those of a future by one of its own.
+        ``ready``: when a GPU has written them. Errors go to the training thread: DDP would replace
+        those of a future by one of its own.
         """
-        try:
-            if not self._broken_by:
-                self._exchange(arrival, begins)
-            if arrival.is_last:
-                self._ended.put(None)
-        except BaseException as error:
-            self._broken_by = repr(error)
-            self._ended.put(error)
-        if self._broken_by:
-            for waiting in [arrival, *self._arrivals.values()]:
-                waiting.complete()
+        with self._stream.use(ready):
+            try:
+                if not self._broken_by:
+                    self._exchange(arrival, begins)
+                if arrival.is_last:
+                    self._ended.put(None)
+            except BaseException as error:
+                self._broken_by = repr(error)
+                self._ended.put(error)
+            if self._broken_by:
+                for waiting in [arrival, *self._arrivals.values()]:
+                    waiting.complete()
 
     def _exchange(self, arrival: Arrival, begins: bool) -> None:
         if begins:
@@ -187,14 +197,14 @@ class StepDriver(steps.StepDriver):
         self.dense_nbytes += sum(4 * grad.numel() for grad in grads.values())
         self._collect_dense(arrival)
         compressed = [number for number in grads if self._slots[number] is not None]
-        flat = dict(zip(compressed, arrays.flat_float32(grads[n] for n in compressed), strict=True))
+        flat = dict(zip(compressed, self._flat([grads[n] for n in compressed]), strict=True))
         unused = self._unused_everywhere(flat) if self._keeps_unused else ()
         for number, values in flat.items():
             slot = self._slots[number]
             assert slot is not None  # only these are compressed
             if self._recorded is not None and values is not None:
-                shape = grads[number].shape
-                self._recorded[self._names[number]] = values.reshape(shape).copy()
+                kept = grads[number].detach().to("cpu", torch.float32, copy=True)
+                self._recorded[self._names[number]] = kept.numpy()
             arrived = self._arrived[slot.bucket]
             arrived[slot.position] = None if number in unused else values
             if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):
@@ -213,8 +223,10 @@ class StepDriver(steps.StepDriver):
             self._connect()
             self._connection.open()
         self._engine.follow_loss_scale(self.loss_scale())
+        if self._shadow is not None:
+            self._shadow.begin(self._connection.n_handshakes)
         self._begin_record()
-        self._replicas.begin(self._engine.step)
+        self._replicas.begin(self._engine.step, self._engine.device, self._read)
 
     def _start(self, bucket: int) -> None:
         arrived, self._arrived[bucket] = self._arrived[bucket], {}
@@ -229,15 +241,22 @@ class StepDriver(steps.StepDriver):
         self._pipeline.finish()
         for pending, views in self._dense:
             self._deliver_dense(pending.wait(self._settings.timeout_s), views)
+        if self._shadow is not None:
+            self._shadow.finish()
 
-    def _unused_everywhere(self, flat: Mapping[int, Array | None]) -> set[int]:
+    def _flat(self, grads: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """Return gradients as 1-D float32: on the GPU if it computes steps, else on the host."""
+        on_gpu = self._engine.device is not None
+        return arrays.flat_in_place(grads) if on_gpu else arrays.flat_float32(grads)
+
+    def _unused_everywhere(self, flat: Mapping[int, Any]) -> set[int]:
         """Return the numbers of the parameters whose gradients are zero on all ranks.
 
         DDP discards the averages of parameters that no rank has used. Their residuals stay.
         """
         if not flat:
             return set()
-        used = np.array([values is not None and values.any() for values in flat.values()])
+        used = np.array([values is not None and bool(values.any()) for values in flat.values()])
         flags = Round("allreduce", used.astype(np.float32))
         self.other_nbytes += flags.data.nbytes
         counts = self._send(flags, "used").wait(self._settings.timeout_s)
@@ -266,7 +285,7 @@ class StepDriver(steps.StepDriver):
         self._send_dense(arrays.sendable(flat), views)
 
     def _send_dense(self, flat: torch.Tensor, views: Mapping[int, torch.Tensor]) -> None:
-        round_ = Round("allreduce", flat.detach().numpy(), in_place=True)
+        round_ = Round("allreduce", flat.detach().cpu().numpy(), in_place=True)
         self.other_nbytes += round_.data.nbytes
         self._dense.append((self._send(round_, "dense"), views))
 
@@ -280,7 +299,7 @@ class StepDriver(steps.StepDriver):
             if not finite and not bool(torch.isfinite(own).all()):
                 self._bad[self._names[number]] = False
             if own.data_ptr() != view.data_ptr():
-                view.detach().copy_(own.view(view.shape))
+                view.detach().copy_(own.view(view.shape))  # also back to a GPU
             self._finish_one(number)
 
     def _deliver(self, bucket: int, sums: Sequence[Array]) -> None:
@@ -289,11 +308,19 @@ class StepDriver(steps.StepDriver):
             if number not in self._arrivals:  # no rank has a gradient of it
                 continue
             view = self._arrivals[number].gradients[number]
+            sums_there = torch.as_tensor(total).to(view.device).view(view.shape)
             with torch.no_grad():
-                torch.mul(torch.from_numpy(total).view(view.shape), self._scale, out=view)
+                torch.mul(sums_there, self._scale, out=view)
             self._finish_one(number)
             if view.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
-                self._engine.observe(bool(torch.isfinite(view).all()))
+                self._observe(view)
+
+    def _observe(self, view: torch.Tensor) -> None:
+        """Tell the engine whether an average is finite, without waiting for a GPU."""
+        if self._engine.device is None:
+            self._engine.observe(bool(torch.isfinite(view).all()))
+        else:
+            self._engine.observe_on_device(arrays.not_finite(view))
 
     def _finish_one(self, number: int) -> None:
         self._arrivals[number].finish(number)

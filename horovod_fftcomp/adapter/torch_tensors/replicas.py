@@ -103,7 +103,7 @@ class OptimizedParameters:
     def read_in_place(self, number: int) -> torch.Tensor:
         """Return the same on the device of the first parameter, aligned to 8 bytes."""
         place = self.tensors[0].device
-        flat = self.tensors[number].detach().to(place).contiguous().reshape(-1).view(torch.uint8)
+        flat = self._values(number).to(place).contiguous().reshape(-1).view(torch.uint8)
         return flat if flat.data_ptr() % 8 == 0 else flat.clone()
 
     def write(self, number: int, values: np.ndarray) -> None:
