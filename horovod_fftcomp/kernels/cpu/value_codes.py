@@ -133,19 +133,23 @@ def write_bits(codes, n, bits, stream, bit):
     else:
         at, filled = bit >> 6, bit & 63
         window = stream[at] if filled else np.uint64(0)
-        b = np.uint64(bits)
-        codes[n : (n + 3) // 4 * 4] = 0
-        for i in range(0, n, 4):
-            low = np.uint64(codes[i]) | (np.uint64(codes[i + 1]) << b)
-            high = np.uint64(codes[i + 2]) | (np.uint64(codes[i + 3]) << b)
-            four = low | (high << (b + b))
-            window |= four << np.uint64(filled)
-            filled += 4 * bits
+        b, step = np.uint64(bits), 8 if bits < 8 else 4  # codes that 64 bits hold
+        codes[n : (n + step - 1) // step * step] = 0
+        first = np.int64(codes.ctypes.data)
+        for i in range(0, n, step):
+            if step == 8:
+                some = vector_ir.pack_8(first + 4 * i, bits)
+            else:
+                low = np.uint64(codes[i]) | (np.uint64(codes[i + 1]) << b)
+                high = np.uint64(codes[i + 2]) | (np.uint64(codes[i + 3]) << b)
+                some = low | (high << (b + b))
+            window |= some << np.uint64(filled)
+            filled += step * bits
             if filled >= 64:
                 stream[at] = window
                 at += 1
                 filled -= 64
-                window = four >> np.uint64(4 * bits - filled)
+                window = some >> np.uint64(step * bits - filled)
         stream[at] = window
     return bit + n * bits
 
@@ -162,6 +166,11 @@ def read_bits(stream, bit, n, bits, codes):
                 vector_ir.widen_shorts(at + 2 * i, to + 4 * i)
             else:
                 vector_ir.copy_64(at + 4 * i, to + 4 * i)
+    elif bits < 8:  # eight codes take whole bytes
+        at, to = np.int64(stream.ctypes.data) + (bit >> 3), np.int64(codes.ctypes.data)
+        for i in range(0, n, 8):
+            vector_ir.unpack_8(at, bit & 7, bits, to + 4 * i)
+            at += bits
     else:
         mask, b = np.uint64((1 << bits) - 1), np.uint64(bits)
         for i in range(0, n, 4):  # 64 bits hold four codes

@@ -23,6 +23,7 @@ _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
 _DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
 _SHORTS = ir.VectorType(ir.IntType(16), LANES)
 _BYTES = ir.VectorType(_I8, LANES)
+_LONGS = ir.VectorType(_I64, LANES)
 _HALF = ir.VectorType(_FLOAT, LANES // 2)
 
 
@@ -527,6 +528,35 @@ widen_bytes, narrow_to_bytes = _resize(_BYTES, _INTS), _resize(_INTS, _BYTES)
 widen_shorts, narrow_to_shorts = _resize(_SHORTS, _INTS), _resize(_INTS, _SHORTS)
 
 
+def _multiples(emit, number):
+    """Return 0, 1, ... 7 times a number."""
+    return emit.builder.mul(emit.spread(number), ir.Constant(_LONGS, list(range(LANES))))
+
+
+def _pack_8(emit, codes, bits):
+    """Return eight int32 codes of at most 8 bits as one bit stream of 64 bits."""
+    builder = emit.builder
+    wide = builder.zext(emit.load_as(_INTS, codes), _LONGS)
+    placed = builder.shl(wide, _multiples(emit, bits))
+    kind = ir.FunctionType(_I64, [_LONGS])
+    joined = builder.module.declare_intrinsic("llvm.vector.reduce.or.v8i64", (), kind)
+    return builder.call(joined, [placed])
+
+
+def _unpack_8(emit, address, shift, bits, codes):
+    """Write the eight codes, of at most 7 bits, that begin ``shift`` bits after ``address``."""
+    builder = emit.builder
+    one = ir.Constant(_I64, 1)
+    word = builder.lshr(emit.load_as(_I64, address, 1), shift)
+    mask = builder.sub(builder.shl(one, bits), one)
+    apart = builder.lshr(emit.spread(word), _multiples(emit, bits))
+    every = builder.and_(apart, emit.spread(mask))
+    emit.store_as(_INTS, builder.trunc(every, _INTS), codes)
+
+
+pack_8, unpack_8 = _codelet(_pack_8, 2, types.uint64), _codelet(_unpack_8, 4)
+
+
 def _to_float16(emit, src, dst, limit):
     """Write 64 float32 as float16, rounded to nearest even and clipped to +-limit."""
     builder = emit.builder
@@ -564,6 +594,62 @@ def _from_float16(emit, src, dst):
 
 
 to_float16, from_float16 = _codelet(_to_float16, 3), _codelet(_from_float16, 2)
+
+
+def _packed_8(emit, start, mask, unit):
+    """Yield the addresses of eight units behind ``start`` that are packed by the ones of a mask.
+
+    That of a zero is the next one's.
+    """
+    for lane in range(LANES):
+        below = emit.builder.and_(mask, ir.Constant(_I64, (1 << lane) - 1))
+        yield emit.at(start, 0, emit.builder.ctpop(below), unit.width // 8)
+
+
+def _collect_8(width: int) -> Callable:
+    """Make a codelet that packs those of eight units of reals whose bits are ones in ``mask``.
+
+    Up to eight units are written.
+    """
+    unit = ir.IntType(32 * width)
+
+    def body(emit, reals, values, mask):
+        # Each one after a zero overwrites what was written for that.
+        for lane, address in enumerate(_packed_8(emit, values, mask, unit)):
+            value = emit.load_as(unit, emit.at(reals, 4 * width * lane))
+            emit.store_as(unit, value, address)
+
+    return _codelet(body, 3)
+
+
+def _put_back_8(width: int, adds: bool) -> Callable:
+    """Make a codelet that writes packed units over eight units of reals, or adds them to those."""
+    unit = ir.IntType(32 * width)
+    units, reals_type = ir.VectorType(unit, LANES), ir.VectorType(_FLOAT, width * LANES)
+
+    def body(emit, values, reals, mask):
+        builder = emit.builder
+        packed = ir.Constant(units, ir.Undefined)
+        for lane, address in enumerate(_packed_8(emit, values, mask, unit)):
+            value = emit.load_as(unit, address)
+            packed = builder.insert_element(packed, value, ir.Constant(_I32, lane))
+        ones = builder.bitcast(builder.trunc(mask, _I8), ir.VectorType(ir.IntType(1), LANES))
+        if adds:
+            zeros = ir.Constant(units, [0] * LANES)
+            chosen = builder.bitcast(builder.select(ones, packed, zeros), reals_type)
+            total = builder.fadd(emit.load_as(reals_type, reals), chosen)
+            emit.store_as(reals_type, total, reals)
+        else:
+            merged = builder.select(ones, packed, emit.load_as(units, reals))
+            builder.fence("acq_rel", "singlethread")  # no store under a mask: slow on some CPUs
+            emit.store_as(units, merged, reals)
+
+    return _codelet(body, 3)
+
+
+collect_8, collect_pairs_8 = _collect_8(1), _collect_8(2)
+put_8, put_pairs_8 = _put_back_8(1, False), _put_back_8(2, False)
+add_8, add_pairs_8 = _put_back_8(1, True), _put_back_8(2, True)
 
 
 def _trailing_zeros(emit, word):
