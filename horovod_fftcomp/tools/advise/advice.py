@@ -20,6 +20,7 @@ from horovod_fftcomp.engine.checkpoint import common
 from horovod_fftcomp.engine.policy import Scheduled, make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Round, Tensor
+from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded
 from horovod_fftcomp.tools import bench, gradient_files
 from horovod_fftcomp.tools.advise.cost_model import (
     Compute,
@@ -166,21 +167,36 @@ def _timed(
     bucket: Bucket, grads: Sequence[Array], chosen: OldState, ready: float, repeat: int
 ) -> tuple[Transfer, float]:
     """Return (messages and median times of a bucket in a usual step; their spread)."""
-    state = _run(bucket, grads, chosen, 0, 1, []).state
-    others = {ranks: _other_owners(bucket, grads, state, ranks) for ranks in (_FEW, _MORE)}
-    runs: dict[int, list[_Run]] = {
-        ranks: [
-            _run(bucket, grads, state, _USUAL_STEP, ranks, others[ranks]) for _ in range(repeat + 1)
-        ]
-        for ranks in (_FEW, _MORE)
-    }
-    encode_s = statistics.median(run.encode_s for found in runs.values() for run in found[1:])
-    few_s, more_s = (statistics.median(run.decode_s for run in runs[n][1:]) for n in (_FEW, _MORE))
-    messages = runs[_FEW][0].messages
-    gathers = messages[-1].collective == "allgather"  # else there is one sum, of however many
-    each_s = max(0.0, (more_s - few_s) / (_MORE - _FEW)) if gathers and not others[_FEW] else 0.0
-    varies = spread([run.encode_s + run.decode_s for run in runs[_FEW][1:]])
-    return Transfer(ready, messages, encode_s, max(0.0, few_s - _FEW * each_s), each_s), varies
+    scheme = bucket.policy.at(_USUAL_STEP)
+    state = folded(scheme, bucket.tensors, _run(bucket, grads, chosen, 0, 1, []).state)
+    few, more = (_usual(bucket, grads, state, ranks, repeat) for ranks in (_FEW, _MORE))
+    (few_s, decode_s), (more_s, decode_more_s) = (
+        (
+            statistics.median(run.encode_s for run in runs),
+            statistics.median(r.decode_s for r in runs),
+        )
+        for runs in (few, more)
+    )
+    messages, encode_s, divided_s, each_s = few[0].messages, (few_s + more_s) / 2, 0.0, 0.0
+    if scheme.rounds[-2:-1] == ("alltoall",):
+        divided_s = max(0.0, few_s - more_s) / (1 / _FEW - 1 / _MORE)
+        encode_s = more_s - divided_s / _MORE
+    elif messages[-1].collective == "allgather":  # else there is one sum, of however many
+        each_s = max(0.0, decode_more_s - decode_s) / (_MORE - _FEW)
+        decode_s -= _FEW * each_s
+    varies = spread([run.encode_s + run.decode_s for run in few])
+    times = (max(0.0, encode_s), max(0.0, decode_s), each_s, divided_s)
+    return Transfer(ready, messages, *times), varies
+
+
+def _usual(bucket: Bucket, grads: Arrays, state: OldState, ranks: int, repeat: int) -> list[_Run]:
+    """Return runs of a usual step after a first one, each with the second residual of the last."""
+    others = _other_owners(bucket, grads, state, ranks)
+    runs: list[_Run] = []
+    for _ in range(repeat + 1):
+        runs.append(_run(bucket, grads, state, _USUAL_STEP, ranks, others))
+        state = {**state, **runs[-1].state}
+    return runs[1:]
 
 
 def _lost(bucket: Bucket, grads: Sequence[Array], chosen: OldState) -> tuple[float, float]:
@@ -225,8 +241,8 @@ def _run(
         except StopIteration as stop:
             decode_s = time.perf_counter() - begin
             outcome = stop.value
-            # The part of the state that all ranks have in common is what a later step finds.
-            kept = outcome.state if step == 0 else common(outcome.state)
+            own = {kind: outcome.state.get(kind, {}) for kind in (SHARD_RESIDUAL, SHARD_BEGIN)}
+            kept = outcome.state if step == 0 else own
             return _Run(tuple(messages), sum(times), decode_s, outcome.sums, kept)
 
 

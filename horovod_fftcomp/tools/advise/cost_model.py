@@ -157,8 +157,9 @@ class Transfer:
     """A bucket, or a tensor that Horovod exchanges itself.
 
     ``ready``: share of the backward pass after which its gradients are ready. ``encode_s``: time
-    before the first message; ``decode_s`` and, for each rank, ``decode_each_s``: after the last.
-    ``sharded``: what replaces it on ``sharded_from`` ranks and more.
+    before the last message, and ``divided_s``, which all ranks share out among them; ``decode_s``
+    and, for each rank, ``decode_each_s``: after the last. ``sharded``: what replaces it on
+    ``sharded_from`` ranks and more.
     """
 
     ready: float
@@ -166,17 +167,19 @@ class Transfer:
     encode_s: float = 0.0
     decode_s: float = 0.0
     decode_each_s: float = 0.0
+    divided_s: float = 0.0
     sharded: Transfer | None = None
     sharded_from: int = 0
 
     def on(self, ranks: int) -> Transfer:
         """Return the transfer on this number of ranks."""
-        return self.sharded if self.sharded and ranks >= self.sharded_from else self
+        there = self.sharded if self.sharded and ranks >= self.sharded_from else self
+        return replace(there, encode_s=there.encode_s + there.divided_s / ranks)
 
     def without_codec(self) -> Transfer:
         """Return the transfer without encoding and decoding times."""
         sharded = self.sharded and self.sharded.without_codec()
-        return replace(self, encode_s=0.0, decode_s=0.0, decode_each_s=0.0, sharded=sharded)
+        return Transfer(self.ready, self.messages, sharded=sharded, sharded_from=self.sharded_from)
 
 
 class StepTime(NamedTuple):
