@@ -54,7 +54,7 @@ def test_a_change_of_any_source_compiles_all_kernels_anew(tmp_path):
             file.write_text(text)
         digests.add(jit.digest_of(files))
     assert len(digests) == 4
-    assert {"vector_ir.py", "value_codes.py", "quantizers.py"} <= {
+    assert {"vector_values.py", "value_codes.py", "quantizers.py"} <= {
         path.name for path in jit._SOURCES
     }
     assert sparse.take_groups.py_func.__qualname__ == f"take_groups.{jit._DIGEST}"

@@ -11,7 +11,7 @@ from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import count_bits
 from horovod_fftcomp.kernels.cpu.sparse import collect, concatenated, put_back
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, encode, write_bits
-from horovod_fftcomp.kernels.cpu.vector_ir import mask_above
+from horovod_fftcomp.kernels.cpu.vector_values import mask_above
 from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire.radix import GROUP, LANES
 

@@ -12,7 +12,7 @@ from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import as_words, count_bits
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, read_bits, write_bits
-from horovod_fftcomp.kernels.cpu.vector_ir import trailing_zeros
+from horovod_fftcomp.kernels.cpu.vector_values import trailing_zeros
 from horovod_fftcomp.types import Array, Body
 
 _GROUP = 4096  # values that are processed at a time, in the L1 cache

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.kernels import threads
-from horovod_fftcomp.kernels.cpu import vector_ir
+from horovod_fftcomp.kernels.cpu import vector_values
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.types import Array
@@ -49,11 +49,11 @@ def _converted(values: Array, dtype: type, convert: Any, *options: Array) -> Arr
 def _to_float16(source, target, limit):
     src, dst = np.int64(source.ctypes.data), np.int64(target.ctypes.data)
     for i in range(0, source.size, 64):
-        vector_ir.to_float16(src + 4 * i, dst + 2 * i, np.int64(limit.ctypes.data))
+        vector_values.to_float16(src + 4 * i, dst + 2 * i, np.int64(limit.ctypes.data))
 
 
 @kernel
 def _from_float16(source, target):
     src, dst = np.int64(source.ctypes.data), np.int64(target.ctypes.data)
     for i in range(0, source.size, 64):
-        vector_ir.from_float16(src + 2 * i, dst + 4 * i)
+        vector_values.from_float16(src + 2 * i, dst + 4 * i)

@@ -11,7 +11,7 @@ from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import kernel
 from horovod_fftcomp.kernels.cpu.sparse import NO_KEYS, NOTHING, counted, limits_of, sampled_places
 from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS, SAMPLES, count_keys, fill_keys
-from horovod_fftcomp.kernels.cpu.vector_ir import trailing_zeros
+from horovod_fftcomp.kernels.cpu.vector_values import trailing_zeros
 from horovod_fftcomp.types import Array, Coefficients
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty, zeros
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.vector_ir import count_ones, high_product, trailing_zeros
+from horovod_fftcomp.kernels.cpu.vector_values import count_ones, high_product, trailing_zeros
 from horovod_fftcomp.kernels.rans_tables import decoder_table, encoder_table
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import rans

@@ -29,8 +29,8 @@ from horovod_fftcomp.kernels.cpu.topk import (
     suggest,
 )
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, decode, encode, read_bits, write_bits
-from horovod_fftcomp.kernels.cpu.vector_ir import (
-    LANES,
+from horovod_fftcomp.kernels.cpu.vector_ir import LANES
+from horovod_fftcomp.kernels.cpu.vector_values import (
     add_8,
     add_64,
     add_pairs_8,

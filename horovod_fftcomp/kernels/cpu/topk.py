@@ -15,7 +15,7 @@ import numpy as np
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.vector_ir import count_ones, mask_above, trailing_zeros
+from horovod_fftcomp.kernels.cpu.vector_values import count_ones, mask_above, trailing_zeros
 from horovod_fftcomp.types import Array
 
 GROUP = 4096  # coefficients whose keys are computed at a time, in the L1 cache

@@ -18,7 +18,7 @@ from horovod_fftcomp.codec.quantizers import (
     key_exponent,
     range_coding,
 )
-from horovod_fftcomp.kernels.cpu import vector_ir
+from horovod_fftcomp.kernels.cpu import vector_values
 from horovod_fftcomp.kernels.cpu.jit import inlined
 
 STEP = 64  # values that a codelet processes
@@ -62,11 +62,11 @@ def encode(values, n, coding, codes):
         return
     for i in range(0, 4 * n, 4 * STEP):
         if coding[0] == RANGE:
-            vector_ir.encode_range(at + i, to + i, options)
+            vector_values.encode_range(at + i, to + i, options)
         elif coding[0] == BFLOAT16:
-            vector_ir.encode_bfloat16(at + i, to + i)
+            vector_values.encode_bfloat16(at + i, to + i)
         else:
-            vector_ir.encode_float32(at + i, to + i)
+            vector_values.encode_float32(at + i, to + i)
 
 
 @inlined
@@ -80,11 +80,11 @@ def decode(codes, n, coding, values):
     largest = np.int64(0)
     for i in range(0, 4 * n, 4 * STEP):
         if coding[0] == RANGE:
-            top = vector_ir.decode_range(at + i, to + i, options)
+            top = vector_values.decode_range(at + i, to + i, options)
         elif coding[0] == BFLOAT16:
-            top = vector_ir.decode_bfloat16(at + i, to + i)
+            top = vector_values.decode_bfloat16(at + i, to + i)
         else:
-            top = vector_ir.decode_float32(at + i, to + i)
+            top = vector_values.decode_float32(at + i, to + i)
         largest = max(largest, top)
     return largest
 
@@ -125,11 +125,11 @@ def write_bits(codes, n, bits, stream, bit):
         at, to = np.int64(codes.ctypes.data), np.int64(stream.ctypes.data) + (bit >> 3)
         for i in range(0, n, STEP):
             if bits == 8:
-                vector_ir.narrow_to_bytes(at + 4 * i, to + i)
+                vector_values.narrow_to_bytes(at + 4 * i, to + i)
             elif bits == 16:
-                vector_ir.narrow_to_shorts(at + 4 * i, to + 2 * i)
+                vector_values.narrow_to_shorts(at + 4 * i, to + 2 * i)
             else:
-                vector_ir.copy_64(at + 4 * i, to + 4 * i)
+                vector_values.copy_64(at + 4 * i, to + 4 * i)
     else:
         at, filled = bit >> 6, bit & 63
         window = stream[at] if filled else np.uint64(0)
@@ -138,7 +138,7 @@ def write_bits(codes, n, bits, stream, bit):
         first = np.int64(codes.ctypes.data)
         for i in range(0, n, step):
             if step == 8:
-                some = vector_ir.pack_8(first + 4 * i, bits)
+                some = vector_values.pack_8(first + 4 * i, bits)
             else:
                 low = np.uint64(codes[i]) | (np.uint64(codes[i + 1]) << b)
                 high = np.uint64(codes[i + 2]) | (np.uint64(codes[i + 3]) << b)
@@ -161,15 +161,15 @@ def read_bits(stream, bit, n, bits, codes):
         at, to = np.int64(stream.ctypes.data) + (bit >> 3), np.int64(codes.ctypes.data)
         for i in range(0, n, STEP):
             if bits == 8:
-                vector_ir.widen_bytes(at + i, to + 4 * i)
+                vector_values.widen_bytes(at + i, to + 4 * i)
             elif bits == 16:
-                vector_ir.widen_shorts(at + 2 * i, to + 4 * i)
+                vector_values.widen_shorts(at + 2 * i, to + 4 * i)
             else:
-                vector_ir.copy_64(at + 4 * i, to + 4 * i)
+                vector_values.copy_64(at + 4 * i, to + 4 * i)
     elif bits < 8:  # eight codes take whole bytes
         at, to = np.int64(stream.ctypes.data) + (bit >> 3), np.int64(codes.ctypes.data)
         for i in range(0, n, 8):
-            vector_ir.unpack_8(at, bit & 7, bits, to + 4 * i)
+            vector_values.unpack_8(at, bit & 7, bits, to + 4 * i)
             at += bits
     else:
         mask, b = np.uint64((1 << bits) - 1), np.uint64(bits)
