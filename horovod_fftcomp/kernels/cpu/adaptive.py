@@ -9,7 +9,7 @@ from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.dense import fill_random, fold
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import count_bits
-from horovod_fftcomp.kernels.cpu.sparse import collect, concatenated, put_back
+from horovod_fftcomp.kernels.cpu.sparse import collect, concatenated, scatter
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, encode, write_bits
 from horovod_fftcomp.kernels.cpu.vector_values import mask_above
 from horovod_fftcomp.types import Array, Coding
@@ -177,5 +177,5 @@ def _take_chosen(array, bitmap, least, coding, keep, packed):
         if keep:
             for i in range(n):
                 values[i] += raised[i]
-            put_back(part, 1, words, values)
+            scatter(part, 1, words, values, False)
     return bit

@@ -252,7 +252,7 @@ def take_groups(reals, is_complex, bins_per_block, scale, key, ties, coding, kee
         encode(values, n, coding, codes)
         bit = write_bits(codes, n, coding[1], packed, bit)
         if keep:
-            put_back(part, width, words, values)
+            scatter(part, width, words, values, False)
     return bit
 
 
@@ -308,28 +308,42 @@ def collect(reals, width, words, values):
 
 
 @inlined
-def put_back(reals, width, words, values):
-    """Scatter ``values`` to the bitmap's ones, the inverse of ``collect``."""
+def scatter(reals, width, words, values, adds):
+    """Write ``values`` over the reals at the bitmap's ones, the inverse of ``collect``.
+
+    ``adds``: add them to the reals, none of which is -0.
+    """
     n = 0
     at, to = np.int64(values.ctypes.data), np.int64(reals.ctypes.data)
     for word in range(words.size):
-        chosen = np.int64(words[word])
+        chosen, target = np.int64(words[word]), to + 256 * width * word
+        if chosen == -1:
+            for part in range(width):
+                if adds:
+                    add_64(at + 4 * n, target + 256 * part)
+                else:
+                    copy_64(at + 4 * n, target + 256 * part)
+                n += 64
+            continue
         if count_ones(chosen) > _MANY and 64 * (word + 1) * width <= reals.size:
             for byte in range(8):
                 ones = (chosen >> (8 * byte)) & 255
-                target = to + 4 * width * (64 * word + 8 * byte)
-                if width == 2:
-                    put_pairs_8(at + 4 * n, target, ones)
+                if width == 2 and adds:
+                    add_pairs_8(at + 4 * n, target + 64 * byte, ones)
+                elif width == 2:
+                    put_pairs_8(at + 4 * n, target + 64 * byte, ones)
+                elif adds:
+                    add_8(at + 4 * n, target + 32 * byte, ones)
                 else:
-                    put_8(at + 4 * n, target, ones)
+                    put_8(at + 4 * n, target + 32 * byte, ones)
                 n += width * count_ones(ones)
             continue
         while chosen != 0:
             i = (64 * word + trailing_zeros(chosen)) * width
             chosen &= chosen - 1
-            reals[i] = values[n]
+            reals[i] = reals[i] + values[n] if adds else values[n]
             if width == 2:
-                reals[i + 1] = values[n + 1]
+                reals[i + 1] = reals[i + 1] + values[n + 1] if adds else values[n + 1]
             n += width
 
 
@@ -440,36 +454,5 @@ def add_group(reals, width, first_word, bitmaps, streams, codings, bits):
         if decode(codes, n, codings[p], values) > codings[p, 6]:
             bad = p
         bits[p] += n * codings[p, 1]
-        _add_back(reals, width, words, values)
+        scatter(reals, width, words, values, True)
     return bad
-
-
-@inlined
-def _add_back(reals, width, words, values):
-    """Add ``values`` to the reals at the bitmap's ones; see ``put_back``."""
-    n = 0
-    at, to = np.int64(values.ctypes.data), np.int64(reals.ctypes.data)
-    for word in range(words.size):
-        chosen = np.int64(words[word])
-        if chosen == -1:
-            for part in range(width):
-                add_64(at + 4 * n, to + 256 * (width * word + part))
-                n += 64
-            continue
-        if count_ones(chosen) > _MANY and 64 * (word + 1) * width <= reals.size:
-            for byte in range(8):
-                ones = (chosen >> (8 * byte)) & 255
-                target = to + 4 * width * (64 * word + 8 * byte)
-                if width == 2:
-                    add_pairs_8(at + 4 * n, target, ones)  # of a zero +0: no sum is -0
-                else:
-                    add_8(at + 4 * n, target, ones)
-                n += width * count_ones(ones)
-            continue
-        while chosen != 0:
-            i = (64 * word + trailing_zeros(chosen)) * width
-            chosen &= chosen - 1
-            reals[i] += values[n]
-            if width == 2:
-                reals[i + 1] += values[n + 1]
-            n += width
