@@ -112,7 +112,8 @@ def holds(lost: tuple[float | None, float | None], limits: tuple[float, float]) 
 
 def codec_s(option: advice.Option) -> float:
     """Return the seconds that a rank of eight computes for an exchange."""
-    return sum(part.encode_s + part.decode_s + 8 * part.decode_each_s for part in option.parts)
+    parts = (part.on(8) for part in option.parts)
+    return sum(part.encode_s + part.decode_s + 8 * part.decode_each_s for part in parts)
 
 
 def measure() -> dict[str, Any]:

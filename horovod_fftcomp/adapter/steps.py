@@ -57,8 +57,9 @@ class StepDriver:
         return {"check_s": self._replicas.seconds + shadow_s}
 
     def loss_scale(self) -> float:
-        """Return the present loss scale."""
-        raise NotImplementedError
+        """Return the present loss scale: that of PyTorch's ``GradScaler``, 1 without one."""
+        scaler = self._settings.grad_scaler
+        return 1.0 if scaler is None else float(scaler.get_scale())
 
     def settle(self) -> None:
         """Close the last step, before its results are read; ValueError if a step is under way."""

@@ -220,7 +220,7 @@ def moved(
 
 
 def folded(scheme: Scheme, tensors: Sequence[Tensor], state: OldState) -> OldState:
-    """Return the state of ``scheme``, which is not sharded: second residuals go into the others.
+    """Return a state of ``scheme`` without second residuals, which go into the others.
 
     ``state``: NumPy arrays; not changed.
     """

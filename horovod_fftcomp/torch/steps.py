@@ -101,11 +101,6 @@ class StepDriver(steps.StepDriver):
             "wait_s": self.pipeline.wait_s,
         }
 
-    def loss_scale(self) -> float:
-        """Return the present loss scale."""
-        scaler = self._settings.grad_scaler
-        return 1.0 if scaler is None else float(scaler.get_scale())
-
     # Horovod calls these two for each gradient. What is needed once for a step or a bucket is in
     # other methods, so that a gradient in the order of the last step costs these two calls alone.
 
@@ -144,7 +139,7 @@ class StepDriver(steps.StepDriver):
             wait_for_horovod(reduced)
         if context is None:  # a sparse gradient that Horovod gathered itself
             values = reduced.coalesce().values() if reduced.is_sparse else reduced
-            self._observe(values)
+            arrays.observe(self._engine, values)
             return reduced
         if not self._finished:
             self._finish()
@@ -223,27 +218,15 @@ class StepDriver(steps.StepDriver):
         converted = torch.empty_like(grad).copy_(value)
         # A finite sum may overflow in these.
         if slot is not None and grad.dtype in (torch.float16, torch.bfloat16):
-            self._observe(converted)
+            arrays.observe(self._engine, converted)
         return converted
 
     def _observe_dense(self, reduced: torch.Tensor, name: str) -> None:
         """Note whether a gradient that Horovod exchanged is finite."""
         if not self._engine.buckets:
             self._engine.observe(True)  # without buckets no state depends on it
-        elif not self._observe(reduced):
+        elif not arrays.observe(self._engine, reduced):
             self._bad[name] = False
-
-    def _observe(self, tensor: torch.Tensor) -> bool:
-        """Tell the engine whether ``tensor`` is finite; return False if it is known not to be.
-
-        On a GPU that computes steps it does not wait for the result and returns True.
-        """
-        if self._engine.device is not None:
-            self._engine.observe_on_device(arrays.not_finite(tensor))
-            return True
-        finite = bool(torch.isfinite(tensor).all())
-        self._engine.observe(finite)
-        return finite
 
     def _stream(self) -> torch.cuda.Stream | None:
         """Return the current CUDA stream of the GPU that computes steps; None without one."""

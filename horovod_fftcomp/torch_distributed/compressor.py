@@ -64,7 +64,8 @@ class DistributedCompressor(TensorCompressor):
         device = device_of(trainable, buckets)
         outputs = self._open_outputs()
         name = self._new_name()
-        network = Network(device)
+        stream = SideStream(place)
+        network = Network(device, stream.enter)
         watch = self._watch(name, network.abort)
         inside = policy.ranks_per_node
 
@@ -75,8 +76,9 @@ class DistributedCompressor(TensorCompressor):
 
         self._connection = Connection(network.send, name, self._set, watch, groups)
         parts = self._make_parts(buckets, device, self._connection.send, name, outputs)
-        stream, read = SideStream(place), optimized.read_in_place
-        setup = Setup(self._exchanged, self._connect, self._slots, name, stream, read)
+        setup = Setup(
+            self._exchanged, self._connect, self._slots, name, stream, optimized.read_in_place
+        )
         self._steps = self._make_steps(parts, setup)
         self._await_optimizer()
 

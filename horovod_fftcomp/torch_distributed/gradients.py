@@ -46,7 +46,7 @@ class Arrival:
             self.complete()
 
     def complete(self) -> None:
-        """Hand the buffer back to DDP, which waits for it, and for the current stream."""
+        """Hand the buffer back to DDP, whose stream waits for what this thread has launched."""
         if not self.future.done():
             self.future.set_result(self.buffer)
 

@@ -107,6 +107,7 @@ class ShardDriver(StepDriver):
         self._known = set(map(id, self._parameters))
         self._reduced: set[int] = set()  # numbers of the parameters with gradients in this step
         self._backward = -1  # number of the backward pass under way
+        self._writer: torch.cuda.Stream | None = None  # on which FSDP writes gradients
         super().__init__(parts, setup, keeps_unused=False)
 
     def _reset(self) -> None:
@@ -131,6 +132,7 @@ class ShardDriver(StepDriver):
             self.check_unbroken()
         if not self._inside:
             self._inside, self._backward = True, backward
+            self._writer = torch.cuda.current_stream(shards.device) if shards.is_cuda else None
             # FSDP reduces the first layers in callbacks of its own, which may be queued later.
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: engine.queue_callback(self._close))
@@ -153,6 +155,8 @@ class ShardDriver(StepDriver):
                     f"{name!r} was frozen, or another object, when compress() was called; call it "
                     "with all parameters trainable, after load_state_dict(assign=True)"
                 )
+        if self._writer is not None:  # FSDP waits for it in the last backward pass alone
+            torch.cuda.current_stream(self._writer.device).wait_stream(self._writer)
         gradients = {n: _local(self._parameters[n].grad) for n in sorted(self._reduced)}
         arrival = Arrival(torch.empty(0), gradients, is_last=True)
         self._worker.submit(self._take, arrival, True, self._stream.mark())

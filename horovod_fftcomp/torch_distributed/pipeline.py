@@ -80,3 +80,4 @@ class OrderedPipeline:
         else:
             del self._pending[bucket]
             self._done(bucket, made.sums)
+            made.sums.clear()  # they have been copied

@@ -72,12 +72,16 @@ class RankGroup:
 class Network:
     """Carries out rounds, one after the other, in the order in which they were sent.
 
-    Data of ``device``, the GPU that computes steps, go through the host's memory.
+    Data of ``device``, the GPU that computes steps, go through the host's memory. ``prepare`` is
+    called in the network's thread first.
     """
 
-    def __init__(self, device: Device | None = None) -> None:
+    def __init__(
+        self, device: Device | None = None, prepare: Callable[[], None] = lambda: None
+    ) -> None:
         self._device = device
         self._worker = Worker("fftcomp-network")
+        self._worker.submit(prepare)
         self._aborted = threading.Event()
 
     def send(self, round_: Round, name: str, group: RankGroup) -> PendingRound:
@@ -111,13 +115,7 @@ class PendingRound:
         while not wait([self._output], min(timeout_s, _LOOK_S)).done:
             if self._aborted.is_set() or time.monotonic() > limit:
                 raise ConfigMismatchError(no_answer(repr(self._name), timeout_s))
-        try:
-            output = self._output.result()
-        except RuntimeError as error:  # of Gloo
-            raise ConfigMismatchError(
-                f"{self._name!r} failed, since a rank has ended or cannot be reached; look at the "
-                f"other ranks' output for the first error ({error})"
-            ) from error
+        output = self._output.result()
         return output if self._device is None else self._device.upload(output)
 
 
@@ -135,7 +133,13 @@ def node_groups(
 
 def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: _Group) -> Array:
     data = torch.from_numpy(fetched())
-    return _COLLECTIVES[round_.collective](data, round_, name, group).numpy()
+    try:
+        return _COLLECTIVES[round_.collective](data, round_, name, group).numpy()
+    except RuntimeError as error:  # of Gloo
+        raise ConfigMismatchError(
+            f"{name!r} failed, since a rank has ended or cannot be reached; look at the other "
+            f"ranks' output for the first error ({error})"
+        ) from error
 
 
 def _gathered(data: torch.Tensor, round_: Round, name: str, group: _Group) -> torch.Tensor:

@@ -11,14 +11,19 @@ import torch
 class SideStream:
     """CUDA stream of a compressor on ``place``; without a GPU all methods do nothing.
 
-    What a step computes is launched on it alone, by two threads, one after the other: by the
-    compressor's until the last bucket, and by the training thread when it closes the step. So
-    memory that one of them has freed is reused in the order of the stream.
+    Two threads launch a step's work on it, one after the other: the compressor's until the last
+    bucket, and then the one that ends the backward pass. So memory that one of them has freed is
+    reused in the order of the stream.
     """
 
     def __init__(self, place: torch.device) -> None:
         # High priority: few kernels, for which the network waits, among many of the backward pass.
         self._stream = torch.cuda.Stream(place, priority=-1) if place.type == "cuda" else None
+
+    def enter(self) -> None:
+        """Make the GPU the current device of the calling thread; else that is the first GPU."""
+        if self._stream is not None:
+            torch.cuda.set_device(self._stream.device)
 
     def mark(self) -> torch.cuda.Event | None:
         """Return an event after all that was launched on the current stream."""

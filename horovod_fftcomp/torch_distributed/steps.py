@@ -42,12 +42,23 @@ class Setup(NamedTuple):
     read: Callable[[int], torch.Tensor]
 
 
+class _Dense(NamedTuple):
+    """Dense gradients that were sent together, by the parameters' numbers.
+
+    ``buffer``: that of DDP, in the order of its memory; None if they were sent in C order.
+    """
+
+    views: Mapping[int, torch.Tensor]
+    buffer: torch.Tensor | None = None
+
+
 class StepDriver(steps.StepDriver):
     """Step driver of one model under DDP.
 
     A thread of its own takes the buckets of DDP in their order, which is the same on all ranks, and
-    encodes, sends and decodes. The training thread waits for it at the end of the backward pass,
-    raises its errors there and closes the step; between steps it alone uses the engine.
+    encodes, sends and decodes. The training thread, or autograd's thread of a GPU, waits for it at
+    the end of the backward pass, raises its errors there and closes the step; between steps the
+    training thread alone uses the engine.
     ``keeps_unused``: whether DDP discards the averages of parameters that no rank has used.
     """
 
@@ -63,6 +74,7 @@ class StepDriver(steps.StepDriver):
             parts.engine, self._send_bucket, self._deliver, parts.settings.timeout_s
         )
         self._worker = Worker("fftcomp-steps")
+        self._worker.submit(self._stream.enter)
         self._members = [
             [parameters.names.index(tensor.name) for tensor in bucket.tensors]
             for bucket in parts.engine.buckets
@@ -76,13 +88,13 @@ class StepDriver(steps.StepDriver):
         self._arrivals: dict[int, Arrival] = {}  # of this step, by the parameter's number
         self._arrived: list[dict[int, Array | None]] = [{} for _ in self._engine.buckets]
         self._collected: dict[int, torch.Tensor] = {}  # dense gradients that were not sent yet
-        self._dense: list[tuple[Pending, Mapping[int, torch.Tensor]]] = []
+        self._dense: list[tuple[Pending, _Dense]] = []
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._bad: dict[str, bool] = {}  # dense tensors, see ``NotFiniteWarning``
         self._returned = 0
         self._inside = False
 
-    # Called in the training thread.
+    # Called in the training thread, or during the backward pass in autograd's thread of a GPU.
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket of DDP; return the future of its averages."""
@@ -110,15 +122,17 @@ class StepDriver(steps.StepDriver):
     def _close(self) -> None:
         """Wait for the end of the step, and commit its state; the end of a backward pass."""
         error = self._ended.get()
-        if error is not None:
-            raise error
-        step, ranks = self._engine.step, self._set.ranks
-        with self._stream.use():
-            self._replicas.finish(self._settings.timeout_s)
-            self._not_finite.observe(self._engine.bad | self._bad, self._engine.rank, ranks)
-            self._end_record(step)
-            self._engine.settle()
-        self._stream.join()
+        try:
+            if error is not None:
+                raise error
+            step, ranks = self._engine.step, self._set.ranks
+            with self._stream.use():
+                self._replicas.finish(self._settings.timeout_s)
+                self._not_finite.observe(self._engine.bad | self._bad, self._engine.rank, ranks)
+                self._end_record(step)
+                self._engine.settle()
+        finally:  # whoever frees gradients or state now must not give their memory away too early
+            self._stream.join()
         self._encoded_s = self._engine.costs.encode_s
         self._reset()
         self._note_closed()
@@ -127,21 +141,19 @@ class StepDriver(steps.StepDriver):
         """Raise ValueError if a step is under way; a complete one is closed already."""
         if self._inside:
             raise ValueError("a step is under way: call this after backward()")
+        self._stream.join()
 
     def close_if_complete(self) -> None:
-        """Do nothing: a complete step is closed already."""
+        """Let results of the last step be read on another stream; the step is closed already."""
+        self._stream.join()
 
     def abandon(self) -> None:
         """Discard a step that an error interrupted."""
         self._worker.submit(lambda: None).result()
+        self._stream.join()
         super().abandon()
         self._pipeline.abandon()
         self._reset()
-
-    def loss_scale(self) -> float:
-        """Return the present loss scale."""
-        scaler = self._settings.grad_scaler
-        return 1.0 if scaler is None else float(scaler.get_scale())
 
     def times(self) -> dict[str, float]:
         """Return the times of ``stats`` that are not the engine's, in seconds."""
@@ -176,16 +188,17 @@ class StepDriver(steps.StepDriver):
         ``ready``: when a GPU has written them. Errors go to the training thread: DDP would replace
         those of a future by one of its own.
         """
-        with self._stream.use(ready):
-            try:
-                if not self._broken_by:
+        try:
+            if not self._broken_by:
+                with self._stream.use(ready):
                     self._exchange(arrival, begins)
-                if arrival.is_last:
-                    self._ended.put(None)
-            except BaseException as error:
-                self._broken_by = repr(error)
-                self._ended.put(error)
-            if self._broken_by:
+            if arrival.is_last:
+                self._ended.put(None)
+        except BaseException as error:
+            self._broken_by = repr(error)
+            self._ended.put(error)
+        if self._broken_by:
+            with self._stream.use():
                 for waiting in [arrival, *self._arrivals.values()]:
                     waiting.complete()
 
@@ -239,8 +252,8 @@ class StepDriver(steps.StepDriver):
     def _finish(self) -> None:
         """Complete all exchanges of the step."""
         self._pipeline.finish()
-        for pending, views in self._dense:
-            self._deliver_dense(pending.wait(self._settings.timeout_s), views)
+        for pending, dense in self._dense:
+            self._deliver_dense(pending.wait(self._settings.timeout_s), dense)
         if self._shadow is not None:
             self._shadow.finish()
 
@@ -256,8 +269,8 @@ class StepDriver(steps.StepDriver):
         """
         if not flat:
             return set()
-        used = np.array([values is not None and bool(values.any()) for values in flat.values()])
-        flags = Round("allreduce", used.astype(np.float32))
+        used = torch.stack([torch.as_tensor(values).any() for values in flat.values()])
+        flags = Round("allreduce", used.float().cpu().numpy())
         self.other_nbytes += flags.data.nbytes
         counts = self._send(flags, "used").wait(self._settings.timeout_s)
         return {number for number, count in zip(flat, counts, strict=True) if not count}
@@ -269,7 +282,7 @@ class StepDriver(steps.StepDriver):
         """
         views = {n: view for n, view in arrival.gradients.items() if self._slots[n] is None}
         if len(views) == len(arrival.gradients) and arrival.is_whole(_DENSE_NBYTES):
-            self._send_dense(arrival.buffer, views)
+            self._send_dense(arrival.buffer, _Dense(views, arrival.buffer))
             views = {}
         for number, view in views.items():
             if self._collected and next(iter(self._collected.values())).dtype != view.dtype:
@@ -282,24 +295,26 @@ class StepDriver(steps.StepDriver):
     def _send_collected(self) -> None:
         views, self._collected = self._collected, {}
         flat = torch.cat([view.detach().reshape(-1) for view in views.values()])
-        self._send_dense(arrays.sendable(flat), views)
+        self._send_dense(arrays.sendable(flat), _Dense(views))
 
-    def _send_dense(self, flat: torch.Tensor, views: Mapping[int, torch.Tensor]) -> None:
+    def _send_dense(self, flat: torch.Tensor, dense: _Dense) -> None:
         round_ = Round("allreduce", flat.detach().cpu().numpy(), in_place=True)
         self.other_nbytes += round_.data.nbytes
-        self._dense.append((self._send(round_, "dense"), views))
+        self._dense.append((self._send(round_, "dense"), dense))
 
-    def _deliver_dense(self, total: Array, views: Mapping[int, torch.Tensor]) -> None:
+    def _deliver_dense(self, total: Array, dense: _Dense) -> None:
         """Write the averages of dense gradients that were sent together."""
-        sums = torch.from_numpy(total)
+        sums, (views, buffer) = torch.from_numpy(total), dense
         finite = not self._engine.buckets or bool(torch.isfinite(sums).all())
         self._engine.observe(finite)
         pieces = sums.mul_(self._scale).split([view.numel() for view in views.values()])
+        if buffer is not None and buffer.data_ptr() != sums.data_ptr():
+            buffer.detach().copy_(sums)  # back to a GPU
         for (number, view), own in zip(views.items(), pieces, strict=True):
             if not finite and not bool(torch.isfinite(own).all()):
                 self._bad[self._names[number]] = False
-            if own.data_ptr() != view.data_ptr():
-                view.detach().copy_(own.view(view.shape))  # also back to a GPU
+            if buffer is None:
+                view.detach().copy_(own.view(view.shape))
             self._finish_one(number)
 
     def _deliver(self, bucket: int, sums: Sequence[Array]) -> None:
@@ -313,14 +328,7 @@ class StepDriver(steps.StepDriver):
                 torch.mul(sums_there, self._scale, out=view)
             self._finish_one(number)
             if view.dtype in (torch.float16, torch.bfloat16):  # a finite sum may overflow in these
-                self._observe(view)
-
-    def _observe(self, view: torch.Tensor) -> None:
-        """Tell the engine whether an average is finite, without waiting for a GPU."""
-        if self._engine.device is None:
-            self._engine.observe(bool(torch.isfinite(view).all()))
-        else:
-            self._engine.observe_on_device(arrays.not_finite(view))
+                arrays.observe(self._engine, view)
 
     def _finish_one(self, number: int) -> None:
         self._arrivals[number].finish(number)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from horovod_fftcomp.engine.engine import Engine
+
 
 def flat_float32(grads: Iterable[torch.Tensor | None]) -> list[np.ndarray | None]:
     """Return ``grads`` as 1-D float32 arrays in C order, None for None; no copy without need.
@@ -29,6 +31,19 @@ def flat_in_place(grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor | N
 def not_finite(tensor: torch.Tensor) -> torch.Tensor:
     """Return an int32 tensor of one element on its device: 1 if any value is not finite, else 0."""
     return (~torch.isfinite(tensor).all()).to(torch.int32).reshape(1)
+
+
+def observe(engine: Engine, tensor: torch.Tensor) -> bool:
+    """Tell the engine whether ``tensor`` is finite; return False if it is known not to be.
+
+    On a GPU that computes steps it does not wait for the result and returns True.
+    """
+    if engine.device is not None:
+        engine.observe_on_device(not_finite(tensor))
+        return True
+    finite = bool(torch.isfinite(tensor).all())
+    engine.observe(finite)
+    return finite
 
 
 def sendable(grad: torch.Tensor) -> torch.Tensor:

@@ -173,7 +173,7 @@ def _timed(
     (few_s, decode_s), (more_s, decode_more_s) = (
         (
             statistics.median(run.encode_s for run in runs),
-            statistics.median(r.decode_s for r in runs),
+            statistics.median(run.decode_s for run in runs),
         )
         for runs in (few, more)
     )

@@ -157,8 +157,8 @@ class Transfer:
     """A bucket, or a tensor that Horovod exchanges itself.
 
     ``ready``: share of the backward pass after which its gradients are ready. ``encode_s``: time
-    before the last message, and ``divided_s``, which all ranks share out among them; ``decode_s``
-    and, for each rank, ``decode_each_s``: after the last. ``sharded``: what replaces it on
+    before the last message, and ``divided_s``, which the ranks divide among them; ``decode_s`` and,
+    for each rank, ``decode_each_s``: after the last. ``sharded``: what replaces it on
     ``sharded_from`` ranks and more.
     """
 
@@ -174,7 +174,8 @@ class Transfer:
     def on(self, ranks: int) -> Transfer:
         """Return the transfer on this number of ranks."""
         there = self.sharded if self.sharded and ranks >= self.sharded_from else self
-        return replace(there, encode_s=there.encode_s + there.divided_s / ranks)
+        encode_s = there.encode_s + there.divided_s / ranks
+        return replace(there, encode_s=encode_s, divided_s=0.0)
 
     def without_codec(self) -> Transfer:
         """Return the transfer without encoding and decoding times."""
