@@ -256,7 +256,7 @@ def dequantize(kernels: ModuleType, codes: np.ndarray, coding: Coding) -> np.nda
     reference = load_backend("reference")
     everywhere = reference.bitmap_of(np.arange(codes.size), codes.size)
     part = Body(everywhere, reference.pack_bits(codes, coding.bits), coding)
-    return kernels.sum_values([part], codes.size, False)
+    return kernels.sum_values([part], np.empty(codes.size, np.float32))
 
 
 def plan_of(codec: Codec, payload: np.ndarray) -> Plan:

@@ -170,6 +170,8 @@ class ReferenceOps:
         pairs = zip(parts, zeros, strict=True)
         return np.concatenate([zero if part is None else part for part, zero in pairs])
 
+    rejoin = join
+
     def squares(self, arrays):
         found = [energy_of(array) for array in arrays]
         return lambda: found

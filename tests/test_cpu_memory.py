@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp.kernels.cpu import buffer_pool
+from horovod_fftcomp.kernels.host.ops import HOST
 
 N = 1 << 20  # float32: 4 MiB
 
@@ -78,3 +79,24 @@ def test_threads_get_memory_of_their_own(pool):
         thread.join()
     assert not errors
     assert pool._used_nbytes == 0
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.complex64])
+@pytest.mark.parametrize("size", [3, 1 << 18])  # from the heap, from the pool
+def test_arrays_in_a_row_are_joined_in_their_memory_and_no_others(kind, size):
+    width, sizes = np.dtype(kind).itemsize // 4, [size, 0, 2 * size]
+    reals = buffer_pool.in_a_row([width * n for n in sizes])
+    parts = [array.view(kind) for array in reals]
+    for number, part in enumerate(parts):
+        part[:] = number + 1
+    whole = HOST.rejoin(parts, sizes, kind)
+    assert whole.dtype == kind
+    assert whole.tolist() == [1] * size + [3] * 2 * size
+    whole[0] = 7
+    assert parts[0][0] == 7
+    copied = HOST.join(parts, sizes, kind)
+    for others in (parts[::-1], [parts[0], None, parts[2]], [part.copy() for part in parts]):
+        numels = [0 if part is None else part.size for part in others]
+        found = HOST.rejoin(others, numels, kind)
+        assert not np.shares_memory(found, whole)
+        assert sorted(found.real) == sorted(copied.real)

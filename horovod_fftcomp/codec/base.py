@@ -17,7 +17,7 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.codec.backend import backend_for, load_backend
 from horovod_fftcomp.codec.methods.base import Encoding
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, pattern_of
-from horovod_fftcomp.codec.transforms import Identity, Transform
+from horovod_fftcomp.codec.transforms import Identity, Own, Transform
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape
 from horovod_fftcomp.wire import counter_rng
@@ -154,13 +154,13 @@ class PayloadCodec(abc.ABC):
         shape: Shape,
         kernels: Kernels,
         residual: Array | None = None,
-        own: bool = True,
+        own: Own = True,
     ) -> Coefficients:
         """Return the coefficients of a flat float32 gradient, plus those of ``residual``.
 
-        The array is new; without ``own`` it may be ``flat`` itself. The coefficients of a RAW
-        tensor are its elements. Raises ValueError if the residual has another dtype or size than
-        ``coeffs_format``.
+        ``own``: True for a new array, or an array of ``coeffs_format`` to write to, if the codec
+        can; False: it may be ``flat`` itself. The coefficients of a RAW tensor are its elements.
+        Raises ValueError if the residual has another dtype or size than ``coeffs_format``.
         """
         if residual is not None:
             check_state("residual", residual, self.coeffs_format(shape))
@@ -168,7 +168,7 @@ class PayloadCodec(abc.ABC):
 
     @abc.abstractmethod
     def _coeffs_of(
-        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: bool
+        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: Own
     ) -> Coefficients:
         """See ``coeffs_of``; the residual has been checked."""
 
@@ -251,13 +251,15 @@ class PayloadCodec(abc.ABC):
         payloads: Sequence[Array],
         backend: str | None = None,
         headers: Sequence[Header] | None = None,
+        out: Array | None = None,
     ) -> Array:
         """Return the sum of the decoded ``payloads``, float32, in the order given.
 
         Coefficients are added first and transformed back once. If one payload encodes non-finite
         values, every element of the sum is NaN. ``headers``: of the payloads, if they have been
-        read already. Raises ValueError without payloads, PayloadError for bytes that this codec
-        did not write and for payloads of different shapes.
+        read already. ``out``: flat float32, written to if all values are finite. Raises ValueError
+        without payloads, PayloadError for bytes that this codec did not write and for payloads of
+        different shapes.
         """
         if not payloads:
             raise ValueError("payloads must not be empty: the shape of the sum would be unknown")
@@ -275,11 +277,11 @@ class PayloadCodec(abc.ABC):
         if not all(header.finite for header in headers):
             return np.full(shape, np.nan, np.float32)
         checked = list(zip(map(aligned, payloads), plans, headers, strict=True))
-        return self._sum(checked, plans[0].numel, kernels).reshape(shape)
+        total = kernels.empty(plans[0].numel) if out is None else out
+        return self._sum(checked, total, kernels).reshape(shape)
 
-    def _sum(self, checked: Sequence[Checked], numel: int, kernels: Kernels) -> Array:
-        """Return the sum of checked payloads, flat float32; all are finite."""
-        total = kernels.empty(numel)
+    def _sum(self, checked: Sequence[Checked], total: Array, kernels: Kernels) -> Array:
+        """Write the sum of checked payloads, all finite, to ``total``, flat float32; return it."""
         total.fill(0)
         for number, (payload, plan, header) in enumerate(checked):
             try:

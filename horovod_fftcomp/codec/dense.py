@@ -11,7 +11,7 @@ from horovod_fftcomp.codec.base import PayloadCodec, Written, room_for
 from horovod_fftcomp.codec.methods.base import Encoding, Method
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
-from horovod_fftcomp.codec.transforms import Identity
+from horovod_fftcomp.codec.transforms import Identity, Own
 from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape
 from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.header import Header, Plan
@@ -47,14 +47,14 @@ class DenseCodec(PayloadCodec):
         return wire.dense_plan(shape, self.method.body_nbytes(shape))
 
     def _coeffs_of(
-        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: bool
+        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: Own
     ) -> Coefficients:
         """Return the elements, the residual's included; see ``PayloadCodec``."""
-        if residual is None and not own:
+        if residual is None and own is False:
             return Coefficients(flat, _UNKNOWN, 0, flat.size)
         if isinstance(self.method, SignMethod) and residual is not None:
             return self.method.add_residual(flat, residual, shape, kernels)
-        return kernels.add_residual(flat, residual, 0)
+        return Identity().forward(flat, residual, 0, kernels, own)
 
     @property
     def draws(self) -> bool:

@@ -18,7 +18,7 @@ from horovod_fftcomp.codec.base import Checked, PayloadCodec, Written, room_for
 from horovod_fftcomp.codec.methods.base import Encoding
 from horovod_fftcomp.codec.quantizers import Float32, Quantizer, RangeFloat, float_of, pattern_of
 from horovod_fftcomp.codec.sparsifiers import Threshold, TopK
-from horovod_fftcomp.codec.transforms import Identity, Transform
+from horovod_fftcomp.codec.transforms import Identity, Own, Transform
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients, Kernels, Shape
 from horovod_fftcomp.wire import counter_rng, positions
@@ -91,7 +91,7 @@ class Codec(PayloadCodec):
         return _at_loss_scale(self, scale)
 
     def _coeffs_of(
-        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: bool
+        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: Own
     ) -> Coefficients:
         """Return coefficients, the residual's included; see ``PayloadCodec``.
 
@@ -172,14 +172,14 @@ class Codec(PayloadCodec):
             _write_body(payload, plan, bitmap, codes, how.kernels)
         elif k:
             body = Body(bitmap, codes, self.coding(scale))
-            sent = how.kernels.sum_values([body], plan.numel, False)
+            sent = how.kernels.sum_values([body], how.kernels.empty(plan.numel))
             payload[plan.values_offset :] = sent.view(np.uint8)
         return Written(payload, plan, scale, False)
 
-    def _sum(self, checked: Sequence[Checked], numel: int, kernels: Kernels) -> Array:
+    def _sum(self, checked: Sequence[Checked], total: Array, kernels: Kernels) -> Array:
         """Add the coefficients of all payloads and transform back once; see ``PayloadCodec``."""
         if all(plan.layout is Layout.RAW for _, plan, _ in checked):
-            return super()._sum(checked, numel, kernels)
+            return super()._sum(checked, total, kernels)
         parts = []
         for number, (payload, plan, header) in enumerate(checked):
             try:
@@ -187,7 +187,7 @@ class Codec(PayloadCodec):
             except ValueError as error:
                 raise PayloadError(f"payload {number}: body: {error}") from error
         try:
-            return self.transform.sum(parts, numel, kernels)
+            return self.transform.sum(parts, total, kernels)
         except ValueError as error:
             raise PayloadError(f"body: {error}") from error
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from horovod_fftcomp.types import Array, Body, Coefficients
 
+Own = bool | Array  # see ``Identity.forward``
 BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -39,23 +40,23 @@ class Identity:
         return numel
 
     def forward(
-        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
+        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: Own = True
     ) -> Coefficients:
         """Return ``flat`` plus ``residual``, with the threshold of the ``k`` largest; 0: of all.
 
-        The array is new; without ``own`` it may be ``flat`` itself.
+        ``own``: True for a new array, or one to write to; False: it may be ``flat`` itself.
         """
-        if residual is None and not own:
+        if residual is None and own is False:
             return kernels.topk_threshold(flat, k, 1)
-        return kernels.add_residual(flat, residual, k)
+        return kernels.add_residual(flat, residual, k, None if isinstance(own, bool) else own)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return ``coeffs`` itself, float32 ``[numel]``."""
         return coeffs
 
-    def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
-        """Return the sum of the gradients of payload bodies, float32 ``[numel]``."""
-        return kernels.sum_values(parts, numel, False)
+    def sum(self, parts: Sequence[Body], total: Array, kernels: ModuleType) -> Array:
+        """Write the sum of the gradients of payload bodies to ``total``, float32; return it."""
+        return kernels.sum_values(parts, total)
 
     def energy(self, coeffs: Array) -> float:
         """Return the sum of squares of the gradient with these coefficients."""
@@ -91,21 +92,22 @@ class _Blocks:
         return -(-numel // self.block) * self.bins_per_block
 
     def forward(
-        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
+        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: Own = True
     ) -> Coefficients:
-        """Return the coefficients of all blocks plus ``residual``, always a new array.
+        """Return the coefficients of all blocks plus ``residual``, a new array or that of ``own``.
 
         With the threshold of the ``k`` largest; 0: of all.
         """
-        return kernels.forward_blocks(flat, self.block, residual, k, self.is_dct)
+        out = None if isinstance(own, bool) else own
+        return kernels.forward_blocks(flat, self.block, residual, k, self.is_dct, out)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return the first ``numel`` elements of the blocks with these coefficients, float32."""
         return kernels.inverse_blocks(coeffs, self.block, numel, self.is_dct)
 
-    def sum(self, parts: Sequence[Body], numel: int, kernels: ModuleType) -> Array:
-        """Return the sum of the gradients of payload bodies, float32 ``[numel]``."""
-        return kernels.sum_blocks(parts, self.block, numel, self.is_dct)
+    def sum(self, parts: Sequence[Body], total: Array, kernels: ModuleType) -> Array:
+        """Write the sum of the gradients of payload bodies to ``total``, float32; return it."""
+        return kernels.sum_blocks(parts, self.block, total, self.is_dct)
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def of_spectra(
     text = of_headers(ours, theirs, limit)
     if text or not theirs.finite:
         return text
-    kernels, is_complex = load_backend("cpu"), codec.transform.reals_per_bin == 2
+    kernels = load_backend("cpu")
     mine, cpus = (
         codec.part(aligned(payload), codec.checked_plan(payload, header), header, kernels)
         for payload, header in ((found, ours), (expected, theirs))
@@ -108,7 +108,7 @@ def of_spectra(
     least = sizes[kernels.positions_of(cpus.bitmap)].min(initial=np.inf)
     if text := _of_choices(sizes, chosen, least, 3 * limit):
         return text
-    sent, other = (kernels.sum_values([part], wanted.size, is_complex) for part in (mine, cpus))
+    sent, other = (kernels.sum_values([part], np.empty_like(wanted)) for part in (mine, cpus))
     odd = chosen[sent[chosen] != other[chosen]]
     text = _of_values(sent, wanted, odd, mine.coding, limit)
     if text or left is None:

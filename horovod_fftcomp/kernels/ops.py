@@ -140,6 +140,9 @@ class Ops(Protocol):
     def join(self, parts: Arrays, numels: Sequence[int], dtype: type = ...) -> Any:
         """Return ``parts`` of ``dtype``, by default float32, in one new array, zeros for None."""
 
+    def rejoin(self, parts: Arrays, numels: Sequence[int], dtype: type = ...) -> Any:
+        """Return the same; parts that follow one another in memory may be returned in place."""
+
     def squares(self, arrays: Arrays) -> Deferred:
         """Return a function that returns the sum of squares of each array, 0.0 for None."""
 

@@ -46,12 +46,17 @@ def empty(n: int, dtype: type = np.float32) -> Array:
 
 
 @_quiet
-def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
+def add_residual(
+    flat: Array, residual: Array | None, k: int, out: Array | None = None
+) -> Coefficients:
     """Return ``flat`` plus ``residual``, a new array, with the threshold of its ``k`` largest.
 
-    ``residual`` None stands for zeros. See ``topk_threshold``.
+    ``residual`` None stands for zeros; ``out``: the array, if there is room for it. See
+    ``topk_threshold``.
     """
-    return topk_threshold(flat.copy() if residual is None else flat + residual, k, 1)
+    total = np.empty_like(flat) if out is None else out
+    total[:] = flat if residual is None else flat + residual
+    return topk_threshold(total, k, 1)
 
 
 def topk_threshold(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
@@ -78,7 +83,7 @@ def _rows(flat: Array, length: int) -> Array:
 
 @_quiet
 def forward_blocks(
-    flat: Array, block: int, residual: Array | None, k: int, is_dct: bool
+    flat: Array, block: int, residual: Array | None, k: int, is_dct: bool, out: Array | None = None
 ) -> Coefficients:
     """Return the FFTs or DCTs of consecutive blocks plus ``residual``, with the top-k threshold.
 
@@ -86,17 +91,19 @@ def forward_blocks(
     ``[B * block / 2]``, scaled by 1 / block; bin 0 of a block holds (DC, Nyquist) as its real and
     imaginary part. The input is scaled before the transform: no coefficient exceeds the largest
     input, so that no finite gradient overflows. DCT-IIs: float32 ``[B * block]``, the orthonormal
-    DCT divided by sqrt(block). See ``topk_threshold``.
+    DCT divided by sqrt(block). ``out``: the array, if there is room for it. See ``topk_threshold``.
     """
     rows = _rows(flat, block)
     if is_dct:
         coeffs = (rows @ _dct_matrix(block).T / np.sqrt(block)).astype(np.float32).reshape(-1)
-        return add_residual(coeffs, residual, k)
+        return add_residual(coeffs, residual, k, out)
     full = np.fft.rfft(rows * np.float32(1 / block), axis=1)
     packed = full[:, :-1].astype(np.complex64)
     packed[:, 0] = full[:, 0].real + 1j * full[:, -1].real
     coeffs = packed.reshape(-1)
-    return topk_threshold(coeffs if residual is None else coeffs + residual, k, block // 2)
+    total = np.empty_like(coeffs) if out is None else out
+    total[:] = coeffs if residual is None else coeffs + residual
+    return topk_threshold(total, k, block // 2)
 
 
 def inverse_blocks(coeffs: Array, block: int, numel: int, is_dct: bool) -> Array:
@@ -213,16 +220,16 @@ def take_chosen(
     return positions.size, pack_bits(codes, coding.bits)
 
 
-def sum_values(parts: Sequence[Body], n: int, is_complex: bool) -> Array:
-    """Return the sum of sparse vectors of ``n`` elements, added in the order of ``parts``.
+def sum_values(parts: Sequence[Body], total: Array) -> Array:
+    """Write the sum of sparse vectors, added in the order of ``parts``, to ``total``; return it.
 
-    Raises ValueError, with the number of the part, for a code or a magnitude above the largest of
-    its coding.
+    ``total``: float32 or complex64, of the size of the vectors. Raises ValueError, with the number
+    of the part, for a code or a magnitude above the largest of its coding.
     """
-    total = np.zeros(n, np.complex64 if is_complex else np.float32)
+    total.fill(0)
     for number, (bitmap, packed, coding) in enumerate(parts):
         positions = positions_of(bitmap)
-        codes = unpack_bits(packed, len(positions) * (2 if is_complex else 1), coding.bits)
+        codes = unpack_bits(packed, len(positions) * total.itemsize // 4, coding.bits)
         values = decode_values(codes, coding)
         largest = codes if coding.kind in (RANGE, STEPS) else magnitude_bits(values)
         if largest.max(initial=0) > coding.largest:
@@ -233,14 +240,16 @@ def sum_values(parts: Sequence[Body], n: int, is_complex: bool) -> Array:
 
 def sum_sparse(a: Body, b: Body) -> Array:
     """Return the float32 values of the sum of two sparse vectors, at the union of positions."""
-    total = sum_values([a, b], 64 * a.bitmap.size, False)
+    total = sum_values([a, b], np.empty(64 * a.bitmap.size, np.float32))
     return total[positions_of(a.bitmap | b.bitmap)]
 
 
-def sum_blocks(parts: Sequence[Body], block: int, numel: int, is_dct: bool) -> Array:
-    """Return ``inverse_blocks`` of the sum of ``parts``, see ``sum_values``."""
-    n_bins = -(-numel // block) * block // (1 if is_dct else 2)
-    return inverse_blocks(sum_values(parts, n_bins, not is_dct), block, numel, is_dct)
+def sum_blocks(parts: Sequence[Body], block: int, total: Array, is_dct: bool) -> Array:
+    """Write ``inverse_blocks`` of the sum of ``parts`` to ``total``; see ``sum_values``."""
+    n_reals = -(-total.size // block) * block
+    bins = np.empty(n_reals, np.float32).view(np.float32 if is_dct else np.complex64)
+    total[:] = inverse_blocks(sum_values(parts, bins), block, total.size, is_dct)
+    return total
 
 
 def encode_values(values: Array, coding: Coding) -> Array:

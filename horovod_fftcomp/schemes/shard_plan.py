@@ -211,7 +211,7 @@ class ShardPlan:
             arrays = [parts[n] for n in members]
             if len(arrays) == 1 or all(array is None for array in arrays):
                 return arrays[0]
-            return ops.join(arrays, [sizes[n] for n in members], dtype)
+            return ops.rejoin(arrays, [sizes[n] for n in members], dtype)
 
         return list(map(joined, self.members, dtypes))
 

@@ -76,7 +76,9 @@ def _sum(shape: tuple[int, ...], a: Body | None, b: Body | None) -> Array:
         return _payload(shape, positions.first_ones(n, 0), np.full(1, np.nan, np.float32))
     bitmap = a.bitmap | b.bitmap
     if SUMS.plan(shape, int(np.bitwise_count(bitmap).sum())).layout is Layout.RAW:
-        return _payload(shape, positions.first_ones(n, n), kernels.sum_values([a, b], n, False))
+        return _payload(
+            shape, positions.first_ones(n, n), kernels.sum_values([a, b], kernels.empty(n))
+        )
     return _payload(shape, bitmap, kernels.sum_sparse(a, b))
 
 

@@ -6,8 +6,11 @@ freed, its memory is kept for the next array of that size, until no array is in 
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +89,31 @@ def empty(n: int, dtype: type = np.float32) -> Array:
     if n * kind.itemsize < _LEAST_NBYTES:
         return np.empty(n, kind)
     return np.asarray(_Lease(_pool, n, kind))
+
+
+def in_a_row(sizes: Sequence[int], dtype: type = np.float32) -> list[Array]:
+    """Return uninitialized arrays of these sizes, one behind the other in memory."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    whole = empty(ends[-1], dtype)
+    return [whole[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+def joined(parts: Sequence[Array | None], dtype: type) -> Array | None:
+    """Return arrays of ``in_a_row`` as one, in their memory; None if they are no such ones."""
+    whole = None if parts[0] is None else parts[0].base
+    if not isinstance(whole, np.ndarray) or whole.ndim != 1 or not whole.flags.c_contiguous:
+        return None
+    begin = end = _address(parts[0])
+    for part in parts:
+        if part is None or (part.size and (part.base is not whole or _address(part) != end)):
+            return None
+        end += part.nbytes
+    start = _address(whole)
+    return whole.view(np.uint8)[begin - start : end - start].view(dtype)
+
+
+def _address(array: Any) -> int:
+    return array.__array_interface__["data"][0]
 
 
 def zeros(n: int, dtype: type = np.float32) -> Array:

@@ -91,10 +91,12 @@ def topk_threshold(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
     return _with_threshold(coeffs, max_abs_bits(coeffs), k, bins_per_block, None)
 
 
-def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
+def add_residual(
+    flat: Array, residual: Array | None, k: int, out: Array | None = None
+) -> Coefficients:
     """See ``reference.add_residual``."""
     n = flat.size
-    out = empty(n)
+    out = empty(n) if out is None else out
     addend = NOTHING if residual is None else residual
     limits = _limits_of_sum(flat, addend, k) if k and n > 2 * SAMPLES else None
 
@@ -372,19 +374,17 @@ def _append(whole, at, words, n_bits):
             whole[to + i + 1] |= word >> (np.uint64(64) - shift)
 
 
-def sum_values(parts: Sequence[Body], n: int, is_complex: bool) -> Array:
+def sum_values(parts: Sequence[Body], total: Array) -> Array:
     """See ``reference.sum_values``."""
-    out = empty(n, np.complex64 if is_complex else np.float32)
-    reals = out.view(np.float32)
-    width = 2 if is_complex else 1
-    streams = Streams(parts, width, GROUP, -(-n // GROUP))
+    reals, width = total.view(np.float32), total.itemsize // 4
+    streams = Streams(parts, width, GROUP, -(-total.size // GROUP))
 
     def work(begin: int, end: int, first_bits: Array) -> int:
         part = reals[begin * GROUP * width : end * GROUP * width]
         return sum_groups(part, begin, width, *streams.arrays, first_bits)
 
     streams.check(threads.each(work, streams.ranges(LEAST_GROUPS)))
-    return out
+    return total
 
 
 class Streams:

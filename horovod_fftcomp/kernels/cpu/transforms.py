@@ -285,12 +285,12 @@ def span_of(block: int, width: int) -> int:
 
 
 def forward_blocks(
-    flat: Array, block: int, residual: Array | None, k: int, is_dct: bool
+    flat: Array, block: int, residual: Array | None, k: int, is_dct: bool, out: Array | None = None
 ) -> Coefficients:
     """See ``reference.forward_blocks``."""
     constants, width = constants_of(block, is_dct, False), 1 if is_dct else 2
     span = span_of(block, width)
-    out = empty(-(-flat.size // block) * block)
+    out = empty(-(-flat.size // block) * block) if out is None else out.view(np.float32)
     coeffs = out if is_dct else out.view(np.complex64)
     addend = NOTHING if residual is None else residual.view(np.float32)
     limits = _limits_of_sample(flat, addend, k, coeffs.size, constants)
@@ -329,20 +329,19 @@ def _limits_of_sample(
     return None if limits.low == limits.high else limits
 
 
-def sum_blocks(parts: Sequence[Body], block: int, numel: int, is_dct: bool) -> Array:
+def sum_blocks(parts: Sequence[Body], block: int, total: Array, is_dct: bool) -> Array:
     """See ``reference.sum_blocks``."""
     constants, width = constants_of(block, is_dct, True), 1 if is_dct else 2
     span = span_of(block, width)
-    out = empty(numel)
-    streams = Streams(parts, width, span // width, -(-numel // span))
+    streams = Streams(parts, width, span // width, -(-total.size // span))
 
     def work(begin: int, end: int, first_bits: Array) -> int:
         scratch = np.empty(2 * LANES * block, np.float32)
-        part = out[begin * span : end * span]
+        part = total[begin * span : end * span]
         return inverse_of_sum(part, begin, span, *streams.arrays, first_bits, *constants, scratch)
 
     streams.check(threads.each(work, streams.ranges(_LEAST_SPANS)))
-    return out
+    return total
 
 
 def inverse_blocks(coeffs: Array, block: int, numel: int, is_dct: bool) -> Array:

@@ -14,10 +14,11 @@ import numpy as np
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.codec.transforms import energy_of
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.transforms import Own, energy_of
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
-from horovod_fftcomp.kernels.cpu.buffer_pool import zeros
+from horovod_fftcomp.kernels.cpu.buffer_pool import in_a_row, zeros
 from horovod_fftcomp.kernels.host.momentum import MomentumOps
 from horovod_fftcomp.kernels.host.payloads import Sums, joined, sum_of, summed
 from horovod_fftcomp.kernels.ops import AnyCodec, Codecs, Encoded, Feedback, Flags, Momentum, Summed
@@ -76,9 +77,10 @@ class HostCoder:
         numbers: Sequence[int] = range(len(self._tensors))
         if message is not None and self._members and feedback.momentum is None and not measure:
             done, numbers = self._encode_small(message, grads, state, at, feedback), self._large
-        for number in numbers:
+        for number, own in zip(numbers, self._room(numbers, feedback), strict=True):
             out = None if message is None else message[self._slices[number]]
-            done[number] = self._encode(number, grads[number], state, out, at, feedback, measure)
+            one = self._encode(number, grads[number], state, out, at, feedback, measure, own)
+            done[number] = one
         ones = [done[number] for number in range(len(self._tensors))]
         if message is None:
             message = joined([one.payload for one in ones])
@@ -89,6 +91,20 @@ class HostCoder:
             [one.velocity for one in ones],
             (lambda: squares) if measure else None,
         )
+
+    def _room(self, numbers: Sequence[int], feedback: Feedback) -> list[Own]:
+        """Return where to write each tensor's coefficients, which become its residual.
+
+        One behind the other in memory: those of a tensor's pieces are joined without a copy.
+        """
+        if len(numbers) < 2 or not feedback.keep or feedback.momentum is not None:
+            return [True] * len(numbers)
+        forms = [self._codecs[n].coeffs_format(self._tensors[n].shape) for n in numbers]
+        writes = [isinstance(self._codecs[n], Codec) for n in numbers]
+        sizes = [n * kind.itemsize // 4 for kind, n in forms]
+        reals = in_a_row([size * used for size, used in zip(sizes, writes, strict=True)])
+        pairs = zip(reals, forms, writes, strict=True)
+        return [array.view(kind) if used else True for array, (kind, _), used in pairs]
 
     def _encode_small(
         self,
@@ -117,12 +133,12 @@ class HostCoder:
         at: tuple[int, int],
         feedback: Feedback,
         measure: bool,
+        own: Own,
     ) -> _One:
-        """Encode one tensor, into ``out`` if given."""
+        """Encode one tensor, into ``out`` if given; ``own``: as for ``coeffs_of`` of codecs."""
         codec, tensor = self._codecs[number], self._tensors[number]
-        old = [state.get(kind, {}).get(tensor.name) for kind in ("residual", "velocity")]
-        (residual, velocity), key = old, RngKey(at[0], tensor.name, at[1])
-        keep, moved = feedback.keep or measure, None
+        residual, velocity = (state.get(k, {}).get(tensor.name) for k in ("residual", "velocity"))
+        keep, moved, key = feedback.keep or measure, None, RngKey(at[0], tensor.name, at[1])
         if grad is None:
             grad, keep, measure = np.zeros(math.prod(tensor.shape), np.float32), False, False
             coeffs = codec.coeffs_of(grad, tensor.shape, cpu, own=False)
@@ -131,7 +147,7 @@ class HostCoder:
         else:
             if residual is not None and feedback.decay < 1:
                 residual = _scaled(residual, feedback.decay)
-            coeffs = codec.coeffs_of(grad, tensor.shape, cpu, residual, own=keep)
+            coeffs = codec.coeffs_of(grad, tensor.shape, cpu, residual, keep and own)
         wanted = codec.energy(coeffs.array, tensor.shape) if measure else 0.0
         subtract = keep and not feedback.keeps_sent
         payload, new = codec.encode_coeffs(
@@ -175,11 +191,12 @@ class HostCoder:
         high = small.scales.sum(1, np.float64) * self._gains > _OVERFLOWS
         finite = all(np.isfinite(totals[place]).all() for place in np.flatnonzero(high))
         begins = range(0, gathered.size, self._message_nbytes)
-        for number in self._large:
+        sizes = [math.prod(self._tensors[number].shape) for number in self._large]
+        for number, out in zip(self._large, in_a_row(sizes), strict=True):
             here = self._slices[number]
             payloads = [gathered[b + here.start : b + here.stop] for b in begins]
             headers = [wire.read_header(payload) for payload in payloads]
-            one = sum_of(self._codecs[number], self._tensors[number], payloads, headers)
+            one = sum_of(self._codecs[number], self._tensors[number], payloads, headers, out)
             sums[number], scales[number] = one.total, one.scales
             finite = finite and one.finite
         order = range(len(self._tensors))

@@ -50,6 +50,11 @@ class CommonOps:
         ]
         return np.concatenate(filled, out=self.empty(sum(numels), dtype))
 
+    def rejoin(self, parts: Arrays, numels: Sequence[int], dtype: type = np.float32) -> Array:
+        """See ``Ops.rejoin``."""
+        whole = buffer_pool.joined(parts, dtype)
+        return self.join(parts, numels, dtype) if whole is None else whole
+
     def squares(self, arrays: Arrays) -> Deferred:
         """See ``Ops.squares``."""
         found = [energy_of(array) for array in arrays]

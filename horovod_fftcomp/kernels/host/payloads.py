@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,16 +46,23 @@ class Sums(NamedTuple):
 
 
 def sum_of(
-    codec: AnyCodec, tensor: Tensor, payloads: Sequence[Array], headers: Sequence[Header]
+    codec: AnyCodec,
+    tensor: Tensor,
+    payloads: Sequence[Array],
+    headers: Sequence[Header],
+    out: Array | None = None,
 ) -> Sum:
-    """Decode a tensor's payloads, one of each rank, and sum them; PayloadError if corrupt."""
+    """Decode a tensor's payloads, one of each rank, and sum them; PayloadError if corrupt.
+
+    ``out``: as for ``decode_sum`` of codecs.
+    """
     try:
         for header in headers:
             if header.shape != tensor.shape:
                 raise PayloadError(
                     f"header field 'shape' is {header.shape}, expected {tensor.shape}"
                 )
-        total = codec.decode_sum(payloads, headers=headers).reshape(-1)
+        total = codec.decode_sum(payloads, headers=headers, out=out).reshape(-1)
     except PayloadError as error:
         raise PayloadError(f"tensor {tensor.name!r}: {error} (payload = rank)") from error
     finite = all(header.finite for header in headers)
@@ -69,9 +77,12 @@ def summed(codecs: Codecs, tensors: Tensors, gathered: Array, world_size: int) -
     expected = world_size * len(tensors)
     if len(payloads) != expected:
         raise PayloadError(f"{len(payloads)} payloads arrived, {expected} were expected")
+    from horovod_fftcomp.kernels.cpu.buffer_pool import in_a_row  # loads Numba
+
+    room = in_a_row([math.prod(tensor.shape) for tensor in tensors])
     sums = [
-        sum_of(codec, tensor, bodies, headers)
-        for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True))
+        sum_of(codec, tensor, bodies, headers, out)
+        for number, (codec, tensor, out) in enumerate(zip(codecs, tensors, room, strict=True))
         for headers, bodies in [tuple(zip(*payloads[number :: len(tensors)], strict=True))]
     ]
     finite = all(one.finite for one in sums)

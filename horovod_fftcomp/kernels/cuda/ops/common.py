@@ -86,6 +86,8 @@ class CommonOps:
             ]
         )
 
+    rejoin = join
+
     def squares(self, arrays: Arrays) -> Deferred:
         """See ``Ops.squares``. The sums are float64, in a fixed order."""
         rows = np.zeros(len(arrays), structs.TENSOR)
