@@ -73,9 +73,9 @@ def launches():
     ``make test`` starts few of them, CI some more. PyTorch's cases that do not depend on the
     transport run there on threads, TensorFlow's in CI.
     """
-    often = [("torch", "gloo", "transport"), ("torch_on_three", "mpi", "transport"),
-             ("tensorflow", "mpi", "few")]  # fmt: skip
+    often = [("torch", "gloo", "transport"), ("tensorflow", "mpi", "few")]
     in_ci = [("tensorflow", "mpi", "all"), ("torch", "mpi", "transport"),
+             ("torch_on_three", "mpi", "transport"),
              ("tensorflow_keras3", "gloo", "transport")]  # fmt: skip
     every = [(job, "mpi", "all") for job in JOBS]
     # No case of a GPU is for both.
