@@ -268,9 +268,9 @@ to_float16, from_float16 = codelet(_to_float16, 3), codelet(_from_float16, 2)
 
 
 def _packed_8(emit, start, mask, unit):
-    """Yield the addresses of eight units behind ``start`` that are packed by the ones of a mask.
+    """Yield the address of each of eight units among those packed behind ``start``.
 
-    That of a zero is the next one's.
+    Packed are the units whose bits in ``mask`` are ones; of another, the address is the next one's.
     """
     for lane in range(LANES):
         below = emit.builder.and_(mask, ir.Constant(I64, (1 << lane) - 1))
@@ -278,9 +278,9 @@ def _packed_8(emit, start, mask, unit):
 
 
 def _collect_8(width: int) -> Callable:
-    """Make a codelet that packs those of eight units of reals whose bits are ones in ``mask``.
+    """Make a codelet that packs those of eight units of ``width`` reals whose bits are ones.
 
-    Up to eight units are written.
+    The memory of all eight is written to.
     """
     unit = ir.IntType(32 * width)
 
