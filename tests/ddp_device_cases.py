@@ -6,6 +6,7 @@ All ranks share the GPU; without one it is an emulated one.
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -24,21 +25,13 @@ from tests.ddp_cases import (  # noqa: F401
     uses,
     wrapped,
 )
+from tests.gpu import torch_emulator
 from tests.gpu.faults import Fault
-from tests.gpu.torch_emulator import TorchEmulator
 
 HAS_GPU = torch.cuda.is_available()
 
 
-@contextlib.contextmanager
-def on_gpu():
-    """Make models that are made within lie on the GPU, or compressors use the emulated one."""
-    with pytest.MonkeyPatch.context() as patched:
-        if HAS_GPU:
-            patched.setitem(globals(), "_place", "cuda")
-        else:
-            patched.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
-        yield
+on_gpu = functools.partial(torch_emulator.on_gpu, HAS_GPU, globals(), compressor)
 
 
 _place = "cpu"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
+import pytest
 import torch
 
 from horovod_fftcomp.kernels.cuda import Launch
@@ -34,3 +38,18 @@ class TorchEmulator(TorchDevice):
 
     def _mark(self) -> Callable[[], None]:
         return lambda: None
+
+
+@contextlib.contextmanager
+def on_gpu(has_gpu: bool, cases: dict[str, Any], compressor: ModuleType) -> Iterator[None]:
+    """Make models that are made within lie on the GPU, or compressors use an emulated one.
+
+    ``cases``: globals of the file of cases, whose ``_place`` is where models are made;
+    ``compressor``: the module that chooses the device.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        if has_gpu:
+            patched.setitem(cases, "_place", "cuda")
+        else:
+            patched.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
+        yield

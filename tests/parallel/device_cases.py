@@ -6,6 +6,7 @@ Where there is none, or Horovod is built without CUDA, it is an emulated one.
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import horovod.torch as hvd
 import numpy as np
@@ -16,8 +17,8 @@ from horovod_fftcomp import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.torch import compressor
 from tests.contracts import HOST_ONLY
+from tests.gpu import torch_emulator
 from tests.gpu.faults import Fault
-from tests.gpu.torch_emulator import TorchEmulator
 from tests.parallel import models
 from tests.parallel.models import distributed, make_model, small_buckets, synchronized_step
 
@@ -27,15 +28,7 @@ _place = "cpu"
 on_another_stream = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 
 
-@contextlib.contextmanager
-def on_gpu():
-    """Make models that are made within lie on the GPU, or compressors use the emulated one."""
-    with pytest.MonkeyPatch.context() as patched:
-        if HAS_GPU:
-            patched.setitem(globals(), "_place", "cuda")
-        else:
-            patched.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
-        yield
+on_gpu = functools.partial(torch_emulator.on_gpu, HAS_GPU, globals(), compressor)
 
 
 def prepared(recipe, **options):

@@ -91,10 +91,10 @@ def empty(n: int, dtype: type = np.float32) -> Array:
     return np.asarray(_Lease(_pool, n, kind))
 
 
-def in_a_row(sizes: Sequence[int], dtype: type = np.float32) -> list[Array]:
-    """Return uninitialized arrays of these sizes, one behind the other in memory."""
+def in_a_row(sizes: Sequence[int]) -> list[Array]:
+    """Return uninitialized float32 arrays of these sizes, one behind the other in memory."""
     ends = list(itertools.accumulate(sizes, initial=0))
-    whole = empty(ends[-1], dtype)
+    whole = empty(ends[-1])
     return [whole[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
