@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -55,6 +56,13 @@ def test_a_rank_that_encodes_for_long_is_late_but_waits_for_nobody():
     text = diagnose({0: busy, 1: report(4, 6, 0, True)}, [], [], NAMES, 15)
     assert "Rank 0 is late: it has submitted all" in text
     assert "Rank 1 waits" in text
+
+
+def test_frames_are_read_beside_garbage_collections_and_new_threads():
+    command = [sys.executable, "-m", "tests.scripts.frames_of_threads"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert int(re.findall(r"frames read (\d+) times", result.stdout)[0]) > 10
 
 
 def test_a_rank_that_does_not_answer_is_late():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import gc
 import hmac
 import json
 import os
@@ -202,8 +203,7 @@ class Watch:
                 self._announce(text, now)
 
     def _message(self) -> dict[str, Any]:
-        number, text = self._announcement
-        return {"to": self.name, "told": number, "text": text}
+        return {"to": self.name, "told": self._announcement[0], "text": self._announcement[1]}
 
     def _diagnose(self, post: _Post, now: float) -> None:
         """Announce to all ranks why they wait, if they have waited too long."""
@@ -383,11 +383,9 @@ def _own_addresses() -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name[:15].encode())
-            try:
+            with contextlib.suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(asking.fileno(), 0x8915, request)  # SIOCGIFADDR
-            except OSError:
-                continue  # an interface without an address
-            addresses.append(socket.inet_ntoa(answer[20:24]))
+                addresses.append(socket.inet_ntoa(answer[20:24]))
     return [address for address in addresses if not address.startswith("127.")]
 
 
@@ -406,21 +404,24 @@ def innermost_frames() -> dict[int, tuple[CodeType, int]]:
     """Return the code object and the line that each thread is at, by thread id.
 
     Only innermost frames are read: other threads run meanwhile, and CPython 3.11 crashes on outer
-    frames that have ended. ``faulthandler`` crashes on threads that are being created.
+    frames that have ended. ``faulthandler`` crashes on threads that are being created. No garbage
+    is collected meanwhile: CPython 3.11 then holds a lock that each new thread takes, and a
+    callback that lets other threads run would wait for them for ever.
     """
+    collects = gc.isenabled()
+    gc.disable()
     frames = sys._current_frames()
+    if collects:
+        gc.enable()
     return {thread: (frame.f_code, frame.f_lineno) for thread, frame in frames.items()}
-
-
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 def _main_thread_at(threads: Mapping[int, tuple[CodeType, int]]) -> tuple[bool, str]:
     """Return whether the main thread is inside Horovod or this package, and its line."""
-    main = threading.main_thread().ident
-    if main is None or main not in threads:
+    main = threads.get(threading.main_thread().ident or 0)
+    if main is None:
         return False, ""
-    code, line = threads[main]
+    code, line = main
     horovod = getattr(sys.modules.get("horovod"), "__path__", ["/horovod/"])
-    waits = code.co_filename.startswith((_PACKAGE, *horovod))
+    waits = code.co_filename.startswith((str(Path(__file__).parents[1]), *horovod))
     return waits, f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
