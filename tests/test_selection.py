@@ -12,6 +12,8 @@ from horovod_fftcomp import get_codec
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.topk import GROUP, key_scale, kth_of_few
+from horovod_fftcomp.kernels.reference import key_exponent, max_abs_bits, topk_threshold
 from tests.contracts import positions_chosen
 
 
@@ -119,6 +121,21 @@ def test_large_tensors_choose_as_the_reference_does(kind):
             assert found[0] == found[1]
             both = [positions_chosen(load_backend(name), values, k, bins) for name in BACKENDS]
             assert both[0] == both[1]
+
+
+@pytest.mark.parametrize("kind", _keys_of_every_kind(1))
+def test_small_tensors_of_a_bucket_choose_as_the_reference_does(kind):
+    """Below and beyond a sample's size, whole groups of keys and others."""
+    for n in (2, 300, 4096, 4100, 32_768, 70_002):
+        x, found = _keys_of_every_kind(n)[kind], np.empty(-(-n // GROUP) * GROUP, np.int32)
+        for values, bins in ((x, 1), (x.view(np.complex64), 32)):
+            exponent = key_exponent(max_abs_bits(x)) if bins > 1 else 0
+            options = (bins > 1, bins, key_scale(exponent))
+            for k in sorted(
+                {1, -(-values.size // 100), -(-values.size // 3), values.size - 1} - {0}
+            ):
+                chosen = kth_of_few(x, values.size, k, options, found)
+                assert chosen == topk_threshold(values, k, bins)[2:4]
 
 
 @pytest.mark.usefixtures("n_threads")

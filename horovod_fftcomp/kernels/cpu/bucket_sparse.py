@@ -25,7 +25,7 @@ from horovod_fftcomp.kernels.cpu.positions import (
     write_offsets,
 )
 from horovod_fftcomp.kernels.cpu.sparse import add_groups, sum_groups, take_groups
-from horovod_fftcomp.kernels.cpu.topk import GROUP, fill_keys, kth_of_few
+from horovod_fftcomp.kernels.cpu.topk import GROUP, kth_of_few
 from horovod_fftcomp.kernels.cpu.transforms import forward_tiles, inverse_of_sum
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, fill_coding, float_of
 from horovod_fftcomp.kernels.cpu.vector_ir import LANES
@@ -89,7 +89,7 @@ def encode_sparse(
     # Groups of bitmaps and keys are whole.
     padded = (most + GROUP - 1) // GROUP * GROUP
     scratch, scaled = np.empty(most, np.float32), np.empty(most, np.float32)
-    keys, found = np.empty(padded, np.int32), np.empty(padded, np.int32)
+    found = np.empty(padded, np.int32)
     bitmap = np.empty(padded // 64, np.uint64)
     packed = np.empty(most // 2 + PADDING, np.uint64)
     tiles = np.empty(5 * LANES * max(transform[1], 1), np.float32)
@@ -104,17 +104,14 @@ def encode_sparse(
         finite, grid = peak <= LARGEST_FINITE_BITS, np.int64(0)
         if finite:
             grid = _write_body(
-                row, coeffs, peak, transform, entropy, subtract, keys, found, bitmap, packed,
-                payload,
-            )  # fmt: skip
+                row, coeffs, peak, transform, entropy, subtract, found, bitmap, packed, payload
+            )
         scale = peak if finite else NAN_BITS
         write_header(payload, start, changes[row.changes], scale, grid, not finite)
 
 
 @inlined
-def _write_body(
-    row, coeffs, peak, transform, entropy, subtract, keys, found, bitmap, packed, payload
-):
+def _write_body(row, coeffs, peak, transform, entropy, subtract, found, bitmap, packed, payload):
     """Select and write positions and values; return the header's grid.
 
     What the values encode is subtracted from the coefficients.
@@ -122,18 +119,15 @@ def _write_body(
     is_complex = transform[1] > 0 and not transform[0]
     bins_per_block = max(transform[1], 1) // (2 if is_complex else 1)
     scale = float_of((127 - key_exponent(peak)) << 23) if is_complex else np.float32(1)
+    options = is_complex, bins_per_block, scale
     key, ties = 0, row.n
     if row.layout != _ALL:
-        own = keys[: (row.n + 63) // 64 * 64]
-        fill_keys(coeffs, is_complex, bins_per_block, scale, own)
-        key, ties = kth_of_few(own, row.n, row.k, found)
+        key, ties = kth_of_few(coeffs, row.n, row.k, options, found)
     grid = fitted_grid(row.bits, key, peak, is_complex) if row.kind == RANGE else np.int64(0)
     coding = np.empty(7, np.int64)
     fill_coding(row.kind, row.bits, peak, grid, coding)
     words = bitmap[: (row.n + GROUP - 1) // GROUP * (GROUP // 64)]
-    n_bits = take_groups(
-        coeffs, is_complex, bins_per_block, scale, key, ties, coding, subtract, words, packed
-    )
+    n_bits = take_groups(coeffs, *options, key, ties, coding, subtract, words, packed)
     copy_bytes(packed, (n_bits + 7) // 8, payload, row.values_offset)
     used, at = bitmap[: (row.n + 63) // 64], row.header_nbytes
     if row.layout == _BITMAP:
@@ -149,7 +143,7 @@ def _write_body(
     elif row.layout != _ALL:
         symbols = bitmap.view(np.uint8)[: (row.n + 7) // 8]
         lengths = payload[at : at + row.words_offset // 2 * 2].view(np.uint16)
-        words = keys.view(np.uint32)
+        words = found.view(np.uint32)
         used = encode_chunks(
             symbols, entropy[0][row.table], entropy[1][row.table], entropy[2][row.table],
             entropy[3][row.table], lengths[: _chunks_of(row.n)], words,

@@ -153,8 +153,8 @@ def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
 def _push(state, symbol, words, free, freqs, reciprocals, shifts, biases):
     """Return (the state after encoding a symbol, the index of the last free word)."""
     f = freqs[symbol]
-    words[free] = np.uint32(state & np.uint64(0xFFFFFFFF))
-    full = state >= f << np.uint64(63 - rans.PRECISION)
+    words[np.uint64(free)] = np.uint32(state & np.uint64(0xFFFFFFFF))
+    full = state >> np.uint64(63 - rans.PRECISION) >= f
     if full:
         state >>= np.uint64(32)
     product = high_product(np.int64(state), np.int64(reciprocals[symbol]))
@@ -172,20 +172,18 @@ def encode_chunks(symbols, freqs, reciprocals, shifts, biases, lengths, out):
         begin = chunk * _CHUNK
         part = symbols[begin : min(begin + _CHUNK, symbols.size)]
         a = b = c = d = _LOWEST
-        free, i = words.size - 1, part.size - 1
-        while i >= 0:
-            lane = i % _LANES
-            if lane == 3:
-                d, free = _push(d, part[i], words, free, freqs, reciprocals, shifts, biases)
-                i -= 1
-            if lane >= 2:
-                c, free = _push(c, part[i], words, free, freqs, reciprocals, shifts, biases)
-                i -= 1
-            if lane >= 1:
-                b, free = _push(b, part[i], words, free, freqs, reciprocals, shifts, biases)
-                i -= 1
-            a, free = _push(a, part[i], words, free, freqs, reciprocals, shifts, biases)
-            i -= 1
+        free, whole = words.size - 1, part.size // _LANES * _LANES
+        if part.size > whole + 2:
+            c, free = _push(c, part[whole + 2], words, free, freqs, reciprocals, shifts, biases)
+        if part.size > whole + 1:
+            b, free = _push(b, part[whole + 1], words, free, freqs, reciprocals, shifts, biases)
+        if part.size > whole:
+            a, free = _push(a, part[whole], words, free, freqs, reciprocals, shifts, biases)
+        for i in range(whole, 0, -_LANES):
+            d, free = _push(d, part[i - 1], words, free, freqs, reciprocals, shifts, biases)
+            c, free = _push(c, part[i - 2], words, free, freqs, reciprocals, shifts, biases)
+            b, free = _push(b, part[i - 3], words, free, freqs, reciprocals, shifts, biases)
+            a, free = _push(a, part[i - 4], words, free, freqs, reciprocals, shifts, biases)
         for state in (a, b, c, d):
             out[at] = np.uint32(state & np.uint64(0xFFFFFFFF))
             out[at + 1] = np.uint32(state >> np.uint64(32))

@@ -24,8 +24,8 @@ SAMPLES = 1 << 14
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NO_KEY = np.int32(-2)  # below every key, and below -1, the limit that selects all keys from 0 up
 _ABOVE_ALL = 0x7FFFFFFF
-_TOP_BITS = 11  # of a key's 31: the exponent and three bits of the mantissa
-_MAXIMA_BITS = 16  # of a limit's 31: a lower one only lets a few more keys pass
+_FEW_SAMPLES = 2048  # of a small tensor, a multiple of 64
+_UNKNOWN_BITS = 15  # of a limit's 31: a wider range only lets a few more keys pass
 
 
 class Limits(NamedTuple):
@@ -155,7 +155,7 @@ def _sample(reals, n, is_complex, bins_per_block, scale, keys):
     stretch = n // keys.size
     for i in range(keys.size):
         random = random * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        at = i * stretch + np.int64(random >> np.uint64(33)) % stretch
+        at = i * stretch + (np.int64(random >> np.uint64(33)) * stretch >> 31)
         if is_complex:
             re, im = reals[2 * at] * scale, reals[2 * at + 1] * scale
             energy = re * re + im * im
@@ -211,45 +211,56 @@ def count_keys(keys, low, high, found, kept):
 
 
 @inlined
-def kth_of_few(keys, n, k, found):
-    """Return as ``kth_key`` for the keys of a small tensor.
+def kth_of_few(reals, n, k, options, found):
+    """Return as ``kth_key`` for a small tensor.
 
-    ``keys``: int32, the ``n`` keys and padding to a multiple of 64. ``found``: of the same size.
+    ``options``: the next arguments of ``count_groups``. ``found``: int32, whole groups.
     """
-    low, high, width = np.int32(0), np.int32(_ABOVE_ALL), (2 * k + 63) // 64 * 64
-    if 2 * width <= n:  # k keys are at least as large as the k-th of the maxima of disjoint sets
-        maxima = found[:width]
-        maxima[:] = keys[:width]
-        for begin in range(width, keys.size, width):
-            row = keys[begin : begin + width]
-            for i in range(row.size):
-                maxima[i] = max(maxima[i], row[i])
-        low = _kth_by_bits(maxima, k, low, _MAXIMA_BITS)
-    else:
-        low = _kth_by_bits(keys, k, low, _TOP_BITS)
-        high = np.int32(low + (1 << (31 - _TOP_BITS)) - 1)
-    above, _, kept = count_keys(keys, low, high, found, 0)
-    key = _kth_by_bits(found[:kept], k - above, np.int32(0), 31)
-    return np.int64(key), k - above - _count_from(found[:kept], np.int32(key + 1))
+    low, high = np.int32(0), np.int32(_ABOVE_ALL)
+    if n > 2 * _FEW_SAMPLES:
+        sample = _sample(reals, n, *options, found[:_FEW_SAMPLES])
+        rank = k * sample.size / n
+        margin = 4 * rank**0.5 + 8
+        if rank + margin <= sample.size:
+            low = _kth_by_bits(sample, np.int64(rank + margin), low, high, _UNKNOWN_BITS)
+        if rank - margin >= 1:
+            high = _kth_by_bits(sample, np.int64(rank - margin), low, high, _UNKNOWN_BITS)
+            high |= np.int32((1 << _UNKNOWN_BITS) - 1)
+    above, between, kept = count_groups(reals, *options, low, high, found)
+    if not above < k <= above + between:
+        low, high = np.int32(0), np.int32(_ABOVE_ALL)
+        above, _, kept = count_groups(reals, *options, low, high, found)
+    padded = (kept + 63) // 64 * 64
+    found[kept:padded] = _NO_KEY
+    key = _kth_by_bits(found[:padded], k - above, low, high, 0)
+    return np.int64(key), k - above - _count_above(found[:padded], key)
 
 
 @inlined
-def _kth_by_bits(keys, k, low, n_bits):
-    """Return the upper ``n_bits`` of the k-th largest key, which is at least ``low``."""
-    for bit in range(30, 30 - n_bits, -1):
-        trial = np.int32(low | np.int32(1 << bit))
-        if _count_from(keys, trial) >= k:
-            low = trial
-    return low
+def _kth_by_bits(keys, k, low, high, n_unknown):
+    """Return the k-th largest key with its lowest ``n_unknown`` bits cleared.
+
+    ``keys``: a multiple of 64. ``low``, ``high``: of the k-th largest key, both inclusive.
+    """
+    bit = 30
+    while bit >= n_unknown and not (low ^ high) >> bit:
+        bit -= 1
+    key = np.int32(low >> (bit + 1) << (bit + 1))  # the bits that all keys between them share
+    while bit >= n_unknown:
+        trial = np.int32(key | np.int32(1 << bit))
+        if _count_above(keys, trial - 1) >= k:
+            key = trial
+        bit -= 1
+    return key
 
 
 @inlined
-def _count_from(keys, least):
-    """Return the number of keys of at least ``least``; the loop is vectorized."""
-    count = np.int32(0)
-    for i in range(keys.size):
-        count += np.int32(keys[i] >= least)
-    return np.int64(count)
+def _count_above(keys, limit):
+    """Return the number of keys above ``limit``; ``keys``: a multiple of 64."""
+    at, count = np.int64(keys.ctypes.data), 0
+    for word in range(keys.size // 64):
+        count += count_ones(np.int64(mask_above(at + 256 * word, limit)))
+    return count
 
 
 @kernel
