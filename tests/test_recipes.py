@@ -294,10 +294,10 @@ def test_scalecom_spares_the_first_convolution():
 
 def test_no_bucket_is_a_large_share_of_the_model():
     """The last one that backward completes is encoded when nothing is left to hide it behind."""
-    for n_layers, n_buckets in ((1, 1), (3, 3), (16, 8), (100, 9), (1000, 50)):
+    for n_layers, n_buckets in ((1, 1), (3, 2), (16, 8), (100, 9), (1000, 50)):
         tensors = [Tensor(f"layers.{i}", (500, 600)) for i in range(n_layers)]  # 1.2 MB each
         buckets = make_buckets(tensors, make_policy("topk"))
         assert len(buckets) == n_buckets, n_layers
         assert [t for bucket in buckets for t in bucket.tensors] == tensors
-    small = [Tensor(f"layers.{i}", (100, 100)) for i in range(50)]  # 2 MB in all
+    small = [Tensor(f"layers.{i}", (100, 100)) for i in range(100)]  # 4 MB in all
     assert len(make_buckets(small, make_policy("topk"))) == 2

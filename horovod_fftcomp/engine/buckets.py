@@ -17,8 +17,9 @@ BUCKET_NBYTES = 25_000_000
 # The backward pass ends with the first layers, whose encoding then overlaps with nothing. So no
 # bucket may be a large part of the model...
 _LARGEST_SHARE = 1 / 8
-# ... unless it is so small that encoding takes no longer than a collective of its own, about 1 ms.
-_SMALL_NBYTES = 1_000_000
+# ... unless it is so small that the last one's encoding, 1 to 3 ms, takes no longer than what more
+# buckets cost: each takes a collective, and calls between threads.
+_SMALL_NBYTES = 3_000_000
 
 
 class Bucket(NamedTuple):
@@ -57,7 +58,7 @@ def make_buckets(
     ``min_numel`` elements are left out unless signs are sent, as is the first convolution if the
     recipe spares it (``Recipe.spares_first``); recipe "none" has no buckets. A bucket holds whole
     tensors of at most ``capacity_nbytes`` in float32, and at most an eighth of all compressed bytes
-    or 1 MB, whichever is larger; a larger tensor has a bucket to itself. By its size and
+    or 3 MB, whichever is larger; a larger tensor has a bucket to itself. By its size and
     ``world_size`` exchange "auto" is decided. Under a policy with scope "model" one bucket holds
     all tensors.
     """
