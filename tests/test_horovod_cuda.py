@@ -50,6 +50,7 @@ def test_a_missing_toolkit_is_told(tmp_path):
 
 
 @pytest.mark.torch
+@pytest.mark.more  # loads PyTorch and Horovod anew
 def test_a_pytorch_for_cpus_is_told():
     torch = pytest.importorskip("torch")
     if torch.version.cuda:
