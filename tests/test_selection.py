@@ -12,7 +12,13 @@ from horovod_fftcomp import get_codec
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels import threads
-from horovod_fftcomp.kernels.cpu.topk import GROUP, key_scale, kth_of_few
+from horovod_fftcomp.kernels.cpu.topk import (
+    _FEW_SAMPLES,
+    GROUP,
+    _sample,
+    key_scale,
+    kth_of_few,
+)
 from horovod_fftcomp.kernels.reference import key_exponent, max_abs_bits, topk_threshold
 from tests.contracts import positions_chosen
 
@@ -136,6 +142,16 @@ def test_small_tensors_of_a_bucket_choose_as_the_reference_does(kind):
             ):
                 chosen = kth_of_few(x, values.size, k, options, found)
                 assert chosen == topk_threshold(values, k, bins)[2:4]
+
+
+def test_a_sample_that_misleads_costs_time_alone():
+    n, options, places = 9000, (False, 1, np.float32(1)), np.arange(9000, dtype=np.int32)
+    sampled = _sample(places.view(np.float32), n, *options, np.empty(_FEW_SAMPLES, np.int32))
+    x = np.linspace(0.1, 1, n, dtype=np.float32)
+    x[sampled] += 9  # all of the sample lies above all the rest
+    found = np.empty(-(-n // GROUP) * GROUP, np.int32)
+    for k in (_FEW_SAMPLES + 1, n // 2, n - 1):
+        assert kth_of_few(x, n, k, options, found) == topk_threshold(x, k, 1)[2:4]
 
 
 @pytest.mark.usefixtures("n_threads")

@@ -396,8 +396,7 @@ def _report(steps: Watched | None, progress: Progress, quiet_s: float) -> Report
     threads = innermost_frames()
     if progress.inside and not steps.may_wait({code for code, _ in threads.values()}):
         progress = progress._replace(inside=False)
-    waits, where = _main_thread_at(threads)
-    return Report(progress, quiet_s, waits, where, ranges(steps.missing()))
+    return Report(progress, quiet_s, *_main_thread_at(threads), ranges(steps.missing()))
 
 
 def innermost_frames() -> dict[int, tuple[CodeType, int]]:
@@ -408,18 +407,19 @@ def innermost_frames() -> dict[int, tuple[CodeType, int]]:
     is collected meanwhile: CPython 3.11 then holds a lock that each new thread takes, and a
     callback that lets other threads run would wait for them for ever.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    frames = sys._current_frames()
-    if collects:
-        gc.enable()
+    if collects := gc.isenabled():
+        gc.disable()
+    try:
+        frames = sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
     return {thread: (frame.f_code, frame.f_lineno) for thread, frame in frames.items()}
 
 
 def _main_thread_at(threads: Mapping[int, tuple[CodeType, int]]) -> tuple[bool, str]:
     """Return whether the main thread is inside Horovod or this package, and its line."""
-    main = threads.get(threading.main_thread().ident or 0)
-    if main is None:
+    if (main := threads.get(threading.main_thread().ident or 0)) is None:
         return False, ""
     code, line = main
     horovod = getattr(sys.modules.get("horovod"), "__path__", ["/horovod/"])
