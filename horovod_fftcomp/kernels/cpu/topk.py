@@ -24,7 +24,7 @@ SAMPLES = 1 << 14
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NO_KEY = np.int32(-2)  # below every key, and below -1, the limit that selects all keys from 0 up
 _ABOVE_ALL = 0x7FFFFFFF
-_FEW_SAMPLES = 2048  # of a small tensor, a multiple of 64
+_FEW_SAMPLES = 2048  # at least, and of a small tensor of a bucket; a multiple of 64
 _UNKNOWN_BITS = 15  # of a limit's 31: a wider range only lets a few more keys pass
 
 
@@ -68,7 +68,7 @@ def suggest(keys: Array, k: int, n: int, spread: float) -> Limits:
 
 def samples_of(n: int) -> int:
     """Return the size of a sample of ``n`` keys: sorting it must not take longer than the pass."""
-    return min(SAMPLES, max(2048, n // 64))
+    return min(SAMPLES, max(_FEW_SAMPLES, n // 64))
 
 
 def capacity_for(n: int) -> int:
