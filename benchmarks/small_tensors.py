@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from horovod_fftcomp import get_scheme, mpi, set_num_threads, wire
+from horovod_fftcomp import get_scheme, mpi, set_num_threads
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
@@ -46,8 +46,7 @@ def codec_works(recipe: str, whole: np.ndarray, parts: list[np.ndarray]) -> dict
     """Return a step of one tensor and of many: encoding with error feedback and decoding."""
     codec, kernels = get_scheme(recipe).codec, load_backend("cpu")
     table = BucketCodec([codec] * COUNT, [SHAPE] * COUNT)
-    nbytes = wire.align(codec.payload_nbytes(SHAPE))
-    offsets, message = np.arange(COUNT) * nbytes, np.zeros(COUNT * nbytes, np.uint8)
+    message = np.zeros(table.message_nbytes, np.uint8)
     keys = np.arange(COUNT, dtype=np.uint64) if isinstance(codec, DenseCodec) else None
     grads, flat = [part.reshape(-1) for part in parts], whole.reshape(-1)
     out = np.zeros(codec.payload_nbytes(whole.shape), np.uint8)
@@ -62,8 +61,8 @@ def codec_works(recipe: str, whole: np.ndarray, parts: list[np.ndarray]) -> dict
 
     def many() -> None:
         message.fill(0)
-        carried["many"] = table.encode(grads, carried["many"], message, offsets, keys).residuals
-        table.sum(message, 1, message.size, offsets)
+        carried["many"] = table.encode(grads, carried["many"], message, keys).residuals
+        table.sum(message, 1)
 
     return {"codec_large": one, "codec_small": many}
 

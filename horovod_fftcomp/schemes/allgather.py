@@ -70,13 +70,14 @@ def gather(
     if context.second is not None:
         shards = exchange_shards(codecs, tensors, grads, state, context, feedback)
         return Gathered((yield from shards))
-    coder = context.ops.coder(codecs, tensors, context.world_size)
+    ops = context.ops
+    coder = ops.coder(codecs, tensors, context.world_size)
     # Votes have no relative error.
     measure = context.measures and feedback.sign != "vote" and not feedback.keeps_sent
     encoded = coder.encode(grads, state, (context.step, context.rank), feedback, measure)
     gathered = yield Round("allgather", encoded.message)
     summed = coder.decode_sum(gathered, feedback.sign)
-    residuals = low_passed(context.ops, tensors, state, encoded.residuals, feedback.beta)
+    residuals = low_passed(ops, tensors, state, encoded.residuals, feedback.beta)
     new: dict[str, Sequence[Any]] = {"residual": residuals} if feedback.keep else {}
     if feedback.momentum is not None:
         new["velocity"] = encoded.velocities

@@ -154,7 +154,7 @@ class StepDriver(steps.StepDriver):
         if (value.dtype, value.stride(), value.device) != (grad.dtype, grad.stride(), grad.device):
             value = self._converted(value, grad, context.slot)
         self._n_pending -= 1
-        if not self._n_pending:
+        if self._bad and not self._n_pending:
             self._not_finite.observe(self._bad, self._engine.rank, self._ranks)
         return value
 

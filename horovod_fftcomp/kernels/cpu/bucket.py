@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import PayloadCodec, aligned
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
@@ -49,11 +51,17 @@ class Sums(NamedTuple):
 class BucketCodec:
     """Codecs of the small tensors of a bucket, with tables of all that shapes determine.
 
-    ``members``: the indices of its tensors among those given: of fixed size, not RAW, and no larger
-    than one thread's share. Bytes and sums are those of the codecs themselves.
+    Payloads of fixed size, one of each tensor, lie in a message of ``message_nbytes`` at
+    ``slices``. ``members``: the indices of the tensors that are encoded and summed here: not RAW,
+    and no larger than one thread's share. ``draws``: whether any of these uses random numbers.
+    Bytes and sums are those of the codecs themselves.
     """
 
     def __init__(self, codecs: Sequence[PayloadCodec], shapes: Sequence[Shape]) -> None:
+        sizes = [codec.payload_nbytes(shape) for codec, shape in zip(codecs, shapes, strict=True)]
+        ends = list(itertools.accumulate(map(wire.align, sizes), initial=0))
+        self.message_nbytes = ends[-1]
+        self.slices = [slice(a, a + size) for a, size in zip(ends[:-1], sizes, strict=True)]
         self.members: list[int] = []
         groups = groups_of(codecs, shapes)
         for _, members in groups:
@@ -61,7 +69,7 @@ class BucketCodec:
         own = [(codecs[number], shapes[number]) for number in self.members]
         self._formats = [codec.coeffs_format(shape) for codec, shape in own]
         self._sizes = [(_FLOAT32, math.prod(shape)) for _, shape in own]
-        self._ends = np.array([codec.payload_nbytes(shape) for codec, shape in own], np.int64)
+        self._offsets = np.array([ends[number] for number in self.members], np.int64)
         self._kept, self._totals = _Arena(self._formats), _Arena(self._sizes)
         self._groups: list[tuple[slice, Group]] = []
         for kind, members in groups:
@@ -69,7 +77,7 @@ class BucketCodec:
             here = slice(first, first + len(members))
             firsts = self._kept.firsts[here], self._totals.firsts[here]
             self._groups.append((here, kind(own[here], *firsts)))
-        self._draws = any(isinstance(codec, DenseCodec) and codec.method.draws for codec, _ in own)
+        self.draws = any(isinstance(codec, DenseCodec) and codec.method.draws for codec, _ in own)
         self._zeros = np.zeros(max((size for _, size in self._sizes), default=0), np.float32)
 
     def encode(
@@ -77,13 +85,12 @@ class BucketCodec:
         grads: Arrays,
         residuals: Arrays,
         message: Array,
-        offsets: Array,
         keys: Array | None = None,
         keep: bool = True,
         decay: float = 1.0,
         momentum: bool = False,
     ) -> Encoded:
-        """Write the members' payloads into ``message``, uint8 zeros, at ``offsets``, int64.
+        """Write the members' payloads into ``message``, uint8 zeros.
 
         ``grads``: flat float32; None is sent as zeros, without its residual. ``residuals``: as of
         the codecs, None for zeros; multiplied by ``decay`` first. ``keys``: the codecs' ``key_at``,
@@ -96,8 +103,9 @@ class BucketCodec:
             for number in frozen:
                 grads[number] = self._zeros[: self._sizes[number][1]]
                 residuals[number] = None
-        self._check_offsets(offsets, message.size)
-        if keys is None and self._draws:
+        if message.size != self.message_nbytes:
+            raise ValueError(f"message has {message.size} bytes, expected {self.message_nbytes}")
+        if keys is None and self.draws:
             raise ValueError("keys are None, but a codec of this bucket draws random numbers")
         at = addresses("gradient", grads, self._sizes)
         old = addresses("residual", residuals, self._formats)
@@ -107,7 +115,7 @@ class BucketCodec:
         numbers = np.zeros(len(self.members), np.uint64) if keys is None else keys
         options = np.float32(decay), kept is not None and not momentum
         for here, group in self._groups:
-            columns = at[here], old[here], offsets[here], numbers[here], peaks[here]
+            columns = at[here], old[here], self._offsets[here], numbers[here], peaks[here]
             group.encode(columns, start, message, *options)
         if kept is None:
             return Encoded([None] * len(peaks), peaks)
@@ -117,37 +125,25 @@ class BucketCodec:
             views[number] = None
         return Encoded(views, peaks)
 
-    def sum(self, gathered: Array, n_ranks: int, message_nbytes: int, offsets: Array) -> Sums:
-        """Return the sums of the payloads at ``offsets`` of all ranks' messages, one after another.
+    def sum(self, gathered: Array, n_ranks: int) -> Sums:
+        """Return the sums of the payloads in all ranks' messages, one after another.
 
         ``gathered``: uint8. A tensor whose payload has another header than this codec's, or a
         corrupt body, has no total; see ``Sums``.
         """
         scales = np.zeros((len(self.members), n_ranks), np.int64)
-        if gathered.size != n_ranks * message_nbytes:
+        if gathered.size != n_ranks * self.message_nbytes:
             return Sums([None] * len(self.members), scales.astype(np.float32))
-        self._check_offsets(offsets, message_nbytes)
         gathered = aligned(gathered)
         totals = self._totals.new()
         bad = np.zeros(len(self.members), np.uint8)
         for here, group in self._groups:
-            columns = offsets[here], scales[here], bad[here]
-            group.sum(columns, totals.ctypes.data, gathered, n_ranks, message_nbytes)
+            columns = self._offsets[here], scales[here], bad[here]
+            group.sum(columns, totals.ctypes.data, gathered, n_ranks, self.message_nbytes)
         views = self._totals.views(totals)
         for number in np.flatnonzero(bad).tolist():
             views[number] = None
         return Sums(views, scales.astype(np.int32).view(np.float32))
-
-    def _check_offsets(self, offsets: Array, nbytes: int) -> None:
-        """Raise ValueError unless payloads at ``offsets`` lie in ``nbytes`` and are aligned."""
-        if len(offsets) != len(self._ends):
-            raise ValueError(f"there are {len(offsets)} offsets, expected {len(self._ends)}")
-        outside = (offsets < 0) | (offsets + self._ends > nbytes) | (offsets % 8 != 0)
-        if outside.any():
-            raise ValueError(
-                f"a payload of {self._ends[outside][0]} bytes is at offset {offsets[outside][0]} "
-                f"of a message of {nbytes} bytes, expected within it, at a multiple of 8"
-            )
 
 
 class _Arena:

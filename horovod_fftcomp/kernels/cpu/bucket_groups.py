@@ -204,9 +204,7 @@ def groups_of(
     share = sum(map(math.prod, shapes)) // threads.get_num_threads()
     most = max(_ONE_THREADS, min(_MOST, share))
     for number, (codec, shape) in enumerate(zip(codecs, shapes, strict=True)):
-        if math.prod(shape) > most or not codec.has_fixed_size:
-            continue
-        if codec.plan(shape).layout is Layout.RAW:
+        if math.prod(shape) > most or codec.plan(shape).layout is Layout.RAW:
             continue
         if isinstance(codec, Codec):
             sparse.setdefault(codec.transform, []).append(number)

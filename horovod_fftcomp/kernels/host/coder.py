@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import threading
@@ -51,19 +50,12 @@ class HostCoder:
     def __init__(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> None:
         self._codecs, self._tensors, self._n_ranks = codecs, tensors, n_ranks
         self._is_fixed = all(codec.has_fixed_size for codec in codecs)
-        self._slices: list[slice] = []  # of the payloads in a message, if sizes are fixed
         if not self._is_fixed:
             return
-        shapes = [tensor.shape for tensor in tensors]
-        sizes = [codec.payload_nbytes(shape) for codec, shape in zip(codecs, shapes, strict=True)]
-        ends = list(itertools.accumulate(map(wire.align, sizes), initial=0))
-        self._message_nbytes = ends[-1]
-        self._slices = [slice(a, a + size) for a, size in zip(ends[:-1], sizes, strict=True)]
-        self._small = BucketCodec(codecs, shapes)
-        self._members = self._small.members
+        self._small = BucketCodec(codecs, [tensor.shape for tensor in tensors])
+        self._members, self._slices = self._small.members, self._small.slices
         among = set(self._members)
         self._large = [number for number in range(len(tensors)) if number not in among]
-        self._offsets = np.array([ends[number] for number in self._members], np.int64)
         self._gains = np.array([codecs[n].transform.gain for n in self._members], np.float64)
         own = [(codecs[number], tensors[number].name) for number in self._members]
         self._names = counter_rng.named((getattr(codec, "seed", 0), name) for codec, name in own)
@@ -73,11 +65,12 @@ class HostCoder:
     ) -> Encoded:
         """See ``Coder.encode``."""
         done: dict[int, _One] = {}
-        message = zeros(self._message_nbytes, np.uint8) if self._is_fixed else None
+        message = zeros(self._small.message_nbytes, np.uint8) if self._is_fixed else None
         numbers: Sequence[int] = range(len(self._tensors))
         if message is not None and self._members and feedback.momentum is None and not measure:
             done, numbers = self._encode_small(message, grads, state, at, feedback), self._large
-        for number, own in zip(numbers, self._room(numbers, feedback), strict=True):
+        rooms = self._room(numbers, feedback) if numbers else []
+        for number, own in zip(numbers, rooms, strict=True):
             out = None if message is None else message[self._slices[number]]
             one = self._encode(number, grads[number], state, out, at, feedback, measure, own)
             done[number] = one
@@ -118,9 +111,9 @@ class HostCoder:
         old, tensors = state.get("residual", {}), self._tensors
         own = [grads[number] for number in self._members]
         residuals = [old.get(tensors[number].name) for number in self._members]
-        keys = counter_rng.draws(self._names, *at)
+        keys = counter_rng.draws(self._names, *at) if self._small.draws else None
         options = keys, feedback.keep, feedback.decay, feedback.keeps_sent
-        encoded = self._small.encode(own, residuals, message, self._offsets, *options)
+        encoded = self._small.encode(own, residuals, message, *options)
         pairs = zip(self._members, encoded.residuals, strict=True)
         return {number: _One(message, residual) for number, residual in pairs}
 
@@ -182,7 +175,7 @@ class HostCoder:
 
     def _fixed_sums(self, gathered: Array) -> Sums | None:
         """Return the sums of payloads that are all finite and as long as expected, else None."""
-        small = self._small.sum(gathered, self._n_ranks, self._message_nbytes, self._offsets)
+        small = self._small.sum(gathered, self._n_ranks)
         totals = [total for total in small.totals if total is not None]
         if len(totals) < len(self._members):
             return None
@@ -190,9 +183,9 @@ class HostCoder:
         scales = dict(zip(self._members, small.scales.tolist(), strict=True))
         high = small.scales.sum(1, np.float64) * self._gains > _OVERFLOWS
         finite = all(np.isfinite(totals[place]).all() for place in np.flatnonzero(high))
-        begins = range(0, gathered.size, self._message_nbytes)
+        begins = range(0, gathered.size, self._small.message_nbytes)
         sizes = [math.prod(self._tensors[number].shape) for number in self._large]
-        for number, out in zip(self._large, in_a_row(sizes), strict=True):
+        for number, out in zip(self._large, in_a_row(sizes) if sizes else [], strict=True):
             here = self._slices[number]
             payloads = [gathered[b + here.start : b + here.stop] for b in begins]
             headers = [wire.read_header(payload) for payload in payloads]
