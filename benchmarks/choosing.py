@@ -110,16 +110,16 @@ def holds(lost: tuple[float | None, float | None], limits: tuple[float, float]) 
     )
 
 
-def codec_s(option: advice.Option) -> float:
-    """Return the seconds that a rank of eight computes for an exchange."""
-    parts = (part.on(8) for part in option.parts)
-    return sum(part.encode_s + part.decode_s + 8 * part.decode_each_s for part in parts)
+def codec_s(part: Transfer) -> float:
+    """Return the seconds that a rank of eight computes for a part of an exchange."""
+    there = part.on(8)
+    return there.encode_s + there.decode_s + 8 * there.decode_each_s
 
 
 def measure() -> dict[str, Any]:
-    """Return the parts of a step of every recipe and model, the fastest of those timed here.
+    """Return the parts of a step of every recipe and model, each the fastest of those timed here.
 
-    A machine that others share is slow for minutes, so all recipes are timed in several passes.
+    A machine that others share is slow at times, so all recipes are timed in several passes.
     """
     recipes = [*ROWS[1:], "fp16"]
     sizes = {model.numel: model for model in MODELS}
@@ -132,7 +132,9 @@ def measure() -> dict[str, Any]:
         options = convergence.with_exchange(choice.name, choice.options)
         option = advice.compressed(choice.label, choice.name, options, model.tensors, {}, 3)
         known = fastest.get((model.numel, recipe), option)
-        fastest[model.numel, recipe] = min(known, option, key=codec_s)
+        pairs = zip(known.parts, option.parts, strict=True)
+        parts = [min(pair, key=codec_s) for pair in pairs]
+        fastest[model.numel, recipe] = option._replace(parts=parts)
     timed: dict[str, dict[str, Any]] = {str(numel): {} for numel in sizes}
     for (numel, recipe), option in fastest.items():
         timed[str(numel)][recipe] = {
