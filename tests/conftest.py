@@ -15,6 +15,8 @@ from hypothesis import settings
 
 from horovod_fftcomp.tools.run.launcher import RANK_VARIABLES
 
+from . import loops
+
 # The first example may compile a kernel.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -31,6 +33,11 @@ SAMPLE = 0.25  # the share of a ``sampled`` test's cases that make test runs
 
 
 _n_cases = Counter()  # of each test so far
+
+
+def pytest_addoption(parser):
+    """Add an option that selects what concerns one recipe."""
+    parser.addoption("--recipe", default="", help="run the cases with this recipe in their names")
 
 
 def pytest_itemcollected(item):
@@ -52,8 +59,11 @@ def pytest_collection_finish():
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Spread the tests that start jobs over a run, the longest first, but not over its end."""
+    loops.recipe = config.getoption("--recipe")
+    if loops.recipe:
+        items[:] = filter(_is_of_recipe, items)
     jobs = [item for item in items if item.get_closest_marker("parallel")]
     longest = "test_on_ranks[tensorflow-mpi-all]"
     jobs.sort(key=lambda item: (item.path.name != "test_parallel.py", item.name != longest))
@@ -62,6 +72,12 @@ def pytest_collection_modifyitems(items):
     for number, job in enumerate(jobs):
         others.insert(number * (between + 1), job)
     items[:] = others
+
+
+def _is_of_recipe(item):
+    """Return whether a test, or one of the cases through which it goes, is of the recipe."""
+    _, cases = getattr(getattr(item, "function", None), "looped", (None, ()))
+    return any(map(loops.is_of_recipe, [item.name, *map(loops.in_words, cases)]))
 
 
 @pytest.fixture(params=[1, 3])

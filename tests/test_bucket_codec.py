@@ -27,10 +27,15 @@ from horovod_fftcomp.wire.positions import Layout
 from .contracts import CODECS, make_codec
 from .loops import each
 
+
+def has_bucket_kernels(codec: object) -> bool:
+    """Return whether a bucket's compiled calls, of sparse and of some dense codecs, serve it."""
+    is_dense = isinstance(codec, DenseCodec)
+    return codec.method.cuda is not None if is_dense else isinstance(codec, Codec)
+
+
 FIXED = [
-    key
-    for key in CODECS
-    if make_codec(key).has_fixed_size and isinstance(make_codec(key), (Codec, DenseCodec))
+    key for key in CODECS if make_codec(key).has_fixed_size and has_bucket_kernels(make_codec(key))
 ]
 SHAPES = [
     *((1,), (63,), (64,), (65,), (1000,), (4096,), (4097,), (0,), (3, 0), ()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests import loops
 from tests.loops import each
 
 
@@ -59,3 +60,17 @@ def test_a_case_that_is_skipped_is_told_after_all_others():
     with pytest.raises(pytest.skip.Exception, match="1 of 3 cases, first: n=1: no library"):
         test_some()
     assert seen == [0, 2]
+
+
+def test_only_the_cases_of_a_recipe_are_gone_through(monkeypatch):
+    seen = []
+
+    @each("key", ["topk", "topk-2-bits", "gtopk", "topk_plus", "sign"])
+    def test_keys(key):
+        seen.append(key)
+
+    monkeypatch.setattr(loops, "recipe", "topk")
+    test_keys()
+    assert seen == ["topk", "topk-2-bits"]
+    assert loops.is_of_recipe("test_a_step[topk-options3]")
+    assert not loops.is_of_recipe("test_topk_is_fast")
