@@ -51,7 +51,7 @@ def test_sums_are_those_of_a_simulation(recipe, exchange):
             assert mean.tobytes() == expected.average.tobytes()
         else:
             scale = np.abs(expected.average).max()
-            tolerance = 2e-3 if recipe == "fp16" else 1e-6
+            tolerance = 2e-3 if recipe in payloads.SUMS_OF_FLOAT16 else 1e-6
             np.testing.assert_allclose(mean, expected.average, rtol=0, atol=tolerance * scale)
     if recipe not in ("none", "fp16", "bf16"):
         np.testing.assert_allclose(

@@ -41,6 +41,8 @@ STEPS_TOGETHER, COMPARED = 50, 4  # the first are compared with a simulation
 EACH = [name for name in list_compressors() if name not in TOGETHER]
 # One of each list of rounds: what else a recipe does no transport changes.
 OF_EACH_ROUND = ("none", "fp16", "topk", "scalecom", "gtopk", "powersgd")
+# Defaults whose sums are of float16: an allreduce rounds them in its own order.
+SUMS_OF_FLOAT16 = ("fp16", "arctopk")
 RULES = [(name, {"recipe": name, **options}) for name, options in TOGETHER.items()]
 
 
@@ -115,5 +117,8 @@ def check_together(found: list[np.ndarray], gradients: np.ndarray) -> None:
     """Assert that the first means are those of a simulation; allreduce adds in its own order."""
     for step, expected in zip(found[:COMPARED], simulated_together(gradients), strict=True):
         for name, mean, simulated in zip(TOGETHER, step, expected, strict=True):
+            tolerance = 2e-3 if name in SUMS_OF_FLOAT16 else 2e-5
             scale = np.abs(simulated).max()
-            np.testing.assert_allclose(mean, simulated, atol=2e-5 * scale, rtol=0, err_msg=name)
+            np.testing.assert_allclose(
+                mean, simulated, atol=tolerance * scale, rtol=0, err_msg=name
+            )

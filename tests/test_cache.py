@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from numba.core import caching
@@ -84,14 +85,14 @@ def test_without_numbas_private_cache_kernels_compile_and_one_warning_says_so(mo
 def test_processes_that_compile_at_the_same_time_agree(tmp_path):
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", SCRIPT]
-    running = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    printed = [process.communicate(timeout=300)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    later = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert len({*printed, later.stdout}) == 1
+
+    def run(_: int) -> str:
+        options = {"env": environment, "capture_output": True, "text": True}
+        return subprocess.run(command, check=True, timeout=900, **options).stdout
+
+    with ThreadPoolExecutor(2) as threads:
+        printed = [*threads.map(run, range(2)), run(2)]
+    assert len(set(printed)) == 1
 
 
 ORTHONORMAL = """

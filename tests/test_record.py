@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from concurrent.futures import wait
 from pathlib import Path
 
 import numpy as np
@@ -199,7 +200,7 @@ def test_check_raises_without_waiting(tmp_path, monkeypatch):
     monkeypatch.setattr(gradient_recorder, "_write", lambda path, grads: time.sleep(0.1) or 1 / 0)
     recorder.append(0, grads_of(0))
     recorder.check()
-    time.sleep(0.3)
+    wait([recorder._writing], 60)
     with pytest.raises(ZeroDivisionError):
         recorder.check()
     recorder.check()

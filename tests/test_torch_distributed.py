@@ -280,7 +280,7 @@ def test_the_lightning_example_continues_from_its_checkpoint(tmp_path):
     written: list[str] = []
     for epochs in (3, 4):
         resume = ["--resume", written[0]] if written else []
-        run = torchrun("examples/lightning_digits.py", "--recipe", "topk", "--epochs", epochs,
+        run = torchrun("examples/lightning_digits.py", "--compression", "topk", "--epochs", epochs,
                        "--out", tmp_path, *resume)  # fmt: skip
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
         pattern = r"accuracy ([\d.]+)%, (\d+) steps, ([\d.]+) times fewer .*; wrote (.*)"

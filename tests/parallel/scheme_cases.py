@@ -87,7 +87,7 @@ def test_reduced_gradients_are_those_of_a_simulation(recipe, options, same_every
     gathers = "allgather" in get_scheme(recipe).rounds
     for found, expected in zip(reduced, simulate(recipe, gradients, **options), strict=True):
         scale = np.abs(expected.average).max()
-        tolerance = 2e-3 if recipe == "fp16" else 1e-6
+        tolerance = 2e-3 if recipe in payloads.SUMS_OF_FLOAT16 else 1e-6
         within = {"rtol": 2e-7} if gathers else {"rtol": 0, "atol": tolerance * scale}
         np.testing.assert_allclose(found.numpy(), expected.average, **within)
 
@@ -185,9 +185,9 @@ def test_ranks_that_step_alone_meet_again(recipe, same_everywhere):
 class LocalTraining:
     """Model that each rank trains alone, in periods of 2 steps."""
 
-    def __init__(self, **options):
+    def __init__(self, rules=(), **options):
         self.model = make_model()
-        self.compression = small_buckets(self.model, "topk")
+        self.compression = small_buckets(self.model, "topk", rules=rules)
         self.local = LocalSteps(self.model, self.compression, period=2, **options)
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.parts = self.model, self.optimizer, self.compression, self.local
@@ -232,7 +232,9 @@ def test_an_outer_optimizer_takes_mean_changes_as_gradients(
 
 @pytest.mark.transport
 def test_local_steps_continue_exactly_from_a_checkpoint():
-    whole, begun, resumed = (LocalTraining(outer=nesterov(0.7, 0.9)) for _ in range(3))
+    # Nothing is dense: three ranks add in an order that depends on what Horovod happens to fuse.
+    options = {"rules": [("*", 0.1)], "outer": nesterov(0.7, 0.9)}
+    whole, begun, resumed = (LocalTraining(**options) for _ in range(3))
     for number in range(9):
         whole.step(number)
     for number in range(5):
