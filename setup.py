@@ -42,7 +42,7 @@ EXTRAS = {
 setup(
     name="horovod_fftcomp",
     version=VERSION,
-    description="Gradient compression for data-parallel training on stock Horovod",
+    description="Gradient compression for data-parallel training: Horovod, torch.distributed",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -327,7 +327,7 @@ def make_page(
             f"at most {limits[0]} points lost on `resnet`, {100 * limits[1]:.0f} % on `charlm`. "
             "Of those that take as long, within 5 %, the one that loses least of a gradient. How "
             "many times faster a step is than dense, and than with `fp16`, stands beside it; in "
-            "brackets which part the first is of what an exchange would gain that took no time; "
+            "brackets the first as a share of the speed-up if an exchange took no time; "
             "`none`: less than 5 %.",
             "",
         ]

@@ -1,6 +1,6 @@
 """Train three tasks with every recipe by simulated learners: quality against bytes.
 
-    python benchmarks/convergence.py              # the committed table: under 2 hours on 2 cores
+    python benchmarks/convergence.py              # the committed table: nine hours of one core
     python benchmarks/convergence.py --form short # minutes
     python benchmarks/convergence.py --form long  # a night
 

@@ -1,7 +1,7 @@
 """Train a net on handwritten digits with Lightning, whose DDP exchanges compressed gradients.
 
     pip install lightning
-    torchrun --nproc-per-node 2 examples/lightning_digits.py --recipe fft
+    torchrun --nproc-per-node 2 examples/lightning_digits.py --compression fft
 
 The images come with scikit-learn. What compression adds to a script is ``CompressGradients``, a
 callback of the trainer.
@@ -78,7 +78,7 @@ def main() -> None:
     """Train, and print accuracy and compression ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--recipe", default="fft", help="recipe (default: %(default)s)")
+    add("--compression", default="fft", help="recipe (default: %(default)s)")
     add("--epochs", type=int, default=8, help="passes over the images (default: %(default)s)")
     add("--lr", type=float, default=0.05, help="learning rate (default: %(default)s)")
     add(
@@ -92,7 +92,7 @@ def main() -> None:
     lightning.seed_everything(0)
     x_train, x_test, y_train, y_test = map(torch.from_numpy, digits.load_data())
     loader = DataLoader(TensorDataset(x_train, y_train), 32, shuffle=True)
-    model, compress_gradients = Digits(args.lr), CompressGradients(args.recipe)
+    model, compress_gradients = Digits(args.lr), CompressGradients(args.compression)
     trainer = lightning.Trainer(
         accelerator="cpu",
         strategy="ddp",
@@ -111,7 +111,7 @@ def main() -> None:
     if trainer.is_global_zero:
         stats, path = compression.stats(), trainer.checkpoint_callback.best_model_path
         print(
-            f"{args.recipe}: accuracy {accuracy:.1%}, {stats['steps']} steps, "
+            f"{args.compression}: accuracy {accuracy:.1%}, {stats['steps']} steps, "
             f"{stats['ratio']:.1f} times fewer bytes than float32; wrote {path}"
         )
 

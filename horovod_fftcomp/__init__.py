@@ -1,4 +1,4 @@
-"""Gradient compression for data-parallel training on stock Horovod.
+"""Gradient compression for data-parallel training: stock Horovod and ``torch.distributed``.
 
 ``horovod_fftcomp.torch``, ``horovod_fftcomp.torch_distributed`` and ``horovod_fftcomp.tensorflow``
 are the adapters, which import their framework, as does ``horovod_fftcomp.adapter.torch_tensors``;

@@ -22,7 +22,7 @@ class ConfigMismatchError(FFTCompError):
 
 
 class UnsupportedError(FFTCompError):
-    """Raised for a use of Horovod that compression does not support.
+    """Raised for a use that is not supported, and if a GPU computes otherwise than the CPU.
 
     The message names the alternative.
     """

@@ -29,8 +29,8 @@ from horovod_fftcomp.types import Array, Tensor
 class Reducer:
     """Compressed sum of the same named arrays in every step, over the ranks of ``comm``.
 
-    ``recipe``, ``options``: as for ``get_scheme`` and ``make_policy``. They must be equal on all
-    ranks, else the first sum raises ConfigMismatchError on all of them. Arrays of fewer than
+    ``recipe``, ``options``: as for ``get_scheme``, and ``warmup_steps``, ``density_schedule`` and
+    ``ranks_per_node``. They must be equal on all ranks, else the first sum raises ConfigMismatchError on all of them. Arrays of fewer than
     ``min_numel`` elements are sent dense, unless the recipe sends signs. While ``sum`` runs, no
     receive with any source and any tag may be pending on ``comm``.
 

@@ -370,11 +370,11 @@ _RECIPES = {
     "none": Recipe(partial(Dense, "float32"), "all values in float32", "Horovod's own"),
     "fp16": Recipe(partial(Dense, "float16"), "all values in float16, saturating", "Horovod's own"),
     "bf16": Recipe(_bf16, "all values in bfloat16, summed in float32", "Kalamkar et al. 2019"),
-    "topk": Recipe(_topk, "the largest values, as range floats", "Aji and Heafield 2017"),
+    "topk": Recipe(_topk, "the largest values, in few-bit floats", "Aji and Heafield 2017"),
     "fft": Recipe(
-        _fft, "the largest coefficients of a block FFT, as range floats", "Wang et al., HPDC 2020"
+        _fft, "the largest coefficients of a block FFT, in few-bit floats", "Wang et al., HPDC 2020"
     ),
-    "dct": Recipe(_dct, "the largest coefficients of a block DCT, as range floats", "as fft"),
+    "dct": Recipe(_dct, "the largest coefficients of a block DCT, in few-bit floats", "as fft"),
     "auto": Recipe(
         _auto, "largest coefficients; transform, bits and density by trial", "this package"
     ),
@@ -481,7 +481,7 @@ def get_recipe(name: str) -> Recipe:
 
 
 def get_scheme(name: str, **options: object) -> Scheme:
-    """Return the scheme of recipe ``name`` with its ``options``.
+    """Return the compression method ``name`` with its ``options``, an object to sum gradients with.
 
     Raises ValueError for an unknown recipe and for a value out of range, TypeError for an unknown
     option and for a value of the wrong type. ``RECIPES[name].options`` lists the options and

@@ -46,7 +46,7 @@ _numbers = itertools.count()
 
 
 class Compressor:
-    """Base class of compressors: one policy for the parameters of one optimizer.
+    """Compresses the gradients of one optimizer's parameters; factories of recipes make it.
 
     Subclasses set ``_connection``, ``_steps`` and ``_parameters``, and ``_tensors`` and ``_dtypes``
     in the order of the parameters.

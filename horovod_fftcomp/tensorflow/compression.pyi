@@ -127,7 +127,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: the largest values, as range floats."""
+        """Return a compressor: the largest values, in few-bit floats."""
 
     @staticmethod
     def fft(
@@ -162,7 +162,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: the largest coefficients of a block FFT, as range floats."""
+        """Return a compressor: the largest coefficients of a block FFT, in few-bit floats."""
 
     @staticmethod
     def dct(
@@ -197,7 +197,7 @@ class Compression:
         timeout_s: float = 600.0,
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
-        """Return a compressor: the largest coefficients of a block DCT, as range floats."""
+        """Return a compressor: the largest coefficients of a block DCT, in few-bit floats."""
 
     @staticmethod
     def auto(
