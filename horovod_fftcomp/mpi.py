@@ -30,9 +30,10 @@ class Reducer:
     """Compressed sum of the same named arrays in every step, over the ranks of ``comm``.
 
     ``recipe``, ``options``: as for ``get_scheme``, and ``warmup_steps``, ``density_schedule`` and
-    ``ranks_per_node``. They must be equal on all ranks, else the first sum raises ConfigMismatchError on all of them. Arrays of fewer than
-    ``min_numel`` elements are sent dense, unless the recipe sends signs. While ``sum`` runs, no
-    receive with any source and any tag may be pending on ``comm``.
+    ``ranks_per_node``. They must be equal on all ranks, else the first sum raises
+    ConfigMismatchError on all of them. Arrays of fewer than ``min_numel`` elements are sent dense,
+    unless the recipe sends signs. While ``sum`` runs, no receive with any source and any tag may be
+    pending on ``comm``.
 
     Start the job by ``mpirun -np 4 python -m mpi4py script.py``. Then an error on one rank ends all
     ranks; with MPI alone the others would wait for ever.

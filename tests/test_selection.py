@@ -144,13 +144,15 @@ def test_small_tensors_of_a_bucket_choose_as_the_reference_does(kind):
                 assert chosen == topk_threshold(values, k, bins)[2:4]
 
 
-def test_a_sample_that_misleads_costs_time_alone():
-    n, options, places = 9000, (False, 1, np.float32(1)), np.arange(9000, dtype=np.int32)
-    sampled = _sample(places.view(np.float32), n, *options, np.empty(_FEW_SAMPLES, np.int32))
+@pytest.mark.parametrize("n", [4100, 16_500])
+def test_a_sample_that_misleads_costs_time_alone(n):
+    options, places = (False, 1, np.float32(1)), np.arange(n, dtype=np.int32)
+    n_samples = min(_FEW_SAMPLES, n // 512 * 64)
+    sampled = _sample(places.view(np.float32), n, *options, np.empty(n_samples, np.int32))
     x = np.linspace(0.1, 1, n, dtype=np.float32)
     x[sampled] += 9  # all of the sample lies above all the rest
     found = np.empty(-(-n // GROUP) * GROUP, np.int32)
-    for k in (_FEW_SAMPLES + 1, n // 2, n - 1):
+    for k in (n_samples + 1, n // 2, n - 1):
         assert kth_of_few(x, n, k, options, found) == topk_threshold(x, k, 1)[2:4]
 
 

@@ -24,7 +24,7 @@ SAMPLES = 1 << 14
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NO_KEY = np.int32(-2)  # below every key, and below -1, the limit that selects all keys from 0 up
 _ABOVE_ALL = 0x7FFFFFFF
-_FEW_SAMPLES = 2048  # at least, and of a small tensor of a bucket; a multiple of 64
+_FEW_SAMPLES = 2048  # at least; of a small tensor of a bucket an eighth, at most; multiples of 64
 _UNKNOWN_BITS = 15  # of a limit's 31: a wider range only lets a few more keys pass
 
 
@@ -217,8 +217,9 @@ def kth_of_few(reals, n, k, options, found):
     ``options``: the next arguments of ``count_groups``. ``found``: int32, whole groups.
     """
     low, high = np.int32(0), np.int32(_ABOVE_ALL)
-    if n > 2 * _FEW_SAMPLES:
-        sample = _sample(reals, n, *options, found[:_FEW_SAMPLES])
+    n_samples = min(_FEW_SAMPLES, n // 512 * 64)
+    if n_samples:
+        sample = _sample(reals, n, *options, found[:n_samples])
         rank = k * sample.size / n
         margin = 4 * rank**0.5 + 8
         if rank + margin <= sample.size:
