@@ -87,7 +87,7 @@ def test_processes_that_compile_at_the_same_time_agree(tmp_path):
     command = [sys.executable, "-c", SCRIPT]
 
     def run(_: int) -> str:
-        options = {"env": environment, "capture_output": True, "text": True}
+        options = {"env": environment, "stdout": subprocess.PIPE, "text": True}
         return subprocess.run(command, check=True, timeout=900, **options).stdout
 
     with ThreadPoolExecutor(2) as threads:

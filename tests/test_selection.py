@@ -132,7 +132,7 @@ def test_large_tensors_choose_as_the_reference_does(kind):
 @pytest.mark.parametrize("kind", _keys_of_every_kind(1))
 def test_small_tensors_of_a_bucket_choose_as_the_reference_does(kind):
     """Below and beyond a sample's size, whole groups of keys and others."""
-    for n in (2, 300, 4096, 4100, 32_768, 70_002):
+    for n in (2, 300, 510, 512, 1024, 1026, 4096, 4100, 32_768, 70_002):
         x, found = _keys_of_every_kind(n)[kind], np.empty(-(-n // GROUP) * GROUP, np.int32)
         for values, bins in ((x, 1), (x.view(np.complex64), 32)):
             exponent = key_exponent(max_abs_bits(x)) if bins > 1 else 0

@@ -340,4 +340,4 @@ class StepDriver(steps.StepDriver):
         self.pipeline.abandon()
         super().abandon()
         self._opened = self._finished = False
-        self._n_pending = 0
+        self._n_pending, self._bad = 0, {}

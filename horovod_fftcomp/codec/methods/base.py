@@ -86,7 +86,7 @@ class Method(abc.ABC):
     def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
         """Encode ``values``, float32, flat, at least one, into ``body``, uint8.
 
-        Returns the header's scale, or None if a value is not finite.
+        Returns the header's scale, a finite float32 of 0 or more, or None if a value is not finite.
         """
 
     @abc.abstractmethod

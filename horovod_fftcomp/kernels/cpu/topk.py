@@ -24,7 +24,7 @@ SAMPLES = 1 << 14
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NO_KEY = np.int32(-2)  # below every key, and below -1, the limit that selects all keys from 0 up
 _ABOVE_ALL = 0x7FFFFFFF
-_FEW_SAMPLES = 2048  # at least; of a small tensor of a bucket an eighth, at most; multiples of 64
+_FEW_SAMPLES = 2048  # the least of a large tensor, the most of a small one; a multiple of 64
 _UNKNOWN_BITS = 15  # of a limit's 31: a wider range only lets a few more keys pass
 
 
