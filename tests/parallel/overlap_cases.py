@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
+import warnings
 from concurrent.futures import Future
 
 import horovod.torch as hvd
@@ -237,6 +239,22 @@ def test_an_error_in_the_worker_is_raised_after_backward_and_the_step_can_be_dro
         reduced = exchange(model, compression, step)
         assert torch.equal(reduced, exchange(model, other, step))
         same_everywhere(reduced)
+
+
+def test_nan_of_a_dropped_step_is_not_told_in_the_next():
+    model = make_model()
+    compression = small_buckets(model, "topk")
+    exchange(model, compression, 0)
+    saved = compression.state_dict()
+    model.zero_grad()
+    loss_of(model, *next(batches(1))).backward()
+    sent = {name: compression.compress(weight.grad) for name, weight in model.named_parameters()}
+    total, context = sent["head.bias"]  # dense
+    compression.decompress(total * math.nan, context)
+    compression.load_state_dict(saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exchange(model, compression, 1)
 
 
 @pytest.mark.transport
