@@ -63,9 +63,8 @@ def pytest_collection_modifyitems(config, items):
     """Spread the tests that start jobs over a run, the longest first, but not over its end."""
     loops.recipe = config.getoption("--recipe")
     if loops.recipe:
-        chosen = [item for item in items if _is_of_recipe(item)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
+        config.hook.pytest_deselected(items=[*itertools.filterfalse(_is_of_recipe, items)])
+        items[:] = filter(_is_of_recipe, items)
     jobs = [item for item in items if item.get_closest_marker("parallel")]
     longest = "test_on_ranks[tensorflow-mpi-all]"
     jobs.sort(key=lambda item: (item.path.name != "test_parallel.py", item.name != longest))

@@ -46,7 +46,7 @@ _numbers = itertools.count()
 
 
 class Compressor:
-    """Compresses the gradients of one optimizer's parameters; factories of recipes make it.
+    """Compressor of one optimizer's gradients; ``Compression.topk(model)``, for one, makes it.
 
     Subclasses set ``_connection``, ``_steps`` and ``_parameters``, and ``_tensors`` and ``_dtypes``
     in the order of the parameters.
