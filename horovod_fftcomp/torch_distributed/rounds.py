@@ -68,6 +68,21 @@ class RankGroup:
         """Return True: only ranks that take part have this object."""
         return True
 
+    def sizes(self, name: str, own: Sequence[int]) -> Array:
+        """Return every rank's sizes, int64 ``[ranks, sizes]``; ``name`` must be equal.
+
+        By an alltoall, which Gloo does in one go, while its allgather is a ring.
+        """
+        label = name.encode()[-_NAME_NBYTES:].ljust(_NAME_NBYTES)
+        header = np.concatenate([np.frombuffer(label, np.int64), np.array(own, np.int64)])
+        to_each = torch.from_numpy(np.tile(header, (self.size(), 1)))
+        rows, splits = torch.empty_like(to_each), [1] * self.size()
+        self.group.alltoall_base(rows, to_each, splits, splits).wait()
+        names, sizes = np.split(rows.numpy(), [_NAME_NBYTES // 8], axis=1)
+        if (names != names[0]).any():
+            compare_facts([{"operation": each.tobytes().decode().strip()} for each in names])
+        return sizes
+
 
 class Network:
     """Carries out rounds, one after the other, in the order in which they were sent.
@@ -88,7 +103,7 @@ class Network:
         """Start a round without waiting; ``group``: its participants."""
         device = None if is_on_host(round_.data) else self._device
         fetched = device.fetch(round_.data) if device else lambda: round_.data
-        output = self._worker.submit(_completed, fetched, round_, name, group.group)
+        output = self._worker.submit(_completed, fetched, round_, name, group)
         return PendingRound(output, name, self._aborted, device)
 
     def abort(self) -> None:
@@ -131,7 +146,7 @@ def node_groups(
     }
 
 
-def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: _Group) -> Array:
+def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: RankGroup) -> Array:
     data = torch.from_numpy(fetched())
     try:
         return _COLLECTIVES[round_.collective](data, round_, name, group).numpy()
@@ -142,61 +157,47 @@ def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: _G
         ) from error
 
 
-def _gathered(data: torch.Tensor, round_: Round, name: str, group: _Group) -> torch.Tensor:
+def _gathered(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
     """Return all ranks' data. Gloo gathers equal sizes only, so shorter data are padded."""
     n_ranks = group.size()
-    sizes = _gathered_header(name, [data.numel()] * n_ranks, group)[:, 0].tolist()
+    sizes = group.sizes(name, [data.numel()] * n_ranks)[:, 0].tolist()
     longest = max(sizes)
     rows = data.new_empty(n_ranks, longest)
     if longest:
         missing = longest - data.numel()
         padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
-        group.allgather([list(rows)], [padded]).wait()
+        group.group.allgather([list(rows)], [padded]).wait()
     if min(sizes) == longest:
         return rows.reshape(-1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
 
 
-def _reduced(data: torch.Tensor, round_: Round, name: str, group: _Group) -> torch.Tensor:
+def _reduced(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
     total = data if round_.in_place else data.clone()
     if total.numel():
-        group.allreduce([total]).wait()
+        group.group.allreduce([total]).wait()
     return total
 
 
-def _broadcast(data: torch.Tensor, round_: Round, name: str, group: _Group) -> torch.Tensor:
+def _broadcast(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
     output = data.clone()
     if output.numel():
         options = dist.BroadcastOptions()
         options.rootRank = round_.root
-        group.broadcast([output], options).wait()
+        group.group.broadcast([output], options).wait()
     return output
 
 
-def _exchanged(data: torch.Tensor, round_: Round, name: str, group: _Group) -> torch.Tensor:
-    to_each = _gathered_header(name, round_.splits, group)
+def _exchanged(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
+    to_each = group.sizes(name, round_.splits)
     sizes = to_each[:, group.rank()].tolist()
     output = data.new_empty(sum(sizes))
     if to_each.any():
-        group.alltoall_base(output, data, sizes, list(round_.splits)).wait()
+        group.group.alltoall_base(output, data, sizes, list(round_.splits)).wait()
     return output
 
 
-def _gathered_header(name: str, sizes: Sequence[int], group: _Group) -> Array:
-    """Return every rank's ``sizes``, int64 ``[ranks, sizes]``; the names must be equal."""
-    label = name.encode()[-_NAME_NBYTES:].ljust(_NAME_NBYTES)
-    own = np.concatenate([np.frombuffer(label, np.int64), np.array(sizes, np.int64)])
-    rows = torch.empty(group.size(), own.size, dtype=torch.int64)
-    group.allgather([list(rows)], [torch.from_numpy(own)]).wait()
-    headers = rows.numpy()
-    n_words = _NAME_NBYTES // 8
-    if (headers[:, :n_words] != headers[0, :n_words]).any():
-        names = [header[:n_words].tobytes().decode().strip() for header in headers]
-        compare_facts([{"operation": each} for each in names])
-    return headers[:, n_words:]
-
-
-_COLLECTIVES: Mapping[str, Callable[[torch.Tensor, Round, str, _Group], torch.Tensor]] = {
+_COLLECTIVES: Mapping[str, Callable[[torch.Tensor, Round, str, RankGroup], torch.Tensor]] = {
     "allgather": _gathered,
     "allreduce": _reduced,
     "alltoall": _exchanged,
