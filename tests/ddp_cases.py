@@ -340,18 +340,6 @@ def test_large_dense_buckets_are_summed_in_place(rules, as_view, copied, monkeyp
     same_everywhere(flat(models[1]))
 
 
-def test_without_compressed_tensors_a_state_of_one_rank_stops_nobody():
-    ddp = wrapped()
-    compression = compress(ddp, "none")
-    before = compression.state_dict()
-    train(ddp, range(3))
-    if dist.get_rank() == 0:
-        compression.load_state_dict(before)
-    train(ddp, range(3, 25))  # so many that replicas are compared
-    assert compression.stats()["check_s"] > 0
-    same_everywhere(flat(ddp))
-
-
 def test_a_nan_in_a_large_dense_bucket_reaches_all_ranks(monkeypatch):
     monkeypatch.setattr(steps, "_DENSE_NBYTES", 1)
     ddp = wrapped()

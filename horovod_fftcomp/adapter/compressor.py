@@ -300,11 +300,7 @@ class Compressor:
             raise
         self._use_density(part["density"])
         self._steps.abandon()
-        self._reconnect()
-
-    def _reconnect(self) -> None:
-        """Compare the ranks anew before the next step: some may have loaded nothing."""
-        self._connection.reset()
+        self._connection.reset()  # some ranks may have loaded nothing
 
     def place(self) -> dict[str, int]:
         """Return this rank and the world size, as keys of a state."""
@@ -316,7 +312,8 @@ class Compressor:
         Call it on every rank. Surviving ranks keep their residuals, new ranks start with none, and
         all take step and density from the first survivor. A RuntimeWarning names the lost ranks.
         """
-        engine, state = self._engine, self._state()
+        engine = self._engine
+        state = self._state()
         arrays = state.pop("state")
         state["common"] = checkpoint.common(arrays)
         self._connection.recount()
@@ -444,9 +441,10 @@ class Compressor:
         self._policy, self._changed_density = changed, density
 
     def _buckets_of(self, tensors: Sequence[Tensor]) -> list[Bucket]:
+        settings = self._settings
         for pattern in unmatched(self._rules, tensors):
             warnings.warn(f"rules: no parameter's name matches {pattern!r}", stacklevel=5)
-        sizes = self._settings.min_numel, self._settings.bucket_nbytes, self._deciding_size()
+        sizes = settings.min_numel, settings.bucket_nbytes, self._deciding_size()
         return make_buckets(tensors, self._policy, self._rules, *sizes)
 
     def _deciding_size(self) -> int:

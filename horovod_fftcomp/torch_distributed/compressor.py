@@ -89,11 +89,6 @@ class DistributedCompressor(TensorCompressor):
     def _connect(self) -> None:
         self._connection.connect(self._facts, None)
 
-    def _reconnect(self) -> None:
-        """Compare the ranks anew before the next step if it depends on what was loaded."""
-        if self._engine.buckets:
-            super()._reconnect()
-
     def rejoin(self) -> list[int]:
         """Raise UnsupportedError: torch.distributed restarts all processes of an elastic job."""
         raise UnsupportedError(

@@ -2,8 +2,7 @@
 
 Horovod matches operations by name, ``torch.distributed`` by order. Collectives that gather begin
 with a header that holds the name, so ranks that run different operations get an error instead of
-each other's data. Allreduce and broadcast have none; a step that compresses begins with
-one that has.
+each other's data. Allreduce and broadcast have none; within a step they follow one that has.
 """
 
 from __future__ import annotations

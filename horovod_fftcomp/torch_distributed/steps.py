@@ -80,7 +80,6 @@ class StepDriver(steps.StepDriver):
             for bucket in parts.engine.buckets
         ]
         self._computes = False
-        self._n_begun = 0  # steps: unlike the engine's number the same whatever a rank has loaded
         self._hidden_s = self._encoded_s = 0.0  # up to now; up to the last step
         self._reset()
         parts.connection.watch.follow(self, parameters.names)
@@ -228,14 +227,10 @@ class StepDriver(steps.StepDriver):
             self._finish()
 
     def _begin(self) -> None:
-        """Connect all ranks if one is not connected, and start what goes on beside the step.
-
-        Without compressed tensors no rank loses its connection, so they do not ask each other.
-        """
-        unconnected = np.zeros(0 if self._connection.is_up else 1, np.uint8)
-        asks = self._engine.buckets or unconnected.size
+        """Compare what the ranks are about to do; connect all if one is not connected."""
         timeout_s = self._settings.timeout_s
-        if asks and self._send(Round("allgather", unconnected), "step").wait(timeout_s).size:
+        unconnected = np.zeros(0 if self._connection.is_up else 1, np.uint8)
+        if self._send(Round("allgather", unconnected), "step").wait(timeout_s).size:
             if self._connection.is_up:
                 self._connection.reset()
             self._connect()
@@ -244,8 +239,7 @@ class StepDriver(steps.StepDriver):
         if self._shadow is not None:
             self._shadow.begin(self._connection.n_handshakes)
         self._begin_record()
-        self._replicas.begin(self._n_begun, self._engine.device, self._read)
-        self._n_begun += 1
+        self._replicas.begin(self._engine.step, self._engine.device, self._read)
 
     def _start(self, bucket: int) -> None:
         arrived, self._arrived[bucket] = self._arrived[bucket], {}
