@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.schemes.hierarchical import Ranks
 from horovod_fftcomp.torch_distributed.hook import exchange_bucket
 from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup, node_groups
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
@@ -67,13 +67,9 @@ class DistributedCompressor(TensorCompressor):
         stream = SideStream(place)
         network = Network(device, stream.enter)
         watch = self._watch(name, network.abort)
-        inside = policy.ranks_per_node
-
-        def groups() -> Mapping[Ranks, RankGroup]:
-            if inside == 1:
-                return {}
-            return node_groups(inside, ranks, f"{group_name}.node", timeout_s)
-
+        groups = functools.partial(
+            node_groups, policy.ranks_per_node, ranks, f"{group_name}.node", timeout_s
+        )
         self._connection = Connection(network.send, name, self._set, watch, groups)
         parts = self._make_parts(buckets, device, self._connection.send, name, outputs)
         setup = Setup(

@@ -2,14 +2,18 @@
 
 Horovod matches operations by name, ``torch.distributed`` by order. Collectives that gather begin
 with a header that holds the name, so ranks that run different operations get an error instead of
-each other's data. Allreduce and broadcast have none; within a step they follow one that has.
+each other's data. Allreduce and broadcast have none, so they have a communicator of their own, in
+which nothing meets a header.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import datetime
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeAlias
@@ -36,6 +40,26 @@ _LONGEST_S = 365 * 86400.0
 
 _Group: TypeAlias = Any  # ``dist.ProcessGroupGloo``, whose stubs lack most methods
 
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()  # of all networks
+_exits = threading.Event()
+
+
+@atexit.register
+def _leave() -> None:
+    """Let no wait for Gloo end any more, since that would abort an interpreter that exits."""
+    _exits.set()
+    wait([worker.submit(int) for worker in list(_workers)], 2 * _LOOK_S)
+
+
+def _finish(work: Any) -> None:
+    """Wait for a collective; for good if the interpreter exits."""
+    while not work.is_completed():
+        if _exits.is_set():
+            threading.Event().wait()
+        with contextlib.suppress(RuntimeError):  # the time is over; Gloo's errors come below again
+            work.wait(datetime.timedelta(seconds=_LOOK_S))
+    work.wait()
+
 
 class RankGroup:
     """Process group of a compressor alone, with the interface of Horovod's process sets.
@@ -45,20 +69,27 @@ class RankGroup:
     other ranks of the job too, or as many groups on each rank.
     """
 
+    gathers: _Group  # for collectives that begin with a header
+    sums: _Group  # for all others
+
     def __init__(self, ranks: Sequence[int], name: str, timeout_s: float) -> None:
         self.ranks = list(ranks)
         self.process_set_id = 0 if len(self.ranks) == dist.get_world_size() else 1
-        prefix = f"{name}/{wire.fnv1a(str(self.ranks)):x}/"
-        self.group: _Group = dist.ProcessGroupGloo(
-            dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store()),
-            self.ranks.index(dist.get_rank()),
-            len(self.ranks),
-            datetime.timedelta(seconds=min(timeout_s + _MARGIN_S, _LONGEST_S)),
+        limit = datetime.timedelta(seconds=min(timeout_s + _MARGIN_S, _LONGEST_S))
+        store = dist.distributed_c10d._get_default_store()
+        self.gathers, self.sums = (
+            dist.ProcessGroupGloo(
+                dist.PrefixStore(f"{name}/{wire.fnv1a(str(self.ranks)):x}/{use}/", store),
+                self.ranks.index(dist.get_rank()),
+                len(self.ranks),
+                limit,
+            )
+            for use in ("gathers", "sums")
         )
 
     def rank(self) -> int:
         """Return this rank's index in ``ranks``."""
-        return self.group.rank()
+        return self.sums.rank()
 
     def size(self) -> int:
         """Return the number of ranks."""
@@ -77,7 +108,7 @@ class RankGroup:
         header = np.concatenate([np.frombuffer(label, np.int64), np.array(own, np.int64)])
         to_each = torch.from_numpy(np.tile(header, (self.size(), 1)))
         rows, splits = torch.empty_like(to_each), [1] * self.size()
-        self.group.alltoall_base(rows, to_each, splits, splits).wait()
+        _finish(self.gathers.alltoall_base(rows, to_each, splits, splits))
         names, sizes = np.split(rows.numpy(), [_NAME_NBYTES // 8], axis=1)
         if (names != names[0]).any():
             compare_facts([{"operation": each.tobytes().decode().strip()} for each in names])
@@ -96,6 +127,7 @@ class Network:
     ) -> None:
         self._device = device
         self._worker = Worker("fftcomp-network")
+        _workers.add(self._worker)
         self._worker.submit(prepare)
         self._aborted = threading.Event()
 
@@ -127,9 +159,11 @@ class PendingRound:
         was aborted, or if a rank has ended.
         """
         limit = time.monotonic() + timeout_s
-        while not wait([self._output], min(timeout_s, _LOOK_S)).done:
+        while not self.is_done():
             if self._aborted.is_set() or time.monotonic() > limit:
                 raise ConfigMismatchError(no_answer(repr(self._name), timeout_s))
+            with contextlib.suppress(TimeoutError):  # of this look
+                self._output.exception(min(timeout_s, _LOOK_S))
         output = self._output.result()
         return output if self._device is None else self._device.upload(output)
 
@@ -137,7 +171,12 @@ class PendingRound:
 def node_groups(
     ranks_per_node: int, ranks: Sequence[int], name: str, timeout_s: float
 ) -> Mapping[Ranks, RankGroup]:
-    """Return the groups of this rank's node and of its leaders, by indices into ``ranks``."""
+    """Return the groups of this rank's node and of its leaders, by indices into ``ranks``.
+
+    None if each node has one rank.
+    """
+    if ranks_per_node == 1:
+        return {}
     own = list(ranks).index(dist.get_rank())
     return {
         members: RankGroup([ranks[member] for member in members], name, timeout_s)
@@ -166,7 +205,7 @@ def _gathered(data: torch.Tensor, round_: Round, name: str, group: RankGroup) ->
     if longest:
         missing = longest - data.numel()
         padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
-        group.group.allgather([list(rows)], [padded]).wait()
+        _finish(group.gathers.allgather([list(rows)], [padded]))
     if min(sizes) == longest:
         return rows.reshape(-1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
@@ -175,7 +214,7 @@ def _gathered(data: torch.Tensor, round_: Round, name: str, group: RankGroup) ->
 def _reduced(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
     total = data if round_.in_place else data.clone()
     if total.numel():
-        group.group.allreduce([total]).wait()
+        _finish(group.sums.allreduce([total]))
     return total
 
 
@@ -184,7 +223,7 @@ def _broadcast(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -
     if output.numel():
         options = dist.BroadcastOptions()
         options.rootRank = round_.root
-        group.group.broadcast([output], options).wait()
+        _finish(group.sums.broadcast([output], options))
     return output
 
 
@@ -193,7 +232,7 @@ def _exchanged(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -
     sizes = to_each[:, group.rank()].tolist()
     output = data.new_empty(sum(sizes))
     if to_each.any():
-        group.group.alltoall_base(output, data, sizes, list(round_.splits)).wait()
+        _finish(group.gathers.alltoall_base(output, data, sizes, list(round_.splits)))
     return output
 
 
