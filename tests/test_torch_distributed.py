@@ -99,7 +99,11 @@ def test_fsdp2_on_two_replicas_of_two_shards(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "message"),
-    [("dies", "a rank has ended or cannot be reached"), ("sleeps", "Rank 1 is late: it has not")],
+    [
+        ("dies", "a rank has ended or cannot be reached"),
+        ("sleeps", "Rank 1 is late: it has not"),
+        ("gathers", "Rank 1 waits in gathered_state_dict() for all ranks, but rank 0 did not"),
+    ],
 )
 def test_a_rank_that_fails_ends_the_others_with_the_reason(failure, message, tmp_path):
     codes, outputs = run_ranks(2, tmp_path, "tests/scripts/ddp_failure.py", failure, timeout_s=60)

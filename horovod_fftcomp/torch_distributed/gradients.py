@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.errors import UnsupportedError
-
-_Place: TypeAlias = "tuple[int, Sequence[int], Sequence[int], int]"  # number, size, stride, offset
 
 
 @dataclass(eq=False)
@@ -60,32 +59,28 @@ class ParameterNumbers:
     def __init__(self, parameters: Parameters) -> None:
         self._tensors = parameters.tensors  # kept, since the keys are their addresses
         self._numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
-        self._layouts: dict[tuple[int, ...], list[_Place]] = {}  # by the ids of the parameters
+        self._gradients: Any = WeakTensorKeyDictionary()  # of each bucket's tensor
 
     def gradients(self, bucket: dist.GradBucket) -> dict[int, torch.Tensor]:
         """Return views of a bucket's gradients, in the shape and strides of their parameters."""
-        if bucket.buffer().is_sparse:
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
             raise UnsupportedError(
                 "DDP exchanges a sparse gradient; make the embedding with sparse=False"
             )
-        parameters = bucket.parameters()
-        key = tuple(map(id, parameters))
-        if key not in self._layouts:
-            self._layouts[key] = list(self._layout(parameters))
-        buffer = bucket.buffer()
-        begin = buffer.storage_offset()
-        return {
-            number: buffer.as_strided(size, stride, begin + offset)
-            for number, size, stride, offset in self._layouts[key]
-        }
+        if buffer not in self._gradients:  # DDP keeps it as long as the bucket's parameters
+            self._gradients[buffer] = dict(self._views(buffer.detach(), bucket.parameters()))
+        return self._gradients[buffer]
 
-    def _layout(self, parameters: Sequence[torch.Tensor]) -> Iterator[_Place]:
-        """Yield where a bucket has each parameter's gradient.
+    def _views(
+        self, buffer: torch.Tensor, parameters: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the number of each parameter and its gradient, a view of ``buffer``.
 
         DDP copies gradients in the order of the parameter's memory, which ``GradBucket.gradients``
         ignores: there channels-last gradients have their elements in other places.
         """
-        offset = 0
+        offset = buffer.storage_offset()
         for parameter in parameters:
             number = self._numbers.get(id(parameter))
             if number is None:
@@ -95,7 +90,7 @@ class ParameterNumbers:
                     "with the model that DDP wraps"
                 )
             dense = parameter if _is_dense(parameter) else parameter.contiguous()
-            yield number, dense.size(), dense.stride(), offset
+            yield number, buffer.as_strided(dense.size(), dense.stride(), offset)
             offset += parameter.numel()
 
 

@@ -227,14 +227,19 @@ class StepDriver(steps.StepDriver):
             self._finish()
 
     def _begin(self) -> None:
-        """Compare what the ranks are about to do; connect all if one is not connected."""
-        timeout_s = self._settings.timeout_s
-        unconnected = np.zeros(0 if self._connection.is_up else 1, np.uint8)
-        if self._send(Round("allgather", unconnected), "step").wait(timeout_s).size:
-            if self._connection.is_up:
-                self._connection.reset()
-            self._connect()
-            self._connection.open()
+        """Compare what the ranks are about to do; connect all if one is not connected.
+
+        Steps without compressed tensors ask only then: sums never meet a header, see ``rounds``, so
+        if ranks do different things they wait, and the watch reports it.
+        """
+        timeout_s, is_up = self._settings.timeout_s, self._connection.is_up
+        if self._engine.buckets or not is_up:
+            unconnected = np.zeros(0 if is_up else 1, np.uint8)
+            if self._send(Round("allgather", unconnected), "step").wait(timeout_s).size:
+                if is_up:
+                    self._connection.reset()
+                self._connect()
+                self._connection.open()
         self._engine.follow_loss_scale(self.loss_scale())
         if self._shadow is not None:
             self._shadow.begin(self._connection.n_handshakes)
@@ -307,9 +312,14 @@ class StepDriver(steps.StepDriver):
         sums, (views, buffer) = torch.from_numpy(total), dense
         finite = not self._engine.buckets or bool(torch.isfinite(sums).all())
         self._engine.observe(finite)
-        pieces = sums.mul_(self._scale).split([view.numel() for view in views.values()])
+        sums.mul_(self._scale)
         if buffer is not None and buffer.data_ptr() != sums.data_ptr():
             buffer.detach().copy_(sums)  # back to a GPU
+        if buffer is not None and finite:  # nothing to do one by one
+            self._returned += len(views)
+            self._arrivals[next(iter(views))].complete()
+            return
+        pieces = sums.split([view.numel() for view in views.values()])
         for (number, view), own in zip(views.items(), pieces, strict=True):
             if not finite and not bool(torch.isfinite(own).all()):
                 self._bad[self._names[number]] = False

@@ -1,4 +1,7 @@
-"""Train under DDP with two ranks of which the second one dies, or sleeps, before its third step."""
+"""Train under DDP with two ranks of which the second one does not begin its third step.
+
+It "dies", "sleeps" or "gathers" the state of all ranks instead.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,13 @@ rank, failure = int(os.environ["FFTCOMP_TEST_RANK"]), sys.argv[1]
 store = f"file://{os.environ['FFTCOMP_TEST_STORE']}"
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
 ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
-compress(ddp, "topk", timeout_s=2)
+recipe, timeout_s = ("none", 30) if failure == "gathers" else ("topk", 2)
+compression = compress(ddp, recipe, timeout_s=timeout_s)
 for step in range(4):
     if step == 2 and rank == 1:
         if failure == "dies":
             os._exit(9)
+        if failure == "gathers":
+            compression.gathered_state_dict()
         time.sleep(10)
     ddp(torch.randn(4, 64)).square().sum().backward()
