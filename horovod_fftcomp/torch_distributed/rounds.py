@@ -13,9 +13,8 @@ import contextlib
 import datetime
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,29 +34,35 @@ from horovod_fftcomp.types import Array
 _NAME_NBYTES = 64
 # Time after ``timeout_s`` in which the watch reports which rank is late, before Gloo gives up.
 _MARGIN_S = 60.0
-_LOOK_S = 0.25  # a wait ends so long after an abort at the latest
+_LOOK_S = 0.25  # between two looks of a wait whether to give up
+_PATIENCE_S = 5.0  # with threads that look, at exit
 _LONGEST_S = 365 * 86400.0
 
 _Group: TypeAlias = Any  # ``dist.ProcessGroupGloo``, whose stubs lack most methods
 
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()  # of all networks
-_exits = threading.Event()
+_under_way: set[Any] = set()  # collectives for which threads wait
+_parking = threading.Event()
 
 
 @atexit.register
-def _leave() -> None:
-    """Let no wait for Gloo end any more, since that would abort an interpreter that exits."""
-    _exits.set()
-    wait([worker.submit(int) for worker in list(_workers)], 2 * _LOOK_S)
+def _park_waits() -> None:
+    """Let no wait under way end any more: that would abort an interpreter that exits."""
+    limit = time.monotonic() + _PATIENCE_S
+    _parking.set()
+    while _under_way and time.monotonic() < limit:
+        time.sleep(0.01)
+    _parking.clear()  # exit handlers that come later may exchange something
 
 
-def _finish(work: Any) -> None:
-    """Wait for a collective; for good if the interpreter exits."""
-    while not work.is_completed():
-        if _exits.is_set():
-            threading.Event().wait()
+def _wait_for(work: Any) -> None:
+    """Wait for a collective; do not return if the interpreter exits meanwhile."""
+    _under_way.add(work)
+    while not work.is_completed() and not _parking.is_set():
         with contextlib.suppress(RuntimeError):  # the time is over; Gloo's errors come below again
             work.wait(datetime.timedelta(seconds=_LOOK_S))
+    _under_way.discard(work)
+    if not work.is_completed():
+        threading.Event().wait()
     work.wait()
 
 
@@ -76,14 +81,11 @@ class RankGroup:
         self.ranks = list(ranks)
         self.process_set_id = 0 if len(self.ranks) == dist.get_world_size() else 1
         limit = datetime.timedelta(seconds=min(timeout_s + _MARGIN_S, _LONGEST_S))
+        place = self.ranks.index(dist.get_rank()), len(self.ranks), limit
+        prefix = f"{name}/{wire.fnv1a(str(self.ranks)):x}"
         store = dist.distributed_c10d._get_default_store()
         self.gathers, self.sums = (
-            dist.ProcessGroupGloo(
-                dist.PrefixStore(f"{name}/{wire.fnv1a(str(self.ranks)):x}/{use}/", store),
-                self.ranks.index(dist.get_rank()),
-                len(self.ranks),
-                limit,
-            )
+            dist.ProcessGroupGloo(dist.PrefixStore(f"{prefix}/{use}/", store), *place)
             for use in ("gathers", "sums")
         )
 
@@ -108,7 +110,7 @@ class RankGroup:
         header = np.concatenate([np.frombuffer(label, np.int64), np.array(own, np.int64)])
         to_each = torch.from_numpy(np.tile(header, (self.size(), 1)))
         rows, splits = torch.empty_like(to_each), [1] * self.size()
-        _finish(self.gathers.alltoall_base(rows, to_each, splits, splits))
+        _wait_for(self.gathers.alltoall_base(rows, to_each, splits, splits))
         names, sizes = np.split(rows.numpy(), [_NAME_NBYTES // 8], axis=1)
         if (names != names[0]).any():
             compare_facts([{"operation": each.tobytes().decode().strip()} for each in names])
@@ -127,7 +129,6 @@ class Network:
     ) -> None:
         self._device = device
         self._worker = Worker("fftcomp-network")
-        _workers.add(self._worker)
         self._worker.submit(prepare)
         self._aborted = threading.Event()
 
@@ -205,7 +206,7 @@ def _gathered(data: torch.Tensor, round_: Round, name: str, group: RankGroup) ->
     if longest:
         missing = longest - data.numel()
         padded = torch.cat([data, data.new_zeros(missing)]) if missing else data
-        _finish(group.gathers.allgather([list(rows)], [padded]))
+        _wait_for(group.gathers.allgather([list(rows)], [padded]))
     if min(sizes) == longest:
         return rows.reshape(-1)
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
@@ -214,7 +215,7 @@ def _gathered(data: torch.Tensor, round_: Round, name: str, group: RankGroup) ->
 def _reduced(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -> torch.Tensor:
     total = data if round_.in_place else data.clone()
     if total.numel():
-        _finish(group.sums.allreduce([total]))
+        _wait_for(group.sums.allreduce([total]))
     return total
 
 
@@ -223,7 +224,7 @@ def _broadcast(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -
     if output.numel():
         options = dist.BroadcastOptions()
         options.rootRank = round_.root
-        _finish(group.sums.broadcast([output], options))
+        _wait_for(group.sums.broadcast([output], options))
     return output
 
 
@@ -232,7 +233,7 @@ def _exchanged(data: torch.Tensor, round_: Round, name: str, group: RankGroup) -
     sizes = to_each[:, group.rank()].tolist()
     output = data.new_empty(sum(sizes))
     if to_each.any():
-        _finish(group.gathers.alltoall_base(output, data, sizes, list(round_.splits)))
+        _wait_for(group.gathers.alltoall_base(output, data, sizes, list(round_.splits)))
     return output
 
 

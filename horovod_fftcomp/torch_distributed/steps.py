@@ -229,8 +229,8 @@ class StepDriver(steps.StepDriver):
     def _begin(self) -> None:
         """Compare what the ranks are about to do; connect all if one is not connected.
 
-        Steps without compressed tensors ask only then: sums never meet a header, see ``rounds``, so
-        if ranks do different things they wait, and the watch reports it.
+        Without compressed tensors only a rank that is not connected asks. Sums never meet a header,
+        see ``rounds``, so ranks that do different things wait, and the watch reports it.
         """
         timeout_s, is_up = self._settings.timeout_s, self._connection.is_up
         if self._engine.buckets or not is_up:

@@ -22,7 +22,8 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         threading.Thread(target=_run, args=(self._tasks,), name=name, daemon=True).start()
-        weakref.finalize(self, self._tasks.put, None)
+        # Not at exit, whose handlers may use it. (Typeshed gives the class no such slot.)
+        weakref.finalize(self, self._tasks.put, None).atexit = False  # type: ignore[misc]
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Return the future of ``function(*arguments)``, which runs after all earlier ones."""
