@@ -112,6 +112,7 @@ def test_a_rank_that_fails_ends_the_others_with_the_reason(failure, message, tmp
     assert message in outputs[0]
 
 
+@pytest.mark.slow
 def test_states_are_gathered_while_the_interpreter_exits(tmp_path):
     outputs = run_ranks(2, tmp_path, "tests/scripts/ddp_exit.py", timeout_s=60)[1]
     assert all("2 states" in output for output in outputs), outputs

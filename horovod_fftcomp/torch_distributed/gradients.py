@@ -68,7 +68,7 @@ class ParameterNumbers:
             raise UnsupportedError(
                 "DDP exchanges a sparse gradient; make the embedding with sparse=False"
             )
-        if buffer not in self._gradients:  # DDP keeps it as long as the bucket's parameters
+        if buffer not in self._gradients:  # other parameters come in a new tensor
             self._gradients[buffer] = dict(self._views(buffer.detach(), bucket.parameters()))
         return self._gradients[buffer]
 

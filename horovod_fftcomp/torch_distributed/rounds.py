@@ -34,8 +34,8 @@ from horovod_fftcomp.types import Array
 _NAME_NBYTES = 64
 # Time after ``timeout_s`` in which the watch reports which rank is late, before Gloo gives up.
 _MARGIN_S = 60.0
-_LOOK_S = 0.25  # between two looks of a wait whether to give up
-_PATIENCE_S = 5.0  # with threads that look, at exit
+_LOOK_S = 0.25  # how often a wait looks whether to give up
+_PATIENCE_S = 5.0  # how long an exit waits for threads to look
 _LONGEST_S = 365 * 86400.0
 
 _Group: TypeAlias = Any  # ``dist.ProcessGroupGloo``, whose stubs lack most methods
@@ -174,7 +174,7 @@ def node_groups(
 ) -> Mapping[Ranks, RankGroup]:
     """Return the groups of this rank's node and of its leaders, by indices into ``ranks``.
 
-    None if each node has one rank.
+    Empty if each node has one rank.
     """
     if ranks_per_node == 1:
         return {}
