@@ -7,7 +7,7 @@ enum Choice : u32 { ABOVE, WINNERS, DRAWN };
 // which are zeros before.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     add_up(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-           Found* __restrict__ all_found) {
+           Found* all_found) {
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
     u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
     u32 peak = 0, lane = threadIdx.x % 32;
@@ -50,7 +50,7 @@ struct Below {
 
 // A warp for each tile of one tensor: the sum of what is below the limit, and the count of the rest.
 __global__ void __launch_bounds__(32)
-    sums_below(const float* __restrict__ values, u64 n, u32 limit, Part* __restrict__ parts) {
+    sums_below(const float* __restrict__ values, u64 n, u32 limit, Part* parts) {
     u64 begin = u64(blockIdx.x) * TILE;
     const Below below = {values, limit};
     Part part = sums_between<false>(below, begin, min(begin + TILE, n));
@@ -63,8 +63,7 @@ __global__ void __launch_bounds__(32)
 template <u32 CHOICE>
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     choose(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-           Found* __restrict__ all_found, u32* __restrict__ above,
-           TileCounts* __restrict__ tiles, u32* __restrict__ totals,
+           Found* all_found, u32* above, TileCounts* tiles, u32* totals,
            const u32* __restrict__ limits) {
     SHARED_MEMORY(memory);
     u32* sums = reinterpret_cast<u32*>(memory);  // 33, a flag, and the peak

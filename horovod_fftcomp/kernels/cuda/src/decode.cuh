@@ -105,7 +105,7 @@ __device__ __forceinline__ u32 bits_before(const u32* stream, u64 at, u64 end) {
 // Compares every header with what it has to be. A warp for each tensor of each rank.
 __global__ void __launch_bounds__(32)
     read_headers(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-                 Payload* __restrict__ payloads) {
+                 Payload* payloads) {
     const Messages messages = *messages_at;
     u32 number = blockIdx.x % messages.n_tensors, lane = threadIdx.x;
     const Arriving tensor = tensors[number];
@@ -160,8 +160,7 @@ __device__ __forceinline__ void sum_counts(u32* counts, u32 n, u64 k, Payload* p
 // `block_tensor`: whose the blocks are, `n_blocks` for each rank; so in the next launches.
 __global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
     count_unary(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-                Payload* __restrict__ payloads, const u32* __restrict__ block_tensor,
-                u32 n_blocks) {
+                Payload* payloads, const u32* __restrict__ block_tensor, u32 n_blocks) {
     const Messages messages = *messages_at;
     SHARED_MEMORY(memory);
     u32* sums = reinterpret_cast<u32*>(memory);
@@ -188,8 +187,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
 template <u32 C>
 __global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
     count_offsets(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-                  Payload* __restrict__ payloads, const u32* __restrict__ block_tensor,
-                  u32 n_blocks) {
+                  Payload* payloads, const u32* __restrict__ block_tensor, u32 n_blocks) {
     const Messages messages = *messages_at;
     SHARED_MEMORY(memory);
     u32* sums = reinterpret_cast<u32*>(memory);
@@ -241,7 +239,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
 // Where each chunk of the entropy code begins; a warp for each tensor of each rank.
 __global__ void __launch_bounds__(32)
     find_chunks(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-                Payload* __restrict__ payloads) {
+                Payload* payloads) {
     const Messages messages = *messages_at;
     SHARED_MEMORY(memory);
     u32* flag = reinterpret_cast<u32*>(memory);
@@ -267,8 +265,7 @@ __global__ void __launch_bounds__(32)
 template <u32 C>
 __global__ void __launch_bounds__(32)
     decode_chunks(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-                  Payload* __restrict__ payloads, const u32* __restrict__ warp_tensor,
-                  u32 n_warps) {
+                  Payload* payloads, const u32* __restrict__ warp_tensor, u32 n_warps) {
     const Messages messages = *messages_at;
     SHARED_MEMORY(memory);
     DecodedBeside& beside = *reinterpret_cast<DecodedBeside*>(memory);
@@ -303,8 +300,7 @@ __device__ __forceinline__ u32 arrived_bits(const Messages& messages, const Arri
 template <u32 C>
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     count_values(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-                 Payload* __restrict__ payloads, const u32* __restrict__ group_tensor,
-                 u32 n_groups) {
+                 Payload* payloads, const u32* __restrict__ group_tensor, u32 n_groups) {
     constexpr u32 WORDS = WORDS_OF_REALS / C, OWN = WORDS / 32;
     const Messages messages = *messages_at;
     SHARED_MEMORY(memory);
@@ -551,8 +547,8 @@ enum Domain : u32 { ELEMENTS, SPECTRA, COSINES };
 template <u32 L, u32 DOMAIN>
 __global__ void __launch_bounds__(THREADS, DOMAIN == COSINES ? 3 : RESIDENT)
     sum_payloads(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-                 Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
-                 u32* __restrict__ not_finite, const float2* __restrict__ roots,
+                 Payload* payloads, const u32* __restrict__ tile_tensor,
+                 u32* not_finite, const float2* __restrict__ roots,
                  const float2* __restrict__ cosines) {
     Messages messages = *messages_at;
     if (DOMAIN != ELEMENTS) messages.rows_apart = 0;  // known while compiling: fewer registers
@@ -614,8 +610,7 @@ __global__ void __launch_bounds__(THREADS, DOMAIN == COSINES ? 3 : RESIDENT)
 // The sum of tensors that travel as they are.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     sum_raw(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-            Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
-            u32* __restrict__ not_finite) {
+            Payload* payloads, const u32* __restrict__ tile_tensor, u32* not_finite) {
     const Messages messages = *messages_at;
     u32 number = tile_tensor[blockIdx.x];
     const Arriving tensor = tensors[number];

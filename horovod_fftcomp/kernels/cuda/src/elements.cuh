@@ -109,7 +109,7 @@ __device__ __forceinline__ Part sums_between(const Values& values, u64 begin, u6
 template <bool MOMENTS>
 __global__ void __launch_bounds__(32)
     sum_parts(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-              const Elements* __restrict__ elements, u32 held, Part* __restrict__ parts) {
+              const Elements* __restrict__ elements, u32 held, Part* parts) {
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
     const Elements how = elements[tile_tensor[blockIdx.x]];
     u64 tile = blockIdx.x - tensor.first_tile, begin = tile * TILE;
@@ -168,7 +168,7 @@ __device__ __forceinline__ float clipped_scale(const Part& sum, u64 n, double cl
 __global__ void __launch_bounds__(32)
     settle_rows(const Tensor* __restrict__ tensors, const u32* __restrict__ row_tensor,
                 const Elements* __restrict__ elements, const Part* __restrict__ parts,
-                Found* __restrict__ all_found) {
+                Found* all_found) {
     u32 number = row_tensor[blockIdx.x];
     const Tensor tensor = tensors[number];
     const Elements how = elements[number];
@@ -300,8 +300,8 @@ struct Batch {
 // The sum of bits of all ranks; a thread for each word.
 __global__ void __launch_bounds__(WORD_THREADS)
     sum_signs(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-              Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
-              const Elements* __restrict__ elements, u32* __restrict__ not_finite) {
+              Payload* payloads, const u32* __restrict__ tile_tensor,
+              const Elements* __restrict__ elements, u32* not_finite) {
     const Messages messages = *messages_at;
     u32 number = tile_tensor[blockIdx.x];
     const Arriving tensor = tensors[number];
@@ -427,8 +427,7 @@ __device__ __forceinline__ u32 scale_of(const float* values, u32 begin, u32 end,
 // The words of a tile, after the scales of its buckets where it has them.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     write_levels(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-                 const Elements* __restrict__ elements, u32 held,
-                 Found* __restrict__ all_found) {
+                 const Elements* __restrict__ elements, u32 held, Found* all_found) {
     SHARED_MEMORY(memory);
     float* values = reinterpret_cast<float*>(memory);  // TILE
     u32* scales = reinterpret_cast<u32*>(values + TILE);  // 64, then the largest
@@ -490,8 +489,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 // The sum of levels of all ranks; a thread for each word.
 __global__ void __launch_bounds__(THREADS, 3)
     sum_levels(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-               Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor,
-               const Elements* __restrict__ elements, u32* __restrict__ not_finite) {
+               Payload* payloads, const u32* __restrict__ tile_tensor,
+               const Elements* __restrict__ elements, u32* not_finite) {
     const Messages messages = *messages_at;
     SHARED_MEMORY(memory);
     float* shares = reinterpret_cast<float*>(memory);  // top + 1

@@ -85,9 +85,8 @@ __device__ __forceinline__ void put_codes(u32* stream, u64 rank, const u32* code
 template <u32 C>
 __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     emit(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-         Found* __restrict__ all_found, const u32* __restrict__ above,
-         const u32* __restrict__ equal, const TileCounts* __restrict__ tiles,
-         u32* __restrict__ chosen) {
+         Found* all_found, const u32* __restrict__ above,
+         const u32* __restrict__ equal, const TileCounts* __restrict__ tiles, u32* chosen) {
     SHARED_MEMORY(memory);
     u32* sums = reinterpret_cast<u32*>(memory);  // 33
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
@@ -148,7 +147,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
 // Writes tensors that travel as they are: elements in float32, and their peak.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     copy_raw(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-             Found* __restrict__ all_found) {
+             Found* all_found) {
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
     u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
     u32 n = u32(min(u64(TILE), tensor.numel - begin)), peak = 0;

@@ -57,7 +57,7 @@ __device__ __forceinline__ u32 turns_of(u32 length) {
 // Encodes eight chunks by each warp, from the last byte to the first, into scratch.
 __global__ void __launch_bounds__(32)
     encode_chunks(const Coded* __restrict__ codes, const u32* __restrict__ warp_code,
-                  Found* __restrict__ all_found) {
+                  Found* all_found) {
     SHARED_MEMORY(memory);
     u64* pushes = reinterpret_cast<u64*>(memory);  // two for each byte
     u32* flag = reinterpret_cast<u32*>(pushes + 512);

@@ -19,7 +19,7 @@ __device__ __forceinline__ float float_of(u16 half) {
 
 // Raises a flag if a magnitude lies beyond one with these bits; one thread for each value.
 __global__ void __launch_bounds__(THREADS)
-    find_beyond(const float* __restrict__ values, u64 n, u32 largest, u32* __restrict__ flag) {
+    find_beyond(const float* __restrict__ values, u64 n, u32 largest, u32* flag) {
     u64 i = u64(blockIdx.x) * THREADS + threadIdx.x;
     if (i < n && magnitude(values[i]) > largest) atomicOr(flag, 1u);
 }
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(THREADS)
 // Writes values as float16, clipped to `limit`; NaN alone where the flag is raised.
 __global__ void __launch_bounds__(THREADS)
     write_halves(const float* __restrict__ values, u64 n, u32 limit, const u32* __restrict__ flag,
-                 u16* __restrict__ halves) {
+                 u16* halves) {
     u64 i = u64(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= n) return;
     u32 pattern = __float_as_uint(values[i]), size = min(pattern & ABS, limit);
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 __global__ void __launch_bounds__(THREADS)
-    read_halves(const u16* __restrict__ halves, u64 n, float* __restrict__ values) {
+    read_halves(const u16* __restrict__ halves, u64 n, float* values) {
     u64 i = u64(blockIdx.x) * THREADS + threadIdx.x;
     if (i < n) values[i] = float_of(halves[i]);
 }

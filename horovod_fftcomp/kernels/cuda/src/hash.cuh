@@ -17,7 +17,7 @@ __device__ __forceinline__ u64 taken_in(u64 hash, u64 word) {
 
 // A block of a thread for each lane; `hashes`: one for each array.
 __global__ void __launch_bounds__(LANES_OF_HASH)
-    hash_bytes(const Hashed* __restrict__ arrays, u64* __restrict__ hashes) {
+    hash_bytes(const Hashed* __restrict__ arrays, u64* hashes) {
     SHARED_MEMORY(memory);
     u64* lanes = reinterpret_cast<u64*>(memory);
     const Hashed array = arrays[blockIdx.x];

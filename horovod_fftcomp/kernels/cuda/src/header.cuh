@@ -21,8 +21,7 @@ __device__ __forceinline__ u32 change_of_bits(const u32* table, u32 lane, u32 sc
 
 // One warp for each tensor. `not_finite`: one word for each; and the peak begins anew.
 __global__ void __launch_bounds__(32)
-    write_header(const Header* __restrict__ headers, Found* __restrict__ all_found,
-                 u32* __restrict__ not_finite) {
+    write_header(const Header* __restrict__ headers, Found* all_found, u32* not_finite) {
     const Header header = headers[blockIdx.x];
     Found* found = all_found + blockIdx.x;
     u32 lane = threadIdx.x;

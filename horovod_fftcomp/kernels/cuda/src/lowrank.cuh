@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 
 // Raises a tensor's flag where what came of it is not finite; a block for each tensor.
 __global__ void __launch_bounds__(THREADS)
-    check_factors(const LowRank* __restrict__ parts, u32 of_second, u32* __restrict__ not_finite) {
+    check_factors(const LowRank* __restrict__ parts, u32 of_second, u32* not_finite) {
     const LowRank part = parts[blockIdx.x];
     const float* values = of_second ? part.second : part.first;
     u64 n = part.rank ? (of_second ? part.columns : part.rows) * part.rank : part.n;
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 // finite factors is not finite.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     sum_products(const LowRank* __restrict__ parts, const u32* __restrict__ tile_part,
-                 const u32* __restrict__ not_finite, u32* __restrict__ overflown) {
+                 const u32* __restrict__ not_finite, u32* overflown) {
     u32 number = tile_part[blockIdx.x];
     const LowRank part = parts[number];
     u64 begin = u64(blockIdx.x - part.first_tile) * TILE, end = min(begin + TILE, part.n);

@@ -5,7 +5,7 @@
 // NaN where a value is. `parts`: one for each tile.
 __global__ void __launch_bounds__(32)
     clip_factors(const Tensor* __restrict__ tensors, const Part* __restrict__ parts, double most,
-                 float* __restrict__ factors) {
+                 float* factors) {
     const Tensor tensor = tensors[blockIdx.x];
     double square = row_sums(parts + tensor.first_tile, tensor.n_tiles, true).second;
     if (threadIdx.x == 0)

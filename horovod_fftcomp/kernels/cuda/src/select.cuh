@@ -135,7 +135,7 @@ __device__ __forceinline__ float accelerate(const Tensor& tensor, u64 place, flo
 // The first launch where no transform is made.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     add_residual(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-                 Found* __restrict__ all_found) {
+                 Found* all_found) {
     SHARED_MEMORY(memory);
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
     Tally tally = begin_tally(memory);
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 template <u32 C>
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     mark(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-         Found* __restrict__ all_found, u32* __restrict__ above, u32* __restrict__ shared) {
+         Found* all_found, u32* above, u32* shared) {
     SHARED_MEMORY(memory);
     u32* digits = reinterpret_cast<u32*>(memory);  // SECOND
     u32* sums = digits + SECOND;                   // 33
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 template <u32 C>
 __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     narrow(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-           Found* __restrict__ all_found, u32* __restrict__ above, u32* __restrict__ shared) {
+           Found* all_found, u32* above, u32* shared) {
     SHARED_MEMORY(memory);
     u32* digits = reinterpret_cast<u32*>(memory);  // SECOND
     u32* sums = digits + SECOND;                   // 33
@@ -279,8 +279,7 @@ __device__ u32 rank_tiles(const Tensor& tensor, const Found* found, TileCounts* 
 template <u32 C>
 __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     settle(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-           Found* __restrict__ all_found, u32* __restrict__ above, u32* __restrict__ shared,
-           TileCounts* __restrict__ tiles) {
+           Found* all_found, u32* above, u32* shared, TileCounts* tiles) {
     SHARED_MEMORY(memory);
     u32* sums = reinterpret_cast<u32*>(memory);  // 33
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(THREADS)
 // In how many chunks, but for those from `first` to `last`, this rank's choice is the leader's.
 __global__ void __launch_bounds__(THREADS)
     count_common(const Shared* __restrict__ parts, const u32* __restrict__ group_part, u64 first,
-                 u64 last, u32 turn, u32* __restrict__ common) {
+                 u64 last, u32 turn, u32* common) {
     const Shared part = parts[group_part[blockIdx.x]];
     u64 j = u64(blockIdx.x - part.first_group) * GROUP + threadIdx.x, chunk = part.first + j;
     bool same = j < part.k && (chunk < first || chunk >= last);
@@ -94,8 +94,7 @@ __global__ void __launch_bounds__(THREADS)
 
 // What would be left if nothing were sent, through the filter; each tensor's peak, zeros before.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
-    filter_low(const Shared* __restrict__ parts, const u32* __restrict__ tile_part,
-               u32* __restrict__ peaks) {
+    filter_low(const Shared* __restrict__ parts, const u32* __restrict__ tile_part, u32* peaks) {
     const Shared part = parts[tile_part[blockIdx.x]];
     u64 begin = u64(blockIdx.x - part.first_tile) * TILE;
     u32 n = u32(min(u64(TILE), part.n - begin)), peak = 0;
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 // beyond its chunk is noted as a corrupt payload.
 __global__ void __launch_bounds__(THREADS)
     take_shares(const Shared* __restrict__ parts, const u32* __restrict__ group_part, u32 turn,
-                const u32* __restrict__ peaks, Payload* __restrict__ payloads) {
+                const u32* __restrict__ peaks, Payload* payloads) {
     u32 number = group_part[blockIdx.x];
     const Shared part = parts[number];
     u64 j = u64(blockIdx.x - part.first_group) * GROUP + threadIdx.x;
@@ -139,7 +138,7 @@ __global__ void __launch_bounds__(THREADS)
 // Raises a tensor's flag where a share that came is not finite.
 __global__ void __launch_bounds__(THREADS)
     check_shares(const Shared* __restrict__ parts, const u32* __restrict__ group_part,
-                 u32* __restrict__ not_finite) {
+                 u32* not_finite) {
     const Shared part = parts[group_part[blockIdx.x]];
     u64 j = u64(blockIdx.x - part.first_group) * GROUP + threadIdx.x;
     bool bad = j < part.k && magnitude(part.share[j]) > LARGEST_FINITE_BITS;

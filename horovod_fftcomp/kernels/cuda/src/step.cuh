@@ -10,20 +10,20 @@ static_assert(sizeof(Ledger) == 8, "structs.py describes the ledger with the sam
 
 // Notes whether a step counts. `flags`: not 0 where something is not finite; one thread for each.
 __global__ void __launch_bounds__(THREADS)
-    judge(const u32* __restrict__ flags, u32 n, u32* __restrict__ verdict) {
+    judge(const u32* __restrict__ flags, u32 n, u32* verdict) {
     u32 i = blockIdx.x * THREADS + threadIdx.x;
     if (i < n && flags[i]) atomicOr(verdict, 1u);
 }
 
 // Counts corrupt payloads; one thread for each.
 __global__ void __launch_bounds__(THREADS)
-    count_corrupt(const Payload* __restrict__ payloads, u32 n, Ledger* __restrict__ ledger) {
+    count_corrupt(const Payload* __restrict__ payloads, u32 n, Ledger* ledger) {
     u32 i = blockIdx.x * THREADS + threadIdx.x;
     if (i < n && payloads[i].status == CORRUPT) atomicAdd(&ledger->corrupt, 1u);
 }
 
 // Closes a step; one thread.
-__global__ void count_step(const u32* __restrict__ verdict, Ledger* __restrict__ ledger) {
+__global__ void count_step(const u32* __restrict__ verdict, Ledger* ledger) {
     if (*verdict) ledger->skipped++;
 }
 
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(THREADS)
 template <u32 C>
 __global__ void __launch_bounds__(THREADS)
     square(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-           u32 of_gradient, double* __restrict__ sums) {
+           u32 of_gradient, double* sums) {
     SHARED_MEMORY(memory);
     double* parts = reinterpret_cast<double*>(memory);
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];

@@ -133,7 +133,7 @@ __device__ __forceinline__ u32 dct_place(u32 i) {
 template <u32 L, bool COSINE>
 __global__ void __launch_bounds__(THREADS, COSINE ? 3 : RESIDENT)
     forward(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-            Found* __restrict__ all_found, const float2* __restrict__ roots,
+            Found* all_found, const float2* __restrict__ roots,
             const float2* __restrict__ cosines) {
     constexpr u32 M = L / 2;
     SHARED_MEMORY(memory);
