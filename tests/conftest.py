@@ -73,6 +73,19 @@ def pytest_collection_modifyitems(config, items):
     for number, job in enumerate(jobs):
         others.insert(number * (between + 1), job)
     items[:] = others
+    for item in items:
+        _name_group(item)
+
+
+def _name_group(item):
+    """End a test's id with the name of its group, where pytest-xdist looks for it.
+
+    pytest-xdist 3.8 writes it where pytest 9.2 no longer reads it.
+    """
+    group = item.get_closest_marker("xdist_group")
+    if group and hasattr(item, "_id") and getattr(item.config.option, "loadgroup", False):
+        suffix = f"@{group.args[0]}"
+        item._id = item._id.parse(item.nodeid.removesuffix(suffix) + suffix)
 
 
 def _is_of_recipe(item):
