@@ -317,6 +317,7 @@ class _Codes:
             return
         tensors = rows[self._rows["tensor"]]
         self._rows["coded"] = tensors["payload"] + tensors["positions_offset"]
+        self._rows["nbytes"] = tensors["values_offset"] - tensors["positions_offset"]
         codes = self._uploads.of("codes", self._rows)
         arguments = [codes, self._warps, found]
         kernels["encode_chunks"](self._n_warps, 32, arguments, structs.PUSHES_NBYTES)

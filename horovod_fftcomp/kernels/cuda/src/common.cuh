@@ -68,7 +68,8 @@ struct Found {
     u32 prefix;    // the upper digits of the k-th largest key, as far as they are known
     u32 need;      // of the coefficients with this prefix so many are among the k largest
     u32 grid;      // of the header
-    u32 unused[2];
+    u32 overflow;  // not 0 where more was chosen than the payload has room for
+    u32 unused;
     u32 counts[RADIX];
 };
 
@@ -173,13 +174,13 @@ __device__ __forceinline__ u32 latest(u32* word) {
 // Tells all threads of a block whether it is the last of `n` that take a ticket, which then begin
 // anew. Then all that the others have written is visible to it. `flag`: a word of shared memory.
 __device__ __forceinline__ bool is_last(u32* ticket, u32 n, u32* flag) {
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) {  // its fences order what the barriers join: the whole block's accesses
+        __threadfence();
         *flag = atomicAdd(ticket, 1u) == n - 1;
         if (*flag) *ticket = 0;
+        __threadfence();
     }
     __syncthreads();
-    __threadfence();
     return *flag != 0;
 }

@@ -104,11 +104,15 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     u64 rank = tiles[blockIdx.x].first_rank + block_exclusive_sum(__popc(own), sums, total);
     u64 tile_begin = u64(blockIdx.x - tensor.first_tile) * (TILE / C);
     u64 begin = tile_begin + 32 * threadIdx.x;
+    u32 inside = begin >= tensor.n ? 0 : ALL_LANES >> (32 - u32(min(u64(32), tensor.n - begin)));
+    u64 room = tensor.layout == RAW ? tensor.n : tensor.k;  // of the payload
+    own &= inside;
     bool stands_for = tensor.layout == RAW && tensor.how & CHOSEN;  // codes; zeros elsewhere
     if (tensor.layout == RAW && !stands_for) {  // of a threshold that so many are above: send all
         rank = begin;
-        own = begin >= tensor.n ? 0 : ALL_LANES >> (32 - u32(min(u64(32), tensor.n - begin)));
+        own = inside;
     }
+    if (own && rank + __popc(own) > room) found->overflow = 1;  // never, unless kernels are wrong
     u32* positions = reinterpret_cast<u32*>(tensor.payload + tensor.positions_offset);
     if (tensor.layout == BITMAP && begin < tensor.n) positions[begin / 32] = own;
     u64 n_blocks = (tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits;
@@ -120,7 +124,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     const Coding coding =
         coding_of(tensor.kind, tensor.bits, tensor.step, tensor.most, peak, grid);
     u32* values = reinterpret_cast<u32*>(tensor.payload + tensor.values_offset);
-    for (; own; own &= own - 1, rank++) {
+    for (; own && rank < room; own &= own - 1, rank++) {
         u64 place = begin + __popc((own & (0u - own)) - 1);
         if (tensor.layout == OFFSETS) {
             put_bits(positions, (place >> tensor.low_bits) + rank, 1, 1);

@@ -116,12 +116,17 @@ __global__ void __launch_bounds__(32)
 // Copies a chunk's states and words to their place; a block for each chunk.
 __global__ void __launch_bounds__(128)
     copy_chunks(const Coded* __restrict__ codes, const u32* __restrict__ chunk_code,
-                const u32* __restrict__ chunk_number, const Found* __restrict__ all_found) {
+                const u32* __restrict__ chunk_number, Found* all_found) {
     const Coded code = codes[chunk_code[blockIdx.x]];
-    if (all_found[code.tensor].peak > LARGEST_FINITE_BITS) return;
+    Found* found = all_found + code.tensor;
+    if (found->peak > LARGEST_FINITE_BITS) return;
     u32 chunk = chunk_number[blockIdx.x];
     u32 length = reinterpret_cast<const u16*>(code.coded)[chunk];
     u32* out = words_of(code) + code.lengths[chunk];
+    if (reinterpret_cast<u8*>(out + 2 * LANES + length) > code.coded + code.nbytes) {
+        found->overflow = 1;
+        return;
+    }
     const u32* states = reinterpret_cast<const u32*>(code.states + u64(chunk) * LANES);
     const u32* words = code.words + u64(chunk) * MOST_WORDS + (MOST_WORDS - length);
     if (threadIdx.x < 2 * LANES) out[threadIdx.x] = states[threadIdx.x];

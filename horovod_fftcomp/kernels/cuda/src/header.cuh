@@ -19,7 +19,8 @@ __device__ __forceinline__ u32 change_of_bits(const u32* table, u32 lane, u32 sc
     return (scale >> lane & 1 ? table[lane] : 0) ^ (grid >> lane & 1 ? table[32 + lane] : 0);
 }
 
-// One warp for each tensor. `not_finite`: one word for each; and the peak begins anew.
+// One warp for each tensor. `not_finite`: one word for each; and the peak begins anew. A payload that
+// would have overflowed gets a wrong checksum, so that all ranks find it corrupt.
 __global__ void __launch_bounds__(32)
     write_header(const Header* __restrict__ headers, Found* all_found, u32* not_finite) {
     const Header header = headers[blockIdx.x];
@@ -39,9 +40,9 @@ __global__ void __launch_bounds__(32)
     if (lane == 0) {
         u32* words = reinterpret_cast<u32*>(header.payload);
         if (changes) words[SCALE_OFFSET / 4] = scale, words[GRID_OFFSET / 4] = grid;
-        words[CRC_OFFSET / 4] ^= change;
+        words[CRC_OFFSET / 4] ^= found->overflow ? ~change : change;
         if (changes && !finite) header.payload[FLAGS_OFFSET] |= NOT_FINITE;
         not_finite[blockIdx.x] = !finite;
-        found->peak = found->grid = 0;
+        found->peak = found->grid = found->overflow = 0;
     }
 }
