@@ -61,6 +61,15 @@ def of_finite(what: str, found: Array, expected: Array, limit: float | None = No
     return of_arrays(what, found, expected, limit) if theirs else None
 
 
+def of_norms(what: str, found: Array, expected: Array, limit: float) -> str | None:
+    """Compare the norm of the difference with ``limit`` times the norm of ``expected``."""
+    norm = float(np.linalg.norm(expected.astype(np.float64)))
+    difference = float(np.linalg.norm(found.astype(np.float64) - expected))
+    if difference <= limit * norm:
+        return None
+    return f"{what} differs from the CPU's by {difference / (norm or 1):.3g} of its norm"
+
+
 def of_headers(found: Header, expected: Header, limit: float = 0.0) -> str | None:
     """Compare headers field by field; the scale may differ by ``limit``, and then the grid."""
     if not expected.finite or abs(found.scale - expected.scale) <= limit:
