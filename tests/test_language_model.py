@@ -1,0 +1,161 @@
+"""The runs of ``benchmarks/language_model.py``: their resumption, optimizers and text."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("horovod")
+
+pytestmark = pytest.mark.torch
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def training(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    module = importlib.import_module("language_model_training")
+    monkeypatch.setitem(module.SIZES, "tiny", module.Size(48, 1, 6))
+    monkeypatch.setattr(module, "EVALUATE_EVERY", 2)
+    monkeypatch.setattr(module, "EVALUATED_BATCHES", 1)
+    monkeypatch.setattr(module, "BATCH", 2)
+    return module
+
+
+@pytest.fixture
+def library(tmp_path):
+    """Return a folder of text, of which one file is left out."""
+    folder = tmp_path / "library"
+    (folder / "test").mkdir(parents=True)
+    (folder / "words.py").write_text("all work and no play makes a dull text\n" * 200)
+    (folder / "test" / "more.py").write_text("left out")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer"),
+    [
+        ("topk after 2 dense steps", "adamw"),
+        ("qsgd", "adamw-unclipped-10"),
+        ("dct(density=0.1) with momentum first of falling density", "adamw-unclipped"),
+    ],
+)
+def test_interrupted_run_equals_an_uninterrupted_one(
+    training, library, tmp_path, recipe, optimizer
+):
+    text = training.read_text(library, any_text=True)
+    run = training.Run("tiny", 2, 6, recipe, optimizer, 0.01, 0)
+    *_, whole = training.train(run, text, tmp_path)
+    (tmp_path / f"{run.name}.pt").unlink()
+    cut = training.train(run, text, tmp_path)
+    assert [next(cut).step for _ in range(3)] == [1, 2, 3]  # saved at 2
+    del cut
+    going_on = training.train(run, text, tmp_path)
+    resumed = next(going_on)
+    assert resumed.step == 3
+    *_, resumed = going_on
+    results = [each.found(text) | {"seconds": 0} for each in (whole, resumed)]
+    assert results[0] == results[1]
+    for before, after in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_ratio_counts_steps_after_the_warm_up(training, library, tmp_path):
+    text = training.read_text(library, any_text=True)
+    found = {}
+    for recipe in ("none", "topk", "topk after 3 dense steps"):
+        run = training.Run("tiny", 2, 6, recipe, "adamw", 0.01, 0)
+        *_, last = training.train(run, text, tmp_path)
+        found[recipe] = last.found(text)
+    none, without, with_warm_up = found.values()
+    assert none["ratio"] == 1
+    assert none["sent_nbytes"] == 4 * none["parameters"]
+    assert without["ratio"] > 20
+    assert with_warm_up["ratio"] == pytest.approx(without["ratio"], rel=0.05)
+    dense, compressed = none["sent_nbytes"], without["sent_nbytes"]
+    assert with_warm_up["sent_nbytes"] == pytest.approx((dense + compressed) / 2, rel=0.01)
+
+
+def test_finished_runs_are_not_repeated(training, library, tmp_path, monkeypatch, capsys):
+    benchmark = importlib.import_module("language_model")
+    arguments = ["--recipe", "none", "--size", "tiny", "--learners", "2", "--seed", "0", "1"]
+    arguments += ["--lr", "0.01", "--any-text", "--library", str(library)]
+    arguments += ["--out", str(tmp_path / "results"), "--scratch", str(tmp_path / "scratch")]
+    benchmark.main(arguments)
+    assert "run 2 of 2" in capsys.readouterr().out
+    paths = sorted((tmp_path / "results").iterdir())
+    results = [json.loads(path.read_text()) for path in paths]
+    assert [result["seed"] for result in results] == [0, 1]
+    assert results[0]["evaluated_at"] == [2, 4, 6]
+    assert not [*(tmp_path / "scratch").glob("*.pt")]
+    before = [path.stat().st_mtime_ns for path in paths]
+    benchmark.main(arguments)
+    assert "run" not in capsys.readouterr().out
+    assert [path.stat().st_mtime_ns for path in paths] == before
+
+
+def test_rows_of_every_set_can_be_made(training):
+    benchmark = importlib.import_module("language_model")
+    for rows in benchmark.SETS.values():
+        for row in rows:
+            assert row.optimizer in training.OPTIMIZERS
+            name, options = training.options_of(row.recipe, 100)
+            training.make_policy(name, **options)
+
+
+def test_other_text_is_refused_with_the_way_on(training, library):
+    with pytest.raises(ValueError, match="--any-text") as error:
+        training.read_text(library)
+    text = training.read_text(library, any_text=True)
+    assert text.sha256 in str(error.value)
+    assert training.SHA256 in str(error.value)
+    assert len(text.train) + len(text.valid) == (library / "words.py").stat().st_size
+
+
+def steps_of(optimizer, weights, grads):
+    for grad in grads:
+        weights.grad = grad.clone()
+        optimizer.step()
+    return weights.detach().clone()
+
+
+def make_grads():
+    generator = torch.Generator().manual_seed(0)
+    return [scale * torch.randn(20, generator=generator) for scale in (9, 1, 0.1, 1, 0.3)]
+
+
+def test_unclipped_adamw_without_clipping_is_adamw(training):
+    given = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.2}
+    first, second = torch.nn.Parameter(torch.ones(20)), torch.nn.Parameter(torch.ones(20))
+    unclipped = training.UnclippedAdamW([first], max_norm=math.inf, **given)
+    expected = steps_of(torch.optim.AdamW([second], **given), second, make_grads())
+    torch.testing.assert_close(steps_of(unclipped, first, make_grads()), expected)
+
+
+def test_unclipped_adamw_clips_the_first_moment_alone(training):
+    weights = torch.nn.Parameter(torch.zeros(4))
+    optimizer = training.UnclippedAdamW([weights], lr=1.0, weight_decay=0.0, max_norm=1.0)
+    moved = steps_of(optimizer, weights, [torch.tensor([10.0, -10.0, 10.0, 10.0])])
+    # norm 20: the gradient is clipped to a twentieth, its root mean square is not
+    torch.testing.assert_close(moved, torch.tensor([-1.0, 1.0, -1.0, -1.0]) / 20)
+
+
+def test_late_second_moments_change_on_schedule(training):
+    weights = torch.nn.Parameter(torch.zeros(20))
+    schedule = {"every": 3, "dense_steps": 1, "late_beta": 0.5}
+    optimizer = training.UnclippedAdamW([weights], lr=0.1, betas=(0.9, 0.75), **schedule)
+    squares = []
+    for grad in make_grads():
+        steps_of(optimizer, weights, [grad])
+        squares.append(optimizer.state[weights]["exp_avg_sq"].clone())
+    first, _, third, *_ = make_grads()
+    torch.testing.assert_close(squares[0], 0.25 * first**2)
+    assert torch.equal(squares[1], squares[0])
+    torch.testing.assert_close(squares[2], 0.5 * squares[0] + 0.5 * third**2)
+    assert torch.equal(squares[4], squares[2])
+    assert optimizer.param_groups[0]["weight"] == pytest.approx(0.625)
