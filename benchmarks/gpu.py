@@ -25,6 +25,8 @@ import torch
 from matplotlib.figure import Figure
 from rich.progress import track
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a clone that is not installed
+
 import horovod_fftcomp
 from horovod_fftcomp import RECIPES, get_codec, get_scheme
 from horovod_fftcomp.engine.buckets import Bucket
@@ -239,14 +241,14 @@ def shape_of(numel: int) -> tuple[int, ...]:
     return (rows, numel // rows) if rows >= 16 else (numel,)
 
 
-def measure_step(
-    device: Any, place: str, tensors: str, sizes: Sequence[int], recipe: str, repeat: int
-) -> dict[str, Any]:
-    """Measure all that one rank computes in a step of one bucket, by a recipe with kernels."""
-    grads, answers = random_grads(sizes, place), Answers()
+def step_of(
+    device: Any, grads: Sequence[torch.Tensor], recipe: str
+) -> tuple[Engine, Callable[[], None]]:
+    """Return an engine, and what computes a step of one rank of ``RANKS`` by it; it is warm."""
+    answers = Answers()
     policy = make_policy(recipe, **STEP_OPTIONS.get(recipe, {}))
-    bucket = Bucket(tuple(Tensor(str(i), shape_of(n)) for i, n in enumerate(sizes)), policy)
-    engine = Engine([bucket], 0, RANKS, device)
+    tensors = tuple(Tensor(str(i), shape_of(grad.numel())) for i, grad in enumerate(grads))
+    engine = Engine([Bucket(tensors, policy)], 0, RANKS, device)
 
     def step() -> None:
         made = engine.resume(0, grads)
@@ -256,6 +258,15 @@ def measure_step(
 
     for _ in range(WARM_UP):
         step()
+    return engine, step
+
+
+def measure_step(
+    device: Any, place: str, tensors: str, sizes: Sequence[int], recipe: str, repeat: int
+) -> dict[str, Any]:
+    """Measure all that one rank computes in a step of one bucket, by a recipe with kernels."""
+    grads = random_grads(sizes, place)
+    engine, step = step_of(device, grads, recipe)
     sent = engine.costs.sent_nbytes
     taken = seconds_of(step, repeat)
     sent = (engine.costs.sent_nbytes - sent) // (repeat + 1)

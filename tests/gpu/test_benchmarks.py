@@ -24,17 +24,17 @@ KERNELS = (
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
+def script(monkeypatch):
     """Return a function that imports one of the scripts."""
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module
 
 
-def test_codecs_and_steps_are_measured(benchmark, monkeypatch):
+def test_codecs_and_steps_are_measured(script, monkeypatch):
     from tests.gpu.torch_emulator import TorchEmulator
 
-    gpu = benchmark("gpu")
+    gpu = script("gpu")
     monkeypatch.setattr(gpu, "STEPS_NUMEL", 9000)
     lists = [("one tensor", [9000]), ("two tensors", [3000, 500])]
     found = gpu.measured(TorchEmulator(), "cpu", lists, repeat=2)
@@ -52,8 +52,8 @@ def test_codecs_and_steps_are_measured(benchmark, monkeypatch):
     gpu.report(found)
 
 
-def test_what_the_profiler_says_is_sorted_by_calls(benchmark, tmp_path):
-    profile = benchmark("gpu_profile")
+def test_what_the_profiler_says_is_sorted_by_calls(script, tmp_path):
+    profile = script("gpu_profile")
     metrics = (profile.READ, profile.WRITTEN, profile.TAKEN)
     table = ["==PROF== a line of its own", ",".join(f'"{key}"' for key in (*KEYS, *metrics))]
     table.append('"","","","","byte","byte","ns"')

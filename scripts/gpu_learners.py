@@ -1,0 +1,93 @@
+"""Simulated ranks whose gradients stay on a GPU, which computes what they would send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_fftcomp.adapter.torch_tensors import arrays
+from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
+from horovod_fftcomp.engine.buckets import BUCKET_NBYTES, MIN_NUMEL, make_buckets
+from horovod_fftcomp.engine.engine import Costs, Engine
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.schemes import Round
+from horovod_fftcomp.simulation import InProcessWorld
+
+
+class LearnersOnDevice:
+    """As ``horovod_fftcomp.torch.SimulatedLearners`` of a model without buffers, on ``device``."""
+
+    def __init__(
+        self, model: torch.nn.Module, n_learners: int, recipe: str, device: Any, **options: Any
+    ) -> None:
+        self._parameters = Parameters(model)
+        specs = self._parameters.specs()
+        policy = make_policy(recipe, **options)
+        buckets = make_buckets(specs, policy, (), MIN_NUMEL, BUCKET_NBYTES, n_learners)
+        self._engines = [Engine(buckets, rank, n_learners, device) for rank in range(n_learners)]
+        self._buckets = [[tensor.name for tensor in bucket.tensors] for bucket in buckets]
+        self._dense = {tensor.name for tensor in specs}.difference(*self._buckets)
+        self._grads: list[dict[str, torch.Tensor]] = [{} for _ in range(n_learners)]
+        self.dense_nbytes = 0  # sent by each rank for dense tensors, since the start
+
+    @property
+    def costs(self) -> list[Costs]:
+        """Bytes, times and errors of each rank since the start."""
+        return [engine.costs for engine in self._engines]
+
+    @contextmanager
+    def turn_of(self, rank: int) -> Iterator[None]:
+        """Return a context for one learner's forward and backward pass."""
+        for parameter in self._parameters.tensors:
+            parameter.grad = None
+        yield
+        grads = arrays.flat_in_place(parameter.grad for parameter in self._parameters.tensors)
+        self._grads[rank] = dict(zip(self._parameters.names, grads, strict=True))
+
+    def reduce(self) -> None:
+        """Exchange the learners' gradients and set the parameters' gradients to the means."""
+        totals: dict[str, torch.Tensor] = {}
+        for number, names in enumerate(self._buckets):
+            rounds = [
+                engine.resume(number, [grads[name] for name in names])
+                for engine, grads in zip(self._engines, self._grads, strict=True)
+            ]
+            while isinstance(rounds[0], Round):
+                outputs = outputs_of(rounds)
+                rounds = [e.resume(number, o) for e, o in zip(self._engines, outputs, strict=True)]
+            totals |= zip(names, self._engines[0].sums(number), strict=True)
+        for name in self._dense:
+            totals[name] = torch.stack([grads[name] for grads in self._grads]).sum(0)
+            self.dense_nbytes += totals[name].nbytes
+            for engine in self._engines:
+                arrays.observe(engine, totals[name])
+        for name, parameter in zip(self._parameters.names, self._parameters.tensors, strict=True):
+            total = totals[name]
+            total = torch.from_numpy(total) if isinstance(total, np.ndarray) else total
+            mean = total.to(parameter) / len(self._engines)
+            parameter.grad = mean.view(parameter.shape)
+        for engine in self._engines:
+            engine.settle()
+
+
+def outputs_of(rounds: Sequence[Round]) -> list[Any]:
+    """Return what a network would give to each rank, on the device where the data are there."""
+    if isinstance(rounds[0].data, np.ndarray):
+        world = InProcessWorld(len(rounds))
+        for rank, round_ in enumerate(rounds):
+            world.submit(rank, "round", round_)
+        return world.complete("round")
+    data = [round_.data for round_ in rounds]
+    if rounds[0].collective == "allgather":
+        return [torch.cat(data)] * len(data)
+    if rounds[0].collective == "broadcast":
+        return [data[rounds[0].root].clone() for _ in data]
+    if rounds[0].collective == "allreduce":
+        total = torch.stack(data).sum(0)
+        return [total.clone() for _ in data]
+    pieces = [round_.data.split(round_.splits) for round_ in rounds]
+    return [torch.cat(to_one) for to_one in zip(*pieces, strict=True)]
