@@ -2,6 +2,7 @@
 
     python benchmarks/language_model.py --set baseline --set defaults   # hours of one core
     python benchmarks/language_model.py --recipe fft --lr 0.003 --seed 0  # one run: minutes
+    python benchmarks/language_model.py --report                        # tables and plots
 
 Each run is a file in results/language_model, written when it ends. Runs that are there are not made
 again; one that was cut goes on where it was last saved, to the bit. Several processes may share the
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import language_model_report
 from language_model_training import (
     EVALUATE_EVERY,
     FALLING,
@@ -114,18 +116,24 @@ def only_here(run: Run, scratch: Path) -> Iterator[bool]:
             yield True
 
 
-def make_runs(runs: Sequence[Run], text: Text, args: argparse.Namespace, bar: Progress) -> None:
+def make_runs(runs: Sequence[Run], text: Text, args: argparse.Namespace) -> None:
     """Make the runs that have no result, and write it after each."""
     args.out.mkdir(parents=True, exist_ok=True)
     args.scratch.mkdir(parents=True, exist_ok=True)
-    whole = bar.add_task("all runs", total=len(runs))
-    for number, run in enumerate(runs):
-        path = args.out / f"{run.name}.json"
-        with only_here(run, args.scratch) as is_free:
-            if is_free and not path.exists():
-                say(bar, f"run {number + 1} of {len(runs)}: {run.name}")
-                make_run(run, text, path, args, bar)
-        bar.advance(whole)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    console = Console()
+    bar = Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    )
+    with bar:
+        whole = bar.add_task("all runs", total=len(runs))
+        for number, run in enumerate(runs):
+            path = args.out / f"{run.name}.json"
+            with only_here(run, args.scratch) as is_free:
+                if is_free and not path.exists():
+                    say(bar, f"run {number + 1} of {len(runs)}: {run.name}")
+                    make_run(run, text, path, args, bar)
+            bar.advance(whole)
 
 
 def make_run(run: Run, text: Text, path: Path, args: argparse.Namespace, bar: Progress) -> None:
@@ -172,28 +180,26 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
     add("--scratch", type=Path, default=SCRATCH,
         help="folder for runs under way (default: %(default)s)")
+    add("--report", action="store_true", help="write tables and plots of the results")
     # fmt: on
     args = parser.parse_args(argv)
     args.steps = args.steps or SIZES[args.size].steps
-    if not (args.sets or args.recipes):
-        parser.error(f"give --set, of {', '.join(SETS)}; or --recipe")
+    if not (args.report or args.sets or args.recipes):
+        parser.error(f"give --set, of {', '.join(SETS)}; or --recipe; or --report")
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Make what is left of the runs asked for."""
+    """Make what is left of the runs asked for, and the report."""
     args = parse_args(argv)
     set_threads(args.threads)
     runs = runs_of(args)
     for run in runs:
         options_of(run.recipe, run.steps)  # a mistake in the last row is told at once
-    text = read_text(args.library, args.any_text)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    console = Console()
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as bar:
-        make_runs(runs, text, args, bar)
+    if runs:
+        make_runs(runs, read_text(args.library, args.any_text), args)
+    if args.report:
+        language_model_report.write(args.out)
 
 
 if __name__ == "__main__":

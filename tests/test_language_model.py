@@ -7,6 +7,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -159,3 +160,60 @@ def test_late_second_moments_change_on_schedule(training):
     torch.testing.assert_close(squares[2], 0.5 * squares[0] + 0.5 * third**2)
     assert torch.equal(squares[4], squares[2])
     assert optimizer.param_groups[0]["weight"] == pytest.approx(0.625)
+
+
+def make_record(training, recipe, lr, seed, loss, **changes):
+    """Return a result of ten evaluations in which the loss falls by a line to ``loss``."""
+    record = training.Run("0.4M", 4, 100, recipe, "adamw", lr, seed)._asdict()
+    at = list(range(10, 101, 10))
+    record |= {"parameters": 1000, "text_sha256": training.SHA256, "evaluated_at": at}
+    record |= {"validation_losses": [loss + (100 - step) / 100 for step in at], "ratio": 1.0}
+    record |= {"validation_loss": loss, "usual_nbytes": 4000, "sent_nbytes_between": 10 * [4000]}
+    return record | changes
+
+
+@pytest.fixture
+def report(training, monkeypatch):
+    module = importlib.import_module("language_model_report")
+    monkeypatch.setattr(module, "TENSORS", [module.Tensor("layer", (64, 64))])
+    return module
+
+
+@pytest.fixture
+def records(training):
+    """Return results of ``none``, of ``topk``, whose first ten steps are dense, and of ``fft``."""
+    given = [("none", 0.1, 0, 2.0), ("none", 0.1, 1, 2.2), ("none", 0.2, 0, 1.0)]
+    found = [make_record(training, *run) for run in given]
+    sent = {"usual_nbytes": 400, "sent_nbytes_between": [4000] + 9 * [400], "ratio": 10.0}
+    found += [make_record(training, "topk", 0.2, 0, 2.1, **sent)]
+    return [*found, make_record(training, "fft", 0.1, 2, 3.0, **sent)]
+
+
+def test_report_compares_rows_at_their_best_rate_on_common_seeds(report, records, tmp_path):
+    folder = tmp_path / "found"
+    folder.mkdir()
+    for number, record in enumerate(records):
+        (folder / f"{number}.json").write_text(json.dumps(record))
+    report.write(folder)
+    page = (tmp_path / "found.md").read_text()
+    # 0.2 has a lower loss, but one seed alone
+    assert "| `none` | adamw | 1.0 | **2.100 ± 0.100 (2)** | 1.000 |  |  |" in page
+    assert "| `topk` | adamw | 10.0 |  | **2.100** | +5.0 % | +5.0 % |" in page
+    assert "| `fft` | adamw | 10.0 | **3.000** |  |  |  |" in page  # no seed of both
+    assert (tmp_path / "found_0.4M-4x100.png").stat().st_size > 10_000
+
+
+def test_report_forecasts_the_time_to_a_loss(report, records, tmp_path):
+    [section] = report.sections(records)
+    options = report.timed_codecs(tmp_path / "codecs.json", ["topk", "fft"])
+    none, _, topk = (
+        np.diff(report.times_of(row, section, options, 0.1), prepend=0) for row in section.rows
+    )
+    np.testing.assert_allclose(none, none[0])
+    assert topk[0] == pytest.approx(none[0])  # dense
+    np.testing.assert_allclose(topk[1:], topk[1])
+    assert topk[1] < topk[0]
+    # the mean of none is 2.1 + 0.2 after 80 steps, and so is topk's; fft does not get there
+    _, *rows = report.race_rows(section, options)
+    assert [row[0] for row in rows] == ["`topk`", "`none`"]
+    assert [row[2] for row in rows] == ["80", "80"]
