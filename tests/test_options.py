@@ -57,6 +57,7 @@ OUT_OF_RANGE = {
     "columns": [0, -1, 65],
     "candidates": [0, -1, 65],
     "warmup_steps": [-1],
+    "dense_every": [-1, 1],
     "ranks_per_node": [0, -1],
     "min_numel": [0, -1],
     "bucket_nbytes": [0, -1],
@@ -68,6 +69,7 @@ OUT_OF_RANGE = {
 # What is neither a number, a bool nor one of some words.
 OTHERS = {
     "density_schedule": ["0.1", "yes", True, [0.1], {}, {5: 0.1}, {0: "0.1"}, {0: 2}, 0, 1.5],
+    "dense_by": [0, True, None, b"bf16", ["bf16"], "topk", "onebit", "qsgd(error_feedback=true)"],
     "rules": ["conv*", "", {"conv*": "dense"}, 3, None, True, iter(())],
     "process_set": [0, "global", True, [0, 1]],
     "recover": [0, False, True, "yes", 2.0, {"factor": 2.0}, Recover],

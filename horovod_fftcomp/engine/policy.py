@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
@@ -16,6 +17,7 @@ from horovod_fftcomp.schemes import Scheme
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hierarchical import Hierarchical
 from horovod_fftcomp.schemes.options import check_names, checked
+from horovod_fftcomp.schemes.uncompressed import Uncompressed
 from horovod_fftcomp.types import Tensor, Tensors
 
 # A rule: tensors (a shell pattern of names, or a function of name and shape) and an action:
@@ -24,7 +26,7 @@ Action = str | float | Mapping[str, Any]
 Rule = tuple[str | Callable[[Tensor], bool], Action]
 
 # Keywords of ``make_policy`` besides a recipe's options.
-KEYWORDS = ("warmup_steps", "density_schedule", "ranks_per_node")
+KEYWORDS = ("warmup_steps", "density_schedule", "dense_every", "dense_by", "ranks_per_node")
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Always:
 class Scheduled:
     """Policy of a recipe, with an optional density schedule after ``warmup_steps`` dense steps.
 
-    With ``ranks_per_node`` above 1 it compresses between nodes only; see ``Hierarchical``.
+    With ``ranks_per_node`` above 1 it compresses between nodes only; see ``Hierarchical``. Each
+    ``dense_every``-th step after the warm-up is exchanged by ``dense``, a recipe without state; 0:
+    none is.
     """
 
     recipe: str
@@ -68,12 +72,21 @@ class Scheduled:
     schedule: Schedule | None = None
     warmup_steps: int = 0
     ranks_per_node: int = 1
+    dense_every: int = 0
+    dense: Scheduled | None = None
 
     def at(self, step: int) -> Scheme:
         """Return the scheme of exchange ``step``, counted from 0."""
+        if self.dense is not None and self._n_dense(step) < self._n_dense(step + 1):
+            scheme = Uncompressed(self._compressing(step), self.dense.at(step))
+            return self._among_nodes(scheme)
         if step >= self.warmup_steps and self._lasting is not None:
             return self._lasting
         return self._among_nodes(self._compressing(step))
+
+    def _n_dense(self, step: int) -> int:
+        """Return how many steps between the warm-up and ``step`` are exchanged dense."""
+        return max(0, step - self.warmup_steps) // self.dense_every if self.dense_every else 0
 
     @functools.cached_property
     def _lasting(self) -> Scheme | None:
@@ -89,7 +102,8 @@ class Scheduled:
         if step < self.warmup_steps:
             return _scheme(self.recipe, self.options).in_warmup() or Dense("float32")
         if self.schedule is None:
-            return _scheme(self.recipe, self.options).at(step - self.warmup_steps)
+            n_compressed = step - self.warmup_steps - self._n_dense(step)
+            return _scheme(self.recipe, self.options).at(n_compressed)
         options = {**dict(self.options), "density": self.density(step)}
         return _scheme(self.recipe, tuple(options.items()))
 
@@ -98,7 +112,8 @@ class Scheduled:
 
         No schedule of the density changes them.
         """
-        return self.at(0).possible_rounds() | self.at(self.warmup_steps).possible_rounds()
+        found = self.at(0).possible_rounds() | self.at(self.warmup_steps).possible_rounds()
+        return found if self.dense is None else found | self.dense.possible_rounds()
 
     def density(self, step: int) -> float | None:
         """Return the density at ``step``, 1 in the warm-up; None for a recipe without one."""
@@ -129,6 +144,8 @@ class Scheduled:
             options["warmup_steps"] = self.warmup_steps
         if self.ranks_per_node > 1:
             options["ranks_per_node"] = self.ranks_per_node
+        if self.dense is not None:
+            options |= {"dense_every": self.dense_every, "dense_by": self.dense._given()}
         return options
 
     def facts(self) -> dict[str, object]:
@@ -148,8 +165,18 @@ class Scheduled:
         written = ", ".join(f"{name}={value!r}" for name, value in shown)
         return f"{self.recipe}({written})"
 
+    def _given(self) -> str:
+        """Return the recipe of dense steps with its options, as ``dense_by`` takes it."""
+        implied = ("error_feedback", "exchange")
+        given = [f"{name}={value}" for name, value in self.options if name not in implied]
+        return f"{self.recipe}({', '.join(given)})" if given else self.recipe
+
     def decided(self, tensors: Tensors, world_size: int) -> Scheduled:
         """Return the policy for a bucket: exchange "auto" becomes "gather" or "sharded"."""
+        if self.dense is not None:
+            among = -(-world_size // self.ranks_per_node)
+            decided = replace(self, dense=None).decided(tensors, world_size)
+            return replace(decided, dense=self.dense.decided(tensors, among))
         if self.in_force().get("exchange") != "auto":
             return self
         among = -(-world_size // self.ranks_per_node)
@@ -167,7 +194,8 @@ class Scheduled:
     def as_decided(self, policy: Policy) -> Scheduled:
         """Return this policy with the exchange of ``policy``, of the same recipe."""
         exchange = dict(getattr(policy, "options", ())).get("exchange")
-        return self if exchange is None else self.with_exchange(exchange)
+        decided = self if exchange is None else self.with_exchange(exchange)
+        return replace(decided, dense=getattr(policy, "dense", None))
 
     def with_density(self, density: float) -> Scheduled:
         """Return the same policy with a constant density."""
@@ -198,6 +226,8 @@ def make_policy(
     recipe: str,
     warmup_steps: int = 0,
     density_schedule: Schedule | Mapping[int, float] | float | None = None,
+    dense_every: int = 0,
+    dense_by: str = "bf16",
     ranks_per_node: int = 1,
     **options: Any,
 ) -> Scheduled:
@@ -212,6 +242,12 @@ def make_policy(
     density_schedule
         Density over steps: one of ``schedules`` or a mapping {step: density}; 0 is the first
         compressed step.
+    dense_every
+        Exchange each so many-th step after the warm-up uncompressed, without the residual, which
+        stays; 0: none. ``AdamW`` and ``Adam`` of this package take second moments from these steps.
+    dense_by
+        The recipe of these steps, with options: "bf16", "none" for float32, or one that rounds
+        without bias, such as "qsgd".
     ranks_per_node
         Number of consecutive ranks that form a node: sums are dense within it, compressed between.
     **options
@@ -236,7 +272,42 @@ def make_policy(
         schedule = as_schedule(density_schedule)
     if ranks_per_node != 1:
         Hierarchical(get_scheme(recipe, **options), ranks_per_node)  # refuses what it cannot do
-    return Scheduled(recipe, tuple(sorted(options.items())), schedule, warmup_steps, ranks_per_node)
+    written = tuple(sorted(options.items()))
+    dense_every = checked("dense_every", dense_every, int, 10)
+    _check_dense_every(recipe, options, dense_every)
+    dense = _dense_policy(checked("dense_by", dense_by, str, "bf16"))
+    return Scheduled(
+        recipe, written, schedule, warmup_steps, ranks_per_node,
+        dense_every, dense if dense_every else None,
+    )  # fmt: skip
+
+
+def _check_dense_every(recipe: str, options: Mapping[str, Any], dense_every: int) -> None:
+    """Raise ValueError unless each so many-th step of a recipe can be exchanged dense."""
+    if dense_every < 0 or dense_every == 1:
+        raise ValueError(
+            "dense_every must be 0, for no dense steps, or a whole number from 2 up, got "
+            f"{dense_every!r}"
+        )
+    scheme = get_scheme(recipe, **options)
+    if dense_every and (scheme.sends_signs() or scheme.own_momentum()):
+        raise ValueError(
+            f"recipe {recipe!r} sends signs or has a momentum of its own, so no steps between are "
+            'dense. Give dense_every=0; in a rule that names it, "dense_every": 0'
+        )
+
+
+def _dense_policy(text: str) -> Scheduled:
+    """Return the policy of the recipe ``text``, which dense steps use."""
+    name, options = parse_recipe(text)[1:]
+    if "error_feedback" in get_recipe(name).options:
+        options = {"error_feedback": False, **options}
+    if get_scheme(name, **options).compresses():
+        raise ValueError(
+            "dense_by must be a recipe that sends all elements without bias, such as bf16, none or "
+            f"qsgd; got {text!r}"
+        )
+    return Scheduled(name, tuple(sorted(options.items())))
 
 
 def action_for(tensor: Tensor, rules: Sequence[Rule]) -> Action | None:
@@ -275,7 +346,8 @@ def policy_of(action: Action, policy: Scheduled) -> Scheduled | None:
     if isinstance(action, Mapping):
         if "ranks_per_node" in action:
             raise ValueError("ranks_per_node holds for all tensors: give it without a rule")
-        inherited = {"warmup_steps": policy.warmup_steps, "ranks_per_node": policy.ranks_per_node}
+        kept = ("warmup_steps", "ranks_per_node", "dense_every", "dense_by")
+        inherited = {name: value for name, value in policy.in_force().items() if name in kept}
         return make_policy(**{"recipe": policy.recipe, **inherited, **action})
     if not isinstance(action, numbers.Real) or isinstance(action, bool):
         raise ValueError(

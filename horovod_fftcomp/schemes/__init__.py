@@ -271,6 +271,10 @@ class Scheme(Protocol):
         """Return whether differences of weights may be sent: no momentum of its own, no signs."""
         return True
 
+    def compresses(self) -> bool:
+        """Return whether sums are others than this step's, rounded to a dtype or without bias."""
+        return True
+
     def sends_signs(self) -> bool:
         """Return whether sums become signs, so that an optimizer takes steps of one size."""
         return False

@@ -14,7 +14,9 @@ from horovod_fftcomp.codec.adaptive import Adaptive
 from horovod_fftcomp.codec.backend import backend_for
 from horovod_fftcomp.codec.methods.base import Method
 from horovod_fftcomp.codec.methods.signs import SignMethod
+from horovod_fftcomp.codec.quantizers import BFloat16, Float32
 from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels.ops import AnyCodec, Codecs, Feedback
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
 from horovod_fftcomp.schemes.meter import measured_by
@@ -44,6 +46,9 @@ def serves(codec: AnyCodec, tensors: Tensors, of_signs: bool = False) -> bool:
         plan.n_bins < 1 << 32 and (plan.layout is not Layout.RAW or not plan.numel)
         for plan in plans
     )
+
+
+_ROUNDS_TO_A_DTYPE = (BFloat16, Float32)
 
 
 class Gathered(NamedTuple):
@@ -136,6 +141,16 @@ class Allgather(LowPass):
     def fits_differences(self) -> bool:
         """Return whether differences of weights may be sent; see ``Scheme``."""
         return not (self.sign or self.momentum)
+
+    def compresses(self) -> bool:
+        """Return whether sums are others than this step's; see ``Scheme``."""
+        codec = self.codec
+        if not isinstance(codec, Codec):
+            return self.error_feedback or not codec.method.unbiased
+        keeps_all = codec.sparsifier == TopK(1.0) and isinstance(
+            codec.quantizer, _ROUNDS_TO_A_DTYPE
+        )
+        return self.error_feedback or not keeps_all
 
     def sends_signs(self) -> bool:
         """Return whether sums become signs; see ``Scheme``."""

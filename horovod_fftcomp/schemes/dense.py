@@ -44,6 +44,10 @@ class Dense(Scheme):
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
         return True
 
+    def compresses(self) -> bool:
+        """Return False: sums are those of this step's gradients; see ``Scheme``."""
+        return False
+
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         return math.prod(tensor.shape) * np.dtype(self.dtype).itemsize

@@ -48,6 +48,10 @@ class Wrapper(Scheme):
         """Return whether differences of weights may be sent; see ``Scheme``."""
         return self.scheme.fits_differences()
 
+    def compresses(self) -> bool:
+        """Return whether sums are others than this step's; see ``Scheme``."""
+        return self.scheme.compresses()
+
     def sends_signs(self) -> bool:
         """Return whether sums become signs; see ``Scheme``."""
         return self.scheme.sends_signs()

@@ -1,0 +1,55 @@
+"""Steps that exchange gradients without a compression that keeps state, between compressed ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Scheme
+from horovod_fftcomp.schemes.wrapper import Wrapper
+from horovod_fftcomp.types import OldState, Tensor, Tensors
+
+
+@dataclass(frozen=True)
+class Uncompressed(Wrapper):
+    """Exchange gradients by ``by``, which has no state; the state of ``scheme`` stays as it is.
+
+    So the sums have no residual in them: they are those of this step's gradients alone.
+    """
+
+    spec_name = "Uncompressed"
+    decides = False
+    scheme: Scheme
+    by: Scheme
+
+    @property
+    def rounds(self) -> tuple[str, ...]:
+        """The collectives of every exchange, in order."""
+        return self.by.rounds
+
+    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
+        """Return every list of collectives that an exchange may have; see ``Scheme``."""
+        return self.by.possible_rounds()
+
+    def exchange(
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
+    ) -> Exchange:
+        """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        outcome = yield from self.by.exchange(tensors, grads, {}, context)
+        kept = {kind: dict(arrays) for kind, arrays in state.items()}
+        return outcome._replace(state=kept, measured=None)
+
+    def compresses(self) -> bool:
+        """Return False: sums are those of this step's gradients; see ``Scheme``."""
+        return False
+
+    def runs_on_device(self, tensors: Tensors) -> bool:
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return self.by.runs_on_device(tensors)
+
+    def sent_nbytes(self, tensor: Tensor) -> int:
+        """Return the bytes of ``tensor`` that a rank sends to collectives in this step."""
+        return self.by.sent_nbytes(tensor)
+
+    def received_nbytes(self, tensor: Tensor, world_size: int) -> float:
+        """Return the bytes of ``tensor`` that a rank receives in this step; see ``Scheme``."""
+        return self.by.received_nbytes(tensor, world_size)
