@@ -16,6 +16,7 @@ from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
 from horovod_fftcomp.adapter.torch_tensors.device import device_of
+from horovod_fftcomp.adapter.torch_tensors.optimizers import note_exchanged
 from horovod_fftcomp.adapter.torch_tensors.parameters import Model, Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
@@ -58,6 +59,7 @@ class TorchCompressor(TensorCompressor):
         self._steps = StepDriver(
             parts, parameters, self._parameters, self._join, self._slots, self._gathers, name
         )
+        note_exchanged(parameters.tensors, self._slots, self._engine)
         # Horovod calls these for each gradient: methods of the step driver, without a call between.
         self.compress = self._steps.start_gradient
         self.decompress = self._steps.finish_gradient

@@ -13,9 +13,11 @@ import torch
 
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.torch_tensors import arrays
+from horovod_fftcomp.adapter.torch_tensors.optimizers import note_exchanged
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.engine.buckets import BUCKET_NBYTES, MIN_NUMEL, make_buckets, with_policy
 from horovod_fftcomp.engine.engine import Costs, Engine
+from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.engine.policy import Rule, check_rules, make_policy
 from horovod_fftcomp.simulation import exchange_once
 
@@ -58,6 +60,14 @@ class SimulatedLearners:
         buckets = make_buckets(specs, policy, rules, *sizes)
         self._engines = [Engine(buckets, rank, n_learners) for rank in range(n_learners)]
         self._buckets = [[tensor.name for tensor in bucket.tensors] for bucket in buckets]
+        slots = {
+            name: Slot(b, i)
+            for b, names in enumerate(self._buckets)
+            for i, name in enumerate(names)
+        }
+        note_exchanged(
+            self._parameters.tensors, [*map(slots.get, self._parameters.names)], self._engines[0]
+        )
         self._numels = {t.name: math.prod(t.shape) for t in specs}
         self._dense = {t.name for t in specs}.difference(*self._buckets)
         self._grads: list[dict[str, np.ndarray]] = [{} for _ in range(n_learners)]

@@ -17,6 +17,7 @@ from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.steps import Parts
 from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
 from horovod_fftcomp.adapter.torch_tensors.device import device_of
+from horovod_fftcomp.adapter.torch_tensors.optimizers import note_exchanged
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
@@ -76,6 +77,7 @@ class DistributedCompressor(TensorCompressor):
             self._exchanged, self._connect, self._slots, name, stream, optimized.read_in_place
         )
         self._steps = self._make_steps(parts, setup)
+        note_exchanged(trainable, self._slots, self._engine)
         self._await_optimizer()
 
     def _make_steps(self, parts: Parts, setup: Setup) -> StepDriver:

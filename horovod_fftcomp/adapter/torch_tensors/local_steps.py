@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from horovod_fftcomp.adapter.compressor import Compressor
+from horovod_fftcomp.adapter.torch_tensors.optimizers import forget_exchanged
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 
 Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -37,6 +38,7 @@ class LocalSteps:
                 raise ValueError("the compressor has other parameters; make it of the same model")
         self._names, self._parameters = parameters.names, parameters.tensors
         self._compression, self._period = compression, period
+        forget_exchanged(self._parameters)  # optimizers step with this rank's own gradients
         self._last = [parameter.detach().clone() for parameter in self._parameters]
         self.outer = outer(self._last)
         self.steps = 0  # since the last exchange

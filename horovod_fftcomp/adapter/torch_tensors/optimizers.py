@@ -1,0 +1,228 @@
+"""Adam and AdamW whose second moments come from uncompressed gradients alone.
+
+Adam divides by the root of a mean of squares, which the error of a compressed gradient, or a
+residual that is sent late, enters squared. Source: a second moment that stays while gradients are
+compressed, 1-bit Adam (Tang et al., ICML 2021); one that is updated on a schedule, 0/1 Adam (Lu et
+al., ICLR 2023).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.overlap import Slot
+from horovod_fftcomp.errors import UnsupportedError
+
+Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+# Of each parameter whose gradients are exchanged: its engine and bucket there.
+_exchanged: Any = WeakTensorKeyDictionary()
+
+
+def note_exchanged(
+    parameters: Iterable[torch.Tensor], slots: Sequence[Slot | None], engine: Engine
+) -> None:
+    """Let optimizers find the engine that exchanges the gradients of ``parameters``."""
+    for parameter, slot in zip(parameters, slots, strict=False):  # frozen ones come last
+        _exchanged[parameter] = None if slot is None else (weakref.ref(engine), slot.bucket)
+
+
+def forget_exchanged(parameters: Iterable[torch.Tensor]) -> None:
+    """Tell optimizers that gradients of ``parameters`` are not exchanged."""
+    for parameter in parameters:
+        _exchanged.pop(parameter, None)
+
+
+def _n_compressed(parameter: torch.Tensor) -> tuple[Any, int]:
+    """Return (engine, how many exchanges of the parameter's gradients have compressed them)."""
+    found = _exchanged.get(parameter)
+    engine = None if found is None else found[0]()
+    return (None, 0) if engine is None else (found[0], engine.n_compressed[found[1]])
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam for compressed gradients: second moments are updated by uncompressed ones alone.
+
+    It finds out from the compressor of the parameters which gradients were exchanged uncompressed:
+    in the steps before ``warmup_steps``, in each ``dense_every``-th step after them, and those of
+    tensors that are always sent dense. A second moment that was last updated g steps ago decays by
+    beta2^g. All else, and every step without a compressor, is that of ``torch.optim.Adam``.
+
+    Parameters
+    ----------
+    params
+        Parameters or parameter groups, as for ``torch.optim.Adam``.
+    lr
+        Learning rate.
+    betas
+        Decay of the first and of the second moments, for a step.
+    eps
+        Added to the root of the second moment.
+    weight_decay
+        Added to the gradient, as a factor of the weights; decoupled from it by ``AdamW``.
+    max_norm
+        Clip the norm of all gradients to it, as ``torch.nn.utils.clip_grad_norm_`` does, but for
+        what enters the second moments: those are of gradients before clipping. None: no clipping.
+        Gradients that were clipped before ``step`` enter both as they are.
+    """
+
+    _decouples = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_norm: float | None = None,
+    ) -> None:
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {value!r}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must lie in [0, 1), got {betas!r}")
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm must be above 0 or None, got {max_norm!r}")
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm)
+        # How many exchanges of a parameter had compressed its gradients at its last step.
+        self._seen: Any = WeakTensorKeyDictionary()
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # torch calls this in ``load_state_dict``, too
+        self.__dict__.setdefault("_seen", WeakTensorKeyDictionary())
+        for group in self.param_groups:
+            group.setdefault("max_norm", None)  # of a checkpoint of torch's Adam
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group; see ``torch.optim.Optimizer``."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            self._seen[parameter] = _n_compressed(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; see ``torch.optim.Optimizer``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [
+            (group, parameters)
+            for group in self.param_groups
+            if (parameters := [p for p in group["params"] if p.grad is not None])
+        ]
+        for group, parameters in groups:
+            self._prepare(parameters)
+            self._update_second_moments(group, parameters)
+        self._clip(groups)
+        for group, parameters in groups:
+            self._update(group, parameters)
+        return loss
+
+    def _prepare(self, parameters: list[torch.Tensor]) -> None:
+        """Count a step of each parameter; its state is made in the first."""
+        for parameter in parameters:
+            if parameter.grad is not None and (parameter.grad.is_sparse or parameter.is_complex()):
+                raise UnsupportedError(
+                    f"{type(self).__name__} takes gradients that are real numbers and not sparse"
+                )
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros(())
+                state["refreshed"] = 0  # the step in which the second moment was last updated
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            elif "refreshed" not in state:  # of a checkpoint of torch's Adam
+                state["refreshed"] = int(state["step"])
+        torch._foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
+
+    def _is_uncompressed(self, parameter: torch.Tensor) -> bool:
+        """Return whether all exchanges since the parameter's last step were uncompressed."""
+        engine, count = _n_compressed(parameter)
+        before = self._seen.get(parameter, (engine, 0))
+        self._seen[parameter] = engine, count
+        return count == (before[1] if before[0] is engine else 0)
+
+    def _update_second_moments(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        """Update the second moments of the parameters with uncompressed gradients."""
+        uncompressed = [self._is_uncompressed(parameter) for parameter in parameters]
+        for parameter, is_uncompressed in zip(parameters, uncompressed, strict=True):
+            if not is_uncompressed and not self.state[parameter]["refreshed"]:
+                raise UnsupportedError(
+                    f"{type(self).__name__} has no second moment yet, and gradients are "
+                    "compressed; begin with uncompressed steps and repeat them, for example by the "
+                    "options warmup_steps=100, dense_every=10 of the compressor"
+                )
+        chosen = [*itertools.compress(parameters, uncompressed)]
+        if not chosen:
+            return
+        states = [self.state[parameter] for parameter in chosen]
+        beta = group["betas"][1]
+        decays = [beta ** (int(state["step"]) - state["refreshed"]) for state in states]
+        moments, grads = [state["exp_avg_sq"] for state in states], self._gradients(group, chosen)
+        torch._foreach_mul_(moments, decays)
+        torch._foreach_addcmul_(moments, grads, grads, [1 - decay for decay in decays])
+        for state in states:
+            state["refreshed"] = int(state["step"])
+
+    def _gradients(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> Tensors:
+        """Return the gradients, with the weight decay that is part of them."""
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self._decouples or not group["weight_decay"]:
+            return grads
+        return torch._foreach_add(grads, parameters, alpha=group["weight_decay"])
+
+    def _clip(self, groups: list[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
+        """Clip the norm of the gradients of each ``max_norm``, in place."""
+        for most in {group["max_norm"] for group, _ in groups} - {None}:
+            clipped = [p for group, parameters in groups for p in parameters
+                       if group["max_norm"] == most]  # fmt: skip
+            torch.nn.utils.clip_grad_norm_(clipped, most, foreach=True)
+
+    def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        """Update the first moments and the parameters of a group."""
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        states = [self.state[parameter] for parameter in parameters]
+        moments = [state["exp_avg"] for state in states]
+        torch._foreach_lerp_(moments, self._gradients(group, parameters), 1 - beta1)
+        roots = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        torch._foreach_div_(roots, [(1 - beta2 ** s["refreshed"]) ** 0.5 for s in states])
+        torch._foreach_add_(roots, group["eps"])
+        if group["weight_decay"] and self._decouples:
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        sizes = [-lr / (1 - beta1 ** int(state["step"])) for state in states]
+        torch._foreach_addcdiv_(parameters, moments, roots, sizes)
+
+
+class AdamW(Adam):
+    """AdamW for compressed gradients: ``Adam`` with weight decay that is not part of the gradient.
+
+    Parameters as those of ``Adam``; in each step weights are multiplied by 1 - lr * weight_decay.
+
+    >>> model = torch.nn.Linear(50, 30)
+    >>> optimizer = AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, max_norm=1.0)
+    """
+
+    _decouples = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, max_norm=max_norm)

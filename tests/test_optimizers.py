@@ -1,0 +1,223 @@
+"""Adam and AdamW that take second moments from uncompressed gradients alone."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from horovod_fftcomp import UnsupportedError  # noqa: E402
+from horovod_fftcomp.engine.policy import make_policy  # noqa: E402
+from horovod_fftcomp.torch import Adam, AdamW, SimulatedLearners  # noqa: E402
+
+pytestmark = pytest.mark.torch
+RANKS = 3
+
+
+def a_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 30))
+
+
+def backward(learners, model, step, ranks=RANKS):
+    """Exchange the gradients of a step's batches."""
+    for rank in range(ranks):
+        x = torch.randn(16, 40, generator=torch.Generator().manual_seed(100 * step + rank))
+        with learners.turn_of(rank):
+            (model(x) - torch.sin(3 * x[:, :30])).square().mean().backward()
+    learners.reduce()
+
+
+def weights(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"),
+    [
+        (Adam, torch.optim.Adam, {}),
+        (Adam, torch.optim.Adam, {"weight_decay": 0.1, "betas": (0.8, 0.95)}),
+        (AdamW, torch.optim.AdamW, {"weight_decay": 0.1, "eps": 1e-6}),
+    ],
+)
+def test_without_compression_steps_are_those_of_torch(ours, theirs, options):
+    models = a_model(), a_model()
+    optimizers = [
+        make(
+            [
+                {"params": model[0].parameters(), "lr": 0.02},
+                {"params": model[2].parameters(), "weight_decay": 0.0},
+            ],
+            lr=0.01,
+            **options,
+        )
+        for make, model in zip((ours, theirs), models, strict=True)
+    ]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
+    for step in range(6):
+        for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+            optimizer.zero_grad()
+            backward(SimulatedLearners(model, RANKS, "none"), model, step)
+            optimizer.step()
+            scheduler.step()
+        torch.testing.assert_close(weights(models[0]), weights(models[1]), rtol=1e-6, atol=1e-8)
+
+
+def test_second_moments_come_from_uncompressed_steps_alone():
+    """Beside a computation in NumPy, from the gradients that were exchanged."""
+    model = a_model()
+    learners = SimulatedLearners(
+        model, RANKS, "topk", density=0.1, warmup_steps=2, dense_every=3, dense_by="none"
+    )
+    lr, beta1, beta2, eps, decay = 0.01, 0.9, 0.99, 1e-8, 0.1
+    optimizer = AdamW(model.parameters(), lr, (beta1, beta2), eps, decay)
+    weight = model[0].weight
+    x, m, v = weight.detach().numpy().astype(np.float64), 0.0, 0.0
+    last = 0
+    for step in range(12):
+        backward(learners, model, step)
+        g = weight.grad.numpy().astype(np.float64)
+        dense = step < 2 or (step - 2) % 3 == 2
+        assert (np.count_nonzero(g) > 0.9 * g.size) == dense
+        m = beta1 * m + (1 - beta1) * g
+        if dense:
+            gap, last = step + 1 - last, step + 1
+            v = beta2**gap * v + (1 - beta2**gap) * g * g
+        root = np.sqrt(v / (1 - beta2**last)) + eps
+        x = x * (1 - lr * decay) - lr / (1 - beta1 ** (step + 1)) * m / root
+        optimizer.step()
+        np.testing.assert_allclose(weight.detach().numpy(), x, rtol=1e-4, atol=1e-6)
+        assert optimizer.state[weight]["refreshed"] == last
+        # Vectors are always sent dense.
+        assert optimizer.state[model[0].bias]["refreshed"] == step + 1
+
+
+@pytest.mark.parametrize("dense_by", ["none", "bf16", "qsgd(levels=127)"])
+def test_dense_steps_leave_residuals_as_they_are(dense_by):
+    model = a_model()
+    learners = SimulatedLearners(
+        model, RANKS, "topk", density=0.1, dense_every=2, dense_by=dense_by
+    )
+    backward(learners, model, 0)
+    before = [engine.residual("0.weight") for engine in learners._engines]
+    backward(learners, model, 1)
+    for engine, residual in zip(learners._engines, before, strict=True):
+        assert residual.any()
+        np.testing.assert_array_equal(engine.residual("0.weight"), residual)
+    ours, exact = model[0].weight.grad.clone(), a_model()
+    backward(SimulatedLearners(exact, RANKS, "none"), exact, 1)
+    error = (ours - exact[0].weight.grad).norm() / ours.norm()
+    assert error < 0.02
+
+
+def test_clipping_leaves_second_moments_unclipped():
+    model, plain = a_model(), a_model()
+    optimizer = AdamW(model.parameters(), 0.01, max_norm=1e-3)
+    theirs = torch.optim.AdamW(plain.parameters(), 0.01)
+    for each in (model, plain):
+        backward(SimulatedLearners(each, RANKS, "none"), each, 0)
+    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+    optimizer.step()
+    theirs.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+        moments = optimizer.state[one], theirs.state[other]
+        torch.testing.assert_close(moments[0]["exp_avg"], moments[1]["exp_avg"])
+        scale = (norm / 1e-3) ** 2
+        torch.testing.assert_close(moments[0]["exp_avg_sq"], moments[1]["exp_avg_sq"] * scale)
+
+
+def test_exchanges_without_a_step_count_together():
+    """With a compressed one among them, the gradient is not uncompressed."""
+    model = a_model()
+    learners = SimulatedLearners(model, RANKS, "topk", density=0.1, warmup_steps=1, dense_every=2)
+    optimizer = AdamW(model.parameters())
+    refreshed = []
+    for step in range(8):
+        backward(learners, model, step)
+        if step % 2 == 0:  # compressed ones come between, but for the warm-up
+            optimizer.step()
+            refreshed.append(optimizer.state[model[0].weight]["refreshed"])
+    assert refreshed == [1, 1, 1, 1]
+
+
+def test_compressed_gradients_alone_are_refused():
+    model = a_model()
+    learners = SimulatedLearners(model, RANKS, "topk", density=0.1)
+    optimizer = AdamW(model.parameters())
+    backward(learners, model, 0)
+    with pytest.raises(UnsupportedError, match="no second moment yet"):
+        optimizer.step()
+
+
+def test_resume_is_exact():
+    """Of optimizer, model and learners; also from a file, by the safe loader."""
+
+    def start():
+        model = a_model()
+        options = dict(density=0.1, warmup_steps=2, dense_every=3, dense_by="qsgd")
+        learners = SimulatedLearners(model, RANKS, "topk", **options)
+        return model, learners, AdamW(model.parameters(), 0.01, max_norm=0.1)
+
+    model, learners, optimizer = start()
+    for step in range(5):
+        backward(learners, model, step)
+        optimizer.step()
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    states = [engine.state_dict() for engine in learners._engines]
+    resumed, others, optimizers = start()
+    resumed.load_state_dict(saved[0])
+    optimizers.load_state_dict(saved[1])
+    for engine, state in zip(others._engines, states, strict=True):
+        engine.load_state_dict(state)
+    for step in range(5, 12):
+        for each in ((model, learners, optimizer), (resumed, others, optimizers)):
+            backward(each[1], each[0], step)
+            each[2].step()
+    assert torch.equal(weights(model), weights(resumed))
+
+
+def test_states_of_torch_optimizers_load():
+    plain, model = a_model(), a_model()
+    theirs = torch.optim.AdamW(plain.parameters(), 0.01)
+    backward(SimulatedLearners(plain, RANKS, "none"), plain, 0)
+    theirs.step()
+    ours = AdamW(model.parameters(), 0.01)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    model.load_state_dict(plain.state_dict())
+    for each, optimizer in ((plain, theirs), (model, ours)):
+        backward(SimulatedLearners(each, RANKS, "none"), each, 1)
+        optimizer.step()
+    torch.testing.assert_close(weights(model), weights(plain), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1}, "lr must be"),
+        ({"betas": (0.9, 1.0)}, "betas must lie"),
+        ({"max_norm": 0.0}, "max_norm must be"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdamW(a_model().parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("fft", {"dense_every": 1}, "from 2 up"),
+        ("fft", {"dense_every": 10, "dense_by": "topk"}, "without bias"),
+        ("signsgd", {"dense_every": 10}, "sends signs"),
+        ("topk", {"dense_every": 10, "momentum": 0.9}, "momentum of its own"),
+    ],
+)
+def test_dense_steps_that_cannot_be_are_refused(recipe, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy(recipe, **options)
