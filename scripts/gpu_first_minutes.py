@@ -45,7 +45,7 @@ class Step(NamedTuple):
 # Groups run one after the other; the steps of a group at the same time.
 PLAN = (
     (Step(steps.machine, 60),),
-    (Step(steps.compile, 90),),
+    (Step(steps.compile, 120),),
     (Step(steps.selftest, 90),),
     (Step(steps.contracts, 100),),
     (Step(steps.memcheck, 90, 30), Step(steps.racecheck, 90, 30), Step(steps.large, 80)),
@@ -114,12 +114,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"there is no step {', '.join(sorted(unknown))}")
     try:
         run_plan(plan, minutes, only, args.budget or budget_s)
+        verdicts = dict(report.verdicts)
+        ran = [ok for ok in verdicts.values() if ok is not None]
+        seconds = round(time.monotonic() - report.began)
+        report.step("all", all(ran) if ran else None, seconds=seconds, steps=verdicts)
     finally:
         minutes.close()
-    verdicts = dict(report.verdicts)
-    ran = [ok for ok in verdicts.values() if ok is not None]
-    seconds = round(time.monotonic() - report.began)
-    report.step("all", all(ran) if ran else None, seconds=seconds, steps=verdicts)
     return 0 if all(ran) else 1
 
 

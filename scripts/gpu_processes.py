@@ -67,6 +67,11 @@ class Report:
             print(shortened({"step": step, "case": case, **short}, FAILURE), flush=True)
         self.log_text(f"{step} {case}", found.get("trace", ""))
 
+    def close(self) -> None:
+        """Close the files."""
+        self.details.close()
+        self.log.close()
+
     def log_text(self, title: str, text: str) -> None:
         """Append to log.txt."""
         with self.lock:
@@ -122,6 +127,10 @@ def end(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
 
 class Pool:
@@ -238,8 +247,8 @@ class Minutes:
         self, step: str, cases: list[Case], until: float, each_s: float, n: int, threads: int
     ) -> tuple[dict[str, dict[str, Any]], Found]:
         """Return the answers to all cases, and what their step's line says of them."""
-        if self.emulated:
-            n = min(n, 2)
+        if self.emulated:  # on fewer cores
+            n, each_s = min(n, 2), 5 * each_s
         results = self.pool.run(step, cases, until, each_s, n, threads)
         failed = [name for name, found in results.items() if found["ok"] is False]
         unfinished = [name for name, found in results.items() if found["ok"] is None]
@@ -296,10 +305,11 @@ class Minutes:
         return time.monotonic() - began
 
     def close(self) -> None:
-        """End all processes."""
+        """End all processes and close the files."""
         self.pool.close()
         for process in self.warming:
             end(process)
+        self.report.close()
 
 
 def _read(process: subprocess.Popen, until: float) -> bytes | None:

@@ -79,21 +79,20 @@ def machine(minutes: Minutes, until: float) -> Found:
 
 
 def compile(minutes: Minutes, until: float) -> Found:
-    """Compile all kernels in one module."""
+    """Compile all kernels in one module, and wait until the CPU's are compiled too."""
     cases = [("kernels", {"kind": "describe_kernels"})]
     results, (ok, line) = minutes.answer("compile", cases, until, 90, 1, 2)
     told = {k: v for k, v in results["kernels"].items() if k not in ("ok", "trace", "sticky", "s")}
-    return ok, told | ({} if ok else line)
+    waited_s = minutes.await_warm_up(min(time.monotonic() + 50, until))
+    return ok, told | {"waited_for_numba_s": round(waited_s, 1)} | ({} if ok else line)
 
 
 def selftest(minutes: Minutes, until: float) -> Found:
     """Run the self-test that precedes a training, of each recipe."""
-    waited = minutes.await_warm_up(min(time.monotonic() + 50, until - 20))
     cases: list[Case] = [
         (recipe, {"kind": "check_device", "with": {"recipe": recipe}}) for recipe, _ in recipes()
     ]
-    _, (ok, line) = minutes.answer("selftest", minutes.some(cases, 6), until, 40, 4, 2)
-    return ok, line | {"waited_for_numba_s": round(waited, 1)}
+    return minutes.answer("selftest", minutes.some(cases, 6), until, 40, 4, 2)[1]
 
 
 def steps_case(title: str, recipe: str, options: dict[str, Any], **about: Any) -> Case:
@@ -316,7 +315,7 @@ def launches_of(table: list[str]) -> list[dict[str, Any]]:
 
 def train(minutes: Minutes, until: float) -> Found:
     """Train by several recipes; each prints its line when it ends."""
-    budget = until - time.monotonic()
+    budget, threads = until - time.monotonic(), str(min(8, len(os.sched_getaffinity(0))))
     command = [sys.executable, HERE / "gpu_train.py", "--budget", budget]
     command += ["--emulated"] if minutes.emulated else []
     told: list[dict[str, Any]] = []
@@ -326,6 +325,6 @@ def train(minutes: Minutes, until: float) -> Found:
             told.extend(marked(line))
             minutes.report.show(step="train", **told[-1])
 
-    code, text = minutes.run(command, until, "train", tell=tell, OMP_NUM_THREADS="8")
+    code, text = minutes.run(command, until, "train", tell=tell, OMP_NUM_THREADS=threads)
     line = {"exit": code, "recipes": len(told) - 1, "end": "" if code == 0 else text[-300:]}
     return code == 0 and all(each["ok"] for each in told), line

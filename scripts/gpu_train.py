@@ -13,11 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from gpu_learners import LearnersOnDevice
 from gpu_processes import say
-from language_model_training import LIBRARY, Run, Text, Training, options_of, read_text
+from language_model_training import (
+    LIBRARY,
+    SIZES,
+    Run,
+    Size,
+    Text,
+    Training,
+    options_of,
+    read_text,
+)
 
 from horovod_fftcomp.kernels import cuda
 
-# Recipe and optimizer, in this order. An optimizer of ``OPTIMIZERS`` is compared by a line more.
+# Recipe and optimizer, in this order; a line more compares another one of ``OPTIMIZERS``.
 RUNS = (
     ("none", "adamw"),
     ("fft", "adamw"),
@@ -78,8 +87,7 @@ def wait(trial: Trial) -> None:
 
 def train(trial: Trial, text: Text, until: float) -> dict[str, Any]:
     """Train until the last step, or until the time is over; return what is told of a run."""
-    run, began = trial.run, time.perf_counter()
-    first = trial.loss(text.train)
+    run, first, began = trial.run, trial.loss(text.train), time.perf_counter()
     while trial.step < run.steps and time.monotonic() < until:
         trial.advance(text)
         if trial.step % 10 == 0:
@@ -126,7 +134,8 @@ def emulated_job() -> Job:
     """Return a small job without a GPU."""
     from tests.gpu.torch_emulator import TorchEmulator
 
-    return Job(TorchEmulator(), "0.4M", 2)
+    SIZES["tiny"] = Size(48, 1, 4)
+    return Job(TorchEmulator(), "tiny", 2)
 
 
 def main() -> None:
@@ -147,7 +156,8 @@ def main() -> None:
         seconds.append(seconds_of_step(Trial(*run, 2 * TIMED_STEPS, job), text))
         torch.cuda.empty_cache()
     left_s = until - time.monotonic()
-    steps = 4 if args.emulated else number_of_steps(seconds, 0.95 * left_s, len(runs))
+    steps = number_of_steps(seconds, 0.95 * left_s, len(runs))
+    steps = min(steps, SIZES[job.size].steps) if args.emulated else steps
     said = {recipe: round(1e3 * s, 2) for (recipe, _), s in zip(timed, seconds, strict=True)}
     say({"timed_ms": said, "steps": steps, "left_s": round(left_s), "ok": True})
     for run in runs:
