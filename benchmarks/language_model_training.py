@@ -94,10 +94,15 @@ class Run(NamedTuple):
 
 
 def options_of(recipe: str, steps: int) -> tuple[str, dict[str, Any]]:
-    """Return name and options of a row's recipe, ``make_policy``'s arguments."""
+    """Return name and options of a row's recipe, ``make_policy``'s arguments.
+
+    Raises ValueError or TypeError for what is no recipe or never compresses.
+    """
     options: dict[str, Any] = {}
     if after := AFTER.search(recipe):
         options["warmup_steps"] = int(after[1])
+        if int(after[1]) >= steps:
+            raise ValueError(f"{recipe!r} compresses nothing in {steps} steps; give more --steps")
     if FIRST in recipe:
         options["momentum"] = 0.9
     choice = parse_recipe(AFTER.sub("", recipe).replace(FIRST, "").replace(FALLING, ""))

@@ -105,8 +105,13 @@ def test_rows_of_every_set_can_be_made(training):
     for rows in benchmark.SETS.values():
         for row in rows:
             assert row.optimizer in training.OPTIMIZERS
-            name, options = training.options_of(row.recipe, 100)
+            name, options = training.options_of(row.recipe, 200)
             training.make_policy(name, **options)
+
+
+def test_a_recipe_that_never_compresses_is_refused(training):
+    with pytest.raises(ValueError, match="--steps"):
+        training.options_of("topk after 6 dense steps", 6)
 
 
 def test_other_text_is_refused_with_the_way_on(training, library):
