@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import gc
 import io
@@ -24,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from horovod_fftcomp import ConfigMismatchError, Recover, UnsupportedError, get_scheme, simulate
 from horovod_fftcomp.engine.buckets import MIN_NUMEL
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.torch_distributed import LocalSteps, compress, steps
+from horovod_fftcomp.torch_distributed import AdamW, LocalSteps, compress, steps
 from horovod_fftcomp.torch_distributed.gradients import Arrival
 from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup
 from tests.parallel import told_of_nan
@@ -744,3 +746,63 @@ def test_threads_end_with_the_model():
         assert time.monotonic() < limit
         gc.collect()
         time.sleep(0.05)
+
+
+def adam_steps(ddp, optimizer, steps, scaler=None, bad_step=-1):
+    """Train by an optimizer of this package; one rank's gradient of ``bad_step`` is Inf."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        optimizer.zero_grad()
+        for micro_step in range(2):  # accumulated, exchanged once
+            x = torch.randn(16, 48, generator=generator)
+            loss = nn.functional.cross_entropy(ddp(x), x[:, :4].argmax(1))
+            if step == bad_step and dist.get_rank() == 1:
+                loss = loss * math.inf
+            with contextlib.nullcontext() if micro_step else ddp.no_sync():
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+
+SHARED = dict(density=0.1, warmup_steps=2, dense_every=3, dense_by="qsgd")
+
+
+def test_adamw_of_compressed_gradients_resumes_exactly():
+    states, ends = [], []
+    for parts in ([range(12)], [range(5), range(5, 12)]):
+        for part in parts:
+            ddp = wrapped()
+            compression = compress(ddp, "topk", **SHARED)
+            optimizer = AdamW(ddp.parameters(), 0.01, max_norm=0.5)
+            if part.start:
+                for each, state in zip((ddp, optimizer, compression), states, strict=True):
+                    each.load_state_dict(state)
+            adam_steps(ddp, optimizer, part)
+            states = [copy.deepcopy(e.state_dict()) for e in (ddp, optimizer, compression)]
+        assert optimizer.state[ddp.module.first.weight]["refreshed"] == 11
+        assert optimizer.state[ddp.module.first.bias]["refreshed"] == 12
+        ends.append(flat(ddp))
+    same_everywhere(*ends)
+    assert torch.equal(*ends)
+
+
+def test_a_loss_scalers_bad_step_changes_no_moment():
+    ddp = wrapped()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    compress(ddp, "topk", grad_scaler=scaler, **SHARED)
+    optimizer = AdamW(ddp.parameters(), 0.01, max_norm=0.5)
+    weight = ddp.module.first.weight
+    adam_steps(ddp, optimizer, range(4), scaler)
+    before = copy.deepcopy([flat(ddp), optimizer.state_dict()["state"]])
+    adam_steps(ddp, optimizer, range(4, 5), scaler, bad_step=4)  # would be a dense step
+    after = flat(ddp), optimizer.state_dict()["state"]
+    assert torch.equal(before[0], after[0])
+    assert all(torch.equal(before[1][0][k], after[1][0][k]) for k in ("exp_avg", "exp_avg_sq"))
+    adam_steps(ddp, optimizer, range(5, 9), scaler)
+    assert optimizer.state[weight]["step"] == 8
+    assert torch.isfinite(flat(ddp)).all()
+    same_everywhere(flat(ddp), optimizer.state[weight]["exp_avg_sq"])

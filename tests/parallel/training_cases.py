@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from horovod_fftcomp import ConfigMismatchError, get_scheme, schedules
 from horovod_fftcomp.monitor.density_recovery import Recover
-from horovod_fftcomp.torch import Compression
+from horovod_fftcomp.torch import AdamW, Compression
 from tests.parallel import told_of_nan
 from tests.parallel.models import (
     ScriptedScaler,
@@ -517,3 +518,31 @@ def test_a_compiled_models_state_fits_the_plain_model_and_the_other_way_round():
     }
     for model, state in ((plain, states[1]), (compiled, states[0]), (plain, older)):
         small_buckets(model, "topk").load_state_dict(state)
+
+
+@pytest.mark.transport
+def test_adamw_of_compressed_gradients_resumes_exactly(same_everywhere):
+    states, ends = [], []
+    for parts in ([range(10)], [range(4), range(4, 10)]):
+        for part in parts:
+            model = make_model()
+            options = dict(density=0.1, warmup_steps=2, dense_every=3, dense_by="qsgd")
+            compression = small_buckets(model, "topk", **options)
+            optimizer = hvd.DistributedOptimizer(
+                AdamW(model.parameters(), 0.01, max_norm=0.5),
+                named_parameters=model.named_parameters(),
+                compression=compression,
+            )
+            if part.start:
+                for each, state in zip((model, optimizer, compression), states, strict=True):
+                    each.load_state_dict(state)
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            train(model, optimizer, part.stop, skip=part.start)
+            states = [copy.deepcopy(e.state_dict()) for e in (model, optimizer, compression)]
+        weight = model.layers[0].weight
+        taken = optimizer.state[weight]["step"] - 10  # broadcasting a new state takes a step
+        assert optimizer.state[weight]["refreshed"] - taken == 8
+        ends.append(flat(model))
+    same_everywhere(*ends)
+    assert torch.equal(*ends)
