@@ -755,10 +755,10 @@ def adam_steps(ddp, optimizer, steps, scaler=None, bad_step=-1):
         optimizer.zero_grad()
         for micro_step in range(2):  # accumulated, exchanged once
             x = torch.randn(16, 48, generator=generator)
-            loss = nn.functional.cross_entropy(ddp(x), x[:, :4].argmax(1))
-            if step == bad_step and dist.get_rank() == 1:
-                loss = loss * math.inf
             with contextlib.nullcontext() if micro_step else ddp.no_sync():
+                loss = nn.functional.cross_entropy(ddp(x), x[:, :4].argmax(1))
+                if step == bad_step and dist.get_rank() == 1:
+                    loss = loss * math.inf
                 (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is None:
             optimizer.step()

@@ -138,12 +138,14 @@ def test_exchanges_without_a_step_count_together():
     learners = SimulatedLearners(model, RANKS, "topk", density=0.1, warmup_steps=1, dense_every=2)
     optimizer = AdamW(model.parameters())
     refreshed = []
-    for step in range(8):
-        backward(learners, model, step)
-        if step % 2 == 0:  # compressed ones come between, but for the warm-up
-            optimizer.step()
-            refreshed.append(optimizer.state[model[0].weight]["refreshed"])
+    with pytest.warns(RuntimeWarning, match=r"2 times between two steps .* no_sync") as told:
+        for step in range(8):
+            backward(learners, model, step)
+            if step % 2 == 0:  # compressed ones come between, but for the warm-up
+                optimizer.step()
+                refreshed.append(optimizer.state[model[0].weight]["refreshed"])
     assert refreshed == [1, 1, 1, 1]
+    assert len(told) == 1
 
 
 def test_compressed_gradients_alone_are_refused():

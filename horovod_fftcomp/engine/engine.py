@@ -124,7 +124,8 @@ class Engine:
         # Returns the scheme that replaces a bucket's on the device; set by the shadow check.
         self.follow: Callable[[int, Scheme], Scheme] | None = None
         self._there: set[int] = set()  # buckets that the device computes
-        self.n_compressed = [0] * len(buckets)  # exchanges of each bucket that compressed
+        # Of each bucket, how many exchanges there were, and how many of them compressed.
+        self.n_exchanges, self.n_compressed = [0] * len(buckets), [0] * len(buckets)
         self._skipped_there = 0  # steps that the device is known to have skipped
         self._unread: list[_Unread] = []  # steps measured on the device
         self._dropped: Callable[[], Array] | None = None  # of the step that is being settled
@@ -206,6 +207,7 @@ class Engine:
         context = Context(self.step, self.rank, self.world_size, self.loss_scale, device)
         exchange = scheme.exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket] = exchange
+        self.n_exchanges[bucket] += 1
         self.n_compressed[bucket] += scheme.compresses()
         (self._there.discard if device is None else self._there.add)(bucket)
         return exchange

@@ -9,9 +9,10 @@ al., ICLR 2023).
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -40,11 +41,30 @@ def forget_exchanged(parameters: Iterable[torch.Tensor]) -> None:
         _exchanged.pop(parameter, None)
 
 
-def _n_compressed(parameter: torch.Tensor) -> tuple[Any, int]:
-    """Return (engine, how many exchanges of the parameter's gradients have compressed them)."""
+class _Exchanges(NamedTuple):
+    """How many exchanges of a parameter's gradients an engine has begun, and how many compressed.
+
+    ``engine``: a weak reference; None if the gradients are sent dense or not exchanged.
+    """
+
+    engine: Any = None
+    n: int = 0
+    n_compressed: int = 0
+
+    def since(self, before: _Exchanges) -> tuple[int, int]:
+        """Return the differences of both numbers; the numbers if the engine is another one."""
+        if self.engine is not before.engine:
+            return self.n, self.n_compressed
+        return self.n - before.n, self.n_compressed - before.n_compressed
+
+
+def _exchanges_of(parameter: torch.Tensor) -> _Exchanges:
     found = _exchanged.get(parameter)
     engine = None if found is None else found[0]()
-    return (None, 0) if engine is None else (found[0], engine.n_compressed[found[1]])
+    if engine is None:
+        return _Exchanges()
+    reference, bucket = found
+    return _Exchanges(reference, engine.n_exchanges[bucket], engine.n_compressed[bucket])
 
 
 class Adam(torch.optim.Optimizer):
@@ -74,6 +94,7 @@ class Adam(torch.optim.Optimizer):
     """
 
     _decouples = False
+    _warned = False
 
     def __init__(
         self,
@@ -93,8 +114,7 @@ class Adam(torch.optim.Optimizer):
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be above 0 or None, got {max_norm!r}")
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm)
-        # How many exchanges of a parameter had compressed its gradients at its last step.
-        self._seen: Any = WeakTensorKeyDictionary()
+        self._seen: Any = WeakTensorKeyDictionary()  # a parameter's exchanges before its last step
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -107,7 +127,7 @@ class Adam(torch.optim.Optimizer):
         """Add a parameter group; see ``torch.optim.Optimizer``."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            self._seen[parameter] = _n_compressed(parameter)
+            self._seen[parameter] = _exchanges_of(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -148,10 +168,19 @@ class Adam(torch.optim.Optimizer):
 
     def _is_uncompressed(self, parameter: torch.Tensor) -> bool:
         """Return whether all exchanges since the parameter's last step were uncompressed."""
-        engine, count = _n_compressed(parameter)
-        before = self._seen.get(parameter, (engine, 0))
-        self._seen[parameter] = engine, count
-        return count == (before[1] if before[0] is engine else 0)
+        found = _exchanges_of(parameter)
+        n, n_compressed = found.since(self._seen.get(parameter, _Exchanges()))
+        self._seen[parameter] = found
+        if n > 1 and n_compressed and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"gradients were exchanged {n} times between two steps of {type(self).__name__}, so "
+                "that uncompressed ones are mixed with compressed ones and second moments are not "
+                "updated; under DDP accumulate gradients in no_sync(), forward pass included",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        return n_compressed == 0
 
     def _update_second_moments(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Update the second moments of the parameters with uncompressed gradients."""
