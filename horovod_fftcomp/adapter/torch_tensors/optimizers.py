@@ -23,6 +23,8 @@ from horovod_fftcomp.errors import UnsupportedError
 
 Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
+_MIXED = 3  # so many uncompressed exchanges in a row came together with compressed ones
+
 # Of each parameter whose gradients are exchanged: its engine and bucket there.
 _exchanged: Any = WeakTensorKeyDictionary()
 
@@ -115,11 +117,13 @@ class Adam(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be above 0 or None, got {max_norm!r}")
         defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm)
         self._seen: Any = WeakTensorKeyDictionary()  # a parameter's exchanges before its last step
+        self._n_mixed: Any = WeakTensorKeyDictionary()  # see ``_warn_of_mixture``
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # torch calls this in ``load_state_dict``, too
-        self.__dict__.setdefault("_seen", WeakTensorKeyDictionary())
+        for name in ("_seen", "_n_mixed"):
+            self.__dict__.setdefault(name, WeakTensorKeyDictionary())
         for group in self.param_groups:
             group.setdefault("max_norm", None)  # of a checkpoint of torch's Adam
 
@@ -171,16 +175,28 @@ class Adam(torch.optim.Optimizer):
         found = _exchanges_of(parameter)
         n, n_compressed = found.since(self._seen.get(parameter, _Exchanges()))
         self._seen[parameter] = found
-        if n > 1 and n_compressed and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"gradients were exchanged {n} times between two steps of {type(self).__name__}, so "
-                "that uncompressed ones are mixed with compressed ones and second moments are not "
-                "updated; under DDP accumulate gradients in no_sync(), forward pass included",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+        if n_compressed and n > n_compressed:
+            self._warn_of_mixture(parameter, n)
+        elif n > n_compressed:
+            self._n_mixed.pop(parameter, None)
         return n_compressed == 0
+
+    def _warn_of_mixture(self, parameter: torch.Tensor, n: int) -> None:
+        """Warn if the last uncompressed exchanges all came together with compressed ones.
+
+        Once is no reason: a loss scaler may have skipped the step between.
+        """
+        self._n_mixed[parameter] = self._n_mixed.get(parameter, 0) + 1
+        if self._n_mixed[parameter] < _MIXED or self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"gradients were exchanged {n} times between two steps of {type(self).__name__}, "
+            "uncompressed and compressed, so second moments are not updated; under DDP accumulate "
+            "gradients in no_sync(), forward pass included",
+            RuntimeWarning,
+            stacklevel=6,
+        )
 
     def _update_second_moments(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """Update the second moments of the parameters with uncompressed gradients."""
