@@ -26,6 +26,7 @@ from language_model_training import (
     FIRST,
     LIBRARY,
     OPTIMIZERS,
+    SHA256,
     SIZES,
     Run,
     Text,
@@ -176,7 +177,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", type=count, default=1, help="CPU threads (default: %(default)s)")
     add("--library", type=Path, default=LIBRARY,
         help="folder of Python's library, the text (default: this Python's)")
-    add("--any-text", action="store_true", help="accept another text than the pinned one")
+    add("--any-text", action="store_true",
+        help="accept another text than the pinned one; its results get a folder of their own")
     add("--out", type=Path, default=RESULTS, help="folder of the results (default: %(default)s)")
     add("--scratch", type=Path, default=SCRATCH,
         help="folder for runs under way (default: %(default)s)")
@@ -197,7 +199,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for run in runs:
         options_of(run.recipe, run.steps)  # a mistake in the last row is told at once
     if runs:
-        make_runs(runs, read_text(args.library, args.any_text), args)
+        text = read_text(args.library, args.any_text)
+        if text.sha256 != SHA256:
+            args.out, args.scratch = (at / text.sha256[:8] for at in (args.out, args.scratch))
+        make_runs(runs, text, args)
     if args.report:
         language_model_report.write(args.out)
 

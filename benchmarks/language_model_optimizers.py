@@ -1,7 +1,7 @@
 """AdamW whose second moment sees gradients before they are clipped.
 
-With AdamW and clipping, the first gradients, which are the largest, enter both moments clipped.
-Where clipping depends on the second moment of unclipped gradients only the update is limited.
+Behind ``clip_grad_norm_`` both moments of AdamW see clipped gradients. Here the second moment sees
+their true size, so that the first gradients, the largest of a training, make small steps.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("horovod")
+import horovod_fftcomp  # noqa: E402
 
 pytestmark = pytest.mark.torch
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -25,7 +26,11 @@ def training(monkeypatch):
     monkeypatch.setattr(module, "EVALUATE_EVERY", 2)
     monkeypatch.setattr(module, "EVALUATED_BATCHES", 1)
     monkeypatch.setattr(module, "BATCH", 2)
-    return module
+    before = torch.get_num_threads(), horovod_fftcomp.get_num_threads()
+    module.set_threads(1)
+    yield module
+    torch.set_num_threads(before[0])
+    horovod_fftcomp.set_num_threads(before[1])
 
 
 @pytest.fixture
@@ -89,11 +94,12 @@ def test_finished_runs_are_not_repeated(training, library, tmp_path, monkeypatch
     arguments += ["--out", str(tmp_path / "results"), "--scratch", str(tmp_path / "scratch")]
     benchmark.main(arguments)
     assert "run 2 of 2" in capsys.readouterr().out
-    paths = sorted((tmp_path / "results").iterdir())
+    text = training.read_text(library, any_text=True)
+    paths = sorted((tmp_path / "results" / text.sha256[:8]).iterdir())
     results = [json.loads(path.read_text()) for path in paths]
     assert [result["seed"] for result in results] == [0, 1]
     assert results[0]["evaluated_at"] == [2, 4, 6]
-    assert not [*(tmp_path / "scratch").glob("*.pt")]
+    assert not [*(tmp_path / "scratch").rglob("*.pt")]
     before = [path.stat().st_mtime_ns for path in paths]
     benchmark.main(arguments)
     assert "run" not in capsys.readouterr().out
