@@ -60,9 +60,10 @@ test-stalls: install ## run jobs whose first rank stalls, 20 times each: half an
 	python -m tests.test_stalls
 
 test-gpu: ## run the tests that need an NVIDIA GPU; PYTHON: one that has CuPy and PyTorch, gets the rest
-	@$(PYTHON) -c "import hypothesis, matplotlib, ml_dtypes, numba, pytest, rich, scipy" || \
+	@$(PYTHON) -c "import hypothesis, matplotlib, ml_dtypes, numba, pytest, rich, scipy, xdist" || \
 		$(PYTHON) -m pip install -e '.[dev]'
-	$(PYTHON) -m pytest -m gpu tests/gpu tests/test_parallel.py tests/test_torch_distributed.py $(ARGS)
+	OMP_NUM_THREADS=2 $(PYTHON) -m pytest -m gpu -n auto --maxprocesses 8 --dist loadgroup \
+		tests/gpu tests/test_parallel.py tests/test_torch_distributed.py $(ARGS)
 
 horovod-cuda: ## build Horovod for the CUDA PyTorch of PYTHON, and install it there; ARGS="--help"
 	$(PYTHON) scripts/horovod_cuda.py $(ARGS)

@@ -20,6 +20,7 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.device_selftest import probe
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.kernels import cuda
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.schemes import Round, Tensor
 from tests.contracts import ELEMENT_RECIPES, HOST_ONLY, make_codec
@@ -30,6 +31,8 @@ from tests.gpu.test_kernels import FIXED, GRADS, PLAIN, a_residual, keys_of, mea
 pytestmark = pytest.mark.sampled
 
 CPU = load_backend("cpu")
+TOOLS = ("memcheck", "racecheck", "synccheck")  # of compute-sanitizer; run last
+TOOL_S = 240
 
 
 @pytest.fixture(
@@ -48,8 +51,14 @@ def device(request):
     if request.param == "cupy":
         from horovod_fftcomp.kernels.cuda.cupy_device import CupyDevice
 
-        return CupyDevice()
+        return compiled(CupyDevice())
     return torch_device()
+
+
+def compiled(device):
+    """Return a device; all kernels are compiled in one module, not in one for each case."""
+    device.functions(cuda.source(), cuda.NAMES)
+    return device
 
 
 def torch_device():
@@ -58,7 +67,7 @@ def torch_device():
         pytest.skip("no GPU is available")
     from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
 
-    return TorchDevice(torch.device("cuda", 0))
+    return compiled(TorchDevice(torch.device("cuda", 0)))
 
 
 @pytest.fixture
@@ -232,6 +241,7 @@ def test_a_model_on_the_gpu_learns(on_torch):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("little memory")
 def test_without_memory_a_step_ends_and_leaves_the_state_whole(on_torch):
     device, torch = on_torch
     n = 30_000_000
@@ -260,6 +270,7 @@ def test_without_memory_a_step_ends_and_leaves_the_state_whole(on_torch):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("much memory")
 def test_more_than_2_to_the_31_elements(on_torch):
     device, torch = on_torch
     n = (1 << 31) + 4321
@@ -279,22 +290,26 @@ def test_more_than_2_to_the_31_elements(on_torch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("tool", [pytest.param(t, marks=pytest.mark.xdist_group(t)) for t in TOOLS])
 def test_nvidias_sanitizer_finds_nothing(on_torch, tool):
     """Allocations of its own for each tensor: beyond one begins what memcheck reports."""
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer is not installed")
     script = (
         "import torch; from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice;"
+        "from horovod_fftcomp.kernels import cuda;"
         "from horovod_fftcomp.engine.device_selftest import probe;"
         "from horovod_fftcomp import RECIPES, get_scheme;"
         "from tests.contracts import HOST_ONLY;"
         "schemes = [get_scheme(recipe) for recipe in RECIPES if recipe not in HOST_ONLY];"
-        "probe(TorchDevice(torch.device('cuda', 0)), schemes)"
+        "device = TorchDevice(torch.device('cuda', 0));"
+        "device.functions(cuda.source(), cuda.NAMES); probe(device, schemes)"
     )
     # A runtime that is newer than the driver asks it for what it has not: no error of kernels.
     command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no"]
     command += ["--error-exitcode", "3", sys.executable, "-c", script]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=TOOL_S
+    )
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-5000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from horovod_fftcomp.kernels import cuda
 from horovod_fftcomp.kernels.cuda import Launch
 from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice, values_of
 from tests.gpu.emulator import Emulator
@@ -40,6 +42,12 @@ class TorchEmulator(TorchDevice):
         return lambda: None
 
 
+@functools.cache
+def _compile_all() -> None:
+    """Compile all kernels in one module, not in one for each recipe."""
+    TorchDevice(torch.device("cuda", 0)).functions(cuda.source(), cuda.NAMES)
+
+
 @contextlib.contextmanager
 def on_gpu(has_gpu: bool, cases: dict[str, Any], compressor: ModuleType) -> Iterator[None]:
     """Make models that are made within lie on the GPU, or compressors use an emulated one.
@@ -49,6 +57,7 @@ def on_gpu(has_gpu: bool, cases: dict[str, Any], compressor: ModuleType) -> Iter
     """
     with pytest.MonkeyPatch.context() as patched:
         if has_gpu:
+            _compile_all()
             patched.setitem(cases, "_place", "cuda")
         else:
             patched.setattr(compressor, "device_of", lambda parameters, buckets: TorchEmulator())
