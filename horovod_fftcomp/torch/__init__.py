@@ -1,11 +1,11 @@
 """Adapter for ``horovod.torch``: pass ``Compression.fft(model)`` as ``compression=``."""
 
 from horovod_fftcomp.adapter.torch_tensors.optimizers import Adam, AdamW
+from horovod_fftcomp.adapter.torch_tensors.simulated_ranks import SimulatedLearners
 from horovod_fftcomp.torch import elastic
 from horovod_fftcomp.torch.compression import Compression
 from horovod_fftcomp.torch.flops import rules_by_flops
 from horovod_fftcomp.torch.local_steps import LocalSteps
-from horovod_fftcomp.torch.simulated_ranks import SimulatedLearners
 
 __all__ = ["Adam", "AdamW", "Compression", "LocalSteps", "SimulatedLearners", "rules_by_flops"]
 
