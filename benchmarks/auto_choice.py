@@ -46,7 +46,7 @@ from horovod_fftcomp.schemes.auto import (
     Auto,
 )
 from horovod_fftcomp.simulation import exchange_once
-from horovod_fftcomp.torch import SimulatedLearners
+from horovod_fftcomp.torch_distributed import SimulatedLearners
 from horovod_fftcomp.wire.positions import cheapest
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -29,7 +29,7 @@ from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.schedules import Exponential
 from horovod_fftcomp.tools import environment
-from horovod_fftcomp.torch import SimulatedLearners
+from horovod_fftcomp.torch_distributed import SimulatedLearners
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = Path(json.__file__).resolve().parent.parent  # of the Python that runs

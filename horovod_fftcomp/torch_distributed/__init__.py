@@ -15,12 +15,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_fftcomp.adapter.factories import configured
 from horovod_fftcomp.adapter.torch_tensors.optimizers import Adam, AdamW
+from horovod_fftcomp.adapter.torch_tensors.simulated_ranks import SimulatedLearners
 from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.torch_distributed.compressor import DDPCompressor, DistributedCompressor
 from horovod_fftcomp.torch_distributed.local_steps import LocalSteps
 
-__all__ = ["Adam", "AdamW", "DDPCompressor", "DistributedCompressor", "LocalSteps", "compress"]
+__all__ = [
+    "Adam",
+    "AdamW",
+    "DDPCompressor",
+    "DistributedCompressor",
+    "LocalSteps",
+    "SimulatedLearners",
+    "compress",
+]
 
 
 def compress(
