@@ -78,6 +78,17 @@ SETS = {
         Row("auto(ratio=100)" + FIRST, **FEW),
         Row("dct(density=0.0125, bits=3)" + FIRST + FALLING, **FEW),
     ),
+    # The package's AdamW, whose second moments come from uncompressed gradients.
+    "shared": tuple(
+        Row(f"{recipe} after 100 dense steps, every {every}th step by qsgd", "adamw-ours", **FEW)
+        for recipe, every in (
+            ("fft", 10),
+            ("dct(density=0.15)", 10),
+            ("dct(density=0.05)", 10),
+            ("topk", 10),
+            ("topk(density=0.01)", 50),
+        )
+    ),
     # The best of the others, at all rates and seeds.
     "finalists": (
         Row("qsgd"),

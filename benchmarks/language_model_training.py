@@ -29,7 +29,7 @@ from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.schedules import Exponential
 from horovod_fftcomp.tools import environment
-from horovod_fftcomp.torch_distributed import SimulatedLearners
+from horovod_fftcomp.torch_distributed import AdamW, SimulatedLearners
 
 HERE = Path(__file__).resolve().parent
 LIBRARY = Path(json.__file__).resolve().parent.parent  # of the Python that runs
@@ -66,10 +66,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw-unclipped-10": partial(
         UnclippedAdamW, betas=BETAS, weight_decay=WEIGHT_DECAY, max_norm=MAX_NORM, every=10
     ),
+    "adamw-ours": partial(AdamW, betas=BETAS, weight_decay=WEIGHT_DECAY, max_norm=MAX_NORM),
     "sgd": partial(torch.optim.SGD, momentum=0.9, foreach=True),
 }
 # What a row may add to its recipe.
 AFTER = re.compile(r" after (\d+) dense steps")
+EVERY = re.compile(r", every (\d+)th step by (\S+)$")  # exchanged by that recipe
 FIRST = " with momentum first"  # momentum=0.9, and none of the optimizer's own
 FALLING = " of falling density"  # from 4 times to a tenth, by an exponential; about as many bytes
 
@@ -105,6 +107,9 @@ def options_of(recipe: str, steps: int) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"{recipe!r} compresses nothing in {steps} steps; give more --steps")
     if FIRST in recipe:
         options["momentum"] = 0.9
+    if every := EVERY.search(recipe):
+        options |= {"dense_every": int(every[1]), "dense_by": every[2]}
+        recipe = EVERY.sub("", recipe)
     choice = parse_recipe(AFTER.sub("", recipe).replace(FIRST, "").replace(FALLING, ""))
     options |= choice.options
     if FALLING in recipe:
