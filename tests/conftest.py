@@ -36,8 +36,21 @@ _n_cases = Counter()  # of each test so far
 
 
 def pytest_addoption(parser):
-    """Add an option that selects what concerns one recipe."""
+    """Add an option that selects what concerns one recipe, and one on the emulated GPU."""
     parser.addoption("--recipe", default="", help="run the cases with this recipe in their names")
+    parser.addoption(
+        "--ptx",
+        metavar="NVRTC:ARCH",
+        help="emulated GPUs run kernels as NVRTC compiles them; for example 13:sm_90",
+    )
+
+
+def pytest_configure(config):
+    """Let emulated GPUs run what ``--ptx`` says."""
+    if target := config.getoption("--ptx"):
+        from .gpu.ptx_report import PtxReport
+
+        config.pluginmanager.register(PtxReport(target))
 
 
 def pytest_itemcollected(item):

@@ -1,35 +1,28 @@
-"""Kernels on the CPU: builds CUDA sources with g++ for ``cuda_emulator.h`` and launches them."""
+"""Kernels on the CPU: launches what ``build`` makes of CUDA sources or of their PTX."""
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from horovod_fftcomp import Codec
 from horovod_fftcomp.kernels import cuda
 from horovod_fftcomp.kernels.cuda.decoder import Decoder, ThresholdDecoder
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
+from tests.gpu.build import Kernel, built
+from tests.gpu.signatures import must_not_overlap
 
-HERE = Path(__file__).parent
 FORWARD, BACKWARD, SHUFFLED = range(3)
-# No contraction into fused multiply-adds, which would round otherwise than a device does.
-FLAGS = ("-std=c++17", "-O1", "-g", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing",
-         "-ftls-model=initial-exec")  # fmt: skip
 _C_TYPES = {
     np.dtype(np.uint32): ctypes.c_uint32,
     np.dtype(np.uint64): ctypes.c_uint64,
     np.dtype(np.float64): ctypes.c_double,
 }
+
+launches = Counter[str]()  # of each kernel in this process, by name expression
 
 
 class _Borrowed:
@@ -120,15 +113,9 @@ class Emulator:
         """Do nothing: whatever is launched has been done."""
 
     def functions(self, source: str, names: Sequence[str]) -> dict[str, Callable[..., None]]:
-        """Return the kernels called ``names`` of ``source``, by name expression.
-
-        Those of the package are built all at once, since one build serves all tests.
-        """
-        of_package = set(names) <= set(cuda.NAMES)
-        built = cuda.NAMES if of_package else tuple(names)
-        library = ctypes.CDLL(str(_built(source, built, self.flags)))
-        library.emulator_error.restype = ctypes.c_char_p
-        return {name: _Function(library, built.index(name), name, self) for name in names}
+        """Return the kernels called ``names`` of ``source``, by name expression."""
+        kernels = built(source, names, self.flags)
+        return {name: _Function(kernels[name], name, source, self) for name in names}
 
 
 def decoder_for(
@@ -142,58 +129,43 @@ def decoder_for(
 
 
 class _Function:
-    def __init__(self, library: ctypes.CDLL, number: int, name: str, emulator: Emulator) -> None:
-        self._library, self._name, self._emulator = library, name, emulator
-        self._launch = getattr(library, f"launch_{number}")
+    def __init__(self, kernel: Kernel, name: str, source: str, emulator: Emulator) -> None:
+        self._library, self._name, self._emulator = kernel.library, name, emulator
+        self._library.emulator_error.restype = ctypes.c_char_p
+        self._launch = getattr(kernel.library, f"launch_{kernel.number}")
         sizes = (ctypes.c_int * 32)()
-        count = getattr(library, f"sizes_{number}")(sizes)
+        count = getattr(kernel.library, f"sizes_{kernel.number}")(sizes)
         self._sizes = list(sizes[:count])
+        self._apart = must_not_overlap(source, name.partition("<")[0])
 
     def __call__(self, grid: int, threads: int, arguments: Sequence, shared_nbytes: int) -> None:
+        launches[self._name] += 1
         values = [_c_value(argument) for argument in arguments]
         sizes = [ctypes.sizeof(value) for value in values]
         assert sizes == self._sizes, f"{self._name} takes arguments of {self._sizes} bytes: {sizes}"
+        for one, other in self._apart:
+            assert not _overlap(arguments[one.place], arguments[other.place]), (
+                f"{self._name}: {one.name}, which is __restrict__, overlaps {other.name}"
+            )
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         self._library.emulator_schedule(self._emulator.schedule, self._emulator.seed)
         if self._launch(pointers, grid, threads, shared_nbytes):
             raise RuntimeError(f"{self._name}: {self._library.emulator_error().decode()}")
 
 
+def _overlap(one: np.ndarray | np.uint64, other: np.ndarray | np.uint64) -> bool:
+    """Return whether arguments have bytes in common; of an address, which one byte is known."""
+    (begin, end), (others_begin, others_end) = _bytes_of(one), _bytes_of(other)
+    return max(begin, others_begin) < min(end, others_end)
+
+
+def _bytes_of(argument: np.ndarray | np.uint64) -> tuple[int, int]:
+    if isinstance(argument, np.ndarray):
+        return argument.ctypes.data, argument.ctypes.data + argument.nbytes
+    return int(argument), int(argument) + 1
+
+
 def _c_value(argument: np.ndarray | np.generic) -> ctypes._SimpleCData:
     if isinstance(argument, np.ndarray):
         return ctypes.c_uint64(argument.ctypes.data)
     return _C_TYPES[argument.dtype](argument.item())
-
-
-def _built(source: str, names: tuple[str, ...], flags: tuple[str, ...]) -> Path:
-    """Return the library of a source, built unless one of the same text is there."""
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is missing: no emulated kernels")
-    parts = [source, *names, *flags, (HERE / "cuda_emulator.cpp").read_text()]
-    parts.append((HERE / "cuda_emulator.h").read_text())
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"fftcomp-emulator-{os.getuid()}-{digest}"
-    folder.mkdir(exist_ok=True)
-    library = folder / "kernels.so"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be building it
-        if not library.exists():
-            _build(source, names, flags, folder, library)
-    return library
-
-
-def _build(
-    source: str, names: tuple[str, ...], flags: tuple[str, ...], folder: Path, library: Path
-) -> None:
-    (folder / "kernels.cu").write_text(source)
-    exports = [f"EXPORT({number}, {name})\n" for number, name in enumerate(names)]
-    (folder / "exports.inc").write_text("".join(exports))
-    part = folder / "part.so"
-    command = [
-        "g++", *FLAGS, *flags, "-shared", "-I", str(HERE),
-        f'-DKERNELS="{folder}/kernels.cu"', f'-DEXPORTS="{folder}/exports.inc"',
-        str(HERE / "cuda_emulator.cpp"), "-o", str(part),
-    ]  # fmt: skip
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr[-5000:]
-    part.replace(library)

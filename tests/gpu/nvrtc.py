@@ -28,9 +28,13 @@ class Resources(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """The PTX of all kernels, what each takes, and warnings."""
+    """The PTX of all kernels, what each takes, and warnings.
+
+    ``lowered``: the names in PTX, by name expression.
+    """
 
     ptx: str
+    lowered: dict[str, str]
     resources: list[Resources]
     warnings: list[str]
 
@@ -49,7 +53,10 @@ def library(version: str) -> ctypes.CDLL | None:
 
 
 def compile_for(nvrtc: ctypes.CDLL, source: str, names: Sequence[str], arch: str) -> Compiled:
-    """Compile ``source`` for a real architecture ("sm_90"); AssertionError with the log if not."""
+    """Compile ``source`` for an architecture; AssertionError with the log if that fails.
+
+    Only of a real one ("sm_90", not "compute_90") it is known what kernels take.
+    """
     program = ctypes.c_void_p()
     _check(nvrtc.nvrtcCreateProgram(
         ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None
@@ -61,9 +68,10 @@ def compile_for(nvrtc: ctypes.CDLL, source: str, names: Sequence[str], arch: str
     log = _text(nvrtc, program, "ProgramLog")
     assert not failed, log[:5000]
     ptx = _text(nvrtc, program, "PTX")
+    lowered = {name: _lowered(nvrtc, program, name) for name in names}
     _check(nvrtc.nvrtcDestroyProgram(ctypes.byref(program)))
     warnings = [line for line in log.splitlines() if "warning" in line and _OLD not in line]
-    return Compiled(ptx, _resources(log), warnings)
+    return Compiled(ptx, lowered, _resources(log), warnings)
 
 
 def _resources(log: str) -> list[Resources]:
@@ -77,6 +85,13 @@ def _resources(log: str) -> list[Resources]:
         Resources(name, int(registers), int(stores) + int(loads))
         for name, stores, loads, registers in found
     ]
+
+
+def _lowered(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, name: str) -> str:
+    lowered = ctypes.c_char_p()
+    _check(nvrtc.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(lowered)))
+    assert lowered.value is not None
+    return lowered.value.decode()
 
 
 def _text(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from horovod_fftcomp.kernels import cuda
 from tests.gpu import nvrtc
+from tests.gpu.signatures import signatures
 
 pytestmark = pytest.mark.xdist_group("compile")  # shares what is compiled
 
@@ -57,3 +58,20 @@ def test_arithmetic_is_what_is_written(compiled, arch):
     flushing = {line.split()[0] for line in ptx.splitlines() if ".ftz" in line}
     assert flushing == {"cvt.ftz.f64.f32"}  # of sums of squares, for statistics
     assert "fma.rn.f32" in ptx  # in complex products, where it is written
+
+
+def test_what_is_written_is_not_restrict():
+    """Else a load of what another thread has written may move above the barrier between them."""
+    kernels = signatures(cuda.source())
+    assert {name.partition("<")[0] for name in cuda.NAMES} == {*kernels}
+    for name, parameters in kernels.items():
+        assert not [p.name for p in parameters if p.is_restrict and p.is_written], name
+
+
+@pytest.mark.more
+@pytest.mark.slow
+@pytest.mark.parametrize(("version", "arch"), [("12", "sm_90"), ("13", "sm_90")])
+def test_ptx_is_that_of_the_virtual_architecture(compiled, version, arch):
+    """Which the emulator runs, since it takes less time to compile."""
+    virtual = compiled(version, arch.replace("sm_", "compute_"))
+    assert virtual.ptx == compiled(version, arch).ptx

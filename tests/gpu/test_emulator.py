@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
+from horovod_fftcomp.kernels import cuda
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator
 
-HEAD = """
-#define SHARED_MEMORY(name) unsigned char* name = emulator::shared_memory()
-"""
+HEAD = re.search(r"#ifdef __CUDACC__.*?#endif\n", cuda.source(), re.S)[0]  # SHARED_MEMORY
 REVERSE = (
     HEAD
     + """
@@ -97,3 +98,12 @@ def test_shared_memory_begins_as_nan():
     values[threadIdx.x] = reinterpret_cast<unsigned*>(memory)[threadIdx.x];
     """
     assert launch(WARP % body, "warp").tolist() == [0xFFFFFFFF] * 64
+
+
+def test_arrays_that_must_not_overlap_are_told():
+    body = "__global__ void copy(const unsigned* __restrict__ from, unsigned* to) { *to = *from; }"
+    device = Emulator()
+    kernel, words = device.functions(body, ["copy"])["copy"], device.zeros(4, np.uint32)
+    kernel(1, 1, [words[:2], words[2:]], 0)
+    with pytest.raises(AssertionError, match="copy: from, which is __restrict__, overlaps to"):
+        kernel(1, 1, [words[:3], words[2:]], 0)

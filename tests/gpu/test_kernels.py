@@ -238,6 +238,23 @@ def test_sums_are_the_cpus(key, schedule):
             assert error < 1e-6
 
 
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=repr)
+def test_sums_of_each_transform_are_the_cpus(transform):
+    codec, rng = Codec(transform, TopK(0.1), RangeFloat(6)), np.random.default_rng(13)
+    shapes = [(10_000,), (70, 71)]
+    made = [
+        Encoded(codec, [rng.standard_t(3, shape).astype(np.float32) for shape in shapes])
+        for _ in range(2)
+    ]
+    messages = [one.message for one in made]
+    sums, not_finite, status = decoded(codec, messages, made[0].encoder, shapes, SHUFFLED)
+    assert not not_finite.any()
+    assert (status == SOUND).all()
+    for i, total in enumerate(sums):
+        expected = codec.decode_sum([one.payloads[i] for one in made]).reshape(-1)
+        assert np.linalg.norm(total - expected) < 1e-6 * np.linalg.norm(expected)
+
+
 @each("schedule", SCHEDULES)
 @pytest.mark.parametrize("transform", [Identity(), BlockFFT(256)], ids=repr)
 def test_nearly_all_values_may_lie_in_one_tile(transform, schedule):
