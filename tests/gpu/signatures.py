@@ -9,8 +9,6 @@ from typing import NamedTuple
 _KERNEL = re.compile(
     r"__global__ void (?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\(([^()]*)\)"
 )
-# ``sum_products`` reads a word of ``not_finite`` for each tensor; ``overflown`` begins behind them.
-_KNOWN_TO_BE_APART = {("sum_products", "not_finite", "overflown")}
 
 
 class Parameter(NamedTuple):
@@ -51,5 +49,4 @@ def must_not_overlap(source: str, name: str) -> list[tuple[Parameter, Parameter]
         for one in parameters
         for other in parameters
         if one != other and one.is_restrict and (one.is_written or other.is_written)
-        if (name, one.name, other.name) not in _KNOWN_TO_BE_APART
     ]

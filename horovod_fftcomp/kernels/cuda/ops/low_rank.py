@@ -113,7 +113,7 @@ class LowRankOps(CommonOps):
             sum=sums,
         )
         table.on_rows("check_factors", rows, np.uint32(1), flags)
-        table.on_tiles("sum_products", rows, flags, flags[len(sums) :])
+        table.on_tiles("sum_products", rows, flags[: len(sums)], flags[len(sums) :])
         return sums, Flags(True, flags, flags[:0])  # there are no payloads that could be corrupt
 
     def nonzero_columns(self, plan: LowRankPlan, second: Any, right: Arrays) -> list[Any]:
