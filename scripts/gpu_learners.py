@@ -10,34 +10,31 @@ import numpy as np
 import torch
 
 from horovod_fftcomp.adapter.torch_tensors import arrays
-from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
-from horovod_fftcomp.engine.buckets import BUCKET_NBYTES, MIN_NUMEL, make_buckets
-from horovod_fftcomp.engine.engine import Costs, Engine
-from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.adapter.torch_tensors.optimizers import note_exchanged
+from horovod_fftcomp.adapter.torch_tensors.simulated_ranks import SimulatedLearners
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.simulation import InProcessWorld
 
 
-class LearnersOnDevice:
-    """As ``horovod_fftcomp.torch.SimulatedLearners`` of a model without buffers, on ``device``."""
+class LearnersOnDevice(SimulatedLearners):
+    """Simulated learners of a model without buffers whose exchanges ``device`` computes."""
 
     def __init__(
         self, model: torch.nn.Module, n_learners: int, recipe: str, device: Any, **options: Any
     ) -> None:
-        self._parameters = Parameters(model)
-        specs = self._parameters.specs()
-        policy = make_policy(recipe, **options)
-        buckets = make_buckets(specs, policy, (), MIN_NUMEL, BUCKET_NBYTES, n_learners)
+        super().__init__(model, n_learners, recipe, **options)
+        buckets = self._engines[0].buckets
         self._engines = [Engine(buckets, rank, n_learners, device) for rank in range(n_learners)]
-        self._buckets = [[tensor.name for tensor in bucket.tensors] for bucket in buckets]
-        self._dense = {tensor.name for tensor in specs}.difference(*self._buckets)
-        self._grads: list[dict[str, torch.Tensor]] = [{} for _ in range(n_learners)]
-        self.dense_nbytes = 0  # sent by each rank for dense tensors, since the start
-
-    @property
-    def costs(self) -> list[Costs]:
-        """Bytes, times and errors of each rank since the start."""
-        return [engine.costs for engine in self._engines]
+        slots = {
+            name: Slot(number, place)
+            for number, names in enumerate(self._buckets)
+            for place, name in enumerate(names)
+        }
+        found = [slots.get(name) for name in self._parameters.names]
+        note_exchanged(self._parameters.tensors, found, self._engines[0])
+        self._placed: list[dict[str, torch.Tensor]] = [{} for _ in range(n_learners)]
 
     @contextmanager
     def turn_of(self, rank: int) -> Iterator[None]:
@@ -46,7 +43,7 @@ class LearnersOnDevice:
             parameter.grad = None
         yield
         grads = arrays.flat_in_place(parameter.grad for parameter in self._parameters.tensors)
-        self._grads[rank] = dict(zip(self._parameters.names, grads, strict=True))
+        self._placed[rank] = dict(zip(self._parameters.names, grads, strict=True))
 
     def reduce(self) -> None:
         """Exchange the learners' gradients and set the parameters' gradients to the means."""
@@ -54,14 +51,14 @@ class LearnersOnDevice:
         for number, names in enumerate(self._buckets):
             rounds = [
                 engine.resume(number, [grads[name] for name in names])
-                for engine, grads in zip(self._engines, self._grads, strict=True)
+                for engine, grads in zip(self._engines, self._placed, strict=True)
             ]
             while isinstance(rounds[0], Round):
                 outputs = outputs_of(rounds)
                 rounds = [e.resume(number, o) for e, o in zip(self._engines, outputs, strict=True)]
             totals |= zip(names, self._engines[0].sums(number), strict=True)
         for name in self._dense:
-            totals[name] = torch.stack([grads[name] for grads in self._grads]).sum(0)
+            totals[name] = torch.stack([grads[name] for grads in self._placed]).sum(0)
             self.dense_nbytes += totals[name].nbytes
             for engine in self._engines:
                 arrays.observe(engine, totals[name])
