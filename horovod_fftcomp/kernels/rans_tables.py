@@ -16,6 +16,7 @@ _SLOTS = 1 << rans.PRECISION
 def encoder_table(frequencies: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
     """Return each byte's frequency, reciprocal, shift and bias, the constants of an encoding step.
 
+    ``frequencies``: of all bytes, or of those with 0 to 8 ones.
     For a state below 2^63, state // f is the upper half of state * reciprocal, shifted (Alverson
     1991). For f = 1 this is one too small, which the bias corrects.
     """
@@ -48,4 +49,6 @@ def decoder_table(frequencies: tuple[int, ...]) -> Array:
 
 
 def _frequencies(frequencies: tuple[int, ...]) -> Array:
+    if len(frequencies) == 256:
+        return np.array(frequencies, np.int64)
     return np.array([frequencies[byte.bit_count()] for byte in range(256)], np.int64)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 # Kernels of element-wise methods are in the files of the methods.
+from horovod_fftcomp.codec.methods.coded_qsgd import add_coded, encode_coded  # noqa: F401
 from horovod_fftcomp.codec.methods.levels import add_levels, encode_levels  # noqa: F401
 from horovod_fftcomp.codec.methods.natural import add_octaves, encode_octaves  # noqa: F401
 from horovod_fftcomp.codec.methods.signs import (  # noqa: F401
@@ -359,20 +360,12 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
 def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
     """Return the bitmap in the entropy code of ``wire.rans``, uint8 ``[coded_nbytes(n, k)]``."""
     symbols = pack_bitmap(bitmap, n).tolist()
-    freqs, starts = _symbols(n, k)
+    freqs = _frequencies(n, k)
     lengths, body = [], bytearray()
     for begin in range(0, len(symbols), rans.CHUNK_SYMBOLS):
-        chunk = symbols[begin : begin + rans.CHUNK_SYMBOLS]
-        states, words = [rans.LOWEST_STATE] * rans.LANES, []
-        for i in reversed(range(len(chunk))):
-            f, state = freqs[chunk[i]], states[i % rans.LANES]
-            if state >= f << (63 - rans.PRECISION):
-                words.append(state & 0xFFFFFFFF)
-                state >>= 32
-            state = (state // f << rans.PRECISION) + state % f + starts[chunk[i]]
-            states[i % rans.LANES] = state
+        states, words = rans.encode(symbols[begin : begin + rans.CHUNK_SYMBOLS], freqs)
         lengths.append(len(words))
-        body += np.array(states, np.uint64).tobytes() + np.array(words[::-1], np.uint32).tobytes()
+        body += np.array(states, np.uint64).tobytes() + np.array(words, np.uint32).tobytes()
     packed = bytes(np.array(lengths, np.uint16)).ljust(rans.words_offset(n), b"\0") + body
     return np.frombuffer(packed.ljust(rans.coded_nbytes(n, k), b"\0"), np.uint8)
 
@@ -385,33 +378,21 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
     n_words = sum(lengths) + 2 * rans.LANES * len(lengths)
     if n_words > len(words):
         raise ValueError(f"the positions take {n_words} words, expected at most {len(words)}")
-    freqs, starts = _symbols(n, k)
-    slots = [symbol for symbol, f in enumerate(freqs) for _ in range(f)]
+    freqs = _frequencies(n, k)
     n_left, symbols = (n + 7) // 8, []
     for length in lengths:
         states = [words[i] | words[i + 1] << 32 for i in range(0, 2 * rans.LANES, 2)]
         words = words[2 * rans.LANES :]
-        chunk, words = words[:length][::-1], words[length:]
-        for i in range(min(n_left, rans.CHUNK_SYMBOLS)):
-            state, lane = states[i % rans.LANES], i % rans.LANES
-            slot = state % (1 << rans.PRECISION)
-            symbol = slots[slot]
-            state = freqs[symbol] * (state >> rans.PRECISION) + slot - starts[symbol]
-            if state < rans.LOWEST_STATE and chunk:
-                state = state << 32 | chunk.pop()
-            states[lane] = state
-            symbols.append(symbol)
+        symbols += rans.decode(states, words[:length], min(n_left, rans.CHUNK_SYMBOLS), freqs)
+        words = words[length:]
         n_left -= rans.CHUNK_SYMBOLS
-        if chunk or any(state != rans.LOWEST_STATE for state in states):
-            raise ValueError("a chunk of positions is corrupt: it does not end in initial states")
     return unpack_bitmap(np.array(symbols, np.uint8), n, k)
 
 
-def _symbols(n: int, k: int) -> tuple[list[int], list[int]]:
-    """Return each byte's frequency, and the sum of the frequencies of the bytes before it."""
+def _frequencies(n: int, k: int) -> list[int]:
+    """Return the frequency of each byte."""
     frequencies = rans.frequencies(n, k)
-    freqs = [frequencies[byte.bit_count()] for byte in range(256)]
-    return freqs, [sum(freqs[:byte]) for byte in range(256)]
+    return [frequencies[byte.bit_count()] for byte in range(256)]
 
 
 def count_above(values: Array, key: int) -> int:

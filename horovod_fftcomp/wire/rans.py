@@ -1,8 +1,9 @@
-"""Entropy code (rANS) of sparse bitmaps; its size depends on the number of ones alone.
+"""Entropy code (rANS) of bytes, and its use for sparse bitmaps.
 
-Each byte of a bitmap of ``n`` bits with ``k`` ones is a symbol; its probability is that of
-independent bits of density k / n. The cost of a byte is then almost linear in its ones, so all
-bitmaps with k ones take almost the same number of bits, and a bound is known before the data.
+The size of a coded bitmap depends on the number of ones alone. Each byte of a bitmap of ``n`` bits
+with ``k`` ones is a symbol; its probability is that of independent bits of density k / n. The cost
+of a byte is then almost linear in its ones, so all bitmaps with k ones take almost the same number
+of bits, and a bound is known before the data.
 Source: asymmetric numeral systems, Duda 2013; interleaved streams: Giesen 2014.
 
 Layout: first the number of words of each chunk of ``CHUNK_SYMBOLS``, uint16, padded to 4 bytes;
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 
 PRECISION = 12  # frequencies add up to 2^PRECISION; the decoder's table then fits the L1 cache
 LANES = 4
@@ -47,6 +49,48 @@ def can_code(n: int, k: int) -> bool:
     return min(frequencies(n, k)) > 0
 
 
+def cost(frequency: int, fraction: int) -> int:
+    """Return what a symbol of this frequency costs, in bits / ``fraction``, rounded up."""
+    return PRECISION * fraction - ((frequency**fraction).bit_length() - 1)
+
+
+def encode(symbols: Sequence[int], freqs: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the final states and the words of one chunk.
+
+    ``freqs``: of all symbols; they sum to 2^PRECISION, those in the chunk are above 0.
+    """
+    starts = list(itertools.accumulate(freqs, initial=0))
+    states, words = [LOWEST_STATE] * LANES, []
+    for i in reversed(range(len(symbols))):
+        f, state = freqs[symbols[i]], states[i % LANES]
+        if state >= f << (63 - PRECISION):
+            words.append(state & 0xFFFFFFFF)
+            state >>= 32
+        states[i % LANES] = (state // f << PRECISION) + state % f + starts[symbols[i]]
+    return states, words[::-1]
+
+
+def decode(
+    states: Sequence[int], words: Sequence[int], count: int, freqs: Sequence[int]
+) -> list[int]:
+    """Return the ``count`` symbols that ``encode`` encoded; ValueError for corrupt words."""
+    starts = list(itertools.accumulate(freqs, initial=0))
+    slots = [symbol for symbol, f in enumerate(freqs) for _ in range(f)]
+    left, states, symbols = list(words[::-1]), list(states), []
+    for i in range(count):
+        state = states[i % LANES]
+        slot = state % (1 << PRECISION)
+        symbol = slots[slot]
+        state = freqs[symbol] * (state >> PRECISION) + slot - starts[symbol]
+        if state < LOWEST_STATE and left:
+            state = state << 32 | left.pop()
+        states[i % LANES] = state
+        symbols.append(symbol)
+    if left or any(state != LOWEST_STATE for state in states):
+        raise ValueError("a chunk of the entropy code is corrupt: it ends in other states")
+    return symbols
+
+
 @functools.lru_cache(_CACHED)
 def coded_nbytes(n: int, k: int) -> int:
     """Return a size in bytes that suffices for every bitmap of ``n`` bits with ``k`` ones.
@@ -55,14 +99,14 @@ def coded_nbytes(n: int, k: int) -> int:
     bytes; the bound is the largest over all pairs.
     """
     symbols = -(-n // 8)
-    costs = [PRECISION * _FRACTION - ((f**_FRACTION).bit_length() - 1) for f in frequencies(n, k)]
-    cost = max(
+    costs = [cost(f, _FRACTION) for f in frequencies(n, k)]
+    most = max(
         -(-((b * symbols - k) * costs[a] + (k - a * symbols) * costs[b]) // (b - a))
         for a, b in itertools.combinations(range(9), 2)
         if a * symbols <= k <= b * symbols
     )
     # A state of at least 2^31 rounds a cost up by less than 2^-18 bits.
-    bits = cost // _FRACTION + 1 + (symbols >> 18) + 1
+    bits = most // _FRACTION + 1 + (symbols >> 18) + 1
     chunks = n_chunks(n)
     return words_offset(n) + chunks * _STATE_NBYTES + 4 * (bits // 32)
 
