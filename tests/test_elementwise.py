@@ -35,6 +35,7 @@ def _decoded(recipe: str, x: np.ndarray, step: int = 0, **options) -> np.ndarray
         ("efsignsgd", {}, 31.5),
         ("signsgd", {}, 31.5),
         ("qsgd", {}, 7.9),
+        ("qsgd", {"levels": 2, "bucket": 128, "coded": True}, 16.5),
         ("natural", {}, 3.99),
     ],
 )
@@ -74,6 +75,7 @@ def _check_compiled(codes, radix, words):
         *((name, {}) for name in ELEMENT_RECIPES if get_scheme(name).codec.method.unbiased),
         ("qsgd", {"levels": 1, "norm": "l2", "bucket": 64}),
         ("qsgd", {"levels": 127, "norm": "l2"}),
+        *(("qsgd", {"levels": levels, "bucket": 128, "coded": True}) for levels in (1, 2, 3)),
         ("terngrad", {"clip": 0}),
         ("dorefa", {"bits": 1}),
     ],

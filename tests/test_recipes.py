@@ -76,7 +76,8 @@ def test_repr_rebuilds_the_scheme(name):
 def test_every_stage_is_in_some_recipe():
     used = set()
     for name in list_compressors():
-        for options in ({}, {"bits": 32}, {"selector": "exact"}):
+        coded = {"levels": 2, "coded": True}
+        for options in ({}, {"bits": 32}, {"selector": "exact"}, coded):
             if name == "dorefa" and options:
                 continue  # bits of its own
             if set(options) <= set(RECIPES[name].options):

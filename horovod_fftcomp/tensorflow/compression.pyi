@@ -737,6 +737,7 @@ class Compression:
         levels: int = 7,
         bucket: int = 1024,
         norm: Literal["max", "l2"] = "max",
+        coded: bool = False,
         error_feedback: bool = False,
         seed: int = 0,
         beta: float = 1.0,

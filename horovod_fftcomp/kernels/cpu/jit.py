@@ -19,7 +19,8 @@ from numba.core import caching
 from horovod_fftcomp.errors import UnsupportedError
 
 _HERE = Path(__file__).parent
-_OTHERS = ("codec/quantizers", "types", "wire/header", "wire/positions", "wire/rans", "wire/radix")
+_WIRE = ("coded_levels", "header", "positions", "radix", "rans")
+_OTHERS = ("codec/quantizers", "types", *(f"wire/{module}" for module in _WIRE))
 _SOURCES = (*sorted(_HERE.glob("*.py")), *(_HERE.parents[1] / f"{m}.py" for m in _OTHERS))
 
 
