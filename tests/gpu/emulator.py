@@ -113,7 +113,7 @@ class Emulator:
         """Do nothing: whatever is launched has been done."""
 
     def functions(self, source: str, names: Sequence[str]) -> dict[str, Callable[..., None]]:
-        """Return the kernels called ``names`` of ``source``, by name expression."""
+        """Return the kernels of ``source`` with these name expressions, or of its PTX."""
         kernels = built(source, names, self.flags)
         return {name: _Function(kernels[name], name, source, self) for name in names}
 

@@ -28,7 +28,8 @@ _OPERANDS = re.compile(r"\s*(\{[^{}]*\}|\[[^\[\]]*\]|[^\s,\[\]{}]+)\s*(?:,|$)")
 _NUMBER = re.compile(r"-?\d+")
 _FLOAT = re.compile(r"0[fd]([0-9A-F]+)")
 _NAME = re.compile(r"%?([A-Za-z_][\w.]*)")
-# One thread runs at a time and sees all that was written, in whatever part of memory but a block's.
+# The emulator runs one thread at a time, each of which sees all that was written before. Addresses
+# of global memory are also generic ones.
 _WITHOUT_EFFECT = {"global", "nc", "volatile", "relaxed", "gpu"}
 
 

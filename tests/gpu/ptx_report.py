@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -14,6 +15,8 @@ class PtxReport:
     """Makes all emulators of a run use PTX for ``target``, "13:sm_90" for example."""
 
     def __init__(self, target: str) -> None:
+        if not re.fullmatch(r"\d+:sm_\d+", target):
+            raise pytest.UsageError("--ptx takes a version of NVRTC and an architecture: 13:sm_90")
         self._target, self._launches = target, Counter[str]()
         build.target = build.Target(*target.split(":"))
 
