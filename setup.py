@@ -18,7 +18,7 @@ VERSION = re.search(
 EXTRAS = {
     "torch": ["torch>=2.1,<2.14", "horovod==0.28.1"],
     # The last two are for examples/ddp_digits.py.
-    "torch-distributed": ["torch>=2.1,<2.14", "matplotlib>=3.8,<4", "scikit-learn>=1.4,<2"],
+    "torch-distributed": ["torch>=2.1,<2.15", "matplotlib>=3.8,<4", "scikit-learn>=1.4,<2"],
     "tensorflow": ["tensorflow>=2.16,<2.22", "tf_keras>=2.16,<2.22", "horovod==0.28.1"],
     "gpu": ["cupy-cuda12x>=13.0,<15"],
     "gpu13": ["cupy-cuda13x>=13.6,<15"],
@@ -29,7 +29,7 @@ EXTRAS = {
         "matplotlib>=3.8,<4",
         "ml_dtypes>=0.4,<1",
         "mypy>=1.11,<2",
-        "pytest>=8,<9.2",  # of later ones pytest-xdist 3.8 ignores the groups
+        "pytest>=8,<9.3",
         "pytest-xdist>=3.6,<4",
         "pyyaml>=6,<7",
         "ruff==0.17.5",
