@@ -20,7 +20,7 @@ _OUTSIDE = re.compile(
     r"\.(?:version|target|address_size)[^\n]*|\.global [^;{}]*;"
     r"|\.extern \.shared \.align 16 \.b8 memory\[\];|\s+"
 )
-_PARAMETER = re.compile(r"\s*\.param \.[ubf](32|64) (\w+)\s*")
+_PARAMETER = re.compile(r"\s*\.param \.[ubf](32|64) (?:\.ptr \.align \d+ )?(\w+)\s*")
 _STATEMENT = re.compile(r"\s*(?:(?P<brace>[{}])|\$(?P<label>\w+):|(?P<text>[^;]+);)\s*")
 _REGISTERS = re.compile(r"\.reg \.([a-z])(\d*|red)\s+%(\w+?)(?:<(\d+)>)?")
 _INSTRUCTION = re.compile(r"(?:@(!?)%(p\d+)\s+)?([a-z][a-z0-9_.]*)(?:\s+(.*))?", re.S)
