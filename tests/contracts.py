@@ -74,6 +74,8 @@ STEPS: list[tuple[str, dict, float]] = [
     ("onebit", {"group": "column"}, 0),
     ("onebit", {"error_feedback": False}, 0),
     ("qsgd", {"levels": 5, "bucket": 64, "norm": "l2", "error_feedback": True}, 0),
+    ("qsgd", {"levels": 2, "bucket": 128, "coded": True, "error_feedback": True}, 0),
+    ("qsgd", {"levels": 1, "bucket": 512, "coded": True, "exchange": "sharded"}, 0),
     ("terngrad", {"packing": "bits", "clip": 0}, 0),
     ("dgc", {"density": 0.05}, 0),
     ("dgc", {"density": 0.05, "nesterov": True, "masking": False, "bits": 8}, 0),

@@ -35,6 +35,13 @@ def encoder_table(frequencies: tuple[int, ...]) -> tuple[Array, Array, Array, Ar
     )
 
 
+def pushes(frequencies: tuple[int, ...]) -> Array:
+    """Return each byte's reciprocal, then its bias, frequency and shift in one word, uint64."""
+    freqs, reciprocals, shifts, biases = encoder_table(frequencies)
+    packed = biases | freqs << np.uint64(16) | shifts << np.uint64(32)
+    return np.stack([reciprocals, packed], 1)
+
+
 @functools.lru_cache(64)
 def decoder_table(frequencies: tuple[int, ...]) -> Array:
     """Return symbol, frequency and offset of each of the 4096 slots: 8, 12 and 12 bits, uint32.

@@ -77,6 +77,10 @@ class CodedLevels(NamedTuple):
         bits = n * _costs_of_levels(self.levels, 0)[1] // FRACTION + self.slack(n)
         return -(-bits // 32)
 
+    def limit(self, n: int) -> int:
+        """Return the limit of the mean cost of a chunk of ``n`` values, in bits / ``FRACTION``."""
+        return FRACTION * (32 * self.room(n) - self.slack(n))
+
     def chunk_words(self, n: int) -> int:
         """Return the number of 32-bit words of a chunk of ``n`` values."""
         scales = -(-n // self.bucket)

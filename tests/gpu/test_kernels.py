@@ -153,8 +153,8 @@ def test_shapes_and_measurements_leave_the_cpus_bytes(key, shape):
                 coeffs, grad.shape, kernels=CPU, keep_residual=keep, rng_key=place_of(number)
             )
             assert made.payloads[number].tobytes() == expected.payload.tobytes()
-            if keep:
-                left = expected.residual
+            left = expected.residual
+            if keep and left is not None:  # nothing is left of a few values, sent as they are
                 assert made.coeffs[number].tobytes() == left.tobytes()
                 squares = (float(np.dot(grad.ravel(), grad.ravel())), wanted, left @ left)
                 assert made.squares()[number] == pytest.approx(squares, rel=1e-4)

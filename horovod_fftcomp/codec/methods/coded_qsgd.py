@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import Encoding, Method, kernel_of
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method, kernel_of
 from horovod_fftcomp.codec.methods.qsgd import BUCKETS
 from horovod_fftcomp.codec.methods.sums import peak_bits
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, MIN_NORMAL_BITS, is_whole
@@ -46,6 +46,11 @@ class CodedQSGD(Method):
     def contraction(self) -> bool:
         """Whether rounding adds less variance than normally distributed gradients have."""
         return self.levels > 1
+
+    @property
+    def cuda(self) -> CudaMethod:
+        """Description for the CUDA kernels, which read the rest from the form."""
+        return CudaMethod("coded")
 
     def decoded_range(self, values: Array) -> tuple[Array, Array]:
         """Return the values and, to either side, a step of the coarsest grid; see ``Method``.
@@ -136,7 +141,7 @@ def _encode_chunk(values: Array, uniform: Array, form: CodedLevels, chunk: _Chun
     scales = np.repeat(_steps(maxima.max(), codes), form.bucket)[: values.size]
     ratio = np.zeros_like(values)
     np.divide(np.abs(values), scales, out=ratio, where=scales > 0)
-    for grid, unit in _fitting(ratio, maxima.max(), form, chunk.words.size):
+    for grid, unit in _fitting(ratio, maxima.max(), form):
         place = ratio * coded_levels.LEVELS_OF_GRIDS[grid]
         floor = place.astype(np.int32)
         levels = floor + (uniform < place - floor.astype(np.float32))
@@ -153,19 +158,15 @@ def _encode_chunk(values: Array, uniform: Array, form: CodedLevels, chunk: _Chun
     return np.zeros(values.size, np.int32)
 
 
-def _fitting(
-    ratio: Array, peak: np.float32, form: CodedLevels, room: int
-) -> Iterator[tuple[int, np.float32]]:
-    """Yield the grids with which levels should fit into ``room`` words, and units, finest first.
+def _fitting(ratio: Array, peak: np.float32, form: CodedLevels) -> Iterator[tuple[int, np.float32]]:
+    """Yield the grids with which levels should fit into a chunk, and units, finest first.
 
     ``ratio``: of magnitudes and scales. No number on a grid is beyond float32.
     """
     bins = np.minimum((ratio * np.float32(BINS)).astype(np.int32), BINS - 1)
     counts = np.bincount(bins, minlength=BINS)
     counts[0] += ratio.size % 2  # the last symbol has two digits too
-    fits = coded_levels.costs(form) @ counts <= coded_levels.FRACTION * (
-        32 * room - form.slack(ratio.size)
-    )
+    fits = coded_levels.costs(form) @ counts <= form.limit(ratio.size)
     with np.errstate(over="ignore"):
         units = peak * coded_levels.STEPS_OF_GRIDS
         fits &= np.isfinite(units * np.repeat(np.array(form.highest, np.float32), form.grids))

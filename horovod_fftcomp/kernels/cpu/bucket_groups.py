@@ -208,8 +208,9 @@ def groups_of(
             continue
         if isinstance(codec, Codec):
             sparse.setdefault(codec.transform, []).append(number)
-        elif isinstance(codec, DenseCodec) and codec.method.cuda is not None:
-            others.append(number)
+        elif isinstance(codec, DenseCodec):
+            described = codec.method.cuda
+            others += [number] if described is not None and described.kind in _METHODS else []
     groups: list[tuple[Callable[..., Group], list[int]]] = [
         (functools.partial(SparseGroup, transform), members)
         for transform, members in sparse.items()

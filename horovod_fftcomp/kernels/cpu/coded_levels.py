@@ -46,10 +46,7 @@ def _tables(form: CodedLevels) -> tuple[Array, ...]:
 
 
 def _parts(n: int, form: CodedLevels) -> list[tuple[slice, slice, int, Array]]:
-    """Return for each thread its (elements, body, first chunk), and of its chunks (room, limit).
-
-    The limit is that of the mean cost.
-    """
+    """Return for each thread its (elements, body, first chunk), and of its chunks (room, limit)."""
     found = []
     for a, b in threads.ranges(-(-n // CHUNK), _LEAST_CHUNKS):
         begin, end = a * CHUNK, min(b * CHUNK, n)

@@ -19,7 +19,8 @@ from horovod_fftcomp.codec.transforms import BLOCK_LENGTHS
 _FOLDER = Path(__file__).parent / "src"
 # In the order in which they are concatenated: each file uses declarations of those before it.
 _SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decode", "step",
-            "shared", "hash", "elements", "chosen", "halves", "momentum", "lowrank")  # fmt: skip
+            "shared", "hash", "elements", "coded", "chosen", "halves", "momentum",
+            "lowrank")  # fmt: skip
 
 _OF_COEFFICIENTS = (
     "mark", "narrow", "settle", "emit", "count_offsets", "decode_chunks", "count_values",
@@ -33,7 +34,7 @@ NAMES = (
     *("clear_sums", "add_shares", "take_whole", "check_factors", "orthonormalize"),
     *("subtract_products", "sum_products", "keep_factors"),
     *("add_elements", "sum_parts<false>", "sum_parts<true>", "settle_rows"),
-    *("write_signs", "sum_signs", "write_levels", "sum_levels"),
+    *("write_signs", "sum_signs", "write_levels", "sum_levels", "write_coded", "sum_coded"),
     *("judge", "find_beyond", "write_halves", "read_halves"),
     *("count_corrupt", "count_step", "select_state"),
     *("hash_bytes", "add_up", "sums_below", "choose<0>", "choose<1>", "choose<2>"),

@@ -10,12 +10,14 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.methods.coded_qsgd import CodedQSGD
 from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.cuda import Device, source, structs
+from horovod_fftcomp.kernels.cuda.coded import CodedSums
 from horovod_fftcomp.kernels.cuda.dense import ElementSums
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, Group
@@ -134,7 +136,9 @@ class _Bodies:
         groups = structs.grouped(plans, codecs, self._rows)
         of_elements = [codec for codec in codecs if isinstance(codec, DenseCodec)]  # all or none
         self._groups = [
-            ElementSums(device, g, plans, of_elements)
+            (CodedSums if isinstance(of_elements[0].method, CodedQSGD) else ElementSums)(
+                device, g, plans, of_elements
+            )
             if of_elements and g.transform is not None
             else _GroupSums(device, g, plans, self._rows, n_ranks // apart, apart)
             for g in groups

@@ -75,10 +75,7 @@ class ElementGroup(TileGroup):
 
     def choose(self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any) -> list[Sums]:
         """Launch the kernels that compute scales of tensors or rows; see ``TileGroup``."""
-        squares = []
-        if measure:
-            kernels["add_elements"](self.n_tiles, THREADS, [rows, self.owners], 0)
-            squares = [self.squared(kernels, rows, of) for of in (1, 0)]
+        squares = self.measured(kernels, rows) if measure else []
         if self._parts is not None:
             arguments = [rows, self.owners, self._elements, np.uint32(measure), self._parts]
             kernels[self._sum](self.n_tiles, 32, arguments, 0)
@@ -91,10 +88,7 @@ class ElementGroup(TileGroup):
         arguments = [rows, self.owners, self._elements, np.uint32(bool(before)), found]
         threads, shared = (WORDS, 0) if self._is_of_signs else (THREADS, structs.LEVELS_NBYTES)
         kernels[self._write](self.n_tiles, threads, arguments, shared)
-        if not before:
-            return lambda: np.zeros((3, 0))
-        sums = [*before, self.squared(kernels, rows, 0)]
-        return lambda: np.stack([fetch() for fetch in sums])
+        return self.completed(kernels, rows, before)
 
 
 class ElementSums:

@@ -11,16 +11,18 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.methods.coded_qsgd import CodedQSGD
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.kernels.cuda import Device, source, structs
+from horovod_fftcomp.kernels.cuda.coded import CodedGroup
 from horovod_fftcomp.kernels.cuda.dense import ElementGroup
 from horovod_fftcomp.kernels.cuda.sparse import CountedGroup, SparseGroup
 from horovod_fftcomp.kernels.cuda.structs import Group
 from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
 from horovod_fftcomp.kernels.ops import Codecs
-from horovod_fftcomp.kernels.rans_tables import encoder_table
+from horovod_fftcomp.kernels.rans_tables import pushes
 from horovod_fftcomp.types import Array, Arrays, Shape
 from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.header import header_and_changes
@@ -109,7 +111,9 @@ class Encoder:
             return TileGroup(self._device, group)
         if self._of_elements:
             codecs = [codec for codec in self._codecs if isinstance(codec, DenseCodec)]
-            return ElementGroup(self._device, group, plans, codecs)
+            is_coded = isinstance(codecs[0].method, CodedQSGD)
+            kind = CodedGroup if is_coded else ElementGroup
+            return kind(self._device, group, plans, codecs)
         if self._counts:
             return CountedGroup(self._device, group, plans, self._codecs, self._rows)
         return SparseGroup(self._device, group)
@@ -285,9 +289,8 @@ class _Codes:
         for place, (row, (number, group)) in enumerate(zip(self._rows, coded, strict=True)):
             n, k = int(rows[number]["n"]), int(rows[number]["k"])
             n_chunks = rans.n_chunks(n)
-            pushes = device.upload(_pushes(n, k))
-            self._kept.append(pushes)
-            row["pushes"], row["tensor"] = device.address(pushes), number
+            self._kept.append(device.upload(pushes(rans.frequencies(n, k))))
+            row["pushes"], row["tensor"] = device.address(self._kept[-1]), number
             first_word = group.n_words * int(rows[number]["first_tile"])
             row["bitmap"] = device.address(group.chosen) + 4 * first_word
             row["n_symbols"], row["n_chunks"] = (n + 7) // 8, n_chunks
@@ -322,10 +325,3 @@ class _Codes:
         arguments = [codes, self._warps, found]
         kernels["encode_chunks"](self._n_warps, 32, arguments, structs.PUSHES_NBYTES)
         kernels["copy_chunks"](self._n_chunks, 128, [codes, *self._chunks, found], 0)
-
-
-def _pushes(n: int, k: int) -> Array:
-    """Return each byte's reciprocal, then its bias, frequency and shift in one word, uint64."""
-    frequencies, reciprocals, shifts, biases = encoder_table(rans.frequencies(n, k))
-    packed = biases | frequencies << np.uint64(16) | shifts << np.uint64(32)
-    return np.stack([reciprocals, packed], 1)

@@ -51,6 +51,21 @@ class TileGroup:
         kernels[self._square](self.n_tiles, THREADS, arguments, structs.SQUARES_NBYTES)
         return self.device.fetch(sums)
 
+    def measured(self, kernels: Any, rows: Any) -> list[Sums]:
+        """Launch the sum of gradient and residual, and the sums of squares of both; see ``choose``.
+
+        For tensors whose elements are encoded.
+        """
+        kernels["add_elements"](self.n_tiles, THREADS, [rows, self.owners], 0)
+        return [self.squared(kernels, rows, of) for of in (1, 0)]
+
+    def completed(self, kernels: Any, rows: Any, before: list[Sums]) -> Sums:
+        """Launch the sums of squares of the residuals, if they are measured; see ``write``."""
+        if not before:
+            return lambda: np.zeros((3, 0))
+        sums = [*before, self.squared(kernels, rows, 0)]
+        return lambda: np.stack([fetch() for fetch in sums])
+
     def by_tensor(self, of_tiles: np.ndarray) -> dict[int, tuple[float, float, float]]:
         """Return the three sums of squares of each tensor, from those of tiles, ``[3, tiles]``."""
         if self.is_raw:

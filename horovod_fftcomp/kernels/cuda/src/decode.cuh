@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(32)
     code.n_chunks = tensor.n_chunks;
     u32 group = threadIdx.x / LANES;
     u32 chunk = (warp - tensor.first_warp) * CHUNKS_OF_WARP + group;
-    if (!decode_group(code, chunk, group, threadIdx.x % LANES, beside)) note_corrupt(payload);
+    if (!decode_bitmap(code, chunk, group, beside)) note_corrupt(payload);
 }
 
 // Returns the word of a bitmap that begins at bit `begin`, as it travels; `inside` of its bits are of

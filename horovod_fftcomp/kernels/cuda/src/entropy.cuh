@@ -54,40 +54,24 @@ __device__ __forceinline__ u32 turns_of(u32 length) {
     return (length + TURN * LANES - 1) / (TURN * LANES);
 }
 
-// Encodes eight chunks by each warp, from the last byte to the first, into scratch.
-__global__ void __launch_bounds__(32)
-    encode_chunks(const Coded* __restrict__ codes, const u32* __restrict__ warp_code,
-                  Found* all_found) {
-    SHARED_MEMORY(memory);
-    u64* pushes = reinterpret_cast<u64*>(memory);  // two for each byte
-    u32* flag = reinterpret_cast<u32*>(pushes + 512);
-    const Coded code = codes[warp_code[blockIdx.x]];
-    Found* found = all_found + code.tensor;
-    if (found->peak > LARGEST_FINITE_BITS) return;
-#pragma unroll
-    for (u32 i = 0; i < 512; i += 32) pushes[i + threadIdx.x] = code.pushes[i + threadIdx.x];
-    __syncwarp();
-    u32 group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-    u32 chunk = (blockIdx.x - code.first_warp) * CHUNKS_OF_WARP + group;
-    bool exists = chunk < code.n_chunks;
-    u64 begin = u64(chunk) * CHUNK;
-    u32 length = exists ? u32(min(u64(CHUNK), code.n_symbols - begin)) : 0;
-    u32* words = code.words + u64(exists ? chunk : 0) * MOST_WORDS;
-    const u32* bitmap = reinterpret_cast<const u32*>(code.bitmap + begin);  // a word for each step
-    u32 free = MOST_WORDS, masks[TURN], coming[TURN];
-    u64 state = LOWEST_STATE;
-    u32 turn = turns_of(length);
+// Encodes a chunk of each four lanes of a warp, from the last byte to the first. `pushes`: of bytes;
+// `symbols`: four in a word; `words`: MOST_WORDS, which become full from the end; returns how many
+// stay free. `state`: of the lane, the lowest before.
+__device__ __forceinline__ u32 encode_group(const u64* pushes, const u32* symbols, u32 length,
+                                            u32* words, u64& state) {
+    u32 group = threadIdx.x % 32 / LANES, lane = threadIdx.x % LANES;
+    u32 free = MOST_WORDS, masks[TURN], coming[TURN], turn = turns_of(length);
 #pragma unroll
     for (u32 i = 0; i < TURN; i++) {
         u32 step = turn * TURN - TURN + i;
-        coming[i] = turn && step * LANES < length ? bitmap[step] : 0;
+        coming[i] = turn && step * LANES < length ? symbols[step] : 0;
     }
     while (turn-- > 0) {
 #pragma unroll
         for (u32 i = 0; i < TURN; i++) {
             u32 step = turn * TURN - TURN + i;
             masks[i] = coming[i];
-            coming[i] = turn && step * LANES < length ? bitmap[step] : 0;
+            coming[i] = turn && step * LANES < length ? symbols[step] : 0;
         }
 #pragma unroll
         for (u32 i = TURN; i-- > 0;) {
@@ -106,6 +90,31 @@ __global__ void __launch_bounds__(32)
             if (taken) state = state + bias + quotient * (SLOTS - frequency);
         }
     }
+    return free;
+}
+
+// Encodes eight chunks by each warp into scratch.
+__global__ void __launch_bounds__(32)
+    encode_chunks(const Coded* __restrict__ codes, const u32* __restrict__ warp_code,
+                  Found* all_found) {
+    SHARED_MEMORY(memory);
+    u64* pushes = reinterpret_cast<u64*>(memory);  // two for each byte
+    u32* flag = reinterpret_cast<u32*>(pushes + 512);
+    const Coded code = codes[warp_code[blockIdx.x]];
+    Found* found = all_found + code.tensor;
+    if (found->peak > LARGEST_FINITE_BITS) return;
+#pragma unroll
+    for (u32 i = 0; i < 512; i += 32) pushes[i + threadIdx.x] = code.pushes[i + threadIdx.x];
+    __syncwarp();
+    u32 group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    u32 chunk = (blockIdx.x - code.first_warp) * CHUNKS_OF_WARP + group;
+    bool exists = chunk < code.n_chunks;
+    u64 begin = u64(chunk) * CHUNK;
+    u32 length = exists ? u32(min(u64(CHUNK), code.n_symbols - begin)) : 0;
+    u32* words = code.words + u64(exists ? chunk : 0) * MOST_WORDS;
+    u64 state = LOWEST_STATE;
+    u32 free = encode_group(pushes, reinterpret_cast<const u32*>(code.bitmap + begin), length,
+                            words, state);
     if (exists) {
         code.states[u64(chunk) * LANES + lane] = state;
         if (lane == 0) code.lengths[chunk] = MOST_WORDS - free;
@@ -141,22 +150,14 @@ struct DecodedBeside {
 };
 static_assert(sizeof(DecodedBeside) == 18448, "tables.py has its size");
 
-// Decodes eight chunks by each warp of one message; false where a chunk does not end as it began.
-// Lengths and places are those of `find_chunks`.
-__device__ __forceinline__ bool decode_group(const Coded& code, u32 chunk, u32 group, u32 lane,
-                                             DecodedBeside& beside) {
-    const u32* slots = reinterpret_cast<const u32*>(code.slots);
-#pragma unroll 8
-    for (u32 i = threadIdx.x; i < SLOTS; i += 32) beside.slots[i] = slots[i];
-    bool exists = chunk < code.n_chunks;
-    u64 begin = u64(chunk) * CHUNK;
-    u32 length = exists ? u32(min(u64(CHUNK), code.n_symbols - begin)) : 0;
-    const u32* words = words_of(code) + (exists ? code.lengths[chunk] : 0);
-    u32 n_words = exists ? reinterpret_cast<const u16*>(code.coded)[chunk] : 0, at = 0;
+// Decodes a chunk of each four lanes of a warp; false where it does not end as it began. `words`: of
+// the chunk, its states first; `next`: 2 * AHEAD words of shared memory.
+__device__ __forceinline__ bool decode_group(const u32* slots, const u32* words, u32 n_words,
+                                             u32 length, u8* symbols, u32* next) {
+    u32 group = threadIdx.x % 32 / LANES, lane = threadIdx.x % LANES, at = 0;
     u64 state = LOWEST_STATE;
-    if (exists) state = words[2 * lane] | u64(words[2 * lane + 1]) << 32;
+    if (length) state = words[2 * lane] | u64(words[2 * lane + 1]) << 32;
     words += 2 * LANES;
-    u32* next = beside.words[group];
     u32 held = 2 * AHEAD;  // the words before are in `next`, or were
     for (u32 i = lane; i < held; i += LANES) next[i] = i < n_words ? words[i] : 0;
     __syncwarp();
@@ -172,9 +173,9 @@ __device__ __forceinline__ bool decode_group(const Coded& code, u32 chunk, u32 g
         for (u32 step = 0; step < TURN; step++) {
             u32 i = (turn * TURN + step) * LANES + lane;
             bool taken = i < length;
-            u32 entry = beside.slots[u32(state) & (SLOTS - 1)];
+            u32 entry = slots[u32(state) & (SLOTS - 1)];
             if (taken) {
-                code.bitmap[begin + i] = u8(entry & 0xffu);
+                symbols[i] = u8(entry & 0xffu);
                 state = u64(entry >> 8 & 0xfffu) * (state >> PRECISION) + (entry >> 20);
             }
             bool low = taken && state < LOWEST_STATE;
@@ -191,5 +192,21 @@ __device__ __forceinline__ bool decode_group(const Coded& code, u32 chunk, u32 g
         }
         __syncwarp();
     }
-    return !exists || (at == n_words && state == LOWEST_STATE);
+    return at == n_words && state == LOWEST_STATE;
+}
+
+// Decodes eight chunks by each warp of one message; false where a chunk does not end as it began.
+// Lengths and places are those of `find_chunks`.
+__device__ __forceinline__ bool decode_bitmap(const Coded& code, u32 chunk, u32 group,
+                                              DecodedBeside& beside) {
+    const u32* slots = reinterpret_cast<const u32*>(code.slots);
+#pragma unroll 8
+    for (u32 i = threadIdx.x; i < SLOTS; i += 32) beside.slots[i] = slots[i];
+    bool exists = chunk < code.n_chunks;
+    u64 begin = u64(chunk) * CHUNK;
+    u32 length = exists ? u32(min(u64(CHUNK), code.n_symbols - begin)) : 0;
+    const u32* words = words_of(code) + (exists ? code.lengths[chunk] : 0);
+    u32 n_words = exists ? reinterpret_cast<const u16*>(code.coded)[chunk] : 0;
+    return decode_group(beside.slots, words, n_words, length, code.bitmap + begin,
+                        beside.words[group]);
 }
