@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from horovod_fftcomp import UnsupportedError  # noqa: E402
 from horovod_fftcomp.engine.policy import make_policy  # noqa: E402
-from horovod_fftcomp.torch import Adam, AdamW, SimulatedLearners  # noqa: E402
+from horovod_fftcomp.torch_distributed import Adam, AdamW, SimulatedLearners  # noqa: E402
 
 pytestmark = pytest.mark.torch
 RANKS = 3
