@@ -36,7 +36,8 @@ class Encoding(NamedTuple):
 class CudaMethod(NamedTuple):
     """Description of a method for kernels of whole buckets: CUDA's, and ``cpu.bucket_dense``.
 
-    ``kind``: what a payload's scales are, as in ``kernels.cuda.dense``. ``grid``: of methods that
+    ``kind``: what a payload's scales are, as in ``kernels.cuda.dense``; "coded" for entropy-coded
+    levels, for which only CUDA has such kernels. ``grid``: of methods that
     are not of signs. ``clip``: standard deviations to which values are clipped; 0: no clipping.
     """
 
