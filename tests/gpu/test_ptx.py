@@ -18,9 +18,7 @@ from tests.gpu.ptx_cases import codec_and_grad
 
 ROOT = Path(__file__).parents[2]
 OFTEN = "13:sm_90"
-# For sm_100 NVRTC 13 negates by an instruction that makes denormal numbers zero.
-FLUSHING = pytest.param("13:sm_100", marks=pytest.mark.xfail(reason="-x flushes denormal numbers"))
-TARGETS = ("12:sm_80", "12:sm_90", "13:sm_80", OFTEN, FLUSHING)
+TARGETS = ("12:sm_80", "12:sm_90", "13:sm_80", OFTEN, "13:sm_100")
 SUITE = ("test_kernels", "test_engine", "test_engine_state", "test_shadow", "test_emulator")
 # Of each way of choosing elements and of writing positions, and one of a transform.
 QUICK = {

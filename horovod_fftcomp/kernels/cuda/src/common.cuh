@@ -102,17 +102,21 @@ __device__ __forceinline__ double widened(float x) {
     asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(x));
     return result;
 }
+// For sm_100 NVRTC 13 makes of an operator here an instruction that flushes denormal numbers.
+__device__ __forceinline__ float negated(float x) {
+    u32 result;
+    asm("xor.b32 %0, %1, %2;" : "=r"(result) : "r"(__float_as_uint(x)), "r"(SIGN));
+    return __uint_as_float(result);
+}
 #else
 inline double widened(float x) { return x; }
 inline float add_rn(float a, float b) { return __fadd_rn(a, b); }
 inline float sub_rn(float a, float b) { return __fsub_rn(a, b); }
 inline float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 inline float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+inline float negated(float x) { return __uint_as_float(__float_as_uint(x) ^ SIGN); }
 #endif
 
-__device__ __forceinline__ float negated(float x) {
-    return __uint_as_float(__float_as_uint(x) ^ SIGN);
-}
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & ABS; }
 __device__ __forceinline__ bool is_negative(float x) { return __float_as_uint(x) > SIGN; }
 
