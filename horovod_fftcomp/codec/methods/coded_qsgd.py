@@ -134,7 +134,7 @@ def encode_coded(values: Array, form: CodedLevels, body: Array, key: int, keep: 
 def _encode_chunk(values: Array, uniform: Array, form: CodedLevels, chunk: _Chunk) -> Array:
     """Write a chunk; return the levels, all 0 if nothing is written.
 
-    If draws cost more than the slack, as one in a thousand may, a coarser grid is taken.
+    If draws cost more than the slack, which is rare, a coarser grid is taken.
     """
     maxima = _maxima(values, form.bucket)
     codes = _codes_of(maxima)
