@@ -90,6 +90,9 @@ def check(words: Sequence[str]) -> None:
         check(launched(program, arguments))
     elif Path(program).name in ("python", "python3"):
         check_python(arguments)
+    elif program == "bash":  # hands its arguments to the Python program beside it
+        require(set(map(str, (ROOT / "scripts").glob("*.sh"))), str(ROOT / arguments[0]))
+        check_python([str(Path(arguments[0]).with_suffix(".py")), *arguments[1:]])
     else:
         require(set(map(str, Path(ROOT).glob("docker/*"))), str(ROOT / program))
 
@@ -139,6 +142,7 @@ def test_what_is_no_command_is_found_out():
         "horovod-fftcomp run --compression fftt train.py", "make demos", "make test NP=2 all-of-it",
         "pip install .[torches]", "pip instal .[torch]", "docker/walk", "nonsense",
         "python -m pytest tests/test_nothing.py", "python benchmarks/nothing.py",
+        "bash scripts/nothing.sh", "bash scripts/gpu_first_minutes.sh --budgets 270",
     ):  # fmt: skip
         with pytest.raises(ValueError):  # noqa: PT011
             check(command.split())
