@@ -11,8 +11,8 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from gpu_learners import LearnersOnDevice
 from gpu_processes import say
+from language_model_device import LearnersOnDevice
 from language_model_training import (
     LIBRARY,
     SIZES,

@@ -138,7 +138,8 @@ def test_learners_on_a_device_get_the_gradients_of_simulated_learners(script, re
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(60, 50), torch.nn.Linear(50, 40))
         if on_device:
-            learners = script("gpu_learners").LearnersOnDevice(model, 3, recipe, device)
+            module = script("language_model_device")
+            learners = module.LearnersOnDevice(model, 3, recipe, device)
         else:
             learners = SimulatedLearners(model, 3, recipe)
         for _ in range(3):
