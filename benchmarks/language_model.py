@@ -6,7 +6,7 @@
 
 Each run is a file in results/language_model, written when it ends. Runs that are there are not made
 again; one that was cut goes on where it was last saved, to the bit. Several processes may share the
-work.
+work. With --device cuda a GPU computes the exchanges too, and a run that was cut begins anew.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import language_model_report
 from language_model_training import (
     EVALUATE_EVERY,
     FALLING,
@@ -184,7 +183,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--size", choices=SIZES, default="0.4M", help="parameters (default: %(default)s)")
     add("--learners", type=count, default=4, help="simulated ranks (default: %(default)s)")
     add("--steps", type=count, help="optimizer steps (default: the size's)")
-    add("--device", default="cpu", help="where the model is, as cuda (default: %(default)s)")
+    add("--device", default="cpu",
+        help="where model and exchanges are computed, as cuda; runs on a GPU are not saved while "
+        "under way (default: %(default)s)")
     add("--threads", type=count, default=1, help="CPU threads (default: %(default)s)")
     add("--library", type=Path, default=LIBRARY,
         help="folder of Python's library, the text (default: this Python's)")
@@ -215,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.out, args.scratch = (at / text.sha256[:8] for at in (args.out, args.scratch))
         make_runs(runs, text, args)
     if args.report:
+        import language_model_report  # needs Matplotlib
+
         language_model_report.write(args.out)
 
 

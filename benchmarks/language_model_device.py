@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from horovod_fftcomp.adapter.torch_tensors.optimizers import note_exchanged
 from horovod_fftcomp.adapter.torch_tensors.simulated_ranks import SimulatedLearners
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Slot
+from horovod_fftcomp.kernels import cuda
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.simulation import InProcessWorld
 
@@ -88,3 +90,13 @@ def outputs_of(rounds: Sequence[Round]) -> list[Any]:
         return [total.clone() for _ in data]
     pieces = [round_.data.split(round_.splits) for round_ in rounds]
     return [torch.cat(to_one) for to_one in zip(*pieces, strict=True)]
+
+
+@functools.cache
+def kernels_on(place: torch.device) -> Any:
+    """Return the device of kernels on a GPU, all compiled in one module; runs share it."""
+    from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
+
+    device = TorchDevice(place)
+    device.functions(cuda.source(), cuda.NAMES)
+    return device

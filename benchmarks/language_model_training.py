@@ -1,6 +1,6 @@
 """Train a byte-level GPT on Python's own library with simulated learners: one run.
 
-A run can be saved after any step, and goes on from there to the bit.
+A run on a CPU can be saved after any step, and goes on from there to the bit.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Training:
         size = SIZES[run.size]
         self.model = GPT(size.width, size.layers).to(device)
         name, options = options_of(run.recipe, run.steps)
-        self.learners = SimulatedLearners(self.model, run.learners, name, **options)
+        self.learners = self._learners(name, options)
         policy = make_policy(name, **options)
         self.warm_up = policy.warmup_steps
         own_momentum = policy.at(policy.warmup_steps).own_momentum()
@@ -218,6 +218,15 @@ class Training:
         self.losses: list[float] = []
         self.sent: list[float] = []  # of each step: bytes for compressed tensors, mean of the ranks
         self.seconds = 0.0
+
+    def _learners(self, name: str, options: dict[str, Any]) -> SimulatedLearners:
+        """Return the learners; on a GPU its kernels compute the exchanges."""
+        if not self.device.startswith("cuda"):
+            return SimulatedLearners(self.model, self.run.learners, name, **options)
+        from language_model_device import LearnersOnDevice, kernels_on
+
+        kernels = kernels_on(next(self.model.parameters()).device)
+        return LearnersOnDevice(self.model, self.run.learners, name, kernels, **options)
 
     def advance(self, text: Text) -> None:
         """Make one step, and evaluate if it is time."""
@@ -316,23 +325,31 @@ def facts(device: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the commit that this file belongs to, "" outside of a clone."""
+    """Return the commit that this file belongs to, "" outside of a clone or without git."""
     command = ["git", "-C", str(HERE), "describe", "--always", "--abbrev=12", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # there is no git
+        return ""
     return done.stdout.strip()
 
 
 def train(run: Run, text: Text, scratch: Path, device: str = "cpu") -> Iterator[Training]:
     """Make or continue a run; yields the training after every step.
 
-    It is saved in ``scratch`` at every evaluation, and what is saved there is continued.
+    It is saved in ``scratch`` at every evaluation, and what is saved there is continued; but on a
+    GPU it is not saved and always begins anew.
     """
     path = scratch / f"{run.name}.pt"
-    # The file holds a whole Training, so it is one of ours or an error.
-    training = torch.load(path, weights_only=False) if path.exists() else Training(run, device)
+    is_saved = not device.startswith("cuda")  # the state of kernels cannot be pickled
+    if is_saved and path.exists():
+        # The file holds a whole Training, so it is one of ours or an error.
+        training = torch.load(path, weights_only=False)
+    else:
+        training = Training(run, device)
     while training.step < run.steps:
         training.advance(text)
-        if training.step % EVALUATE_EVERY == 0:
+        if is_saved and training.step % EVALUATE_EVERY == 0:
             training.save(path)
         yield training
 

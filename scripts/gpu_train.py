@@ -20,7 +20,6 @@ from language_model_training import (
     Size,
     Text,
     Training,
-    options_of,
     read_text,
 )
 
@@ -55,10 +54,12 @@ class Trial(Training):
     """A run of the benchmark whose gradients stay on the GPU."""
 
     def __init__(self, recipe: str, optimizer: str, steps: int, job: Job) -> None:
+        self.kernels = job.device
         run = Run(job.size, job.learners, steps, recipe, optimizer, RATE, 0)
         super().__init__(run, job.device.place.type)
-        name, options = options_of(recipe, steps)
-        self.learners = LearnersOnDevice(self.model, job.learners, name, job.device, **options)
+
+    def _learners(self, name: str, options: dict[str, Any]) -> LearnersOnDevice:
+        return LearnersOnDevice(self.model, self.run.learners, name, self.kernels, **options)
 
     @torch.no_grad()
     def loss(self, source: torch.Tensor) -> float:

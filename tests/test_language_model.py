@@ -106,6 +106,56 @@ def test_finished_runs_are_not_repeated(training, library, tmp_path, monkeypatch
     assert [path.stat().st_mtime_ns for path in paths] == before
 
 
+def test_a_run_that_another_process_makes_is_left_to_it(training, library, tmp_path, capsys):
+    benchmark = importlib.import_module("language_model")
+    text = training.read_text(library, any_text=True)
+    arguments = ["--recipe", "none", "--size", "tiny", "--learners", "2", "--seed", "0"]
+    arguments += ["--lr", "0.01", "--any-text", "--library", str(library)]
+    arguments += ["--out", str(tmp_path), "--scratch", str(tmp_path)]
+    [run] = benchmark.runs_of(benchmark.parse_args(arguments))
+    folder = tmp_path / text.sha256[:8]
+    folder.mkdir()
+    with benchmark.only_here(run, folder) as is_free:
+        assert is_free
+        benchmark.main(arguments)
+        assert capsys.readouterr().out == ""
+    benchmark.main(arguments)
+    assert (folder / f"{run.name}.json").exists()
+
+
+def test_a_run_on_a_gpu_is_not_saved(training, library, tmp_path, monkeypatch):
+    class OnGPU(training.Training):
+        def __init__(self, run, device):
+            assert device == "cuda"
+            super().__init__(run)
+
+    monkeypatch.setattr(training, "Training", OnGPU)
+    text = training.read_text(library, any_text=True)
+    run = training.Run("tiny", 2, 6, "topk", "adamw", 0.01, 0)
+    path = tmp_path / f"{run.name}.pt"
+    path.write_text("of a run on a CPU")
+    *_, last = training.train(run, text, tmp_path, "cuda")
+    assert last.step == 6
+    assert path.read_text() == "of a run on a CPU"
+
+
+def test_learners_on_a_gpu_compute_there(training, monkeypatch):
+    kernels = importlib.import_module("language_model_device")
+    emulator = importlib.import_module("tests.gpu.torch_emulator").TorchEmulator()
+    monkeypatch.setattr(kernels, "kernels_on", lambda place: emulator)
+    monkeypatch.setattr(training.GPT, "to", lambda model, device: model)
+    made = training.Training(training.Run("tiny", 2, 6, "topk", "adamw", 0.01, 0), "cuda:0")
+    assert isinstance(made.learners, kernels.LearnersOnDevice)
+    assert made.learners._engines[0].device is emulator
+
+
+def test_outside_of_a_clone_there_is_no_commit(training, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "HERE", tmp_path)
+    assert training.commit() == ""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert training.commit() == ""
+
+
 def test_rows_of_every_set_can_be_made(training):
     benchmark = importlib.import_module("language_model")
     for rows in benchmark.SETS.values():

@@ -152,3 +152,40 @@ def test_learners_on_a_device_get_the_gradients_of_simulated_learners(script, re
     for ours, theirs in zip(found[4:], found[:4], strict=True):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer"),
+    [
+        ("none", "adamw-unclipped"),
+        ("qsgd(levels=2, bucket=128, coded=True)", "adamw"),
+        ("fft", "adamw"),
+        ("dct(density=0.15) after 2 dense steps, every 3th step by qsgd", "adamw-ours"),
+        ("powersgd", "adamw-unclipped-10"),
+        ("auto", "adamw"),
+    ],
+)
+def test_trainings_on_a_device_find_what_those_on_a_cpu_do(script, monkeypatch, recipe, optimizer):
+    from tests.gpu.torch_emulator import TorchEmulator
+
+    training, trainer = script("language_model_training"), script("gpu_train")
+    for name, value in {"EVALUATE_EVERY": 2, "EVALUATED_BATCHES": 2, "BATCH": 2}.items():
+        monkeypatch.setattr(training, name, value)
+    monkeypatch.setitem(training.SIZES, "tiny", training.Size(48, 1, 8))
+    text = training.read_text(training.LIBRARY, any_text=True)
+    on_cpu = training.Training(training.Run("tiny", 2, 8, recipe, optimizer, trainer.RATE, 0))
+    there = trainer.Trial(recipe, optimizer, 8, trainer.Job(TorchEmulator(), "tiny", 2))
+    found = []
+    for made in (on_cpu, there):
+        while made.step < 8:
+            made.advance(text)
+        found.append(made.found(text) | {"seconds": 0})
+        assert found[-1].pop("validation_losses") == pytest.approx(on_cpu.losses, abs=1e-4)
+        assert found[-1].pop("validation_loss") == pytest.approx(on_cpu.losses[-1], abs=1e-4)
+    assert found[0] == found[1]
+    assert on_cpu.learners.dense_nbytes == there.learners.dense_nbytes
+    updated = [
+        [state.get("refreshed") for state in made.optimizer.state.values()]
+        for made in (on_cpu, there)
+    ]
+    assert updated[0] == updated[1]
