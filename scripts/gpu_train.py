@@ -14,6 +14,7 @@ import torch
 from gpu_processes import say
 from language_model_device import LearnersOnDevice
 from language_model_training import (
+    AFTER,
     LIBRARY,
     SIZES,
     Run,
@@ -30,6 +31,7 @@ RUNS = (
     ("none", "adamw"),
     ("fft", "adamw"),
     ("topk(density=0.01)", "adamw"),
+    ("fft after 50 dense steps, every 10th step by qsgd", "adamw-ours"),
     ("bf16", "adamw"),
     ("dct(density=0.15)", "adamw"),
     ("powersgd(rank=4)", "adamw"),
@@ -55,6 +57,8 @@ class Trial(Training):
 
     def __init__(self, recipe: str, optimizer: str, steps: int, job: Job) -> None:
         self.kernels = job.device
+        if steps < 100:  # dense steps are a quarter of them at most
+            recipe = AFTER.sub(f" after {max(1, steps // 4)} dense steps", recipe)
         run = Run(job.size, job.learners, steps, recipe, optimizer, RATE, 0)
         super().__init__(run, job.device.place.type)
 
@@ -120,7 +124,7 @@ def number_of_steps(seconds: list[float], left_s: float, n_runs: int) -> int:
     Runs that were not timed count as the slowest.
     """
     total = sum(seconds) + (n_runs - len(seconds)) * max(seconds)
-    return max(1, min(MOST_STEPS, int(left_s / total)))
+    return max(2, min(MOST_STEPS, int(left_s / total)))
 
 
 def gpu_job() -> Job:

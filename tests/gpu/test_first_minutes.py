@@ -154,6 +154,16 @@ def test_learners_on_a_device_get_the_gradients_of_simulated_learners(script, re
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.fixture
+def trainer(script, monkeypatch):
+    """Return gpu_train.py with a tiny model, which is evaluated after every second step."""
+    training = script("language_model_training")
+    for name, value in {"EVALUATE_EVERY": 2, "EVALUATED_BATCHES": 2, "BATCH": 2}.items():
+        monkeypatch.setattr(training, name, value)
+    monkeypatch.setitem(training.SIZES, "tiny", training.Size(48, 1, 8))
+    return script("gpu_train")
+
+
 @pytest.mark.parametrize(
     ("recipe", "optimizer"),
     [
@@ -165,15 +175,11 @@ def test_learners_on_a_device_get_the_gradients_of_simulated_learners(script, re
         ("auto", "adamw"),
     ],
 )
-def test_trainings_on_a_device_find_what_those_on_a_cpu_do(script, monkeypatch, recipe, optimizer):
+def test_trainings_on_a_device_find_what_those_on_a_cpu_do(trainer, recipe, optimizer):
     from tests.gpu.torch_emulator import TorchEmulator
 
-    training, trainer = script("language_model_training"), script("gpu_train")
-    for name, value in {"EVALUATE_EVERY": 2, "EVALUATED_BATCHES": 2, "BATCH": 2}.items():
-        monkeypatch.setattr(training, name, value)
-    monkeypatch.setitem(training.SIZES, "tiny", training.Size(48, 1, 8))
-    text = training.read_text(training.LIBRARY, any_text=True)
-    on_cpu = training.Training(training.Run("tiny", 2, 8, recipe, optimizer, trainer.RATE, 0))
+    text = trainer.read_text(trainer.LIBRARY, any_text=True)
+    on_cpu = trainer.Training(trainer.Run("tiny", 2, 8, recipe, optimizer, trainer.RATE, 0))
     there = trainer.Trial(recipe, optimizer, 8, trainer.Job(TorchEmulator(), "tiny", 2))
     found = []
     for made in (on_cpu, there):
@@ -189,3 +195,22 @@ def test_trainings_on_a_device_find_what_those_on_a_cpu_do(script, monkeypatch, 
         for made in (on_cpu, there)
     ]
     assert updated[0] == updated[1]
+
+
+@pytest.mark.parametrize("steps", [2, 99, 100])
+def test_dense_steps_of_a_training_are_half_of_it_at_most(trainer, steps):
+    from tests.gpu.torch_emulator import TorchEmulator
+
+    job = trainer.Job(TorchEmulator(), "tiny", 2)
+    made = [trainer.Trial(*run, steps, job) for run in trainer.RUNS]
+    assert [each.warm_up for each in made if each.warm_up] == [{2: 1, 99: 24, 100: 50}[steps]]
+
+
+def test_a_training_with_shared_second_moments_can_be_timed(trainer):
+    from tests.gpu.torch_emulator import TorchEmulator
+
+    text = trainer.read_text(trainer.LIBRARY, any_text=True)
+    [run] = [run for run in trainer.RUNS if run[1] == "adamw-ours"]
+    trial = trainer.Trial(*run, 2 * trainer.TIMED_STEPS, trainer.Job(TorchEmulator(), "tiny", 2))
+    assert trainer.seconds_of_step(trial, text) > 0
+    assert trial.learners._engines[0].n_compressed == [5]
