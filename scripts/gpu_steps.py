@@ -27,6 +27,9 @@ TOOLS = ("g++", "nvcc", "ncu", "compute-sanitizer", "git")
 SMALL, ODD = [(100, 90), (3000,), (50, 70)], [(33, 31), (4099,), (1025, 3)]
 # Largest relative norms of a difference: transforms and products of matrices add in another order.
 INEXACT = {"fft": 1e-3, "dct": 1e-3, "demo": 1e-3, "auto": 1e-3, "powersgd": 1e-3}
+# Coefficients differ by 4e-8 of their block's largest: some round to another level, or cross the
+# threshold. Expected after three steps of large tensors: 8e-4, 1e-3, 6e-4; twice that is allowed.
+INEXACT_LARGE = INEXACT | {"fft": 1.6e-3, "dct": 2e-3, "demo": 1.2e-3}
 FOUND_ERRORS = 3  # exit status of compute-sanitizer
 LOOK_AT_GPU = """
 import json, time
@@ -97,8 +100,8 @@ def selftest(minutes: Minutes, until: float) -> Found:
 
 def steps_case(title: str, recipe: str, options: dict[str, Any], **about: Any) -> Case:
     """Return a case of steps of two ranks on the GPU and on the CPU."""
-    about = {"steps": 4, "shapes": SMALL} | about
-    about |= {"recipe": recipe, "options": options, "tolerance": INEXACT.get(recipe, 0)}
+    about = {"steps": 4, "shapes": SMALL, "tolerance": INEXACT.get(recipe, 0)} | about
+    about |= {"recipe": recipe, "options": options}
     return title, {"kind": "run_steps", "with": about}
 
 
@@ -135,7 +138,7 @@ def large(minutes: Minutes, until: float) -> Found:
     cases = [
         # The first steps of auto are trials, on the host.
         steps_case(f"{title} {recipe}", recipe, options, shapes=[shape],
-                   steps=6 if recipe == "auto" else 3)
+                   steps=6 if recipe == "auto" else 3, tolerance=INEXACT_LARGE.get(recipe, 0))
         for title, shape in shapes.items()
         for recipe, options in recipes()
     ]  # fmt: skip
