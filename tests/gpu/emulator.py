@@ -47,6 +47,7 @@ class Emulator:
     def __init__(self, schedule: int = FORWARD, seed: int = 1, *flags: str) -> None:
         self.schedule, self.seed, self.flags = schedule, seed, flags
         self.cache: dict = {}
+        self.n_processors = 1
 
     def empty(self, n: int, dtype: type = np.float32) -> np.ndarray:
         """Return ``n`` elements with any contents, at an address as a device's."""

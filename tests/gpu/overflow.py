@@ -43,8 +43,8 @@ class ChoosesAll(PagedEmulator):
     def functions(self, source, names):
         found = super().functions(source, names)
         for name in found:
-            if name.startswith(("settle", "choose<")):
-                found[name] = self._wrong(found[name], 5 if name.startswith("settle") else 4)
+            if name.startswith("choose<") or (name.startswith("narrow") and name.endswith("3>")):
+                found[name] = self._wrong(found[name], 5 if name.startswith("narrow") else 4)
         return found
 
     def _wrong(self, kernel, counts_at):
@@ -54,9 +54,9 @@ class ChoosesAll(PagedEmulator):
             kernel(grid, threads, arguments, shared_nbytes)
             arguments[3].fill(0xFFFFFFFF)  # of elements above the threshold
             counts = arguments[counts_at].view(np.uint32).reshape(-1, 4)
-            of_tile = 32 * arguments[3].size // grid
+            of_tile = 32 * arguments[3].size // len(counts)
             counts[:, 0], counts[:, 1], counts[:, 3] = of_tile, 0, 0
-            counts[:, 2] = of_tile * np.arange(grid)
+            counts[:, 2] = of_tile * np.arange(len(counts))
 
         return launch
 

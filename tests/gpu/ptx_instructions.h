@@ -39,6 +39,7 @@ static inline f32 flushed(f32 x) { return std::fpclassify(x) == FP_SUBNORMAL ? x
 #define tid_x (threadIdx.x)
 #define ntid_x (blockDim.x)
 #define ctaid_x (blockIdx.x)
+#define nctaid_x (gridDim.x)
 
 // Instructions with one, two or three operands of one type: `result` is an expression of them.
 #define UNARY(name, T, result)                           \

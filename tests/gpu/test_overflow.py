@@ -63,7 +63,7 @@ class Overwrites(Emulator):
 @pytest.mark.parametrize("nbytes", [4, 4096, -4, -4096])
 def test_self_test_finds_writes_outside_of_arrays(nbytes):
     with pytest.raises(UnsupportedError, match="written outside an array"):
-        probe(Overwrites("mark<1>", 3, nbytes), [get_scheme("topk")])
+        probe(Overwrites("narrow<1, 1>", 3, nbytes), [get_scheme("topk")])
 
 
 def test_guarded_arrays_are_those_of_their_device():

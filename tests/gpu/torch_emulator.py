@@ -20,6 +20,8 @@ from tests.gpu.emulator import Emulator
 class TorchEmulator(TorchDevice):
     """``TorchDevice`` but for what only a GPU has: compiled kernels, pinned memory, events."""
 
+    n_processors = 1
+
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self._emulator = Emulator()

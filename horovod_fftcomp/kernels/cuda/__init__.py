@@ -23,8 +23,7 @@ _SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decod
             "lowrank")  # fmt: skip
 
 _OF_COEFFICIENTS = (
-    "mark", "narrow", "settle", "emit", "count_offsets", "decode_chunks", "count_values",
-    "square",
+    "emit", "count_offsets", "decode_chunks", "count_values", "square",
 )  # fmt: skip
 # Name expressions of all kernels; a training compiles those that it uses.
 NAMES = (
@@ -40,6 +39,7 @@ NAMES = (
     *("hash_bytes", "add_up", "sums_below", "choose<0>", "choose<1>", "choose<2>"),
     *("clip_factors", "accumulate"),
     *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),
+    *(f"narrow<{reals}, {digit}>" for reals in (1, 2) for digit in (1, 2, 3)),
     *(f"forward<{block}, {cosine}>" for block in BLOCK_LENGTHS for cosine in ("false", "true")),
     "sum_payloads<64, 0>",
     *(f"sum_payloads<{block}, {domain}>" for block in BLOCK_LENGTHS for domain in (1, 2)),
@@ -58,6 +58,10 @@ class Device(Protocol):
     """
 
     cache: dict[Any, Any]
+
+    @property
+    def n_processors(self) -> int:
+        """Number of multiprocessors, which share the blocks of a launch."""
 
     def empty(self, n: int, dtype: DTypeLike = np.float32) -> Any:
         """Return an uninitialized array of ``n`` elements, at a multiple of 256 bytes."""

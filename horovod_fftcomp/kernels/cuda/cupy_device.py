@@ -28,6 +28,8 @@ class CupyDevice:
         self.cache: dict[Any, Any] = {}
         self._copies: list[tuple[Any, np.ndarray]] = []  # to the host, some not yet done
         self._gpu = cupy.cuda.Device().id if gpu is None else gpu
+        attributes = cupy.cuda.Device(self._gpu).attributes
+        self.n_processors = attributes["MultiProcessorCount"]
 
     @contextlib.contextmanager
     def _here(self) -> Iterator[None]:

@@ -19,7 +19,6 @@ from horovod_fftcomp.kernels.ops import Codecs
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
 
-_STEPS = ("mark", "narrow", "settle", "emit")
 # As in src/chosen.cuh.
 _SELECTIONS = ("above", "winners", "drawn")
 _ABOVE, _WINNERS, _DRAWN = range(3)
@@ -48,31 +47,37 @@ class SparseGroup(TileGroup):
     def _launches(self, transform: Transform) -> list[str]:
         """Return the names of the kernels from gradients to payloads, in order."""
         block, domain = structs.block_and_domain(transform)
-        first = "add_residual"
+        first, self._resident = "add_residual", structs.RESIDENT
         if domain:
             first = f"forward<{block}, {str(domain == 2).lower()}>"
+            self._resident = structs.EMITTING if domain == 2 else structs.RESIDENT
             both = (structs.roots(block), structs.cosines(block))
             self._tables = [self.device.upload(table) for table in both]
-        return [first, *(f"{step}<{transform.reals_per_bin}>" for step in _STEPS)]
+        reals = transform.reals_per_bin
+        return [first, *(f"narrow<{reals}, {digit}>" for digit in (1, 2, 3)), f"emit<{reals}>"]
 
     def choose(self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any) -> list[Sums]:
         """Launch the transform and the top-k selection; see ``TileGroup``."""
-        common = [rows, self.owners, found]
-        masks = [*common, self._above, self._equal]
-        first, mark, narrow, settle = (kernels[name] for name in self._names[:-1])
+        common, n_tiles = [rows, self.owners, found], np.uint32(self.n_tiles)
+        first, *narrow = (kernels[name] for name in self._names[:-1])
         shared = structs.TALLY_NBYTES + (structs.POINTS_NBYTES if self._tables else 0)
-        first(self.n_tiles, THREADS, [*common, *self._tables], shared)
+        first(self._grid(self._resident), THREADS, [*common, *self._tables, n_tiles], shared)
         squares = [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
-        mark(self.n_tiles, THREADS, masks, structs.DIGITS_NBYTES)
-        narrow(self.n_tiles, self.n_words, masks, structs.DIGITS_NBYTES)
-        settle(self.n_tiles, self.n_words, [*masks, self._counts], structs.SUMS_NBYTES)
+        masks = [*common, self._above, self._equal, self._counts, n_tiles]
+        for digit, kernel in enumerate(narrow, 1):
+            grid = self._grid(structs.SELECTING if digit < 3 else structs.RESIDENT)
+            kernel(grid, THREADS, masks, structs.DIGITS_NBYTES)
         return squares
+
+    def _grid(self, resident: int) -> int:
+        """Return as many blocks as run at the same time; each takes several tiles."""
+        return min(self.n_tiles, resident * self.device.n_processors)
 
     def write(self, kernels: Any, rows: Any, found: Any, before: list[Sums]) -> Sums:
         """Launch the kernel that writes values, and positions except entropy codes."""
-        common = [rows, self.owners, found]
-        written = [*common, self._above, self._equal, self._counts, self.chosen]
-        kernels[self._names[-1]](self.n_tiles, self.n_words, written, structs.SUMS_NBYTES)
+        masks = [rows, self.owners, found, self._above, self._equal]
+        written = [*masks, self._counts, self.chosen, np.uint32(self.n_tiles)]
+        kernels[self._names[-1]](self._grid(structs.EMITTING), THREADS, written, 0)
         if not before and not self.always_measures:
             return lambda: np.zeros((3, 0))
         sums = [*before, self.squared(kernels, rows, 0)]

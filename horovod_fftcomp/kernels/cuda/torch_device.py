@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,11 @@ class TorchDevice:
     def __init__(self, place: torch.device) -> None:
         self.place = place
         self.cache: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def n_processors(self) -> int:
+        """Number of the GPU's multiprocessors."""
+        return torch.cuda.get_device_properties(self.place).multi_processor_count
 
     def empty(self, n: int, dtype: DTypeLike = np.float32) -> torch.Tensor:
         """Return an uninitialized array of ``n`` elements."""
@@ -102,7 +108,7 @@ class TorchDevice:
     def _mark(self) -> Callable[[], None]:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.place))
-        return event.synchronize
+        return lambda: None if event.query() else event.synchronize()
 
 
 def values_of(arguments: Sequence[Any]) -> list[Any]:

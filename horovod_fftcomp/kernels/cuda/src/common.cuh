@@ -20,6 +20,7 @@ constexpr u32 TILE = 4096;     // floats of a tile: as many reals, or half as ma
 constexpr u32 THREADS = 256;   // of a block that reads all of a tile
 constexpr u32 WARPS = THREADS / 32;
 constexpr u32 RESIDENT = 4;    // such blocks at least on a processor: 64 registers for a thread
+constexpr u32 SELECTING = 6, EMITTING = 3;  // of selection: 40 registers; of writing, of a DCT: 85
 constexpr u32 BATCH = 8;       // loads of a thread that are under way before it stores
 constexpr u32 RADIX_BITS = 11, RADIX = 1u << RADIX_BITS;  // of the first digit of a key
 constexpr u32 LARGEST_FINITE_BITS = 0x7f7fffffu, INFINITY_BITS = 0x7f800000u;
@@ -166,6 +167,11 @@ __device__ __forceinline__ Run run_of(u32 n) {
     return {begin, min(begin + each, n)};
 }
 
+// The tiles that a block works on, one after the other; `n` of a launch.
+__device__ __forceinline__ Run tiles_of_block(u32 n) {
+    return {u32(u64(n) * blockIdx.x / gridDim.x), u32(u64(n) * (blockIdx.x + 1) / gridDim.x)};
+}
+
 // What another block may be about to change; atomic where a race detector looks.
 __device__ __forceinline__ u32 latest(u32* word) {
 #ifdef __CUDACC__
@@ -175,13 +181,14 @@ __device__ __forceinline__ u32 latest(u32* word) {
 #endif
 }
 
-// Tells all threads of a block whether it is the last of `n` that take a ticket, which then begin
-// anew. Then all that the others have written is visible to it. `flag`: a word of shared memory.
-__device__ __forceinline__ bool is_last(u32* ticket, u32 n, u32* flag) {
+// Tells all threads of a block whether it takes the last of `n` tickets, which then begin anew. Then
+// all that the others have written is visible to it. `flag`: a word of shared memory; `own`: how many
+// the block takes.
+__device__ __forceinline__ bool is_last(u32* ticket, u32 n, u32* flag, u32 own = 1) {
     __syncthreads();
     if (threadIdx.x == 0) {  // its fences order what the barriers join: the whole block's accesses
         __threadfence();
-        *flag = atomicAdd(ticket, 1u) == n - 1;
+        *flag = atomicAdd(ticket, own) == n - own;
         if (*flag) *ticket = 0;
         __threadfence();
     }

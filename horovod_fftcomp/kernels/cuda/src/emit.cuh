@@ -81,51 +81,27 @@ __device__ __forceinline__ void put_codes(u32* stream, u64 rank, const u32* code
     }
 }
 
-// The fifth launch: a thread for each word of the masks. `chosen` becomes the bitmap.
+// Writes the chosen coefficients of a word of the bitmap. `chosen`: the word; `begin`: of its first
+// coefficient; `rank`: how many are chosen before.
 template <u32 C>
-__global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
-    emit(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-         Found* all_found, const u32* __restrict__ above,
-         const u32* __restrict__ equal, const TileCounts* __restrict__ tiles, u32* chosen) {
-    SHARED_MEMORY(memory);
-    u32* sums = reinterpret_cast<u32*>(memory);  // 33
-    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
-    Found* found = all_found + tile_tensor[blockIdx.x];
-    if (found->peak > LARGEST_FINITE_BITS) return;
-    u64 word = u64(blockIdx.x) * blockDim.x + threadIdx.x;
-    u32 own = above[word], ties = equal[word], total;
-    u32 before = block_exclusive_sum(__popc(ties), sums, total);
-    __syncthreads();
-    for (u32 room = tiles[blockIdx.x].ties; ties && before < room; before++) {
-        own |= ties & (0u - ties);
-        ties &= ties - 1;
-    }
-    chosen[word] = own;
-    u64 rank = tiles[blockIdx.x].first_rank + block_exclusive_sum(__popc(own), sums, total);
-    u64 tile_begin = u64(blockIdx.x - tensor.first_tile) * (TILE / C);
-    u64 begin = tile_begin + 32 * threadIdx.x;
+__device__ __forceinline__ void emit_word(const Tensor& tensor, Found* found, const Coding& coding,
+                                          u32 chosen, u64 begin, u64 rank) {
     u32 inside = begin >= tensor.n ? 0 : ALL_LANES >> (32 - u32(min(u64(32), tensor.n - begin)));
     u64 room = tensor.layout == RAW ? tensor.n : tensor.k;  // of the payload
-    own &= inside;
+    chosen &= inside;
     bool stands_for = tensor.layout == RAW && tensor.how & CHOSEN;  // codes; zeros elsewhere
     if (tensor.layout == RAW && !stands_for) {  // of a threshold that so many are above: send all
         rank = begin;
-        own = inside;
+        chosen = inside;
     }
-    if (own && rank + __popc(own) > room) found->overflow = 1;  // never, unless kernels are wrong
+    if (chosen && rank + __popc(chosen) > room) found->overflow = 1;  // never, unless kernels err
     u32* positions = reinterpret_cast<u32*>(tensor.payload + tensor.positions_offset);
-    if (tensor.layout == BITMAP && begin < tensor.n) positions[begin / 32] = own;
+    if (tensor.layout == BITMAP && begin < tensor.n) positions[begin / 32] = chosen;
     u64 n_blocks = (tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits;
     u64 offsets_bit = (tensor.k + n_blocks + 7) / 8 * 8;
-    u32 peak = found->peak, key = tensor.layout == ALL ? 0 : found->prefix;
-    if (tensor.threshold) key = tensor.threshold - 1;
-    u32 grid = tensor.kind == RANGE ? fitted_grid<C>(tensor.bits, key, peak) : 0;
-    if (threadIdx.x == 0 && blockIdx.x == tensor.first_tile) found->grid = grid;
-    const Coding coding =
-        coding_of(tensor.kind, tensor.bits, tensor.step, tensor.most, peak, grid);
     u32* values = reinterpret_cast<u32*>(tensor.payload + tensor.values_offset);
-    for (; own && rank < room; own &= own - 1, rank++) {
-        u64 place = begin + __popc((own & (0u - own)) - 1);
+    for (; chosen && rank < room; chosen &= chosen - 1, rank++) {
+        u64 place = begin + __popc((chosen & (0u - chosen)) - 1);
         if (tensor.layout == OFFSETS) {
             put_bits(positions, (place >> tensor.low_bits) + rank, 1, 1);
             u32 low = u32(place) & ((1u << tensor.low_bits) - 1);
@@ -145,6 +121,57 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
             if (tensor.keep == UNSENT) coeff[c] = sub_rn(coeff[c], sent);
         }
         if (!stands_for) put_codes<C>(values, rank, codes, coding.bits);
+    }
+}
+
+// Writes the chosen coefficients of a tile, a warp's work, and its words of the bitmap.
+template <u32 C>
+__device__ __forceinline__ void emit_tile(const Tensor& tensor, Found* found, const Coding& coding,
+                                          u32 tile, const u32* __restrict__ above,
+                                          const u32* __restrict__ equal, TileCounts counts,
+                                          u32* chosen) {
+    constexpr u32 WORDS = WORDS_OF_REALS / C;
+    u32 lane = threadIdx.x % 32, ties_before = 0;
+    u64 rank = counts.first_rank, begin = u64(tile - tensor.first_tile) * (TILE / C);
+#pragma unroll 1
+    for (u32 first = 0; first < WORDS; first += 32) {
+        u64 word = u64(tile) * WORDS + first + lane;
+        u32 own = above[word], ties = equal[word], n_ties = __popc(ties);
+        u32 up_to = warp_inclusive_sum(n_ties);
+        for (u32 before = ties_before + up_to - n_ties; ties && before < counts.ties; before++) {
+            own |= ties & (0u - ties);
+            ties &= ties - 1;
+        }
+        ties_before += __shfl_sync(ALL_LANES, up_to, 31);
+        chosen[word] = own;
+        up_to = warp_inclusive_sum(__popc(own));
+        emit_word<C>(tensor, found, coding, own, begin + 32 * (first + lane),
+                     rank + up_to - __popc(own));
+        rank += __shfl_sync(ALL_LANES, up_to, 31);
+    }
+}
+
+// The fifth launch: values, positions and residuals. `chosen` becomes the bitmap.
+template <u32 C>
+__global__ void __launch_bounds__(THREADS, EMITTING)
+    emit(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
+         Found* all_found, const u32* __restrict__ above,
+         const u32* __restrict__ equal, const TileCounts* __restrict__ tiles, u32* chosen,
+         u32 n_tiles) {
+    Run run = tiles_of_block(n_tiles);
+    for (u32 begin = run.begin, next; begin < run.end; begin = next) {
+        const Tensor tensor = tensors[tile_tensor[begin]];
+        Found* found = all_found + tile_tensor[begin];
+        next = min(run.end, tensor.first_tile + tensor.n_tiles);
+        if (found->peak > LARGEST_FINITE_BITS) continue;
+        u32 peak = found->peak, key = tensor.layout == ALL ? 0 : found->prefix;
+        if (tensor.threshold) key = tensor.threshold - 1;
+        u32 grid = tensor.kind == RANGE ? fitted_grid<C>(tensor.bits, key, peak) : 0;
+        if (threadIdx.x == 0 && begin == tensor.first_tile) found->grid = grid;
+        const Coding coding =
+            coding_of(tensor.kind, tensor.bits, tensor.step, tensor.most, peak, grid);
+        for (u32 tile = begin + threadIdx.x / 32; tile < next; tile += WARPS)
+            emit_tile<C>(tensor, found, coding, tile, above, equal, tiles[tile], chosen);
     }
 }
 

@@ -109,13 +109,15 @@ __device__ __forceinline__ void tally_coeff(const Tensor& tensor, u64 place, con
     atomicAdd(&tally.digits[key >> (31 - RADIX_BITS)], 1u);
 }
 
+// Ends what a block has tallied: `n_own` tiles of a tensor. All threads.
 template <u32 C>
-__device__ __forceinline__ void end_tally(const Tensor& tensor, Found* found, Tally& tally) {
+__device__ __forceinline__ void end_tally(const Tensor& tensor, Found* found, Tally& tally,
+                                          u32 n_own) {
     atomicMax(&tally.sums[34], tally.peak);
     __syncthreads();
     flush_counts(found, tally.digits, RADIX);
     if (threadIdx.x == 0) atomicMax(&found->peak, tally.sums[34]);
-    if (is_last(&found->ticket, tensor.n_tiles, &tally.sums[33]))
+    if (is_last(&found->ticket, tensor.n_tiles, &tally.sums[33], n_own))
         choose_first_digit<C>(tensor, found, tally.digits, tally.sums);
 }
 
@@ -135,53 +137,48 @@ __device__ __forceinline__ float accelerate(const Tensor& tensor, u64 place, flo
 // The first launch where no transform is made.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     add_residual(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-                 Found* all_found) {
+                 Found* all_found, u32 n_tiles) {
     SHARED_MEMORY(memory);
-    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
-    Tally tally = begin_tally(memory);
-    __syncthreads();
-    u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
-    u32 n = u32(min(u64(TILE), tensor.n - begin));
-    for (u32 first = threadIdx.x; first < n; first += BATCH * THREADS) {
-        float values[BATCH], residuals[BATCH];
+    Run run = tiles_of_block(n_tiles);
+    for (u32 tile = run.begin, next; tile < run.end; tile = next) {
+        const Tensor tensor = tensors[tile_tensor[tile]];
+        next = min(run.end, tensor.first_tile + tensor.n_tiles);
+        Tally tally = begin_tally(memory);
+        __syncthreads();
+        u64 end = min(u64(next - tensor.first_tile) * TILE, tensor.n);
+        u64 first = u64(tile - tensor.first_tile) * TILE + threadIdx.x;
+        for (; first < end; first += BATCH * THREADS) {
+            float values[BATCH], residuals[BATCH];
 #pragma unroll
-        for (u32 own = 0; own < BATCH; own++) {
-            u64 i = begin + first + own * THREADS;
-            bool inside = first + own * THREADS < n;
-            values[own] = inside ? tensor.grad[i] : 0.0f;
-            residuals[own] = inside && tensor.residual ? tensor.residual[i] : 0.0f;
-        }
+            for (u32 own = 0; own < BATCH; own++) {
+                u64 i = first + own * THREADS;
+                values[own] = i < end ? tensor.grad[i] : 0.0f;
+                residuals[own] = i < end && tensor.residual ? tensor.residual[i] : 0.0f;
+            }
 #pragma unroll
-        for (u32 own = 0; own < BATCH && first + own * THREADS < n; own++) {
-            u64 i = begin + first + own * THREADS;
-            if (tensor.moved) values[own] = accelerate(tensor, i, values[own]);
-            tally_coeff<1>(tensor, i, &values[own], &residuals[own], tally);
+            for (u32 own = 0; own < BATCH && first + own * THREADS < end; own++) {
+                u64 i = first + own * THREADS;
+                if (tensor.moved) values[own] = accelerate(tensor, i, values[own]);
+                tally_coeff<1>(tensor, i, &values[own], &residuals[own], tally);
+            }
         }
+        end_tally<1>(tensor, all_found + tile_tensor[tile], tally, next - tile);
     }
-    end_tally<1>(tensor, all_found + tile_tensor[blockIdx.x], tally);
 }
 
-// The second launch: which coefficients are above the prefix, which share it, and the next digits
-// of those. `above`, `shared`: a bit for each coefficient, 128 words a tile (64 of complex bins).
+// Marks the coefficients of a tile and counts the next digits of those that share the prefix.
 template <u32 C>
-__global__ void __launch_bounds__(THREADS, RESIDENT)
-    mark(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-         Found* all_found, u32* above, u32* shared) {
-    SHARED_MEMORY(memory);
-    u32* digits = reinterpret_cast<u32*>(memory);  // SECOND
-    u32* sums = digits + SECOND;                   // 33
-    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
-    Found* found = all_found + tile_tensor[blockIdx.x];
-    if (found->peak > LARGEST_FINITE_BITS) return;
-    for (u32 i = threadIdx.x; i < SECOND; i += THREADS) digits[i] = 0;
-    __syncthreads();
-    u32 prefix = found->prefix, scaling = found->exponent;
-    u64 begin = u64(blockIdx.x - tensor.first_tile) * (TILE / C);
-    for (u32 begin_of_batch = 0; begin_of_batch < TILE / C; begin_of_batch += BATCH * THREADS) {
-        u32 keys[BATCH];
+__device__ __forceinline__ void mark_tile(const Tensor& tensor, u32 tile, u32 prefix, u32 scaling,
+                                          u32* digits, u32* above, u32* shared) {
+    u32 lane = threadIdx.x % 32, rows = threadIdx.x / 32 * BATCH;  // of 32, a word each
+    u64 begin = u64(tile - tensor.first_tile) * (TILE / C);
+#pragma unroll
+    for (u32 row = rows; row < WORDS_OF_REALS / C; row += BATCH * WARPS) {
+        u32 keys[BATCH], above_word = 0, shared_word = 0;
+        u64 first = begin + 32 * row + lane;
 #pragma unroll
         for (u32 own = 0; own < BATCH; own++) {
-            u64 place = begin + begin_of_batch + own * THREADS + threadIdx.x;
+            u64 place = first + 32 * own;
             keys[own] = 0;
             if (place < tensor.n)
                 keys[own] =
@@ -189,58 +186,59 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
 #pragma unroll
         for (u32 own = 0; own < BATCH; own++) {
-            u32 i = begin_of_batch + own * THREADS + threadIdx.x, key = keys[own];
-            bool inside = begin + i < tensor.n;
-            u32 first = key >> (31 - RADIX_BITS);
-            u32 above_word = __ballot_sync(ALL_LANES, inside && first > prefix);
-            u32 shared_word = __ballot_sync(ALL_LANES, inside && first == prefix);
-            if (inside && first == prefix)
-                atomicAdd(&digits[key >> SECOND_BITS & (SECOND - 1)], 1u);
-            if (threadIdx.x % 32 == 0) {
-                u64 word = u64(blockIdx.x) * (WORDS_OF_REALS / C) + i / 32;
-                above[word] = above_word;
-                shared[word] = shared_word;
-            }
+            u32 digit = keys[own] >> (31 - RADIX_BITS);
+            bool inside = first + 32 * own < tensor.n, same = inside && digit == prefix;
+            u32 larger = __ballot_sync(ALL_LANES, inside && digit > prefix);
+            u32 equal = __ballot_sync(ALL_LANES, same);
+            if (same) atomicAdd(&digits[keys[own] >> SECOND_BITS & (SECOND - 1)], 1u);
+            if (lane == own) above_word = larger, shared_word = equal;
+        }
+        if (lane < BATCH) {
+            u64 word = u64(tile) * (WORDS_OF_REALS / C) + row + lane;
+            above[word] = above_word;
+            shared[word] = shared_word;
         }
     }
-    __syncthreads();
-    flush_counts(found, digits, SECOND);
-    if (is_last(&found->ticket, tensor.n_tiles, &sums[33])) choose_digit(found, SECOND, sums);
 }
 
-// The third launch: as the second, of those alone that share the first two digits.
-template <u32 C>
-__global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
-    narrow(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-           Found* all_found, u32* above, u32* shared) {
-    SHARED_MEMORY(memory);
-    u32* digits = reinterpret_cast<u32*>(memory);  // SECOND
-    u32* sums = digits + SECOND;                   // 33
-    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
-    Found* found = all_found + tile_tensor[blockIdx.x];
-    if (found->peak > LARGEST_FINITE_BITS) return;
-    for (u32 i = threadIdx.x; i < SECOND; i += blockDim.x) digits[i] = 0;
-    __syncthreads();
-    u32 second = found->prefix % SECOND, scaling = found->exponent;
-    u64 word = u64(blockIdx.x) * blockDim.x + threadIdx.x;
-    u64 begin = u64(blockIdx.x - tensor.first_tile) * (TILE / C) + 32 * threadIdx.x;
-    u32 more_above = 0, still_shared = 0;
-    for (u32 left = shared[word]; left; left &= left - 1) {
-        u32 bit = left & (0u - left);
-        u64 place = begin + __popc(bit - 1);
-        u32 key = key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
-        u32 digit = key >> SECOND_BITS & (SECOND - 1);
-        if (digit > second) more_above |= bit;
-        if (digit == second) {
-            still_shared |= bit;
-            atomicAdd(&digits[key & (SECOND - 1)], 1u);
-        }
+// Marks by the next digit those coefficients of a tile that share the prefix, a warp's work.
+// `digit`: the selected one; LAST: of all, which ends with the tile's counts.
+template <u32 C, bool LAST>
+__device__ __forceinline__ void narrow_tile(const Tensor& tensor, u32 tile, u32 digit, u32 scaling,
+                                            u32* digits, u32* above, u32* shared,
+                                            TileCounts* tiles) {
+    constexpr u32 WORDS = WORDS_OF_REALS / C, OWN = WORDS / 32;
+    u32 lane = threadIdx.x % 32, larger[OWN], same[OWN], n_above = 0, n_equal = 0;
+    u64 word = u64(tile) * WORDS + lane, before = u64(tensor.first_tile) * WORDS;
+#pragma unroll
+    for (u32 own = 0; own < OWN; own++) {
+        larger[own] = above[word + 32 * own];
+        same[own] = shared[word + 32 * own];
     }
-    if (more_above) above[word] |= more_above;
-    shared[word] = still_shared;
-    __syncthreads();
-    flush_counts(found, digits, SECOND);
-    if (is_last(&found->ticket, tensor.n_tiles, &sums[33])) choose_digit(found, SECOND, sums);
+#pragma unroll
+    for (u32 own = 0; own < OWN; own++) {
+        u32 left = same[own];
+        for (; left; left &= left - 1) {
+            u32 bit = left & (0u - left);
+            u64 place = 32 * (word + 32 * own - before) + __popc(bit - 1);
+            u32 key = key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
+            u32 found = (LAST ? key : key >> SECOND_BITS) & (SECOND - 1);
+            if (found > digit) larger[own] |= bit;
+            if (found != digit) same[own] ^= bit;
+            if (found == digit && !LAST) atomicAdd(&digits[key & (SECOND - 1)], 1u);
+        }
+        above[word + 32 * own] = larger[own];
+        shared[word + 32 * own] = same[own];
+        n_above += __popc(larger[own]);
+        n_equal += __popc(same[own]);
+    }
+    if (!LAST) return;
+    n_above = warp_inclusive_sum(n_above);
+    n_equal = warp_inclusive_sum(n_equal);
+    if (lane == 31) {
+        tiles[tile].above = n_above;
+        tiles[tile].equal = n_equal;
+    }
 }
 
 // From each tile's counts to where its chosen coefficients stand among all of the tensor's. Returns
@@ -275,39 +273,35 @@ __device__ u32 rank_tiles(const Tensor& tensor, const Found* found, TileCounts* 
     return n_above + min(need, n_equal);
 }
 
-// The fourth launch: the last digit decides. `shared` becomes those equal to the k-th largest key.
-template <u32 C>
-__global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
-    settle(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-           Found* all_found, u32* above, u32* shared, TileCounts* tiles) {
+// The launches after the first: a digit decides about the coefficients that share the prefix, and
+// the next digits of those that have it too are counted; after the third, the last, `shared` are
+// those equal to the k-th largest key. `above`, `shared`: a bit for each coefficient, 128 words a
+// tile (64 of complex bins); `tiles`: of the third.
+template <u32 C, u32 DIGIT>
+__global__ void __launch_bounds__(THREADS, DIGIT < 3 ? SELECTING : RESIDENT)
+    narrow(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
+           Found* all_found, u32* above, u32* shared, TileCounts* tiles, u32 n_tiles) {
     SHARED_MEMORY(memory);
-    u32* sums = reinterpret_cast<u32*>(memory);  // 33
-    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
-    Found* found = all_found + tile_tensor[blockIdx.x];
-    if (found->peak > LARGEST_FINITE_BITS) return;
-    u32 third = found->prefix % SECOND, scaling = found->exponent;
-    u64 word = u64(blockIdx.x) * blockDim.x + threadIdx.x;
-    u64 begin = u64(blockIdx.x - tensor.first_tile) * (TILE / C) + 32 * threadIdx.x;
-    u32 more_above = 0, equal = 0;
-    for (u32 left = shared[word]; left; left &= left - 1) {
-        u32 bit = left & (0u - left);
-        u64 place = begin + __popc(bit - 1);
-        u32 key = key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
-        u32 digit = key & (SECOND - 1);
-        if (digit > third) more_above |= bit;
-        if (digit == third) equal |= bit;
+    u32* digits = reinterpret_cast<u32*>(memory);  // SECOND
+    u32* sums = digits + SECOND;                   // 33
+    Run run = tiles_of_block(n_tiles);
+    for (u32 begin = run.begin, next; begin < run.end; begin = next) {
+        const Tensor tensor = tensors[tile_tensor[begin]];
+        Found* found = all_found + tile_tensor[begin];
+        next = min(run.end, tensor.first_tile + tensor.n_tiles);
+        if (found->peak > LARGEST_FINITE_BITS) continue;
+        for (u32 i = threadIdx.x; i < SECOND; i += THREADS) digits[i] = 0;
+        __syncthreads();
+        u32 prefix = found->prefix, scaling = found->exponent;
+        for (u32 tile = begin; DIGIT == 1 && tile < next; tile++)
+            mark_tile<C>(tensor, tile, prefix, scaling, digits, above, shared);
+        for (u32 tile = begin + threadIdx.x / 32; DIGIT > 1 && tile < next; tile += WARPS)
+            narrow_tile<C, DIGIT == 3>(tensor, tile, prefix % SECOND, scaling, digits, above,
+                                       shared, tiles);
+        __syncthreads();
+        flush_counts(found, digits, SECOND);
+        if (!is_last(&found->ticket, tensor.n_tiles, &sums[33], next - begin)) continue;
+        if (DIGIT < 3) choose_digit(found, SECOND, sums);
+        if (DIGIT == 3) rank_tiles(tensor, found, tiles, sums);
     }
-    u32 all_above = above[word] | more_above;
-    above[word] = all_above;
-    shared[word] = equal;
-    u32 n_above, n_equal;
-    block_exclusive_sum(__popc(all_above), sums, n_above);
-    __syncthreads();
-    block_exclusive_sum(__popc(equal), sums, n_equal);
-    if (threadIdx.x == 0) {
-        tiles[blockIdx.x].above = n_above;
-        tiles[blockIdx.x].equal = n_equal;
-    }
-    __syncthreads();
-    if (is_last(&found->ticket, tensor.n_tiles, &sums[33])) rank_tiles(tensor, found, tiles, sums);
 }
