@@ -54,50 +54,83 @@ class Row(NamedTuple):
 
 
 FEW = {"rates": (0.003, 0.008), "seeds": (0,)}
+CODED = "qsgd(levels=2, bucket=128, coded=True)"
+# The package's AdamW, whose second moments come from uncompressed gradients alone.
+SHARED = " after 100 dense steps, every {}th step by qsgd"
 SETS = {
     "baseline": (
+        Row("none", "adamw-ours"),
         Row("none", "adamw-unclipped"),
         Row("none"),
-        Row("none", "adamw-unclipped-10", rates=(0.005, 0.008)),
+    ),
+    # The best of the others, at all rates and seeds.
+    "finalists": (
+        Row(CODED, "adamw-ours"),
+        Row(CODED),
+        Row("dct(density=0.15)" + SHARED.format(10), "adamw-ours"),
+        Row("qsgd", "adamw-ours"),
+        Row("fft(error_feedback=False)"),
+    ),
+    "shared": tuple(
+        Row(recipe + SHARED.format(every), "adamw-ours", rates=(0.005, 0.008), seeds=(0,))
+        for recipe, every in (
+            ("dct(density=0.05)", 10),
+            ("topk", 10),
+            ("topk(density=0.01)", 50),
+            ("fft", 10),
+            ("powersgd(rank=4)", 10),
+            ("dct(density=0.15, error_feedback=False)", 10),
+        )
+    )
+    + tuple(
+        Row(recipe, "adamw-ours", rates=(0.005, 0.008), seeds=(0,))
+        for recipe in ("qsgd(levels=1, bucket=64, coded=True)", "qsgd(levels=3, coded=True)")
     ),
     "defaults": (
         Row("qsgd", **FEW),
         Row("fft", **FEW),
-        Row("fft(error_feedback=False)", **FEW),
         Row("topk(density=0.01)", **FEW),
         Row("dct(density=0.15)", **FEW),
         Row("bf16", **FEW),
         Row("powersgd(rank=4)", **FEW),
-    ),
-    # What README.md and docs/training.md name for AdamW.
-    "recommended": (
+        Row("scalecom", **FEW),
+        Row("random_block", **FEW),
         Row("topk", **FEW),
+        Row("fp16", **FEW),
+    ),
+    # What README.md and docs/training.md name for AdamW, and what lost least in first trials.
+    "recommended": (
+        Row("dct(density=0.15, error_feedback=False)", **FEW),
+        Row("fft after 100 dense steps", **FEW),
+        Row("qsgd(levels=1, bucket=64, coded=True)", **FEW),
         Row("auto(ratio=100)", **FEW),
         Row("topk(density=0.01) after 100 dense steps", **FEW),
+        Row("powersgd(rank=4) after 100 dense steps", **FEW),
         Row("auto(ratio=100)" + FIRST, **FEW),
         Row("dct(density=0.0125, bits=3)" + FIRST + FALLING, **FEW),
-    ),
-    # The package's AdamW, whose second moments come from uncompressed gradients.
-    "shared": tuple(
-        Row(f"{recipe} after 100 dense steps, every {every}th step by qsgd", "adamw-ours", **FEW)
-        for recipe, every in (
-            ("fft", 10),
-            ("dct(density=0.15)", 10),
-            ("dct(density=0.05)", 10),
-            ("topk", 10),
-            ("topk(density=0.01)", 50),
-        )
-    ),
-    # The best of the others, at all rates and seeds.
-    "finalists": (
-        Row("qsgd"),
-        Row("qsgd", "adamw-unclipped"),
-        Row("qsgd(levels=2, bucket=128)"),
-        Row("fft(error_feedback=False)"),
     ),
     "sgd": tuple(
         Row(recipe, "sgd", rates=(0.1, 0.3, 1.0), seeds=(0,))
         for recipe in ("none", "qsgd", "fft", "topk(density=0.01)")
+    ),
+    # Of a larger model, on a GPU.
+    "large": tuple(
+        Row(recipe, optimizer, rates=(rate,), seeds=(0,))
+        for rate in (0.003, 0.0015)
+        for recipe, optimizer in (
+            ("none", "adamw"),
+            ("none", "adamw-ours"),
+            ("fft", "adamw"),
+            ("topk(density=0.01)", "adamw"),
+            ("fft after 50 dense steps, every 10th step by qsgd", "adamw-ours"),
+            ("bf16", "adamw"),
+            ("dct(density=0.15)", "adamw"),
+            ("powersgd(rank=4)", "adamw"),
+            ("auto(ratio=100)", "adamw"),
+            (CODED, "adamw"),
+            (CODED, "adamw-ours"),
+            ("fft(error_feedback=False)", "adamw"),
+        )
     ),
 }
 

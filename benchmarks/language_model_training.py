@@ -41,6 +41,7 @@ HEAD_WIDTH = 48
 WARM_UP, LAST_RATE = 50, 0.1  # steps of the learning rate's rise; its last value over its highest
 BETAS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.99), 0.05, 1.0  # decay: of matrices
 EVALUATE_EVERY, EVALUATED_BATCHES = 100, 24
+TF32_WIDTH = 480  # of models that a GPU multiplies in TF32
 
 
 class Size(NamedTuple):
@@ -203,6 +204,8 @@ class Training:
         self.run, self.device = run, device
         torch.manual_seed(run.seed)
         size = SIZES[run.size]
+        if size.width >= TF32_WIDTH:
+            torch.set_float32_matmul_precision("high")  # as people train; on a CPU no difference
         self.model = GPT(size.width, size.layers).to(device)
         name, options = options_of(run.recipe, run.steps)
         self.learners = self._learners(name, options)
@@ -319,6 +322,7 @@ def facts(device: str) -> dict[str, Any]:
     return {
         "machine": where,
         "threads": torch.get_num_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "versions": {name: versions[name] for name in ("python", "horovod_fftcomp", "torch")},
         "commit": commit(),
     }
