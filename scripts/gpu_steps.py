@@ -265,9 +265,7 @@ def pytest(minutes: Minutes, until: float) -> Found:
     if minutes.emulated:
         files, chosen = files[:1], "emulated and topk-entropy and payloads"
     path = minutes.report.folder / "pytest.xml"
-    # pytest-benchmark, where it is there, warns of xdist, which is an error here.
-    left_out = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
-    command = [sys.executable, "-m", "pytest", "-q", "--color=no", *left_out]
+    command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider"]
     command += [f"--junitxml={path}", "-k", chosen, *([] if minutes.emulated else ["-m", "gpu"])]
     with contextlib.suppress(PackageNotFoundError):
         version("pytest-xdist")

@@ -42,7 +42,9 @@ class SparseGroup(TileGroup):
         self.n_words = WORDS // reals
         masks = [device.zeros(self.n_tiles * self.n_words, np.uint32) for _ in range(3)]
         self._above, self._equal, self.chosen = masks  # ``_equal`` stays 0 without a k
-        self._counts = device.empty(self.n_tiles * structs.TILE_COUNTS_NBYTES, np.uint8)
+        n_rows = self.n_tiles * self.n_words // 32
+        self._counts = device.empty(n_rows * structs.ROW_COUNTS_NBYTES, np.uint8)
+        self._starts: dict[int, tuple[int, Any]] = {}
 
     def _launches(self, transform: Transform) -> list[str]:
         """Return the names of the kernels from gradients to payloads, in order."""
@@ -50,7 +52,7 @@ class SparseGroup(TileGroup):
         first, self._resident = "add_residual", structs.RESIDENT
         if domain:
             first = f"forward<{block}, {str(domain == 2).lower()}>"
-            self._resident = structs.EMITTING if domain == 2 else structs.RESIDENT
+            self._resident = structs.TRANSFORMING if domain == 2 else structs.RESIDENT
             both = (structs.roots(block), structs.cosines(block))
             self._tables = [self.device.upload(table) for table in both]
         reals = transform.reals_per_bin
@@ -58,26 +60,32 @@ class SparseGroup(TileGroup):
 
     def choose(self, kernels: Any, rows: Any, found: Any, measure: bool, totals: Any) -> list[Sums]:
         """Launch the transform and the top-k selection; see ``TileGroup``."""
-        common, n_tiles = [rows, self.owners, found], np.uint32(self.n_tiles)
+        common = [rows, self.owners, found]
         first, *narrow = (kernels[name] for name in self._names[:-1])
         shared = structs.TALLY_NBYTES + (structs.POINTS_NBYTES if self._tables else 0)
-        first(self._grid(self._resident), THREADS, [*common, *self._tables, n_tiles], shared)
+        grid, starts = self._blocks(self._resident)
+        first(grid, THREADS, [*common, *self._tables, starts], shared)
         squares = [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
-        masks = [*common, self._above, self._equal, self._counts, n_tiles]
+        masks = [*common, self._above, self._equal, self._counts]
         for digit, kernel in enumerate(narrow, 1):
-            grid = self._grid(structs.SELECTING if digit < 3 else structs.RESIDENT)
-            kernel(grid, THREADS, masks, structs.DIGITS_NBYTES)
+            grid, starts = self._blocks(structs.SELECTING if digit < 3 else structs.RESIDENT)
+            kernel(grid, THREADS, [*masks, starts], structs.DIGITS_NBYTES)
         return squares
 
-    def _grid(self, resident: int) -> int:
-        """Return as many blocks as run at the same time; each takes several tiles."""
-        return min(self.n_tiles, resident * self.device.n_processors)
+    def _blocks(self, resident: int) -> tuple[int, Any]:
+        """Return as many blocks as run at the same time, and the first tile of each."""
+        if resident not in self._starts:
+            n = min(self.n_tiles, resident * self.device.n_processors)
+            starts = structs.starts_of_blocks(self._owners_on_host, n)
+            self._starts[resident] = n, self.device.upload(starts)
+        return self._starts[resident]
 
     def write(self, kernels: Any, rows: Any, found: Any, before: list[Sums]) -> Sums:
         """Launch the kernel that writes values, and positions except entropy codes."""
         masks = [rows, self.owners, found, self._above, self._equal]
-        written = [*masks, self._counts, self.chosen, np.uint32(self.n_tiles)]
-        kernels[self._names[-1]](self._grid(structs.EMITTING), THREADS, written, 0)
+        grid, starts = self._blocks(structs.RESIDENT)
+        written = [*masks, self._counts, self.chosen, starts]
+        kernels[self._names[-1]](grid, THREADS, written, 0)
         if not before and not self.always_measures:
             return lambda: np.zeros((3, 0))
         sums = [*before, self.squared(kernels, rows, 0)]

@@ -20,14 +20,14 @@ from horovod_fftcomp.wire.positions import Layout
 # As in src/common.cuh and src/entropy.cuh.
 TILE, THREADS = 4096, 256
 WARPS = THREADS // 32
-RESIDENT, SELECTING, EMITTING = 4, 6, 3  # blocks at a time on a processor of a GPU
+RESIDENT, SELECTING, TRANSFORMING = 4, 6, 3  # blocks at a time on a processor of a GPU
 WORDS = TILE // 32  # of a tile's bit mask, of reals
 CHUNKS_OF_WARP, MOST_WORDS = 8, 1540
-FOUND_NBYTES, TILE_COUNTS_NBYTES, START_NBYTES = 32 + 4 * 2048, 16, 12
+FOUND_NBYTES, ROW_COUNTS_NBYTES, START_NBYTES = 32 + 4 * 2048, 16, 12
 NESTEROV, MASKING, CHOSEN = 1, 2, 4
 NOTHING, UNSENT, EVERYTHING = range(3)  # the part of gradient plus residual that is kept
 # Shared memory, in bytes.
-SUMS_NBYTES = 4 * 36
+SUMS_NBYTES = 4 * 40
 SQUARES_NBYTES = 8 * THREADS
 POINTS_NBYTES = 8 * (TILE // 2 + TILE // 32)
 _KEPT_COPIES = 4  # of a table: arrays of the steps before last are free again
@@ -128,6 +128,16 @@ def enter_tiles(rows: Array, sizes: Sequence[int] | Array) -> Array:
     counts = (np.asarray(sizes, np.uint64) + tile - np.uint64(1)) // tile
     rows["n_tiles"], rows["first_tile"] = counts, np.cumsum(counts) - counts
     return np.repeat(np.arange(len(rows), dtype=np.uint32), counts.astype(np.int64))
+
+
+def starts_of_blocks(owners: Array, n_blocks: int) -> Array:
+    """Return the first tile of each block, and the end, uint32: blocks with about equal work.
+
+    To begin with another tensor costs a block as much as two or three tiles.
+    """
+    work = np.cumsum(1 + 3 * (np.diff(owners, prepend=owners[:1] + 1) != 0))
+    shares = np.arange(n_blocks + 1) * work[-1] // n_blocks
+    return np.searchsorted(work, shares, side="right").astype(np.uint32)
 
 
 def grouped(plans: Sequence[Plan], codecs: Codecs, rows: Array) -> list[Group]:

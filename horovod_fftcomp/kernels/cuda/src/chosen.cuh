@@ -63,18 +63,19 @@ __global__ void __launch_bounds__(32)
 template <u32 CHOICE>
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     choose(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-           Found* all_found, u32* above, TileCounts* tiles, u32* totals,
+           Found* all_found, u32* above, RowCounts* rows, u32* totals,
            const u32* __restrict__ limits) {
     SHARED_MEMORY(memory);
-    u32* sums = reinterpret_cast<u32*>(memory);  // 33, a flag, and the peak
+    u32* sums = reinterpret_cast<u32*>(memory);  // 33, a flag, the peak, and the rows' counts
     u32 number = tile_tensor[blockIdx.x];
     const Tensor tensor = tensors[number];
     Found* found = all_found + number;
-    if (threadIdx.x == 0) sums[34] = 0;
+    if (threadIdx.x <= ROWS_OF_REALS) sums[34 + threadIdx.x] = 0;
+    __syncthreads();
     u64 tile = blockIdx.x - tensor.first_tile, begin = tile * TILE;
     const Draws draws(tensor.key, tile);
     double factor = CHOICE == DRAWN ? 4294967296.0 / widened(__uint_as_float(limits[number])) : 0;
-    u32 peak = 0, count = 0, total;
+    u32 peak = 0;
     for (u32 i = threadIdx.x; i < TILE; i += THREADS) {
         u64 place = begin + i;
         bool chosen = false;
@@ -93,21 +94,22 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
         u32 word = __ballot_sync(ALL_LANES, chosen);
         if (threadIdx.x % 32 == 0) {
             above[u64(blockIdx.x) * WORDS_OF_REALS + i / 32] = word;
-            count += __popc(word);
+            atomicAdd(&sums[35 + i / 1024], u32(__popc(word)));
         }
     }
-    block_exclusive_sum(count, sums, total);
     atomicMax(&sums[34], peak);
     __syncthreads();
-    if (threadIdx.x == 0) {
-        tiles[blockIdx.x].above = total;
-        tiles[blockIdx.x].equal = 0;
-        atomicMax(&found->peak, sums[34]);
+    if (threadIdx.x < ROWS_OF_REALS) {
+        RowCounts* row = rows + blockIdx.x * ROWS_OF_REALS + threadIdx.x;
+        row->above = sums[35 + threadIdx.x];
+        row->equal = 0;
     }
+    if (threadIdx.x == 0) atomicMax(&found->peak, sums[34]);
     if (!is_last(&found->ticket, tensor.n_tiles, &sums[33])) return;
     if (threadIdx.x == 0) found->need = 0;  // no ties
     __syncthreads();
-    u32 k = rank_tiles(tensor, found, tiles, sums);
+    RowCounts* first = rows + ROWS_OF_REALS * tensor.first_tile;
+    u32 k = rank_rows(found, first, ROWS_OF_REALS * tensor.n_tiles, sums);
     if (threadIdx.x == 0) {
         totals[2 * number] = k;
         totals[2 * number + 1] = atomicMax(&found->peak, 0u);

@@ -20,7 +20,7 @@ constexpr u32 TILE = 4096;     // floats of a tile: as many reals, or half as ma
 constexpr u32 THREADS = 256;   // of a block that reads all of a tile
 constexpr u32 WARPS = THREADS / 32;
 constexpr u32 RESIDENT = 4;    // such blocks at least on a processor: 64 registers for a thread
-constexpr u32 SELECTING = 6, EMITTING = 3;  // of selection: 40 registers; of writing, of a DCT: 85
+constexpr u32 SELECTING = 6, TRANSFORMING = 3;  // of a selection, 40 registers; of a DCT, 85
 constexpr u32 BATCH = 8;       // loads of a thread that are under way before it stores
 constexpr u32 RADIX_BITS = 11, RADIX = 1u << RADIX_BITS;  // of the first digit of a key
 constexpr u32 LARGEST_FINITE_BITS = 0x7f7fffffu, INFINITY_BITS = 0x7f800000u;
@@ -74,10 +74,10 @@ struct Found {
     u32 counts[RADIX];
 };
 
-// What a tile passes on from one launch to the next: coefficients by bit masks of its own words.
-struct TileCounts {
+// What 32 words of bit masks, a row of a tile, pass on from one launch to the next.
+struct RowCounts {
     u32 above, equal;  // coefficients whose key is larger than the k-th largest, or equal to it
-    u32 first_rank;    // how many are chosen in the tensor's tiles before
+    u32 first_rank;    // how many are chosen in the tensor's rows before
     u32 ties;          // of those equal to it that are still to be chosen
 };
 
@@ -167,9 +167,9 @@ __device__ __forceinline__ Run run_of(u32 n) {
     return {begin, min(begin + each, n)};
 }
 
-// The tiles that a block works on, one after the other; `n` of a launch.
-__device__ __forceinline__ Run tiles_of_block(u32 n) {
-    return {u32(u64(n) * blockIdx.x / gridDim.x), u32(u64(n) * (blockIdx.x + 1) / gridDim.x)};
+// The tiles that a block works on, one after the other. `starts`: of each block and of one more.
+__device__ __forceinline__ Run tiles_of_block(const u32* starts) {
+    return {starts[blockIdx.x], starts[blockIdx.x + 1]};
 }
 
 // What another block may be about to change; atomic where a race detector looks.

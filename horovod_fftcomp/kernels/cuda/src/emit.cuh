@@ -124,41 +124,32 @@ __device__ __forceinline__ void emit_word(const Tensor& tensor, Found* found, co
     }
 }
 
-// Writes the chosen coefficients of a tile, a warp's work, and its words of the bitmap.
+// Writes the chosen coefficients of a row, a warp's work, and its words of the bitmap.
 template <u32 C>
-__device__ __forceinline__ void emit_tile(const Tensor& tensor, Found* found, const Coding& coding,
-                                          u32 tile, const u32* __restrict__ above,
-                                          const u32* __restrict__ equal, TileCounts counts,
-                                          u32* chosen) {
-    constexpr u32 WORDS = WORDS_OF_REALS / C;
-    u32 lane = threadIdx.x % 32, ties_before = 0;
-    u64 rank = counts.first_rank, begin = u64(tile - tensor.first_tile) * (TILE / C);
-#pragma unroll 1
-    for (u32 first = 0; first < WORDS; first += 32) {
-        u64 word = u64(tile) * WORDS + first + lane;
-        u32 own = above[word], ties = equal[word], n_ties = __popc(ties);
-        u32 up_to = warp_inclusive_sum(n_ties);
-        for (u32 before = ties_before + up_to - n_ties; ties && before < counts.ties; before++) {
-            own |= ties & (0u - ties);
-            ties &= ties - 1;
-        }
-        ties_before += __shfl_sync(ALL_LANES, up_to, 31);
-        chosen[word] = own;
-        up_to = warp_inclusive_sum(__popc(own));
-        emit_word<C>(tensor, found, coding, own, begin + 32 * (first + lane),
-                     rank + up_to - __popc(own));
-        rank += __shfl_sync(ALL_LANES, up_to, 31);
+__device__ __forceinline__ void emit_row(const Tensor& tensor, Found* found, const Coding& coding,
+                                         u32 row, const u32* __restrict__ above,
+                                         const u32* __restrict__ equal, RowCounts counts,
+                                         u32* chosen) {
+    u64 word = 32ull * row + threadIdx.x % 32;
+    u32 own = above[word], ties = equal[word], n_ties = __popc(ties);
+    for (u32 before = warp_inclusive_sum(n_ties) - n_ties; ties && before < counts.ties; before++) {
+        own |= ties & (0u - ties);
+        ties &= ties - 1;
     }
+    chosen[word] = own;
+    u64 rank = counts.first_rank + warp_inclusive_sum(__popc(own)) - __popc(own);
+    emit_word<C>(tensor, found, coding, own, 32 * word - u64(tensor.first_tile) * (TILE / C), rank);
 }
 
 // The fifth launch: values, positions and residuals. `chosen` becomes the bitmap.
 template <u32 C>
-__global__ void __launch_bounds__(THREADS, EMITTING)
+__global__ void __launch_bounds__(THREADS, RESIDENT)
     emit(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
          Found* all_found, const u32* __restrict__ above,
-         const u32* __restrict__ equal, const TileCounts* __restrict__ tiles, u32* chosen,
-         u32 n_tiles) {
-    Run run = tiles_of_block(n_tiles);
+         const u32* __restrict__ equal, const RowCounts* __restrict__ rows, u32* chosen,
+         const u32* __restrict__ starts) {
+    constexpr u32 ROWS = ROWS_OF_REALS / C;
+    Run run = tiles_of_block(starts);
     for (u32 begin = run.begin, next; begin < run.end; begin = next) {
         const Tensor tensor = tensors[tile_tensor[begin]];
         Found* found = all_found + tile_tensor[begin];
@@ -170,8 +161,8 @@ __global__ void __launch_bounds__(THREADS, EMITTING)
         if (threadIdx.x == 0 && begin == tensor.first_tile) found->grid = grid;
         const Coding coding =
             coding_of(tensor.kind, tensor.bits, tensor.step, tensor.most, peak, grid);
-        for (u32 tile = begin + threadIdx.x / 32; tile < next; tile += WARPS)
-            emit_tile<C>(tensor, found, coding, tile, above, equal, tiles[tile], chosen);
+        for (u32 row = ROWS * begin + threadIdx.x / 32; row < ROWS * next; row += WARPS)
+            emit_row<C>(tensor, found, coding, row, above, equal, rows[row], chosen);
     }
 }
 

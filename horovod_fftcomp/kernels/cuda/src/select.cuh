@@ -3,7 +3,7 @@
 // on bit masks mark the coefficients above the selected digit and those equal to it.
 
 constexpr u32 SECOND_BITS = 10, SECOND = 1u << SECOND_BITS;
-constexpr u32 WORDS_OF_REALS = TILE / 32;
+constexpr u32 WORDS_OF_REALS = TILE / 32, ROWS_OF_REALS = WORDS_OF_REALS / 32;
 
 // Returns what a coefficient is ranked by. C floats: a real by magnitude, a complex bin by the
 // energy that it stands for, after an exact scaling that keeps squares in range.
@@ -137,9 +137,9 @@ __device__ __forceinline__ float accelerate(const Tensor& tensor, u64 place, flo
 // The first launch where no transform is made.
 __global__ void __launch_bounds__(THREADS, RESIDENT)
     add_residual(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-                 Found* all_found, u32 n_tiles) {
+                 Found* all_found, const u32* __restrict__ starts) {
     SHARED_MEMORY(memory);
-    Run run = tiles_of_block(n_tiles);
+    Run run = tiles_of_block(starts);
     for (u32 tile = run.begin, next; tile < run.end; tile = next) {
         const Tensor tensor = tensors[tile_tensor[tile]];
         next = min(run.end, tensor.first_tile + tensor.n_tiles);
@@ -170,138 +170,126 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
 template <u32 C>
 __device__ __forceinline__ void mark_tile(const Tensor& tensor, u32 tile, u32 prefix, u32 scaling,
                                           u32* digits, u32* above, u32* shared) {
-    u32 lane = threadIdx.x % 32, rows = threadIdx.x / 32 * BATCH;  // of 32, a word each
+    u32 lane = threadIdx.x % 32;
     u64 begin = u64(tile - tensor.first_tile) * (TILE / C);
-#pragma unroll
-    for (u32 row = rows; row < WORDS_OF_REALS / C; row += BATCH * WARPS) {
-        u32 keys[BATCH], above_word = 0, shared_word = 0;
-        u64 first = begin + 32 * row + lane;
+    u32 n = u32(min(u64(TILE / C), tensor.n - begin));
+    const float* coeffs = tensor.coeffs + C * begin;
+    for (u32 word = threadIdx.x / 32 * BATCH; word < WORDS_OF_REALS / C; word += BATCH * WARPS) {
+        u32 keys[BATCH], above_word = 0, shared_word = 0, first = 32 * word + lane;
 #pragma unroll
         for (u32 own = 0; own < BATCH; own++) {
-            u64 place = first + 32 * own;
+            u32 i = first + 32 * own;
             keys[own] = 0;
-            if (place < tensor.n)
-                keys[own] =
-                    key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
+            if (i < n)
+                keys[own] = key_of<C>(coeffs + C * i, begin + i, tensor.bins_per_block, scaling);
         }
 #pragma unroll
         for (u32 own = 0; own < BATCH; own++) {
             u32 digit = keys[own] >> (31 - RADIX_BITS);
-            bool inside = first + 32 * own < tensor.n, same = inside && digit == prefix;
+            bool inside = first + 32 * own < n, same = inside && digit == prefix;
             u32 larger = __ballot_sync(ALL_LANES, inside && digit > prefix);
             u32 equal = __ballot_sync(ALL_LANES, same);
             if (same) atomicAdd(&digits[keys[own] >> SECOND_BITS & (SECOND - 1)], 1u);
             if (lane == own) above_word = larger, shared_word = equal;
         }
         if (lane < BATCH) {
-            u64 word = u64(tile) * (WORDS_OF_REALS / C) + row + lane;
-            above[word] = above_word;
-            shared[word] = shared_word;
+            u64 at = u64(tile) * (WORDS_OF_REALS / C) + word + lane;
+            above[at] = above_word;
+            shared[at] = shared_word;
         }
     }
 }
 
-// Marks by the next digit those coefficients of a tile that share the prefix, a warp's work.
-// `digit`: the selected one; LAST: of all, which ends with the tile's counts.
+// Marks by the next digit those coefficients of a row that share the prefix, a warp's work.
+// `digit`: the selected one; LAST: of all, which ends with the row's counts.
 template <u32 C, bool LAST>
-__device__ __forceinline__ void narrow_tile(const Tensor& tensor, u32 tile, u32 digit, u32 scaling,
-                                            u32* digits, u32* above, u32* shared,
-                                            TileCounts* tiles) {
-    constexpr u32 WORDS = WORDS_OF_REALS / C, OWN = WORDS / 32;
-    u32 lane = threadIdx.x % 32, larger[OWN], same[OWN], n_above = 0, n_equal = 0;
-    u64 word = u64(tile) * WORDS + lane, before = u64(tensor.first_tile) * WORDS;
-#pragma unroll
-    for (u32 own = 0; own < OWN; own++) {
-        larger[own] = above[word + 32 * own];
-        same[own] = shared[word + 32 * own];
+__device__ __forceinline__ void narrow_row(const Tensor& tensor, u32 row, u32 digit, u32 scaling,
+                                           u32* digits, u32* above, u32* shared, RowCounts* rows) {
+    u64 word = 32ull * row + threadIdx.x % 32;
+    u64 begin = 32 * word - u64(tensor.first_tile) * (TILE / C);
+    u32 larger = above[word], same = shared[word], before = same;
+    for (u32 left = same; left; left &= left - 1) {
+        u32 bit = left & (0u - left);
+        u64 place = begin + __popc(bit - 1);
+        u32 key = key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
+        u32 found = (LAST ? key : key >> SECOND_BITS) & (SECOND - 1);
+        if (found > digit) larger |= bit;
+        if (found != digit) same ^= bit;
+        if (found == digit && !LAST) atomicAdd(&digits[key & (SECOND - 1)], 1u);
     }
-#pragma unroll
-    for (u32 own = 0; own < OWN; own++) {
-        u32 left = same[own];
-        for (; left; left &= left - 1) {
-            u32 bit = left & (0u - left);
-            u64 place = 32 * (word + 32 * own - before) + __popc(bit - 1);
-            u32 key = key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
-            u32 found = (LAST ? key : key >> SECOND_BITS) & (SECOND - 1);
-            if (found > digit) larger[own] |= bit;
-            if (found != digit) same[own] ^= bit;
-            if (found == digit && !LAST) atomicAdd(&digits[key & (SECOND - 1)], 1u);
-        }
-        above[word + 32 * own] = larger[own];
-        shared[word + 32 * own] = same[own];
-        n_above += __popc(larger[own]);
-        n_equal += __popc(same[own]);
+    if (before) {
+        above[word] = larger;
+        shared[word] = same;
     }
     if (!LAST) return;
-    n_above = warp_inclusive_sum(n_above);
-    n_equal = warp_inclusive_sum(n_equal);
-    if (lane == 31) {
-        tiles[tile].above = n_above;
-        tiles[tile].equal = n_equal;
+    u32 n_above = warp_inclusive_sum(__popc(larger)), n_equal = warp_inclusive_sum(__popc(same));
+    if (threadIdx.x % 32 == 31) {
+        rows[row].above = n_above;
+        rows[row].equal = n_equal;
     }
 }
 
-// From each tile's counts to where its chosen coefficients stand among all of the tensor's. Returns
-// how many they are.
-__device__ u32 rank_tiles(const Tensor& tensor, const Found* found, TileCounts* tiles, u32* sums) {
-    volatile TileCounts* all = tiles + tensor.first_tile;
-    Run run = run_of(tensor.n_tiles);
-    u32 above = 0, equal = 0, n_above, n_equal, need = found->need;
-#pragma unroll 8
-    for (u32 i = run.begin; i < run.end; i++) {
-        above += all[i].above;
-        equal += all[i].equal;
-    }
-    above = block_exclusive_sum(above, sums, n_above);
-    __syncthreads();
-    equal = block_exclusive_sum(equal, sums, n_equal);
-    for (u32 begin = run.begin; begin < run.end; begin += BATCH) {
-        u32 own_above[BATCH], own_equal[BATCH];
+// From the counts of rows to where their chosen coefficients stand among all of the tensor's.
+// Returns how many those are. `rows`: the first of `n`.
+__device__ u32 rank_rows(const Found* found, RowCounts* rows, u32 n, u32* sums) {
+    u32 need = found->need, above = 0, equal = 0;  // of the rows before
+    for (u32 begin = 0; begin < n; begin += BATCH * blockDim.x) {
+        u32 first = begin + BATCH * threadIdx.x, n_above = 0, n_equal = 0, all_above, all_equal;
+        u64 counts[BATCH];  // both, as other blocks have written them
 #pragma unroll
         for (u32 i = 0; i < BATCH; i++) {
-            own_above[i] = begin + i < run.end ? all[begin + i].above : 0;
-            own_equal[i] = begin + i < run.end ? all[begin + i].equal : 0;
+            counts[i] = first + i < n ? *reinterpret_cast<volatile u64*>(rows + first + i) : 0;
+            n_above += u32(counts[i]);
+            n_equal += u32(counts[i] >> 32);
         }
+        n_above = above + block_exclusive_sum(n_above, sums, all_above);
+        __syncthreads();
+        n_equal = equal + block_exclusive_sum(n_equal, sums, all_equal);
+        __syncthreads();
 #pragma unroll
-        for (u32 i = 0; i < BATCH && begin + i < run.end; i++) {
-            all[begin + i].ties = need - min(need, equal);
-            all[begin + i].first_rank = above + min(need, equal);
-            above += own_above[i];
-            equal += own_equal[i];
+        for (u32 i = 0; i < BATCH && first + i < n; i++) {
+            rows[first + i].ties = need - min(need, n_equal);
+            rows[first + i].first_rank = n_above + min(need, n_equal);
+            n_above += u32(counts[i]);
+            n_equal += u32(counts[i] >> 32);
         }
+        above += all_above;
+        equal += all_equal;
     }
-    return n_above + min(need, n_equal);
+    return above + min(need, equal);
 }
 
 // The launches after the first: a digit decides about the coefficients that share the prefix, and
 // the next digits of those that have it too are counted; after the third, the last, `shared` are
 // those equal to the k-th largest key. `above`, `shared`: a bit for each coefficient, 128 words a
-// tile (64 of complex bins); `tiles`: of the third.
+// tile (64 of complex bins); `rows`: of the third.
 template <u32 C, u32 DIGIT>
 __global__ void __launch_bounds__(THREADS, DIGIT < 3 ? SELECTING : RESIDENT)
     narrow(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-           Found* all_found, u32* above, u32* shared, TileCounts* tiles, u32 n_tiles) {
+           Found* all_found, u32* above, u32* shared, RowCounts* rows,
+           const u32* __restrict__ starts) {
+    constexpr u32 ROWS = ROWS_OF_REALS / C;
     SHARED_MEMORY(memory);
     u32* digits = reinterpret_cast<u32*>(memory);  // SECOND
     u32* sums = digits + SECOND;                   // 33
-    Run run = tiles_of_block(n_tiles);
+    Run run = tiles_of_block(starts);
     for (u32 begin = run.begin, next; begin < run.end; begin = next) {
         const Tensor tensor = tensors[tile_tensor[begin]];
         Found* found = all_found + tile_tensor[begin];
         next = min(run.end, tensor.first_tile + tensor.n_tiles);
         if (found->peak > LARGEST_FINITE_BITS) continue;
-        for (u32 i = threadIdx.x; i < SECOND; i += THREADS) digits[i] = 0;
+        for (u32 i = threadIdx.x; DIGIT < 3 && i < SECOND; i += THREADS) digits[i] = 0;
         __syncthreads();
         u32 prefix = found->prefix, scaling = found->exponent;
         for (u32 tile = begin; DIGIT == 1 && tile < next; tile++)
             mark_tile<C>(tensor, tile, prefix, scaling, digits, above, shared);
-        for (u32 tile = begin + threadIdx.x / 32; DIGIT > 1 && tile < next; tile += WARPS)
-            narrow_tile<C, DIGIT == 3>(tensor, tile, prefix % SECOND, scaling, digits, above,
-                                       shared, tiles);
+        for (u32 row = ROWS * begin + threadIdx.x / 32; DIGIT > 1 && row < ROWS * next; row += WARPS)
+            narrow_row<C, DIGIT == 3>(tensor, row, prefix % SECOND, scaling, digits, above, shared,
+                                      rows);
         __syncthreads();
-        flush_counts(found, digits, SECOND);
+        if (DIGIT < 3) flush_counts(found, digits, SECOND);
         if (!is_last(&found->ticket, tensor.n_tiles, &sums[33], next - begin)) continue;
         if (DIGIT < 3) choose_digit(found, SECOND, sums);
-        if (DIGIT == 3) rank_tiles(tensor, found, tiles, sums);
+        if (DIGIT == 3) rank_rows(found, rows + ROWS * tensor.first_tile, ROWS * tensor.n_tiles, sums);
     }
 }

@@ -216,12 +216,12 @@ __device__ __forceinline__ void forward_tile(const Tensor& tensor, u64 begin, un
 // The first launch: coefficients of gradient plus residual. `cosines`: sqrt(2) (cos, sin) of
 // pi k / (2 L) for k below M; a DCT's alone.
 template <u32 L, bool COSINE>
-__global__ void __launch_bounds__(THREADS, COSINE ? EMITTING : RESIDENT)
+__global__ void __launch_bounds__(THREADS, COSINE ? TRANSFORMING : RESIDENT)
     forward(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
             Found* all_found, const float2* __restrict__ roots,
-            const float2* __restrict__ cosines, u32 n_tiles) {
+            const float2* __restrict__ cosines, const u32* __restrict__ starts) {
     SHARED_MEMORY(memory);
-    Run run = tiles_of_block(n_tiles);
+    Run run = tiles_of_block(starts);
     for (u32 first = run.begin, next; first < run.end; first = next) {
         const Tensor tensor = tensors[tile_tensor[first]];
         next = min(run.end, tensor.first_tile + tensor.n_tiles);
