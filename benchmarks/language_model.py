@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
     recipe: str
     optimizer: str = "adamw"
-    rates: Sequence[float] = (0.003, 0.005, 0.008, 0.012)
+    rates: Sequence[float] = (0.008, 0.005, 0.012, 0.003)  # in the order of runs
     seeds: Sequence[int] = (0, 1, 2)
 
 
