@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -537,6 +538,29 @@ def test_an_optimizers_momentum_beside_a_recipes_is_named_once(recipe):
     with pytest.warns(RuntimeWarning, match=rf"'{recipe}' .* SGD has one too \(momentum=0\.9\)"):
         optimizer.step()
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "make", "warns"),
+    [
+        ("fft", {}, torch.optim.AdamW, True),
+        ("fft", {"error_feedback": False}, torch.optim.RMSprop, True),
+        ("fft", {"warmup_steps": 2}, AdamW, False),
+        ("fft", {}, torch.optim.SGD, False),
+        ("qsgd", {}, torch.optim.AdamW, False),
+        ("bf16", {}, torch.optim.Adam, False),
+    ],
+)
+def test_second_moments_beside_a_biased_recipe_are_named_once(recipe, options, make, warns):
+    ddp = wrapped()
+    compress(ddp, recipe, **options)
+    optimizer = make(ddp.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.step()
+    told = f"{make.__name__} divides by roots of squared gradients"
+    assert [told in str(warning.message) for warning in caught] == [True] * warns
 
 
 def test_join_is_refused():

@@ -192,10 +192,13 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         return means
 
     def _check_optimizer(self, optimizer: Any) -> None:
-        """Warn if both the recipe and a Keras optimizer have momentum."""
+        """Warn if the recipe and a Keras optimizer do not go together."""
         found = {option: getattr(optimizer, option, None) for option in ("momentum", "beta_1")}
         momenta = {o: value for o, value in found.items() if isinstance(value, float) and value}
-        self._warn_of_two_momenta(type(optimizer).__name__, momenta)
+        name = type(optimizer).__name__
+        self._warn_of_two_momenta(name, momenta)
+        if hasattr(optimizer, "epsilon"):
+            self._warn_of_squares(name)
 
     def _size(self) -> tf.Tensor:
         if is_elastic():

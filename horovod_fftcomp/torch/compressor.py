@@ -74,5 +74,5 @@ class TorchCompressor(TensorCompressor):
             caller = horovod_internals.calling_optimizer(self)
             if isinstance(caller, torch.optim.Optimizer):
                 self._parameters.follow(caller)
-                self._warn_of_momentum(caller)
+                self._warn_of(caller)
             self._connection.connect(self._facts, getattr(caller, "process_set", None))

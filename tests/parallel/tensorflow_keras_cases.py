@@ -264,6 +264,14 @@ def test_two_momenta_are_named():
         model.fit(*data(64), batch_size=32, verbose=0)
 
 
+def test_second_moments_beside_a_biased_recipe_are_named():
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(), compression=small(model, "topk"))
+    model.compile(optimizer, "mse")
+    with pytest.warns(RuntimeWarning, match="Adam divides by roots of squared gradients"):
+        model.fit(*data(64), batch_size=32, verbose=0)
+
+
 @pytest.mark.transport
 def test_the_first_nan_is_told_once_with_its_tensor_and_rank():
     model = make_model()

@@ -428,9 +428,10 @@ def test_a_frozen_layer_that_differs_between_ranks_is_named():
         ("sketchsgd", lambda p: torch.optim.Adam(p), r"Adam has .*betas=\(0\.9"),
         ("signum", lambda p: torch.optim.AdamW(p, lr=1e-4), r"AdamW has .*betas=\(0\.9"),
         ("demo", lambda p: torch.optim.Adam(p), r"'demo' keeps a momentum of its own \(0\.999\)"),
+        ("topk", lambda p: torch.optim.AdamW(p), r"AdamW divides by roots .* 'topk' sends late"),
     ],
 )
-def test_two_momenta_are_named(recipe, make, given):
+def test_an_optimizer_that_does_not_fit_the_recipe_is_named(recipe, make, given):
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
         make(model.parameters()),

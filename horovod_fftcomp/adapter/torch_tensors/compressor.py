@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.torch_tensors import arrays
+from horovod_fftcomp.adapter.torch_tensors.optimizers import Adam
 from horovod_fftcomp.adapter.torch_tensors.parameters import with_plain_names
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
@@ -44,8 +45,8 @@ class TensorCompressor(Compressor):
         """Load a state that ``state_dict`` returned on this rank, or a gathered one."""
         super().load_state_dict(with_plain_names(arrays.to_numpy(saved)))
 
-    def _warn_of_momentum(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Warn if optimizer and recipe both have momentum for the same tensors.
+    def _warn_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Warn if optimizer and recipe do not go together for the same tensors.
 
         Returns whether the optimizer trains any tensors of the recipe.
         """
@@ -59,13 +60,15 @@ class TensorCompressor(Compressor):
             trains = True
             momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
             momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
-        self._warn_of_two_momenta(type(optimizer).__name__, momenta)
+        name = type(optimizer).__name__
+        self._warn_of_two_momenta(name, momenta)
+        if trains and "eps" in optimizer.defaults and not isinstance(optimizer, Adam):
+            self._warn_of_squares(name)
         return trains
 
     def _await_optimizer(self) -> None:
-        """Call ``_warn_of_momentum`` at the first step of an optimizer of this model."""
-        if self._policy.at(self._policy.warmup_steps).own_momentum():
-            _awaiting().add(self)
+        """Call ``_warn_of`` at the first step of an optimizer of this model."""
+        _awaiting().add(self)
 
 
 @functools.cache
@@ -78,7 +81,7 @@ def _awaiting() -> weakref.WeakSet[TensorCompressor]:
 
     def look(optimizer: torch.optim.Optimizer, *given: object) -> None:
         for compressor in list(compressors):
-            if not compressor.sends_gradients or compressor._warn_of_momentum(optimizer):
+            if not compressor.sends_gradients or compressor._warn_of(optimizer):
                 compressors.discard(compressor)
 
     register_optimizer_step_pre_hook(look)
