@@ -249,7 +249,7 @@ def plot(section: Section, options: Mapping[str, advice.Option], path: Path) -> 
         one.axhline(loss_to_reach(section), color="grey", linewidth=0.8)
         one.grid(alpha=0.3)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=110)
 
 

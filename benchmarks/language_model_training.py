@@ -220,6 +220,7 @@ class Training:
         self.steps: list[int] = []  # of each evaluation, and what it found
         self.losses: list[float] = []
         self.sent: list[float] = []  # of each step: bytes for compressed tensors, mean of the ranks
+        self.payloads: list[float] = []  # of these a rank's gradients; not sums that it hands on
         self.seconds = 0.0
 
     def _learners(self, name: str, options: dict[str, Any]) -> SimulatedLearners:
@@ -239,7 +240,9 @@ class Training:
                 self._loss(text.train, generator).backward()
         before = self._sent_nbytes()
         self.learners.reduce()
-        self.sent.append(self._sent_nbytes() - before)
+        sent, sums = (b - a for a, b in zip(before, self._sent_nbytes(), strict=True))
+        self.sent.append(sent)
+        self.payloads.append(sent - sums)
         for group in self.optimizer.param_groups:
             group["lr"] = self.run.lr * rate_at(self.step, self.run.steps)
         if "max_norm" not in self.optimizer.defaults:
@@ -251,8 +254,10 @@ class Training:
             self.losses.append(self._validation_loss(text.valid))
         self.seconds += time.perf_counter() - began
 
-    def _sent_nbytes(self) -> float:
-        return float(np.mean([costs.sent_nbytes for costs in self.learners.costs]))
+    def _sent_nbytes(self) -> list[float]:
+        """Return bytes that a rank has sent so far, and those of sums among them: means."""
+        sent = [(costs.sent_nbytes, costs.sums_nbytes) for costs in self.learners.costs]
+        return np.mean(sent, axis=0).tolist()
 
     def _loss(self, source: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         begins = torch.randint(0, len(source) - CONTEXT - 1, (BATCH,), generator=generator)
@@ -279,7 +284,7 @@ class Training:
         parameters = sum(p.numel() for p in self.model.parameters())
         dense = self.learners.dense_nbytes / self.step
         compressed = 4 * parameters - dense
-        after = statistics.fmean(self.sent[self.warm_up :])
+        after = statistics.fmean(self.payloads[self.warm_up :])
         begins = [0, *self.steps[:-1]]
         between = [
             round(statistics.fmean(self.sent[begin:end]) + dense)
@@ -297,7 +302,7 @@ class Training:
             "sent_nbytes": round(statistics.fmean(self.sent) + dense),  # of a step, by a rank
             "sent_nbytes_between": between,  # the same since the last evaluation
             "usual_nbytes": round(statistics.median(self.sent) + dense),
-            # float32 bytes of what is compressed over what was sent of it, after the warm-up
+            # float32 bytes of what is compressed over its payloads', after the warm-up
             "ratio": round(compressed / after, 2) if compressed else 1.0,
             "seconds": round(self.seconds, 1),
             **facts(self.device),

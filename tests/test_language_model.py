@@ -87,6 +87,18 @@ def test_ratio_counts_steps_after_the_warm_up(training, library, tmp_path):
     assert with_warm_up["sent_nbytes"] == pytest.approx((dense + compressed) / 2, rel=0.01)
 
 
+def test_ratio_leaves_out_sums_that_are_handed_on(training, library, tmp_path):
+    text = training.read_text(library, any_text=True)
+    found = []
+    for exchange in ("gather", "sharded"):
+        run = training.Run("tiny", 2, 6, f"qsgd(exchange={exchange})", "adamw", 0.01, 0)
+        *_, last = training.train(run, text, tmp_path)
+        found.append(last.found(text))
+    gathered, sharded = found
+    assert sharded["ratio"] == pytest.approx(gathered["ratio"], rel=0.01)
+    assert sharded["sent_nbytes"] > 1.3 * gathered["sent_nbytes"]
+
+
 def test_finished_runs_are_not_repeated(training, library, tmp_path, monkeypatch, capsys):
     benchmark = importlib.import_module("language_model")
     arguments = ["--recipe", "none", "--size", "tiny", "--learners", "2", "--seed", "0", "1"]

@@ -43,6 +43,7 @@ class Costs:
     """Traffic, times and errors of this rank since the start."""
 
     sent_nbytes: int = 0
+    sums_nbytes: int = 0  # of those: sums that this rank made for the others, in shards
     received_nbytes: int = 0
     inside_nbytes: int = 0  # sent within a node, not part of the two above
     collectives: int = 0
@@ -180,6 +181,7 @@ class Engine:
         else:
             self._own_nbytes[bucket] = made.own_nbytes(self.rank)
             self.costs.sent_nbytes += made.data.nbytes
+            self.costs.sums_nbytes += made.data.nbytes * made.divided
         return made
 
     def prepare(self, bucket: int, data: Grads | Array) -> Work:
