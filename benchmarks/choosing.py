@@ -308,11 +308,11 @@ def make_page(
         "- Exchange hides behind the backward pass, or takes little of a step: `none`. Compression "
         "only costs then.",
         "- Quality must not change: a recipe of the first table below. They lose no more than "
-        f"{SAME[0]} points of accuracy of a ResNet under SGD (`resnet`) and {100 * SAME[1]:.0f} % of "
-        "the loss of a toy language model with 23,136 parameters under AdamW (`charlm`); `fp16` "
+        f"{SAME[0]} points of accuracy of a ResNet under SGD (`resnet`) and {100 * SAME[1]:.0f} % "
+        "of the loss of a toy language model with 23,136 parameters under AdamW (`charlm`); `fp16` "
         "stands there too, untrained.",
-        "- **The optimizer is Adam or AdamW**, and the model no toy: these tables promise too much. "
-        "GPTs lose several percent by most of these recipes and nothing by "
+        "- **The optimizer is Adam or AdamW**, and the model no toy: these tables promise too "
+        "much. GPTs lose several percent by most of these recipes and nothing by "
         "`qsgd(levels=2, bucket=128, coded=True)`, at 16 times fewer bytes: "
         "[Adam and AdamW](training.md#adam-and-adamw).",
         "- The network is so slow that more steps are cheap: a recipe of the second table, and "

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
 from horovod_fftcomp import PayloadError, get_codec, get_scheme, list_compressors, simulate
 from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.kernels.cpu.dense import read_words, write_words
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.simulation import exchange_once
 from horovod_fftcomp.wire.counter_rng import draw
 from horovod_fftcomp.wire.radix import GROUP, count_words, digits_of, pack_words, unpack_words
 from tests.contracts import ELEMENT_RECIPES, HOST_ONLY
@@ -214,6 +220,28 @@ def test_signum_votes_with_a_momentum_of_all_gradients():
         sums = np.where(velocity < 0, -1, 1).sum(0)
         np.testing.assert_array_equal(step.average, np.where(sums < 0, -1, 1))
     np.testing.assert_array_equal(step.residual, velocity)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"), [("signsgd", {}), ("signum", {}), ("demo", {"sign": True})]
+)
+def test_signs_are_multiplied_by_the_loss_scale(recipe, options):
+    tensor = Tensor("w", (60, 60))
+    bucket, found = Bucket((tensor,), make_policy(recipe, **options)), []
+    for scale in (1.0, 1024.0):
+        engines = [Engine([bucket], rank, 2) for rank in range(2)]
+        rng = np.random.default_rng(2)
+        for _ in range(2):
+            for engine in engines:
+                engine.follow_loss_scale(scale)
+            grads = [[[rng.standard_normal(3600, np.float32) * np.float32(scale)]] for _ in engines]
+            exchange_once(engines, grads, random.Random(0))
+            sums = engines[0].sums(0)[0].copy()
+            for engine in engines:
+                engine.settle()
+        found.append(sums / np.float32(scale))
+    assert set(np.abs(found[0]).tolist()) <= {0.0, 2.0}
+    np.testing.assert_array_equal(*found)
 
 
 def test_powers_of_two_are_exact_and_others_one_of_two():

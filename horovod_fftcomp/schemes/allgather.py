@@ -136,7 +136,14 @@ class Allgather(LowPass):
         codecs = [self.codec.at_loss_scale(context.loss_scale)] * len(tensors)
         options = self.error_feedback, self.decay, self.momentum, self.sign
         feedback = Feedback(*options, beta=self.beta)
-        return (yield from gather(codecs, tensors, grads, state, context, feedback)).outcome
+        made = (yield from gather(codecs, tensors, grads, state, context, feedback)).outcome
+        if self.sign and context.loss_scale != 1:  # by which a loss scaler divides what it gets
+            for total in made.sums:
+                if context.device is None or isinstance(total, np.ndarray):
+                    np.multiply(total, np.float32(context.loss_scale), out=total)
+                else:
+                    context.device.scale(total, np.float32(context.loss_scale))
+        return made
 
     def fits_differences(self) -> bool:
         """Return whether differences of weights may be sent; see ``Scheme``."""

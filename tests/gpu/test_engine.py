@@ -410,6 +410,20 @@ def test_only_what_is_asked_for_is_waited_for(recipe, options, waits):
     assert engines[0].costs.relative_error > 0
 
 
+@pytest.mark.parametrize(("recipe", "options"), [("signsgd", {}), ("demo", {"sign": True})])
+def test_signs_are_multiplied_by_the_loss_scale(recipe, options):
+    grads = random_grads(np.random.default_rng(6))
+    scaled = [[[g * np.float32(256) for g in bucket] for bucket in own] for own in grads]
+    found = []
+    for device, scale, given in ((Emulator(), 256.0, scaled), (None, 1.0, grads)):
+        engines = make_engines(device, recipe, **options)
+        for engine in engines:
+            engine.follow_loss_scale(scale)
+        found.append(run_step(engines, given))
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, 256 * theirs)
+
+
 class Asked(Emulator):
     """Notes which kernels are used."""
 
