@@ -18,10 +18,10 @@ from horovod_fftcomp.tensorflow.compressor import TensorFlowCompressor
 
 
 def DistributedOptimizer(optimizer: Any, compression: TensorFlowCompressor) -> Any:  # noqa: N802
-    """Return a copy of a Keras 3 ``optimizer`` that averages gradients over ranks.
+    """Return ``optimizer``, of Keras 3, which from now on averages gradients over ranks.
 
-    Its class has the name and configuration of the optimizer's class, so that a saved model loads
-    without this package. For mixed precision with float16 pass a ``LossScaleOptimizer``, and make
+    It keeps its variables and options. Its new class has the name and configuration of the one
+    before, so that a saved model loads without this package. For mixed precision with float16 pass a ``LossScaleOptimizer``, and make
     the compressor with ``grad_scaler=lambda: optimizer.dynamic_scale.value``. Gradients are reduced
     in every call of ``apply``, before accumulation.
     """
@@ -40,7 +40,8 @@ def DistributedOptimizer(optimizer: Any, compression: TensorFlowCompressor) -> A
 
     Distributed.__name__, Distributed.__qualname__ = kind.__name__, kind.__qualname__
     Distributed.__module__ = kind.__module__
-    return Distributed.from_config(optimizer.get_config())
+    object.__setattr__(optimizer, "__class__", Distributed)  # Keras tracks what is set otherwise
+    return optimizer
 
 
 def _check_caller(optimizer: Any) -> None:

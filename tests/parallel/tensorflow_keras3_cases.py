@@ -65,6 +65,22 @@ def test_fit_with_broadcast(recipe, same_everywhere):
     assert compression.stats()["skipped_steps"] == 0
 
 
+def test_an_optimizer_keeps_its_moments_and_options():
+    model = make_model()
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    compiled(model, optimizer).fit(*data(64), batch_size=32, verbose=0)
+    before = [variable.numpy() for variable in optimizer.variables]
+    distributed = DistributedOptimizer(optimizer, small(model, "qsgd"))
+    assert int(distributed.iterations) == 2
+    for ours, theirs in zip(distributed.variables, before, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs)
+    used = [distributed._use_weight_decay(variable) for variable in model.trainable_variables]
+    assert used == [True, False] * 3
+    compiled(model, distributed).fit(*data(64), batch_size=32, verbose=0)
+    assert int(distributed.iterations) == 4
+
+
 def test_lossless_compression_trains_as_one_process_with_both_batches(same_everywhere):
     model = make_model()
     compression = small(model, "topk", density=1.0, bits=32)
