@@ -21,9 +21,10 @@ def DistributedOptimizer(optimizer: Any, compression: TensorFlowCompressor) -> A
     """Return ``optimizer``, of Keras 3, which from now on averages gradients over ranks.
 
     It keeps its variables and options. Its new class has the name and configuration of the one
-    before, so that a saved model loads without this package. For mixed precision with float16 pass a ``LossScaleOptimizer``, and make
-    the compressor with ``grad_scaler=lambda: optimizer.dynamic_scale.value``. Gradients are reduced
-    in every call of ``apply``, before accumulation.
+    before, so that a saved model loads without this package. For mixed precision with float16 pass
+    a ``LossScaleOptimizer``, and make the compressor with
+    ``grad_scaler=lambda: optimizer.dynamic_scale.value``. Gradients are reduced in every call of
+    ``apply``, before accumulation.
     """
     kind = type(optimizer)
 
