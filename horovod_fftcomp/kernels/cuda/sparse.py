@@ -49,10 +49,9 @@ class SparseGroup(TileGroup):
     def _launches(self, transform: Transform) -> list[str]:
         """Return the names of the kernels from gradients to payloads, in order."""
         block, domain = structs.block_and_domain(transform)
-        first, self._resident = "add_residual", structs.RESIDENT
+        first = "add_residual"
         if domain:
             first = f"forward<{block}, {str(domain == 2).lower()}>"
-            self._resident = structs.TRANSFORMING if domain == 2 else structs.RESIDENT
             both = (structs.roots(block), structs.cosines(block))
             self._tables = [self.device.upload(table) for table in both]
         reals = transform.reals_per_bin
@@ -63,8 +62,11 @@ class SparseGroup(TileGroup):
         common = [rows, self.owners, found]
         first, *narrow = (kernels[name] for name in self._names[:-1])
         shared = structs.TALLY_NBYTES + (structs.POINTS_NBYTES if self._tables else 0)
-        grid, starts = self._blocks(self._resident)
-        first(grid, THREADS, [*common, *self._tables, starts], shared)
+        if self._tables:
+            first(self.n_tiles, THREADS, [*common, *self._tables], shared)
+        else:
+            grid, starts = self._blocks(structs.RESIDENT)
+            first(grid, THREADS, [*common, starts], shared)
         squares = [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
         masks = [*common, self._above, self._equal, self._counts]
         for digit, kernel in enumerate(narrow, 1):
@@ -82,10 +84,8 @@ class SparseGroup(TileGroup):
 
     def write(self, kernels: Any, rows: Any, found: Any, before: list[Sums]) -> Sums:
         """Launch the kernel that writes values, and positions except entropy codes."""
-        masks = [rows, self.owners, found, self._above, self._equal]
-        grid, starts = self._blocks(structs.RESIDENT)
-        written = [*masks, self._counts, self.chosen, starts]
-        kernels[self._names[-1]](grid, THREADS, written, 0)
+        masks = [rows, self.owners, found, self._above, self._equal, self._counts, self.chosen]
+        kernels[self._names[-1]](self.n_tiles, self.n_words, masks, 0)
         if not before and not self.always_measures:
             return lambda: np.zeros((3, 0))
         sums = [*before, self.squared(kernels, rows, 0)]

@@ -85,29 +85,29 @@ __device__ __forceinline__ void put_codes(u32* stream, u64 rank, const u32* code
 // coefficient; `rank`: how many are chosen before.
 template <u32 C>
 __device__ __forceinline__ void emit_word(const Tensor& tensor, Found* found, const Coding& coding,
-                                          u32 chosen, u64 begin, u64 rank) {
-    u32 inside = begin >= tensor.n ? 0 : ALL_LANES >> (32 - u32(min(u64(32), tensor.n - begin)));
-    u64 room = tensor.layout == RAW ? tensor.n : tensor.k;  // of the payload
+                                          u32 chosen, u32 begin, u32 rank) {
+    u32 inside = begin >= tensor.n ? 0 : ALL_LANES >> (32 - min(32u, u32(tensor.n) - begin));
+    u32 room = u32(tensor.layout == RAW ? tensor.n : tensor.k);  // of the payload
     chosen &= inside;
     bool stands_for = tensor.layout == RAW && tensor.how & CHOSEN;  // codes; zeros elsewhere
     if (tensor.layout == RAW && !stands_for) {  // of a threshold that so many are above: send all
         rank = begin;
         chosen = inside;
     }
-    if (chosen && rank + __popc(chosen) > room) found->overflow = 1;  // never, unless kernels err
+    if (chosen && u64(rank) + __popc(chosen) > room) found->overflow = 1;  // never, unless kernels err
     u32* positions = reinterpret_cast<u32*>(tensor.payload + tensor.positions_offset);
     if (tensor.layout == BITMAP && begin < tensor.n) positions[begin / 32] = chosen;
     u64 n_blocks = (tensor.n + (1ull << tensor.low_bits) - 1) >> tensor.low_bits;
     u64 offsets_bit = (tensor.k + n_blocks + 7) / 8 * 8;
     u32* values = reinterpret_cast<u32*>(tensor.payload + tensor.values_offset);
     for (; chosen && rank < room; chosen &= chosen - 1, rank++) {
-        u64 place = begin + __popc((chosen & (0u - chosen)) - 1);
+        u32 place = begin + __popc((chosen & (0u - chosen)) - 1);
         if (tensor.layout == OFFSETS) {
-            put_bits(positions, (place >> tensor.low_bits) + rank, 1, 1);
-            u32 low = u32(place) & ((1u << tensor.low_bits) - 1);
-            put_bits(positions, offsets_bit + rank * tensor.low_bits, low, tensor.low_bits);
+            put_bits(positions, u64(place >> tensor.low_bits) + rank, 1, 1);
+            u32 low = place & ((1u << tensor.low_bits) - 1);
+            put_bits(positions, offsets_bit + u64(rank) * tensor.low_bits, low, tensor.low_bits);
         }
-        float* coeff = tensor.coeffs + C * place;
+        float* coeff = tensor.coeffs + u64(C) * place;
         if (C == 1 && tensor.moved && tensor.how & MASKING) tensor.moved[place] = 0.0f;
         u32 codes[C];
 #pragma unroll
@@ -137,33 +137,28 @@ __device__ __forceinline__ void emit_row(const Tensor& tensor, Found* found, con
         ties &= ties - 1;
     }
     chosen[word] = own;
-    u64 rank = counts.first_rank + warp_inclusive_sum(__popc(own)) - __popc(own);
-    emit_word<C>(tensor, found, coding, own, 32 * word - u64(tensor.first_tile) * (TILE / C), rank);
+    u32 rank = counts.first_rank + warp_inclusive_sum(__popc(own)) - __popc(own);
+    u32 begin = 32 * u32(word) - tensor.first_tile * (TILE / C);  // of a tensor, below 2^32
+    emit_word<C>(tensor, found, coding, own, begin, rank);
 }
 
-// The fifth launch: values, positions and residuals. `chosen` becomes the bitmap.
+// The fifth launch: values, positions and residuals of a tile. `chosen` becomes the bitmap.
 template <u32 C>
-__global__ void __launch_bounds__(THREADS, RESIDENT)
+__global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     emit(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
          Found* all_found, const u32* __restrict__ above,
-         const u32* __restrict__ equal, const RowCounts* __restrict__ rows, u32* chosen,
-         const u32* __restrict__ starts) {
-    constexpr u32 ROWS = ROWS_OF_REALS / C;
-    Run run = tiles_of_block(starts);
-    for (u32 begin = run.begin, next; begin < run.end; begin = next) {
-        const Tensor tensor = tensors[tile_tensor[begin]];
-        Found* found = all_found + tile_tensor[begin];
-        next = min(run.end, tensor.first_tile + tensor.n_tiles);
-        if (found->peak > LARGEST_FINITE_BITS) continue;
-        u32 peak = found->peak, key = tensor.layout == ALL ? 0 : found->prefix;
-        if (tensor.threshold) key = tensor.threshold - 1;
-        u32 grid = tensor.kind == RANGE ? fitted_grid<C>(tensor.bits, key, peak) : 0;
-        if (threadIdx.x == 0 && begin == tensor.first_tile) found->grid = grid;
-        const Coding coding =
-            coding_of(tensor.kind, tensor.bits, tensor.step, tensor.most, peak, grid);
-        for (u32 row = ROWS * begin + threadIdx.x / 32; row < ROWS * next; row += WARPS)
-            emit_row<C>(tensor, found, coding, row, above, equal, rows[row], chosen);
-    }
+         const u32* __restrict__ equal, const RowCounts* __restrict__ rows, u32* chosen) {
+    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
+    Found* found = all_found + tile_tensor[blockIdx.x];
+    u32 row = ROWS_OF_REALS / C * blockIdx.x + threadIdx.x / 32, peak = found->peak;
+    if (peak > LARGEST_FINITE_BITS) return;
+    u32 key = tensor.layout == ALL ? 0 : found->prefix;
+    if (tensor.threshold) key = tensor.threshold - 1;
+    u32 grid = tensor.kind == RANGE ? fitted_grid<C>(tensor.bits, key, peak) : 0;
+    if (threadIdx.x == 0 && blockIdx.x == tensor.first_tile) found->grid = grid;
+    const Coding coding =
+        coding_of(tensor.kind, tensor.bits, tensor.step, tensor.most, peak, grid);
+    emit_row<C>(tensor, found, coding, row, above, equal, rows[row], chosen);
 }
 
 // Writes tensors that travel as they are: elements in float32, and their peak.

@@ -8,7 +8,7 @@ constexpr u32 WORDS_OF_REALS = TILE / 32, ROWS_OF_REALS = WORDS_OF_REALS / 32;
 // Returns what a coefficient is ranked by. C floats: a real by magnitude, a complex bin by the
 // energy that it stands for, after an exact scaling that keeps squares in range.
 template <u32 C>
-__device__ __forceinline__ u32 key_of(const float* coeff, u64 place, u32 bins_per_block,
+__device__ __forceinline__ u32 key_of(const float* coeff, u32 place, u32 bins_per_block,
                                       u32 scaling) {
     if (C == 1) return magnitude(coeff[0]);
     float re = coeff[0], im = coeff[C - 1];
@@ -60,7 +60,7 @@ __device__ void choose_first_digit(const Tensor& tensor, Found* found, u32* digi
         for (u32 i = threadIdx.x; i < RADIX; i += blockDim.x) digits[i] = 0;
         __syncthreads();
         for (u64 i = threadIdx.x; i < tensor.n; i += blockDim.x) {
-            u32 key = key_of<C>(tensor.coeffs + C * i, i, tensor.bins_per_block, scaling);
+            u32 key = key_of<C>(tensor.coeffs + C * i, u32(i), tensor.bins_per_block, scaling);
             atomicAdd(&digits[key >> (31 - RADIX_BITS)], 1u);
         }
         __syncthreads();
@@ -105,7 +105,7 @@ __device__ __forceinline__ void tally_coeff(const Tensor& tensor, u64 place, con
         tensor.coeffs[C * place + c] = sum[c];
         tally.peak = max(tally.peak, magnitude(sum[c]));
     }
-    u32 key = key_of<C>(sum, place, tensor.bins_per_block, 0);
+    u32 key = key_of<C>(sum, u32(place), tensor.bins_per_block, 0);
     atomicAdd(&tally.digits[key >> (31 - RADIX_BITS)], 1u);
 }
 
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     SHARED_MEMORY(memory);
     Run run = tiles_of_block(starts);
     for (u32 tile = run.begin, next; tile < run.end; tile = next) {
-        const Tensor tensor = tensors[tile_tensor[tile]];
+        const Tensor& tensor = tensors[tile_tensor[tile]];
         next = min(run.end, tensor.first_tile + tensor.n_tiles);
         Tally tally = begin_tally(memory);
         __syncthreads();
@@ -171,9 +171,8 @@ template <u32 C>
 __device__ __forceinline__ void mark_tile(const Tensor& tensor, u32 tile, u32 prefix, u32 scaling,
                                           u32* digits, u32* above, u32* shared) {
     u32 lane = threadIdx.x % 32;
-    u64 begin = u64(tile - tensor.first_tile) * (TILE / C);
-    u32 n = u32(min(u64(TILE / C), tensor.n - begin));
-    const float* coeffs = tensor.coeffs + C * begin;
+    u32 begin = (tile - tensor.first_tile) * (TILE / C), n = min(TILE / C, u32(tensor.n) - begin);
+    const float* coeffs = tensor.coeffs + u64(C) * begin;
     for (u32 word = threadIdx.x / 32 * BATCH; word < WORDS_OF_REALS / C; word += BATCH * WARPS) {
         u32 keys[BATCH], above_word = 0, shared_word = 0, first = 32 * word + lane;
 #pragma unroll
@@ -206,12 +205,12 @@ template <u32 C, bool LAST>
 __device__ __forceinline__ void narrow_row(const Tensor& tensor, u32 row, u32 digit, u32 scaling,
                                            u32* digits, u32* above, u32* shared, RowCounts* rows) {
     u64 word = 32ull * row + threadIdx.x % 32;
-    u64 begin = 32 * word - u64(tensor.first_tile) * (TILE / C);
+    u32 begin = 32 * u32(word) - tensor.first_tile * (TILE / C);  // of a tensor, below 2^32
     u32 larger = above[word], same = shared[word], before = same;
     for (u32 left = same; left; left &= left - 1) {
         u32 bit = left & (0u - left);
-        u64 place = begin + __popc(bit - 1);
-        u32 key = key_of<C>(tensor.coeffs + C * place, place, tensor.bins_per_block, scaling);
+        u32 place = begin + __popc(bit - 1);
+        u32 key = key_of<C>(tensor.coeffs + u64(C) * place, place, tensor.bins_per_block, scaling);
         u32 found = (LAST ? key : key >> SECOND_BITS) & (SECOND - 1);
         if (found > digit) larger |= bit;
         if (found != digit) same ^= bit;
@@ -274,7 +273,7 @@ __global__ void __launch_bounds__(THREADS, DIGIT < 3 ? SELECTING : RESIDENT)
     u32* sums = digits + SECOND;                   // 33
     Run run = tiles_of_block(starts);
     for (u32 begin = run.begin, next; begin < run.end; begin = next) {
-        const Tensor tensor = tensors[tile_tensor[begin]];
+        const Tensor& tensor = tensors[tile_tensor[begin]];
         Found* found = all_found + tile_tensor[begin];
         next = min(run.end, tensor.first_tile + tensor.n_tiles);
         if (found->peak > LARGEST_FINITE_BITS) continue;

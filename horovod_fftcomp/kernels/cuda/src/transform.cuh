@@ -128,13 +128,19 @@ __device__ __forceinline__ u32 dct_place(u32 i) {
     return i % 2 ? L - 1 - i / 2 : i / 2;
 }
 
-// Tallies a tile's coefficients of gradient plus residual; see `forward`. `memory`: POINTS_NBYTES.
+// The first launch: coefficients of gradient plus residual. `cosines`: sqrt(2) (cos, sin) of
+// pi k / (2 L) for k below M; a DCT's alone.
 template <u32 L, bool COSINE>
-__device__ __forceinline__ void forward_tile(const Tensor& tensor, u64 begin, unsigned char* memory,
-                                             const float2* __restrict__ roots,
-                                             const float2* __restrict__ cosines, Tally& tally) {
+__global__ void __launch_bounds__(THREADS, COSINE ? 3 : RESIDENT)
+    forward(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
+            Found* all_found, const float2* __restrict__ roots,
+            const float2* __restrict__ cosines) {
     constexpr u32 M = L / 2;
+    SHARED_MEMORY(memory);
     float2* points = reinterpret_cast<float2*>(memory);
+    const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
+    Tally tally = begin_tally(memory + POINTS_NBYTES);
+    u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE;
     // Scaled before the transform, every coefficient stays below the largest element.
 #pragma unroll 1
     for (u32 first = threadIdx.x; first < TILE; first += BATCH * THREADS) {
@@ -175,6 +181,7 @@ __device__ __forceinline__ void forward_tile(const Tensor& tensor, u64 begin, un
                 tally_coeff<2>(tensor, begin / 2 + i, coeff, residuals[own], tally);
             }
         }
+        end_tally<2>(tensor, all_found + tile_tensor[blockIdx.x], tally, 1);
     } else {
         float* coeffs = reinterpret_cast<float*>(memory);
         float2 bins[OWN];
@@ -210,27 +217,6 @@ __device__ __forceinline__ void forward_tile(const Tensor& tensor, u64 begin, un
                 if (i < n) tally_coeff<1>(tensor, begin + i, coeffs + i, &residuals[own], tally);
             }
         }
-    }
-}
-
-// The first launch: coefficients of gradient plus residual. `cosines`: sqrt(2) (cos, sin) of
-// pi k / (2 L) for k below M; a DCT's alone.
-template <u32 L, bool COSINE>
-__global__ void __launch_bounds__(THREADS, COSINE ? TRANSFORMING : RESIDENT)
-    forward(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
-            Found* all_found, const float2* __restrict__ roots,
-            const float2* __restrict__ cosines, const u32* __restrict__ starts) {
-    SHARED_MEMORY(memory);
-    Run run = tiles_of_block(starts);
-    for (u32 first = run.begin, next; first < run.end; first = next) {
-        const Tensor tensor = tensors[tile_tensor[first]];
-        next = min(run.end, tensor.first_tile + tensor.n_tiles);
-        Tally tally = begin_tally(memory + POINTS_NBYTES);
-        for (u32 tile = first; tile < next; tile++) {
-            __syncthreads();  // the tile before has been read
-            u64 begin = u64(tile - tensor.first_tile) * TILE;
-            forward_tile<L, COSINE>(tensor, begin, memory, roots, cosines, tally);
-        }
-        end_tally<COSINE ? 1 : 2>(tensor, all_found + tile_tensor[first], tally, next - first);
+        end_tally<1>(tensor, all_found + tile_tensor[blockIdx.x], tally, 1);
     }
 }
