@@ -50,6 +50,7 @@ def lines_of(folder, *arguments):
     return lines
 
 
+@pytest.mark.more
 def test_a_few_contract_cases_pass(tmp_path):
     lines = lines_of(tmp_path, "--only", "contracts", "--budget", "120")
     found = {line["step"]: line for line in lines}
@@ -167,12 +168,12 @@ def trainer(script, monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "optimizer"),
     [
-        ("none", "adamw-unclipped"),
-        ("qsgd(levels=2, bucket=128, coded=True)", "adamw"),
         ("fft", "adamw"),
         ("dct(density=0.15) after 2 dense steps, every 3th step by qsgd", "adamw-ours"),
-        ("powersgd", "adamw-unclipped-10"),
-        ("auto", "adamw"),
+        pytest.param("none", "adamw-unclipped", marks=pytest.mark.more),
+        pytest.param("qsgd(levels=2, bucket=128, coded=True)", "adamw", marks=pytest.mark.more),
+        pytest.param("powersgd", "adamw-unclipped-10", marks=pytest.mark.more),
+        pytest.param("auto", "adamw", marks=pytest.mark.more),
     ],
 )
 def test_trainings_on_a_device_find_what_those_on_a_cpu_do(trainer, recipe, optimizer):

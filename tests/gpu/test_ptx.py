@@ -50,6 +50,7 @@ def run_tests(target: str, *tests: str) -> str:
     return ran.stdout
 
 
+@pytest.mark.more
 def test_contracts_hold_for_what_the_compiler_makes():
     file = "tests/gpu/test_kernels.py"
     run_tests(OFTEN, *(f"{file}::{test}[{key}]" for test, keys in QUICK.items() for key in keys))
