@@ -1,4 +1,4 @@
-"""Encodes a gradient by topk in the emulator; run by test_ptx.py, as wrong kernels may crash.
+"""Encodes a gradient by fft in the emulator; run by test_ptx.py, as wrong kernels may crash.
 
 ``argv``: what PTX is compiled for, "13:sm_90"; whether version 0.2.0's fault is planted, 0 or 1.
 """
@@ -22,7 +22,7 @@ _FOUND = "Found* all_found"
 def codec_and_grad() -> tuple[Codec, np.ndarray]:
     """Return how a gradient is encoded, and the gradient."""
     values = np.random.default_rng(1).standard_t(3, 20_000).astype(np.float32)
-    return get_codec("topk", density=0.01), values
+    return get_codec("fft", density=0.05), values
 
 
 def with_fault() -> str:
