@@ -44,7 +44,7 @@ class SparseGroup(TileGroup):
         self._above, self._equal, self.chosen = masks  # ``_equal`` stays 0 without a k
         n_rows = self.n_tiles * self.n_words // 32
         self._counts = device.empty(n_rows * structs.ROW_COUNTS_NBYTES, np.uint8)
-        self._starts: dict[int, tuple[int, Any]] = {}
+        self._starts: tuple[int, Any] | None = None  # see ``_blocks``
 
     def _launches(self, transform: Transform) -> list[str]:
         """Return the names of the kernels from gradients to payloads, in order."""
@@ -62,25 +62,24 @@ class SparseGroup(TileGroup):
         common = [rows, self.owners, found]
         first, *narrow = (kernels[name] for name in self._names[:-1])
         shared = structs.TALLY_NBYTES + (structs.POINTS_NBYTES if self._tables else 0)
+        grid, starts = self._blocks()
         if self._tables:
             first(self.n_tiles, THREADS, [*common, *self._tables], shared)
         else:
-            grid, starts = self._blocks(structs.RESIDENT)
             first(grid, THREADS, [*common, starts], shared)
         squares = [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
-        masks = [*common, self._above, self._equal, self._counts]
-        for digit, kernel in enumerate(narrow, 1):
-            grid, starts = self._blocks(structs.SELECTING if digit < 3 else structs.RESIDENT)
-            kernel(grid, THREADS, [*masks, starts], structs.DIGITS_NBYTES)
+        masks = [*common, self._above, self._equal, self._counts, starts]
+        for kernel in narrow:
+            kernel(grid, THREADS, masks, structs.DIGITS_NBYTES)
         return squares
 
-    def _blocks(self, resident: int) -> tuple[int, Any]:
+    def _blocks(self) -> tuple[int, Any]:
         """Return as many blocks as run at the same time, and the first tile of each."""
-        if resident not in self._starts:
-            n = min(self.n_tiles, resident * self.device.n_processors)
+        if self._starts is None:
+            n = min(self.n_tiles, structs.RESIDENT * self.device.n_processors)
             starts = structs.starts_of_blocks(self._owners_on_host, n)
-            self._starts[resident] = n, self.device.upload(starts)
-        return self._starts[resident]
+            self._starts = n, self.device.upload(starts)
+        return self._starts
 
     def write(self, kernels: Any, rows: Any, found: Any, before: list[Sums]) -> Sums:
         """Launch the kernel that writes values, and positions except entropy codes."""

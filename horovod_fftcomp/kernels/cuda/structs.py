@@ -20,7 +20,7 @@ from horovod_fftcomp.wire.positions import Layout
 # As in src/common.cuh and src/entropy.cuh.
 TILE, THREADS = 4096, 256
 WARPS = THREADS // 32
-RESIDENT, SELECTING = 4, 5  # blocks at a time on a processor of a GPU
+RESIDENT = 4  # blocks at a time on a processor of a GPU
 WORDS = TILE // 32  # of a tile's bit mask, of reals
 CHUNKS_OF_WARP, MOST_WORDS = 8, 1540
 FOUND_NBYTES, ROW_COUNTS_NBYTES, START_NBYTES = 32 + 4 * 2048, 16, 12

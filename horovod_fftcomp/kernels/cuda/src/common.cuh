@@ -20,7 +20,6 @@ constexpr u32 TILE = 4096;     // floats of a tile: as many reals, or half as ma
 constexpr u32 THREADS = 256;   // of a block that reads all of a tile
 constexpr u32 WARPS = THREADS / 32;
 constexpr u32 RESIDENT = 4;    // such blocks at least on a processor: 64 registers for a thread
-constexpr u32 SELECTING = 5;   // of a selection: 51 registers
 constexpr u32 BATCH = 8;       // loads of a thread that are under way before it stores
 constexpr u32 RADIX_BITS = 11, RADIX = 1u << RADIX_BITS;  // of the first digit of a key
 constexpr u32 LARGEST_FINITE_BITS = 0x7f7fffffu, INFINITY_BITS = 0x7f800000u;

@@ -263,7 +263,7 @@ __device__ u32 rank_rows(const Found* found, RowCounts* rows, u32 n, u32* sums) 
 // those equal to the k-th largest key. `above`, `shared`: a bit for each coefficient, 128 words a
 // tile (64 of complex bins); `rows`: of the third.
 template <u32 C, u32 DIGIT>
-__global__ void __launch_bounds__(THREADS, DIGIT < 3 ? SELECTING : RESIDENT)
+__global__ void __launch_bounds__(THREADS, RESIDENT)
     narrow(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
            Found* all_found, u32* above, u32* shared, RowCounts* rows,
            const u32* __restrict__ starts) {
