@@ -547,6 +547,7 @@ def test_an_optimizers_momentum_beside_a_recipes_is_named_once(recipe):
         ("fft", {"error_feedback": False}, torch.optim.RMSprop, True),
         ("fft", {"warmup_steps": 2}, AdamW, False),
         ("fft", {}, torch.optim.SGD, False),
+        ("fft", {}, lambda p, lr: torch.optim.Muon([q for q in p if q.dim() == 2], lr), False),
         ("qsgd", {}, torch.optim.AdamW, False),
         ("bf16", {}, torch.optim.Adam, False),
     ],

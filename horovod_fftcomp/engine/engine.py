@@ -181,7 +181,8 @@ class Engine:
         else:
             self._own_nbytes[bucket] = made.own_nbytes(self.rank)
             self.costs.sent_nbytes += made.data.nbytes
-            self.costs.sums_nbytes += made.data.nbytes * made.divided
+            if sent[0].collective == "alltoall" and made is not sent[0]:
+                self.costs.sums_nbytes += made.data.nbytes
         return made
 
     def prepare(self, bucket: int, data: Grads | Array) -> Work:

@@ -195,10 +195,9 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         """Warn if the recipe and a Keras optimizer do not go together."""
         found = {option: getattr(optimizer, option, None) for option in ("momentum", "beta_1")}
         momenta = {o: value for o, value in found.items() if isinstance(value, float) and value}
-        name = type(optimizer).__name__
-        self._warn_of_two_momenta(name, momenta)
+        self._warn_of_two_momenta(type(optimizer).__name__, momenta)
         if hasattr(optimizer, "epsilon"):
-            self._warn_of_squares(name)
+            self._warn_of_squares(type(optimizer).__name__)
 
     def _size(self) -> tf.Tensor:
         if is_elastic():

@@ -60,15 +60,17 @@ class TensorCompressor(Compressor):
             trains = True
             momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
             momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
-        name = type(optimizer).__name__
-        self._warn_of_two_momenta(name, momenta)
-        if trains and "eps" in optimizer.defaults and not isinstance(optimizer, Adam):
-            self._warn_of_squares(name)
+        self._warn_of_two_momenta(type(optimizer).__name__, momenta)
+        divides = "eps" in optimizer.defaults and "ns_steps" not in optimizer.defaults  # of Muon
+        if trains and divides and not isinstance(optimizer, Adam):
+            self._warn_of_squares(type(optimizer).__name__)
         return trains
 
     def _await_optimizer(self) -> None:
         """Call ``_warn_of`` at the first step of an optimizer of this model."""
-        _awaiting().add(self)
+        scheme = self._policy.at(self._policy.warmup_steps)
+        if scheme.own_momentum() or scheme.compresses():
+            _awaiting().add(self)
 
 
 @functools.cache

@@ -63,10 +63,8 @@ class SparseGroup(TileGroup):
         first, *narrow = (kernels[name] for name in self._names[:-1])
         shared = structs.TALLY_NBYTES + (structs.POINTS_NBYTES if self._tables else 0)
         grid, starts = self._blocks()
-        if self._tables:
-            first(self.n_tiles, THREADS, [*common, *self._tables], shared)
-        else:
-            first(grid, THREADS, [*common, starts], shared)
+        n, more = (self.n_tiles, self._tables) if self._tables else (grid, [starts])
+        first(n, THREADS, [*common, *more], shared)
         squares = [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
         masks = [*common, self._above, self._equal, self._counts, starts]
         for kernel in narrow:

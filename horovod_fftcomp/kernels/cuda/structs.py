@@ -133,7 +133,7 @@ def enter_tiles(rows: Array, sizes: Sequence[int] | Array) -> Array:
 def starts_of_blocks(owners: Array, n_blocks: int) -> Array:
     """Return the first tile of each block, and the end, uint32: blocks with about equal work.
 
-    To begin with another tensor costs a block as much as two or three tiles.
+    To begin with another tensor counts as three tiles more.
     """
     work = np.cumsum(1 + 3 * (np.diff(owners, prepend=owners[:1] + 1) != 0))
     shares = np.arange(n_blocks + 1) * work[-1] // n_blocks
