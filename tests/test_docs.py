@@ -214,6 +214,7 @@ def test_the_headline_is_measured():
     assert f"gains {fast[0]} to {fast[1]} %" in text
 
 
+@pytest.mark.more
 def test_the_site_builds_without_a_warning(tmp_path):
     """Links, anchors and the names in docs/api.md among what MkDocs looks at."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", tmp_path]

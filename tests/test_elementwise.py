@@ -51,6 +51,7 @@ def test_ratios_on_the_wire_with_the_header(recipe, options, least):
     assert scheme.codec.encode(_normal(10**6)).nbytes <= scheme.sent_nbytes(Tensor("w", (10**6,)))
 
 
+@pytest.mark.more
 @each("radix", [2, 3, 4, 5, 7, 15, 16, 255, 65535])
 def test_words_hold_any_numbers_below_the_radix(radix):
     for n in (0, 1, 31, 33, GROUP - 1, GROUP, GROUP + 1, 3 * GROUP + 5):

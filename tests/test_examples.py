@@ -18,7 +18,7 @@ from tests.test_parallel import CONTROLLERS, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = [
-    pytest.param("torch_digits", CONTROLLERS[0], marks=[pytest.mark.torch, pytest.mark.smoke]),
+    pytest.param("torch_digits", CONTROLLERS[0], marks=[pytest.mark.torch, pytest.mark.more]),
     pytest.param("tensorflow_digits", CONTROLLERS[1], marks=pytest.mark.tf),
     pytest.param("keras_digits", CONTROLLERS[0], marks=pytest.mark.tf),
 ]

@@ -144,6 +144,7 @@ OfTensorFlow.fft(3)  # incompatible type "int"
 """
 
 
+@pytest.mark.more
 def test_a_type_checker_finds_misspelt_and_wrong_options(tmp_path, monkeypatch):
     api = pytest.importorskip("mypy.api")
     (tmp_path / "calls.py").write_text(CALLS)

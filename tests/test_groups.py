@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.more
 def test_cases_of_a_group_share_a_worker():
     pytest.importorskip("xdist")
     command = [sys.executable, "-m", "pytest", "-v", "-n", "2", "--dist", "loadgroup"]

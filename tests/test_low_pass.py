@@ -138,7 +138,7 @@ def digits_accuracy(recipe, n_ranks=2, n_steps=300, lr=0.05, momentum=0.9, **opt
     return ((x_test @ weights[-1]).argmax(1) == y_test).mean()
 
 
-@pytest.mark.sampled
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", ["random_block", "random_k"])
 def test_random_positions_train_under_momentum(recipe):
     """Dense SGD gets 0.97; a full residual comes back too late, which 0.1 to 0.5 tell."""

@@ -25,6 +25,7 @@ def peers(monkeypatch):
     return importlib.import_module("torch_peers")
 
 
+@pytest.mark.more
 def test_peers_stand_beside_with_their_bytes(tmp_path):
     path = tmp_path / "bench.json"
     arguments = ["-n", "4000", "--repeat", "1", "--compression", "topk(density=0.1,bits=32)"]

@@ -702,6 +702,7 @@ def test_torch_trains_to_the_bit_as_without_us_and_its_status_is_passed_on():
     assert re.search(r"run: none: 15 steps on 2 ranks, [\d.]+ ms a step", wrapped), wrapped
 
 
+@pytest.mark.more
 @pytest.mark.parallel
 @pytest.mark.smoke
 @pytest.mark.torch

@@ -31,6 +31,7 @@ def script(monkeypatch):
     return importlib.import_module
 
 
+@pytest.mark.more
 def test_codecs_and_steps_are_measured(script, monkeypatch):
     from tests.gpu.torch_emulator import TorchEmulator
 

@@ -434,6 +434,7 @@ class Asked(Emulator):
         return super().functions(source, names)
 
 
+@pytest.mark.more
 def test_the_probe_finds_a_device_that_computes_wrong():
     schemes = [get_scheme(recipe) for recipe in RECIPES if recipe not in ("none", *HOST_ONLY)]
     device = Asked()

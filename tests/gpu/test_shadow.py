@@ -213,6 +213,7 @@ def test_a_step_that_does_not_count_is_followed_by_another_check():
     assert turns == {0: "a", 1: "a"}
 
 
+@pytest.mark.more
 def test_a_check_is_not_put_off_for_ever():
     engines, rng, turns = engines_of("topk", 1000), np.random.default_rng(9), {}
     bad = random_grads(rng)

@@ -142,6 +142,7 @@ def test_hooks_may_run_on_another_stream_than_the_step(same_everywhere):
     assert_same(found, expected)
 
 
+@pytest.mark.more
 def test_a_flipped_bit_is_found_where_it_is(monkeypatch):
     with on_gpu():
         model, optimizer, _ = prepared("topk")

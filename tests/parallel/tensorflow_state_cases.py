@@ -25,7 +25,9 @@ def flat(model):
 
 @pytest.mark.sampled
 @pytest.mark.transport
-@pytest.mark.parametrize("recipe", ["topk", "fft", "scalecom"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param("topk", marks=pytest.mark.more), "fft", "scalecom"]
+)
 def test_saved_at_20_and_run_to_40_equals_40_straight(recipe, tmp_path, same_everywhere):
     straight = Layers()
     train(straight, small_buckets(straight, recipe), 40, momentum=0.0)
