@@ -54,7 +54,6 @@ class Row(NamedTuple):
 
 
 FEW = {"rates": (0.003, 0.008), "seeds": (0,)}
-CODED = "qsgd(levels=2, bucket=128, coded=True)"
 # The package's AdamW, whose second moments come from uncompressed gradients alone.
 SHARED = " after 100 dense steps, every {}th step by qsgd"
 SETS = {
@@ -66,8 +65,9 @@ SETS = {
     # The best of all, at all rates and seeds.
     "finalists": (
         Row("none", "adamw-ours"),
-        Row(CODED, "adamw-ours"),
-        Row(CODED),
+        *(Row(f"dither(ratio={ratio})", "adamw-ours") for ratio in (20, 30, 40, 60)),
+        Row("dither(ratio=20)"),
+        Row("dither(ratio=30)"),
         Row("dct(density=0.15)" + SHARED.format(10), "adamw-ours"),
         Row("qsgd", "adamw-ours"),
         Row("fft(error_feedback=False)"),
@@ -85,7 +85,7 @@ SETS = {
     )
     + tuple(
         Row(recipe, "adamw-ours", rates=(0.005, 0.008), seeds=(0,))
-        for recipe in ("qsgd(levels=1, bucket=64, coded=True)", "qsgd(levels=3, coded=True)")
+        for recipe in ("dither(ratio=16)", "dither(ratio=80)", "dither(ratio=100)")
     ),
     "defaults": (
         Row("qsgd", **FEW),
@@ -103,7 +103,7 @@ SETS = {
     "recommended": (
         Row("dct(density=0.15, error_feedback=False)", **FEW),
         Row("fft after 100 dense steps", **FEW),
-        Row("qsgd(levels=1, bucket=64, coded=True)", **FEW),
+        Row("dither(ratio=60)", **FEW),
         Row("auto(ratio=100)", **FEW),
         Row("topk(density=0.01) after 100 dense steps", **FEW),
         Row("powersgd(rank=4) after 100 dense steps", **FEW),
@@ -128,8 +128,8 @@ SETS = {
             ("dct(density=0.15)", "adamw"),
             ("powersgd(rank=4)", "adamw"),
             ("auto(ratio=100)", "adamw"),
-            (CODED, "adamw"),
-            (CODED, "adamw-ours"),
+            ("dither(ratio=30)", "adamw"),
+            ("dither(ratio=30)", "adamw-ours"),
             ("fft(error_feedback=False)", "adamw"),
         )
     ),

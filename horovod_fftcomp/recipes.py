@@ -11,7 +11,7 @@ from typing import Any, Literal
 from horovod_fftcomp.codec.adaptive import AdaComp, Adaptive, Strom, Wangni
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.base import Method
-from horovod_fftcomp.codec.methods.coded_qsgd import CodedQSGD
+from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.codec.methods.dorefa import DoReFa
 from horovod_fftcomp.codec.methods.natural import Natural
 from horovod_fftcomp.codec.methods.onebit import OneBit
@@ -270,14 +270,15 @@ def _qsgd(
     levels: int = 7,
     bucket: int = 1024,
     norm: Literal["max", "l2"] = "max",
-    coded: bool = False,
     error_feedback: bool = QSGD.error_feedback,
     seed: int = 0,
 ) -> Scheme:
-    if coded and norm != "max":
-        raise ValueError(f"norm must be max with coded=True; got {norm!r}")
-    method = CodedQSGD(levels, bucket) if coded else QSGD(levels, bucket, norm)
-    return _elementwise(method, seed, error_feedback=error_feedback)
+    return _elementwise(QSGD(levels, bucket, norm), seed, error_feedback=error_feedback)
+
+
+@_gathered
+def _dither(ratio: int = 30, bucket: int = 256, seed: int = 0) -> Scheme:
+    return _elementwise(Dither(ratio, bucket), seed)
 
 
 @_gathered
@@ -447,6 +448,11 @@ _RECIPES = {
     "qsgd": Recipe(
         _qsgd, "all values, stochastically rounded to a few levels", "Alistarh et al. 2017"
     ),
+    "dither": Recipe(
+        _dither,
+        "all values, rounded with a spaced dither, entropy-coded",
+        "Abdi and Fekri 2019; Suresh et al., ICML 2022",
+    ),
     "terngrad": Recipe(
         _terngrad, "all values, stochastically rounded to -1, 0, 1 times a scale", "Wen et al. 2017"
     ),
@@ -576,8 +582,10 @@ def get_scheme(name: str, **options: object) -> Scheme:
         Elements that share a norm: a power of two from 64 to 4096.
     norm
         Norm that the levels divide evenly: "max", the largest magnitude, or "l2".
-    coded
-        Whether levels are entropy-coded, in a fixed size: for 1 to 3 levels, norm "max" only.
+    dither.ratio
+        How many times fewer bytes than float32: 16, 20, 30, 40, 60, 80 or 100.
+    dither.bucket
+        Elements that share a scale: 128, 256, 512 or 1024.
     packing
         "base3": 1.6 bits per value; "bits": 2 bits per value, faster to decode.
     clip

@@ -8,7 +8,7 @@ import pytest
 from horovod_fftcomp import PayloadError, get_codec, wire
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.methods.coded_qsgd import CodedQSGD
+from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.codec.quantizers import (
     BFLOAT16,
     FLOAT32,
@@ -32,7 +32,7 @@ from .loops import each
 def has_bucket_kernels(codec: object) -> bool:
     """Return whether a bucket's compiled calls, of sparse and of some dense codecs, serve it."""
     is_dense = isinstance(codec, DenseCodec)
-    if isinstance(getattr(codec, "method", None), CodedQSGD):
+    if isinstance(getattr(codec, "method", None), Dither):
         return False
     return codec.method.cuda is not None if is_dense else isinstance(codec, Codec)
 

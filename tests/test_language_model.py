@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import math
 from pathlib import Path
@@ -278,7 +279,13 @@ def test_report_compares_rows_at_their_best_rate_on_common_seeds(report, records
 
 def test_report_forecasts_the_time_to_a_loss(report, records, tmp_path):
     [section] = report.sections(records)
-    options = report.timed_codecs(tmp_path / "codecs.json", ["topk", "fft"])
+    path = tmp_path / "codecs.json"
+    report.timed_codecs(path, ["topk", "fft"])
+    stored = json.loads(path.read_text())
+    for part in itertools.chain(*stored["recipes"].values()):  # whatever else the machine does
+        part |= {name: 1e-6 for name in part if name in ("encode_s", "decode_s", "decode_each_s")}
+    path.write_text(json.dumps(stored))
+    options = report.timed_codecs(path, ["topk", "fft"])
     none, _, topk = (
         np.diff(report.times_of(row, section, options, 0.1), prepend=0) for row in section.rows
     )

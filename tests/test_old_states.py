@@ -26,7 +26,7 @@ BUCKETS = (
 )
 # Its sums depend on the last bits of a matrix product, and so on the machine.
 ROUNDED = {"powersgd"}
-SINCE = {"arctopk"}  # recipes that were added later
+SINCE = {"arctopk", "dither"}  # recipes that were added later
 # Since then the grid of their 4-bit values is fitted: a quarter of the norm at most. Without the
 # old residuals their sums differ by 0.7 and more of it.
 REQUANTIZED = {"topk", "fft", "dct", "auto", "demo"}

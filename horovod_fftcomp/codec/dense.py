@@ -14,6 +14,7 @@ from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
 from horovod_fftcomp.codec.transforms import Identity, Own
 from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape
 from horovod_fftcomp.wire import counter_rng
+from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.header import Header, Plan
 from horovod_fftcomp.wire.positions import Layout
 
@@ -60,6 +61,13 @@ class DenseCodec(PayloadCodec):
     def draws(self) -> bool:
         """Whether random numbers are used."""
         return self.method.draws
+
+    def key_at(self, rng_key: RngKey) -> int:
+        """Return the key of the random numbers; for ``spaced`` methods 32 bits and an offset."""
+        if not self.method.spaced:
+            return super().key_at(rng_key)
+        shared = counter_rng.draw(self.seed, rng_key.step, rng_key.name, 0)
+        return shared >> 32 << 32 | counter_rng.spaced(rng_key.rank)
 
     def _write(self, coeffs: Coefficients, how: Encoding, out: Array | None) -> Written | None:
         """Write the method's body; see ``PayloadCodec``."""

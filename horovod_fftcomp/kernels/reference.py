@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 # Kernels of element-wise methods are in the files of the methods.
-from horovod_fftcomp.codec.methods.coded_qsgd import add_coded, encode_coded  # noqa: F401
+from horovod_fftcomp.codec.methods.dither import add_coded, encode_coded  # noqa: F401
 from horovod_fftcomp.codec.methods.levels import add_levels, encode_levels  # noqa: F401
 from horovod_fftcomp.codec.methods.natural import add_octaves, encode_octaves  # noqa: F401
 from horovod_fftcomp.codec.methods.signs import (  # noqa: F401
@@ -363,7 +363,8 @@ def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
     freqs = _frequencies(n, k)
     lengths, body = [], bytearray()
     for begin in range(0, len(symbols), rans.CHUNK_SYMBOLS):
-        states, words = rans.encode(symbols[begin : begin + rans.CHUNK_SYMBOLS], freqs)
+        own = symbols[begin : begin + rans.CHUNK_SYMBOLS]
+        states, words = rans.encode(own, [freqs] * len(own))
         lengths.append(len(words))
         body += np.array(states, np.uint64).tobytes() + np.array(words, np.uint32).tobytes()
     packed = bytes(np.array(lengths, np.uint16)).ljust(rans.words_offset(n), b"\0") + body
@@ -383,16 +384,17 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
     for length in lengths:
         states = [words[i] | words[i + 1] << 32 for i in range(0, 2 * rans.LANES, 2)]
         words = words[2 * rans.LANES :]
-        symbols += rans.decode(states, words[:length], min(n_left, rans.CHUNK_SYMBOLS), freqs)
+        tables = [freqs] * min(n_left, rans.CHUNK_SYMBOLS)
+        symbols += rans.decode(states, words[:length], tables)
         words = words[length:]
         n_left -= rans.CHUNK_SYMBOLS
     return unpack_bitmap(np.array(symbols, np.uint8), n, k)
 
 
-def _frequencies(n: int, k: int) -> list[int]:
+def _frequencies(n: int, k: int) -> tuple[int, ...]:
     """Return the frequency of each byte."""
     frequencies = rans.frequencies(n, k)
-    return [frequencies[byte.bit_count()] for byte in range(256)]
+    return tuple(frequencies[byte.bit_count()] for byte in range(256))
 
 
 def count_above(values: Array, key: int) -> int:

@@ -737,7 +737,6 @@ class Compression:
         levels: int = 7,
         bucket: int = 1024,
         norm: Literal["max", "l2"] = "max",
-        coded: bool = False,
         error_feedback: bool = False,
         seed: int = 0,
         beta: float = 1.0,
@@ -766,6 +765,37 @@ class Compression:
         on_timeout: Literal["raise", "warn"] = "raise",
     ) -> TensorFlowCompressor:
         """Return a compressor: all values, stochastically rounded to a few levels."""
+
+    @staticmethod
+    def dither(
+        model: _Model | Iterable[Any] | None = None,
+        *,
+        ratio: int = 30,
+        bucket: int = 256,
+        seed: int = 0,
+        exchange: Literal["auto", "gather", "sharded"] = "auto",
+        warmup_steps: int = 0,
+        density_schedule: Schedule | Mapping[int, float] | float | None = None,
+        dense_every: int = 0,
+        dense_by: str = "bf16",
+        ranks_per_node: int = 1,
+        min_numel: int = 1024,
+        bucket_nbytes: int = 25000000,
+        rules: Sequence[tuple[Any, Any]] = (),
+        process_set: Any = None,
+        grad_scaler: Any = None,
+        replica_check: Literal["warn", "broadcast", "off"] = "warn",
+        shadow_check: int = 1000,
+        recover: Recover | None = None,
+        record: str | PathLike[str] | None = None,
+        record_every: int = 50,
+        live_view: str | PathLike[str] | None = None,
+        scalars: Any = None,
+        live_every: int = 50,
+        timeout_s: float = 600.0,
+        on_timeout: Literal["raise", "warn"] = "raise",
+    ) -> TensorFlowCompressor:
+        """Return a compressor: all values, rounded with a spaced dither, entropy-coded."""
 
     @staticmethod
     def terngrad(

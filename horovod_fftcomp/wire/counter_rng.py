@@ -73,6 +73,14 @@ def below(number: int, n: int) -> int:
     return (number * n) >> 64
 
 
+def spaced(rank: int) -> int:
+    """Return ``rank`` with its 32 bits in reverse order (van der Corput 1935).
+
+    Of 2^k consecutive ranks from 0 on, these numbers are evenly spaced in [0, 2**32).
+    """
+    return int(f"{rank % (1 << 32):032b}"[::-1], 2)
+
+
 def check_seed(seed: object) -> None:
     """Raise ValueError unless ``seed`` is a whole number in [0, 2**64)."""
     if type(seed) is not int or not 0 <= seed < 2**64:

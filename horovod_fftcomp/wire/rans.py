@@ -14,6 +14,7 @@ them.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections.abc import Sequence
@@ -54,33 +55,32 @@ def cost(frequency: int, fraction: int) -> int:
     return PRECISION * fraction - ((frequency**fraction).bit_length() - 1)
 
 
-def encode(symbols: Sequence[int], freqs: Sequence[int]) -> tuple[list[int], list[int]]:
+def encode(symbols: Sequence[int], tables: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Return the final states and the words of one chunk.
 
-    ``freqs``: of all symbols; they sum to 2^PRECISION, those in the chunk are above 0.
+    ``tables``: for each place the frequencies of all symbols; they sum to 2^PRECISION, those of
+    symbols in the chunk are above 0.
     """
-    starts = list(itertools.accumulate(freqs, initial=0))
     states, words = [LOWEST_STATE] * LANES, []
     for i in reversed(range(len(symbols))):
-        f, state = freqs[symbols[i]], states[i % LANES]
+        f, state = tables[i][symbols[i]], states[i % LANES]
         if state >= f << (63 - PRECISION):
             words.append(state & 0xFFFFFFFF)
             state >>= 32
-        states[i % LANES] = (state // f << PRECISION) + state % f + starts[symbols[i]]
+        start = _starts(tuple(tables[i]))[symbols[i]]
+        states[i % LANES] = (state // f << PRECISION) + state % f + start
     return states, words[::-1]
 
 
 def decode(
-    states: Sequence[int], words: Sequence[int], count: int, freqs: Sequence[int]
+    states: Sequence[int], words: Sequence[int], tables: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Return the ``count`` symbols that ``encode`` encoded; ValueError for corrupt words."""
-    starts = list(itertools.accumulate(freqs, initial=0))
-    slots = [symbol for symbol, f in enumerate(freqs) for _ in range(f)]
+    """Return the symbols that ``encode`` encoded; ValueError for corrupt words."""
     left, states, symbols = list(words[::-1]), list(states), []
-    for i in range(count):
-        state = states[i % LANES]
+    for i, freqs in enumerate(tables):
+        state, starts = states[i % LANES], _starts(tuple(freqs))
         slot = state % (1 << PRECISION)
-        symbol = slots[slot]
+        symbol = bisect.bisect_right(starts, slot) - 1
         state = freqs[symbol] * (state >> PRECISION) + slot - starts[symbol]
         if state < LOWEST_STATE and left:
             state = state << 32 | left.pop()
@@ -89,6 +89,12 @@ def decode(
     if left or any(state != LOWEST_STATE for state in states):
         raise ValueError("a chunk of the entropy code is corrupt: it ends in other states")
     return symbols
+
+
+@functools.lru_cache(_CACHED)
+def _starts(freqs: tuple[int, ...]) -> list[int]:
+    """Return the first slot of each symbol."""
+    return list(itertools.accumulate(freqs, initial=0))[:-1]
 
 
 @functools.lru_cache(_CACHED)

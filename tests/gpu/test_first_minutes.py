@@ -171,7 +171,7 @@ def trainer(script, monkeypatch):
         ("fft", "adamw"),
         ("dct(density=0.15) after 2 dense steps, every 3th step by qsgd", "adamw-ours"),
         pytest.param("none", "adamw-unclipped", marks=pytest.mark.more),
-        pytest.param("qsgd(levels=2, bucket=128, coded=True)", "adamw", marks=pytest.mark.more),
+        pytest.param("dither", "adamw", marks=pytest.mark.more),
         pytest.param("powersgd", "adamw-unclipped-10", marks=pytest.mark.more),
         pytest.param("auto", "adamw", marks=pytest.mark.more),
     ],

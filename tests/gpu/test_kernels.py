@@ -130,7 +130,8 @@ def test_payloads_and_residuals_are_the_cpus(key, schedule):
     for i, name in enumerate(names):
         coeffs = codec.coeffs_of(grads[i], grads[i].shape, CPU, residuals[i])
         expected = codec.encode_coeffs(coeffs, grads[i].shape, kernels=CPU, rng_key=place_of(i))
-        assert bool(made.not_finite[i]) == (name in ("nan", "inf")), name
+        overflows = key.startswith("dither") and name.startswith("huge")  # what it would send
+        assert bool(made.not_finite[i]) == (name in ("nan", "inf") or overflows), name
         assert meant(codec, made.payloads[i]) == meant(codec, expected.payload), name
         if expected.residual is not None and expected.residual.size:
             assert made.coeffs[i].tobytes() == expected.residual.tobytes(), name

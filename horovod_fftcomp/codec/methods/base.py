@@ -51,12 +51,14 @@ class Method(abc.ABC):
 
     Its traits are read by recipes, schemes, CUDA kernels and tests. ``error_feedback``: whether its
     recipe has error feedback by default. ``draws``: whether it uses random numbers. ``unbiased``:
-    whether the mean over them is the value. A subclass of a method inherits its traits.
+    whether the mean over them is the value. ``spaced``: whether the ranks' random numbers are the
+    same but for an offset, evenly spaced. A subclass of a method inherits its traits.
     """
 
     error_feedback: ClassVar[bool] = False
     draws: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
+    spaced: ClassVar[bool] = False
 
     @property
     def contraction(self) -> bool:

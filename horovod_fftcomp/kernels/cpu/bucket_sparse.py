@@ -235,6 +235,6 @@ def _read_positions(row, payload, tables, scratch, bitmap):
     if coded > words.size:
         return False
     symbols = used.view(np.uint8)[: (row.n + 7) // 8]
-    return decode_chunks(words, lengths, tables[row.table], symbols) and bitmap_has(
+    return decode_chunks(words, lengths, tables[row.table], symbols, None) and bitmap_has(
         used, row.n, row.k
     )

@@ -1,4 +1,4 @@
-"""CPU kernels of entropy-coded levels; see ``codec.methods.coded_qsgd``, which defines the bytes.
+"""CPU kernels of dithered levels; see ``codec.methods.dither``, which defines the bytes.
 
 A chunk goes through all stages before the next one: its arrays fit into a cache.
 """
@@ -24,8 +24,12 @@ from horovod_fftcomp.wire.radix import GROUP
 
 _LEAST_CHUNKS = 4  # per thread, at least
 _LEAST_NORMAL, _INFINITY = np.int64(0x00800000), np.int64(0x7F800000)
-_LEAST, _LARGEST = np.float32(2.0**-126), np.float32(np.finfo(np.float32).max)
-_UNIT, _BINS = np.float32(2.0**-24), np.float32(BINS)
+_LEAST = np.float32(2.0**-126)
+_UNIT, _BINS = np.float32(2.0**-coded.DITHER_BITS), np.float32(coded.BINS_OF_SCALE)
+_MIDDLE_OF_UNIT, _NO_SCALE = np.float32(0.5), np.int64(coded.NO_SCALE)
+_SHIFT, _HALF = np.uint32(32 - coded.DITHER_BITS), np.int32(1 << (coded.DITHER_BITS - 1))
+_PART_SHIFT = np.int32(coded.DITHER_BITS - 1 - coded.PARTS.bit_length() + 1)
+_EIGHTH_BITS = coded.EIGHTHS.view(np.int32)
 _TOP_BIN, _MIDDLE, _RADIX = np.int32(BINS - 1), np.int32(coded.MOST), np.int32(coded.RADIX)
 _INVERSE = np.int32(-(-(1 << 16) // coded.RADIX))  # exact for 8 bits
 _FAULTS = (
@@ -38,11 +42,20 @@ _FAULTS = (
 
 @functools.cache
 def _tables(form: CodedLevels) -> tuple[Array, ...]:
-    """Return (bucket, first wide grid, the highest levels), costs, and the code's tables."""
-    both = [coded.frequencies(form.levels, table) for table in (0, 1)]
-    numbers = np.array([form.bucket, form.first_wide, *form.highest], np.int64)
-    encoders = map(np.array, zip(*map(encoder_table, both), strict=True))
-    return numbers, coded.costs(form), np.array(list(map(decoder_table, both))), *encoders
+    """Return (bucket, the highest levels, the ends of grids), costs, and the code's tables.
+
+    Of either set of tables, one part after another.
+    """
+    both = [
+        [coded.frequencies(form, table, part) for part in range(coded.PARTS)] for table in (0, 1)
+    ]
+    encoders = [
+        [np.concatenate(arrays) for arrays in zip(*map(encoder_table, parts), strict=True)]
+        for parts in both
+    ]
+    decoders = np.array([np.concatenate([*map(decoder_table, parts)]) for parts in both])
+    numbers = np.array([form.bucket, *form.highest, *form.ends], np.int64)
+    return numbers, coded.costs(form), decoders, *map(np.array, zip(*encoders, strict=True))
 
 
 def _parts(n: int, form: CodedLevels) -> list[tuple[slice, slice, int, Array]]:
@@ -54,21 +67,22 @@ def _parts(n: int, form: CodedLevels) -> list[tuple[slice, slice, int, Array]]:
         pairs = [
             (form.room(m), coded.FRACTION * (32 * form.room(m) - form.slack(m))) for m in sizes
         ]
-        body = slice(form.body_words(begin), form.body_words(end))
+        body = slice(form.words_before(begin), form.words_before(end))
         found.append((slice(begin, end), body, a, np.array(pairs, np.int64)))
     return found
 
 
 def encode_coded(values: Array, form: CodedLevels, body: Array, key: int, keep: bool) -> float:
-    """See ``codec.methods.coded_qsgd.encode_coded``."""
+    """See ``codec.methods.dither.encode_coded``."""
     numbers, costs, _, *encoders = _tables(form)
+    body[: coded.KEY_WORDS] = key & 0xFFFFFFFF, key >> 32
 
     def work(at: slice, to: slice, chunk: int, rooms: Array) -> float:
         own = values[at], body[to], rooms, np.uint64(key), chunk, keep
         return encode_coded_chunks(*own, numbers, costs, *encoders)
 
     scales = threads.each(work, _parts(values.size, form))
-    return math.nan if any(map(math.isnan, scales)) else max(scales)
+    return max(scales) if all(map(math.isfinite, scales)) else math.nan
 
 
 @kernel
@@ -76,41 +90,42 @@ def encode_coded_chunks(
     values, body, rooms, key, first, keep, numbers, costs, freqs, reciprocals, shifts, biases
 ):  # fmt: skip
     """Write consecutive chunks; return the largest number on a grid, NaN for one not finite."""
-    bucket, random, maxima = numbers[0], np.empty(CHUNK, np.uint32), np.empty(CHUNK // 64, np.int64)
+    bucket, dithers = numbers[0], np.empty(GROUP, np.uint32)
+    eighths = np.empty(CHUNK // 128, np.int64)
     ratio, levels = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.int32)
-    counts, symbols = np.empty(BINS, np.int32), np.empty(GROUP, np.uint8)
+    counts, symbols = np.empty(BINS, np.int32), np.empty(GROUP, np.uint16)
     out = np.empty(STATE_WORDS + GROUP // 2, np.uint32)  # at most 12 bits a symbol
     length, scale, at = np.empty(1, np.uint16), np.float32(0), 0
     for chunk in range(rooms.shape[0]):
         part, room = values[chunk * CHUNK : (chunk + 1) * CHUNK], rooms[chunk, 0]
         own, codes, states = _split(body, at, part.size, bucket, room)
         at += own.size
-        peak = _write_maxima(part, bucket, maxima)
-        if peak >= _INFINITY:
+        if peak_bits(part.view(np.int32)) >= _INFINITY:
             return np.nan
-        _write_ratios(part, maxima, float_of(peak), bucket, codes, ratio)
+        peak = _write_scales(part, bucket, eighths, codes)
+        _write_ratios(part, peak, codes, bucket, ratio)
         _count(ratio[: part.size], counts)
-        for half in range(2):
-            fill_random(key, 2 * (first + chunk) + half, random[half * GROUP : (half + 1) * GROUP])
-        grid, used = np.int64(coded.GRIDS), 0
+        _draw(key, first + chunk, dithers)
+        choice, used = 2 * numbers[4], 0  # those with tails have finer grids
         while used == 0:
-            grid = _fitting(grid - 1, counts, costs, rooms[chunk, 1], float_of(peak), numbers)
-            if grid < 0:
+            choice = _fitting(choice - 1, counts, costs, rooms[chunk, 1], peak, numbers)
+            if choice < 0:
                 own[:] = np.uint32(0)
                 break
-            _draw(part, ratio, coded.LEVELS_OF_GRIDS[grid], random, levels)
-            t, width = np.int64(grid >= numbers[1]), _join(levels, part.size, symbols)
+            t, width = choice & 1, (part.size + 1) // 2
+            _write_levels(ratio[: part.size], coded.LEVELS_OF_GRIDS[choice >> 1], dithers, levels)
+            _join(levels, part.size, dithers, symbols)
             code = freqs[t], reciprocals[t], shifts[t], biases[t]
             used = encode_chunks(symbols[:width], *code, length, out)
             used = used if length[0] <= room else 0
         if used:
-            unit = np.float32(float_of(peak) * coded.STEPS_OF_GRIDS[grid])
+            unit = np.float32(peak * coded.STEPS_OF_GRIDS[choice >> 1])
             own[:1].view(np.float32)[0] = unit
             own[1] = np.uint32(length[0] + (t << 16))
             own[states : states + used] = out[:used]
-            scale = max(scale, np.float32(unit * np.float32(numbers[2 + t])))
+            scale = max(scale, np.float32(unit * np.float32(numbers[1 + t])))
             if keep:
-                _add_values(part, levels, codes, unit, bucket, np.float32(-1))
+                _add_values(part, levels, dithers, codes, unit, bucket, np.float32(-1))
     return np.float64(scale)
 
 
@@ -123,13 +138,43 @@ def _split(body, at, n, bucket, room):
 
 
 @inlined
-def _write_maxima(part, bucket, maxima):
-    """Write the bits of the largest magnitudes of buckets; return those of the largest."""
-    peak = np.int64(0)
-    for b in range((part.size + bucket - 1) // bucket):
-        maxima[b] = peak_bits(part[b * bucket : (b + 1) * bucket].view(np.int32))
-        peak = max(peak, maxima[b])
-    return peak
+def _eighths_of(piece):
+    """Return a bucket's scale, see ``codec.methods.dither``, in eighths above 2^-127; 0: zeros."""
+    bits = piece.view(np.int32)
+    most = np.int32(peak_bits(bits))
+    exponent = np.int32(most >> np.int32(23))
+    if exponent == 0:
+        return np.int64(0)
+    total = np.uint32(0)
+    for i in range(piece.size):
+        magnitude = np.int32(bits[i] & np.int32(0x7FFFFFFF))
+        own = np.int32(magnitude >> np.int32(23))
+        whole = np.int32(magnitude & np.int32(0x7FFFFF))
+        whole = np.int32(whole | np.int32(0x800000)) if own > 0 else np.int32(whole << np.int32(1))
+        whole = np.int32(whole >> min(np.int32(exponent - own + np.int32(13)), np.int32(31)))
+        total += np.uint32(whole * whole)
+    largest = np.int64((most & np.int32(0x7FFFFF) | np.int32(0x800000)) >> np.int32(13)) + 1
+    square = max(np.int64(total) // piece.size, largest * largest // 35) + 1
+    found = np.float32(square)  # below 2^23, so exact
+    pattern = np.int64(np.array([found]).view(np.int32)[0])
+    half = pattern >> 1 & 0x3FFFFF | 0x400000
+    above = sum([half > quarter for quarter in coded.QUARTERS])
+    eighths = 4 * ((pattern >> 23) - 127) + above + 8 * (np.int64(exponent) - 10)
+    return min(max(eighths, np.int64(8)), np.int64(8 * 255 - 1))
+
+
+@inlined
+def _write_scales(part, bucket, eighths, codes):
+    """Write the codes of scales; return the largest scale."""
+    n, peak = (part.size + bucket - 1) // bucket, np.int64(0)
+    for b in range(n):
+        eighths[b] = _eighths_of(part[b * bucket : (b + 1) * bucket])
+        peak = max(peak, eighths[b])
+    for b in range(n):
+        less = peak - eighths[b] if eighths[b] else _NO_SCALE
+        codes[b] = np.uint8(min(less, _NO_SCALE))
+    up = (peak + 7) >> 3
+    return float_of(np.int64(_EIGHTH_BITS[(up << 3) - peak]) + ((up - 127) << 23))
 
 
 @inlined
@@ -142,25 +187,21 @@ def _write_patterns(unit, patterns):
 @inlined
 def _step(patterns, code):
     pattern = np.int64(patterns[code & 7]) - (np.int64(code >> 3) << 23)
-    return float_of(pattern) if pattern >= _LEAST_NORMAL else np.float32(0)
+    exists = pattern >= _LEAST_NORMAL and code != _NO_SCALE
+    return float_of(pattern) if exists else np.float32(0)
 
 
 @inlined
-def _write_ratios(part, maxima, peak, bucket, codes, ratio):
-    """Write the codes of scales, and magnitudes relative to them."""
+def _write_ratios(part, peak, codes, bucket, ratio):
+    """Write the values relative to their scales."""
     patterns = np.empty(8, np.int32)
     _write_patterns(peak, patterns)
     for b in range((part.size + bucket - 1) // bucket):
-        code = np.int64(0 if maxima[b] >= _LEAST_NORMAL else 255)
-        for k in range(8):
-            above = patterns[k] - maxima[b]
-            code = max(code, (above >> 23) * 8 + k) if above >= 0 else code
-        codes[b] = np.uint8(min(code, np.int64(255)))
         scale = _step(patterns, np.int64(codes[b]))
         piece, here = part[b * bucket : (b + 1) * bucket], ratio[b * bucket : (b + 1) * bucket]
         here[:] = np.float32(0)
         for i in range(piece.size if scale > 0 else 0):
-            here[i] = np.float32(np.abs(piece[i]) / scale)
+            here[i] = np.float32(piece[i] / scale)
 
 
 @inlined
@@ -168,72 +209,105 @@ def _count(ratio, counts):
     counts[:] = np.int32(0)
     counts[0] = np.int32(ratio.size & 1)  # the last symbol has two digits too
     for x in ratio:
-        counts[min(np.int32(x * _BINS), _TOP_BIN)] += np.int32(1)
+        counts[min(np.int32(np.abs(x) * _BINS), _TOP_BIN)] += np.int32(1)
 
 
 @inlined
 def _fitting(first, counts, costs, limit, peak, numbers):
-    """Return the finest grid from ``first`` down with which levels should fit, or -1."""
-    for grid in range(first, -1, -1):
+    """Return the finest choice from ``first`` down with which levels should fit, or -1."""
+    for choice in range(first, -1, -1):
+        if choice >> 1 >= numbers[3 + (choice & 1)]:
+            continue
         cost = np.int32(0)
         for b in range(BINS):
-            cost += costs[grid, b] * counts[b]
-        unit = np.float32(peak * coded.STEPS_OF_GRIDS[grid])
-        highest = np.float32(numbers[3] if grid >= numbers[1] else numbers[2])
-        if cost <= limit and unit >= _LEAST and np.float32(unit * highest) <= _LARGEST:
-            return grid
-    return -1
+            cost += costs[choice, b] * counts[b]
+        unit = np.float32(peak * coded.STEPS_OF_GRIDS[choice >> 1])
+        if cost <= limit and unit >= _LEAST:
+            return choice
+    return np.int64(-1)
 
 
 @inlined
-def _draw(part, ratio, count, random, levels):
-    for i in range(part.size):
-        place = np.float32(ratio[i] * count)
-        floor = np.int32(place)
-        u = np.float32(np.int32(random[i] >> np.uint32(8))) * _UNIT
-        level = np.int32(floor + np.int32(u < np.float32(place - np.float32(floor))))
-        levels[i] = np.int32(-level) if part[i] < np.float32(0) else level
+def _draw(key, chunk, dithers):
+    """Write the dithers of a chunk's symbols: 20 bits, from the middle on."""
+    fill_random(key >> np.uint64(32), chunk, dithers)
+    offset = np.uint32(key & np.uint64(0xFFFFFFFF))
+    for j in range(dithers.size):
+        dithers[j] = np.uint32(dithers[j] + offset) >> _SHIFT
 
 
 @inlined
-def _join(levels, n, symbols):
-    """Write the symbols of ``n`` levels, see ``codec.methods.coded_qsgd``; return their number."""
+def _of_dither(dither):
+    """Return (sign, magnitude in levels) of a dither."""
+    above = np.int32(np.int32(dither) - _HALF)
+    size = np.int32(~above) if above < 0 else above
+    sign = np.float32(-1) if above < 0 else np.float32(1)
+    return sign, np.float32(np.float32(np.float32(size) + _MIDDLE_OF_UNIT) * _UNIT)
+
+
+@inlined
+def _part_of(dither):
+    """Return the part of a dither."""
+    above = np.int32(np.int32(dither) - _HALF)
+    return np.int32((np.int32(~above) if above < 0 else above) >> _PART_SHIFT)
+
+
+@inlined
+def _write_levels(ratio, count, dithers, levels):
+    width = (ratio.size + 1) // 2
+    for begin in (0, width):
+        here, there = ratio[begin : begin + width], levels[begin : begin + width]
+        for j in range(here.size):
+            sign, size = _of_dither(dithers[j])
+            place = np.float32(np.float32(here[j] * sign) * count)
+            there[j] = np.int32(np.floor(np.float32(place + np.float32(size + _MIDDLE_OF_UNIT))))
+
+
+@inlined
+def _join(levels, n, dithers, symbols):
+    """Write the symbols of ``n`` levels, see ``codec.methods.dither``, after those of parts."""
     width = (n + 1) // 2
     if n < 2 * width:
         levels[n] = np.int32(0)
     for i in range(width):
         high = np.int32(_RADIX * np.int32(levels[width + i] + _MIDDLE))
-        symbols[i] = np.uint8(np.int32(levels[i] + _MIDDLE) + high)
-    return width
+        symbol = np.int32(np.int32(levels[i] + _MIDDLE) + high)
+        symbols[i] = np.uint16(np.int32(symbol + (_part_of(dithers[i]) << np.int32(8))))
 
 
 @inlined
-def _add_values(part, levels, codes, unit, bucket, sign):
-    patterns = np.empty(8, np.int32)
+def _add_values(part, levels, dithers, codes, unit, bucket, factor):
+    """Add what ``levels`` stand for, times ``factor``, which is 1 or -1."""
+    patterns, width = np.empty(8, np.int32), (part.size + 1) // 2
     _write_patterns(unit, patterns)
     for b in range((part.size + bucket - 1) // bucket):
-        step = np.float32(sign * _step(patterns, np.int64(codes[b])))
-        piece, here = part[b * bucket : (b + 1) * bucket], levels[b * bucket : (b + 1) * bucket]
-        for i in range(piece.size):
-            piece[i] += np.float32(step * np.float32(here[i]))
+        step = np.float32(factor * _step(patterns, np.int64(codes[b])))
+        for i in range(b * bucket, min((b + 1) * bucket, part.size)):
+            sign, size = _of_dither(dithers[i - width if i >= width else i])
+            part[i] += np.float32(
+                step * np.float32(sign * np.float32(np.float32(levels[i]) - size))
+            )
 
 
 def add_coded(total: Array, form: CodedLevels, body: Array, scale: float) -> None:
-    """See ``codec.methods.coded_qsgd.add_coded``."""
+    """See ``codec.methods.dither.add_coded``."""
     numbers, _, decoders, *_ = _tables(form)
+    key = np.uint64(int(body[0]) | int(body[1]) << 32)
 
-    def work(at: slice, to: slice, _: int, rooms: Array) -> int:
-        return add_coded_chunks(total[at], body[to], rooms, np.float32(scale), numbers, decoders)
+    def work(at: slice, to: slice, chunk: int, rooms: Array) -> int:
+        own = total[at], body[to], rooms, key, chunk, np.float32(scale)
+        return add_coded_chunks(*own, numbers, decoders)
 
     if fault := max(threads.each(work, _parts(total.size, form))):
         raise ValueError(_FAULTS[fault])
 
 
 @kernel
-def add_coded_chunks(total, body, rooms, scale, numbers, decoders):
+def add_coded_chunks(total, body, rooms, key, first, scale, numbers, decoders):
     """Add the values of consecutive chunks; return 0, or which fault the first invalid one has."""
     bucket, at = numbers[0], 0
     levels, symbols = np.empty(CHUNK, np.int32), np.empty(GROUP, np.uint8)
+    dithers, parts = np.empty(GROUP, np.uint32), np.empty(GROUP, np.uint8)
     length = np.empty(1, np.uint16)
     for chunk in range(rooms.shape[0]):
         part, room = total[chunk * CHUNK : (chunk + 1) * CHUNK], rooms[chunk, 0]
@@ -245,15 +319,18 @@ def add_coded_chunks(total, body, rooms, scale, numbers, decoders):
         if own[0] == 0 and own[1] == 0:
             continue
         unit = own[:1].view(np.float32)[0]
-        if not (unit >= 0 and np.float32(unit * np.float32(numbers[2 + table])) <= scale):
+        if not (unit >= 0 and np.float32(unit * np.float32(numbers[1 + table])) <= scale):
             return np.int64(2)
         width, length[0] = (part.size + 1) // 2, n_words
-        if not decode_chunks(own[states:], length, decoders[table], symbols[:width]):
+        _draw(key, first + chunk, dithers)
+        for i in range(width):
+            parts[i] = np.uint8(_part_of(dithers[i]))
+        if not decode_chunks(own[states:], length, decoders[table], symbols[:width], parts):
             return np.int64(3)
         for i in range(width):
             both = np.int32(symbols[i])
             high = np.int32(np.int32(both * _INVERSE) >> np.int32(16))
             levels[i] = np.int32(both - np.int32(_RADIX * high)) - _MIDDLE
             levels[width + i] = np.int32(high - _MIDDLE)
-        _add_values(part, levels, codes, unit, bucket, np.float32(1))
+        _add_values(part, levels, dithers, codes, unit, bucket, np.float32(1))
     return np.int64(0)

@@ -210,7 +210,7 @@ def unpack_entropy(packed: Array, n: int, k: int) -> Array:
     def work(begin: int, end: int) -> bool:
         first = ends[begin - 1] if begin else 0
         part = symbols[begin * _CHUNK : end * _CHUNK]
-        return decode_chunks(words[first:], lengths[begin:end], table, part)
+        return decode_chunks(words[first:], lengths[begin:end], table, part, None)
 
     if not all(threads.each(work, threads.ranges(n_chunks, _LEAST_CHUNKS))):
         raise ValueError("a chunk of positions is corrupt: it does not end in initial states")
@@ -225,9 +225,12 @@ def _state(words, at):
 
 
 @inlined
-def _step(state, table):
+def _step(state, table, parts, i):
     """Return (the next state before ``_refill``, the decoded symbol)."""
-    entry = np.uint64(table[state & np.uint64(_SLOTS - 1)])
+    slot = state & np.uint64(_SLOTS - 1)
+    if parts is not None:  # known when this is compiled
+        slot |= np.uint64(parts[i]) << np.uint64(rans.PRECISION)
+    entry = np.uint64(table[slot])
     frequency = (entry >> np.uint64(8)) & np.uint64(0xFFF)
     state = frequency * (state >> np.uint64(rans.PRECISION)) + (entry >> np.uint64(20))
     return state, np.uint8(entry & np.uint64(0xFF))
@@ -242,8 +245,11 @@ def _refill(state, words, at, end):
 
 
 @kernel
-def decode_chunks(words, lengths, table, symbols):
-    """Write the symbols of all chunks; return False if one does not end in the lowest states."""
+def decode_chunks(words, lengths, table, symbols, parts):
+    """Write the symbols of all chunks; return False if one does not end in the lowest states.
+
+    ``parts``: which part of the table each symbol has; None if there is one.
+    """
     at = 0
     for chunk in range(lengths.size):
         begin = chunk * _CHUNK
@@ -254,23 +260,23 @@ def decode_chunks(words, lengths, table, symbols):
         end = at + lengths[chunk]
         i = begin
         while i + _LANES <= stop:
-            a, symbols[i] = _step(a, table)
-            b, symbols[i + 1] = _step(b, table)
-            c, symbols[i + 2] = _step(c, table)
-            d, symbols[i + 3] = _step(d, table)
+            a, symbols[i] = _step(a, table, parts, i)
+            b, symbols[i + 1] = _step(b, table, parts, i + 1)
+            c, symbols[i + 2] = _step(c, table, parts, i + 2)
+            d, symbols[i + 3] = _step(d, table, parts, i + 3)
             a, at = _refill(a, words, at, end)
             b, at = _refill(b, words, at, end)
             c, at = _refill(c, words, at, end)
             d, at = _refill(d, words, at, end)
             i += _LANES
         if i < stop:
-            a, symbols[i] = _step(a, table)
+            a, symbols[i] = _step(a, table, parts, i)
             a, at = _refill(a, words, at, end)
         if i + 1 < stop:
-            b, symbols[i + 1] = _step(b, table)
+            b, symbols[i + 1] = _step(b, table, parts, i + 1)
             b, at = _refill(b, words, at, end)
         if i + 2 < stop:
-            c, symbols[i + 2] = _step(c, table)
+            c, symbols[i + 2] = _step(c, table, parts, i + 2)
             c, at = _refill(c, words, at, end)
         if at != end or a != _LOWEST or b != _LOWEST or c != _LOWEST or d != _LOWEST:
             return False

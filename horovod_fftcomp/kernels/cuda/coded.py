@@ -1,4 +1,4 @@
-"""Entropy-coded levels on the device: launches that encode gradients and sum payloads."""
+"""Dithered levels on the device: launches that encode gradients and sum payloads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.methods.coded_qsgd import CodedQSGD
+from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.kernels.cuda import Device, structs
 from horovod_fftcomp.kernels.cuda.structs import THREADS, Group
 from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
@@ -30,14 +30,15 @@ class _Forms:
         self._kept: dict[CodedLevels, list[Any]] = {}
         for number in group.members:
             method, row = codecs[number].method, rows[number]
-            assert isinstance(method, CodedQSGD)
+            assert isinstance(method, Dither)
             form, n = method.form(), plans[number].numel
             if form not in self._kept:
                 self._kept[form] = [device.upload(table) for table in _tables(form)]
             addresses = map(device.address, self._kept[form])
             row["costs"], row["factors"], row["pushes"], row["slots"] = addresses
-            row["bucket_bits"], row["first_wide"] = form.bucket.bit_length() - 1, form.first_wide
-            row["narrow"], row["wide"] = form.highest
+            row["bucket_bits"] = form.bucket.bit_length() - 1
+            row["normal"], row["tails"] = form.highest
+            row["end_normal"], row["end_tails"] = form.ends
             row["first_chunk"], row["n_chunks"] = len(owners), -(-n // CHUNK)
             row["chunk_words"] = form.chunk_words(CHUNK)
             sizes = ("room", "limit", CHUNK), ("last_room", "last_limit", (n - 1) % CHUNK + 1)
@@ -51,7 +52,11 @@ class _Forms:
 
 def _tables(form: CodedLevels) -> list[Array]:
     """Return the arrays that a row points to, in their order there."""
-    frequencies = [coded_levels.frequencies(form.levels, table) for table in (0, 1)]
+    frequencies = [
+        coded_levels.frequencies(form, table, part)
+        for table in (0, 1)
+        for part in range(coded_levels.PARTS)
+    ]
     factors = coded_levels.LEVELS_OF_GRIDS, coded_levels.STEPS_OF_GRIDS, coded_levels.EIGHTHS
     return [
         coded_levels.costs(form).T.copy().view(np.uint32),

@@ -10,7 +10,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.methods.coded_qsgd import CodedQSGD
+from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
@@ -136,7 +136,7 @@ class _Bodies:
         groups = structs.grouped(plans, codecs, self._rows)
         of_elements = [codec for codec in codecs if isinstance(codec, DenseCodec)]  # all or none
         self._groups = [
-            (CodedSums if isinstance(of_elements[0].method, CodedQSGD) else ElementSums)(
+            (CodedSums if isinstance(of_elements[0].method, Dither) else ElementSums)(
                 device, g, plans, of_elements
             )
             if of_elements and g.transform is not None

@@ -11,7 +11,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.methods.coded_qsgd import CodedQSGD
+from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import Threshold
@@ -111,7 +111,7 @@ class Encoder:
             return TileGroup(self._device, group)
         if self._of_elements:
             codecs = [codec for codec in self._codecs if isinstance(codec, DenseCodec)]
-            is_coded = isinstance(codecs[0].method, CodedQSGD)
+            is_coded = isinstance(codecs[0].method, Dither)
             kind = CodedGroup if is_coded else ElementGroup
             return kind(self._device, group, plans, codecs)
         if self._counts:

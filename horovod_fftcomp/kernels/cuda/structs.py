@@ -32,7 +32,7 @@ SQUARES_NBYTES = 8 * THREADS
 POINTS_NBYTES = 8 * (TILE // 2 + TILE // 32)
 _KEPT_COPIES = 4  # of a table: arrays of the steps before last are free again
 LEVELS_NBYTES = 4 * (TILE + 65)
-CODED_NBYTES, CODED_SUM_NBYTES = 44480, 38920
+CODED_NBYTES, CODED_SUM_NBYTES = 43912, 36872
 PUSHES_NBYTES, BESIDE_NBYTES = 4096 + 16, 18448
 RANK_TILES_NBYTES = 16 + 13696
 TALLY_NBYTES, DIGITS_NBYTES = 4 * 2048 + SUMS_NBYTES, 4 * 1024 + SUMS_NBYTES
@@ -80,8 +80,8 @@ ELEMENTS = _struct(
 )
 LEVELS_FORM = _struct(
     "costs factors pushes slots",
-    "bucket_bits first_wide narrow wide first_chunk n_chunks chunk_words room limit last_room "
-    "last_limit unused",
+    "bucket_bits normal tails end_normal end_tails first_chunk n_chunks chunk_words room limit "
+    "last_room last_limit",
 )
 PART = np.dtype([("first", "f8"), ("second", "f8"), ("count", "u4"), ("unused", "u4")])
 HASHED = _struct("bytes nbytes", "")

@@ -1,24 +1,27 @@
-// Entropy-coded levels: see codec/methods/coded_qsgd.py, which defines the bytes, and
+// Dithered levels: see codec/methods/dither.py, which defines the bytes, and
 // wire/coded_levels.py. A block for each chunk, whose bytes depend on no other chunk's.
 
 constexpr u32 CODED = 2 * CHUNK;  // values of a chunk: two for each symbol
-constexpr u32 GRIDS = 93, BINS = 64, DIGITS = 15, MIDDLE = 7;
-constexpr u32 MOST_BUCKETS = CODED / 64, CHUNK_HEAD = 2;  // buckets of a chunk; words before codes
+constexpr u32 GRIDS = 114, CHOICES = 2 * GRIDS, BINS = 64, BINS_OF_SCALE = 10;
+constexpr u32 DIGITS = 15, MIDDLE = 7, PARTS = 8, NO_SCALE = 255;
+constexpr u32 MOST_BUCKETS = CODED / 128, CHUNK_HEAD = 2;  // buckets of a chunk; words before codes
+constexpr u32 KEY_WORDS = 2, DITHER_BITS = 20, DITHER_HALF = 1u << (DITHER_BITS - 1);
+static_assert(CHOICES <= THREADS, "a thread has the cost of a choice");
 
 // How one tensor's levels are coded, beside its row in the other tables.
 struct LevelsForm {
-    const int* costs;      // of a value in each bin, on each grid: [BINS][GRIDS]
+    const int* costs;      // of a value in each bin, for each choice: [BINS][CHOICES]
     const float* factors;  // of each grid: levels to the scale; their inverses; powers of 2^(-1/8)
-    const u64* pushes;     // of both tables, as Coded has them
+    const u64* pushes;     // of both sets of tables and each part, as Coded has them
     const u32* slots;
-    u32 bucket_bits, first_wide;  // the first grid with the second table
-    u32 narrow, wide;             // the highest level of either table
+    u32 bucket_bits;
+    u32 normal, tails;          // the highest level of either set of tables
+    u32 end_normal, end_tails;  // the first grid that is too fine for it
     u32 first_chunk, n_chunks;
     u32 chunk_words, room;  // of all chunks but the last: words, and those for levels
     int limit;              // of the mean cost
     u32 last_room;
     int last_limit;
-    u32 unused;
 };
 static_assert(sizeof(LevelsForm) == 80, "structs.py describes forms with the same layout");
 
@@ -33,7 +36,7 @@ struct LevelsChunk {
         u32 chunk = blockIdx.x - form.first_chunk;
         bool last = chunk + 1 == form.n_chunks;
         begin = u64(chunk) * CODED;
-        first_word = u64(chunk) * form.chunk_words;
+        first_word = KEY_WORDS + u64(chunk) * form.chunk_words;
         n = u32(min(u64(CODED), numel - begin));
         width = (n + 1) / 2;
         n_buckets = ((n - 1) >> form.bucket_bits) + 1;
@@ -44,83 +47,143 @@ struct LevelsChunk {
 };
 
 __device__ __forceinline__ float highest_of(const LevelsForm& form, u32 table) {
-    return float(table ? form.wide : form.narrow);
+    return float(table ? form.tails : form.normal);
 }
 
 // The scale or step of a bucket, 0 where it would be below 2^-126.
 __device__ __forceinline__ float step_of(const LevelsForm& form, float unit, u32 code) {
     u32 whole = magnitude(mul_rn(unit, form.factors[2 * GRIDS + code % 8])), less = code / 8 << 23;
-    return __uint_as_float(whole >= less + MIN_NORMAL_BITS ? whole - less : 0);
+    bool exists = code != NO_SCALE && whole >= less + MIN_NORMAL_BITS;
+    return __uint_as_float(exists ? whole - less : 0);
 }
 
 __device__ __forceinline__ float ratio_of(float x, float scale) {
-    return __float_as_uint(scale) ? div_rn(__uint_as_float(magnitude(x)), scale) : 0.0f;
+    return __float_as_uint(scale) ? div_rn(x, scale) : 0.0f;
 }
+
+// A number from the middle of a unit, of 20 bits, that the two values of a symbol share.
+struct Dither {
+    float sign, size;  // size: in levels, below 1/2
+    u32 part;
+
+    __device__ __forceinline__ explicit Dither(u32 random) {
+        u32 number = random >> (32 - DITHER_BITS);
+        bool below = number < DITHER_HALF;
+        u32 above = below ? DITHER_HALF - 1 - number : number - DITHER_HALF;
+        sign = below ? -1.0f : 1.0f;
+        size = mul_rn(add_rn(float(above), 0.5f), 0x1p-20f);
+        part = above / (DITHER_HALF / PARTS);
+    }
+    // What a level stands for, in steps.
+    __device__ __forceinline__ float value(float level) const {
+        return mul_rn(sign, sub_rn(level, size));
+    }
+};
+
+// The dithers of a chunk. Of the key, the lower half is added to what is drawn with the upper one.
+struct Dithers {
+    Draws draws;
+    u32 offset;
+
+    __device__ __forceinline__ Dithers(u64 key, u64 chunk)
+        : draws(key >> 32, chunk), offset(u32(key)) {}
+    __device__ __forceinline__ Dither at(u32 i) const { return Dither(draws[i] + offset); }
+    __device__ __forceinline__ u32 operator[](u32 i) const { return at(i).part; }
+};
 
 // What encoding a chunk keeps in shared memory.
 struct LevelsBeside {
     float values[CODED];
     u32 symbols[CHUNK / 4];
     u32 words[MOST_WORDS];  // from the end
-    u32 maxima[MOST_BUCKETS];
+    u32 eighths[MOST_BUCKETS];
     float scales[MOST_BUCKETS];
     u8 codes[MOST_BUCKETS];
     int counts[BINS];
     u64 states[LANES];
-    u32 peak, chosen, used, unused;
+    u32 most, peak, chosen, used;
+    float scale, unused;
 };
-static_assert(sizeof(LevelsBeside) == 44480, "structs.py has its size");
+static_assert(sizeof(LevelsBeside) == 43912, "structs.py has its size");
+
+// A bucket's scale in eighths above 2^-127, 0 for zeros, from its largest magnitude and a sum of
+// squares of whole numbers.
+__device__ __forceinline__ u32 eighths_of(const LevelsForm& form, u32 most, u32 squares, u32 n) {
+    u32 exponent = most >> 23, largest = ((most & 0x7fffffu) | MIN_NORMAL_BITS) / 8192 + 1;
+    u32 square = max(squares / n, largest * largest / 35) + 1, power = 31 - __clz(square);
+    u32 mantissa = square << (22 - power), above = 0;
+    // 2^(22 + k / 4), rounded down
+    const u32 quarters[4] = {4194304, 4987896, 5931641, 7053950};
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) above += mantissa > quarters[k];
+    int eighths = int(4 * power + above) + 8 * (int(exponent) - 10);
+    return exponent ? u32(min(max(eighths, 8), 8 * 255 - 1)) : 0;
+}
+
+// A magnitude as a whole number: 2^10 to 2^11 if it has the `exponent` of the largest.
+__device__ __forceinline__ u32 whole_of(u32 bits, u32 exponent) {
+    u32 own = bits >> 23, whole = bits & 0x7fffffu;
+    whole = own ? whole | MIN_NORMAL_BITS : whole << 1;
+    return whole >> min(exponent - own + 13, 31u);
+}
 
 // Scales of buckets and the bins of all values, from the values; false if one is not finite.
 __device__ __forceinline__ bool find_scales(const LevelsForm& form, const LevelsChunk& chunk,
                                             LevelsBeside& beside) {
     u32 lane = threadIdx.x % 32, bits = form.bucket_bits;
     if (threadIdx.x < BINS) beside.counts[threadIdx.x] = threadIdx.x ? 0 : chunk.n % 2;
-    if (threadIdx.x == 0) beside.peak = beside.chosen = 0;
+    if (threadIdx.x == 0) beside.most = beside.peak = beside.chosen = 0;
     __syncthreads();
     for (u32 b = threadIdx.x / 32; b < chunk.n_buckets; b += WARPS) {
-        u32 end = min((b + 1) << bits, chunk.n), most = 0;
-        for (u32 i = (b << bits) + lane; i < end; i += 32)
-            most = max(most, magnitude(beside.values[i]));
+        u32 begin = b << bits, end = min((b + 1) << bits, chunk.n), most = 0, squares = 0;
+        for (u32 i = begin + lane; i < end; i += 32) most = max(most, magnitude(beside.values[i]));
 #pragma unroll
         for (u32 by = 16; by; by /= 2) most = max(most, __shfl_xor_sync(ALL_LANES, most, by));
+        for (u32 i = begin + lane; i < end; i += 32) {
+            u32 whole = whole_of(magnitude(beside.values[i]), most >> 23);
+            squares += whole * whole;
+        }
+#pragma unroll
+        for (u32 by = 16; by; by /= 2) squares += __shfl_xor_sync(ALL_LANES, squares, by);
         if (lane) continue;
-        beside.maxima[b] = most;
-        atomicMax(&beside.peak, most);
+        u32 eighths = eighths_of(form, most, squares, end - begin);
+        beside.eighths[b] = eighths;
+        atomicMax(&beside.most, most);
+        atomicMax(&beside.peak, eighths);
     }
     __syncthreads();
-    if (beside.peak > LARGEST_FINITE_BITS) return false;
-    float peak = __uint_as_float(beside.peak);
+    if (beside.most > LARGEST_FINITE_BITS) return false;
+    u32 peak = beside.peak, up = (peak + 7) / 8;
+    u32 pattern = __float_as_uint(form.factors[2 * GRIDS + 8 * up - peak]) + (up << 23);
+    float scale = __uint_as_float(pattern - (127u << 23));
     if (threadIdx.x < chunk.n_buckets) {
-        u32 most = beside.maxima[threadIdx.x], code = most >= MIN_NORMAL_BITS ? 0 : 255;
-        for (u32 k = 0; k < 8; k++) {
-            u32 top = __float_as_uint(mul_rn(peak, form.factors[2 * GRIDS + k]));
-            if (top >= most) code = max(code, (top - most) / MIN_NORMAL_BITS * 8 + k);
-        }
-        beside.codes[threadIdx.x] = u8(min(code, 255u));
-        beside.scales[threadIdx.x] = step_of(form, peak, min(code, 255u));
+        u32 own = beside.eighths[threadIdx.x], code = own ? min(peak - own, NO_SCALE) : NO_SCALE;
+        beside.codes[threadIdx.x] = u8(code);
+        beside.scales[threadIdx.x] = step_of(form, scale, code);
     }
+    if (threadIdx.x == 0) beside.scale = scale;
     __syncthreads();
     for (u32 i = threadIdx.x; i < chunk.n; i += THREADS) {
-        float ratio = ratio_of(beside.values[i], beside.scales[i >> bits]);
-        atomicAdd(&beside.counts[min(truncated(mul_rn(ratio, float(BINS))), BINS - 1)], 1);
+        float ratio = fabsf(ratio_of(beside.values[i], beside.scales[i >> bits]));
+        u32 bin = truncated(mul_rn(ratio, float(BINS_OF_SCALE)));
+        atomicAdd(&beside.counts[min(bin, BINS - 1)], 1);
     }
     return true;
 }
 
-// The finest grid below `end` with which levels should fit, plus 1; 0: none. A thread for each.
-__device__ __forceinline__ u32 fitting_grid(const LevelsForm& form, const LevelsChunk& chunk,
-                                            LevelsBeside& beside, u32 end) {
-    u32 grid = threadIdx.x;
+// The finest choice below `end` with which levels should fit, plus 1; 0: none. A thread for each.
+__device__ __forceinline__ u32 fitting_choice(const LevelsForm& form, const LevelsChunk& chunk,
+                                              LevelsBeside& beside, u32 end) {
+    u32 choice = threadIdx.x;
+    bool exists = choice / 2 < (choice % 2 ? form.end_tails : form.end_normal);
     __syncthreads();
-    if (grid < end) {
+    if (choice < end && exists) {
         int cost = 0;
 #pragma unroll 4
-        for (u32 b = 0; b < BINS; b++) cost += form.costs[b * GRIDS + grid] * beside.counts[b];
-        float unit = mul_rn(__uint_as_float(beside.peak), form.factors[GRIDS + grid]);
-        float top = mul_rn(unit, highest_of(form, grid >= form.first_wide));
-        bool exists = magnitude(unit) >= MIN_NORMAL_BITS && magnitude(top) <= LARGEST_FINITE_BITS;
-        if (cost <= chunk.limit && exists) atomicMax(&beside.chosen, grid + 1);
+        for (u32 b = 0; b < BINS; b++) cost += form.costs[b * CHOICES + choice] * beside.counts[b];
+        float unit = mul_rn(beside.scale, form.factors[GRIDS + choice / 2]);
+        if (cost <= chunk.limit && magnitude(unit) >= MIN_NORMAL_BITS)
+            atomicMax(&beside.chosen, choice + 1);
     }
     __syncthreads();
     u32 found = beside.chosen;
@@ -129,31 +192,31 @@ __device__ __forceinline__ u32 fitting_grid(const LevelsForm& form, const Levels
     return found;
 }
 
-// Draws the levels on a grid, writes them as symbols and these in the entropy code.
+// Finds the levels of a choice, writes them as symbols and these in the entropy code.
 __device__ __forceinline__ void encode_levels(const LevelsForm& form, const LevelsChunk& chunk,
-                                              LevelsBeside& beside, u64 key, u32 grid) {
-    const Draws first(key, chunk.begin / TILE), second(key, chunk.begin / TILE + 1);
+                                              LevelsBeside& beside, const Dithers& dithers,
+                                              u32 choice) {
     for (u32 j = threadIdx.x; j < chunk.width; j += THREADS) {
+        const Dither dither = dithers.at(j);
         u32 digits[2] = {MIDDLE, MIDDLE};
 #pragma unroll
         for (u32 half = 0; half < 2; half++) {
             u32 i = j + half * chunk.width;
             if (i >= chunk.n) continue;
-            float x = beside.values[i], scale = beside.scales[i >> form.bucket_bits];
-            float place = mul_rn(ratio_of(x, scale), form.factors[grid]);
-            u32 level = truncated(place), draw = i < TILE ? first[i] : second[i - TILE];
-            float above = sub_rn(place, float(level));
-            level += __float_as_uint(uniform(draw)) < __float_as_uint(above);
-            digits[half] = is_negative(x) ? MIDDLE - level : MIDDLE + level;
+            float ratio = ratio_of(beside.values[i], beside.scales[i >> form.bucket_bits]);
+            float place = mul_rn(mul_rn(ratio, dither.sign), form.factors[choice / 2]);
+            float rounded = add_rn(place, add_rn(dither.size, 0.5f));
+            int level = int(rounded);
+            digits[half] = u32(int(MIDDLE) + level - (float(level) > rounded));
         }
         reinterpret_cast<u8*>(beside.symbols)[j] = u8(digits[0] + DIGITS * digits[1]);
     }
     __syncthreads();
     if (threadIdx.x < 32) {
         u64 state = LOWEST_STATE;
-        const u64* pushes = form.pushes + 512 * (grid >= form.first_wide);
+        const u64* pushes = form.pushes + 512 * PARTS * (choice % 2);
         u32 length = threadIdx.x < LANES ? chunk.width : 0;
-        u32 free = encode_group(pushes, beside.symbols, length, beside.words, state);
+        u32 free = encode_group(pushes, beside.symbols, length, beside.words, state, dithers);
         if (threadIdx.x < LANES) beside.states[threadIdx.x] = state;
         if (threadIdx.x == 0) beside.used = MOST_WORDS - free;
     }
@@ -182,20 +245,25 @@ __global__ void __launch_bounds__(THREADS, 3)
         if (threadIdx.x == 0) atomicMax(&all_found[number].peak, NAN_BITS);
         return;
     }
-    u32 grid = GRIDS + 1;  // here the number of a grid plus 1
+    const Dithers dithers(tensor.key, chunk.begin / CODED);
+    u32 choice = CHOICES + 1;  // here the number of a choice plus 1
     do {
-        grid = fitting_grid(form, chunk, beside, grid - 1);
-        if (grid) encode_levels(form, chunk, beside, tensor.key, grid - 1);
-    } while (grid && beside.used > chunk.room);
-    float unit = grid ? mul_rn(__uint_as_float(beside.peak), form.factors[GRIDS + grid - 1]) : 0.0f;
+        choice = fitting_choice(form, chunk, beside, choice - 1);
+        if (choice) encode_levels(form, chunk, beside, dithers, choice - 1);
+    } while (choice && beside.used > chunk.room);
+    float unit = choice ? mul_rn(beside.scale, form.factors[GRIDS + (choice - 1) / 2]) : 0.0f;
     for (u32 i = threadIdx.x; tensor.keep && i < chunk.n; i += THREADS) {
-        float step = grid ? step_of(form, unit, beside.codes[i >> form.bucket_bits]) : 0.0f;
-        float level = grid ? level_at(reinterpret_cast<u8*>(beside.symbols), i, chunk.width) : 0.0f;
-        tensor.coeffs[chunk.begin + i] = sub_rn(beside.values[i], mul_rn(step, level));
+        float step = choice ? step_of(form, unit, beside.codes[i >> form.bucket_bits]) : 0.0f;
+        float level = level_at(reinterpret_cast<u8*>(beside.symbols), i, chunk.width);
+        float sent = choice ? mul_rn(step, dithers.at(i % chunk.width).value(level)) : 0.0f;
+        tensor.coeffs[chunk.begin + i] = sub_rn(beside.values[i], sent);
     }
-    if (!grid) return;
-    u32* body = reinterpret_cast<u32*>(tensor.payload + tensor.values_offset) + chunk.first_word;
-    u32 table = grid > form.first_wide, used = beside.used, *states = body + chunk.states;
+    u32* words = reinterpret_cast<u32*>(tensor.payload + tensor.values_offset);
+    if (chunk.begin == 0 && threadIdx.x < KEY_WORDS)
+        words[threadIdx.x] = u32(tensor.key >> 32 * threadIdx.x);
+    if (!choice) return;
+    u32* body = words + chunk.first_word;
+    u32 table = (choice - 1) % 2, used = beside.used, *states = body + chunk.states;
     u8* codes = reinterpret_cast<u8*>(body + CHUNK_HEAD);
     if (threadIdx.x < chunk.n_buckets) codes[threadIdx.x] = beside.codes[threadIdx.x];
     if (threadIdx.x < 2 * LANES)
@@ -216,8 +284,14 @@ struct LevelsSum {
     float steps[AT_ONCE][MOST_BUCKETS];
     u32 valid, unused;  // a bit for each
 };
-static_assert(sizeof(LevelsSum) == 38920, "structs.py has its size");
+static_assert(sizeof(LevelsSum) == 36872, "structs.py has its size");
 static_assert(AT_ONCE == CHUNKS_OF_WARP, "a warp decodes the payloads that are summed at a time");
+
+// The dithers of a payload's chunk, whose first word is `body`.
+__device__ __forceinline__ Dithers dithers_of(const LevelsChunk& chunk, const u32* body) {
+    const u32* key = body - chunk.first_word;
+    return Dithers(key[0] | u64(key[1]) << 32, chunk.begin / CODED);
+}
 
 // Decodes a chunk of as many payloads as four lanes of a warp each can; notes which are valid.
 __device__ __forceinline__ void decode_levels(const LevelsForm& form, const LevelsChunk& chunk,
@@ -228,8 +302,10 @@ __device__ __forceinline__ void decode_levels(const LevelsForm& form, const Leve
     bool fits = table < 2 && n_words <= chunk.room && unit <= SIGN && magnitude(top) <= scale;
     bool coded = body && fits && (unit || body[1]);
     const u32* words = coded ? body + chunk.states : form.slots;
-    fits = decode_group(form.slots + SLOTS * (table % 2), words, coded ? n_words : 0,
-                        coded ? chunk.width : 0, beside.symbols[of_rank], beside.next[of_rank]) &&
+    const u32* slots = form.slots + SLOTS * PARTS * (table % 2);
+    const Dithers dithers = body ? dithers_of(chunk, body) : Dithers(0, 0);
+    fits = decode_group(slots, words, coded ? n_words : 0, coded ? chunk.width : 0,
+                        beside.symbols[of_rank], beside.next[of_rank], dithers) &&
            fits;
     u32 whose = __ballot_sync(ALL_LANES, fits) >> (of_rank * LANES) & 0xfu;
     if (threadIdx.x % LANES == 0 && whose == 0xfu) atomicOr(&beside.valid, 1u << of_rank);
@@ -275,7 +351,8 @@ __global__ void __launch_bounds__(THREADS, 3)
             float sum = rank ? tensor.sum[chunk.begin + i] : 0.0f;
             for (u32 r = 0; r < batch.n; r++) {
                 float level = level_at(beside.symbols[r], i, chunk.width);
-                sum = add_rn(sum, mul_rn(beside.steps[r][i >> form.bucket_bits], level));
+                float steps = dithers_of(chunk, body_of(r)).at(i % chunk.width).value(level);
+                sum = add_rn(sum, mul_rn(beside.steps[r][i >> form.bucket_bits], steps));
             }
             if (!batch.store(tensor.sum + chunk.begin + i, sum)) finite = false;
         }

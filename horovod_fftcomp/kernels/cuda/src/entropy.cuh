@@ -54,11 +54,17 @@ __device__ __forceinline__ u32 turns_of(u32 length) {
     return (length + TURN * LANES - 1) / (TURN * LANES);
 }
 
-// Encodes a chunk of each four lanes of a warp, from the last byte to the first. `pushes`: of bytes;
-// `symbols`: four in a word; `words`: MOST_WORDS, which become full from the end; returns how many
-// stay free. `state`: of the lane, the lowest before.
+// All symbols have one part of the tables.
+struct OnePart {
+    __device__ __forceinline__ u32 operator[](u32) const { return 0; }
+};
+
+// Encodes a chunk of each four lanes of a warp, from the last byte to the first. `pushes`: of bytes,
+// for each of `parts`; `symbols`: four in a word; `words`: MOST_WORDS, which become full from the
+// end; returns how many stay free. `state`: of the lane, the lowest before.
+template <class Parts>
 __device__ __forceinline__ u32 encode_group(const u64* pushes, const u32* symbols, u32 length,
-                                            u32* words, u64& state) {
+                                            u32* words, u64& state, const Parts& parts) {
     u32 group = threadIdx.x % 32 / LANES, lane = threadIdx.x % LANES;
     u32 free = MOST_WORDS, masks[TURN], coming[TURN], turn = turns_of(length);
 #pragma unroll
@@ -75,8 +81,9 @@ __device__ __forceinline__ u32 encode_group(const u64* pushes, const u32* symbol
         }
 #pragma unroll
         for (u32 i = TURN; i-- > 0;) {
-            u32 symbol = masks[i] >> (8 * lane) & 0xffu;
-            bool taken = (turn * TURN + i) * LANES + lane < length;
+            u32 place = (turn * TURN + i) * LANES + lane;
+            u32 symbol = (masks[i] >> (8 * lane) & 0xffu) | parts[place] << 8;
+            bool taken = place < length;
             u64 reciprocal = pushes[2 * symbol], rest = pushes[2 * symbol + 1];
             u32 bias = u32(rest) & 0xffffu, frequency = u32(rest >> 16) & 0xffffu;
             bool full = taken && state >= u64(frequency) << (63 - PRECISION);
@@ -114,7 +121,7 @@ __global__ void __launch_bounds__(32)
     u32* words = code.words + u64(exists ? chunk : 0) * MOST_WORDS;
     u64 state = LOWEST_STATE;
     u32 free = encode_group(pushes, reinterpret_cast<const u32*>(code.bitmap + begin), length,
-                            words, state);
+                            words, state, OnePart());
     if (exists) {
         code.states[u64(chunk) * LANES + lane] = state;
         if (lane == 0) code.lengths[chunk] = MOST_WORDS - free;
@@ -151,9 +158,11 @@ struct DecodedBeside {
 static_assert(sizeof(DecodedBeside) == 18448, "tables.py has its size");
 
 // Decodes a chunk of each four lanes of a warp; false where it does not end as it began. `words`: of
-// the chunk, its states first; `next`: 2 * AHEAD words of shared memory.
+// the chunk, its states first; `next`: 2 * AHEAD words of shared memory; `slots`: of each part.
+template <class Parts>
 __device__ __forceinline__ bool decode_group(const u32* slots, const u32* words, u32 n_words,
-                                             u32 length, u8* symbols, u32* next) {
+                                             u32 length, u8* symbols, u32* next,
+                                             const Parts& parts) {
     u32 group = threadIdx.x % 32 / LANES, lane = threadIdx.x % LANES, at = 0;
     u64 state = LOWEST_STATE;
     if (length) state = words[2 * lane] | u64(words[2 * lane + 1]) << 32;
@@ -173,7 +182,7 @@ __device__ __forceinline__ bool decode_group(const u32* slots, const u32* words,
         for (u32 step = 0; step < TURN; step++) {
             u32 i = (turn * TURN + step) * LANES + lane;
             bool taken = i < length;
-            u32 entry = slots[u32(state) & (SLOTS - 1)];
+            u32 entry = slots[(u32(state) & (SLOTS - 1)) | parts[i] << PRECISION];
             if (taken) {
                 symbols[i] = u8(entry & 0xffu);
                 state = u64(entry >> 8 & 0xfffu) * (state >> PRECISION) + (entry >> 20);
@@ -208,5 +217,5 @@ __device__ __forceinline__ bool decode_bitmap(const Coded& code, u32 chunk, u32 
     const u32* words = words_of(code) + (exists ? code.lengths[chunk] : 0);
     u32 n_words = exists ? reinterpret_cast<const u16*>(code.coded)[chunk] : 0;
     return decode_group(beside.slots, words, n_words, length, code.bitmap + begin,
-                        beside.words[group]);
+                        beside.words[group], OnePart());
 }
