@@ -82,7 +82,7 @@ def _check_compiled(codes, radix, words):
         *((name, {}) for name in ELEMENT_RECIPES if get_scheme(name).codec.method.unbiased),
         ("qsgd", {"levels": 1, "norm": "l2", "bucket": 64}),
         ("qsgd", {"levels": 127, "norm": "l2"}),
-        *(("qsgd", {"levels": levels, "bucket": 128, "coded": True}) for levels in (1, 2, 3)),
+        *(("dither", {"ratio": ratio}) for ratio in (16, 100)),
         ("terngrad", {"clip": 0}),
         ("dorefa", {"bits": 1}),
     ],

@@ -192,7 +192,7 @@ def _encode_chunk(
     for choice, unit in _fitting(np.abs(ratio), peak, form):
         grid, table = divmod(choice, 2)
         place = ratio * signs * coded_levels.LEVELS_OF_GRIDS[grid]
-        levels = np.floor(place + (sizes + np.float32(0.5))).astype(np.int32)
+        levels = (place + (sizes + np.float32(MOST + 1.5))).astype(np.int32) - (MOST + 1)
         symbols = _symbols(levels)
         states, words = rans.encode(symbols, _frequencies(form, table, parts))
         if len(words) <= chunk.words.size:

@@ -27,6 +27,7 @@ _LEAST_NORMAL, _INFINITY = np.int64(0x00800000), np.int64(0x7F800000)
 _LEAST = np.float32(2.0**-126)
 _UNIT, _BINS = np.float32(2.0**-coded.DITHER_BITS), np.float32(coded.BINS_OF_SCALE)
 _MIDDLE_OF_UNIT, _NO_SCALE = np.float32(0.5), np.int64(coded.NO_SCALE)
+_ABOVE, _LEAST_ABOVE = np.float32(coded.MOST + 1.5), np.int32(coded.MOST + 1)
 _SHIFT, _HALF = np.uint32(32 - coded.DITHER_BITS), np.int32(1 << (coded.DITHER_BITS - 1))
 _PART_SHIFT = np.int32(coded.DITHER_BITS - 1 - coded.PARTS.bit_length() + 1)
 _EIGHTH_BITS = coded.EIGHTHS.view(np.int32)
@@ -260,7 +261,7 @@ def _write_levels(ratio, count, dithers, levels):
         for j in range(here.size):
             sign, size = _of_dither(dithers[j])
             place = np.float32(np.float32(here[j] * sign) * count)
-            there[j] = np.int32(np.floor(np.float32(place + np.float32(size + _MIDDLE_OF_UNIT))))
+            there[j] = np.int32(np.int32(place + np.float32(size + _ABOVE)) - _LEAST_ABOVE)
 
 
 @inlined

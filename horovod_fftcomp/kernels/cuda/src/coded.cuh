@@ -108,10 +108,11 @@ static_assert(sizeof(LevelsBeside) == 43912, "structs.py has its size");
 
 // A bucket's scale in eighths above 2^-127, 0 for zeros, from its largest magnitude and a sum of
 // squares of whole numbers.
-__device__ __forceinline__ u32 eighths_of(const LevelsForm& form, u32 most, u32 squares, u32 n) {
+__device__ __forceinline__ u32 eighths_of(u32 most, u32 squares, u32 n) {
     u32 exponent = most >> 23, largest = ((most & 0x7fffffu) | MIN_NORMAL_BITS) / 8192 + 1;
-    u32 square = max(squares / n, largest * largest / 35) + 1, power = 31 - __clz(square);
-    u32 mantissa = square << (22 - power), above = 0;
+    u32 square = max(squares / n, largest * largest / 35) + 1;  // below 2^23: exact as a float
+    u32 pattern = __float_as_uint(float(square)), mantissa = pattern % (1 << 23) / 2 | 1 << 22;
+    u32 power = (pattern >> 23) - 127, above = 0;
     // 2^(22 + k / 4), rounded down
     const u32 quarters[4] = {4194304, 4987896, 5931641, 7053950};
 #pragma unroll
@@ -146,7 +147,7 @@ __device__ __forceinline__ bool find_scales(const LevelsForm& form, const Levels
 #pragma unroll
         for (u32 by = 16; by; by /= 2) squares += __shfl_xor_sync(ALL_LANES, squares, by);
         if (lane) continue;
-        u32 eighths = eighths_of(form, most, squares, end - begin);
+        u32 eighths = eighths_of(most, squares, end - begin);
         beside.eighths[b] = eighths;
         atomicMax(&beside.most, most);
         atomicMax(&beside.peak, eighths);
@@ -205,9 +206,7 @@ __device__ __forceinline__ void encode_levels(const LevelsForm& form, const Leve
             if (i >= chunk.n) continue;
             float ratio = ratio_of(beside.values[i], beside.scales[i >> form.bucket_bits]);
             float place = mul_rn(mul_rn(ratio, dither.sign), form.factors[choice / 2]);
-            float rounded = add_rn(place, add_rn(dither.size, 0.5f));
-            int level = int(rounded);
-            digits[half] = u32(int(MIDDLE) + level - (float(level) > rounded));
+            digits[half] = truncated(add_rn(place, add_rn(dither.size, MIDDLE + 1.5f))) - 1;
         }
         reinterpret_cast<u8*>(beside.symbols)[j] = u8(digits[0] + DIGITS * digits[1]);
     }
@@ -282,16 +281,11 @@ struct LevelsSum {
     u8 symbols[AT_ONCE][CHUNK];
     u32 next[AT_ONCE][2 * AHEAD];
     float steps[AT_ONCE][MOST_BUCKETS];
+    Dithers dithers[AT_ONCE];
     u32 valid, unused;  // a bit for each
 };
-static_assert(sizeof(LevelsSum) == 36872, "structs.py has its size");
+static_assert(sizeof(LevelsSum) == 36968, "structs.py has its size");
 static_assert(AT_ONCE == CHUNKS_OF_WARP, "a warp decodes the payloads that are summed at a time");
-
-// The dithers of a payload's chunk, whose first word is `body`.
-__device__ __forceinline__ Dithers dithers_of(const LevelsChunk& chunk, const u32* body) {
-    const u32* key = body - chunk.first_word;
-    return Dithers(key[0] | u64(key[1]) << 32, chunk.begin / CODED);
-}
 
 // Decodes a chunk of as many payloads as four lanes of a warp each can; notes which are valid.
 __device__ __forceinline__ void decode_levels(const LevelsForm& form, const LevelsChunk& chunk,
@@ -303,7 +297,9 @@ __device__ __forceinline__ void decode_levels(const LevelsForm& form, const Leve
     bool coded = body && fits && (unit || body[1]);
     const u32* words = coded ? body + chunk.states : form.slots;
     const u32* slots = form.slots + SLOTS * PARTS * (table % 2);
-    const Dithers dithers = body ? dithers_of(chunk, body) : Dithers(0, 0);
+    const u32* key = body ? body - chunk.first_word : form.slots;
+    const Dithers dithers(key[0] | u64(key[1]) << 32, chunk.begin / CODED);
+    if (threadIdx.x % LANES == 0) beside.dithers[of_rank] = dithers;
     fits = decode_group(slots, words, coded ? n_words : 0, coded ? chunk.width : 0,
                         beside.symbols[of_rank], beside.next[of_rank], dithers) &&
            fits;
@@ -351,7 +347,7 @@ __global__ void __launch_bounds__(THREADS, 3)
             float sum = rank ? tensor.sum[chunk.begin + i] : 0.0f;
             for (u32 r = 0; r < batch.n; r++) {
                 float level = level_at(beside.symbols[r], i, chunk.width);
-                float steps = dithers_of(chunk, body_of(r)).at(i % chunk.width).value(level);
+                float steps = beside.dithers[r].at(i % chunk.width).value(level);
                 sum = add_rn(sum, mul_rn(beside.steps[r][i >> form.bucket_bits], steps));
             }
             if (!batch.store(tensor.sum + chunk.begin + i, sum)) finite = false;
