@@ -95,6 +95,7 @@ struct Dithers {
 struct LevelsBeside {
     float values[CODED];
     u32 symbols[CHUNK / 4];
+    u8 parts[CHUNK];  // of dithers
     u32 words[MOST_WORDS];  // from the end
     u32 eighths[MOST_BUCKETS];
     float scales[MOST_BUCKETS];
@@ -104,7 +105,7 @@ struct LevelsBeside {
     u32 most, peak, chosen, used;
     float scale, unused;
 };
-static_assert(sizeof(LevelsBeside) == 43912, "structs.py has its size");
+static_assert(sizeof(LevelsBeside) == 48008, "structs.py has its size");
 
 // A bucket's scale in eighths above 2^-127, 0 for zeros, from its largest magnitude and a sum of
 // squares of whole numbers.
@@ -165,8 +166,8 @@ __device__ __forceinline__ bool find_scales(const LevelsForm& form, const Levels
     if (threadIdx.x == 0) beside.scale = scale;
     __syncthreads();
     for (u32 i = threadIdx.x; i < chunk.n; i += THREADS) {
-        float ratio = fabsf(ratio_of(beside.values[i], beside.scales[i >> bits]));
-        u32 bin = truncated(mul_rn(ratio, float(BINS_OF_SCALE)));
+        u32 ratio = magnitude(ratio_of(beside.values[i], beside.scales[i >> bits]));
+        u32 bin = truncated(mul_rn(__uint_as_float(ratio), float(BINS_OF_SCALE)));
         atomicAdd(&beside.counts[min(bin, BINS - 1)], 1);
     }
     return true;
@@ -195,8 +196,8 @@ __device__ __forceinline__ u32 fitting_choice(const LevelsForm& form, const Leve
 
 // Finds the levels of a choice, writes them as symbols and these in the entropy code.
 __device__ __forceinline__ void encode_levels(const LevelsForm& form, const LevelsChunk& chunk,
-                                              LevelsBeside& beside, const Dithers& dithers,
-                                              u32 choice) {
+                                              LevelsBeside& beside, u64 key, u32 choice) {
+    const Dithers dithers(key, chunk.begin / CODED);
     for (u32 j = threadIdx.x; j < chunk.width; j += THREADS) {
         const Dither dither = dithers.at(j);
         u32 digits[2] = {MIDDLE, MIDDLE};
@@ -209,13 +210,14 @@ __device__ __forceinline__ void encode_levels(const LevelsForm& form, const Leve
             digits[half] = truncated(add_rn(place, add_rn(dither.size, MIDDLE + 1.5f))) - 1;
         }
         reinterpret_cast<u8*>(beside.symbols)[j] = u8(digits[0] + DIGITS * digits[1]);
+        beside.parts[j] = u8(dither.part);
     }
     __syncthreads();
     if (threadIdx.x < 32) {
         u64 state = LOWEST_STATE;
         const u64* pushes = form.pushes + 512 * PARTS * (choice % 2);
         u32 length = threadIdx.x < LANES ? chunk.width : 0;
-        u32 free = encode_group(pushes, beside.symbols, length, beside.words, state, dithers);
+        u32 free = encode_group(pushes, beside.symbols, length, beside.words, state, beside.parts);
         if (threadIdx.x < LANES) beside.states[threadIdx.x] = state;
         if (threadIdx.x == 0) beside.used = MOST_WORDS - free;
     }
@@ -244,13 +246,13 @@ __global__ void __launch_bounds__(THREADS, 3)
         if (threadIdx.x == 0) atomicMax(&all_found[number].peak, NAN_BITS);
         return;
     }
-    const Dithers dithers(tensor.key, chunk.begin / CODED);
     u32 choice = CHOICES + 1;  // here the number of a choice plus 1
     do {
         choice = fitting_choice(form, chunk, beside, choice - 1);
-        if (choice) encode_levels(form, chunk, beside, dithers, choice - 1);
+        if (choice) encode_levels(form, chunk, beside, tensor.key, choice - 1);
     } while (choice && beside.used > chunk.room);
     float unit = choice ? mul_rn(beside.scale, form.factors[GRIDS + (choice - 1) / 2]) : 0.0f;
+    const Dithers dithers(tensor.key, chunk.begin / CODED);
     for (u32 i = threadIdx.x; tensor.keep && i < chunk.n; i += THREADS) {
         float step = choice ? step_of(form, unit, beside.codes[i >> form.bucket_bits]) : 0.0f;
         float level = level_at(reinterpret_cast<u8*>(beside.symbols), i, chunk.width);

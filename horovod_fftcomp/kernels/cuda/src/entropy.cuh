@@ -82,8 +82,9 @@ __device__ __forceinline__ u32 encode_group(const u64* pushes, const u32* symbol
 #pragma unroll
         for (u32 i = TURN; i-- > 0;) {
             u32 place = (turn * TURN + i) * LANES + lane;
-            u32 symbol = (masks[i] >> (8 * lane) & 0xffu) | parts[place] << 8;
             bool taken = place < length;
+            u32 part = taken ? parts[place] : 0;
+            u32 symbol = (masks[i] >> (8 * lane) & 0xffu) | part << 8;
             u64 reciprocal = pushes[2 * symbol], rest = pushes[2 * symbol + 1];
             u32 bias = u32(rest) & 0xffffu, frequency = u32(rest >> 16) & 0xffffu;
             bool full = taken && state >= u64(frequency) << (63 - PRECISION);
