@@ -187,7 +187,8 @@ def test_numbers_beyond_float32_are_those_of_a_bad_gradient(backend):
     body = np.zeros(form.words_before(300), np.uint32)
     scale = kernels.encode_coded(np.full(300, 3e38, np.float32), form, body, 1, False)
     assert np.isnan(scale)
-    assert get_codec("dither").encode(np.full(2000, 1e30, np.float32)).any()
+    codec = get_codec("dither")
+    assert np.isfinite(codec.decode(codec.encode(np.full(2000, 1e30, np.float32)))).all()
 
 
 def test_bytes_do_not_depend_on_the_number_of_threads(monkeypatch):
@@ -254,3 +255,26 @@ def test_simulated_ranks_have_spaced_dithers():
     [step] = hfc.simulate("dither", np.stack([[x] * 4]), ratio=40)
     error = np.mean(np.square(step.average - x)) / np.mean(np.square(x))
     assert error < 0.12  # 1.2 / 16; independent dithers: 1.2 / 4
+
+
+@pytest.mark.parametrize("exchange", ["gather", "sharded"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sums_are_unbiased(exchange, ranks):
+    """Were both rounds of a shard dithered alike, the sum would shrink by a tenth or more."""
+    x = _values("normal", 4096)
+    steps = hfc.simulate("dither", [np.stack([x] * ranks)] * 200, ratio=30, exchange=exchange)
+    found = [step.average @ x / (x @ x) for step in steps]
+    assert abs(np.mean(found) - 1) < 0.005
+    assert np.std(found) < 0.03
+
+
+def test_ranks_share_what_steps_and_names_do_not():
+    codec = get_codec("dither", ratio=100)
+    zero = np.zeros(CHUNK, np.float32)
+    zero[0] = 1e-3  # so that all others are minus the dither, times a step
+    zero[1:] = 1e-9
+    places = [(0, "a", 0), (0, "a", 1), (1, "a", 0), (0, "b", 0), (1 << 63, "a", 0)]
+    dithers = [codec.decode(codec.encode(zero, s, n, rank=r))[300:] for s, n, r in places]
+    related = np.abs(np.corrcoef(np.stack(dithers)))[0, 1:]
+    assert related[0] > 0.3  # half a level apart
+    assert related[1:].max() < 0.08

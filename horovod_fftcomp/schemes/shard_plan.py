@@ -15,6 +15,7 @@ import numpy as np
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.adaptive import Adaptive, Wangni
 from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.methods.terngrad import TernGrad
@@ -81,6 +82,10 @@ def second_codec(codec: AnyCodec, sign: bool | str, second: Second) -> AnyCodec:
     """Return the codec of the second round for the sums of payloads of ``codec``."""
     if sign:  # sums are -p, 0 and p; without a vote any may be 0
         return DenseCodec(ScaledSign() if sign == "vote" else TernGrad(clip=0.0))
+    if isinstance(codec, DenseCodec) and isinstance(codec.method, Dither):
+        return replace(
+            codec, method=replace(codec.method, ratio=16)
+        )  # no other rank's errors cancel
     if not isinstance(codec, Codec) or isinstance(codec.sparsifier, Wangni):
         return codec
     if isinstance(codec.sparsifier, Adaptive):  # its units are no larger sum's

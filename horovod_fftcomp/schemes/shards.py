@@ -90,7 +90,7 @@ class _Bucket:
         again = self.ops.coder(plan.seconds[here], pieces, 1).encode(
             sums,
             {"residual": residuals},
-            (context.step, context.world_size + context.rank),  # other draws than the first ones
+            (context.step | 1 << 63, context.rank),  # other draws than the first ones
             Feedback(keep),
             self.measure and keep,
         )
