@@ -13,25 +13,13 @@ from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method, ker
 from horovod_fftcomp.codec.methods.sums import peak_bits
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, MIN_NORMAL_BITS, is_whole
 from horovod_fftcomp.types import Array, Kernels, Shape
-from horovod_fftcomp.wire import coded_levels, rans
-from horovod_fftcomp.wire.coded_levels import (
-    BINS,
-    BINS_OF_SCALE,
-    CHUNK,
-    DITHER_BITS,
-    HEADER_WORDS,
-    KEY_WORDS,
-    MOST,
-    NO_SCALE,
-    PARTS,
-    RADIX,
-    STATE_WORDS,
-    CodedLevels,
-)
+from horovod_fftcomp.wire import coded_levels as coded
+from horovod_fftcomp.wire import rans
+from horovod_fftcomp.wire.coded_levels import CHUNK, MOST, RADIX, STATE_WORDS, CodedLevels
 from horovod_fftcomp.wire.counter_rng import random_words
 
 BUCKETS = (128, 256, 512, 1024)
-_HALF = 1 << (DITHER_BITS - 1)  # half a level, in units of a dither
+_HALF = 1 << (coded.DITHER_BITS - 1)  # half a level, in units of a dither
 _MAGNITUDE_BITS = 11  # of the whole numbers whose squares are summed
 
 
@@ -53,7 +41,7 @@ class Dither(Method):
     bucket: int = 256
 
     def __post_init__(self) -> None:
-        for name, allowed in (("ratio", coded_levels.RATIOS), ("bucket", BUCKETS)):
+        for name, allowed in (("ratio", coded.RATIOS), ("bucket", BUCKETS)):
             value = getattr(self, name)
             if not is_whole(value) or value not in allowed:
                 raise ValueError(
@@ -71,7 +59,7 @@ class Dither(Method):
         A scale is at most 2^(1/8) times the largest magnitude.
         """
         maxima = _rows(np.abs(values), self.bucket).max(1)
-        steps = 2 ** (1 / 8) / 2 * float(coded_levels.STEPS_OF_GRIDS[0]) * maxima
+        steps = 2 ** (1 / 8) / 2 * float(coded.STEPS_OF_GRIDS[0]) * maxima
         steps = np.repeat(steps, self.bucket)[: values.size]
         return values - steps, values + steps
 
@@ -122,8 +110,8 @@ def _chunks(n: int, form: CodedLevels, body: Array) -> Iterator[_Chunk]:
         states = part.size - form.room(count) - STATE_WORDS
         yield _Chunk(
             slice(begin, begin + count),
-            part[:HEADER_WORDS],
-            part[HEADER_WORDS:states].view(np.uint8)[: -(-count // form.bucket)],
+            part[: coded.HEADER_WORDS],
+            part[coded.HEADER_WORDS : states].view(np.uint8)[: -(-count // form.bucket)],
             part[states : states + STATE_WORDS],
             part[states + STATE_WORDS :],
         )
@@ -145,11 +133,11 @@ def _dithers(key: int, n: int) -> list[_Dithers]:
     found = []
     words = random_words(key >> 32, -(-n // CHUNK) * CHUNK // 2) + np.uint32(key & 0xFFFFFFFF)
     for own in words.reshape(-1, CHUNK // 2):
-        u = (own >> np.uint32(32 - DITHER_BITS)).astype(np.int32) - _HALF
+        u = (own >> np.uint32(32 - coded.DITHER_BITS)).astype(np.int32) - _HALF
         size = np.where(u < 0, ~u, u)
-        sizes = (size.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-DITHER_BITS)
+        sizes = (size.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-coded.DITHER_BITS)
         signs = np.where(u < 0, np.float32(-1), np.float32(1))
-        found.append(_Dithers(signs, sizes, size * PARTS // _HALF))
+        found.append(_Dithers(signs, sizes, size * coded.PARTS // _HALF))
     return found
 
 
@@ -162,7 +150,7 @@ def encode_coded(values: Array, form: CodedLevels, body: Array, key: int, keep: 
     """
     if peak_bits(values) > LARGEST_FINITE_BITS:
         return math.nan
-    body[:KEY_WORDS] = key & 0xFFFFFFFF, key >> 32
+    body[: coded.KEY_WORDS] = key & 0xFFFFFFFF, key >> 32
     scale, dithers = np.float32(0), _dithers(key, values.size)
     for chunk, own in zip(_chunks(values.size, form, body), dithers, strict=True):
         part = values[chunk.at]
@@ -191,7 +179,7 @@ def _encode_chunk(
     parts = dithers.parts[: -(-values.size // 2)]
     for choice, unit in _fitting(np.abs(ratio), peak, form):
         grid, table = divmod(choice, 2)
-        place = ratio * signs * coded_levels.LEVELS_OF_GRIDS[grid]
+        place = ratio * signs * coded.LEVELS_OF_GRIDS[grid]
         levels = (place + (sizes + np.float32(MOST + 1.5))).astype(np.int32) - (MOST + 1)
         symbols = _symbols(levels)
         states, words = rans.encode(symbols, _frequencies(form, table, parts))
@@ -205,7 +193,7 @@ def _encode_chunk(
 
 
 def _frequencies(form: CodedLevels, table: int, parts: Array) -> list[tuple[int, ...]]:
-    return [coded_levels.frequencies(form, table, part) for part in parts.tolist()]
+    return [coded.frequencies(form, table, part) for part in parts.tolist()]
 
 
 def _fitting(ratio: Array, peak: np.float32, form: CodedLevels) -> Iterator[tuple[int, np.float32]]:
@@ -213,12 +201,12 @@ def _fitting(ratio: Array, peak: np.float32, form: CodedLevels) -> Iterator[tupl
 
     ``ratio``: of magnitudes and scales.
     """
-    bins = np.minimum((ratio * np.float32(BINS_OF_SCALE)).astype(np.int32), BINS - 1)
-    counts = np.bincount(bins, minlength=BINS)
+    bins = np.minimum((ratio * np.float32(coded.BINS_OF_SCALE)).astype(np.int32), coded.BINS - 1)
+    counts = np.bincount(bins, minlength=coded.BINS)
     counts[0] += ratio.size % 2  # the last symbol has two digits too
-    fits = coded_levels.costs(form) @ counts <= form.limit(ratio.size)
+    fits = coded.costs(form) @ counts <= form.limit(ratio.size)
     with np.errstate(over="ignore"):
-        units = np.repeat(peak * coded_levels.STEPS_OF_GRIDS, 2)
+        units = np.repeat(peak * coded.STEPS_OF_GRIDS, 2)
     fits &= units.view(np.int32) >= MIN_NORMAL_BITS
     for choice in np.flatnonzero(fits)[::-1].tolist():
         if form.exists(choice):
@@ -257,21 +245,21 @@ def _scales(values: Array, form: CodedLevels) -> tuple[np.float32, Array]:
     squares = np.maximum((whole**2).sum(1) // counts, (whole.max(1) + 1) ** 2 // 35) + 1
     powers = np.int64(np.frexp(squares.astype(np.float64))[1]) - 1
     mantissas = squares << (22 - powers)
-    eighths = 4 * powers + sum((mantissas > t).astype(np.int64) for t in coded_levels.QUARTERS)
+    eighths = 4 * powers + sum((mantissas > t).astype(np.int64) for t in coded.QUARTERS)
     eighths += 8 * (exponents - _MAGNITUDE_BITS + 1)
     eighths = np.where(exponents > 0, np.clip(eighths, 8, 8 * 255 - 1), 0)
     peak = int(eighths.max())
-    codes = np.where(exponents > 0, np.minimum(peak - eighths, NO_SCALE), NO_SCALE)
-    pattern = coded_levels.EIGHTHS.view(np.int32)[-peak % 8] + ((-(-peak // 8) - 127) << 23)
+    codes = np.where(exponents > 0, np.minimum(peak - eighths, coded.NO_SCALE), coded.NO_SCALE)
+    pattern = coded.EIGHTHS.view(np.int32)[-peak % 8] + ((-(-peak // 8) - 127) << 23)
     return np.int32(pattern).view(np.float32), codes.astype(np.uint8)
 
 
 def _steps(unit: np.float32, codes: Array, form: CodedLevels, n: int) -> Array:
     """Return ``unit`` * 2^(-code / 8) for each of ``n`` values; 0 if that is below 2^-126."""
     wide = codes.astype(np.int64)
-    patterns = (unit * coded_levels.EIGHTHS).view(np.int32).astype(np.int64)
+    patterns = (unit * coded.EIGHTHS).view(np.int32).astype(np.int64)
     steps = patterns[wide % 8] - (wide // 8 << 23)
-    steps = np.where((steps < MIN_NORMAL_BITS) | (wide == NO_SCALE), 0, steps)
+    steps = np.where((steps < MIN_NORMAL_BITS) | (wide == coded.NO_SCALE), 0, steps)
     return np.repeat(steps.astype(np.int32).view(np.float32), form.bucket)[:n]
 
 
