@@ -313,7 +313,7 @@ def make_page(
         "stands there too, untrained.",
         "- **The optimizer is Adam or AdamW**, and the model no toy: these tables promise too "
         "much. A GPT loses several percent or more by `fft` and `topk` and, at its best learning "
-        "rate, nothing by `dither`, at 30 times fewer bytes: "
+        "rate, nothing by `dither(ratio=40)`, at 39 times fewer bytes: "
         "[Adam and AdamW](training.md#adam-and-adamw).",
         "- The network is so slow that more steps are cheap: a recipe of the second table, and "
         "more steps, or some dense steps first (`warmup_steps`).",
