@@ -312,8 +312,8 @@ def make_page(
         "of the loss of a toy language model with 23,136 parameters under AdamW (`charlm`); `fp16` "
         "stands there too, untrained.",
         "- **The optimizer is Adam or AdamW**, and the model no toy: these tables promise too "
-        "much. A GPT loses several percent or more by `fft` and `topk` and, at its best learning "
-        "rate, nothing by `dither(ratio=40)`, at 39 times fewer bytes: "
+        "much. A GPT loses several percent or more by `fft` and `topk` and nothing by "
+        "`dither(ratio=40)`, at 39 times fewer bytes (two seeds, one learning rate): "
         "[Adam and AdamW](training.md#adam-and-adamw).",
         "- The network is so slow that more steps are cheap: a recipe of the second table, and "
         "more steps, or some dense steps first (`warmup_steps`).",

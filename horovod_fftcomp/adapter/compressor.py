@@ -110,7 +110,7 @@ class Compressor:
         warnings.warn(
             f"{optimizer} divides by roots of squared gradients, in which what recipe "
             f"{self._policy.recipe!r} sends late or rounds with a bias counts squared: a GPT's "
-            "loss was 4 to 65 % higher. Use dither, or Adam or AdamW of this package: "
+            "loss was 4 to 65 % higher. Use dither(ratio=40), or Adam or AdamW of this package: "
             'docs/training.md, "Adam and AdamW"',
             RuntimeWarning,
             stacklevel=3,

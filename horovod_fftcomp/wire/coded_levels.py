@@ -81,7 +81,7 @@ class CodedLevels(NamedTuple):
         return choice // 2 < self.ends[choice % 2]
 
     def slack(self, n: int) -> int:
-        """Return bits to spare for ``n`` values: three deviations of what draws of levels cost."""
+        """Return bits to spare for ``n`` values: two to three deviations of what levels cost."""
         return math.isqrt(3 * n)
 
     def room(self, n: int) -> int:
