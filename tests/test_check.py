@@ -332,6 +332,7 @@ def test_one_process_is_tried_without_a_launcher_alone(answers, monkeypatch):
     assert "one process" not in answers(horovod=BUILT)
 
 
+@pytest.mark.more
 @pytest.mark.torch
 def test_the_real_frameworks_answer():
     pytest.importorskip("torch")

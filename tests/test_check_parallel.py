@@ -9,7 +9,7 @@ from tests.test_parallel import run_ranks
 pytestmark = [pytest.mark.parallel, pytest.mark.torch]
 
 
-@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.smoke)])
+@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.more)])
 def test_a_sound_job_is_told_once(controller):
     code, output = run_ranks(2, controller, "-m", "horovod_fftcomp", "check", "--timeout", "280")
     assert code == 0, output[-8000:]

@@ -156,6 +156,7 @@ def test_commands_are_read(page, monkeypatch):
             check(words)
 
 
+@pytest.mark.more
 @pytest.mark.torch
 def test_commands_of_launchers_and_scripts_are_read():
     """In a process of its own, for what the scripts import and set."""

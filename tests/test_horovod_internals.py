@@ -49,6 +49,7 @@ def test_another_version_of_horovod_is_warned_of_once(monkeypatch, recwarn, vers
         assert "horovod==0.28.1" in str(warned.message)
 
 
+@pytest.mark.more
 @pytest.mark.torch
 def test_n_ranks_and_registered_process_sets():
     pytest.importorskip("horovod.torch", exc_type=ImportError)

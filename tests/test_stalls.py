@@ -176,7 +176,7 @@ CASES = [
     ("torch", "mpi", "sleep"),
     ("torch", "gloo", "between"),
     ("torch", "mpi", "loop"),
-    pytest.param("torch", "gloo", "uneven", marks=pytest.mark.smoke),
+    pytest.param("torch", "gloo", "uneven", marks=pytest.mark.more),
     pytest.param("tensorflow", "gloo", "sleep", marks=pytest.mark.tf),
     pytest.param("tensorflow", "mpi", "uneven", marks=pytest.mark.tf),
 ]

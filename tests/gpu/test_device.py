@@ -116,6 +116,7 @@ def test_all_bytes_are_the_emulators(device, key):
             assert ours.tobytes() == theirs.tobytes()
 
 
+@pytest.mark.more  # ``make test`` has the probes of single recipes
 def test_a_device_passes_its_probe(device):
     probe(device, [get_scheme(recipe) for recipe in RECIPES if recipe not in HOST_ONLY])
 

@@ -417,6 +417,7 @@ def test_signs_arrive_of_vectors_and_scalars(recipe, options, same_everywhere):
         assert total.any()
 
 
+@pytest.mark.more
 @pytest.mark.transport
 def test_recipes_side_by_side_are_those_of_a_simulation(same_everywhere):
     weights = [tf.Variable(tf.zeros(payloads.SHAPE)) for _ in payloads.TOGETHER]

@@ -163,7 +163,7 @@ def test_a_saved_model_is_loaded_and_goes_on(tmp_path, same_everywhere):
     assert compression.stats()["steps"] == 8
 
 
-@pytest.mark.sampled
+@pytest.mark.more
 @pytest.mark.transport
 @pytest.mark.parametrize("recipe", ["topk", "fft"])
 def test_resumed_from_a_checkpoint_equals_uninterrupted(recipe, tmp_path, same_everywhere):
