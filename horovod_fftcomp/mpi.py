@@ -100,6 +100,13 @@ class Reducer:
         """Return the residual of an array, float32 in its shape."""
         return self._engine.residual(name)
 
+    def discard(self) -> None:
+        """Undo the last ``sum``, whose result was not used; call it on every rank.
+
+        Residuals and byte counts become what they were before. ValueError if there is none.
+        """
+        self._engine.discard()
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state."""
         return self._engine.state_dict()

@@ -270,6 +270,19 @@ class Compressor:
         if self._recovery.observe(first) and self._recovery.raised(density) > density:
             self._use_density(self._recovery.raised(density))
 
+    def discard(self) -> None:
+        """Undo the last exchange, whose averages were not used; call it on every rank.
+
+        Residuals, momenta, the step and all counts of ``stats`` but seconds become what they were
+        before it. Call it after the backward pass (with Horovod after ``synchronize()``) and before
+        the next one. Raises ConfigMismatchError on all ranks if they are not at the same step, and
+        ValueError if there is no exchange, or an optimizer has taken a step with its averages.
+        """
+        self._steps.settle()
+        facts = {"step": self._engine.step, "discardable": self._engine.is_discardable()}
+        handshake.compare_facts(self._connection.gather("discard()", facts))
+        self._steps.discard()
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's residuals and step.
 

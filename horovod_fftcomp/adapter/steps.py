@@ -50,6 +50,7 @@ class StepDriver:
         self._not_finite = NotFiniteWarning(self._settings.grad_scaler is not None)
         self._broken_by = ""  # text of the error that interrupted a step
         self.count = self.dense_nbytes = self.other_nbytes = 0
+        self._before = (0, 0, 0)  # these when the last step began
 
     def times(self) -> dict[str, float]:
         """Return the times of ``stats`` that are not the engine's, in seconds."""
@@ -83,7 +84,14 @@ class StepDriver:
                 f"state_dict() into the compressor and {self._TO_CONTINUE}"
             )
 
-    def _begin_record(self) -> None:
+    def discard(self) -> None:
+        """Undo the last step, which is settled; see ``Engine.discard``."""
+        self._engine.discard()
+        self.count, self.dense_nbytes, self.other_nbytes = self._before
+
+    def _begin_counts(self) -> None:
+        """Begin a step, before anything of it is counted."""
+        self._before = self.count, self.dense_nbytes, self.other_nbytes
         if self._recorder is not None:
             self._recorder.check()
             self._recorded = {} if self._recorder.wants(self._engine.step) else None

@@ -6,6 +6,8 @@ pure, so everything that lasts longer than a step is kept here.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -95,6 +97,16 @@ class _Unread(NamedTuple):
     loss_scale: float
 
 
+class _Before(NamedTuple):
+    """What a step replaces, for ``discard``; alarm and errors only if the step measures them."""
+
+    step: int
+    state: list[State]
+    costs: Costs
+    counts: tuple[list[int], list[int]]
+    measured: tuple[ResidualAlarm, dict[str, float]] | None
+
+
 def _commit_of(device: Device) -> DeviceCommit:
     from horovod_fftcomp.engine.device_commit import DeviceCommit  # imported only with a GPU
 
@@ -145,6 +157,9 @@ class Engine:
         self._outcomes: dict[int, Outcome] = {}
         self._sent: dict[int, list[Round]] = {}  # of running buckets
         self.bad: dict[str, bool] = {}  # of this step, see ``bad_tensors``
+        self._before: _Before | None = None  # of this step or, until the next one, of the last
+        self.is_used = False  # whether an optimizer has taken a step with the last sums
+        self._is_kept = False  # whether the host has committed the last step
         self._finite = True
         self._observed = False
 
@@ -200,6 +215,7 @@ class Engine:
     def _begun(self, bucket: int, grads: Grads) -> Exchange:
         if bucket in self._running or bucket in self._outcomes:
             raise ValueError(f"bucket {bucket} has been started in this step already")
+        self._mark()
         tensors, scheme, device = self.buckets[bucket].tensors, self.scheme(bucket), self.device
         if device is not None and not scheme.runs_on_device(tensors):
             grads = [None if grad is None else on_host(grad, device) for grad in grads]
@@ -232,6 +248,7 @@ class Engine:
 
     def observe(self, finite: bool) -> None:
         """Report whether a tensor that was exchanged outside the engine is finite."""
+        self._mark()
         self._finite = self._finite and finite
         self._observed = True
 
@@ -254,13 +271,15 @@ class Engine:
         """End the step: commit its new state if everything was finite, else drop it."""
         if self._running:
             raise ValueError(f"buckets {sorted(self._running)} are still under way")
-        outcomes, finite = self._outcomes, self._is_seen_finite()
+        outcomes, finite, self._dropped = self._outcomes, self._is_seen_finite(), None
         if not outcomes and not self._observed:
             return
         if self._commit is not None:
             finite = self._close_on_device(self._commit, outcomes, finite)
         self.abandon()
-        step, self.step = self.step, self.step + 1
+        step, self.step, self._is_kept = self.step, self.step + 1, finite
+        if self.is_used:
+            self._before = None
         if not finite:
             self.costs.skipped_steps += 1
             return
@@ -275,6 +294,54 @@ class Engine:
             self._unread.append(_Unread(self._dropped, measured, self.loss_scale))
         elif measured:
             self._record({bucket: values() for bucket, values in measured.items()}, self.loss_scale)
+
+    def _mark(self) -> None:
+        """Remember, at the beginning of a step, what it replaces."""
+        if self._before is not None and self._before.step == self.step:
+            return
+        measures = self.step % MEASURE_EVERY == 0
+        measured = copy.deepcopy((self.alarm, self.errors)) if measures else None
+        counts = self.n_exchanges.copy(), self.n_compressed.copy()
+        costs = dataclasses.replace(self.costs)
+        self._before = _Before(self.step, self._state.copy(), costs, counts, measured)
+        self.is_used = False
+
+    def note_used(self) -> None:
+        """Note that an optimizer takes a step with the last sums; frees what they replaced."""
+        self.is_used = True
+        if self._before is not None and self._before.step < self.step:
+            self._before = None
+
+    def keeps_last(self) -> bool:
+        """Return whether the last step's state is kept; False if there is none. May wait."""
+        if self._outcomes:
+            return self.is_finite() and any(outcome.state for outcome in self._outcomes.values())
+        dropped = self._dropped is not None and bool(self._dropped()[0])
+        return self._is_kept and not dropped and any(self._state)
+
+    def is_discardable(self) -> bool:
+        """Return whether ``discard`` can undo the last step."""
+        return self._before is not None and not self.is_used
+
+    def discard(self) -> None:
+        """Undo the last step, which is settled: state, step and counts become what they were."""
+        before = self._before
+        if before is None or self.is_used:
+            raise ValueError(
+                "there is no exchange to discard: none was made since the last discard() or "
+                "load_state_dict(), or an optimizer has taken a step with its averages"
+            )
+        if self._dropped is not None:
+            self._skipped_there += int(self._dropped()[0])
+            if self._unread and self._unread[-1].dropped is self._dropped:
+                self._unread.pop()
+        spent = {"encode_s": self.costs.encode_s, "decode_s": self.costs.decode_s}
+        vars(self.costs).update(vars(before.costs) | spent)  # others may hold the object
+        self.n_exchanges, self.n_compressed = before.counts
+        if before.measured is not None:
+            self.alarm, self.errors = before.measured
+        self.step, self._state = before.step, before.state
+        self._before, self._dropped, self._is_kept = None, None, False
 
     def read_device(self) -> None:
         """Wait for the device, and record its measurements and skipped steps."""
@@ -463,6 +530,7 @@ class Engine:
         if self._commit is not None:
             self._commit.reset()
         self._unread, self._skipped_there = [], 0
+        self._before, self._dropped, self._is_kept = None, None, False
         self.step = part["step"]
         self.loss_scale = part["loss_scale"]
         self._state = states

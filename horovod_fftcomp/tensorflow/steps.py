@@ -209,12 +209,12 @@ class StepDriver(steps.StepDriver):
 
     def _enter(self, load: Load, scale: np.ndarray) -> None:
         """Begin a step on this rank, after the exchanges with others."""
+        self._begin_counts()
         self._scale = float(scale)
         self._engine.follow_loss_scale(self._scale)
         self._begun, self._undecoded, self._n_buckets = True, set(load.buckets), len(load.buckets)
         self.dense_nbytes += load.dense_nbytes
         self.other_nbytes += load.other_nbytes
-        self._begin_record()
 
     def _compares(self, step: int) -> bool:
         """Return whether a step compares parameters; not the first: Keras broadcasts after it."""

@@ -16,6 +16,7 @@ from horovod_fftcomp.adapter.stalls import Progress
 from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
+from horovod_fftcomp.adapter.torch_tensors.thrown_away import ThrownAway
 from horovod_fftcomp.engine.overlap import Pending, Slot, StepPipeline
 from horovod_fftcomp.errors import FFTCompError, UnsupportedError
 from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
@@ -54,6 +55,7 @@ class StepDriver(steps.StepDriver):
     ) -> None:
         super().__init__(parts)
         self._gradients = StepGradients(parameters, slots)
+        self._thrown_away = ThrownAway(parameters, parts.engine)
         self._optimized, self._join = optimized, join
         self._ranks = parts.process_set.ranks
         self._bad: dict[str, bool] = {}  # dense tensors of this step, see ``NotFiniteWarning``
@@ -238,7 +240,8 @@ class StepDriver(steps.StepDriver):
         self._engine.follow_loss_scale(self.loss_scale())
         if self._shadow is not None:
             self._shadow.begin(self._connection.n_handshakes)
-        self._begin_record()
+        self._begin_counts()
+        self._thrown_away.begin()
         self._opens_early = self._replicas.is_due(self._engine.step)
         if self._gathers:
             self._connection.barrier()
@@ -273,6 +276,7 @@ class StepDriver(steps.StepDriver):
             if not isinstance(error, (FFTCompError, KeyboardInterrupt)):  # this rank's only
                 time.sleep(_GRACE_S)
             raise
+        self._thrown_away.end(next(iter(self._gradients.seen)))
         self._replicas.finish(self._settings.timeout_s)
         self._optimized.warn_of_unexchanged(self._gradients.seen)
         self._not_finite.observe(self._engine.bad, self._engine.rank, self._ranks)

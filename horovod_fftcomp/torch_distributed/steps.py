@@ -15,6 +15,7 @@ from horovod_fftcomp.adapter import steps
 from horovod_fftcomp.adapter.stalls import Progress
 from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
+from horovod_fftcomp.adapter.torch_tensors.thrown_away import ThrownAway
 from horovod_fftcomp.engine.overlap import Pending, Slot
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed.gradients import Arrival, ParameterNumbers
@@ -69,6 +70,7 @@ class StepDriver(steps.StepDriver):
         parameters, self._connect, self._slots, self._name, self._stream, self._read = setup
         self._numbers, self._names = ParameterNumbers(parameters), parameters.names
         self._keeps_unused = keeps_unused
+        self._thrown_away = ThrownAway(parameters, parts.engine)
         self._scale = 1.0 / parts.engine.world_size
         self._pipeline = OrderedPipeline(
             parts.engine, self._send_bucket, self._deliver, parts.settings.timeout_s
@@ -116,6 +118,8 @@ class StepDriver(steps.StepDriver):
         if begins and self._inside:
             self._broken_by = "an error in the backward pass"
             self.check_unbroken()
+        if begins:
+            self._thrown_away.begin()
         self._inside = True
         self._worker.submit(self._take, arrival, begins, self._stream.mark())
 
@@ -131,6 +135,7 @@ class StepDriver(steps.StepDriver):
                 self._not_finite.observe(self._engine.bad | self._bad, self._engine.rank, ranks)
                 self._end_record(step)
                 self._engine.settle()
+                self._thrown_away.end(next(iter(self._arrivals)))
         finally:  # whoever frees gradients or state now must not give their memory away too early
             self._stream.join()
         self._encoded_s = self._engine.costs.encode_s
@@ -232,6 +237,7 @@ class StepDriver(steps.StepDriver):
         Without compressed tensors only a rank that is not connected asks. Sums never meet a header,
         see ``rounds``, so ranks that do different things wait, and the watch reports it.
         """
+        self._begin_counts()
         timeout_s, is_up = self._settings.timeout_s, self._connection.is_up
         if self._engine.buckets or not is_up:
             unconnected = np.zeros(0 if is_up else 1, np.uint8)
@@ -243,7 +249,6 @@ class StepDriver(steps.StepDriver):
         self._engine.follow_loss_scale(self.loss_scale())
         if self._shadow is not None:
             self._shadow.begin(self._connection.n_handshakes)
-        self._begin_record()
         self._replicas.begin(self._engine.step, self._engine.device, self._read)
 
     def _start(self, bucket: int) -> None:

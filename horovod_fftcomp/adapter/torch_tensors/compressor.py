@@ -26,6 +26,8 @@ class TensorCompressor(Compressor):
 
     def __init__(self, policy: Scheduled, settings: Settings) -> None:
         super().__init__(policy, settings)
+        # Of optimizers that have taken a step, whether they train tensors of the recipe.
+        self._trains: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         scaler = settings.grad_scaler
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(
@@ -66,8 +68,15 @@ class TensorCompressor(Compressor):
             self._warn_of_squares(type(optimizer).__name__)
         return trains
 
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step of an optimizer, and look at it if it is its first."""
+        if optimizer not in self._trains:
+            self._trains[optimizer] = self._warn_of(optimizer)
+        if self._trains[optimizer]:
+            self._engine.note_used()
+
     def _await_optimizer(self) -> None:
-        """Call ``_warn_of`` at the first step of an optimizer of this model."""
+        """Call ``_note_step`` at each step of an optimizer."""
         scheme = self._policy.at(self._policy.warmup_steps)
         if scheme.own_momentum() or scheme.compresses():
             _awaiting().add(self)
@@ -75,7 +84,7 @@ class TensorCompressor(Compressor):
 
 @functools.cache
 def _awaiting() -> weakref.WeakSet[TensorCompressor]:
-    """Return the compressors whose optimizers are not known yet.
+    """Return the compressors that are told of each step of an optimizer.
 
     PyTorch calls one hook for all of them, which stays: a hook cannot remove itself.
     """
@@ -83,7 +92,9 @@ def _awaiting() -> weakref.WeakSet[TensorCompressor]:
 
     def look(optimizer: torch.optim.Optimizer, *given: object) -> None:
         for compressor in list(compressors):
-            if not compressor.sends_gradients or compressor._warn_of(optimizer):
+            if compressor.sends_gradients:
+                compressor._note_step(optimizer)
+            else:
                 compressors.discard(compressor)
 
     register_optimizer_step_pre_hook(look)

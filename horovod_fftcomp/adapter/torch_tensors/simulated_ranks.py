@@ -126,6 +126,11 @@ class SimulatedLearners:
             engine.settle()
         self._grads = [{} for _ in self._engines]
 
+    def discard(self) -> None:
+        """Undo the last ``reduce``, whose means were not used; see ``Engine.discard``."""
+        for engine in self._engines:
+            engine.discard()
+
     def residual_norms(self) -> list[float]:
         """Return the L2 norm of each rank's residuals, of all tensors together."""
         return [engine.residual_norm() for engine in self._engines]

@@ -1,0 +1,89 @@
+"""Warns of averages that were exchanged and then not used, which error feedback does not forget."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+
+from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
+from horovod_fftcomp.engine.engine import Engine
+
+
+class ThrownAway:
+    """Looks, when a backward pass begins, whether the last exchange's averages were used.
+
+    They were not if the gradient of a parameter is gone or zero, no optimizer of PyTorch has taken
+    a step, and the parameter is the same. Other optimizers may write to ``parameter.data``, which
+    no version counts: from the second time on its values are compared, too.
+    """
+
+    def __init__(self, parameters: Parameters, engine: Engine) -> None:
+        self._parameters, self._engine = parameters, engine
+        self._number = -1  # of the parameter that is looked at
+        self._hook: Any = None
+        self._is_between = self._is_done = False
+        self._place: tuple[int, int] = (0, 0)  # version and address of the parameter
+        self._suspects = False
+        self._copy: torch.Tensor | None = None  # of the parameter, once there is a suspicion
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._is_done = True
+        if self._hook is not None:
+            self._hook.remove()
+
+    def begin(self) -> None:
+        """Note that a step begins."""
+        self._is_between = False
+
+    def end(self, first: int) -> None:
+        """Note that a step has ended whose first gradient was that of parameter ``first``.
+
+        That one comes first again, so the next look is before the next exchange begins.
+        """
+        if self._is_done:
+            return
+        parameter = self._parameters.tensors[first]
+        if first != self._number:
+            if self._hook is not None:
+                self._hook.remove()
+            look = weakref.WeakMethod(self._look)  # the parameter may live longer
+            self._hook = parameter.register_hook(lambda grad: (look() or _nothing)())
+            self._number = first
+        self._place = (parameter._version, parameter.data_ptr())
+        self._copy = parameter.detach().clone() if self._suspects else None
+        self._is_between = True
+
+    def _look(self) -> None:
+        parameter = self._parameters.tensors[self._number]
+        if not self._is_between or self._engine.is_used:
+            return
+        self._is_between = False
+        if self._place != (parameter._version, parameter.data_ptr()):
+            return
+        if parameter.grad is not None and bool(parameter.grad.any()):
+            return
+        if not self._engine.keeps_last():
+            return
+        self._suspects = True
+        if self._copy is None:
+            return
+        same = torch.equal(self._copy, parameter)
+        self.stop()
+        if same:
+            warnings.warn(
+                f"the averaged gradients, of {self._parameters.names[self._number]!r} for one, "
+                "were zeroed before an optimizer used them, but what was held back of them is "
+                "kept and will be sent in later steps. Call discard() of the compressor on all "
+                "ranks after such a backward pass, or exchange nothing in it: docs/training.md, "
+                '"Passes whose gradients you do not use"',
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _nothing() -> None:
+    """Stand in for a method whose object is gone."""
