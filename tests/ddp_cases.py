@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -562,6 +563,130 @@ def test_second_moments_beside_a_biased_recipe_are_named_once(recipe, options, m
         optimizer.step()
     told = f"{make.__name__} divides by roots of squared gradients"
     assert [told in str(warning.message) for warning in caught] == [True] * warns
+
+
+def compressed(recipe="topk", model=None, gradient_as_bucket_view=False, **options):
+    """Return a model under DDP, and its compressor."""
+    ddp = wrapped(model, gradient_as_bucket_view=gradient_as_bucket_view)
+    return ddp, compress(ddp, recipe, timeout_s=30, **options)
+
+
+def passes_of(ddp, seed, scale=1.0):
+    """Run this rank's forward and backward pass of a seed."""
+    torch.manual_seed(100 * seed + dist.get_rank())
+    (scale * ddp(torch.randn(8, 48)).square().sum()).backward()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [("topk", {"density": 0.05}), ("fft", {}), ("scalecom", {"density": 0.1}), ("powersgd", {}),
+     ("efsignsgd", {}), ("dgc", {}), ("topk", {"exchange": "sharded"})],
+)  # fmt: skip
+def test_a_discarded_pass_leaves_no_trace(recipe, options):
+    plain, plain_compression = compressed(recipe, **options)
+    ddp, compression = compressed(recipe, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.0) for each in (plain, ddp)]
+    for step in range(4):
+        passes_of(ddp, 50 + step)
+        ddp.zero_grad()
+        compression.discard()
+        for each, optimizer in zip((plain, ddp), optimizers, strict=True):
+            each.zero_grad()
+            passes_of(each, step)
+            optimizer.step()
+        for one, other in zip(plain.parameters(), ddp.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+    for tensor in compression.tensors():
+        with contextlib.suppress(ValueError):  # sent dense
+            expected = plain_compression.residual(tensor.name)
+            assert torch.equal(compression.residual(tensor.name), expected)
+    counted = ("steps", "sent_nbytes", "dense_nbytes", "ratio", "collectives")
+    stats = [each.stats() for each in (plain_compression, compression)]
+    assert [stats[0][key] for key in counted] == [stats[1][key] for key in counted]
+
+
+def test_a_discriminator_learns_from_its_own_loss_alone():
+    """Sums of what it got and of what is held back are those of the gradients that were meant."""
+    torch.manual_seed(1)
+    generator, _ = compressed(model=nn.Linear(8, 48), density=0.05)
+    critic, compression = compressed(density=0.05)
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.0)
+    meant, got = torch.zeros(48, 48), torch.zeros(48, 48)
+    for step in range(5):
+        made = generator(torch.randn(8, 8, generator=torch.Generator().manual_seed(step)))
+        critic(made).square().sum().backward()  # the generator's loss, through the critic
+        generator.zero_grad()
+        critic.zero_grad()
+        compression.discard()
+        copied = copy.deepcopy(critic.module)
+        copied(made.detach()).abs().sum().backward()
+        meant += torch.stack(gathered(copied.first.weight.grad)).mean(0)
+        critic(made.detach()).abs().sum().backward()
+        got += critic.module.first.weight.grad
+        optimizer.step()
+        optimizer.zero_grad()
+    held = torch.stack(gathered(compression.residual("first.weight"))).mean(0)
+    assert (got + held - meant).norm() <= 1e-5 * meant.norm()
+
+
+def warned_of_zeroed(loop):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop()
+    return [str(w.message) for w in caught if "zeroed before an optimizer used" in str(w.message)]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("as_view", [True, False])
+def test_averages_that_are_thrown_away_are_told_once(set_to_none, as_view):
+    ddp, _ = compressed(density=0.05, gradient_as_bucket_view=as_view)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+    def loop():
+        for step in range(6):
+            passes_of(ddp, 50 + step)
+            ddp.zero_grad(set_to_none)
+            passes_of(ddp, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+
+    [told] = warned_of_zeroed(loop)
+    assert re.search(r"of '(first|second|last|spare)\.(weight|bias)' for one", told)
+    assert "discard()" in told
+
+
+def by_hand(ddp):
+    """Step as optimizers do that no version counts."""
+    for parameter in ddp.parameters():
+        parameter.data.add_(parameter.grad, alpha=-0.01)
+
+
+@pytest.mark.parametrize(
+    "kind", ["no_sync", "discard", "plain", "by hand", "scaler", "twice, then a step"]
+)
+def test_averages_that_are_used_are_not_told(kind):
+    ddp, compression = compressed(density=0.05)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-30)
+
+    def loop():
+        for step in range(6):
+            if kind == "no_sync":
+                with ddp.no_sync():
+                    passes_of(ddp, 50 + step)
+            elif kind == "discard":
+                passes_of(ddp, 50 + step)
+                ddp.zero_grad()
+                compression.discard()
+            elif kind == "twice, then a step":
+                passes_of(ddp, 50 + step)
+            passes_of(ddp, step, math.inf if kind == "scaler" and step % 2 else 1.0)
+            if kind == "by hand":
+                by_hand(ddp)
+            elif not (kind == "scaler" and step % 2):
+                optimizer.step()
+            ddp.zero_grad()
+
+    assert warned_of_zeroed(loop) == []
 
 
 def test_join_is_refused():

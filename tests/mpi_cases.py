@@ -61,6 +61,19 @@ def test_sums_are_those_of_a_simulation(recipe, exchange):
     assert reducer.costs.collectives == sum(len(policy.at(step).rounds) for step in range(6))
 
 
+@pytest.mark.parametrize("recipe", ["topk", "fft", "scalecom", "powersgd", "gtopk", "sparcml"])
+def test_a_discarded_sum_never_was(recipe):
+    plain, reducer = Reducer(recipe), Reducer(recipe)
+    for grads in gradients(4):
+        reducer.mean({"gradient": 3 - grads[COMM.rank]})
+        reducer.discard()
+        expected = plain.mean({"gradient": grads[COMM.rank]})["gradient"]
+        found = reducer.mean({"gradient": grads[COMM.rank]})["gradient"]
+        assert found.tobytes() == expected.tobytes()
+    assert reducer.residual("gradient").tobytes() == plain.residual("gradient").tobytes()
+    assert reducer.costs.sent_nbytes == plain.costs.sent_nbytes
+
+
 @pytest.mark.parametrize("recipe", ["none", "topk", "scalecom", "gtopk", "sparcml"])
 def test_nodes_of_two_are_those_of_a_simulation(recipe):
     everyone = np.rint(64 * gradients(4)) / np.float32(64)  # so that sums within a node are exact

@@ -102,6 +102,7 @@ def test_fsdp2_on_two_replicas_of_two_shards(tmp_path):
     [
         ("dies", "a rank has ended or cannot be reached"),
         ("sleeps", "Rank 1 is late: it has not"),
+        ("discards", "discard()"),
         ("gathers", "Rank 1 waits in gathered_state_dict() for all ranks, but rank 0 did not"),
     ],
 )

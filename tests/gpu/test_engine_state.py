@@ -14,7 +14,14 @@ from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.simulation import exchange_once
 from tests.gpu.emulator import Emulator
-from tests.gpu.steps import TENSORS, assert_same_step, make_engines, random_grads, run_step
+from tests.gpu.steps import (
+    TENSORS,
+    assert_same_account,
+    assert_same_step,
+    make_engines,
+    random_grads,
+    run_step,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,26 @@ def test_a_state_goes_from_cpu_to_gpu_and_back(recipe):
             for engine, state in zip(changing, saved, strict=True):
                 engine.load_state_dict(state)
         assert_same_step(straight, changing, grads[step])
+
+
+@pytest.mark.parametrize("recipe", ["topk", "fft", "scalecom", "powersgd", "dgc", "auto"])
+def test_a_discarded_step_never_was(recipe):
+    """Also one that the GPU has rolled back, and whose skipped step nobody has read yet."""
+    options = {"ratio": 10, "every": 2} if recipe == "auto" else {}
+    plain, other = (make_engines(Emulator(), recipe, **options) for _ in range(2))
+    rng = np.random.default_rng(4)
+    for step in range(5):
+        grads, foreign = random_grads(rng), random_grads(rng)
+        if step == 3:
+            foreign[1][0][0][7] = np.nan
+        if step != 1:
+            run_step(other, foreign)
+            for engine in other:
+                engine.discard()
+        for ours, theirs in zip(run_step(other, grads), run_step(plain, grads), strict=True):
+            assert ours.tobytes() == theirs.tobytes()
+    assert_same_account(plain, other, skipped_steps=0)
+    assert other[0].alarm.ratios() == plain[0].alarm.ratios()
 
 
 def test_what_travels_as_it_is_takes_its_residual_along():

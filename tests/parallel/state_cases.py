@@ -220,3 +220,75 @@ def test_state_is_asked_for_between_steps():
         compression.state_dict()
     synchronized_step(optimizer)
     assert compression.state_dict()["step"] == 1
+
+
+def passes(model, optimizer, seed, loss=lambda out: out.square().sum()):
+    """Run a backward pass of this rank's data of a seed, and exchange its gradients."""
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * seed + hvd.rank()))
+    loss(model(x, range(6))).backward()
+    optimizer.synchronize()
+
+
+def step_of(optimizer):
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.sampled
+@pytest.mark.transport
+@pytest.mark.parametrize("recipe", ["topk", "fft", "scalecom", "powersgd", "efsignsgd", "dgc"])
+def test_a_discarded_pass_leaves_no_trace(recipe, same_everywhere):
+    made = []
+    for discards in (False, True):
+        model = make_model()
+        compression = small_buckets(model, recipe)
+        optimizer = distributed(model, compression)
+        for step in range(4):
+            if discards:
+                passes(model, optimizer, 50 + step)
+                optimizer.zero_grad()
+                compression.discard()
+            passes(model, optimizer, step)
+            step_of(optimizer)
+        stats = compression.stats()
+        made.append((model, compression, [stats[k] for k in ("steps", "sent_nbytes", "ratio")]))
+    (plain, expected, counts), (model, compression, found) = made
+    assert counts == found
+    assert torch.equal(flat(plain), flat(model))
+    for name in ("layers.0.weight", "layers.5.weight"):
+        assert torch.equal(expected.residual(name), compression.residual(name))
+    same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("discards", [False, True])
+def test_averages_that_are_thrown_away_are_told_once(discards):
+    model = make_model()
+    compression = small_buckets(model, "topk", density=0.05)
+    optimizer = distributed(model, compression)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            passes(model, optimizer, 50 + step)
+            optimizer.zero_grad()
+            if discards:
+                compression.discard()
+            passes(model, optimizer, step)
+            step_of(optimizer)
+    told = [w for w in caught if "zeroed before an optimizer used them" in str(w.message)]
+    assert len(told) == (0 if discards else 1)
+
+
+def test_discard_is_refused_where_there_is_nothing_to_discard():
+    model = make_model()
+    compression = small_buckets(model, "topk")
+    optimizer = distributed(model, compression)
+    with pytest.raises(ValueError, match="no exchange to discard"):
+        compression.discard()
+    loss_of(model, *next(batches(1))).backward()
+    with pytest.raises(ValueError, match="a step is under way"):
+        compression.discard()
+    optimizer.synchronize()
+    step_of(optimizer)
+    with pytest.raises(ValueError, match="an optimizer has taken a step"):
+        compression.discard()

@@ -229,3 +229,33 @@ def test_the_first_ranks_gradients_are_recorded(tmp_path, same_everywhere):
         assert {file.name for file in path.iterdir()} == {"0.npz", "2.npz", "4.npz"}
         assert np.load(path / "2.npz")[NAME].shape == (40, 40)
     same_everywhere(flat(model))
+
+
+@pytest.mark.transport
+@pytest.mark.parametrize("recipe", ["topk", pytest.param("powersgd", marks=pytest.mark.more)])
+def test_a_discarded_pass_leaves_no_trace(recipe, same_everywhere):
+    made = []
+    for discards in (False, True):
+        model = Layers()
+        compression = small_buckets(model, recipe)
+
+        @tf.function
+        def gradients(x, y, model=model, compression=compression):
+            with tf.GradientTape() as plain:
+                loss = model.loss(x, y)
+            tape = hvd.DistributedGradientTape(plain, compression=compression)
+            return [tf.convert_to_tensor(grad) for grad in tape.gradient(loss, model.variables)]
+
+        got = []
+        for step, batch in enumerate(batches(4)):
+            if discards:
+                gradients(*next(batches(1, seed=50 + step)))
+                compression.discard()
+            got += gradients(*batch)
+        residual = compression.residual("layers.0.weight")
+        made.append(([*got, residual], compression.stats()["sent_nbytes"]))
+    (expected, sent), (found, sent_too) = made
+    assert sent == sent_too
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(one, other)
+    same_everywhere(*found[:-1])

@@ -1,6 +1,6 @@
 """Train under DDP with two ranks of which the second one does not begin its third step.
 
-It "dies", "sleeps" or "gathers" the state of all ranks instead.
+It "dies", "sleeps", "gathers" the state of all ranks or "discards" its last step instead.
 """
 
 from __future__ import annotations
@@ -27,5 +27,7 @@ for step in range(4):
             os._exit(9)
         if failure == "gathers":
             compression.gathered_state_dict()
+        if failure == "discards":
+            compression.discard()
         time.sleep(10)
     ddp(torch.randn(4, 64)).square().sum().backward()
