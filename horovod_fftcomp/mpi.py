@@ -19,8 +19,9 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.buckets import MIN_NUMEL, Bucket
-from horovod_fftcomp.engine.engine import Costs, Engine
+from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always, make_policy
+from horovod_fftcomp.engine.work import Costs
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.types import Array, Tensor

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.buckets import Bucket, decided_states
+from horovod_fftcomp.engine.work import Costs, Work
 from horovod_fftcomp.kernels.cuda import Device, on_host
 from horovod_fftcomp.monitor.not_finite import bad_tensors
 from horovod_fftcomp.monitor.residual_alarm import DEFAULT_THRESHOLD, ResidualAlarm
@@ -40,71 +39,26 @@ if TYPE_CHECKING:
     from horovod_fftcomp.engine.device_commit import DeviceCommit
 
 
-@dataclass
-class Costs:
-    """Traffic, times and errors of this rank since the start."""
-
-    sent_nbytes: int = 0
-    sums_nbytes: int = 0  # of those: sums that this rank made for the others, in shards
-    received_nbytes: int = 0
-    inside_nbytes: int = 0  # sent within a node, not part of the two above
-    collectives: int = 0
-    encode_s: float = 0.0
-    decode_s: float = 0.0
-    skipped_steps: int = 0
-    relative_error: float = 0.0
-    total_error: float = 0.0
-    similarity: float | None = None
-
-
-@dataclass
-class Work:
-    """Computation of a bucket before its first round, between two, or after its last.
-
-    ``run`` may be called in any thread, once: it runs the bucket's exchange and touches nothing
-    else of the engine. It reads gradients and state, which must not change meanwhile. ``began``,
-    ``ended``: ``time.perf_counter()``, the same clock in all threads.
-    """
-
-    exchange: Exchange
-    output: Array | None  # of the last round; None before the first
-    made: Round | Outcome | None = None
-    began: float = 0.0
-    ended: float = 0.0
-
-    def run(self) -> Work:
-        """Compute ``made``, the next round, or the outcome after the last; return this object."""
-        self.began = time.perf_counter()
-        try:
-            if self.output is None:
-                self.made = next(self.exchange)
-            else:
-                self.made = self.exchange.send(self.output)
-        except StopIteration as stop:
-            self.made = stop.value
-        self.ended = time.perf_counter()
-        return self
-
-
 class _Unread(NamedTuple):
     """Measurements of a step that are still on the device, by bucket.
 
     ``dropped`` waits for the decision on the step.
     """
 
+    step: int
     dropped: Callable[[], Array]
     measured: dict[int, Callable[[], Measured]]
     loss_scale: float
 
 
 class _Before(NamedTuple):
-    """What a step replaces, for ``discard``; alarm and errors only if the step measures them."""
+    """What a step replaces, for ``discard``; measurements only if it may have some itself."""
 
     step: int
     state: list[State]
     costs: Costs
     counts: tuple[list[int], list[int]]
-    measured: tuple[ResidualAlarm, dict[str, float]] | None
+    measured: tuple[Any, ...] | None
 
 
 def _commit_of(device: Device) -> DeviceCommit:
@@ -291,7 +245,7 @@ class Engine:
         if any(outcomes[bucket].flags.not_finite is not None for bucket in measured):
             self._read_measured()  # old enough to be read without waiting
             assert self._dropped is not None
-            self._unread.append(_Unread(self._dropped, measured, self.loss_scale))
+            self._unread.append(_Unread(step, self._dropped, measured, self.loss_scale))
         elif measured:
             self._record({bucket: values() for bucket, values in measured.items()}, self.loss_scale)
 
@@ -299,12 +253,16 @@ class Engine:
         """Remember, at the beginning of a step, what it replaces."""
         if self._before is not None and self._before.step == self.step:
             return
-        measures = self.step % MEASURE_EVERY == 0
-        measured = copy.deepcopy((self.alarm, self.errors)) if measures else None
+        measured = self._measurements() if self.step % MEASURE_EVERY == 0 else None
         counts = self.n_exchanges.copy(), self.n_compressed.copy()
         costs = dataclasses.replace(self.costs)
         self._before = _Before(self.step, self._state.copy(), costs, counts, measured)
         self.is_used = False
+
+    def _measurements(self) -> tuple[Any, ...]:
+        costs = self.costs
+        errors = costs.relative_error, costs.total_error, costs.similarity
+        return copy.deepcopy((self.alarm, self.errors, errors))
 
     def note_used(self) -> None:
         """Note that an optimizer takes a step with the last sums; frees what they replaced."""
@@ -331,15 +289,17 @@ class Engine:
                 "there is no exchange to discard: none was made since the last discard() or "
                 "load_state_dict(), or an optimizer has taken a step with its averages"
             )
-        if self._dropped is not None:
-            self._skipped_there += int(self._dropped()[0])
-            if self._unread and self._unread[-1].dropped is self._dropped:
-                self._unread.pop()
-        spent = {"encode_s": self.costs.encode_s, "decode_s": self.costs.decode_s}
-        vars(self.costs).update(vars(before.costs) | spent)  # others may hold the object
+        self.read_device()
+        before, costs = self._before or before, self.costs
+        dropped = self._dropped is not None and bool(self._dropped()[0])
+        skipped = costs.skipped_steps - (dropped or not self._is_kept)
+        # Seconds were spent, and older steps may have been read meanwhile.
+        kept = {"encode_s": costs.encode_s, "decode_s": costs.decode_s, "skipped_steps": skipped}
+        vars(costs).update(vars(before.costs) | kept)  # others may hold the object
         self.n_exchanges, self.n_compressed = before.counts
         if before.measured is not None:
-            self.alarm, self.errors = before.measured
+            self.alarm, self.errors, errors = before.measured
+            costs.relative_error, costs.total_error, costs.similarity = errors
         self.step, self._state = before.step, before.state
         self._before, self._dropped, self._is_kept = None, None, False
 
@@ -353,9 +313,11 @@ class Engine:
 
     def _read_measured(self) -> None:
         unread, self._unread = self._unread, []
-        for dropped, measured, loss_scale in unread:
+        for step, dropped, measured, loss_scale in unread:
             if not dropped()[0]:
                 self._record({bucket: read() for bucket, read in measured.items()}, loss_scale)
+                if self._before is not None and step < self._before.step:
+                    self._before = self._before._replace(measured=self._measurements())
 
     def _record(self, measured: dict[int, Measured], loss_scale: float) -> None:
         self.costs.total_error += _missed(measured) / loss_scale**2

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_fftcomp.engine.engine import Engine, Work
+from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.engine.work import Work
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array
 

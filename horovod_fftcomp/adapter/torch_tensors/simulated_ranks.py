@@ -16,9 +16,10 @@ from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.optimizers import note_exchanged
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.engine.buckets import BUCKET_NBYTES, MIN_NUMEL, make_buckets, with_policy
-from horovod_fftcomp.engine.engine import Costs, Engine
+from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.engine.policy import Rule, check_rules, make_policy
+from horovod_fftcomp.engine.work import Costs
 from horovod_fftcomp.simulation import exchange_once
 
 
