@@ -689,6 +689,45 @@ def test_averages_that_are_used_are_not_told(kind):
     assert warned_of_zeroed(loop) == []
 
 
+def saved_and_loaded(ddp):
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, saved_and_loaded, torch.optim.swa_utils.AveragedModel]
+)
+def test_a_copy_of_the_model_has_no_compressor_and_says_so_once_if_it_is_trained(copied):
+    ddp, compression = compressed(density=0.05)
+    passes_of(ddp, 0)
+    made = copied(ddp)
+    with torch.no_grad():
+        made(torch.randn(8, 48))
+    made.eval()(torch.randn(8, 48))
+    assert torch.equal(flat(made), flat(ddp))
+    made.train()
+    with pytest.warns(RuntimeWarning, match="copies have no compressor"):
+        passes_of(made, 1)
+    passes_of(made, 2)
+    plain = wrapped()
+    passes_of(plain, 1)
+    passes_of(plain, 2)
+    for one, other in zip(plain.parameters(), made.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    passes_of(ddp, 3)  # accumulates, compressed
+    assert compression.stats()["steps"] == 2
+
+
+def test_a_copy_can_be_compressed_again():
+    ddp, _ = compressed(density=0.05)
+    made = copy.deepcopy(ddp)
+    compression = compress(made, "topk", density=0.05, timeout_s=30)
+    passes_of(made, 0)
+    assert compression.stats()["steps"] == 1
+
+
 def test_join_is_refused():
     ddp = wrapped()
     compress(ddp, "topk")

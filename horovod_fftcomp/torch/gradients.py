@@ -26,6 +26,7 @@ class GradientContext:
 
     # Of this step, until the reduced gradient has been returned.
     grad: torch.Tensor | None = None
+    version: int = 0  # of ``grad`` when it came
     total: torch.Tensor | None = None  # sum over ranks, float32 in the gradient's shape
 
 

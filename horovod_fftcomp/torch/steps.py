@@ -77,6 +77,7 @@ class StepDriver(steps.StepDriver):
         self._opens_early = False  # since the replica check is due in this step
         self._stream_of_sums: torch.cuda.Stream | None = None
         self._n_pending = 0  # gradients that were started and not finished
+        self._warned_of_change = False
 
     def progress(self) -> Progress:
         """Return this rank's progress; called in the watch's thread."""
@@ -118,7 +119,7 @@ class StepDriver(steps.StepDriver):
         self._n_pending += 1
         self.pipeline.last_came = time.perf_counter()
         self.dense_nbytes += context.dense_nbytes
-        context.grad = grad
+        context.grad, context.version = grad, grad._version
         if context.slot is None:
             sent = arrays.sendable(grad)
         else:
@@ -286,8 +287,20 @@ class StepDriver(steps.StepDriver):
         sums = self._engine.take_sums()
         for context in self._gradients.seen.values():
             if context.slot is not None and context.grad is not None:
+                if context.grad._version != context.version and not self._warned_of_change:
+                    self._warn_of_change(context.name)
                 bucket, position = context.slot
                 context.total = torch.as_tensor(sums[bucket][position]).view(context.grad.shape)
+
+    def _warn_of_change(self, name: str) -> None:
+        self._warned_of_change = True
+        warnings.warn(
+            f"the gradient of {name!r} was changed between backward() and synchronize(), which "
+            "replaces it by the average of the gradients before the change. Clip or unscale after "
+            'optimizer.synchronize(): docs/training.md, "Gradient clipping"',
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _check(self) -> None:
         self._connection.check()

@@ -1,4 +1,4 @@
-"""The compressors of this adapter: ``DDPCompressor`` is also the state of DDP's hook."""
+"""The compressors of this adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.torch_distributed.hook import exchange_bucket
+from horovod_fftcomp.torch_distributed.hook import HookState, exchange_bucket, note_copies
 from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup, node_groups
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
 from horovod_fftcomp.torch_distributed.steps import Setup, StepDriver
@@ -111,13 +111,14 @@ class DDPCompressor(DistributedCompressor):
         ranks = dist.get_process_group_ranks(model.process_group)
         optimized = OptimizedParameters(self._exchanged)
         super().__init__(ranks, optimized, self._exchanged.specs(), policy, settings)
+        note_copies(model)
 
     def _make_steps(self, parts: Parts, setup: Setup) -> StepDriver:
         return StepDriver(parts, setup, self._keeps_unused)
 
     def hook_pair(self) -> tuple[Any, Any]:
         """Return state and function of the communication hook, as ``register_comm_hook`` takes."""
-        return self, exchange_bucket
+        return HookState(self), exchange_bucket
 
     def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket of DDP; return the future of its averages."""

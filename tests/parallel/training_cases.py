@@ -25,6 +25,7 @@ from tests.parallel.models import (
     loss_of,
     make_model,
     small_buckets,
+    synchronized_step,
     train,
 )
 
@@ -264,6 +265,22 @@ def test_part_of_a_model(same_everywhere):
     )
     train(model, optimizer, 5)
     same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("too_early", [True, False])
+def test_clipping_before_synchronize_is_told_once(too_early):
+    model = make_model()
+    optimizer = distributed(model, small_buckets(model, "topk"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step, (x, y) in enumerate(batches(3)):
+            optimizer.zero_grad()
+            loss_of(model, x, y, step).backward()
+            if too_early:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            synchronized_step(optimizer)
+    told = [w for w in caught if "between backward() and synchronize()" in str(w.message)]
+    assert len(told) == too_early
 
 
 def test_clipping_between_synchronize_and_step(same_everywhere):
