@@ -24,7 +24,7 @@ from horovod_fftcomp.engine.policy import Always, make_policy
 from horovod_fftcomp.engine.work import Costs
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.schemes.dense import Dense
-from horovod_fftcomp.types import Array, Tensor
+from horovod_fftcomp.types import Array, Tensor, refuse_masked
 
 
 class Reducer:
@@ -250,6 +250,7 @@ _DTYPES = ("float16", "float32", "float64")
 def _flat(name: str, array: Array) -> Array:
     if type(array) is np.ndarray and array.dtype == np.float32 and array.flags.carray:
         return array.reshape(-1)  # the usual case, in a microsecond
+    refuse_masked(array)
     is_numpy = isinstance(array, (np.ndarray, np.generic))
     if not is_numpy or array.dtype.name not in _DTYPES:
         raise TypeError(

@@ -13,7 +13,7 @@ from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always, Policy, make_policy
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.schemes import Round, Scheme
-from horovod_fftcomp.types import Array, Arrays, Tensor
+from horovod_fftcomp.types import Array, Arrays, Tensor, refuse_masked
 
 
 class SimulatedStep(NamedTuple):
@@ -159,6 +159,7 @@ def _steps(policy: Policy, gradients: Iterable[Array]) -> Iterator[SimulatedStep
     engines: list[Engine] = []
     shape: tuple[int, ...] | None = None
     for step_grads in gradients:
+        refuse_masked(step_grads)
         step_grads = np.ascontiguousarray(step_grads, np.float32)
         if step_grads.ndim != 2 or (shape is not None and step_grads.shape != shape):
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -91,3 +91,12 @@ class Body(NamedTuple):
     bitmap: Array
     packed: Array
     coding: Coding
+
+
+def refuse_masked(array: Any) -> None:
+    """Raise TypeError for a masked array, whose mask would be ignored."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            "a masked array is not supported: its mask would be ignored, and masked values sent; "
+            "give array.filled(0)"
+        )

@@ -911,6 +911,12 @@ def test_what_local_steps_cannot_do_is_refused():
         train(ddp, range(1))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile itself
+def test_a_compiled_model_is_refused_with_the_mend():
+    with pytest.raises(TypeError, match=r"compress the model inside first: compress\(ddp"):
+        compress(torch.compile(wrapped()), "topk")
+
+
 def test_a_model_without_ddp_is_refused():
     with pytest.raises(TypeError, match=r"compress\(DDP\(model\)\)"):
         compress(Network3(), "topk")

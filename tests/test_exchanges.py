@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_fftcomp import get_scheme, list_compressors
+from horovod_fftcomp import get_codec, get_scheme, list_compressors, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import StepPipeline
@@ -373,3 +373,11 @@ def run_script(script):
         timeout=200,
         check=False,
     )
+
+
+def test_masked_arrays_are_refused():
+    masked = np.ma.masked_greater(np.ones((1, 2, 8), np.float32), 0)
+    with pytest.raises(TypeError, match=r"array\.filled\(0\)"):
+        list(simulate("topk", masked, density=0.5))
+    with pytest.raises(TypeError, match="masked array is not supported"):
+        get_codec("topk", density=0.5).encode(masked[0, 0])

@@ -67,6 +67,39 @@ def test_residuals_are_those_of_the_formula(name, options):
     assert largest > 0 or name == "powersgd"  # a vector, which it sends whole
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [*((name, {}) for name in ("topk", "fft", "dct", "sparcml", "gtopk", "scalecom")),
+     ("random_k", {}), ("arctopk", {"bits": 32, "block": 32}), ("topk", {"exchange": "sharded"})],
+)  # fmt: skip
+def test_a_step_that_sends_everything_keeps_the_filters_share(name, options):
+    """Source: Chen et al. 2020: residual <- (1 - beta) residual + beta (wanted - sent)."""
+    given = {"bits": 32} if "bits" in RECIPES[name].options else {}
+    policy = make_policy(name, density=0.1, beta=0.5, **{**given, **options})
+    tensors = (Tensor("a", (64, 64)),)
+    engines = [Engine([Bucket(tensors, policy)], rank, 2) for rank in range(2)]
+    rng = np.random.default_rng(0)
+    for density in (0.1, 1.0):
+        before = sum(engine.residual("a").astype(np.float64) for engine in engines)
+        for engine in engines:
+            engine.buckets = [Bucket(tensors, policy.with_density(density))]
+        grads = [[[rng.standard_normal(4096).astype(np.float32)]] for _ in engines]
+        exchange_once(engines, grads, random.Random(0))
+        for engine in engines:
+            engine.settle()
+    after = sum(engine.residual("a").astype(np.float64) for engine in engines)
+    assert np.abs(before).max() > 0
+    np.testing.assert_allclose(after, 0.5 * before, atol=1e-5 * np.abs(before).max())
+
+
+def test_beta_filters_the_second_residual_of_a_threshold_too():
+    grads = np.array([[[1.5], [-1.0]], [[2.0], [2.0]]], np.float32)  # steps, ranks, one element
+    options = {"threshold": 1.0, "beta": 0.5, "exchange": "sharded"}
+    first, second = simulate("hard_threshold", grads, **options)
+    assert first.residual.sum() == 0.25  # the sum, 0.5, is below the threshold
+    assert second.residual.sum() == 0.125  # 4.25 is sent
+
+
 @pytest.mark.parametrize("name", FILTERED)
 def test_one_is_no_filter(name):
     options = options_of(name, FINE.get(name, {}))

@@ -167,6 +167,7 @@ def test_numbers_of_numpy_become_built_in_ones():
         ({"bits": 8.0}, r"bits must be a whole number, got 8.0 \(float\); for example bits=4"),
         ({"bits": None}, "bits must be a whole number, got None; for example bits=4"),
         ({"densty": 0.1}, r"no option densty \(did you mean density\?\); it has: density, bits"),
+        ({"budget": 5}, r"no option budget; it has"),  # like none of them
         ({"warmup_step": 5}, r"\(did you mean warmup_steps\?\); it .* settings warmup_steps, dens"),
     ],
 )

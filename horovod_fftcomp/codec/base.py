@@ -19,7 +19,7 @@ from horovod_fftcomp.codec.methods.base import Encoding
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, pattern_of
 from horovod_fftcomp.codec.transforms import Identity, Own, Transform
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape
+from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape, refuse_masked
 from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
 from horovod_fftcomp.wire.header import Header, Plan
@@ -221,6 +221,7 @@ class PayloadCodec(abc.ABC):
         and decodes to NaN everywhere. Raises TypeError, with the name, for other dtypes.
         """
         kernels = _kernels(backend, x)
+        refuse_masked(x)
         x = np.asarray(x)
         flat = _as_flat_float32(x, name)
         coeffs = self.coeffs_of(flat, x.shape, kernels, own=False)

@@ -62,7 +62,7 @@ def check_names(
     unknown = sorted(set(names).difference(options, settings))
     if not unknown:
         return
-    close = difflib.get_close_matches(unknown[0], [*options, *settings], 1)
+    close = difflib.get_close_matches(unknown[0], [*options, *settings], 1, 0.7)
     meant = f" (did you mean {close[0]}?)" if close else ""
     others = f"; and the settings {', '.join(settings)}" if settings else ""
     raise TypeError(

@@ -91,7 +91,7 @@ class _Bucket:
             sums,
             {"residual": residuals},
             (context.step | 1 << 63, context.rank),  # other draws than the first ones
-            Feedback(keep),
+            Feedback(keep, self.feedback.decay, beta=self.feedback.beta),
             self.measure and keep,
         )
         if error is not None:

@@ -48,14 +48,20 @@ class LowPass(Scheme):
 def low_passed(
     ops: Ops, tensors: Tensors, state: OldState, residuals: Sequence[Any], beta: float
 ) -> list[Any]:
-    """Return residuals after the filter of ``LowPass``; None for what is sent whole.
+    """Return residuals after the filter of ``LowPass``; None for zeros.
 
     ``residuals``: gradient + residual - sent, which may be written to.
     """
     if beta == 1.0:
         return list(residuals)
-    old = state.get("residual", {})
-    return ops.mix([old.get(tensor.name) for tensor in tensors], residuals, beta)
+    known = state.get("residual", {})
+    old = [known.get(tensor.name) for tensor in tensors]
+    pairs = zip(old, residuals, strict=True)  # None: sent whole, so the new one is zeros
+    return ops.mix(old, [_zeros_like(b, ops) if a is None else a for b, a in pairs], beta)
+
+
+def _zeros_like(array: Any, ops: Ops) -> Any:
+    return np.zeros_like(array) if isinstance(array, np.ndarray) else ops.cleared(array)
 
 
 def bucket_plan(tensors: Tensors) -> BucketPlan:

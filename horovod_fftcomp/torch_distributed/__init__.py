@@ -58,6 +58,11 @@ def compress(
         from horovod_fftcomp.torch_distributed.hsdp import HSDPCompressor  # needs PyTorch 2.6
 
         return HSDPCompressor(model, replicate, policy=policy, settings=settings)
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        raise TypeError(
+            "model is compiled; compress the model inside first: compress(ddp, ...), then "
+            "torch.compile(ddp)"
+        )
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             "model must be a torch.nn.parallel.DistributedDataParallel, got a "
