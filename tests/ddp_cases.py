@@ -605,6 +605,14 @@ def test_a_discarded_pass_leaves_no_trace(recipe, options):
     assert [stats[0][key] for key in counted] == [stats[1][key] for key in counted]
 
 
+def test_a_step_by_a_closure_uses_its_averages():
+    ddp, compression = compressed(density=0.05)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    optimizer.step(lambda: passes_of(ddp, 0))
+    with pytest.raises(ValueError, match="an optimizer has taken a step"):
+        compression.discard()
+
+
 def test_a_discriminator_learns_from_its_own_loss_alone():
     """Sums of what it got and of what is held back are those of the gradients that were meant."""
     torch.manual_seed(1)
@@ -662,10 +670,13 @@ def by_hand(ddp):
 
 
 @pytest.mark.parametrize(
-    "kind", ["no_sync", "discard", "plain", "by hand", "scaler", "twice, then a step"]
+    "kind", ["no_sync", "discard", "plain", "by hand", "scaler", "twice, then a step", "nothing"]
 )
 def test_averages_that_are_used_are_not_told(kind):
-    ddp, compression = compressed(density=0.05)
+    if kind == "nothing":  # is sent, so averages are zeros
+        ddp, compression = compressed("hard_threshold", threshold=1e6)
+    else:
+        ddp, compression = compressed(density=0.05)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-30)
 
     def loop():
@@ -677,7 +688,7 @@ def test_averages_that_are_used_are_not_told(kind):
                 passes_of(ddp, 50 + step)
                 ddp.zero_grad()
                 compression.discard()
-            elif kind == "twice, then a step":
+            elif kind in ("twice, then a step", "nothing"):
                 passes_of(ddp, 50 + step)
             passes_of(ddp, step, math.inf if kind == "scaler" and step % 2 else 1.0)
             if kind == "by hand":
@@ -827,6 +838,7 @@ def test_local_steps_are_those_of_a_loop_over_averaged_changes(outer, lr, moment
             residuals = [each.residual("matrix") for each in (training.compression, averaging)]
             assert torch.equal(*residuals)
             assert residuals[0].any()
+        averaging.note_used()
 
 
 @pytest.mark.parametrize("n", [4, 6])  # in a period; between two

@@ -209,6 +209,7 @@ class Engine:
     def observe_on_device(self, not_finite: Any) -> None:
         """Report the same by a device word that is nonzero if the tensor is not finite."""
         assert self._commit is not None
+        self._mark()
         self._commit.observe(not_finite)
         self._observed = True
 
@@ -225,9 +226,10 @@ class Engine:
         """End the step: commit its new state if everything was finite, else drop it."""
         if self._running:
             raise ValueError(f"buckets {sorted(self._running)} are still under way")
-        outcomes, finite, self._dropped = self._outcomes, self._is_seen_finite(), None
+        outcomes, finite = self._outcomes, self._is_seen_finite()
         if not outcomes and not self._observed:
             return
+        self._dropped = None
         if self._commit is not None:
             finite = self._close_on_device(self._commit, outcomes, finite)
         self.abandon()
@@ -275,16 +277,18 @@ class Engine:
         if self._outcomes:
             return self.is_finite() and any(outcome.state for outcome in self._outcomes.values())
         dropped = self._dropped is not None and bool(self._dropped()[0])
-        return self._is_kept and not dropped and any(self._state)
+        kept = (arrays for state in self._state for arrays in state.values())
+        return self._is_kept and not dropped and any(kept)
 
     def is_discardable(self) -> bool:
         """Return whether ``discard`` can undo the last step."""
-        return self._before is not None and not self.is_used
+        before = self._before
+        return before is not None and before.step < self.step and not self.is_used
 
     def discard(self) -> None:
         """Undo the last step, which is settled: state, step and counts become what they were."""
         before = self._before
-        if before is None or self.is_used:
+        if before is None or not self.is_discardable():
             raise ValueError(
                 "there is no exchange to discard: none was made since the last discard() or "
                 "load_state_dict(), or an optimizer has taken a step with its averages"

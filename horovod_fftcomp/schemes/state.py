@@ -56,12 +56,13 @@ def low_passed(
         return list(residuals)
     known = state.get("residual", {})
     old = [known.get(tensor.name) for tensor in tensors]
-    pairs = zip(old, residuals, strict=True)  # None: sent whole, so the new one is zeros
+    pairs = zip(old, residuals, strict=True)
     return ops.mix(old, [_zeros_like(b, ops) if a is None else a for b, a in pairs], beta)
 
 
 def _zeros_like(array: Any, ops: Ops) -> Any:
-    return np.zeros_like(array) if isinstance(array, np.ndarray) else ops.cleared(array)
+    """Return the new residual of what is sent whole; on a device only frozen tensors have none."""
+    return ops.put(np.zeros_like(array)) if array is not None and is_on_host(array) else None
 
 
 def bucket_plan(tensors: Tensors) -> BucketPlan:

@@ -60,7 +60,8 @@ class TorchCompressor(TensorCompressor):
             parts, parameters, self._parameters, self._join, self._slots, self._gathers, name
         )
         note_exchanged(parameters.tensors, self._slots, self._engine)
-        self._await_optimizer()
+        if member:
+            self._await_optimizer()
         # Horovod calls these for each gradient: methods of the step driver, without a call between.
         self.compress = self._steps.start_gradient
         self.decompress = self._steps.finish_gradient

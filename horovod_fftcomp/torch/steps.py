@@ -55,7 +55,7 @@ class StepDriver(steps.StepDriver):
     ) -> None:
         super().__init__(parts)
         self._gradients = StepGradients(parameters, slots)
-        self._thrown_away = ThrownAway(parameters, parts.engine)
+        self.thrown_away = ThrownAway(parameters, parts.engine)
         self._optimized, self._join = optimized, join
         self._ranks = parts.process_set.ranks
         self._bad: dict[str, bool] = {}  # dense tensors of this step, see ``NotFiniteWarning``
@@ -242,7 +242,7 @@ class StepDriver(steps.StepDriver):
         if self._shadow is not None:
             self._shadow.begin(self._connection.n_handshakes)
         self._begin_counts()
-        self._thrown_away.begin()
+        self.thrown_away.begin()
         self._opens_early = self._replicas.is_due(self._engine.step)
         if self._gathers:
             self._connection.barrier()
@@ -277,7 +277,8 @@ class StepDriver(steps.StepDriver):
             if not isinstance(error, (FFTCompError, KeyboardInterrupt)):  # this rank's only
                 time.sleep(_GRACE_S)
             raise
-        self._thrown_away.end(next(iter(self._gradients.seen)))
+        if (first := next(iter(self._gradients.seen.values()), None)) is not None:
+            self.thrown_away.end(first.number, first.total)
         self._replicas.finish(self._settings.timeout_s)
         self._optimized.warn_of_unexchanged(self._gradients.seen)
         self._not_finite.observe(self._engine.bad, self._engine.rank, self._ranks)

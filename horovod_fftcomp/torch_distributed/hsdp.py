@@ -109,7 +109,7 @@ class ShardDriver(StepDriver):
         self._backward = -1  # number of the backward pass under way
         self._writer: torch.cuda.Stream | None = None  # on which FSDP writes gradients
         super().__init__(parts, setup, keeps_unused=False)
-        self._thrown_away.stop()  # FSDP replaces gradients of shards itself
+        self.thrown_away.stop()  # FSDP replaces gradients of shards itself
 
     def _reset(self) -> None:
         super()._reset()

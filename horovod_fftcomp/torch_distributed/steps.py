@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import CodeType
@@ -70,7 +71,7 @@ class StepDriver(steps.StepDriver):
         parameters, self._connect, self._slots, self._name, self._stream, self._read = setup
         self._numbers, self._names = ParameterNumbers(parameters), parameters.names
         self._keeps_unused = keeps_unused
-        self._thrown_away = ThrownAway(parameters, parts.engine)
+        self.thrown_away = ThrownAway(parameters, parts.engine)
         self._scale = 1.0 / parts.engine.world_size
         self._pipeline = OrderedPipeline(
             parts.engine, self._send_bucket, self._deliver, parts.settings.timeout_s
@@ -119,7 +120,7 @@ class StepDriver(steps.StepDriver):
             self._broken_by = "an error in the backward pass"
             self.check_unbroken()
         if begins:
-            self._thrown_away.begin()
+            self.thrown_away.begin()
         self._inside = True
         self._worker.submit(self._take, arrival, begins, self._stream.mark())
 
@@ -135,7 +136,8 @@ class StepDriver(steps.StepDriver):
                 self._not_finite.observe(self._engine.bad | self._bad, self._engine.rank, ranks)
                 self._end_record(step)
                 self._engine.settle()
-                self._thrown_away.end(next(iter(self._arrivals)))
+                for number, arrival in itertools.islice(self._arrivals.items(), 1):
+                    self.thrown_away.end(number, arrival.gradients[number])
         finally:  # whoever frees gradients or state now must not give their memory away too early
             self._stream.join()
         self._encoded_s = self._engine.costs.encode_s

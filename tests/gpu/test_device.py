@@ -150,6 +150,22 @@ def test_steps_are_the_cpus(device, recipe, tolerance):
     assert gpu[0].costs.total_error == pytest.approx(cpu[0].costs.total_error, rel=1e-4)
 
 
+@pytest.mark.parametrize("recipe", ["topk", "fft"])
+def test_a_frozen_tensors_loaded_residual_stays_under_a_filter(device, recipe):
+    rng = np.random.default_rng(6)
+    gpu = steps.make_engines(device, recipe, beta=0.5)
+    run_step(device, gpu, steps.random_grads(rng))
+    for engine in gpu:
+        engine.load_state_dict(engine.state_dict())
+    before = [engine.residual("a") for engine in gpu]
+    grads = steps.random_grads(rng)
+    for of_rank in grads:
+        of_rank[0][0] = None
+    run_step(device, gpu, grads)
+    for engine, kept in zip(gpu, before, strict=True):
+        np.testing.assert_array_equal(engine.residual("a"), kept)
+
+
 def run_step(device, engines, grads):
     """Return the sums of a step as NumPy arrays, the same on all ranks."""
     for bucket in (0, 1):

@@ -11,6 +11,7 @@ from horovod.torch import elastic
 
 from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.engine import checkpoint
+from horovod_fftcomp.torch import LocalSteps
 from tests.parallel.models import (
     ScriptedScaler,
     batches,
@@ -277,6 +278,30 @@ def test_averages_that_are_thrown_away_are_told_once(discards):
             step_of(optimizer)
     told = [w for w in caught if "zeroed before an optimizer used them" in str(w.message)]
     assert len(told) == (0 if discards else 1)
+
+
+def test_a_first_layer_may_be_frozen_before_the_step(same_everywhere):
+    model = make_model()
+    compression = small_buckets(model, "topk")
+    optimizer = distributed(model, compression)
+    for step in range(3):
+        loss_of(model, *next(batches(1)), step).backward()
+        model.requires_grad_(False)
+        optimizer.step()
+        model.requires_grad_(True)
+        optimizer.zero_grad()
+    same_everywhere(flat(model))
+
+
+def test_local_steps_are_no_gradients_that_are_thrown_away():
+    model = make_model()
+    local = LocalSteps(model, small_buckets(model, "topk"), 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, batch in enumerate(batches(6)):
+        optimizer.zero_grad()
+        loss_of(model, *batch, step).backward()
+        optimizer.step()
+        local.after_step()
 
 
 def test_discard_is_refused_where_there_is_nothing_to_discard():

@@ -7,7 +7,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.adapter.settings import Settings
@@ -22,12 +25,14 @@ class TensorCompressor(Compressor):
     """Compressor whose methods take and return tensors in place of arrays."""
 
     _parameters: OptimizedParameters
+    _steps: Any
     sends_gradients = True  # False: changes of weights, for ``LocalSteps``
 
     def __init__(self, policy: Scheduled, settings: Settings) -> None:
         super().__init__(policy, settings)
-        # Of optimizers that have taken a step, whether they train tensors of the recipe.
-        self._trains: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        # Of optimizers that have taken a step: how many tensors, and whether any of the recipe.
+        self._trains: weakref.WeakKeyDictionary[Any, tuple[int, bool]]
+        self._trains = weakref.WeakKeyDictionary()
         scaler = settings.grad_scaler
         if scaler is not None and not hasattr(scaler, "get_scale"):
             raise TypeError(
@@ -68,18 +73,29 @@ class TensorCompressor(Compressor):
             self._warn_of_squares(type(optimizer).__name__)
         return trains
 
+    def expect_changes(self) -> None:
+        """Note that this exchanges changes of weights from now on, no gradients."""
+        self.sends_gradients = False
+        self._steps.thrown_away.stop()
+
+    def note_used(self) -> None:
+        """Note that the last averages are used; ``discard`` cannot undo their exchange any more."""
+        self._engine.note_used()
+
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step of an optimizer, and look at it if it is its first."""
-        if optimizer not in self._trains:
-            self._trains[optimizer] = self._warn_of(optimizer)
-        if self._trains[optimizer]:
+        n = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._trains.get(optimizer, (0, False))[0] != n:
+            self._trains[optimizer] = n, self._warn_of(optimizer)
+        if self._trains[optimizer][1]:
             self._engine.note_used()
 
     def _await_optimizer(self) -> None:
         """Call ``_note_step`` at each step of an optimizer."""
-        scheme = self._policy.at(self._policy.warmup_steps)
-        if scheme.own_momentum() or scheme.compresses():
-            _awaiting().add(self)
+        for bucket in self._buckets:
+            scheme = bucket.policy.at(bucket.policy.warmup_steps)
+            if scheme.own_momentum() or scheme.compresses():
+                _awaiting().add(self)
 
 
 @functools.cache
@@ -98,4 +114,5 @@ def _awaiting() -> weakref.WeakSet[TensorCompressor]:
                 compressors.discard(compressor)
 
     register_optimizer_step_pre_hook(look)
+    register_optimizer_step_post_hook(look)  # a closure may have made an exchange
     return compressors

@@ -7,9 +7,12 @@ import weakref
 from typing import Any
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.engine.engine import Engine
+
+_SUSPICION = 8  # steps in which a second look would be the proof
 
 
 class ThrownAway:
@@ -26,36 +29,43 @@ class ThrownAway:
         self._hook: Any = None
         self._is_between = self._is_done = False
         self._place: tuple[int, int] = (0, 0)  # version and address of the parameter
-        self._suspects = False
+        self._suspects = 0  # for so many steps more
+        self._was_zero = False  # the average, if it is suspected
         self._copy: torch.Tensor | None = None  # of the parameter, once there is a suspicion
 
     def stop(self) -> None:
         """Look no more."""
-        self._is_done = True
-        if self._hook is not None:
-            self._hook.remove()
+        self._is_done, self._copy = True, None
+        self._unhook()
 
     def begin(self) -> None:
         """Note that a step begins."""
-        self._is_between = False
+        self._is_between, self._copy = False, None
 
-    def end(self, first: int) -> None:
+    def end(self, first: int, average: torch.Tensor | None) -> None:
         """Note that a step has ended whose first gradient was that of parameter ``first``.
 
         That one comes first again, so the next look is before the next exchange begins.
+        ``average``: that of its gradients; None if Horovod exchanges them.
         """
-        if self._is_done:
-            return
         parameter = self._parameters.tensors[first]
+        if self._is_done or not parameter.requires_grad:
+            return
         if first != self._number:
-            if self._hook is not None:
-                self._hook.remove()
+            self._unhook()
             look = weakref.WeakMethod(self._look)  # the parameter may live longer
-            self._hook = parameter.register_hook(lambda grad: (look() or _nothing)())
-            self._number = first
+            called = unserializable_hook(lambda grad: (look() or _nothing)())
+            self._hook, self._number = parameter.register_hook(called), first
         self._place = (parameter._version, parameter.data_ptr())
-        self._copy = parameter.detach().clone() if self._suspects else None
+        if self._suspects:
+            self._suspects -= 1
+            self._copy = parameter.detach().clone()
+            self._was_zero = average is not None and not bool(average.any())
         self._is_between = True
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
 
     def _look(self) -> None:
         parameter = self._parameters.tensors[self._number]
@@ -66,20 +76,20 @@ class ThrownAway:
             return
         if parameter.grad is not None and bool(parameter.grad.any()):
             return
-        if not self._engine.keeps_last():
+        if self._was_zero or not self._engine.keeps_last():
             return
-        self._suspects = True
-        if self._copy is None:
+        copy, self._suspects = self._copy, _SUSPICION
+        if copy is None:
             return
-        same = torch.equal(self._copy, parameter)
+        same = torch.equal(copy, parameter)
         self.stop()
         if same:
             warnings.warn(
                 f"the averaged gradients, of {self._parameters.names[self._number]!r} for one, "
                 "were zeroed before an optimizer used them, but what was held back of them is "
                 "kept and will be sent in later steps. Call discard() of the compressor on all "
-                "ranks after such a backward pass, or exchange nothing in it: docs/training.md, "
-                '"Passes whose gradients you do not use"',
+                "ranks after such a backward pass, or exchange nothing in it; if you use copies of "
+                'them, call note_used() instead: docs/training.md, "Passes whose gradients you do not use"',
                 RuntimeWarning,
                 stacklevel=2,
             )
