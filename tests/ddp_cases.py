@@ -191,7 +191,7 @@ def test_averages_are_those_of_a_simulation(recipe, options):
     """To the last bit on two ranks; on more to the rounding of the mean, and of an allreduce."""
     model = OneTensor()
     ddp = wrapped(model)
-    compress(ddp, recipe, **options)
+    compression = compress(ddp, recipe, **options)
     own, averages = [], []
     model.gradient.register_hook(lambda grad: own.append(grad.clone().reshape(-1)))
     for step in range(4):
@@ -199,6 +199,7 @@ def test_averages_are_those_of_a_simulation(recipe, options):
         ddp.zero_grad()
         ddp(torch.randn(8, 100, generator=generator)).square().sum().backward()
         averages.append(model.gradient.grad.reshape(-1).clone())
+        compression.note_used()
     same_everywhere(*averages)
     gradients = np.stack(gathered(torch.stack(own).numpy()), axis=1)
     for found, expected in zip(averages, simulate(recipe, gradients, **options), strict=True):

@@ -205,7 +205,9 @@ def exchange(model, compression, step):
             sent, context = compression.compress(parameter.grad)
             handles.append((hvd.allreduce_async(sent, name=f"{name}"), context))
     outputs = [(hvd.synchronize(handle), context) for handle, context in handles]
-    return torch.cat([compression.decompress(*output).reshape(-1) for output in outputs])
+    averages = [compression.decompress(*output).reshape(-1) for output in outputs]
+    compression.note_used()
+    return torch.cat(averages)
 
 
 def test_an_error_in_the_worker_is_raised_after_backward_and_the_step_can_be_dropped(

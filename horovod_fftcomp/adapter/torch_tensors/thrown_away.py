@@ -89,7 +89,8 @@ class ThrownAway:
                 "were zeroed before an optimizer used them, but what was held back of them is "
                 "kept and will be sent in later steps. Call discard() of the compressor on all "
                 "ranks after such a backward pass, or exchange nothing in it; if you use copies of "
-                'them, call note_used() instead: docs/training.md, "Passes whose gradients you do not use"',
+                "them, call note_used() instead: docs/training.md, "
+                '"Passes whose gradients you do not use"',
                 RuntimeWarning,
                 stacklevel=2,
             )
