@@ -91,7 +91,8 @@ class Connection:
     handshake use other names, so they are never matched with operations of a dropped step that are
     still pending on some or all ranks. ``watch`` limits how long ranks wait for each other.
     ``groups`` returns the process sets, by their ranks, for rounds among a part of the ranks; all
-    ranks call it once, after the handshake.
+    ranks call it once, after the handshake. ``by_order``: whether operations are matched by their
+    order, not by their names, which then say more.
     """
 
     def __init__(
@@ -101,8 +102,9 @@ class Connection:
         process_set: Any,
         watch: Watch,
         groups: Callable[[], Mapping[tuple[int, ...], Any]] = dict,
+        by_order: bool = False,
     ) -> None:
-        self.watch = watch
+        self.watch, self._by_order = watch, by_order
         self._start = send
         self._make_groups = groups
         self._groups: Mapping[tuple[int, ...], Any] = {}
@@ -233,7 +235,8 @@ class Connection:
         """Return the ``value`` of every rank, in rank order; all have to make this ``call``."""
         self.check()
         self._compare_number(self._set)
-        name = f"{self._name}.agreement.{next(self._agreements)}"
+        number = call if self._by_order else next(self._agreements)
+        name = f"{self._name}.agreement.{number}"
         self.watch.start()
         self.watch.note_call(call)
         try:

@@ -71,7 +71,7 @@ class DistributedCompressor(TensorCompressor):
         groups = functools.partial(
             node_groups, policy.ranks_per_node, ranks, f"{group_name}.node", timeout_s
         )
-        self._connection = Connection(network.send, name, self._set, watch, groups)
+        self._connection = Connection(network.send, name, self._set, watch, groups, by_order=True)
         parts = self._make_parts(buckets, device, self._connection.send, name, outputs)
         setup = Setup(
             self._exchanged, self._connect, self._slots, name, stream, optimized.read_in_place
