@@ -28,6 +28,8 @@ from tests.ddp_cases import (  # noqa: F401
 from tests.gpu import torch_emulator
 from tests.gpu.faults import Fault
 
+# Cases compare averages with those of a CPU, and take no steps with them.
+pytestmark = pytest.mark.filterwarnings("ignore:the averaged gradients:RuntimeWarning")
 HAS_GPU = torch.cuda.is_available()
 
 
