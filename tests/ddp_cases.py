@@ -664,6 +664,20 @@ def test_averages_that_are_thrown_away_are_told_once(set_to_none, as_view):
     assert "discard()" in told
 
 
+def test_a_zero_average_does_not_end_the_looks():
+    ddp, _ = compressed("hard_threshold", threshold=1e6)
+
+    def loop():
+        for step in range(12):
+            passes_of(ddp, step)
+            ddp.zero_grad()
+        for step in range(4):  # averages that are not zero
+            passes_of(ddp, step, 1e9)
+            ddp.zero_grad()
+
+    assert len(warned_of_zeroed(loop)) == 1
+
+
 def by_hand(ddp):
     """Step as optimizers do that no version counts."""
     for parameter in ddp.parameters():

@@ -120,3 +120,24 @@ def test_density_rules_and_warm_up_are_those_of_a_compressor():
     assert sizes[1] < sizes[2] < sizes[0]
     with pytest.raises(TypeError, match="has no option colour"):
         SimulatedLearners(model, 2, "topk", colour=1)
+
+
+def test_a_discarded_reduction_never_was():
+    made = []
+    for discards in (False, True):
+        model = make_model()
+        learners = SimulatedLearners(model, 2, "topk", density=0.05)
+        for step in range(3):
+            for number in [50 + step, step] if discards else [step]:
+                for rank in range(2):
+                    with learners.turn_of(rank):
+                        backward(model, rank, number)
+                learners.reduce()
+                if number >= 50:
+                    learners.discard()
+        grads = [parameter.grad for parameter in model.parameters()]
+        made.append((grads, learners.residual_norms(), learners.costs[0].sent_nbytes))
+    (expected, norms, sent), (found, norms_too, sent_too) = made
+    assert (norms, sent) == (norms_too, sent_too)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)

@@ -235,8 +235,8 @@ class Connection:
         """Return the ``value`` of every rank, in rank order; all have to make this ``call``."""
         self.check()
         self._compare_number(self._set)
-        number = call if self._by_order else next(self._agreements)
-        name = f"{self._name}.agreement.{number}"
+        which = call if self._by_order else next(self._agreements)
+        name = f"{self._name}.agreement.{which}"
         self.watch.start()
         self.watch.note_call(call)
         try:

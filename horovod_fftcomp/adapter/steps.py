@@ -89,8 +89,8 @@ class StepDriver:
         self._engine.discard()
         self.count, self.dense_nbytes, self.other_nbytes = self._before
 
-    def _begin_counts(self) -> None:
-        """Begin a step, before anything of it is counted."""
+    def _note_begin(self) -> None:
+        """Note that a step begins, before anything of it is counted or recorded."""
         self._before = self.count, self.dense_nbytes, self.other_nbytes
         if self._recorder is not None:
             self._recorder.check()

@@ -209,7 +209,7 @@ class StepDriver(steps.StepDriver):
 
     def _enter(self, load: Load, scale: np.ndarray) -> None:
         """Begin a step on this rank, after the exchanges with others."""
-        self._begin_counts()
+        self._note_begin()
         self._scale = float(scale)
         self._engine.follow_loss_scale(self._scale)
         self._begun, self._undecoded, self._n_buckets = True, set(load.buckets), len(load.buckets)

@@ -241,7 +241,7 @@ class StepDriver(steps.StepDriver):
         self._engine.follow_loss_scale(self.loss_scale())
         if self._shadow is not None:
             self._shadow.begin(self._connection.n_handshakes)
-        self._begin_counts()
+        self._note_begin()
         self.thrown_away.begin()
         self._opens_early = self._replicas.is_due(self._engine.step)
         if self._gathers:

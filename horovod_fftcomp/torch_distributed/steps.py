@@ -239,7 +239,7 @@ class StepDriver(steps.StepDriver):
         Without compressed tensors only a rank that is not connected asks. Sums never meet a header,
         see ``rounds``, so ranks that do different things wait, and the watch reports it.
         """
-        self._begin_counts()
+        self._note_begin()
         timeout_s, is_up = self._settings.timeout_s, self._connection.is_up
         if self._engine.buckets or not is_up:
             unconnected = np.zeros(0 if is_up else 1, np.uint8)

@@ -12,7 +12,7 @@ from torch.utils.hooks import unserializable_hook
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.engine.engine import Engine
 
-_SUSPICION = 8  # steps in which a second look would be the proof
+_SUSPICION = 8  # so many steps after a first finding, a second one is told
 
 
 class ThrownAway:
@@ -30,7 +30,7 @@ class ThrownAway:
         self._is_between = self._is_done = False
         self._place: tuple[int, int] = (0, 0)  # version and address of the parameter
         self._suspects = 0  # for so many steps more
-        self._was_zero = False  # the average, if it is suspected
+        self._was_zero = False  # whether a suspected step's average is zero
         self._copy: torch.Tensor | None = None  # of the parameter, once there is a suspicion
 
     def stop(self) -> None:
@@ -40,7 +40,7 @@ class ThrownAway:
 
     def begin(self) -> None:
         """Note that a step begins."""
-        self._is_between, self._copy = False, None
+        self._is_between, self._was_zero, self._copy = False, False, None
 
     def end(self, first: int, average: torch.Tensor | None) -> None:
         """Note that a step has ended whose first gradient was that of parameter ``first``.
