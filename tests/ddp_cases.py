@@ -665,7 +665,7 @@ def test_averages_that_are_thrown_away_are_told_once(set_to_none, as_view):
 
 
 def test_a_zero_average_does_not_end_the_looks():
-    ddp, _ = compressed("hard_threshold", threshold=1e6)
+    ddp, _ = compressed("hard_threshold", nn.Linear(48, 48, bias=False), threshold=1e6)
 
     def loop():
         for step in range(12):
@@ -689,7 +689,9 @@ def by_hand(ddp):
 )
 def test_averages_that_are_used_are_not_told(kind):
     if kind == "nothing":  # is sent, so averages are zeros
-        ddp, compression = compressed("hard_threshold", threshold=1e6)
+        ddp, compression = compressed(
+            "hard_threshold", nn.Linear(48, 48, bias=False), threshold=1e6
+        )
     else:
         ddp, compression = compressed(density=0.05)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-30)
