@@ -312,12 +312,12 @@ def _efsignsgd(error_feedback: bool = ScaledSign.error_feedback) -> Scheme:
 
 @_gathered
 def _signsgd() -> Scheme:
-    return _elementwise(Sign(), sign="vote")
+    return _elementwise(Sign(), sign=True)
 
 
 @_gathered
 def _signum(decay: float = 0.9) -> Scheme:
-    return _elementwise(Sign(), error_feedback=True, decay=decay, sign="vote", momentum=True)
+    return _elementwise(Sign(), error_feedback=True, decay=decay, sign=True, momentum=True)
 
 
 def _adaptive(sparsifier: Adaptive, seed: int = 0, error_feedback: bool = True) -> Scheme:

@@ -119,8 +119,7 @@ class ReferenceCoder:
             total = codec.decode_sum(bodies).reshape(-1)  # by ``KERNELS``: see ``use_reference``
             finite = finite and is_finite(total)
             if sign:
-                voted = sign == "vote" and any(header.scale for header in headers)
-                reference.majority_sign(total, self.n_ranks, self.n_ranks if voted else 0)
+                reference.majority_sign(total, self.n_ranks)
             sums.append(total)
         return Summed(sums, Flags(finite), lambda: payloads)
 

@@ -53,7 +53,7 @@ class DenseCodec(PayloadCodec):
         """Return the elements, the residual's included; see ``PayloadCodec``."""
         if residual is None and own is False:
             return Coefficients(flat, _UNKNOWN, 0, flat.size)
-        if isinstance(self.method, SignMethod) and residual is not None:
+        if isinstance(self.method, SignMethod) and residual is not None and not self.method.draws:
             return self.method.add_residual(flat, residual, shape, kernels)
         return Identity().forward(flat, residual, 0, kernels, own)
 
@@ -63,11 +63,8 @@ class DenseCodec(PayloadCodec):
         return self.method.draws
 
     def key_at(self, rng_key: RngKey) -> int:
-        """Return the key of the random numbers; for ``spaced`` methods 32 bits and an offset."""
-        if not self.method.spaced:
-            return super().key_at(rng_key)
-        shared = counter_rng.draw(self.seed, rng_key.step, rng_key.name, 0)
-        return shared >> 32 << 32 | counter_rng.spaced(rng_key.rank)
+        """Return the method's key; see ``Method``."""
+        return self.method.key_at(self.seed, rng_key)
 
     def _write(self, coeffs: Coefficients, how: Encoding, out: Array | None) -> Written | None:
         """Write the method's body; see ``PayloadCodec``."""

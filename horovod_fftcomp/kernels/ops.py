@@ -58,7 +58,7 @@ class Feedback(NamedTuple):
     keep: bool = True
     decay: float = 1.0
     keeps_sent: bool = False
-    sign: bool | str = False
+    sign: bool = False
     momentum: Momentum | None = None
     beta: float = 1.0
 
@@ -102,7 +102,7 @@ class Coder(Protocol):
         ``measure``: sum the squares.
         """
 
-    def decode_sum(self, gathered: Any, sign: bool | str) -> Summed:
+    def decode_sum(self, gathered: Any, sign: bool) -> Summed:
         """Return the sums of all ranks' messages, uint8, added in rank order.
 
         Raises PayloadError for bytes that are not such messages, as far as the host reads them.

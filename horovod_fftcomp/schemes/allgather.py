@@ -20,8 +20,9 @@ from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels.ops import AnyCodec, Codecs, Feedback
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
 from horovod_fftcomp.schemes.meter import measured_by
+from horovod_fftcomp.schemes.shard_plan import are_votes
 from horovod_fftcomp.schemes.shards import exchange_shards
-from horovod_fftcomp.schemes.state import LowPass, low_passed, new_state
+from horovod_fftcomp.schemes.state import LowPass, low_passed, multiply, new_state
 from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
@@ -78,7 +79,8 @@ def gather(
     ops = context.ops
     coder = ops.coder(codecs, tensors, context.world_size)
     # Votes have no relative error.
-    measure = context.measures and feedback.sign != "vote" and not feedback.keeps_sent
+    counted = not are_votes(codecs, feedback) and not feedback.keeps_sent
+    measure = context.measures and counted
     encoded = coder.encode(grads, state, (context.step, context.rank), feedback, measure)
     gathered = yield Round("allgather", encoded.message)
     summed = coder.decode_sum(gathered, feedback.sign)
@@ -102,8 +104,8 @@ class Allgather(LowPass):
 
     ``decay`` below 1 turns the residual into a momentum: sent + residual == gradient + decay *
     previous residual. ``sign`` replaces each sum by its sign times the number of ranks, so that the
-    mean is the sign. Source: Peng et al. 2024 (DeMo). With ``sign="vote"`` the sign of 0 is 1
-    (Bernstein et al. 2019), unless all ranks sent only zeros.
+    mean is the sign. Source: Peng et al. 2024 (DeMo); of signs alone it is the majority's
+    (Bernstein et al. 2019), or 0 in a tie.
 
     With ``momentum`` sent values stay in the residual: residual == gradient + decay * previous
     residual (Signum).
@@ -113,7 +115,7 @@ class Allgather(LowPass):
     codec: AnyCodec
     error_feedback: bool = True
     decay: float = 1.0
-    sign: bool | str = False
+    sign: bool = False
     momentum: bool = False
     rounds = ("allgather",)
 
@@ -138,11 +140,7 @@ class Allgather(LowPass):
         feedback = Feedback(*options, beta=self.beta)
         made = (yield from gather(codecs, tensors, grads, state, context, feedback)).outcome
         if self.sign and context.loss_scale != 1:  # by which a loss scaler divides what it gets
-            for total in made.sums:
-                if context.device is None or isinstance(total, np.ndarray):
-                    np.multiply(total, np.float32(context.loss_scale), out=total)
-                else:
-                    context.device.scale(total, np.float32(context.loss_scale))
+            multiply(made.sums, context.loss_scale, context.device)
         return made
 
     def fits_differences(self) -> bool:
@@ -161,7 +159,7 @@ class Allgather(LowPass):
 
     def sends_signs(self) -> bool:
         """Return whether sums become signs; see ``Scheme``."""
-        return bool(self.sign)
+        return self.sign
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

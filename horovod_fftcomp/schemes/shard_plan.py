@@ -16,7 +16,6 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.codec.adaptive import Adaptive, Wangni
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.dither import Dither
-from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.methods.terngrad import TernGrad
 from horovod_fftcomp.codec.quantizers import Float32, RangeFloat
@@ -24,7 +23,7 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.kernels.ops import AnyCodec, Ops
+from horovod_fftcomp.kernels.ops import AnyCodec, Codecs, Feedback, Ops
 from horovod_fftcomp.schemes import Grads, OldState, Second, State, Tensor
 from horovod_fftcomp.types import Shape
 
@@ -78,10 +77,15 @@ def _cut_at(starts: Sequence[int], grains: Sequence[int], number: int, n_shards:
 _TIMES = {True: 4.0, False: 2.4}
 
 
-def second_codec(codec: AnyCodec, sign: bool | str, second: Second) -> AnyCodec:
+def are_votes(codecs: Codecs, feedback: Feedback) -> bool:
+    """Return whether ranks send signs, one bit for each element, and the majority's are wanted."""
+    return feedback.sign and isinstance(codecs[0], DenseCodec)
+
+
+def second_codec(codec: AnyCodec, sign: bool, second: Second) -> AnyCodec:
     """Return the codec of the second round for the sums of payloads of ``codec``."""
-    if sign:  # sums are -p, 0 and p; without a vote any may be 0
-        return DenseCodec(ScaledSign() if sign == "vote" else TernGrad(clip=0.0))
+    if sign:  # sums are -p, 0 and p
+        return codec if isinstance(codec, DenseCodec) else DenseCodec(TernGrad(clip=0.0))
     if isinstance(codec, DenseCodec) and isinstance(codec.method, Dither):
         return replace(
             codec, method=replace(codec.method, ratio=16)
@@ -259,7 +263,7 @@ class Key:
         return isinstance(other, Key) and self._ids == other._ids
 
     def plan(
-        self, tensors: tuple[Tensor, ...], sign: bool | str, second: Second, n_shards: int
+        self, tensors: tuple[Tensor, ...], sign: bool, second: Second, n_shards: int
     ) -> ShardPlan:
         """Return the plan of a bucket, always the same object."""
         return _plan(self, tensors, sign, second, n_shards)
@@ -267,7 +271,7 @@ class Key:
 
 @functools.lru_cache(maxsize=1024)  # more than a training has buckets
 def _plan(
-    key: Key, tensors: tuple[Tensor, ...], sign: bool | str, second: Second, n_shards: int
+    key: Key, tensors: tuple[Tensor, ...], sign: bool, second: Second, n_shards: int
 ) -> ShardPlan:
     codecs = key.codecs
     seconds = {id(codec): second_codec(codec, sign, second) for codec in codecs}

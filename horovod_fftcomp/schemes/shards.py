@@ -18,8 +18,8 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Ops, Summed
 from horovod_fftcomp.schemes import Context, Grads, OldState, Outcome, Round, Scheme, State
 from horovod_fftcomp.schemes.meter import Squares, measured_by
-from horovod_fftcomp.schemes.shard_plan import Key, ShardPlan
-from horovod_fftcomp.schemes.state import low_passed, new_state
+from horovod_fftcomp.schemes.shard_plan import Key, ShardPlan, are_votes
+from horovod_fftcomp.schemes.state import low_passed, multiply, new_state
 from horovod_fftcomp.types import Tensor
 
 # Kinds of state of the part of a tensor that a rank owns: coefficients of the second residual, and
@@ -61,7 +61,8 @@ class _Bucket:
         self.tensors, self.grads, self.context, self.ops = tensors, grads, context, context.ops
         self.state = moved(plan, codecs, tensors, state, context.rank, self.ops)
         self.feedback = feedback
-        self.measure = context.measures and feedback.sign != "vote" and not feedback.keeps_sent
+        self._are_votes = are_votes(codecs, feedback)
+        self.measure = context.measures and not self._are_votes and not feedback.keeps_sent
         pieces = plan.owners[context.rank]
         self.mine = slice(pieces.start, pieces.stop)
 
@@ -128,6 +129,8 @@ class _Bucket:
         plan = self.plan
         summed = self.ops.coder(plan.seconds, plan.tensors, 1).decode_sum(gathered, False)
         sums = plan.whole(self.ops, summed.sums, plan.numels)
+        if self._are_votes:
+            multiply(sums, self.context.world_size, self.context.device)
         if not summed.flags.finite:
             for total in sums:
                 if np.isnan(total).any():

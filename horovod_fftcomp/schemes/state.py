@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.kernels.cuda import is_on_host
+from horovod_fftcomp.kernels.cuda import Device, is_on_host
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.schemes import Grads, Scheme, State
@@ -113,3 +113,12 @@ def _alone(array: Any) -> Any:
     base = array.base if is_on_host(array) else None
     is_part = isinstance(base, np.ndarray) and base.nbytes > 2 * array.nbytes
     return array.copy() if is_part else array
+
+
+def multiply(sums: Sequence[Any], factor: float, device: Device | None) -> None:
+    """Multiply sums by ``factor``, in place; they may lie on the ``device``."""
+    for total in sums:
+        if device is None or isinstance(total, np.ndarray):
+            np.multiply(total, np.float32(factor), out=total)
+        else:
+            device.scale(total, np.float32(factor))

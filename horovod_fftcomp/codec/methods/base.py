@@ -13,6 +13,8 @@ from typing import ClassVar, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from horovod_fftcomp.types import Array, Kernels, Shape, Signs
+from horovod_fftcomp.wire import counter_rng
+from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.radix import GIVEN, Levels
 
 P = ParamSpec("P")
@@ -50,15 +52,13 @@ class Method(abc.ABC):
     """Base class of element-wise methods, which are frozen dataclasses of options.
 
     Its traits are read by recipes, schemes, CUDA kernels and tests. ``error_feedback``: whether its
-    recipe has error feedback by default. ``draws``: whether it uses random numbers. ``unbiased``:
-    whether the mean over them is the value. ``spaced``: whether the ranks' random numbers are the
-    same but for an offset, evenly spaced. A subclass of a method inherits its traits.
+    recipe has error feedback by default. ``draws``: whether it uses the key of ``key_at``.
+    ``unbiased``: whether the mean over keys is the value. A subclass inherits a method's traits.
     """
 
     error_feedback: ClassVar[bool] = False
     draws: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
-    spaced: ClassVar[bool] = False
 
     @property
     def contraction(self) -> bool:
@@ -80,6 +80,10 @@ class Method(abc.ABC):
         """
         peak = np.full(values.size, np.abs(values).max(initial=0))
         return -peak, peak
+
+    def key_at(self, seed: int, rng_key: RngKey) -> int:
+        """Return the 64-bit key of the random numbers, one that no other rank or step has."""
+        return counter_rng.draw(seed, rng_key.step, rng_key.name, rng_key.rank)
 
     @abc.abstractmethod
     def body_nbytes(self, shape: Shape) -> int:

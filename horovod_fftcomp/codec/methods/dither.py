@@ -14,9 +14,9 @@ from horovod_fftcomp.codec.methods.sums import peak_bits
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, MIN_NORMAL_BITS, is_whole
 from horovod_fftcomp.types import Array, Kernels, Shape
 from horovod_fftcomp.wire import coded_levels as coded
-from horovod_fftcomp.wire import rans
+from horovod_fftcomp.wire import counter_rng, rans
 from horovod_fftcomp.wire.coded_levels import CHUNK, MOST, RADIX, STATE_WORDS, CodedLevels
-from horovod_fftcomp.wire.counter_rng import random_words
+from horovod_fftcomp.wire.counter_rng import RngKey, random_words
 
 BUCKETS = (128, 256, 512, 1024)
 _HALF = 1 << (coded.DITHER_BITS - 1)  # half a level, in units of a dither
@@ -36,7 +36,7 @@ class Dither(Method):
     """
 
     spec_name = "Dither"
-    draws = unbiased = spaced = True
+    draws = unbiased = True
     ratio: int = 30
     bucket: int = 256
 
@@ -47,6 +47,14 @@ class Dither(Method):
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}"
                 )
+
+    def key_at(self, seed: int, rng_key: RngKey) -> int:
+        """Return a key of 32 bits that all ranks have, and below it an offset of each rank's own.
+
+        The offsets are evenly spaced.
+        """
+        shared = counter_rng.draw(seed, rng_key.step, rng_key.name, 0)
+        return shared >> 32 << 32 | counter_rng.spaced(rng_key.rank)
 
     @property
     def cuda(self) -> CudaMethod:

@@ -35,7 +35,7 @@ class ScaledSign(SignMethod):
         scale = self._scale_of(sums, n)
         if how.keep:
             sides = np.array([[scale, -scale]], np.float32)
-            kernel_of(how.kernels, subtract_signs)(values, sides, n)
+            kernel_of(how.kernels, subtract_signs)(values, sides, n, bool(how.key))
         return scale
 
     def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:

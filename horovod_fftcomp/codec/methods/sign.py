@@ -13,19 +13,22 @@ from horovod_fftcomp.types import Array, Kernels, Shape
 
 @dataclass(frozen=True)
 class Sign(ScaledSign):
-    """The signs alone, each 1 or -1 (Bernstein et al. 2018, as signSGD); the sign of 0 is +1.
+    """The signs alone, each 1 or -1 (Bernstein et al. 2018, as signSGD).
 
-    A tensor of zeros, such as a frozen layer's gradient, has scale 0 and decodes to zeros.
+    The sign of 0 depends on step and rank: see ``SignMethod.key_at``. A tensor of zeros, such as a
+    frozen layer's gradient, has scale 0 and decodes to zeros.
     """
 
     spec_name = "Sign"
     error_feedback = contraction = False
+    draws = True
     cuda = CudaMethod("votes")
 
     def decoded_range(self, values: Array) -> tuple[Array, Array]:
         """Return the signs of the float32 values, or zeros if all are 0; see ``Method``."""
-        signs = np.where(np.float32(values) < 0, -1.0, 1.0) * values.any()
-        return signs, signs
+        narrow = values.astype(np.float32)
+        least, largest = np.where(narrow <= 0, -1.0, 1.0), np.where(narrow < 0, -1.0, 1.0)
+        return least * values.any(), largest * values.any()
 
     def _scale_of(self, sums: Array, n: int) -> float:
         return float(sums.any())

@@ -10,6 +10,7 @@ import numpy as np
 from horovod_fftcomp.codec.methods.base import Encoding, Method, kernel_of
 from horovod_fftcomp.codec.methods.sums import lane_sums
 from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape, Signs
+from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.radix import GROUP, count_words, pack_words, unpack_words
 
 
@@ -32,14 +33,30 @@ class SignMethod(Method):
         signs = self._signs_of(values, shape, kernels, flat, residual)
         return Coefficients(values, 0, 0, flat.size, signs=signs)
 
-    def _signs_of(self, values: Array, shape: Shape, kernels: Kernels, *addends: Array) -> Signs:
+    def _signs_of(
+        self,
+        values: Array,
+        shape: Shape,
+        kernels: Kernels,
+        flat: Array | None = None,
+        residual: Array | None = None,
+        key: int = 0,
+    ) -> Signs:
         words = np.empty(count_words(values.size, 2), np.uint32)
         starts = self.pieces(values.size, self.row_length(shape))
-        return Signs(words, *kernel_of(kernels, encode_signs)(values, starts, words, *addends))
+        options = flat, residual, bool(key)
+        return Signs(words, *kernel_of(kernels, encode_signs)(values, starts, words, *options))
+
+    def key_at(self, seed: int, rng_key: RngKey) -> int:
+        """Return 1 if 0 is sent as a value below 0: in every second step, and by every second rank.
+
+        Then zeros have no sign on average. Methods use it that do not have error feedback.
+        """
+        return (rng_key.step + rng_key.rank) & 1
 
     def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
         """Encode as signs and their means or scale; see ``Method``."""
-        signs = how.signs or self._signs_of(values, how.shape, how.kernels)
+        signs = how.signs or self._signs_of(values, how.shape, how.kernels, key=how.key)
         return self.encode_signs(values, signs, body, how)
 
     @abc.abstractmethod
@@ -64,18 +81,20 @@ def encode_signs(
     words: Array,
     flat: Array | None = None,
     residual: Array | None = None,
+    zeros_down: bool = False,
 ) -> tuple[Array, Array]:
     """Write the signs of ``values`` as packed bits; return sums and counts for their means.
 
-    ``words``: uint32, a bit for each value, 1 below 0. ``starts``: int64, the starts of pieces of
-    ``values``, each inside one group, and the end. With ``flat`` and ``residual`` their sum is
-    first written to ``values``. Returns (float64 ``[pieces, 2]``, sums of the values from 0 up and
-    of those below, not finite if a value is not; int64 ``[pieces]``, the number of values below 0).
+    ``words``: uint32, a bit for each value, 1 below 0, with ``zeros_down`` also for 0. ``starts``:
+    int64, the starts of pieces of ``values``, each inside one group, and the end. With ``flat`` and
+    ``residual`` their sum is first written to ``values``. Returns (float64 ``[pieces, 2]``, sums of
+    the values from 0 up and of those below, not finite if a value is not; int64 ``[pieces]``, how
+    many bits are 1).
     """
     if flat is not None and residual is not None:
         with np.errstate(invalid="ignore", over="ignore"):
             np.add(flat, residual, out=values)
-    negative = values < 0
+    negative = values <= 0 if zeros_down else values < 0
     words[:] = pack_words(negative.astype(np.uint32), 2)
     sums, counts = np.zeros((starts.size - 1, 2)), np.zeros(starts.size - 1, np.int64)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -91,13 +110,14 @@ def encode_signs(
     return sums, counts
 
 
-def subtract_signs(values: Array, sides: Array, length: int) -> None:
+def subtract_signs(values: Array, sides: Array, length: int, zeros_down: bool = False) -> None:
     """Subtract from each value what its sign decodes to, in place.
 
-    ``sides``: float32 ``[rows, 2]``: what values from 0 up and values below 0 decode to, in each
-    row of ``length`` values.
+    ``sides``: float32 ``[rows, 2]``: what bits of 0 and of 1 decode to, in each row of ``length``
+    values; see ``encode_signs``.
     """
-    values -= sides[np.arange(values.size) // length, (values < 0).astype(np.intp)]
+    negative = values <= 0 if zeros_down else values < 0
+    values -= sides[np.arange(values.size) // length, negative.astype(np.intp)]
 
 
 def add_signs(total: Array, words: Array, sides: Array, length: int) -> None:
@@ -106,6 +126,6 @@ def add_signs(total: Array, words: Array, sides: Array, length: int) -> None:
     total += sides[np.arange(total.size) // length, bits]
 
 
-def majority_sign(values: Array, many: float, tie: float) -> None:
-    """Replace values by ``many`` times their signs, in place; 0 by ``tie``. NaN is kept."""
-    values[:] = np.where(values == 0, np.float32(tie), np.float32(many) * np.sign(values))
+def majority_sign(values: Array, many: float) -> None:
+    """Replace values by ``many`` times their signs, in place; 0 stays 0, and NaN is kept."""
+    values[:] = np.float32(many) * np.sign(values)

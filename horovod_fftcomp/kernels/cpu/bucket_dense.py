@@ -20,6 +20,7 @@ from horovod_fftcomp.kernels.cpu.dense import (
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_and_grid, write_header
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.signs import (
+    BELOW,
     add_sign_groups,
     encode_sign_groups,
     subtract_sign_rows,
@@ -85,7 +86,9 @@ def encode_dense(
             if not addend.size:
                 values[:] = grad
                 grad = nothing
-            peak, scale_bits = _encode_signs(row, grad, addend, values, pieces, subtract, body)
+            peak, scale_bits = _encode_signs(
+                row, grad, addend, values, pieces, keys[m], subtract, body
+            )
         else:
             peak, scale_bits = _encode_elements(
                 row, grad, addend, values, levels[m], clips[m], keys[m], subtract, body
@@ -138,12 +141,13 @@ def _clipped(values, clip, scale):
 
 
 @inlined
-def _encode_signs(row, grad, residual, values, starts, subtract, body):
+def _encode_signs(row, grad, residual, values, starts, key, subtract, body):
     """Write signs of gradient plus residual; return bits of a peak and of the header's scale."""
     n_pieces = starts.size - 1
     sums, counts = np.empty((n_pieces, 2)), np.empty(n_pieces, np.int64)
     words = body[4 * row.scales :].view(np.uint32)
-    encode_sign_groups(grad, residual, values, starts, words, sums, counts)
+    below = BELOW[1] if row.method == SIGN and key else BELOW[0]
+    encode_sign_groups(grad, residual, values, starts, words, sums, counts, below)
     if not np.isfinite(sums).all():
         body[:] = np.uint8(0)
         return _NOT_FINITE, np.int64(NAN_BITS)
@@ -159,7 +163,7 @@ def _encode_signs(row, grad, residual, values, starts, subtract, body):
     if row.method != ONE_BIT:
         sides[0, 0], sides[0, 1] = scale, -scale
     if subtract:
-        subtract_sign_rows(values, sides, row.length, 0)
+        subtract_sign_rows(values, sides, row.length, 0, below)
     return np.int64(0), _bits_of(scale)
 
 

@@ -13,6 +13,8 @@ from horovod_fftcomp.wire.radix import GROUP, LANES
 _DIGITS = 32
 _NOTHING = np.empty(0, np.float32)
 _ZERO = np.float32(0)  # a plain 0 would compare in 64 bits
+# Values below which have a bit of 1: the signs of zeros are up, or down with the least number.
+BELOW = (_ZERO, np.nextafter(_ZERO, np.float32(1)))
 _U = np.uint32
 
 
@@ -22,6 +24,7 @@ def encode_signs(
     words: Array,
     flat: Array | None = None,
     residual: Array | None = None,
+    zeros_down: bool = False,
 ) -> tuple[Array, Array]:
     """See ``reference.encode_signs``."""
     a, b = (_NOTHING if array is None else array for array in (flat, residual))
@@ -30,17 +33,21 @@ def encode_signs(
     def work(at: slice, to: slice, _: int) -> None:
         first, last = np.searchsorted(starts, [at.start, min(at.stop, values.size)])
         here, pieces = slice(first, last), starts[first : last + 1] - at.start
-        encode_sign_groups(a[at], b[at], values[at], pieces, words[to], sums[here], counts[here])
+        arrays = a[at], b[at], values[at], pieces, words[to], sums[here], counts[here]
+        encode_sign_groups(*arrays, BELOW[zeros_down])
 
     threads.each(work, group_slices(values.size, 2))
     return sums, counts
 
 
 @kernel
-def encode_sign_groups(a, b, values, starts, words, sums, counts):
-    """Write signs, sums and counts of consecutive groups, of a + b unless ``a`` is empty."""
+def encode_sign_groups(a, b, values, starts, words, sums, counts, below):
+    """Write signs, sums and counts of consecutive groups, of a + b unless ``a`` is empty.
+
+    ``below``: of ``BELOW``.
+    """
     up, down = np.empty(LANES), np.empty(LANES)
-    rest = np.zeros(GROUP, np.float32)
+    rest = np.ones(GROUP, np.float32)
     piece, to = 0, 0
     for begin in range(0, values.size, GROUP):
         part = values[begin : begin + GROUP]
@@ -52,37 +59,37 @@ def encode_sign_groups(a, b, values, starts, words, sums, counts):
             here = part[starts[piece] - begin : starts[piece + 1] - begin]
             _sides(here, up, down)
             sums[piece, 0], sums[piece, 1] = up[0], down[0]
-            counts[piece] = _count_negative(here)
+            counts[piece] = _count_negative(here, below)
             piece += 1
         # After the sums, while the group is in the cache: ``_pack`` reads it at 32 places at once.
         width = (part.size + _DIGITS - 1) // _DIGITS
         if part.size < GROUP:
             rest[: part.size] = part
-            _pack(rest, words[to : to + width])
+            _pack(rest, words[to : to + width], below)
         else:
-            _pack(part, words[to : to + width])
+            _pack(part, words[to : to + width], below)
         to += width
 
 
 @inlined
-def _count_negative(values):
+def _count_negative(values, below):
     count = np.int32(0)
     for i in range(values.size):
-        count = np.int32(count + np.int32(values[i] < _ZERO))
+        count = np.int32(count + np.int32(values[i] < below))
     return count
 
 
 @inlined
-def _pack(values, words):
-    """Write the signs of values, 1 below 0, as many as ``words`` have bits."""
+def _pack(values, words, below):
+    """Write the signs of values, 1 below ``below``, as many as ``words`` have bits."""
     width = words.size
     words[:] = _U(0)
     for b in range(_DIGITS - 4, -4, -4):  # four bits at a time: fewer stores
         first, second = values[b * width : (b + 1) * width], values[(b + 1) * width :]
         third, fourth = values[(b + 2) * width :], values[(b + 3) * width :]
         for j in range(width):
-            low = _U(_U(first[j] < _ZERO) | _U(_U(second[j] < _ZERO) << _U(1)))
-            high = _U(_U(third[j] < _ZERO) | _U(_U(fourth[j] < _ZERO) << _U(1)))
+            low = _U(_U(first[j] < below) | _U(_U(second[j] < below) << _U(1)))
+            high = _U(_U(third[j] < below) | _U(_U(fourth[j] < below) << _U(1)))
             words[j] = _U(_U(words[j] << _U(4)) | _U(low | _U(high << _U(2))))
 
 
@@ -104,16 +111,17 @@ def _sides(part, up, down):
     fold(down)
 
 
-def subtract_signs(values: Array, sides: Array, length: int) -> None:
+def subtract_signs(values: Array, sides: Array, length: int, zeros_down: bool = False) -> None:
     """See ``reference.subtract_signs``."""
+    below = BELOW[zeros_down]
     threads.each(
-        lambda at, *_: subtract_sign_rows(values[at], sides, length, at.start),
+        lambda at, *_: subtract_sign_rows(values[at], sides, length, at.start, below),
         group_slices(values.size, 2),
     )
 
 
 @kernel
-def subtract_sign_rows(values, sides, length, first):
+def subtract_sign_rows(values, sides, length, first, below):
     """Subtract each value's side of its row; ``first``: the index of the first value."""
     at = 0
     while at < values.size:
@@ -122,7 +130,7 @@ def subtract_sign_rows(values, sides, length, first):
         up, down = sides[row, 0], sides[row, 1]
         part = values[at:end]
         for i in range(part.size):
-            part[i] -= down if part[i] < _ZERO else up
+            part[i] -= down if part[i] < below else up
         at = end
 
 
@@ -159,15 +167,15 @@ def add_sign_groups(total, words, sides, length, first):
             i = end
 
 
-def majority_sign(values: Array, many: float, tie: float) -> None:
+def majority_sign(values: Array, many: float) -> None:
     """See ``reference.majority_sign``."""
-    sizes = np.float32(many), np.float32(tie)
-    threads.each(lambda at, *_: _majority_sign(values[at], *sizes), group_slices(values.size, 2))
+    sign = np.float32(many)
+    threads.each(lambda at, *_: _majority_sign(values[at], sign), group_slices(values.size, 2))
 
 
 @kernel
-def _majority_sign(values, many, tie):
+def _majority_sign(values, many):
     for i in range(values.size):
         x = values[i]
         sign = many if x > _ZERO else -many
-        values[i] = tie if x == _ZERO else sign if x == x else x
+        values[i] = sign if x != _ZERO and x == x else x + _ZERO

@@ -48,7 +48,7 @@ class Decoder:
         self._bodies = _Bodies(device, plans, codecs, encoder.offsets, n_ranks, len(plans))
         self._bodies.expect_headers(plans, codecs, encoder.message_nbytes)
 
-    def decode(self, gathered: Any, sums: Arrays, sign: bool | str = False) -> tuple[Any, Any]:
+    def decode(self, gathered: Any, sums: Arrays, sign: bool = False) -> tuple[Any, Any]:
         """Write the sums of the messages in ``gathered``, uint8, one of each rank, in rank order.
 
         ``sign``: replace each sum by its sign times the number of ranks; see ``Allgather``.
@@ -75,7 +75,7 @@ class ThresholdDecoder:
         self._device, self._codecs, self._shapes = device, codecs, shapes
         self._n_ranks = n_ranks
 
-    def decode(self, gathered: Any, sums: Arrays, sign: bool | str = False) -> tuple[Any, Any]:
+    def decode(self, gathered: Any, sums: Arrays, sign: bool = False) -> tuple[Any, Any]:
         """See ``Decoder.decode``."""
         arrived = list(wire.split_payloads(self._device.fetch(gathered)()))
         n_ranks, count = self._n_ranks, len(self._shapes)
@@ -167,7 +167,7 @@ class _Bodies:
         return self._device.address(self._kept[-1])
 
     def sum(
-        self, gathered: Any, sums: Arrays, found: np.ndarray | None = None, sign: bool | str = False
+        self, gathered: Any, sums: Arrays, found: np.ndarray | None = None, sign: bool = False
     ) -> tuple[Any, Any]:
         """Sum the payloads; see ``Decoder.decode``. ``found``: the headers' words if known."""
         device, count = self._device, self._n_tensors
@@ -188,7 +188,7 @@ class _Bodies:
         for group in self._groups:
             group.decode(self._kernels, common, not_finite)
             if sign:
-                arguments = [*common, group.owners, np.uint32(sign == "vote")]
+                arguments = [*common[:2], group.owners]
                 self._kernels["majority_sign"](group.n_tiles // self._apart, THREADS, arguments, 0)
         return not_finite, payloads
 

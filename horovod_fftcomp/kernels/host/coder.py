@@ -12,6 +12,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import check_state
+from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import Own, energy_of
@@ -59,6 +60,8 @@ class HostCoder:
         self._gains = np.array([codecs[n].transform.gain for n in self._members], np.float64)
         own = [(codecs[number], tensors[number].name) for number in self._members]
         self._names = counter_rng.named((getattr(codec, "seed", 0), name) for codec, name in own)
+        methods = [getattr(codec, "method", None) for codec, _ in own]
+        self._signs = [at for at, method in enumerate(methods) if isinstance(method, SignMethod)]
 
     def encode(
         self, grads: Arrays, state: OldState, at: tuple[int, int], feedback: Feedback, measure: bool
@@ -112,6 +115,8 @@ class HostCoder:
         own = [grads[number] for number in self._members]
         residuals = [old.get(tensors[number].name) for number in self._members]
         keys = counter_rng.draws(self._names, *at) if self._small.draws else None
+        if keys is not None and self._signs:
+            keys[self._signs] = sum(at) & 1  # as ``SignMethod.key_at``
         options = keys, feedback.keep, feedback.decay, feedback.keeps_sent
         encoded = self._small.encode(own, residuals, message, *options)
         pairs = zip(self._members, encoded.residuals, strict=True)
@@ -159,18 +164,17 @@ class HostCoder:
             new = np.zeros_like(coeffs.array)  # as a GPU, which does not know that all is sent
         return _One(payload, new if keep and feedback.keep else None, moved, squares)
 
-    def decode_sum(self, gathered: Array, sign: bool | str) -> Summed:
+    def decode_sum(self, gathered: Array, sign: bool) -> Summed:
         """See ``Coder.decode_sum``."""
         found = None
         if self._is_fixed and self._members:
             found = self._fixed_sums(gathered)
         if found is None:  # sizes vary, or a payload is not finite or corrupt
-            sums, scales, finite = summed(self._codecs, self._tensors, gathered, self._n_ranks)
+            sums, _, finite = summed(self._codecs, self._tensors, gathered, self._n_ranks)
         else:
-            sums, scales, finite = found
-        for total, votes in zip(sums, scales, strict=True) if sign else ():
-            voted = sign == "vote" and any(votes)
-            cpu.majority_sign(total, self._n_ranks, self._n_ranks if voted else 0)
+            sums, _, finite = found
+        for total in sums if sign else ():
+            cpu.majority_sign(total, self._n_ranks)
         return Summed(sums, Flags(finite), lambda: list(wire.split_payloads(gathered)))
 
     def _fixed_sums(self, gathered: Array) -> Sums | None:

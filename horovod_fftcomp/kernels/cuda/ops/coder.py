@@ -72,14 +72,14 @@ class DeviceCoder:
 
     def _keys(self, step: int, rank: int) -> list[int] | None:
         """Return the random key of each tensor; None if no method here draws random numbers."""
-        keys = [
-            codec.key_at(RngKey(step, tensor.name, rank))
+        if not any(codec.draws for codec in self._codecs):
+            return None
+        return [
+            codec.key_at(RngKey(step, tensor.name, rank)) if codec.draws else 0
             for codec, tensor in zip(self._codecs, self._tensors, strict=True)
-            if codec.draws
         ]
-        return keys or None
 
-    def decode_sum(self, gathered: Any, sign: bool | str) -> Summed:
+    def decode_sum(self, gathered: Any, sign: bool) -> Summed:
         """See ``Coder.decode_sum``."""
         sums = [self._device.empty(max(1, numel))[:numel] for numel in self._plan.numels]
         return Summed(sums, Flags(True, *self._decoder.decode(gathered, sums, sign)))

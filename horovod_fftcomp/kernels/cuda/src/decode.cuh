@@ -636,23 +636,17 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (!finite) atomicOr(&not_finite[number], 1u);
 }
 
-// Leaves of each sum its sign, times the number of ranks. With `votes` a 0 becomes a 1 there, unless
-// all ranks sent zeros alone.
+// Leaves of each sum its sign, times the number of ranks; 0 of a 0.
 __global__ void __launch_bounds__(THREADS)
     majority_sign(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-               const Payload* __restrict__ payloads, const u32* __restrict__ tile_tensor, u32 votes) {
+                  const u32* __restrict__ tile_tensor) {
     const Messages messages = *messages_at;
-    u32 number = tile_tensor[blockIdx.x];
-    const Arriving tensor = tensors[number];
-    bool voted = false;
-    for (u32 rank = 0; votes && rank < messages.n_ranks; rank++)
-        voted |= payloads[rank * messages.n_tensors + number].scale != 0;
+    const Arriving tensor = tensors[tile_tensor[blockIdx.x]];
     float many = float(messages.n_ranks);
     u64 begin = u64(blockIdx.x - tensor.first_tile) * TILE, end = min(begin + TILE, tensor.numel);
     for (u64 i = begin + threadIdx.x; i < end; i += THREADS) {
         float sum = tensor.sum[i];
-        bool up = magnitude(sum) ? !is_negative(sum) : voted;
-        float sign = up ? many : magnitude(sum) ? negated(many) : 0.0f;
+        float sign = !magnitude(sum) ? 0.0f : is_negative(sum) ? negated(many) : many;
         tensor.sum[i] = magnitude(sum) > INFINITY_BITS ? sum : sign;  // NaN stays
     }
 }

@@ -236,6 +236,7 @@ __global__ void __launch_bounds__(WORD_THREADS)
     u8* body = tensor.payload + tensor.values_offset;
     const Rows rows(how, begin);
     const Wanted wanted(tensor, held);
+    bool zeros_down = how.method == VOTES && tensor.key;  // see `SignMethod.key_at`
     u32 word = 0;
     for (u32 from = 0; from < 32; from += 8) {
         float x[8];  // all are loaded before anything is stored, which might be in their place
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(WORD_THREADS)
 #pragma unroll
         for (u32 b = 0; b < 8; b++) {
             u32 i = (from + b) * width + threadIdx.x;
-            bool negative = is_negative(x[b]);
+            bool negative = is_negative(x[b]) || (zeros_down && i < n && !magnitude(x[b]));
             word |= u32(negative) << (from + b);
             if (i >= n || !tensor.keep) continue;
             float2 both = sides_of(how, body, rows.first + rows[i], peak);
