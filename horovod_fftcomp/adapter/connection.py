@@ -191,10 +191,10 @@ class Connection:
         self.watch.note_call("the first exchange of all ranks")
         try:
             first = self._handshake.compare(self._timeout_s)
+            self.watch.join_ranks(first, self._set.rank(), self._set.ranks)
+            self._groups = self._groups or self._make_groups()
         finally:
             self.watch.note_call("")
-        self.watch.join_ranks(first, self._set.rank(), self._set.ranks)
-        self._groups = self._groups or self._make_groups()
         self.is_up, self._handshake = True, None
         _unconnected.discard(self)
 

@@ -34,7 +34,7 @@ from horovod_fftcomp.engine.overlap import no_answer
 _LOOK_S, _TELL_S = 0.25, 1.0
 _RANKS_PER_S = 64  # more would keep the first rank's thread busy
 _MOST_NBYTES = 1400  # fits one packet of Ethernet
-_NOTICE_S = 8.0  # ranks that start together have finished the handshake by then
+NOTICE_S = 8.0  # ranks that start together have finished the handshake by then
 _MARGIN_S = 6.0  # time for the first rank's announcement, before a rank writes one of its own
 # Launchers drop what a rank writes just before another one ends the job, so a rank waits this long
 # after its message. Only the message may get lost: all ranks end in any case, and those without it
@@ -53,6 +53,15 @@ _ADVICE = (
     "TensorFlow: drop_remainder=True), and make the same calls on all of them. If a rank is only "
     "slow, raise timeout_s, now {timeout_s:.0f} s; on_timeout='warn' goes on waiting."
 )
+
+
+def write_line(text: str, rank: int | None = None) -> None:
+    """Write a line of this package to stderr; ``rank``: of this process, if it is known."""
+    where = "" if rank is None else f" on rank {rank}"
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
+        # One write, so that lines of other ranks are not mixed in.
+        sys.stderr.write(f"horovod_fftcomp{where}: {text}\n")
+        sys.stderr.flush()
 
 
 class Watched(Protocol):
@@ -231,7 +240,7 @@ class Watch:
         if report.may_have_ended and not call:
             return
         doing = call or report.progress.doing
-        if self._n_ranks == 0 and not self._wrote_notice and _NOTICE_S <= quiet_s < self.timeout_s:
+        if self._n_ranks == 0 and not self._wrote_notice and NOTICE_S <= quiet_s < self.timeout_s:
             self._wrote_notice = True
             self._write(
                 f"{self._label} has waited {quiet_s:.0f} s in {doing} for an answer of all ranks, "
@@ -270,11 +279,7 @@ class Watch:
         self._write(f"{self._label}: stalls are no longer detected, as the watch failed: {error!r}")
 
     def _write(self, text: str) -> None:
-        rank = f" on rank {self._ranks[self._rank]}" if self._n_ranks else ""
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
-            # One write, so that lines of other ranks are not mixed in.
-            sys.stderr.write(f"horovod_fftcomp{rank}: {text}\n")
-            sys.stderr.flush()
+        write_line(text, self._ranks[self._rank] if self._n_ranks else None)
 
     def _end(self, progress: Progress) -> None:
         """Shut Horovod down, so that all waiting operations of this rank fail."""

@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.adapter.handshake import compare_facts
+from horovod_fftcomp.adapter.stalls import ranges
+from horovod_fftcomp.adapter.watch import NOTICE_S, write_line
 from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError
 from horovod_fftcomp.kernels.cuda import Device, is_on_host
@@ -66,12 +68,31 @@ def _wait_for(work: Any) -> None:
     work.wait()
 
 
+def _meet(store: dist.Store, ranks: Sequence[int], timeout_s: float) -> None:
+    """Wait until all ``ranks`` are here; after a while tell for which of them."""
+    own, begin, next_s = dist.get_rank(), time.monotonic(), min(NOTICE_S, timeout_s)
+    store.set(str(own), "")
+    while not store.check([str(rank) for rank in ranks]):
+        if (waited_s := time.monotonic() - begin) > next_s:
+            late = ranges(rank for rank in ranks if not store.check([str(rank)]))
+            waits = f"a new compressor has waited {waited_s:.0f} s for ranks {late}"
+            advice = "Make the same compressors, in the same order, on all ranks"
+            if waited_s > timeout_s:
+                raise ConfigMismatchError(
+                    f"{waits}. {advice}; if one is only slow, raise timeout_s"
+                )
+            write_line(f"{waits}, and will wait up to {timeout_s:.0f} s. {advice}", own)
+            next_s = timeout_s
+        time.sleep(min(_LOOK_S, 0.01 + waited_s))
+
+
 class RankGroup:
     """Process group of a compressor alone, with the interface of Horovod's process sets.
 
     ``ranks``: global ranks, this one included; each of them has to make the group, under the same
-    ``name``. ``timeout_s``: how long they wait for each other. ``dist.new_group`` would need the
-    other ranks of the job too, or as many groups on each rank.
+    ``name``. ``timeout_s``: how long they wait for each other; ConfigMismatchError names the ranks
+    that did not come. ``dist.new_group`` would need the other ranks of the job too, or as many
+    groups on each rank.
     """
 
     gathers: _Group  # for collectives that begin with a header
@@ -84,6 +105,7 @@ class RankGroup:
         place = self.ranks.index(dist.get_rank()), len(self.ranks), limit
         prefix = f"{name}/{wire.fnv1a(str(self.ranks)):x}"
         store = dist.distributed_c10d._get_default_store()
+        _meet(dist.PrefixStore(f"{prefix}/here/", store), self.ranks, timeout_s)
         self.gathers, self.sums = (
             dist.ProcessGroupGloo(dist.PrefixStore(f"{prefix}/{use}/", store), *place)
             for use in ("gathers", "sums")

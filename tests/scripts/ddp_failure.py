@@ -1,6 +1,7 @@
 """Train under DDP with two ranks of which the second one does not begin its third step.
 
-It "dies", "sleeps", "gathers" the state of all ranks or "discards" its last step instead.
+It "dies", "sleeps", "gathers" the state of all ranks or "discards" its last step instead. Or it
+"lacks" a compressor of which the first one waits for it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ rank, failure = int(os.environ["FFTCOMP_TEST_RANK"]), sys.argv[1]
 store = f"file://{os.environ['FFTCOMP_TEST_STORE']}"
 dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
 ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
+if failure == "lacks" and rank == 1:
+    time.sleep(13)
+    sys.exit(1)
 recipe, timeout_s = ("none", 30) if failure == "gathers" else ("topk", 2)
+timeout_s = 9 if failure == "lacks" else timeout_s
 compression = compress(ddp, recipe, timeout_s=timeout_s)
 for step in range(4):
     if step == 2 and rank == 1:
