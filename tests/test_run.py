@@ -38,7 +38,7 @@ def refusal(capsys, *arguments: object) -> str:
 @pytest.fixture
 def script(tmp_path):
     path = tmp_path / "train.py"
-    path.write_text("import sys\nprint('ran as', __name__, sys.argv[1:])\nsys.exit(7)\n")
+    path.write_text("import sys\nprint(f'ran as {__name__} {sys.argv[1:]}')\nsys.exit(7)\n")
     return path
 
 
@@ -361,6 +361,46 @@ def test_the_compressor_that_takes_steps_is_timed():
     report.disarm()
     busy.step(10, 0)
     assert not ends
+
+
+def test_trainings_one_after_the_other_are_reported_and_count_together():
+    ends: list[int] = []
+    report = StepReport(5, lambda: ends.append(second.n))
+    first, beside, second = Steps(), Steps(), Steps()
+    report.watch(first)
+    report.watch(beside)  # as of a GAN
+    for _ in range(2):
+        first.step(10, 0)
+        beside.step(10, 0)
+    report.watch(second)
+    for _ in range(3):
+        assert not ends
+        second.step(30, 0)
+    assert ends == [3]
+    found = report.values()
+    [earlier] = found["earlier"]
+    assert (earlier["steps"], earlier["sent_nbytes"]) == (2, 20)
+    assert (found["steps"], found["sent_nbytes"]) == (3, 30)
+    lines = run._told("topk", found).splitlines()
+    assert [line.split(": ")[2][:7] for line in lines] == ["2 steps", "3 steps"]
+
+
+@pytest.mark.parallel
+@pytest.mark.torch
+@pytest.mark.parametrize("how", ["spawn", "fork", "commands"])
+def test_ranks_that_the_script_starts_itself_are_compressed_or_refused(how):
+    command = ["-m", "horovod_fftcomp", "run", "--compression", "topk", "--steps", "5"]
+    done = subprocess.run(
+        [sys.executable, *command, "tests/scripts/own_ranks.py", how],
+        cwd=ROOT, text=True, capture_output=True, timeout=200,
+    )  # fmt: skip
+    if how == "commands":
+        assert done.returncode == 1
+        assert "UnsupportedError: ranks 1 do not run under `horovod-fftcomp run`" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"run: topk: (\d+) steps on (\d+) ranks", done.stderr) == [("5", "2")]
+    assert "nothing was exchanged" not in done.stderr
 
 
 def test_the_end_of_training_is_raised_again_if_the_script_has_caught_it():

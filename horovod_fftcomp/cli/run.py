@@ -15,8 +15,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.text import Text
 
@@ -31,8 +32,8 @@ from horovod_fftcomp.cli.arguments import (
 )
 from horovod_fftcomp.cli.console import Table, in_ms, make_console
 from horovod_fftcomp.kernels import threads
-from horovod_fftcomp.tools.run import launcher
-from horovod_fftcomp.tools.run.import_hook import Wrapping
+from horovod_fftcomp.tools.run import children, launcher
+from horovod_fftcomp.tools.run.import_hook import install
 from horovod_fftcomp.tools.run.step_report import StepReport
 
 _EXAMPLES = """\
@@ -187,26 +188,50 @@ def _run_script(parsed: argparse.Namespace) -> None:
     options = {name: value for name, value in given.items() if value is not None}
     if parsed.ranks_per_node:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # read when the script calls hvd.init
-    final: dict[str, Any] = {}  # found after the last step, if --steps gives one
-
-    def end() -> None:
-        final.update(_found(steps))
-        steps.timed.end_training(StepsDone)
-
-    steps = StepReport(parsed.steps, end)
-    Wrapping(choice.name, {**choice.options, **options}, steps.watch).install()
+    run = _Run(choice, {**choice.options, **options}, parsed.steps, parsed.report_json)
     sys.argv = [parsed.script, *parsed.script_arguments]
     sys.path[0] = str(Path(parsed.script).resolve().parent)
-    failure = ""
-    with launcher.last_words(lambda: _report(parsed, steps, final, "SIGTERM")):
-        try:
-            runpy.run_path(parsed.script, run_name="__main__")
-        except BaseException as error:
-            failure = _described(error)
-            raise
-        finally:
-            steps.disarm()
-            _report(parsed, steps, final, failure)
+    children.follow(run.in_child)
+    run(lambda: runpy.run_path(parsed.script, run_name="__main__"), _report)
+
+
+class _Run(NamedTuple):
+    """How to compress and what to report, in the script's process and in those that it starts."""
+
+    choice: RecipeChoice
+    options: dict[str, Any]
+    n_steps: int | None
+    as_json: bool
+
+    def in_child(self, target: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call the target of a process that the script has started."""
+        self(lambda: target(*arguments, **named), _report_of_child, lambda _: nullcontext())
+
+    def __call__(
+        self,
+        body: Callable[[], Any],
+        report: Callable[..., None],
+        around: Callable[[Callable[[], None]], AbstractContextManager[None]] = launcher.last_words,
+    ) -> None:
+        """Call ``body`` with compression, then ``report``, also after an error."""
+        final: dict[str, Any] = {}  # found after the last step, if --steps gives one
+
+        def end() -> None:
+            final.update(_found(steps))
+            steps.timed.end_training(StepsDone)
+
+        steps = StepReport(self.n_steps, end)
+        install(self.choice.name, self.options, steps.watch)
+        failure = ""
+        with around(lambda: report(self, steps, final, "SIGTERM")):
+            try:
+                body()
+            except BaseException as error:
+                failure = _described(error)
+                raise
+            finally:
+                steps.disarm()
+                report(self, steps, final, failure)
 
 
 def _described(error: BaseException) -> str:
@@ -229,22 +254,33 @@ def _found(steps: StepReport) -> dict[str, Any]:
         return {"steps": 0, "error": str(error) or repr(error)}
 
 
-def _report(
-    parsed: argparse.Namespace, steps: StepReport, final: Mapping[str, Any], failure: str
-) -> None:
+def _report(run: _Run, steps: StepReport, final: Mapping[str, Any], failure: str) -> None:
     """Print time and bytes of the steps: JSON on every rank, or text on the first one."""
     found = dict(final) if final else _found(steps)
     if failure:
         found["failure"] = failure
+    elif not found["steps"] and children.n_started():
+        return  # the processes that the script has started report theirs
     rank = launcher.launched_rank() or 0
+    _print(run, found, rank)
+
+
+def _report_of_child(run: _Run, steps: StepReport, final: Mapping[str, Any], failure: str) -> None:
+    """Print what ``_report`` prints, if this process has exchanged anything."""
+    found = dict(final) if final else _found(steps)
+    if found["steps"]:
+        _print(run, found | ({"failure": failure} if failure else {}), found["rank"])
+
+
+def _print(run: _Run, found: dict[str, Any], rank: int) -> None:
     if rank != 0:
         found.pop("tensors", None)  # the same on all ranks, and long
-    if parsed.report_json:
+    if run.as_json:
         launched = {"rank": rank, "cores": threads.get_own_cores()}
-        launcher.report({**launched, "recipe": parsed.compression.text, **found})
+        launcher.report({**found, **launched, "recipe": run.choice.text})
     elif rank == 0:
         sys.stdout.flush()
-        print(_told(parsed.compression.label, found), file=sys.stderr, flush=True)
+        print(_told(run.choice.label, found), file=sys.stderr, flush=True)
 
 
 def _told(label: str, found: dict[str, Any]) -> str:
@@ -255,6 +291,8 @@ def _told(label: str, found: dict[str, Any]) -> str:
         return f"horovod-fftcomp run: {label}: {nothing}: the script ended in {found['failure']}"
     if not found["steps"]:
         return f"horovod-fftcomp run: {label}: {_NOTHING}{_START}"
+    if "earlier" in found:
+        return "\n".join(_told(label, one) for one in [*found.pop("earlier"), found])
     sent, took = found["sent_nbytes"], {what: in_ms(found[f"{what}_s"]) for what in _TIMES}
     return (
         f"horovod-fftcomp run: {label}: {found['steps']} steps on {found['world_size']} ranks, "
@@ -411,11 +449,15 @@ def trouble(ended: launcher.Ended, n_ranks: int) -> str:
         wrong.append(f"{n_ranks - len(reports)} of {n_ranks} ranks gave no report")
     elif not wrong and not all(found["steps"] for found in reports):
         wrong += sorted({found.get("error", _NOTHING) for found in reports})
-    elif not wrong and len({found["digest"] for found in reports}) > 1:
+    elif not wrong and len({str(_digests(found)) for found in reports}) > 1:
         wrong.append(_DIFFER)
     if ended.code:
         wrong.append(f"exit status {ended.code}")
     return "; ".join(wrong)
+
+
+def _digests(found: dict[str, Any]) -> list[str]:
+    return [one["digest"] for one in [*found.get("earlier", ()), found]]
 
 
 def _failures(reports: Sequence[dict[str, Any]]) -> list[str]:

@@ -26,7 +26,7 @@ from horovod_fftcomp.adapter.handshake import compare_facts
 from horovod_fftcomp.adapter.stalls import ranges
 from horovod_fftcomp.adapter.watch import NOTICE_S, write_line
 from horovod_fftcomp.engine.overlap import no_answer
-from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device, is_on_host
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
@@ -71,7 +71,7 @@ def _wait_for(work: Any) -> None:
 def _meet(store: dist.Store, ranks: Sequence[int], timeout_s: float) -> None:
     """Wait until all ``ranks`` are here; after a while tell for which of them."""
     own, begin, next_s = dist.get_rank(), time.monotonic(), min(NOTICE_S, timeout_s)
-    store.set(str(own), "")
+    store.set(str(own), "here")
     while not store.check([str(rank) for rank in ranks]):
         if (waited_s := time.monotonic() - begin) > next_s:
             late = ranges(rank for rank in ranks if not store.check([str(rank)]))
@@ -84,6 +84,23 @@ def _meet(store: dist.Store, ranks: Sequence[int], timeout_s: float) -> None:
             write_line(f"{waits}, and will wait up to {timeout_s:.0f} s. {advice}", own)
             next_s = timeout_s
         time.sleep(min(_LOOK_S, 0.01 + waited_s))
+
+
+def construct_under_run(construct: Callable[[], None], model: Any) -> None:
+    """Call ``construct``, by which ``model`` becomes a DDP model as soon as all ranks do so.
+
+    UnsupportedError names ranks that do not do so here: they will not have a compressor.
+    """
+    store = dist.PrefixStore("fftcomp.run/", dist.distributed_c10d._get_default_store())
+    store.set(str(dist.get_rank()), "here")
+    construct()
+    ranks = dist.get_process_group_ranks(model.process_group)
+    if others := ranges(rank for rank in ranks if not store.check([str(rank)])):
+        raise UnsupportedError(
+            f"ranks {others} do not run under `horovod-fftcomp run`, as processes do that a script "
+            "starts by commands of its own (Lightning with devices=2): start all by a launcher, "
+            "torchrun --nproc-per-node 2 -m horovod_fftcomp run ..."
+        )
 
 
 class RankGroup:

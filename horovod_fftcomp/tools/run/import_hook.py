@@ -47,7 +47,7 @@ class Wrapping:
     ) -> None:
         self._recipe = recipe
         self._options = dict(options)
-        self._made = made
+        self.made = made
         self._of_tapes: Any = None
         self._ours: list[Any] = []  # the compressors made so far
 
@@ -75,9 +75,14 @@ class Wrapping:
 
         @functools.wraps(plain)
         def with_compression(model: Any, *args: Any, **kwargs: Any) -> None:
-            plain(model, *args, **kwargs)
             adapter = importlib.import_module("horovod_fftcomp.torch_distributed")
-            self._made(adapter.compress(model, self._recipe, **self._options))
+            construct = functools.partial(plain, model, *args, **kwargs)
+            if kwargs.get("init_sync", True):  # all ranks meet
+                rounds = importlib.import_module("horovod_fftcomp.torch_distributed.rounds")
+                rounds.construct_under_run(construct, model)
+            else:
+                construct()
+            self.made(adapter.compress(model, self._recipe, **self._options))
             model.register_comm_hook = _refuse_hook
 
         model_type.__init__ = with_compression
@@ -130,8 +135,20 @@ class Wrapping:
             options["process_set"] = arguments["process_set"]
         compressor = getattr(factories, self._recipe)(model, **options)
         self._ours.append(compressor)
-        self._made(compressor)
+        self.made(compressor)
         return compressor
+
+
+_installed: list[Wrapping] = []
+
+
+def install(recipe: str, options: Mapping[str, Any], made: Callable[[Any], None]) -> None:
+    """Install a ``Wrapping``; one that a parent process has installed is used, with ``made``."""
+    if _installed:
+        _installed[0].made = made
+        return
+    _installed.append(Wrapping(recipe, options, made))
+    _installed[0].install()
 
 
 def _check(name: str, arguments: Mapping[str, Any], module: ModuleType) -> None:

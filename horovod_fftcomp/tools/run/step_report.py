@@ -18,7 +18,9 @@ _SUMMED = ("steps", "dense_nbytes", "sent_nbytes", "encode_s", "wait_s", "decode
 class StepReport:
     """Observes compressors; calls ``ended`` when ``timed`` has closed ``n_steps`` steps.
 
-    ``timed``: the compressor whose first step ends first; others may never take one.
+    ``timed``: the compressor whose first step ends first; others may never take one. A compressor
+    that is made after that is another training's, whose steps follow: it is timed from its first
+    step on, and the steps before are counted and reported with theirs.
     """
 
     def __init__(self, n_steps: int | None = None, ended: Callable[[], None] | None = None) -> None:
@@ -28,17 +30,23 @@ class StepReport:
         self.timed: Any = None
         self._closed_at: list[float] = []
         self._before: dict[str, float] = dict.fromkeys(_SUMMED, 0)  # the steps that count
+        self._later: list[Any] = []  # compressors made since the timed one has taken steps
+        self._earlier: list[dict[str, Any]] = []  # the figures of trainings that have ended
 
     def watch(self, compressor: Any) -> None:
         """Count the bytes of a compressor, and its steps if it is the first to take one."""
         compressor.on_step(lambda: self._step_ended(compressor))
-        self._compressors.append(compressor)
+        (self._later if self._closed_at else self._compressors).append(compressor)
 
     def disarm(self) -> None:
         """Stop calling ``ended``: the script has ended by itself."""
         self._ended = None
 
     def _step_ended(self, compressor: Any) -> None:
+        if compressor in self._later:
+            self._earlier.append(self._figures())
+            self._compressors, self._later, self._closed_at = self._later, [], []
+            self._before, self.timed = dict.fromkeys(_SUMMED, 0), compressor
         if self.timed is None:
             self.timed = compressor
         if compressor is not self.timed:
@@ -46,7 +54,8 @@ class StepReport:
         self._closed_at.append(time.perf_counter())
         if len(self._closed_at) == _WARM_UP:
             self._before = self._so_far()
-        if self._ended is not None and len(self._closed_at) == self._n_steps:
+        n_steps = len(self._closed_at) + sum(one["steps"] for one in self._earlier)
+        if self._ended is not None and n_steps == self._n_steps:
             self._ended()
 
     def _bound(self) -> list[Any]:
@@ -65,8 +74,11 @@ class StepReport:
         three steps out, if there were more. ``step_s``: median time from the end of one step to the
         end of the next; ``step_spread``: see ``cost_model.spread``. Bytes and seconds of ``stats``:
         means of a step, summed over all compressors. ``digest``: hash of the parameters.
-        ``tensors``: names and shapes.
+        ``tensors``: names and shapes. ``earlier``: such figures of trainings before the last one.
         """
+        return self._figures() | ({"earlier": self._earlier} if self._earlier else {})
+
+    def _figures(self) -> dict[str, Any]:
         bound = self._bound()
         found = self._so_far() if bound else {"steps": 0}
         steps = int(found["steps"])
@@ -81,7 +93,7 @@ class StepReport:
             "step_s": statistics.median(times) if times else None,
             "step_spread": spread(times),
             "digest": " ".join(compressor.digest() for compressor in bound),
-            "world_size": bound[0].place()["world_size"],
+            **bound[0].place(),
             "tensors": [[t.name, list(t.shape)] for c in bound for t in c.tensors()],
         }
 
