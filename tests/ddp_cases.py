@@ -794,6 +794,57 @@ class Slopes(nn.Module):
         return sum((w * s).sum() for w, s in zip(self.parameters(), slopes, strict=True))
 
 
+def sharpness_aware(ddp, optimizer, step):
+    """Take a step of SAM, whose perturbation is that of each rank's own gradients."""
+    weights = list(ddp.parameters())
+    with ddp.no_sync():
+        passes_of(ddp, step)
+    before = [weight.detach().clone() for weight in weights]
+    with torch.no_grad():
+        for weight in weights:
+            weight.add_(0.01 * weight.grad.sign())
+    optimizer.zero_grad()
+    passes_of(ddp, step)
+    for weight, old in zip(weights, before, strict=True):
+        weight.data.copy_(old)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_may_differ_while_a_pass_is_perturbed():
+    ddp, compression = compressed("topk", nn.Linear(48, 4), density=0.05)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(20):
+        sharpness_aware(ddp, optimizer, step)
+    assert compression.stats()["steps"] == 20
+    with torch.no_grad():
+        ddp.module.bias[0] += dist.get_rank()
+    with pytest.warns(RuntimeWarning, match=r"(?s)'bias' on rank.*replica_check=.off. ends"):
+        for step in range(110):
+            with ddp.no_sync():
+                passes_of(ddp, step)
+            passes_of(ddp, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_layer_that_is_unfrozen_after_ddp_was_made_is_told_at_its_first_step():
+    model = Network3()
+    model.last.requires_grad_(False)
+    ddp, _ = compressed("topk", model, density=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    passes_of(ddp, 0)
+    optimizer.step()
+    model.last.requires_grad_(True)
+    with pytest.warns(RuntimeWarning, match="each rank trains these parameters alone") as caught:
+        passes_of(ddp, 1)
+        passes_of(ddp, 2)
+    [text] = {str(warning.message) for warning in caught}
+    assert "'last.weight', 'last.bias'" in text
+    assert "when DistributedDataParallel was made; without compression DDP would not" in text
+
+
 class LocalTraining:
     """Model that each rank trains alone for 3 steps, with gradients of its own."""
 
@@ -858,6 +909,7 @@ def test_local_steps_are_those_of_a_loop_over_averaged_changes(outer, lr, moment
         averaging.note_used()
 
 
+@pytest.mark.filterwarnings("ignore:LocalSteps ends")
 @pytest.mark.parametrize("n", [4, 6])  # in a period; between two
 def test_local_steps_continue_exactly_from_a_checkpoint(n):
     whole, begun, resumed = (LocalTraining(NESTEROV) for _ in range(3))
@@ -898,6 +950,24 @@ def test_a_change_with_nan_leaves_weights_and_outer_momentum_as_they_were():
     assert torch.equal(flat(training.ddp), before[0])
     assert torch.equal(before[1]["momentum_buffer"], momentum)
     training.train(range(3, 6))
+
+
+def test_local_steps_that_are_not_told_of_or_end_in_a_period_say_so():
+    training = LocalTraining(ADD)
+    with pytest.warns(RuntimeWarning, match="Adam has taken 20 steps of which LocalSteps was not"):
+        for _ in range(25):
+            training.optimizer.step()
+    training.train(range(4))
+    with pytest.warns(RuntimeWarning, match=r"ends 1 steps after the last exchange.*synchronize"):
+        del training
+        gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        training = LocalTraining(ADD)
+        training.train(range(4))
+        training.local.state_dict()
+        del training
+        gc.collect()
 
 
 def test_weights_that_the_replica_check_replaces_stay_replaced():

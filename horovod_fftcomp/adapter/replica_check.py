@@ -66,13 +66,18 @@ class ReplicaCheck:
         return self._action != "off" and len(self._rotation.due(step)) > 0
 
     def begin(
-        self, step: int, device: Device | None = None, in_place: Callable[[int], Any] | None = None
+        self,
+        step: int,
+        device: Device | None = None,
+        in_place: Callable[[int], Any] | None = None,
+        perturbed: bool = False,
     ) -> None:
         """Start comparing the parameters that are due, before ``step`` updates them.
 
         All ranks have to call it. ``device``: the GPU that holds all parameters and computes steps,
         or None; with a GPU, ``in_place`` returns a parameter's values there: uint8 1-D, aligned to
-        8 bytes.
+        8 bytes. ``perturbed``: the parameters are meant to differ in this step, in which no rank
+        compares any.
         """
         self._device = device
         if len(self._parameters.names) != self._n_sizes:  # the optimizer got new ones
@@ -81,7 +86,9 @@ class ReplicaCheck:
         self._due = () if self._action == "off" else self._rotation.due(step)
         if self._due:
             start = time.perf_counter()
-            if device is not None and in_place is not None:
+            if perturbed:
+                hashes = np.zeros(8 * len(self._due), np.uint8)
+            elif device is not None and in_place is not None:
                 from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device  # only with a GPU
 
                 hashes = hashes_on_device(device, [in_place(number) for number in self._due])
@@ -106,6 +113,8 @@ class ReplicaCheck:
             )
         gathered = words.reshape(-1, len(self._due))
         self.seconds += time.perf_counter() - start
+        if not gathered.any(1).all():
+            return  # some are perturbed
         names = [self._parameters.names[number] for number in self._due]
         differences = find_differences(gathered, names)
         if not differences:

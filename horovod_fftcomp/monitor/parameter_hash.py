@@ -200,7 +200,8 @@ def describe(differences: Mapping[str, Sequence[int]]) -> str:
         "the start or after loading a checkpoint; an update that only some ranks made; ranks "
         "whose hardware or library versions differ, so that they round differently; or, if it is "
         "always the same rank, a faulty machine. Remove the cause, then restart all ranks from "
-        "the last good checkpoint and broadcast parameters and optimizer state."
+        "the last good checkpoint and broadcast parameters and optimizer state. If they are to "
+        'differ, replica_check="off" ends this comparison.'
     )
 
 

@@ -23,7 +23,7 @@ from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.torch_distributed.hook import HookState, exchange_bucket, note_copies
+from horovod_fftcomp.torch_distributed.hook import HookState, exchange_bucket, note_passes
 from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup, node_groups
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
 from horovod_fftcomp.torch_distributed.steps import Setup, StepDriver
@@ -73,9 +73,8 @@ class DistributedCompressor(TensorCompressor):
         )
         self._connection = Connection(network.send, name, self._set, watch, groups, by_order=True)
         parts = self._make_parts(buckets, device, self._connection.send, name, outputs)
-        setup = Setup(
-            self._exchanged, self._connect, self._slots, name, stream, optimized.read_in_place
-        )
+        told = name, stream, optimized, self._is_perturbed
+        setup = Setup(self._exchanged, self._connect, self._slots, *told)
         self._steps = self._make_steps(parts, setup)
         note_exchanged(trainable, self._slots, self._engine)
         self._await_optimizer()
@@ -83,6 +82,10 @@ class DistributedCompressor(TensorCompressor):
     def _make_steps(self, parts: Parts, setup: Setup) -> StepDriver:
         """Return the step driver."""
         raise NotImplementedError
+
+    def _is_perturbed(self) -> bool:
+        """Return whether weights are meant to differ between ranks in the present pass."""
+        return False
 
     def _connect(self) -> None:
         self._connection.connect(self._facts, None)
@@ -111,7 +114,11 @@ class DDPCompressor(DistributedCompressor):
         ranks = dist.get_process_group_ranks(model.process_group)
         optimized = OptimizedParameters(self._exchanged)
         super().__init__(ranks, optimized, self._exchanged.specs(), policy, settings)
-        note_copies(model)
+        self._note = note_passes(model)
+
+    def _is_perturbed(self) -> bool:
+        model = self._model()
+        return model is not None and self._note.is_perturbed(model)
 
     def _make_steps(self, parts: Parts, setup: Setup) -> StepDriver:
         return StepDriver(parts, setup, self._keeps_unused)

@@ -33,14 +33,17 @@ class HookState:
         return HookState, ()
 
 
-class CopyNote:
-    """Forward pre-hook that does nothing, but warns once when a copy of the model is trained."""
+class PassNote:
+    """Forward pre-hook that notes passes under ``no_sync``, and training of a copy of the model."""
 
     def __init__(self, is_copy: bool = False) -> None:
         self.is_copy = is_copy
+        self._seen: list[int] = []  # versions of the weights in the last pass under no_sync
 
-    def __call__(self, model: torch.nn.Module, inputs: Any) -> None:
-        """Warn if ``model`` is a copy and this pass trains it."""
+    def __call__(self, model: Any, inputs: Any) -> None:
+        """Note a pass; warn once if ``model`` is a copy and this pass trains it."""
+        if torch.is_grad_enabled() and not model.require_backward_grad_sync:
+            self._seen = _versions(model)
         if self.is_copy and model.training and torch.is_grad_enabled():
             self.is_copy = False
             warnings.warn(
@@ -51,16 +54,31 @@ class CopyNote:
             )
 
     def __reduce__(self) -> Any:
-        return CopyNote, (True,)
+        return PassNote, (True,)
+
+    def is_perturbed(self, model: Any) -> bool:
+        """Return whether weights have changed between a pass under ``no_sync`` and the present one.
+
+        Then ranks may differ on purpose: sharpness-aware minimization (SAM) adds to the weights
+        what each rank's own gradients say, and takes it off before the optimizer's step.
+        """
+        seen, self._seen = self._seen, []
+        is_exchanged = model.require_backward_grad_sync  # not so under LocalSteps
+        return is_exchanged and bool(seen) and seen != _versions(model)
 
 
-def note_copies(model: torch.nn.Module) -> None:
-    """Let copies of ``model``, which now has a compressor, say that they have none."""
-    notes = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, CopyNote)]
-    for note in notes:
-        note.is_copy = False
+def _versions(model: torch.nn.Module) -> list[int]:
+    return [parameter._version for parameter in model.parameters()]
+
+
+def note_passes(model: torch.nn.Module) -> PassNote:
+    """Return the note of ``model``, which now has a compressor and is no copy any more."""
+    notes = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, PassNote)]
+    note = notes[0] if notes else PassNote()
+    note.is_copy = False
     if not notes:
-        model.register_forward_pre_hook(CopyNote())
+        model.register_forward_pre_hook(note)
+    return note
 
 
 def exchange_bucket(

@@ -16,6 +16,7 @@ from horovod_fftcomp.adapter import steps
 from horovod_fftcomp.adapter.stalls import Progress
 from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
+from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.adapter.torch_tensors.thrown_away import ThrownAway
 from horovod_fftcomp.engine.overlap import Pending, Slot
 from horovod_fftcomp.schemes import Round
@@ -33,7 +34,8 @@ _DENSE_NBYTES = 1_000_000
 class Setup(NamedTuple):
     """What a compressor tells its step driver.
 
-    ``connect`` starts the handshake; ``read`` returns a parameter's bytes for the replica check.
+    ``connect`` starts the handshake; ``optimized``: for the replica check, as is ``is_perturbed``,
+    which tells whether weights are meant to differ between ranks in the present pass.
     """
 
     parameters: Parameters
@@ -41,7 +43,8 @@ class Setup(NamedTuple):
     slots: Sequence[Slot | None]
     name: str
     stream: SideStream
-    read: Callable[[int], torch.Tensor]
+    optimized: OptimizedParameters
+    is_perturbed: Callable[[], bool]
 
 
 class _Dense(NamedTuple):
@@ -68,7 +71,8 @@ class StepDriver(steps.StepDriver):
 
     def __init__(self, parts: steps.Parts, setup: Setup, keeps_unused: bool) -> None:
         super().__init__(parts)
-        parameters, self._connect, self._slots, self._name, self._stream, self._read = setup
+        parameters, self._connect, self._slots, self._name, self._stream = setup[:5]
+        self._optimized, self._is_perturbed = setup.optimized, setup.is_perturbed
         self._numbers, self._names = ParameterNumbers(parameters), parameters.names
         self._keeps_unused = keeps_unused
         self.thrown_away = ThrownAway(parameters, parts.engine)
@@ -136,6 +140,7 @@ class StepDriver(steps.StepDriver):
                 self._not_finite.observe(self._engine.bad | self._bad, self._engine.rank, ranks)
                 self._end_record(step)
                 self._engine.settle()
+                self._optimized.warn_of_unfrozen()
                 for number, arrival in itertools.islice(self._arrivals.items(), 1):
                     self.thrown_away.end(number, arrival.gradients[number])
         finally:  # whoever frees gradients or state now must not give their memory away too early
@@ -251,7 +256,8 @@ class StepDriver(steps.StepDriver):
         self._engine.follow_loss_scale(self.loss_scale())
         if self._shadow is not None:
             self._shadow.begin(self._connection.n_handshakes)
-        self._replicas.begin(self._engine.step, self._engine.device, self._read)
+        where = self._engine.device, self._optimized.read_in_place
+        self._replicas.begin(self._engine.step, *where, self._is_perturbed())
 
     def _start(self, bucket: int) -> None:
         arrived, self._arrived[bucket] = self._arrived[bucket], {}

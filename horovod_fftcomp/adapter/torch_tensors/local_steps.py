@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.adapter.torch_tensors.optimizers import forget_exchanged
@@ -14,6 +18,26 @@ from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 
 Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 ADD: Outer = functools.partial(torch.optim.SGD, lr=1.0)
+
+
+_UNTOLD = 20  # at least so many steps of an optimizer are told of
+
+
+class _Count:
+    """Number of steps since the last exchange, and how many of them a state has that was saved."""
+
+    steps = saved = 0
+
+    def tell_end(self) -> None:
+        """Warn if no exchange follows, for the ranks' weights differ."""
+        failed = hasattr(sys, "last_value")  # the interpreter ends by an error
+        if self.steps != self.saved and not failed:
+            warnings.warn(
+                f"LocalSteps ends {self.steps} steps after the last exchange, so the ranks have "
+                "different weights: call synchronize() after the last step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class LocalSteps:
@@ -41,11 +65,36 @@ class LocalSteps:
         forget_exchanged(self._parameters)  # optimizers step with this rank's own gradients
         self._last = [parameter.detach().clone() for parameter in self._parameters]
         self.outer = outer(self._last)
-        self.steps = 0  # since the last exchange
+        self._count = _Count()
+        weakref.finalize(self, self._count.tell_end)
+        self._untold = 0  # steps of the model's optimizer since the last call
+        note = weakref.WeakMethod(self._note_step)
+        handle = register_optimizer_step_post_hook(lambda *given: (note() or _nothing)(given[0]))
+        weakref.finalize(self, handle.remove)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps since the last exchange."""
+        return self._count.steps
+
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn, once, if ``after_step`` is not called after steps of the model's optimizer."""
+        first, groups = self._parameters[0], optimizer.param_groups
+        if not any(one is first for group in groups for one in group["params"]):
+            return
+        self._untold += 1
+        if self._untold == max(_UNTOLD, 2 * self._period):
+            warnings.warn(
+                f"{type(optimizer).__name__} has taken {self._untold} steps of which LocalSteps "
+                "was not told, so each rank trains alone: call after_step() after each step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def after_step(self) -> bool:
         """Count a step; return True after the last one of a period, which calls ``synchronize``."""
-        self.steps += 1
+        self._untold = 0
+        self._count.steps += 1
         if self.steps < self._period:
             return False
         self.synchronize()
@@ -69,7 +118,7 @@ class LocalSteps:
             self.outer.step()
             self.outer.zero_grad()
             self._restore()
-        self.steps = 0
+        self._untold = self._count.steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights of the last exchange, the outer optimizer's state and ``steps``.
@@ -77,6 +126,7 @@ class LocalSteps:
         Equal on all ranks; the compressor's ``state_dict`` has the residuals. As with optimizers,
         the tensors are those in use, which the next exchange changes.
         """
+        self._count.saved = self.steps
         weights = dict(zip(self._names, self._last, strict=True))
         return {"weights": weights, "outer": self.outer.state_dict(), "steps": self.steps}
 
@@ -89,7 +139,7 @@ class LocalSteps:
         self.outer.load_state_dict(saved["outer"])
         for name, last in zip(self._names, self._last, strict=True):
             last.copy_(weights[name])
-        self.steps = saved["steps"]
+        self._count.steps = self._count.saved = saved["steps"]
 
     def _restore(self) -> None:
         for last, parameter in zip(self._last, self._parameters, strict=True):
@@ -98,3 +148,7 @@ class LocalSteps:
     def _means(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the means of ``changes``, one for each parameter, over ranks."""
         raise NotImplementedError
+
+
+def _nothing(optimizer: object) -> None:
+    """Stand in for a method whose object is gone."""

@@ -23,6 +23,7 @@ class OptimizedParameters:
 
     def __init__(self, given: Parameters) -> None:
         self.names = [*given.names, *(name for name, _ in given.frozen)]
+        self._n_trainable = len(given.tensors)
         self.tensors = [*given.tensors, *(parameter for _, parameter in given.frozen)]
         self._optimizer: Callable[[], Any] = lambda: None
         self._n_counted = 0  # number of the optimizer's parameters
@@ -70,17 +71,31 @@ class OptimizedParameters:
             and tensor.grad is not None
             and not tensor.grad.is_sparse  # sparse ones are gathered by Horovod
         ]
+        self._warn_of(alone, "hvd.DistributedOptimizer", "Horovod")
+
+    def warn_of_unfrozen(self) -> None:
+        """Warn, once for each parameter, of trained ones that were frozen when DDP was made."""
+        alone = [
+            number
+            for number in range(self._n_trainable, len(self.tensors))
+            if self.tensors[number].requires_grad
+            and number not in self._warned
+            and self.tensors[number].grad is not None
+        ]
+        self._warn_of(alone, "DistributedDataParallel", "DDP")
+
+    def _warn_of(self, alone: Collection[int], wrapper: str, launcher: str) -> None:
         if not alone:
             return
         self._warned.update(alone)
-        listed = ", ".join(repr(self.names[number]) for number in alone[:_SHOWN])
+        listed = ", ".join(repr(self.names[number]) for number in list(alone)[:_SHOWN])
         more = f" and {len(alone) - _SHOWN} more" if len(alone) > _SHOWN else ""
         warnings.warn(
             f"each rank trains these parameters alone, and the ranks will differ: {listed}{more}. "
             "Their gradients are not exchanged, since they were frozen or not in the optimizer "
-            "when hvd.DistributedOptimizer was made; without compression Horovod would not reduce "
+            f"when {wrapper} was made; without compression {launcher} would not reduce "
             "them either. Make the optimizer with all parameters that will ever train, and the "
-            "compressor and hvd.DistributedOptimizer while all of them have requires_grad=True; "
+            f"compressor and {wrapper} while all of them have requires_grad=True; "
             "freeze layers after that",
             RuntimeWarning,
             stacklevel=2,
