@@ -35,7 +35,7 @@ FOLDERS = {
 BUDGETS = {
     "library": Budget(10_500, 14_603, "drivers of kernels for one tensor beside those of buckets"),
     "adapters": Budget(1_900, 4_289, "what PyTorch's and TensorFlow's steps do alike"),
-    "torch_distributed": Budget(700, 1_107, "what the drivers of DDP and of FSDP2 do alike"),
+    "torch_distributed": Budget(700, 1_100, "what the drivers of DDP and of FSDP2 do alike"),
     "tools": Budget(2_700, 3_243, "not decided yet"),
     "CUDA": Budget(2_800, 2_928, "the entropy code of positions"),
 }

@@ -811,6 +811,15 @@ def sharpness_aware(ddp, optimizer, step):
     optimizer.zero_grad()
 
 
+def accumulated(ddp, optimizer, n_steps):
+    for step in range(n_steps):
+        with ddp.no_sync():
+            passes_of(ddp, step)
+        passes_of(ddp, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.filterwarnings("error")
 def test_weights_may_differ_while_a_pass_is_perturbed():
     ddp, compression = compressed("topk", nn.Linear(48, 4), density=0.05)
@@ -821,12 +830,7 @@ def test_weights_may_differ_while_a_pass_is_perturbed():
     with torch.no_grad():
         ddp.module.bias[0] += dist.get_rank()
     with pytest.warns(RuntimeWarning, match=r"(?s)'bias' on rank.*replica_check=.off. ends"):
-        for step in range(110):
-            with ddp.no_sync():
-                passes_of(ddp, step)
-            passes_of(ddp, step)
-            optimizer.step()
-            optimizer.zero_grad()
+        accumulated(ddp, optimizer, 110)
 
 
 def test_a_layer_that_is_unfrozen_after_ddp_was_made_is_told_at_its_first_step():
@@ -839,7 +843,7 @@ def test_a_layer_that_is_unfrozen_after_ddp_was_made_is_told_at_its_first_step()
     model.last.requires_grad_(True)
     with pytest.warns(RuntimeWarning, match="each rank trains these parameters alone") as caught:
         passes_of(ddp, 1)
-        passes_of(ddp, 2)
+    passes_of(ddp, 2)  # a second warning would be an error
     [text] = {str(warning.message) for warning in caught}
     assert "'last.weight', 'last.bias'" in text
     assert "when DistributedDataParallel was made; without compression DDP would not" in text
@@ -952,22 +956,24 @@ def test_a_change_with_nan_leaves_weights_and_outer_momentum_as_they_were():
     training.train(range(3, 6))
 
 
+def take(optimizer, n_steps):
+    for _ in range(n_steps):
+        optimizer.step()
+
+
 def test_local_steps_that_are_not_told_of_or_end_in_a_period_say_so():
     training = LocalTraining(ADD)
     with pytest.warns(RuntimeWarning, match="Adam has taken 20 steps of which LocalSteps was not"):
-        for _ in range(25):
-            training.optimizer.step()
+        take(training.optimizer, 25)
     training.train(range(4))
     with pytest.warns(RuntimeWarning, match=r"ends 1 steps after the last exchange.*synchronize"):
-        del training
-        gc.collect()
+        training = None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         training = LocalTraining(ADD)
         training.train(range(4))
         training.local.state_dict()
-        del training
-        gc.collect()
+        training = None
 
 
 def test_weights_that_the_replica_check_replaces_stay_replaced():
