@@ -79,7 +79,7 @@ def test_no_candidate_leaves_less_at_the_bytes_allowed(gradient, n, ratio):
     errors = []
     for choice in range(1, len(CANDIDATES) + 1):
         codec = scheme.codec((n,), choice)
-        assert codec.payload_nbytes(n) <= 4 * n / ratio
+        assert wire.align(codec.payload_nbytes(n)) <= 4 * n / ratio
         errors.append(squared(x - codec.decode(codec.encode(x))))
     [engine] = engines_of(1, (Tensor("w", (n,)),), ratio=ratio, error_feedback=False)
     step([engine], x)

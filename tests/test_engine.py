@@ -334,6 +334,16 @@ def test_a_scope_keeps_the_state_of_the_tensors():
         assert other.residual(name).tobytes() == one.residual(name).tobytes()
 
 
+def test_fp16_reports_its_rounding_error():
+    [engine] = _engines_of(get_scheme("fp16"), [[Tensor("g", (2000,)), Tensor("f", (3,))]], 1)
+    grad = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    exchange_once([engine], [[[grad, None]]], random.Random(0))
+    engine.settle()
+    error = np.linalg.norm(grad - grad.astype(np.float16).astype(np.float32).astype(np.float64))
+    expected = error / np.linalg.norm(grad.astype(np.float64))
+    assert engine.costs.relative_error == pytest.approx(expected, rel=1e-5)
+
+
 def test_fp16_tells_a_loss_scaler_of_saturation():
     engines = _engines_of(get_scheme("fp16"), [[Tensor("g", (2000,))]], 2)
     for scale, skipped in ((1.0, 0), (1024.0, 1)):

@@ -342,19 +342,42 @@ def test_the_summary_has_a_row_for_each_tensor():
     assert len({len(line) for line in after.splitlines()}) == 1
 
 
-def test_the_summary_shares_the_bytes_of_tensors_that_are_sent_together():
+def in_summary(compression):
+    """Return the rows of the summary, and the sum of their bytes."""
+    rows = [line.split() for line in compression.summary().splitlines()[1:]]
+    return rows, sum(int(row[-4].replace(",", "")) for row in rows)
+
+
+@pytest.mark.parametrize("options", [{"scope": "bucket"}, {"exchange": "sharded"}, {}])
+def test_the_summary_has_the_bytes_of_the_statistics(options):
     found = []
 
     def work(rank):
         model = make_model()
-        compression = Compression.topk(model, density=0.1, scope="bucket")
+        compression = Compression.topk(model, density=0.1, **options)
         train(model, distributed(model, compression), 1)
-        stats = compression.stats()
-        rows = [line.split() for line in compression.summary().splitlines()]
-        sent = sum(int(row[3].replace(",", "")) for row in rows[1:])
-        found.append((sent, stats["sent_nbytes"], rows[1][5:]))
+        rows, sent = in_summary(compression)
+        found.append((sent, compression.stats()["sent_nbytes"], rows[0][-2:]))
 
     fakes.run(2, work)
-    sent, whole, errors = found[0]
-    assert abs(sent - whole) <= 32  # rounding, padding
-    assert errors == ["-", "-"]
+    sent, whole, errors = zip(*found, strict=True)
+    assert abs(sum(sent) - sum(whole)) <= 64 * len(found)  # rounding, padding
+    if "scope" in options:
+        assert errors[0] == ["-", "-"]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "sharded"])
+def test_the_ratio_of_auto_is_that_of_its_present_choices(exchange):
+    found = []
+
+    def work(rank):
+        model = make_model()
+        compression = Compression.auto(model, ratio=20, every=50, exchange=exchange)
+        train(model, distributed(model, compression), 8)  # after the trials, which send errors too
+        stats, (_, sent) = compression.stats(), in_summary(compression)
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        found.append((stats["ratio"], 4 * numel / sent, stats["dense_nbytes"]))
+
+    fakes.run(2, work)
+    for ratio, expected, _ in found:
+        assert ratio == expected > 5

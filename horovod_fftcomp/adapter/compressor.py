@@ -147,7 +147,8 @@ class Compressor:
 
         Bytes: ``dense_nbytes``, the size of all gradients in float32; ``sent_nbytes``, the size of
         what was passed to collectives, with headers, padding and probes; ``ratio``, the compression
-        ratio ``dense_nbytes / sent_nbytes``; ``received_nbytes``, the output of buckets'
+        ratio ``dense_nbytes / sent_nbytes``, with recipe ``auto`` that of its present choices;
+        ``received_nbytes``, the output of buckets'
         collectives without this rank's own messages. With ``ranks_per_node`` sent and received
         bytes are those between nodes, and ``inside_nbytes`` counts what was passed to collectives
         within a node.
@@ -172,13 +173,20 @@ class Compressor:
         self._engine.read_device()
         costs, times = self._engine.costs, self._steps.times()
         sent = costs.sent_nbytes + self._steps.other_nbytes
+        ratio, choices = (
+            self._steps.dense_nbytes / sent if sent else math.nan,
+            self._engine.choices(),
+        )
+        if choices:  # others were in force before
+            numel = sum(math.prod(shape) for _, shape in self._tensors)
+            ratio = 4 * numel / max(1, sum(self._sent_nbytes()))
         return {
             "steps": self._steps.count,
             "dense_nbytes": self._steps.dense_nbytes,
             "sent_nbytes": sent,
             "received_nbytes": costs.received_nbytes,
             "inside_nbytes": costs.inside_nbytes,
-            "ratio": self._steps.dense_nbytes / sent if sent else math.nan,
+            "ratio": ratio,
             "encode_s": costs.encode_s,
             "encode_hidden_s": times["encode_hidden_s"],
             "encode_wait_s": times["encode_wait_s"],
@@ -191,7 +199,7 @@ class Compressor:
             "skipped_steps": costs.skipped_steps,
             "collectives": costs.collectives,
             "density": self._policy.density(self._engine.step),
-            "choices": {name: choice.words for name, choice in self._engine.choices().items()},
+            "choices": {name: choice.words for name, choice in choices.items()},
         }
 
     def residual(self, name: str) -> Any:
@@ -217,31 +225,38 @@ class Compressor:
         measured. "-" stands for what there is not, or not yet.
         """
         self._engine.read_device()
-        step, residuals, errors = self._engine.step, self.residual_ratios(), self._engine.errors
-        choices = self._engine.choices()
+        residuals, errors = self.residual_ratios(), self._engine.errors
         rows = ["tensor recipe density bytes ratio error residual".split()]
-        for (name, shape), slot in zip(self._tensors, self._slots, strict=True):
-            dense = sent = 4 * math.prod(shape)
+        for (name, shape), slot, sent in zip(
+            self._tensors, self._slots, self._sent_nbytes(), strict=True
+        ):
             recipe, density = "dense", None
             if slot is not None:
-                bucket = self._buckets[slot.bucket]
-                policy, numel = bucket.policy, sum(math.prod(t.shape) for t in bucket.tensors)
+                policy = self._buckets[slot.bucket].policy
                 recipe = getattr(policy, "recipe", self._policy.recipe)
-                density, scheme = policy.density(step), policy.at(step)
-                sent = scheme.sent_nbytes(Tensor(name, shape))
-                if isinstance(scheme, BucketScope):  # its share of what all send together
-                    together = scheme.sent_nbytes(Tensor("", (numel,)))
-                    sent = round(together * math.prod(shape) / numel)
-                if name in choices and step >= policy.warmup_steps:
-                    sent = choices[name].sent_nbytes
+                density = policy.density(self._engine.step)
             figures = (density, errors.get(name), residuals.get(name))
             shown = ["-" if figure is None else f"{figure:.3g}" for figure in figures]
-            ratio = f"{dense / sent:.1f}" if sent else "-"
+            ratio = f"{4 * math.prod(shape) / sent:.1f}" if sent else "-"
             rows.append([name, recipe, shown[0], f"{sent:,}", ratio, *shown[1:]])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         text = (map(str.ljust, row[:2], widths) for row in rows)
         numbers = (map(str.rjust, row[2:], widths[2:]) for row in rows)
         return "\n".join("  ".join([*a, *b]) for a, b in zip(text, numbers, strict=True))
+
+    def _sent_nbytes(self) -> list[int]:
+        """Return the bytes of each tensor that this rank sends in the present step."""
+        found = []
+        for (name, shape), slot in zip(self._tensors, self._slots, strict=True):
+            sent: float = 4 * math.prod(shape)
+            if slot is not None:
+                bucket, scheme = self._buckets[slot.bucket], self._engine.scheme(slot.bucket)
+                sent = self._engine.share_nbytes(name)
+                if isinstance(scheme, BucketScope):  # its share of what all send together
+                    numel = sum(math.prod(t.shape) for t in bucket.tensors)
+                    sent = scheme.sent_nbytes(Tensor("", (numel,))) * math.prod(shape) / numel
+            found.append(round(sent))
+        return found
 
     def set_density(self, density: float) -> None:
         """Compress with ``density`` from the next step on; call it on every rank.

@@ -219,6 +219,13 @@ class Scheme(Protocol):
         An estimate where the size depends on the values.
         """
 
+    def share_nbytes(self, tensor: Tensor, state: OldState, world_size: int) -> float:
+        """Return the mean over ranks of the bytes that one sends of ``tensor`` in this step.
+
+        As ``sent_nbytes``, but with the choices in ``state``, and with later rounds.
+        """
+        return self.sent_nbytes(tensor)
+
     def received_nbytes(self, tensor: Tensor, world_size: int) -> float:
         """Return the bytes of ``tensor`` that a rank receives from others in each step.
 

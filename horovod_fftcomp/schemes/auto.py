@@ -143,7 +143,7 @@ class Auto(LowPass):
             for tensors, state in parts
         ]
         pairs = [(t, state) for ts, (_, state) in zip(known, parts, strict=True) for t in ts]
-        budget = sum(wire.align(int(4 * math.prod(t.shape) / self.ratio)) for t, _ in pairs)
+        budget = int(sum(4 * math.prod(tensor.shape) for tensor, _ in pairs) / self.ratio)
         points = iter(_allocated([self._curve(*pair) for pair in pairs], budget))
         states = []
         for tensors, (_, state) in zip(known, parts, strict=True):
@@ -240,6 +240,10 @@ class Auto(LowPass):
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the payload bytes of ``tensor`` in each step, for the first choice."""
         return wire.align(self.codec(tensor.shape).payload_nbytes(tensor.shape))
+
+    def share_nbytes(self, tensor: Tensor, state: OldState, world_size: int) -> float:
+        """Return the payload bytes of ``tensor`` for the present choice; see ``Scheme``."""
+        return self.choice_of(state, tensor).sent_nbytes
 
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
@@ -372,13 +376,13 @@ def _sample_of(flat: Array, step: int) -> Array:
 
 @functools.lru_cache(1 << 16)  # more than 200 shapes have candidates and shares
 def _codec(transform: Transform, bits: int, shape: tuple[int, ...], ratio: float) -> Codec:
-    """Return the codec of the largest density whose payload is at most 1 / ratio of the tensor."""
+    """Return the codec of the largest density that needs at most 1 / ratio of a tensor's bytes."""
     n, allowed = transform.n_bins(math.prod(shape)), 4 * math.prod(shape) / ratio
     width = transform.reals_per_bin * bits
     low, high = 1, max(1, n)
     while low < high:
         k = (low + high + 1) // 2
-        if wire.make_plan(shape, n, k, width).payload_nbytes <= allowed:
+        if wire.align(wire.make_plan(shape, n, k, width).payload_nbytes) <= allowed:
             low = k
         else:
             high = k - 1

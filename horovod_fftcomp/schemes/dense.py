@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
+from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.state import bucket_plan
-from horovod_fftcomp.types import OldState, Tensor, Tensors
+from horovod_fftcomp.types import Arrays, OldState, Tensor, Tensors
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,17 @@ class Dense(Scheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops, plan, halves = context.ops, bucket_plan(tensors), self.dtype == "float16"
-        values = ops.join(grads, plan.numels)
+        values, meter = ops.join(grads, plan.numels), Meter(context, tensors)
         if halves:
             values = ops.to_half(values, *half_limits(context))
+            meter.before(grads, grads)
+            if meter.on:
+                meter.after(_lost(ops, grads, split(ops.from_half(values), plan.offsets)))
         reduced = yield Round("allreduce", values)
         if halves:
             reduced = ops.from_half(reduced)
-        return Outcome(split(reduced, plan.offsets), {}, ops.flags_of(reduced))
+        measured = meter.measured() if halves else None
+        return Outcome(split(reduced, plan.offsets), {}, ops.flags_of(reduced), measured)
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
@@ -55,6 +62,16 @@ class Dense(Scheme):
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return "none"
+
+
+def _lost(ops: Ops, grads: Grads, sent: Arrays) -> list[Any]:
+    """Return gradients minus what is sent of them; None for a frozen tensor."""
+    given = [number for number, grad in enumerate(grads) if grad is not None]
+    own, nothing = [grads[number] for number in given], [None] * len(given)
+    negative = ops.mix(nothing, [sent[number] for number in given], -1.0)
+    halves = ops.mix(own, negative, 0.5)
+    lost = dict(zip(given, ops.mix(nothing, halves, 2.0), strict=True))
+    return [lost.get(number) for number in range(len(grads))]
 
 
 def half_limits(context: Context) -> tuple[int, float]:

@@ -138,6 +138,10 @@ class Hierarchical(Wrapper):
             for tensor, grad in zip(tensors, grads, strict=True)
         ]
 
+    def share_nbytes(self, tensor: Tensor, state: OldState, world_size: int) -> float:
+        """Return the mean over nodes of the bytes that one sends to others; see ``Scheme``."""
+        return self.scheme.share_nbytes(tensor, state, max(1, world_size // self.ranks_per_node))
+
     def choice_of(self, state: OldState, tensor: Tensor) -> Choice | None:
         """Return what is chosen for a tensor; None if this rank does not lead."""
         return self.scheme.choice_of(state, tensor) if any(state.values()) else None

@@ -85,9 +85,22 @@ class Sharded(Wrapper):
         """
         if isinstance(self.scheme, HardThreshold):
             return math.inf
-        [codec] = self._seconds([self._codecs(tensor)[0]])
-        both = self.sent_nbytes(tensor) + wire.align(codec.expected_nbytes(tensor.shape))
+        both = self.sent_nbytes(tensor) + self._second_nbytes(tensor, self._codecs(tensor)[0])
         return (world_size - 1) / world_size * both
+
+    def _second_nbytes(self, tensor: Tensor, first: AnyCodec) -> int:
+        """Return the bytes that all ranks together send of ``tensor`` in the second round."""
+        [codec] = self._seconds([first])
+        return wire.align(codec.expected_nbytes(tensor.shape))
+
+    def share_nbytes(self, tensor: Tensor, state: OldState, world_size: int) -> float:
+        """Return the bytes that a rank sends of a tensor, second round included; see ``Scheme``."""
+        scheme = self.scheme
+        if isinstance(scheme, HardThreshold):
+            return super().share_nbytes(tensor, state, world_size)
+        first = scheme.codec_of(tensor, state) if isinstance(scheme, Auto) else scheme.codec
+        nbytes = scheme.share_nbytes(tensor, state, world_size)
+        return nbytes + self._second_nbytes(tensor, first) / world_size
 
     def runs_on_device(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether a GPU can compute this step's exchange, with pieces of any size."""
