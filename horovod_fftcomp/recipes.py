@@ -129,6 +129,9 @@ def _gathered(
     return _extended(make, made, slice(0 if filters else 1, 4 if chooses else 2))
 
 
+SECOND = frozenset(("second_density", "second_bits"))  # options of a sharded exchange
+
+
 def _extended(
     make: Callable[..., Any], made: Callable[..., Scheme], added: slice
 ) -> Callable[..., Scheme]:

@@ -320,19 +320,20 @@ def test_the_summary_has_a_row_for_each_tensor():
     fakes.run(2, work)
     before, after, error, residual = found[0]
     rows = [line.split() for line in after.splitlines()]
-    assert rows[0] == ["tensor", "recipe", "density", "bytes", "ratio", "error", "residual"]
+    assert rows[0] == "tensor recipe exchange density bytes ratio error residual".split()
     shown = {row[0]: row[1:] for row in rows[1:]}
     assert list(shown) == [name for name, _ in make_model().named_parameters()]
-    recipe, density, nbytes, ratio, own_error, own_residual = shown["layers.0.weight"]
-    assert (recipe, density, own_residual) == ("topk", "0.1", f"{residual:.3g}")
+    *how, nbytes, ratio, own_error, own_residual = shown["layers.0.weight"]
+    assert (*how, own_residual) == ("topk", "allgather", "0.1", f"{residual:.3g}")
     assert float(ratio) == pytest.approx(6400 / int(nbytes), abs=0.05)
     assert 6400 / int(nbytes) > 20
     assert 0.3 * error < float(own_error) < 2 * error
-    assert shown["layers.0.bias"] == ["dense", "-", "160", "1.0", "-", "-"]
-    assert shown["layers.1.weight"][:4] == ["fp16", "-", "3,200", "2.0"]
+    assert shown["layers.0.bias"] == ["dense", "allreduce", "-", "160", "1.0", "-", "-"]
+    assert shown["layers.1.weight"][:5] == ["fp16", "allreduce", "-", "3,200", "2.0"]
     assert before.splitlines()[1].split() == [
         "layers.0.weight",
         "topk",
+        "allgather",
         "0.1",
         nbytes,
         ratio,
@@ -350,20 +351,40 @@ def in_summary(compression):
 
 @pytest.mark.parametrize("options", [{"scope": "bucket"}, {"exchange": "sharded"}, {}])
 def test_the_summary_has_the_bytes_of_the_statistics(options):
-    found = []
+    rows_of, found = [], []
 
     def work(rank):
         model = make_model()
         compression = Compression.topk(model, density=0.1, **options)
         train(model, distributed(model, compression), 1)
         rows, sent = in_summary(compression)
+        rows_of.append(rows)
         found.append((sent, compression.stats()["sent_nbytes"], rows[0][-2:]))
 
     fakes.run(2, work)
     sent, whole, errors = zip(*found, strict=True)
     assert abs(sum(sent) - sum(whole)) <= 64 * len(found)  # rounding, padding
+    if "exchange" in options:
+        assert {row[2] for row in rows_of[0] if row[1] == "topk"} == {"sharded"}
     if "scope" in options:
         assert errors[0] == ["-", "-"]
+
+
+@pytest.mark.parametrize("option", [{"second_density": 0.3}, {"second_bits": 8}])
+@pytest.mark.parametrize("exchange", ["auto", "gather", "sharded"])
+def test_options_of_a_second_round_that_there_is_not_are_told(option, exchange):
+    found = []
+
+    def work(rank):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Compression.topk(make_model(), exchange=exchange, **option)
+        found.append([str(warning.message) for warning in caught])
+
+    fakes.run(2, work)
+    [name] = option
+    told = [text for text in found[0] if text.startswith(f"{name} has no effect, since no")]
+    assert len(told) == (exchange != "sharded")
 
 
 @pytest.mark.parametrize("exchange", ["gather", "sharded"])

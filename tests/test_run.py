@@ -101,7 +101,25 @@ def test_bad_arguments_are_told(capsys, script, monkeypatch):
     monkeypatch.setenv("HOROVOD_FFTCOMP_COMPRESSION", "fftt")
     assert "_COMPRESSION: unknown recipe 'fftt'" in refusal(capsys, script)
     monkeypatch.setenv("HOROVOD_RANK", "0")
-    assert "run it without horovodrun" in refusal(capsys, "--compare", "none,fft", script)
+    assert "run it without a launcher" in refusal(capsys, "--compare", "none,fft", script)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_usage_is_printed_by_one_rank(rank, capsys, monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", str(rank))
+    for arguments in (["run"], ["run", "--help"], ["--version"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        printed = "".join(capsys.readouterr())
+        assert bool(printed) == (rank == 0)
+
+
+@pytest.mark.parametrize("variable", ["HOROVOD_RANK", "TORCHELASTIC_RUN_ID"])
+def test_commands_are_those_of_the_launcher_in_use(variable, monkeypatch):
+    monkeypatch.setenv(variable, "0")
+    told = run._told("topk", {"steps": 0})
+    assert ("torchrun --nproc-per-node 2" in told) == variable.startswith("TORCH")
+    assert ("horovodrun" in told) != variable.startswith("TORCH")
 
 
 def test_every_option_is_explained(capsys):

@@ -38,6 +38,7 @@ from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.monitor.density_recovery import Recovery
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.step_log import AddScalar, LiveView
+from horovod_fftcomp.recipes import SECOND
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.bucket_scope import BucketScope
 
@@ -218,7 +219,7 @@ class Compressor:
         return self._engine.alarm.ratios()
 
     def summary(self) -> str:
-        """Return a table as text, a row for each tensor: recipe, density, bytes, ratio and errors.
+        """Return a table as text, a row for each tensor: how it is sent, bytes, ratio and errors.
 
         Bytes: what this rank sends in a step, without padding. Error: norm of what was not sent
         over norm of what was to be sent; residual: its norm over the gradient's; both as last
@@ -226,22 +227,24 @@ class Compressor:
         """
         self._engine.read_device()
         residuals, errors = self.residual_ratios(), self._engine.errors
-        rows = ["tensor recipe density bytes ratio error residual".split()]
+        rows = ["tensor recipe exchange density bytes ratio error residual".split()]
         for (name, shape), slot, sent in zip(
             self._tensors, self._slots, self._sent_nbytes(), strict=True
         ):
-            recipe, density = "dense", None
+            recipe, density, exchange = "dense", None, "allreduce"
             if slot is not None:
+                rounds = self._engine.scheme(slot.bucket).rounds
+                exchange = "sharded" if "alltoall" in rounds else rounds[-1]
                 policy = self._buckets[slot.bucket].policy
                 recipe = getattr(policy, "recipe", self._policy.recipe)
                 density = policy.density(self._engine.step)
             figures = (density, errors.get(name), residuals.get(name))
             shown = ["-" if figure is None else f"{figure:.3g}" for figure in figures]
             ratio = f"{4 * math.prod(shape) / sent:.1f}" if sent else "-"
-            rows.append([name, recipe, shown[0], f"{sent:,}", ratio, *shown[1:]])
+            rows.append([name, recipe, exchange, shown[0], f"{sent:,}", ratio, *shown[1:]])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        text = (map(str.ljust, row[:2], widths) for row in rows)
-        numbers = (map(str.rjust, row[2:], widths[2:]) for row in rows)
+        text = (map(str.ljust, row[:3], widths) for row in rows)
+        numbers = (map(str.rjust, row[3:], widths[3:]) for row in rows)
         return "\n".join("  ".join([*a, *b]) for a, b in zip(text, numbers, strict=True))
 
     def _sent_nbytes(self) -> list[int]:
@@ -456,7 +459,8 @@ class Compressor:
     def _facts(self) -> dict[str, Any]:
         """Return the configuration that the handshake compares between ranks."""
         slots = self._slots
-        layout = list(zip(self._tensors, self._dtypes, slots, strict=True))
+        own = list(zip(self._tensors, self._dtypes, strict=True))
+        layout = list(zip(own, slots, strict=True))
         ruled = [bucket.policy.facts() for bucket in self._buckets if bucket.ruled]
         return {
             **self._policy.facts(),
@@ -465,7 +469,8 @@ class Compressor:
             "compressed tensors": sum(slot is not None for slot in slots),
             "buckets": len(self._buckets),
             "sharded buckets": _numbers_of_sharded(self._buckets),
-            "names, shapes, dtypes and order of the tensors (hash)": f"{wire.fnv1a(str(layout)):x}",
+            "names, shapes and dtypes of the tensors (hash)": f"{wire.fnv1a(str(sorted(own))):x}",
+            "order of the tensors (hash)": f"{wire.fnv1a(str(layout)):x}",
             # Their sums may differ in the last bits, but ranks must have equal ones.
             "steps computed on": "the host" if self._engine.device is None else "the GPU",
             "replica_check": self._settings.replica_check,
@@ -488,7 +493,15 @@ class Compressor:
         for pattern in unmatched(self._rules, tensors):
             warnings.warn(f"rules: no parameter's name matches {pattern!r}", stacklevel=5)
         sizes = settings.min_numel, settings.bucket_nbytes, self._deciding_size()
-        return make_buckets(tensors, self._policy, self._rules, *sizes)
+        buckets = make_buckets(tensors, self._policy, self._rules, *sizes)
+        options = {name for b in buckets for name, _ in getattr(b.policy, "options", ())}
+        if (unused := options & SECOND) and not _numbers_of_sharded(buckets):
+            warnings.warn(
+                f"{', '.join(sorted(unused))} has no effect, since no exchange here is sharded: "
+                f'on {sizes[-1]} ranks exchange="auto" gathers these tensors, or "gather" is set',
+                stacklevel=5,
+            )
+        return buckets
 
     def _deciding_size(self) -> int:
         """Return the number of ranks for which exchange "auto" is decided."""

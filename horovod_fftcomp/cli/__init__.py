@@ -5,16 +5,26 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from horovod_fftcomp.cli import advise, bench, check, recipes, run
+from horovod_fftcomp.tools.run.launcher import launched_rank
 from horovod_fftcomp.wire.version import __version__
 
 COMMANDS = (recipes, bench, advise, run, check)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser that prints usage, help and errors on the first rank of a job alone."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if not launched_rank():
+            super()._print_message(message, file)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``horovod-fftcomp`` with ``arguments`` (default: those of the process)."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="horovod-fftcomp",
         description="Gradient compression for data-parallel training.",
     )

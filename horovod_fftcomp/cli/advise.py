@@ -170,7 +170,7 @@ def _check(parsed: argparse.Namespace) -> None:
     if parsed.np < 2:
         parsed.fail("-np must be at least 2: one rank exchanges nothing")
     if launcher.launched_rank() is not None:
-        parsed.fail("advise starts its own jobs: run it without horovodrun and give -np N")
+        parsed.fail("advise starts its own jobs: run it without a launcher and give -np N")
     if parsed.plot and not plot.matplotlib_is_installed():
         parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
 

@@ -49,7 +49,10 @@ _NOTHING = (
     "nothing was exchanged through horovod_fftcomp: the script took no step with "
     "hvd.DistributedOptimizer, hvd.DistributedGradientTape or DDP on several ranks"
 )
-_START = " (start it as horovodrun -np 2 horovod-fftcomp run ...)"
+_STARTS = (
+    "horovodrun -np 2 horovod-fftcomp run",
+    "torchrun --nproc-per-node 2 -m horovod_fftcomp run",
+)
 # Errors of a rank that follow from the failure of another one.
 _CONSEQUENCES = ("HorovodInternalError", "Horovod has been shut down", "SIGTERM")
 _MOST_SHOWN = 500  # characters of an exception; its traceback has the rest
@@ -162,11 +165,11 @@ def run(parsed: argparse.Namespace) -> None:
                 parsed.fail(
                     f"-np, --launcher, --json, --metric and --repeat belong to --compare; to run "
                     "one compression: "
-                    f"horovodrun -np 2 horovod-fftcomp run --compression ... {parsed.script}"
+                    f"{_start()} --compression ... {parsed.script}"
                 )
         _run_script(parsed)
     elif launcher.launched_rank() is not None:
-        parsed.fail("--compare starts its own jobs: run it without horovodrun and give -np N")
+        parsed.fail("--compare starts its own jobs: run it without a launcher and give -np N")
     elif parsed.report_json:
         parsed.fail("--report-json belongs to --compression: with --compare give --json FILE")
     elif parsed.record or parsed.live_view:
@@ -283,6 +286,11 @@ def _print(run: _Run, found: dict[str, Any], rank: int) -> None:
         print(_told(run.choice.label, found), file=sys.stderr, flush=True)
 
 
+def _start() -> str:
+    """Return the command that starts a script on two ranks, by the launcher in use."""
+    return _STARTS[launcher.is_torchrun()]
+
+
 def _told(label: str, found: dict[str, Any]) -> str:
     if "error" in found:
         return f"horovod-fftcomp run: {label}: no report: {found['error']}"
@@ -290,7 +298,7 @@ def _told(label: str, found: dict[str, Any]) -> str:
         nothing = _NOTHING.partition(":")[0]
         return f"horovod-fftcomp run: {label}: {nothing}: the script ended in {found['failure']}"
     if not found["steps"]:
-        return f"horovod-fftcomp run: {label}: {_NOTHING}{_START}"
+        return f"horovod-fftcomp run: {label}: {_NOTHING} (start it as {_start()} ...)"
     if "earlier" in found:
         return "\n".join(_told(label, one) for one in [*found.pop("earlier"), found])
     sent, took = found["sent_nbytes"], {what: in_ms(found[f"{what}_s"]) for what in _TIMES}

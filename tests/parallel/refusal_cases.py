@@ -68,7 +68,7 @@ def wide(width=40):
         ),
         ([("topk", {"min_numel": 1}, 0), ("topk", {}, 0)], "compressed tensors is 7 on rank 0"),
         ([("topk", {"bucket_nbytes": 100}, 0), ("topk", {}, 0)], "buckets is 6 on rank 0"),
-        ([("topk", {}, 40), ("topk", {}, 48)], "names, shapes, dtypes and order"),
+        ([("topk", {}, 40), ("topk", {}, 48)], "names, shapes and dtypes of the tensors"),
     ],
 )
 def test_ranks_that_differ_all_stop_with_the_same_message(rank_options, message, same_everywhere):
@@ -120,6 +120,7 @@ def test_ranks_whose_models_or_packages_differ(what, same_everywhere, monkeypatc
         "version": f"horovod_fftcomp is {__version__} on rank 0 but 9.9.9",
         "schedule": "density_sched",
         "scaler": "grad_scaler is False on rank 0",
+        "order": "compress differently: order of the tensors (hash) is",
     }
     assert named.get(what, "(hash)") in text
 
