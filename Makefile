@@ -18,10 +18,10 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help install install-ddp demo demo-tf demo-ddp cluster cluster-netns test test-all test-core test-parallel test-stalls test-gpu horovod-cuda lint format golden stubs docs size clean
+.PHONY: help install install-ddp demo demo-tf demo-ddp cluster cluster-netns test test-all test-core test-parallel test-integrations test-stalls test-gpu horovod-cuda lint format golden stubs docs size clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
 
 install: ## make .venv with Horovod, PyTorch, TensorFlow (first time: minutes; then: nothing)
 	@$(PYTHON) scripts/bootstrap.py
@@ -56,6 +56,17 @@ test-core: install ## run the tests that need no framework, no MPI and no emulat
 test-parallel: install ## run the tests that start several processes
 	pytest -m parallel $(JOBS) $(ARGS)
 
+# Has the packages of .venv, too, by a line in its site-packages.
+.venv-integrations/done: scripts/integrations.txt | install
+	python -m venv --clear .venv-integrations
+	python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$(.venv-integrations/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth
+	.venv-integrations/bin/pip install -r scripts/integrations.txt
+	touch $@
+
+test-integrations: .venv-integrations/done ## run scripts of Hugging Face, Accelerate and Lightning
+	.venv-integrations/bin/python -m pytest tests/test_integrations.py $(ARGS)
+
 test-stalls: install ## run jobs whose first rank stalls, 20 times each: half an hour
 	python -m tests.test_stalls
 
@@ -87,5 +98,5 @@ size: install ## check the line budget
 	python scripts/size.py
 
 clean: ## remove .venv, caches and outputs; keep the built Horovod in the user's cache
-	rm -rf .venv build dist out *.egg-info .hypothesis .*_cache
+	rm -rf .venv .venv-integrations build dist out *.egg-info .hypothesis .*_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

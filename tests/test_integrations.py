@@ -1,0 +1,43 @@
+"""Unmodified scripts of Hugging Face, Accelerate and Lightning: see ``make test-integrations``."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.parallel, pytest.mark.torch]
+
+FOLDER = Path(__file__).parent / "integrations"
+SCRIPTS = {
+    "hf_trainer": ("transformers", ["6", "6"]),  # the second run begins with a checkpoint
+    "accelerate_ema": ("accelerate", ["12"]),
+    "lightning_fit": ("lightning", ["6", "6"]),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_is_compressed_and_its_copies_and_checkpoints_work(script, tmp_path):
+    package, steps = SCRIPTS[script]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "-m", "horovod_fftcomp", "run", "--compression", "topk:density=0.1",
+         FOLDER / f"{script}.py", tmp_path / "saved"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=FOLDER.parents[1],
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert re.findall(r"topk\(density=0.1\): (\d+) steps on 2 ranks", done.stderr) == steps
+    losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+)", done.stdout, re.M)]
+    assert len(losses) == 2
+    assert all(loss < 1.38 for loss in losses)  # log 4 by chance
