@@ -7,6 +7,7 @@ import horovod.tensorflow.keras
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from horovod_fftcomp import UnsupportedError
 from horovod_fftcomp.tensorflow import Compression
@@ -63,6 +64,28 @@ def test_fit_with_broadcast(recipe, same_everywhere):
     assert history.history["loss"][-1] < 0.9 * history.history["loss"][0]
     assert compression.stats()["steps"] == 48
     assert compression.stats()["skipped_steps"] == 0
+
+
+def test_a_loop_of_ones_own_passes_the_variables_of_tensorflow(same_everywhere):
+    model, optimizer = make_model(), keras.optimizers.SGD(0.1)
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    compression = small(model, "topk")
+    images, labels = data(32)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = loss_of(labels, model(images, training=True))
+        tape = hvd.DistributedGradientTape(tape, compression=compression)
+        grads = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        return loss
+
+    losses = [float(step()) for _ in range(20)]
+    same_everywhere(flat(model))
+    assert losses[-1] < 0.9 * losses[0]
+    assert compression.stats()["steps"] == 20
+    assert compression.stats()["ratio"] > 2
 
 
 def test_an_optimizer_keeps_its_moments_and_options():
