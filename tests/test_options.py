@@ -61,7 +61,6 @@ OUT_OF_RANGE = {
     "ranks_per_node": [0, -1],
     "min_numel": [0, -1],
     "bucket_nbytes": [0, -1],
-    "shadow_check": [-1],
     "record_every": [0, -1],
     "live_every": [0, -1],
     "timeout_s": [0, -1, 1e10],

@@ -32,7 +32,6 @@ from horovod_fftcomp.engine.buckets import (
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Send, Slot
 from horovod_fftcomp.engine.policy import Scheduled, check_rules, unmatched
-from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.monitor.density_recovery import Recovery
@@ -55,12 +54,10 @@ class Compressor:
 
     _engine: Engine
     _connection: Connection
-    _shadow: ShadowCheck | None = None  # with a GPU
     _steps: StepDriver
     _parameters: Replicas
     _tensors: Sequence[Tensor]
     _dtypes: Sequence[str]
-    _SHADOW_GATHERS = False  # whether the shadow check always needs gathers
     _shard = ""  # which part of the tensors this rank has: "shard 0 of 2"; "" if they are whole
     _IN_ELASTIC_JOBS = ""  # end of an error message: how to keep a compressor in an elastic job
 
@@ -158,7 +155,7 @@ class Compressor:
         backward pass (before the step's last gradient); ``encode_wait_s``, waits of the training
         thread for an encoding; ``wait_s``, waits for other ranks and the network, without those for
         dense tensors, which Horovod exchanges; ``decode_s``, decoding; ``check_s``, comparing
-        parameters between ranks and checking the GPU by the CPU.
+        parameters between ranks.
 
         Errors: ``relative_error``, the norm of what the last measured step did not send over the
         norm of what it had to send; ``total_error``, the sum over steps of the squared norm of what
@@ -422,15 +419,10 @@ class Compressor:
         settings, member = self._settings, self._set.included()
         rank = self._set.rank() if member else 0
         self._engine = Engine(buckets, rank, self._set.size(), device)
-        if device is not None and (self._gathers or not self._SHADOW_GATHERS):
-            if every := settings.shadow_check:
-                of_job = (self._connection.send, name, self._set, settings.timeout_s)
-                self._shadow = ShadowCheck(self._engine, every, *of_job)
         return Parts(
             self._engine,
             self._connection,
             ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name),
-            self._shadow,
             recorder,
             self._note_closed,
             settings,
@@ -474,7 +466,6 @@ class Compressor:
             # Their sums may differ in the last bits, but ranks must have equal ones.
             "steps computed on": "the host" if self._engine.device is None else "the GPU",
             "replica_check": self._settings.replica_check,
-            "shadow_check": self._settings.shadow_check,
             "grad_scaler": self._settings.grad_scaler is not None,
             "loss scale": self._steps.loss_scale(),
             "recover": repr(self._settings.recover),

@@ -44,8 +44,6 @@ class Settings:
     replica_check
         What to do if the ranks' parameters differ: "warn", "broadcast" (warn and copy the first
         rank's parameters to all) or "off" (do not compare them).
-    shadow_check
-        Interval in steps at which the CPU recomputes one tensor to check the GPU; 0: no check.
     recover
         ``Recover`` object: how ``report`` raises the density when a metric gets worse; None: never.
     record
@@ -72,7 +70,6 @@ class Settings:
     process_set: Any = None
     grad_scaler: Any = None
     replica_check: Literal["warn", "broadcast", "off"] = "warn"
-    shadow_check: int = 1000
     recover: Recover | None = None
     record: str | os.PathLike[str] | None = None
     record_every: int = 50
@@ -97,11 +94,6 @@ class Settings:
             raise ValueError(
                 f"timeout_s must be a number of seconds above 0 and at most "
                 f"{threading.TIMEOUT_MAX:.0f}, got {self.timeout_s!r}"
-            )
-        if self.shadow_check < 0:
-            raise ValueError(
-                f"shadow_check must be a whole number of steps from 1 up, or 0 for no check, "
-                f"got {self.shadow_check}"
             )
         _check_process_set(self.process_set)
 

@@ -11,7 +11,6 @@ from horovod_fftcomp.adapter.connection import Connection
 from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.shadow_check import ShadowCheck
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
@@ -27,7 +26,6 @@ class Parts(NamedTuple):
     engine: Engine
     connection: Connection
     replicas: ReplicaCheck
-    shadow: ShadowCheck | None
     recorder: Recorder | None
     closed: Callable[[], None]
     settings: Settings
@@ -44,8 +42,8 @@ class StepDriver:
     _TO_CONTINUE = ""  # end of an error message: what to load besides the compressor's state
 
     def __init__(self, parts: Parts) -> None:
-        self._engine, self._connection, self._replicas, self._shadow = parts[:4]
-        self._recorder, self._closed, self._settings, self._set = parts[4:]
+        self._engine, self._connection, self._replicas, self._recorder = parts[:4]
+        self._closed, self._settings, self._set = parts[4:]
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
         self._not_finite = NotFiniteWarning(self._settings.grad_scaler is not None)
         self._broken_by = ""  # text of the error that interrupted a step
@@ -54,8 +52,7 @@ class StepDriver:
 
     def times(self) -> dict[str, float]:
         """Return the times of ``stats`` that are not the engine's, in seconds."""
-        shadow_s = 0.0 if self._shadow is None else self._shadow.seconds
-        return {"check_s": self._replicas.seconds + shadow_s}
+        return {"check_s": self._replicas.seconds}
 
     def loss_scale(self) -> float:
         """Return the present loss scale: that of PyTorch's ``GradScaler``, 1 without one."""

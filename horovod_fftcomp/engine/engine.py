@@ -88,8 +88,6 @@ class Engine:
     ) -> None:
         self.device = device
         self._commit = None if device is None else _commit_of(device)
-        # Returns the scheme that replaces a bucket's on the device; set by the shadow check.
-        self.follow: Callable[[int, Scheme], Scheme] | None = None
         self._there: set[int] = set()  # buckets that the device computes
         # Of each bucket, how many exchanges there were, and how many of them compressed.
         self.n_exchanges, self.n_compressed = [0] * len(buckets), [0] * len(buckets)
@@ -175,8 +173,6 @@ class Engine:
             grads = [None if grad is None else on_host(grad, device) for grad in grads]
             self._state[bucket] = self._state_on_host(bucket)
             device = None
-        if self.follow is not None and device is not None:
-            scheme = self.follow(bucket, scheme)
         context = Context(self.step, self.rank, self.world_size, self.loss_scale, device)
         exchange = scheme.exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket] = exchange

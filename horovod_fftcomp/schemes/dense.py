@@ -37,10 +37,11 @@ class Dense(Scheme):
         ops, plan, halves = context.ops, bucket_plan(tensors), self.dtype == "float16"
         values, meter = ops.join(grads, plan.numels), Meter(context, tensors)
         if halves:
-            values = ops.to_half(values, *half_limits(context))
-            meter.before(grads, grads)
+            whole, values = values, ops.to_half(values, *half_limits(context))
             if meter.on:
-                meter.after(_lost(ops, grads, split(ops.from_half(values), plan.offsets)))
+                own, sent = split(whole, plan.offsets), split(ops.from_half(values), plan.offsets)
+                meter.before(own, own)
+                meter.after(_differences(ops, own, sent))
         reduced = yield Round("allreduce", values)
         if halves:
             reduced = ops.from_half(reduced)
@@ -64,14 +65,10 @@ class Dense(Scheme):
         return "none"
 
 
-def _lost(ops: Ops, grads: Grads, sent: Arrays) -> list[Any]:
-    """Return gradients minus what is sent of them; None for a frozen tensor."""
-    given = [number for number, grad in enumerate(grads) if grad is not None]
-    own, nothing = [grads[number] for number in given], [None] * len(given)
-    negative = ops.mix(nothing, [sent[number] for number in given], -1.0)
-    halves = ops.mix(own, negative, 0.5)
-    lost = dict(zip(given, ops.mix(nothing, halves, 2.0), strict=True))
-    return [lost.get(number) for number in range(len(grads))]
+def _differences(ops: Ops, ours: Arrays, theirs: Arrays) -> list[Any]:
+    nothing = [None] * len(ours)
+    halves = ops.mix(ours, ops.mix(nothing, theirs, -1.0), 0.5)
+    return ops.mix(nothing, halves, 2.0)
 
 
 def half_limits(context: Context) -> tuple[int, float]:

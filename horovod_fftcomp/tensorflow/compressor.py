@@ -56,7 +56,6 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
     """
 
     _steps: StepDriver
-    _SHADOW_GATHERS = True  # in which ranks that called hvd.join do not take part
     _IN_ELASTIC_JOBS = "; in elastic jobs use horovod_fftcomp.tensorflow.TensorFlowKerasState"
 
     def __init__(self, model: Any = None, *, policy: Scheduled, settings: Settings) -> None:

@@ -189,11 +189,7 @@ class StepDriver(steps.StepDriver):
         self._enter(load, scale)
         if not self._alone and self._compares(self._engine.step):
             self._replicas.begin(self._engine.step)
-        message = self.hashes.take()
-        if self._shadow is not None and not self._alone:
-            self._shadow.begin(self._connection.n_handshakes)
-            message = self._shadow.with_record(message)
-        return np.int32(0), message
+        return np.int32(0), self.hashes.take()
 
     def _close_last(self, load: Load, memory: Sequence[np.ndarray]) -> None:
         """Close the last step; UnsupportedError if it is incomplete or variables differ."""
@@ -306,8 +302,6 @@ class StepDriver(steps.StepDriver):
         """Finish a step after its last decoding; return the number of steps, 1."""
         del decoded  # inputs that order this after all decodings
         self._progress.doing = ""
-        if self._shadow is not None and not self._alone:
-            hashes = self._shadow.without_record(hashes)
         self.hashes.output = hashes
         self._replicas.finish(self._settings.timeout_s)
         bad = {name: own for name, own in self._engine.bad.items() if name != self._poisoned}

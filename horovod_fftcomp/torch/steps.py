@@ -239,8 +239,6 @@ class StepDriver(steps.StepDriver):
     def _begin(self) -> None:
         """Prepare a step, before its first gradient."""
         self._engine.follow_loss_scale(self.loss_scale())
-        if self._shadow is not None:
-            self._shadow.begin(self._connection.n_handshakes)
         self._note_begin()
         self.thrown_away.begin()
         self._opens_early = self._replicas.is_due(self._engine.step)
@@ -264,8 +262,6 @@ class StepDriver(steps.StepDriver):
                     self._start(bucket)
             self._open()
             self.pipeline.finish()
-            if self._shadow is not None:
-                self._shadow.finish()
             self._connection.leave_together()
             # These do not change any more: Horovod puts the sums into other memory.
             self._end_record(self._engine.step)

@@ -254,8 +254,6 @@ class StepDriver(steps.StepDriver):
                 self._connect()
                 self._connection.open()
         self._engine.follow_loss_scale(self.loss_scale())
-        if self._shadow is not None:
-            self._shadow.begin(self._connection.n_handshakes)
         where = self._engine.device, self._optimized.read_in_place
         self._replicas.begin(self._engine.step, *where, self._is_perturbed())
 
@@ -272,8 +270,6 @@ class StepDriver(steps.StepDriver):
         self._pipeline.finish()
         for pending, dense in self._dense:
             self._deliver_dense(pending.wait(self._settings.timeout_s), dense)
-        if self._shadow is not None:
-            self._shadow.finish()
 
     def _flat(self, grads: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Return gradients as 1-D float32: on the GPU if it computes steps, else on the host."""

@@ -19,7 +19,7 @@ from tests.gpu.ptx_cases import codec_and_grad
 ROOT = Path(__file__).parents[2]
 OFTEN = "13:sm_90"
 TARGETS = ("12:sm_80", "12:sm_90", "13:sm_80", OFTEN, "13:sm_100")
-SUITE = ("test_kernels", "test_engine", "test_engine_state", "test_shadow", "test_emulator")
+SUITE = ("test_kernels", "test_engine", "test_engine_state", "test_emulator")
 # Of each way of choosing elements and of writing positions, and one of a transform.
 QUICK = {
     "test_payloads_and_residuals_are_the_cpus": (

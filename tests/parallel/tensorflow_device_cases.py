@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from horovod_fftcomp import ConfigMismatchError, UnsupportedError
+from horovod_fftcomp import ConfigMismatchError
 from horovod_fftcomp.tensorflow import compressor
 from horovod_fftcomp.tensorflow.device import TensorFlowMemory, memory_of
 from tests.contracts import HOST_ONLY
 from tests.gpu.emulator import Emulator
-from tests.gpu.faults import Fault
 from tests.parallel import told_of_nan
 from tests.parallel.tensorflow_models import Layers, batches, small_buckets, stepper, train
 
@@ -229,37 +228,3 @@ def test_a_rank_whose_gpu_computes_nothing_is_told_by_all(on_gpu):
     with pytest.raises(Exception, match="steps computed on") as caught:
         trained("topk", 1)
     assert ConfigMismatchError.__name__ in str(caught.value)
-
-
-@pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize(("recipe", "where"), [("topk", "sum"), ("fft", "message")])
-def test_a_gpu_that_computes_wrongly_ends_the_next_step_on_all_ranks(
-    recipe, where, graph, on_gpu, monkeypatch
-):
-    on_gpu()
-    model = Layers()
-    compression = small_buckets(model, recipe)
-    step, data = stepper(model, compression, graph=graph), list(batches(2))
-    if hvd.rank() == 1:
-        scheme = type(compression._engine.scheme(0))
-        monkeypatch.setattr(scheme, "exchange", Fault(None, where).around(scheme.exchange))
-    step(*data[0])
-    with pytest.raises(tf.errors.UnknownError) as caught:
-        step(*data[1])
-    first = compression._buckets[0].tensors[0].name
-    assert f"rank 1, step 0, recipe '{recipe}', tensor '{first}': " in caught.value.message
-    with pytest.raises(UnsupportedError, match="a step was interrupted by UnsupportedError"):
-        compression.residual_norm()
-
-
-def test_a_gpu_that_computes_rightly_is_checked_beside_the_parameters(on_gpu, same_everywhere):
-    on_gpu()
-    model, compression = trained("fft", 25, shadow_check=4)
-    same_everywhere(*model.variables)
-    assert compression.stats()["check_s"] > compression._shadow.seconds > 0
-
-
-def test_what_ranks_could_not_be_told_is_not_checked(on_gpu):
-    on_gpu()
-    _, compression = trained("random_k", 2, replica_check="off")
-    assert compression._shadow is None
