@@ -9,6 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy
 import pytest
 
 pytestmark = [pytest.mark.parallel, pytest.mark.torch]
@@ -41,3 +42,22 @@ def test_a_script_is_compressed_and_its_copies_and_checkpoints_work(script, tmp_
     losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+)", done.stdout, re.M)]
     assert len(losses) == 2
     assert all(loss < 1.38 for loss in losses)  # log 4 by chance
+
+
+def test_lightnings_own_launcher_is_refused(tmp_path):
+    """It starts the other rank by the script's command, which is not under ``run``."""
+    if find_spec("lightning") is None:
+        pytest.skip("lightning is not installed")
+    libraries = Path(numpy.__file__).parents[3]  # Open MPI's, for which Lightning looks
+    environment = {"OMP_NUM_THREADS": "1", "LD_LIBRARY_PATH": str(libraries)}
+    done = subprocess.run(
+        [sys.executable, "-m", "horovod_fftcomp", "run", "--compression", "topk",
+         FOLDER / "lightning_fit.py", tmp_path / "saved"],
+        env=os.environ | environment | {"OPAL_PREFIX": str(libraries.parent)},
+        cwd=FOLDER.parents[1],
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )  # fmt: skip
+    assert done.returncode
+    assert "UnsupportedError: ranks 1 do not run under `horovod-fftcomp run`" in done.stderr
