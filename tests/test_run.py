@@ -105,13 +105,18 @@ def test_bad_arguments_are_told(capsys, script, monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_usage_is_printed_by_one_rank(rank, capsys, monkeypatch):
+def test_usage_is_printed_by_one_rank_and_errors_by_all(rank, capsys, monkeypatch):
     monkeypatch.setenv("HOROVOD_RANK", str(rank))
-    for arguments in (["run"], ["run", "--help"], ["--version"]):
+    for arguments in (["run", "--help"], ["--version"]):
         with pytest.raises(SystemExit):
             main(arguments)
-        printed = "".join(capsys.readouterr())
-        assert bool(printed) == (rank == 0)
+        assert bool("".join(capsys.readouterr())) == (rank == 0)
+    with pytest.raises(SystemExit):
+        main(["run", "--compression", "fft", "missing.py"])
+    told = capsys.readouterr().err
+    assert ("usage:" in told) == (rank == 0)
+    assert ("run on rank 1: error: there is no script 'missing.py'" in told) == (rank == 1)
+    assert told.count("there is no script") == 1
 
 
 @pytest.mark.parametrize("variable", ["HOROVOD_RANK", "TORCHELASTIC_RUN_ID"])
@@ -401,6 +406,33 @@ def test_trainings_one_after_the_other_are_reported_and_count_together():
     assert (found["steps"], found["sent_nbytes"]) == (3, 30)
     lines = run._told("topk", found).splitlines()
     assert [line.split(": ")[2][:7] for line in lines] == ["2 steps", "3 steps"]
+
+
+def test_a_model_that_is_made_after_the_first_step_of_another_one_may_train_beside_it():
+    report, generator, discriminator = StepReport(), Steps(), Steps()
+    report.watch(generator)
+    generator.step(10, 0)
+    report.watch(discriminator)
+    for _ in range(5):
+        discriminator.step(30, 0)
+        generator.step(10, 0)
+    found = report.values()
+    assert "earlier" not in found
+    assert found["steps"] == 6
+    assert found["sent_nbytes"] == pytest.approx(40)  # of both, after the third step
+
+
+def test_only_what_other_processes_have_reported_is_left_out(script):
+    script.write_text(
+        "import multiprocessing\n"
+        "if __name__ == '__main__':\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    worker.start(), worker.join()\n"
+    )
+    command = [sys.executable, "-m", "horovod_fftcomp", "run", "--compression", "fft", str(script)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "nothing was exchanged through horovod_fftcomp" in done.stderr
 
 
 @pytest.mark.parallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from horovod_fftcomp.cli import advise, bench, check, recipes, run
 from horovod_fftcomp.tools.run.launcher import launched_rank
@@ -15,11 +15,17 @@ COMMANDS = (recipes, bench, advise, run, check)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that prints usage, help and errors on the first rank of a job alone."""
+    """Parser that prints usage and help on the first rank of a job alone, and errors on all."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if not launched_rank():
             super()._print_message(message, file)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error, on other ranks than the first one in a line; exit with status 2."""
+        if rank := launched_rank():
+            print(f"{self.prog} on rank {rank}: error: {message}", file=sys.stderr, flush=True)
+        super().error(message)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

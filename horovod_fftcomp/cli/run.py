@@ -10,14 +10,14 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.text import Text
 
@@ -191,50 +191,82 @@ def _run_script(parsed: argparse.Namespace) -> None:
     options = {name: value for name, value in given.items() if value is not None}
     if parsed.ranks_per_node:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # read when the script calls hvd.init
-    run = _Run(choice, {**choice.options, **options}, parsed.steps, parsed.report_json)
+    reported = children.new_path()
+    options = {**choice.options, **options}
+    settings = children.Settings(
+        choice.label, choice.text, choice.name, options, parsed.steps, parsed.report_json, reported
+    )
     sys.argv = [parsed.script, *parsed.script_arguments]
     sys.path[0] = str(Path(parsed.script).resolve().parent)
-    children.follow(run.in_child)
-    run(lambda: runpy.run_path(parsed.script, run_name="__main__"), _report)
+    report = Report(settings)
+    install(choice.name, options, report.steps.watch)
+    children.follow(settings)
+    with launcher.last_words(lambda: report.write("SIGTERM")):
+        try:
+            runpy.run_path(parsed.script, run_name="__main__")
+        except BaseException as error:
+            report.fail(error)
+            raise
+        finally:
+            report.close(is_script=True)
+            shutil.rmtree(reported.parent, ignore_errors=True)
 
 
-class _Run(NamedTuple):
-    """How to compress and what to report, in the script's process and in those that it starts."""
+class Report:
+    """Report on the steps of this process: see ``StepReport``."""
 
-    choice: RecipeChoice
-    options: dict[str, Any]
-    n_steps: int | None
-    as_json: bool
+    def __init__(self, settings: children.Settings) -> None:
+        self._settings = settings
+        self._final: dict[str, Any] = {}  # found after the last step, if --steps gives one
+        self._failure = ""
+        self.steps = StepReport(settings.n_steps, self._end)
 
-    def in_child(self, target: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call the target of a process that the script has started."""
-        self(lambda: target(*arguments, **named), _report_of_child, lambda _: nullcontext())
+    def _end(self) -> None:
+        self._final.update(_found(self.steps))
+        self.steps.timed.end_training(StepsDone)
 
-    def __call__(
-        self,
-        body: Callable[[], Any],
-        report: Callable[..., None],
-        around: Callable[[Callable[[], None]], AbstractContextManager[None]] = launcher.last_words,
-    ) -> None:
-        """Call ``body`` with compression, then ``report``, also after an error."""
-        final: dict[str, Any] = {}  # found after the last step, if --steps gives one
+    def fail(self, error: BaseException) -> None:
+        """Note the error that has ended the script."""
+        self._failure = _described(error)
 
-        def end() -> None:
-            final.update(_found(steps))
-            steps.timed.end_training(StepsDone)
+    def close(self, is_script: bool = False) -> bool:
+        """Report; return whether there were steps. ``is_script``: also if there were none.
 
-        steps = StepReport(self.n_steps, end)
-        install(self.choice.name, self.options, steps.watch)
-        failure = ""
-        with around(lambda: report(self, steps, final, "SIGTERM")):
-            try:
-                body()
-            except BaseException as error:
-                failure = _described(error)
-                raise
-            finally:
-                steps.disarm()
-                report(self, steps, final, failure)
+        Not, however, if processes that the script has started have reported theirs.
+        """
+        self.steps.disarm()
+        found = self._found()
+        if found["steps"]:
+            self._print(found)
+        elif is_script and ({"failure", "error"} & found.keys() or not self._others()):
+            self._print(found)
+        return bool(found["steps"])
+
+    def write(self, failure: str) -> None:
+        """Report what there is while the script ends by ``failure``."""
+        self._failure = failure
+        self._print(self._found())
+
+    def _others(self) -> bool:
+        return self._settings.reported.exists()
+
+    def _found(self) -> dict[str, Any]:
+        found = dict(self._final) if self._final else _found(self.steps)
+        return found | ({"failure": self._failure} if self._failure else {})
+
+    def _print(self, found: dict[str, Any]) -> None:
+        """Print time and bytes of the steps: JSON on every rank, or text on the first one."""
+        settings, rank = self._settings, launcher.launched_rank()
+        rank = found.get("rank", 0) if rank is None else rank
+        if rank != 0:
+            for one in [found, *found.get("earlier", ())]:
+                one.pop("tensors", None)  # the same on all ranks, and long
+        if settings.as_json:
+            launched = {"rank": rank, "cores": threads.get_own_cores()}
+            launcher.report({**found, **launched, "recipe": settings.text})
+        elif rank == 0:
+            sys.stdout.flush()
+            print(_told(settings.label, found), file=sys.stderr, flush=True)
 
 
 def _described(error: BaseException) -> str:
@@ -255,35 +287,6 @@ def _found(steps: StepReport) -> dict[str, Any]:
         return steps.values()
     except Exception as error:  # as after an error within a step
         return {"steps": 0, "error": str(error) or repr(error)}
-
-
-def _report(run: _Run, steps: StepReport, final: Mapping[str, Any], failure: str) -> None:
-    """Print time and bytes of the steps: JSON on every rank, or text on the first one."""
-    found = dict(final) if final else _found(steps)
-    if failure:
-        found["failure"] = failure
-    elif not found["steps"] and children.n_started():
-        return  # the processes that the script has started report theirs
-    rank = launcher.launched_rank() or 0
-    _print(run, found, rank)
-
-
-def _report_of_child(run: _Run, steps: StepReport, final: Mapping[str, Any], failure: str) -> None:
-    """Print what ``_report`` prints, if this process has exchanged anything."""
-    found = dict(final) if final else _found(steps)
-    if found["steps"]:
-        _print(run, found | ({"failure": failure} if failure else {}), found["rank"])
-
-
-def _print(run: _Run, found: dict[str, Any], rank: int) -> None:
-    if rank != 0:
-        found.pop("tensors", None)  # the same on all ranks, and long
-    if run.as_json:
-        launched = {"rank": rank, "cores": threads.get_own_cores()}
-        launcher.report({**found, **launched, "recipe": run.choice.text})
-    elif rank == 0:
-        sys.stdout.flush()
-        print(_told(run.choice.label, found), file=sys.stderr, flush=True)
 
 
 def _start() -> str:

@@ -1,37 +1,78 @@
 """Processes that a script starts by ``multiprocessing``: they run under ``run`` as the script does.
 
-``torch.multiprocessing.spawn`` starts a training's ranks in this way. A worker that loads data
-exchanges nothing, and so reports nothing.
+``torch.multiprocessing.spawn`` starts a training's ranks in this way. A process that exchanges
+nothing, such as a worker that loads data, imports no more than this module and reports nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import tempfile
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-_started = 0
+from horovod_fftcomp.tools.run.import_hook import install
 
 
-def follow(within: Callable[..., Any]) -> None:
-    """Call ``within(target, *args)`` in processes started from now on, in place of the target.
+class Settings(NamedTuple):
+    """How to compress, and what to report: values that another process can read.
 
-    ``within``: can be pickled. A process whose class has a ``run`` of its own stays as it is.
+    ``label`` and ``text``: of the recipe ``name``, see ``RecipeChoice``. ``options``: of recipe and
+    compressor. ``n_steps``: after which the script ends. ``reported``: file that a process makes
+    which reports its steps.
+    """
+
+    label: str
+    text: str
+    name: str
+    options: dict[str, Any]
+    n_steps: int | None
+    as_json: bool
+    reported: Path
+
+
+def new_path() -> Path:
+    """Return a path for the settings' ``reported``."""
+    return Path(tempfile.mkdtemp(prefix="fftcomp-run-")) / "reported"
+
+
+def follow(settings: Settings) -> None:
+    """Let processes started from now on run with ``settings``.
+
+    One whose class has a ``run`` of its own stays as it is.
     """
     plain = BaseProcess.start
 
     @functools.wraps(plain)
     def start(child: Any) -> None:
-        global _started
         if child._target is not None:
-            child._target = functools.partial(within, child._target)
-            _started += 1
+            child._target = functools.partial(_call, settings, child._target)
         plain(child)
 
     BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
 
-def n_started() -> int:
-    """Return how many processes have been started so."""
-    return _started
+def _call(settings: Settings, target: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    """Call the target of a process; report its steps, if it takes any."""
+    reports: list[Any] = []
+
+    def made(compressor: Any) -> None:
+        if not reports:
+            command = importlib.import_module("horovod_fftcomp.cli.run")
+            reports.append(command.Report(settings))
+        reports[0].steps.watch(compressor)
+
+    install(settings.name, settings.options, made)
+    try:
+        target(*arguments, **named)
+    except BaseException as error:
+        for report in reports:
+            report.fail(error)
+        raise
+    finally:
+        for report in reports:
+            if report.close():
+                settings.reported.touch()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from horovod_fftcomp.tools.advise.cost_model import spread
 
@@ -15,12 +16,23 @@ _WARM_UP = 3
 _SUMMED = ("steps", "dense_nbytes", "sent_nbytes", "encode_s", "wait_s", "decode_s")
 
 
+class _Ended(NamedTuple):
+    """Training that has ended, it seems: its figures, and what is needed to go on with it."""
+
+    figures: dict[str, Any]
+    timed: Callable[[], Any]
+    compressors: Sequence[Callable[[], Any]]  # weak references
+    closed_at: list[float]
+    before: dict[str, float]
+
+
 class StepReport:
     """Observes compressors; calls ``ended`` when ``timed`` has closed ``n_steps`` steps.
 
     ``timed``: the compressor whose first step ends first; others may never take one. A compressor
     that is made after that is another training's, whose steps follow: it is timed from its first
-    step on, and the steps before are counted and reported with theirs.
+    step on, and the steps before are counted and reported with theirs. If the former one then takes
+    a step, too, they are one training's, as of a GAN.
     """
 
     def __init__(self, n_steps: int | None = None, ended: Callable[[], None] | None = None) -> None:
@@ -31,7 +43,7 @@ class StepReport:
         self._closed_at: list[float] = []
         self._before: dict[str, float] = dict.fromkeys(_SUMMED, 0)  # the steps that count
         self._later: list[Any] = []  # compressors made since the timed one has taken steps
-        self._earlier: list[dict[str, Any]] = []  # the figures of trainings that have ended
+        self._earlier: list[_Ended] = []
 
     def watch(self, compressor: Any) -> None:
         """Count the bytes of a compressor, and its steps if it is the first to take one."""
@@ -44,9 +56,13 @@ class StepReport:
 
     def _step_ended(self, compressor: Any) -> None:
         if compressor in self._later:
-            self._earlier.append(self._figures())
+            own = list(map(weakref.ref, self._compressors))
+            timed, figures = weakref.ref(self.timed), self._figures()
+            self._earlier.append(_Ended(figures, timed, own, self._closed_at, self._before))
             self._compressors, self._later, self._closed_at = self._later, [], []
             self._before, self.timed = dict.fromkeys(_SUMMED, 0), compressor
+        elif compressor not in self._compressors:
+            self._go_on_with(compressor)
         if self.timed is None:
             self.timed = compressor
         if compressor is not self.timed:
@@ -54,9 +70,18 @@ class StepReport:
         self._closed_at.append(time.perf_counter())
         if len(self._closed_at) == _WARM_UP:
             self._before = self._so_far()
-        n_steps = len(self._closed_at) + sum(one["steps"] for one in self._earlier)
+        n_steps = len(self._closed_at) + sum(one.figures["steps"] for one in self._earlier)
         if self._ended is not None and n_steps == self._n_steps:
             self._ended()
+
+    def _go_on_with(self, compressor: Any) -> None:
+        """Take back that the training of a compressor has ended."""
+        [ended] = [one for one in self._earlier if compressor in [own() for own in one.compressors]]
+        self._earlier.remove(ended)
+        alive = [own() for own in ended.compressors]
+        self._compressors = [own for own in alive if own is not None] + self._compressors
+        self._closed_at, self._before = ended.closed_at, ended.before
+        self.timed = ended.timed() or compressor
 
     def _bound(self) -> list[Any]:
         return [c for c in self._compressors if getattr(c, "is_bound", True)]
@@ -76,7 +101,8 @@ class StepReport:
         means of a step, summed over all compressors. ``digest``: hash of the parameters.
         ``tensors``: names and shapes. ``earlier``: such figures of trainings before the last one.
         """
-        return self._figures() | ({"earlier": self._earlier} if self._earlier else {})
+        earlier = [dict(one.figures) for one in self._earlier]
+        return self._figures() | ({"earlier": earlier} if earlier else {})
 
     def _figures(self) -> dict[str, Any]:
         bound = self._bound()
