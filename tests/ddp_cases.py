@@ -596,7 +596,10 @@ def test_a_discarded_pass_leaves_no_trace(recipe, options):
             passes_of(each, step)
             optimizer.step()
         for one, other in zip(plain.parameters(), ddp.parameters(), strict=True):
-            assert torch.equal(one.grad, other.grad)
+            if dist.get_world_size() == 2:
+                assert torch.equal(one.grad, other.grad)
+            else:  # DDP sums its first buckets, others than the later ones, in another order
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-8)
     for tensor in compression.tensors():
         with contextlib.suppress(ValueError):  # sent dense
             expected = plain_compression.residual(tensor.name)
@@ -833,6 +836,41 @@ def test_weights_may_differ_while_a_pass_is_perturbed():
         accumulated(ddp, optimizer, 110)
 
 
+@pytest.mark.parametrize("recipe", ["topk", "none"])
+def test_a_check_is_not_left_out_because_an_optimizer_or_a_forward_pass_changes_weights(recipe):
+    """As for a discriminator through which the generator's pass goes, and an encoder of means."""
+    model = nn.Linear(48, 4)
+    model.mean = nn.Parameter(torch.zeros(48), requires_grad=False)
+    model.register_forward_hook(lambda *given: [model.mean.mul_(0.9)].clear())
+    ddp, _ = compressed(recipe, model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with torch.no_grad():
+        model.bias[0] += dist.get_rank()
+
+    def rounds():
+        for step in range(110):
+            passes_of(ddp, step)
+            with ddp.no_sync():
+                ddp(torch.randn(8, 48))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(RuntimeWarning, match="'bias' on rank"):
+        rounds()
+
+
+def test_a_layer_that_two_models_have_is_exchanged_by_one():
+    inner = nn.Linear(48, 48)
+    ddp, _ = compressed("topk", inner, density=0.05)
+    inner.requires_grad_(False)
+    outer, _ = compressed("topk", nn.Sequential(nn.Linear(48, 48), inner), density=0.05)
+    inner.requires_grad_(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        passes_of(ddp, 0)
+        passes_of(outer, 1)
+
+
 def test_a_layer_that_is_unfrozen_after_ddp_was_made_is_told_at_its_first_step():
     model = Network3()
     model.last.requires_grad_(False)
@@ -846,7 +884,7 @@ def test_a_layer_that_is_unfrozen_after_ddp_was_made_is_told_at_its_first_step()
     passes_of(ddp, 2)  # a second warning would be an error
     [text] = {str(warning.message) for warning in caught}
     assert "'last.weight', 'last.bias'" in text
-    assert "when DistributedDataParallel was made; without compression DDP would not" in text
+    assert "when DistributedDataParallel was made; without compression DDP would" in text
 
 
 class LocalTraining:
@@ -966,7 +1004,7 @@ def test_local_steps_that_are_not_told_of_or_end_in_a_period_say_so():
     with pytest.warns(RuntimeWarning, match="Adam has taken 20 steps of which LocalSteps was not"):
         take(training.optimizer, 25)
     training.train(range(4))
-    with pytest.warns(RuntimeWarning, match=r"ends 1 steps after the last exchange.*synchronize"):
+    with pytest.warns(RuntimeWarning, match="ends within a period, 1 after its last exchange"):
         training = None
     with warnings.catch_warnings():
         warnings.simplefilter("error")

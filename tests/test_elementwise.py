@@ -205,15 +205,31 @@ def test_the_majority_decides_and_a_tie_is_zero():
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
 @pytest.mark.parametrize("exchange", ["gather", "sharded"])
 @pytest.mark.parametrize("recipe", ["signsgd", "signum"])
-@pytest.mark.parametrize("n", [1000, 300_000])
-def test_zeros_and_ties_have_no_sign_on_average(recipe, exchange, n_ranks, n):
-    shape = 20, n_ranks, n
+@pytest.mark.parametrize(("n", "n_steps"), [(1000, 300), (300_000, 20)])
+def test_zeros_and_ties_have_no_sign_on_average(recipe, exchange, n_ranks, n, n_steps):
+    shape = n_steps, n_ranks, n
     gradients = np.random.default_rng(n).standard_normal(shape).astype(np.float32)
     gradients[:, :, ::3] = 0.0  # rows of an embedding that nobody used
+    gradients[::2, :, 1] = 0.0  # used in every second step
     steps = np.array([s.average for s in simulate(recipe, gradients, exchange=exchange)])
-    assert not steps[:, ::3].sum(0).any()
-    assert not steps[0, ::3].any() or n_ranks % 2 or exchange == "sharded"
-    assert abs(steps.mean()) < 5 / (steps.size / (20 if recipe == "signum" else 1)) ** 0.5
+    unused, half = steps[:, ::3], steps[::2, 1]
+    assert abs(unused.mean()) < 4 / n_steps**0.5
+    assert not unused.any() or n_ranks % 2 or exchange == "sharded"
+    assert abs(half.mean()) < 4 / half.size**0.5 or recipe == "signum"
+    others = np.delete(steps, np.s_[::3], 1)
+    assert abs(others.mean()) < 5 / (others.size / (20 if recipe == "signum" else 1)) ** 0.5
+
+
+def test_zeros_are_sent_alike_where_denormal_numbers_are_zeros():
+    torch = pytest.importorskip("torch")
+    values = np.zeros((2, 2, 9000), np.float32)
+    values[:, :, 1] = 1
+    torch.set_flush_denormal(True)
+    try:
+        steps = [step.average for step in simulate("signsgd", values)]
+    finally:
+        torch.set_flush_denormal(False)
+    assert not np.delete(steps, 1, 1).any()
 
 
 def test_signs_are_kept_as_the_reference_keeps_them():

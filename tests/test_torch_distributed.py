@@ -103,7 +103,7 @@ def test_fsdp2_on_two_replicas_of_two_shards(tmp_path):
         ("dies", "a rank has ended or cannot be reached"),
         ("sleeps", "Rank 1 is late: it has not"),
         ("discards", "discard()"),
-        ("lacks", "ConfigMismatchError: a new compressor has waited 9 s for ranks 1. Make"),
+        ("lacks", "s for ranks 1. Make the same compressors"),
         ("gathers", "Rank 1 waits in gathered_state_dict() for all ranks, but rank 0 did not"),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_rank_that_fails_ends_the_others_with_the_reason(failure, message, tmp
     assert "ConfigMismatchError: " in outputs[0]
     assert message in outputs[0]
     if failure == "lacks":
-        assert "fftcomp on rank 0: a new compressor has waited 8 s for ranks 1, and" in outputs[0]
+        assert re.search(r"rank 0: a new compressor has waited \d+ s for ranks 1, and", outputs[0])
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ try:
         optimizer.zero_grad()
         model(torch.randn(4, 100)).square().mean().backward()
         optimizer.step()
-    print("ran to its end,", "horovod" in sys.modules)
+    sys.stdout.write(f"ran to its end, {'horovod' in sys.modules}\\n")  # one write
 finally:
     dist.destroy_process_group()
 """

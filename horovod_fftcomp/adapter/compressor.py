@@ -218,7 +218,7 @@ class Compressor:
     def summary(self) -> str:
         """Return a table as text, a row for each tensor: how it is sent, bytes, ratio and errors.
 
-        Bytes: what this rank sends in a step, without padding. Error: norm of what was not sent
+        Bytes: what a rank sends in a step, in the mean over ranks. Error: norm of what was not sent
         over norm of what was to be sent; residual: its norm over the gradient's; both as last
         measured. "-" stands for what there is not, or not yet.
         """
@@ -251,7 +251,7 @@ class Compressor:
             sent: float = 4 * math.prod(shape)
             if slot is not None:
                 bucket, scheme = self._buckets[slot.bucket], self._engine.scheme(slot.bucket)
-                sent = self._engine.share_nbytes(name)
+                sent = self._engine.share_nbytes(slot.bucket, Tensor(name, shape))
                 if isinstance(scheme, BucketScope):  # its share of what all send together
                     numel = sum(math.prod(t.shape) for t in bucket.tensors)
                     sent = scheme.sent_nbytes(Tensor("", (numel,))) * math.prod(shape) / numel
@@ -452,17 +452,17 @@ class Compressor:
         """Return the configuration that the handshake compares between ranks."""
         slots = self._slots
         own = list(zip(self._tensors, self._dtypes, strict=True))
-        layout = list(zip(own, slots, strict=True))
         ruled = [bucket.policy.facts() for bucket in self._buckets if bucket.ruled]
         return {
             **self._policy.facts(),
             "rules' policies (hash)": f"{wire.fnv1a(str(ruled)):x}",
-            "number of tensors": len(layout),
+            "number of tensors": len(own),
             "compressed tensors": sum(slot is not None for slot in slots),
             "buckets": len(self._buckets),
             "sharded buckets": _numbers_of_sharded(self._buckets),
             "names, shapes and dtypes of the tensors (hash)": f"{wire.fnv1a(str(sorted(own))):x}",
-            "order of the tensors (hash)": f"{wire.fnv1a(str(layout)):x}",
+            "order of the tensors (hash)": f"{wire.fnv1a(str([t.name for t in self._tensors])):x}",
+            "buckets of the tensors (hash)": f"{wire.fnv1a(str(slots)):x}",
             # Their sums may differ in the last bits, but ranks must have equal ones.
             "steps computed on": "the host" if self._engine.device is None else "the GPU",
             "replica_check": self._settings.replica_check,
@@ -486,7 +486,7 @@ class Compressor:
         sizes = settings.min_numel, settings.bucket_nbytes, self._deciding_size()
         buckets = make_buckets(tensors, self._policy, self._rules, *sizes)
         options = {name for b in buckets for name, _ in getattr(b.policy, "options", ())}
-        if (unused := options & SECOND) and not _numbers_of_sharded(buckets):
+        if (unused := options & SECOND) and sizes[-1] > 1 and not _numbers_of_sharded(buckets):
             warnings.warn(
                 f"{', '.join(sorted(unused))} has no effect, since no exchange here is sharded: "
                 f'on {sizes[-1]} ranks exchange="auto" gathers these tensors, or "gather" is set',

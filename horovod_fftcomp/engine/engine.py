@@ -410,9 +410,8 @@ class Engine:
             if (choice := self.scheme(number).choice_of(state, tensor)) is not None
         }
 
-    def share_nbytes(self, name: str) -> float:
+    def share_nbytes(self, bucket: int, tensor: Tensor) -> float:
         """Return the bytes that a rank sends of a tensor in the present step; see ``Scheme``."""
-        bucket, tensor = self.tensor(name)
         return self.scheme(bucket).share_nbytes(tensor, self._state[bucket], self.world_size)
 
     def residual(self, name: str) -> Array:

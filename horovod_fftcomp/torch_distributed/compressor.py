@@ -77,7 +77,7 @@ class DistributedCompressor(TensorCompressor):
         setup = Setup(self._exchanged, self._connect, self._slots, *told)
         self._steps = self._make_steps(parts, setup)
         note_exchanged(trainable, self._slots, self._engine)
-        self._await_optimizer()
+        self._await_optimizer(always=True)
 
     def _make_steps(self, parts: Parts, setup: Setup) -> StepDriver:
         """Return the step driver."""
@@ -115,6 +115,10 @@ class DDPCompressor(DistributedCompressor):
         optimized = OptimizedParameters(self._exchanged)
         super().__init__(ranks, optimized, self._exchanged.specs(), policy, settings)
         self._note = note_passes(model)
+
+    def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._note_step(optimizer)
+        self._note.forget()
 
     def _is_perturbed(self) -> bool:
         model = self._model()

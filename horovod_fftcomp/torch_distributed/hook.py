@@ -66,9 +66,13 @@ class PassNote:
         is_exchanged = model.require_backward_grad_sync  # not so under LocalSteps
         return is_exchanged and bool(seen) and seen != _versions(model)
 
+    def forget(self) -> None:
+        """Note that an optimizer changes the weights, on all ranks alike."""
+        self._seen = []
+
 
 def _versions(model: torch.nn.Module) -> list[int]:
-    return [parameter._version for parameter in model.parameters()]
+    return [weight._version for weight in model.parameters() if weight.requires_grad]
 
 
 def note_passes(model: torch.nn.Module) -> PassNote:

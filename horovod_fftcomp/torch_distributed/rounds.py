@@ -72,7 +72,8 @@ def _meet(store: dist.Store, ranks: Sequence[int], timeout_s: float) -> None:
     """Wait until all ``ranks`` are here; after a while tell for which of them."""
     own, begin, next_s = dist.get_rank(), time.monotonic(), min(NOTICE_S, timeout_s)
     store.set(str(own), "here")
-    while not store.check([str(rank) for rank in ranks]):
+    store.add("count", 1)
+    while store.add("count", 0) < len(ranks):
         if (waited_s := time.monotonic() - begin) > next_s:
             late = ranges(rank for rank in ranks if not store.check([str(rank)]))
             waits = f"a new compressor has waited {waited_s:.0f} s for ranks {late}"

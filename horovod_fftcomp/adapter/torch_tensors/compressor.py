@@ -90,8 +90,10 @@ class TensorCompressor(Compressor):
         if self._trains[optimizer][1]:
             self._engine.note_used()
 
-    def _await_optimizer(self) -> None:
-        """Call ``_note_step`` at each step of an optimizer."""
+    def _await_optimizer(self, always: bool = False) -> None:
+        """Call ``_note_step`` at each step of an optimizer, if that or ``always`` is of use."""
+        if always:
+            _awaiting().add(self)
         for bucket in self._buckets:
             scheme = bucket.policy.at(bucket.policy.warmup_steps)
             if scheme.own_momentum() or scheme.compresses():

@@ -33,8 +33,8 @@ class _Count:
         failed = hasattr(sys, "last_value")  # the interpreter ends by an error
         if self.steps != self.saved and not failed:
             warnings.warn(
-                f"LocalSteps ends {self.steps} steps after the last exchange, so the ranks have "
-                "different weights: call synchronize() after the last step",
+                f"LocalSteps ends within a period, {self.steps} after its last exchange, so "
+                "the ranks have different weights: call synchronize() after the last step",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -68,6 +68,7 @@ class LocalSteps:
         self._count = _Count()
         weakref.finalize(self, self._count.tell_end)
         self._untold = 0  # steps of the model's optimizer since the last call
+        self._synchronizes = False  # whether ``synchronize`` has been called
         note = weakref.WeakMethod(self._note_step)
         handle = register_optimizer_step_post_hook(lambda *given: (note() or _nothing)(given[0]))
         weakref.finalize(self, handle.remove)
@@ -83,7 +84,7 @@ class LocalSteps:
         if not any(one is first for group in groups for one in group["params"]):
             return
         self._untold += 1
-        if self._untold == max(_UNTOLD, 2 * self._period):
+        if self._untold == max(_UNTOLD, 2 * self._period) and not self._synchronizes:
             warnings.warn(
                 f"{type(optimizer).__name__} has taken {self._untold} steps of which LocalSteps "
                 "was not told, so each rank trains alone: call after_step() after each step",
@@ -118,7 +119,8 @@ class LocalSteps:
             self.outer.step()
             self.outer.zero_grad()
             self._restore()
-        self._untold = self._count.steps = 0
+        self._untold = self._count.steps = self._count.saved = 0
+        self._synchronizes = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights of the last exchange, the outer optimizer's state and ``steps``.

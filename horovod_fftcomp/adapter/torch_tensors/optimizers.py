@@ -37,6 +37,11 @@ def note_exchanged(
         _exchanged[parameter] = None if slot is None else (weakref.ref(engine), slot.bucket)
 
 
+def is_exchanged(parameter: torch.Tensor) -> bool:
+    """Return whether a compressor exchanges the gradients of ``parameter``."""
+    return parameter in _exchanged
+
+
 def forget_exchanged(parameters: Iterable[torch.Tensor]) -> None:
     """Tell optimizers that gradients of ``parameters`` are not exchanged."""
     for parameter in parameters:

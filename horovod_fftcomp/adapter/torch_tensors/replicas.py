@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from horovod_fftcomp.adapter.torch_tensors.optimizers import is_exchanged
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 
 _SHOWN = 8
@@ -71,34 +72,44 @@ class OptimizedParameters:
             and tensor.grad is not None
             and not tensor.grad.is_sparse  # sparse ones are gathered by Horovod
         ]
-        self._warn_of(alone, "hvd.DistributedOptimizer", "Horovod")
+        self._warn_of(
+            alone,
+            "since they were frozen or not in the optimizer when hvd.DistributedOptimizer was "
+            "made; without compression Horovod would not reduce them either. Make the optimizer "
+            "with all parameters that will ever train, and the compressor and "
+            "hvd.DistributedOptimizer while all of them have requires_grad=True; freeze layers "
+            "after that",
+        )
 
     def warn_of_unfrozen(self) -> None:
         """Warn, once for each parameter, of trained ones that were frozen when DDP was made."""
+        frozen = range(self._n_trainable, len(self.tensors))
         alone = [
             number
-            for number in range(self._n_trainable, len(self.tensors))
-            if self.tensors[number].requires_grad
+            for number in frozen
+            if (tensor := self.tensors[number]).requires_grad
+            and tensor.grad is not None
             and number not in self._warned
-            and self.tensors[number].grad is not None
+            and not is_exchanged(tensor)  # by another DDP
         ]
-        self._warn_of(alone, "DistributedDataParallel", "DDP")
+        self._warn_of(
+            alone,
+            "since they were frozen when DistributedDataParallel was made; without compression DDP "
+            "would not average them either. Wrap the model while all parameters that will ever "
+            "train have requires_grad=True; freeze layers after that",
+        )
 
-    def _warn_of(self, alone: Collection[int], wrapper: str, launcher: str) -> None:
+    def _warn_of(self, alone: Sequence[int], reason: str) -> None:
         if not alone:
             return
         self._warned.update(alone)
-        listed = ", ".join(repr(self.names[number]) for number in list(alone)[:_SHOWN])
+        listed = ", ".join(repr(self.names[number]) for number in alone[:_SHOWN])
         more = f" and {len(alone) - _SHOWN} more" if len(alone) > _SHOWN else ""
         warnings.warn(
             f"each rank trains these parameters alone, and the ranks will differ: {listed}{more}. "
-            "Their gradients are not exchanged, since they were frozen or not in the optimizer "
-            f"when {wrapper} was made; without compression {launcher} would not reduce "
-            "them either. Make the optimizer with all parameters that will ever train, and the "
-            f"compressor and {wrapper} while all of them have requires_grad=True; "
-            "freeze layers after that",
+            f"Their gradients are not exchanged, {reason}",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
 
     def sizes(self) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 from horovod_fftcomp.codec.methods.base import Encoding, Method, kernel_of
 from horovod_fftcomp.codec.methods.sums import lane_sums
 from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape, Signs
+from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.radix import GROUP, count_words, pack_words, unpack_words
 
@@ -48,11 +49,8 @@ class SignMethod(Method):
         return Signs(words, *kernel_of(kernels, encode_signs)(values, starts, words, *options))
 
     def key_at(self, seed: int, rng_key: RngKey) -> int:
-        """Return 1 if 0 is sent as a value below 0: in every second step, and by every second rank.
-
-        Then zeros have no sign on average. Methods use it that do not have error feedback.
-        """
-        return (rng_key.step + rng_key.rank) & 1
+        """Return 1 if 0 is sent as a value below 0; see ``zeros_down``."""
+        return zeros_down(rng_key.step, rng_key.rank)
 
     def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
         """Encode as signs and their means or scale; see ``Method``."""
@@ -73,6 +71,14 @@ class SignMethod(Method):
             return np.append(groups, n)
         rows = np.arange(0, n, length, dtype=np.int64)
         return np.append(np.union1d(groups, rows), n)
+
+
+def zeros_down(step: int, rank: int) -> int:
+    """Return 1 if a rank sends 0 as a value below 0 in a step, else 0, for methods of votes.
+
+    Of neighbouring ranks one does, which of them a random bit of the step says.
+    """
+    return (counter_rng.mix(step) + rank) & 1
 
 
 def encode_signs(

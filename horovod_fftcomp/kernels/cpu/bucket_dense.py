@@ -20,7 +20,7 @@ from horovod_fftcomp.kernels.cpu.dense import (
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_and_grid, write_header
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.signs import (
-    BELOW,
+    SIGNS,
     add_sign_groups,
     encode_sign_groups,
     subtract_sign_rows,
@@ -146,8 +146,8 @@ def _encode_signs(row, grad, residual, values, starts, key, subtract, body):
     n_pieces = starts.size - 1
     sums, counts = np.empty((n_pieces, 2)), np.empty(n_pieces, np.int64)
     words = body[4 * row.scales :].view(np.uint32)
-    below = BELOW[1] if row.method == SIGN and key else BELOW[0]
-    encode_sign_groups(grad, residual, values, starts, words, sums, counts, below)
+    zero = SIGNS[1] if row.method == SIGN and key else SIGNS[0]
+    encode_sign_groups(grad, residual, values, starts, words, sums, counts, zero)
     if not np.isfinite(sums).all():
         body[:] = np.uint8(0)
         return _NOT_FINITE, np.int64(NAN_BITS)
@@ -163,7 +163,7 @@ def _encode_signs(row, grad, residual, values, starts, key, subtract, body):
     if row.method != ONE_BIT:
         sides[0, 0], sides[0, 1] = scale, -scale
     if subtract:
-        subtract_sign_rows(values, sides, row.length, 0, below)
+        subtract_sign_rows(values, sides, row.length, 0, zero)
     return np.int64(0), _bits_of(scale)
 
 

@@ -13,8 +13,7 @@ from horovod_fftcomp.wire.radix import GROUP, LANES
 _DIGITS = 32
 _NOTHING = np.empty(0, np.float32)
 _ZERO = np.float32(0)  # a plain 0 would compare in 64 bits
-# Values below which have a bit of 1: the signs of zeros are up, or down with the least number.
-BELOW = (_ZERO, np.nextafter(_ZERO, np.float32(1)))
+SIGNS = (np.float32(1), np.float32(-1))
 _U = np.uint32
 
 
@@ -34,17 +33,17 @@ def encode_signs(
         first, last = np.searchsorted(starts, [at.start, min(at.stop, values.size)])
         here, pieces = slice(first, last), starts[first : last + 1] - at.start
         arrays = a[at], b[at], values[at], pieces, words[to], sums[here], counts[here]
-        encode_sign_groups(*arrays, BELOW[zeros_down])
+        encode_sign_groups(*arrays, SIGNS[int(zeros_down)])
 
     threads.each(work, group_slices(values.size, 2))
     return sums, counts
 
 
 @kernel
-def encode_sign_groups(a, b, values, starts, words, sums, counts, below):
+def encode_sign_groups(a, b, values, starts, words, sums, counts, zero):
     """Write signs, sums and counts of consecutive groups, of a + b unless ``a`` is empty.
 
-    ``below``: of ``BELOW``.
+    ``zero``: the sign of zeros, of ``SIGNS``.
     """
     up, down = np.empty(LANES), np.empty(LANES)
     rest = np.ones(GROUP, np.float32)
@@ -59,38 +58,49 @@ def encode_sign_groups(a, b, values, starts, words, sums, counts, below):
             here = part[starts[piece] - begin : starts[piece + 1] - begin]
             _sides(here, up, down)
             sums[piece, 0], sums[piece, 1] = up[0], down[0]
-            counts[piece] = _count_negative(here, below)
+            counts[piece] = _count_negative(here, zero)
             piece += 1
         # After the sums, while the group is in the cache: ``_pack`` reads it at 32 places at once.
         width = (part.size + _DIGITS - 1) // _DIGITS
         if part.size < GROUP:
             rest[: part.size] = part
-            _pack(rest, words[to : to + width], below)
+            _pack(rest, words[to : to + width], zero)
         else:
-            _pack(part, words[to : to + width], below)
+            _pack(part, words[to : to + width], zero)
         to += width
 
 
+# The sign of zeros, ``zero``, is 1 or -1. For -1 kernels look which values are above 0; a bit of 1
+# stands for the others. So the same loops do both.
+
+
 @inlined
-def _count_negative(values, below):
+def _count_negative(values, zero):
     count = np.int32(0)
     for i in range(values.size):
-        count = np.int32(count + np.int32(values[i] < below))
-    return count
+        count = np.int32(count + np.int32(zero * values[i] < _ZERO))
+    return count if zero > _ZERO else np.int32(values.size - count)
 
 
 @inlined
-def _pack(values, words, below):
-    """Write the signs of values, 1 below ``below``, as many as ``words`` have bits."""
+def _pack(values, words, zero):
+    """Write the signs of values, 1 below 0, as many as ``words`` have bits."""
     width = words.size
     words[:] = _U(0)
     for b in range(_DIGITS - 4, -4, -4):  # four bits at a time: fewer stores
         first, second = values[b * width : (b + 1) * width], values[(b + 1) * width :]
         third, fourth = values[(b + 2) * width :], values[(b + 3) * width :]
         for j in range(width):
-            low = _U(_U(first[j] < below) | _U(_U(second[j] < below) << _U(1)))
-            high = _U(_U(third[j] < below) | _U(_U(fourth[j] < below) << _U(1)))
+            low = _below(first[j], zero) | _U(_below(second[j], zero) << _U(1))
+            high = _below(third[j], zero) | _U(_below(fourth[j], zero) << _U(1))
             words[j] = _U(_U(words[j] << _U(4)) | _U(low | _U(high << _U(2))))
+    if zero < _ZERO:
+        words[:] = ~words
+
+
+@inlined
+def _below(x, zero):
+    return _U(zero * x < _ZERO)
 
 
 @inlined
@@ -113,24 +123,25 @@ def _sides(part, up, down):
 
 def subtract_signs(values: Array, sides: Array, length: int, zeros_down: bool = False) -> None:
     """See ``reference.subtract_signs``."""
-    below = BELOW[zeros_down]
+    zero = SIGNS[int(zeros_down)]
     threads.each(
-        lambda at, *_: subtract_sign_rows(values[at], sides, length, at.start, below),
+        lambda at, *_: subtract_sign_rows(values[at], sides, length, at.start, zero),
         group_slices(values.size, 2),
     )
 
 
 @kernel
-def subtract_sign_rows(values, sides, length, first, below):
+def subtract_sign_rows(values, sides, length, first, zero):
     """Subtract each value's side of its row; ``first``: the index of the first value."""
+    one, other = (0, 1) if zero > _ZERO else (1, 0)
     at = 0
     while at < values.size:
         row = (first + at) // length
         end = min(values.size, (row + 1) * length - first)
-        up, down = sides[row, 0], sides[row, 1]
+        up, down = sides[row, one], sides[row, other]
         part = values[at:end]
         for i in range(part.size):
-            part[i] -= down if part[i] < below else up
+            part[i] -= down if zero * part[i] < _ZERO else up
         at = end
 
 
