@@ -154,6 +154,11 @@ static const struct Ignored {
     void operator=(T) const {}
 } ignored;
 template <class Low, class High>
+PTX ptx_mov_b32_to_parts(Low& low, High& high, u32 whole) {
+    low = u16(whole);
+    high = u16(whole >> 16);
+}
+template <class Low, class High>
 PTX ptx_mov_b64_to_parts(Low& low, High& high, u64 whole) {
     low = u32(whole);
     high = u32(whole >> 32);

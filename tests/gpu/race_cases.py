@@ -34,7 +34,7 @@ RACES = (
     ("scalecom", {"density": 0.03}),
     ("onebit", {"group": "column"}),
     ("qsgd", {"levels": 63, "norm": "l2", "error_feedback": True}),
-    ("qsgd", {"levels": 2, "bucket": 128, "coded": True}),
+    ("dither", {"ratio": 20}),
     ("terngrad", {}),
     ("dgc", {"density": 0.05, "max_norm": 1.0}),
     ("dgc", {"warmup_steps": 9}),
