@@ -951,7 +951,6 @@ def test_local_steps_are_those_of_a_loop_over_averaged_changes(outer, lr, moment
         averaging.note_used()
 
 
-@pytest.mark.filterwarnings("ignore:LocalSteps ends")
 @pytest.mark.parametrize("n", [4, 6])  # in a period; between two
 def test_local_steps_continue_exactly_from_a_checkpoint(n):
     whole, begun, resumed = (LocalTraining(NESTEROV) for _ in range(3))

@@ -30,6 +30,8 @@ SINCE = {"arctopk", "dither"}  # recipes that were added later
 # Since then the grid of their 4-bit values is fitted: a quarter of the norm at most. Without the
 # old residuals their sums differ by 0.7 and more of it.
 REQUANTIZED = {"topk", "fft", "dct", "auto", "demo"}
+# Since then a tie of two ranks is 0; it was 1.
+VOTED = {"signsgd", "signum"}
 
 
 def test_every_recipe_resumes_from_the_state_of_an_earlier_version():
@@ -55,6 +57,10 @@ def test_every_recipe_resumes_from_the_state_of_an_earlier_version():
             same = np.allclose(found, expected, rtol=1e-4, atol=1e-4)
         elif recipe in REQUANTIZED:
             same = np.linalg.norm(found - expected) < 0.25 * np.linalg.norm(expected)
+        elif recipe in VOTED:
+            ties = found == 0
+            same = ties.any() and (expected[ties] == 2).all()
+            same = same and np.array_equal(found[~ties], expected[~ties])
         else:
             same = found.tobytes() == expected.tobytes()
         if not same:

@@ -230,7 +230,6 @@ def test_an_outer_optimizer_takes_mean_changes_as_gradients(
     assert torch.equal(flat(plain.model), flat(training.model)) == (momentum == 0.0)
 
 
-@pytest.mark.filterwarnings("ignore:LocalSteps ends")
 @pytest.mark.transport
 def test_local_steps_continue_exactly_from_a_checkpoint():
     # Nothing is dense: three ranks add in an order that depends on what Horovod happens to fuse.
