@@ -387,18 +387,24 @@ def test_options_of_a_second_round_that_there_is_not_are_told(option, exchange):
     assert len(told) == (exchange != "sharded")
 
 
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"dense_every": 20}])
 @pytest.mark.parametrize("exchange", ["gather", "sharded"])
-def test_the_ratio_of_auto_is_that_of_its_present_choices(exchange):
+def test_the_ratio_of_auto_is_that_of_its_present_choices(exchange, options):
     found = []
 
     def work(rank):
         model = make_model()
-        compression = Compression.auto(model, ratio=20, every=50, exchange=exchange)
-        train(model, distributed(model, compression), 8)  # after the trials, which send errors too
+        compression = Compression.auto(model, ratio=20, every=50, exchange=exchange, **options)
+        optimizer = distributed(model, compression)
+        train(model, optimizer, 8)  # after the trials, which send errors too
+        before = compression.stats()["sent_nbytes"]
+        train(model, optimizer, 1)
         stats, (_, sent) = compression.stats(), in_summary(compression)
         numel = sum(parameter.numel() for parameter in model.parameters())
-        found.append((stats["ratio"], 4 * numel / sent, stats["dense_nbytes"]))
+        found.append((stats["ratio"], 4 * numel / sent, stats["sent_nbytes"] - before, sent))
 
     fakes.run(2, work)
-    for ratio, expected, _ in found:
-        assert ratio == expected > 5
+    ratios, expected, grown, sent = zip(*found, strict=True)
+    assert ratios == expected
+    assert min(ratios) > 5
+    assert abs(sum(grown) - sum(sent)) <= 64 * len(found)  # rounding, padding

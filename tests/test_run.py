@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.cli import main, run
 from horovod_fftcomp.engine.recipe_text import parse_recipe, parse_recipes
 from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.tools.run import import_hook
 from horovod_fftcomp.tools.run import launcher as jobs
 from horovod_fftcomp.tools.run.import_hook import _WRAPPERS, Wrapping
 from horovod_fftcomp.tools.run.step_report import StepReport
@@ -47,6 +49,8 @@ def _as_it_was(monkeypatch, no_launcher):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(import_hook, "_installed", [])
+    monkeypatch.setattr(BaseProcess, "start", BaseProcess.start)
     for name, (_, wrappers) in _WRAPPERS.items():  # other tests of this process use them
         for wrapper in wrappers:
             if (plain := getattr(sys.modules.get(name), wrapper, None)) is not None:

@@ -146,10 +146,9 @@ class Compressor:
         Bytes: ``dense_nbytes``, the size of all gradients in float32; ``sent_nbytes``, the size of
         what was passed to collectives, with headers, padding and probes; ``ratio``, the compression
         ratio ``dense_nbytes / sent_nbytes``, with recipe ``auto`` that of its present choices;
-        ``received_nbytes``, the output of buckets'
-        collectives without this rank's own messages. With ``ranks_per_node`` sent and received
-        bytes are those between nodes, and ``inside_nbytes`` counts what was passed to collectives
-        within a node.
+        ``received_nbytes``, the output of buckets' collectives without this rank's own messages.
+        With ``ranks_per_node`` sent and received bytes are those between nodes, and
+        ``inside_nbytes`` counts what was passed to collectives within a node.
 
         Seconds: ``encode_s``, encoding; ``encode_hidden_s``, the part of it that overlaps with the
         backward pass (before the step's last gradient); ``encode_wait_s``, waits of the training
@@ -171,10 +170,8 @@ class Compressor:
         self._engine.read_device()
         costs, times = self._engine.costs, self._steps.times()
         sent = costs.sent_nbytes + self._steps.other_nbytes
-        ratio, choices = (
-            self._steps.dense_nbytes / sent if sent else math.nan,
-            self._engine.choices(),
-        )
+        ratio = self._steps.dense_nbytes / sent if sent else math.nan
+        choices = self._engine.choices()
         if choices:  # others were in force before
             numel = sum(math.prod(shape) for _, shape in self._tensors)
             ratio = 4 * numel / max(1, sum(self._sent_nbytes()))
@@ -483,13 +480,13 @@ class Compressor:
         settings = self._settings
         for pattern in unmatched(self._rules, tensors):
             warnings.warn(f"rules: no parameter's name matches {pattern!r}", stacklevel=5)
-        sizes = settings.min_numel, settings.bucket_nbytes, self._deciding_size()
-        buckets = make_buckets(tensors, self._policy, self._rules, *sizes)
+        sizes, n_ranks = (settings.min_numel, settings.bucket_nbytes), self._deciding_size()
+        buckets = make_buckets(tensors, self._policy, self._rules, *sizes, n_ranks)
         options = {name for b in buckets for name, _ in getattr(b.policy, "options", ())}
-        if (unused := options & SECOND) and sizes[-1] > 1 and not _numbers_of_sharded(buckets):
+        if (unused := options & SECOND) and n_ranks > 1 and not _numbers_of_sharded(buckets):
             warnings.warn(
                 f"{', '.join(sorted(unused))} has no effect, since no exchange here is sharded: "
-                f'on {sizes[-1]} ranks exchange="auto" gathers these tensors, or "gather" is set',
+                f'on {n_ranks} ranks exchange="auto" gathers these tensors, or "gather" is set',
                 stacklevel=5,
             )
         return buckets

@@ -10,7 +10,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import statistics
 import sys
 import time
@@ -191,11 +190,9 @@ def _run_script(parsed: argparse.Namespace) -> None:
     options = {name: value for name, value in given.items() if value is not None}
     if parsed.ranks_per_node:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # read when the script calls hvd.init
-    reported = children.new_path()
     options = {**choice.options, **options}
-    settings = children.Settings(
-        choice.label, choice.text, choice.name, options, parsed.steps, parsed.report_json, reported
-    )
+    reports = parsed.steps, parsed.report_json, children.new_path()
+    settings = children.Settings(choice.label, choice.text, choice.name, options, *reports)
     sys.argv = [parsed.script, *parsed.script_arguments]
     sys.path[0] = str(Path(parsed.script).resolve().parent)
     report = Report(settings)
@@ -209,7 +206,7 @@ def _run_script(parsed: argparse.Namespace) -> None:
             raise
         finally:
             report.close(is_script=True)
-            shutil.rmtree(reported.parent, ignore_errors=True)
+            settings.reported.unlink(missing_ok=True)
 
 
 class Report:

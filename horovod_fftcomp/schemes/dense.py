@@ -66,6 +66,7 @@ class Dense(Scheme):
 
 
 def _differences(ops: Ops, ours: Arrays, theirs: Arrays) -> list[Any]:
+    """Return ``ours`` minus ``theirs``, which are written over; exact, by means of ``mix``."""
     nothing = [None] * len(ours)
     halves = ops.mix(ours, ops.mix(nothing, theirs, -1.0), 0.5)
     return ops.mix(nothing, halves, 2.0)

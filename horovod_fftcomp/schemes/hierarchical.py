@@ -140,7 +140,8 @@ class Hierarchical(Wrapper):
 
     def share_nbytes(self, tensor: Tensor, state: OldState, world_size: int) -> float:
         """Return the mean over nodes of the bytes that one sends to others; see ``Scheme``."""
-        return self.scheme.share_nbytes(tensor, state, max(1, world_size // self.ranks_per_node))
+        n_nodes = -(-world_size // self.ranks_per_node)
+        return self.scheme.share_nbytes(tensor, state, n_nodes)
 
     def choice_of(self, state: OldState, tensor: Tensor) -> Choice | None:
         """Return what is chosen for a tensor; None if this rank does not lead."""

@@ -50,6 +50,10 @@ class Uncompressed(Wrapper):
         """Return the bytes of ``tensor`` that a rank sends to collectives in this step."""
         return self.by.sent_nbytes(tensor)
 
+    def share_nbytes(self, tensor: Tensor, state: OldState, world_size: int) -> float:
+        """Return the mean over ranks of the bytes that one sends of ``tensor`` in this step."""
+        return self.by.share_nbytes(tensor, {}, world_size)
+
     def received_nbytes(self, tensor: Tensor, world_size: int) -> float:
         """Return the bytes of ``tensor`` that a rank receives in this step; see ``Scheme``."""
         return self.by.received_nbytes(tensor, world_size)

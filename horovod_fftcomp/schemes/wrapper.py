@@ -28,6 +28,10 @@ class Wrapper(Scheme):
         """Return the bytes that a rank would send for ``tensor`` alone in each step."""
         return self.scheme.sent_nbytes(tensor)
 
+    def share_nbytes(self, tensor: Tensor, state: OldState, world_size: int) -> float:
+        """Return the mean over ranks of the bytes that one sends of ``tensor``; see ``Scheme``."""
+        return self.scheme.share_nbytes(tensor, state, world_size)
+
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return self.scheme.state_format(tensor)

@@ -49,8 +49,8 @@ class SignMethod(Method):
         return Signs(words, *kernel_of(kernels, encode_signs)(values, starts, words, *options))
 
     def key_at(self, seed: int, rng_key: RngKey) -> int:
-        """Return 1 if 0 is sent as a value below 0; see ``zeros_down``."""
-        return zeros_down(rng_key.step, rng_key.rank)
+        """Return 1 if 0 is sent as a value below 0; see ``bit_of_zero``."""
+        return bit_of_zero(rng_key.step, rng_key.rank)
 
     def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
         """Encode as signs and their means or scale; see ``Method``."""
@@ -73,10 +73,10 @@ class SignMethod(Method):
         return np.append(np.union1d(groups, rows), n)
 
 
-def zeros_down(step: int, rank: int) -> int:
-    """Return 1 if a rank sends 0 as a value below 0 in a step, else 0, for methods of votes.
+def bit_of_zero(step: int, rank: int) -> int:
+    """Return the bit by which a rank sends a value of 0 in a step: 1, as of values below 0, or 0.
 
-    Of neighbouring ranks one does, which of them a random bit of the step says.
+    For methods of votes: of neighbouring ranks one sends 1; a random bit of the step says which.
     """
     return (counter_rng.mix(step) + rank) & 1
 

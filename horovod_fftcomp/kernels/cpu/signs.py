@@ -13,7 +13,7 @@ from horovod_fftcomp.wire.radix import GROUP, LANES
 _DIGITS = 32
 _NOTHING = np.empty(0, np.float32)
 _ZERO = np.float32(0)  # a plain 0 would compare in 64 bits
-SIGNS = (np.float32(1), np.float32(-1))
+SIGNS = (np.float32(1), np.float32(-1))  # of zeros; see ``_below``
 _U = np.uint32
 
 
@@ -70,10 +70,6 @@ def encode_sign_groups(a, b, values, starts, words, sums, counts, zero):
         to += width
 
 
-# The sign of zeros, ``zero``, is 1 or -1. For -1 kernels look which values are above 0; a bit of 1
-# stands for the others. So the same loops do both.
-
-
 @inlined
 def _count_negative(values, zero):
     count = np.int32(0)
@@ -100,6 +96,7 @@ def _pack(values, words, zero):
 
 @inlined
 def _below(x, zero):
+    """Return whether ``x`` is below 0, or above 0 where ``zero`` is -1: then a bit of 1 is not."""
     return _U(zero * x < _ZERO)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import check_state
-from horovod_fftcomp.codec.methods.signs import SignMethod, zeros_down
+from horovod_fftcomp.codec.methods.signs import SignMethod, bit_of_zero
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import Own, energy_of
@@ -116,7 +116,7 @@ class HostCoder:
         residuals = [old.get(tensors[number].name) for number in self._members]
         keys = counter_rng.draws(self._names, *at) if self._small.draws else None
         if keys is not None and self._signs:
-            keys[self._signs] = zeros_down(*at)
+            keys[self._signs] = bit_of_zero(*at)
         options = keys, feedback.keep, feedback.decay, feedback.keeps_sent
         encoded = self._small.encode(own, residuals, message, *options)
         pairs = zip(self._members, encoded.residuals, strict=True)

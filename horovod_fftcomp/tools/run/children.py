@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import secrets
 import tempfile
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -36,7 +37,7 @@ class Settings(NamedTuple):
 
 def new_path() -> Path:
     """Return a path for the settings' ``reported``."""
-    return Path(tempfile.mkdtemp(prefix="fftcomp-run-")) / "reported"
+    return Path(tempfile.gettempdir()) / f"fftcomp-run-{secrets.token_hex(8)}"
 
 
 def follow(settings: Settings) -> None:
