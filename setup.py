@@ -49,7 +49,13 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["horovod_fftcomp", "horovod_fftcomp.*"]),
     package_data={"": ["*.pyi"], "horovod_fftcomp": ["py.typed", "kernels/cuda/src/*.cuh"]},
-    install_requires=["numpy>=2.0,<3", "numba>=0.60,<0.69", "llvmlite>=0.43,<0.51", "rich>=13,<16"],
+    install_requires=[
+        "numpy>=2.0,<3",
+        "numba>=0.60,<0.69",
+        "llvmlite>=0.43,<0.51",
+        "packaging>=22,<27",
+        "rich>=13,<16",
+    ],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["horovod-fftcomp = horovod_fftcomp.cli:main"]},
     classifiers=[

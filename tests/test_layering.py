@@ -47,6 +47,7 @@ PACKAGES = {
     "mpi": {"mpi4py"},
     "tensorflow/": {"tensorflow", "horovod", "keras"},
     "tools/bench/plot": {"matplotlib"},
+    "tools/check/packages": {"packaging"},
     "torch/": {"torch", "horovod"},
     "torch_distributed/": {"torch"},
 }

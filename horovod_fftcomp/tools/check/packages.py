@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 import os
 import platform
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
 from horovod_fftcomp.tools.check.finding import Finding, Level
 from horovod_fftcomp.tools.run.launcher import is_torchrun
 from horovod_fftcomp.wire.version import __version__
 
 _OURS = "horovod_fftcomp"
-_COMPARE = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
 
 
 class _Package(NamedTuple):
@@ -71,36 +65,25 @@ def tested_ranges() -> dict[str, str]:
         required = metadata.requires(_OURS) or []
     except metadata.PackageNotFoundError:
         return {}
-    split = (re.match(r"([\w.-]+)(?:\[[^]]*\])?\s*\(?([^;)]*)", one) for one in required)
-    return {found[1]: found[2].strip() for found in split if found}
+    return {one.name: str(one.specifier) for one in map(Requirement, required)}
 
 
 def is_within(version: str, versions: str) -> bool:
-    """Return whether ``version`` is in a range such as ``>=2.0,<3``; other signs are ignored."""
-    for part in versions.split(","):
-        found = re.fullmatch(r"\s*([<>=!]+)\s*([\d.]+)\s*", part)
-        compare = _COMPARE.get(found[1]) if found else None
-        if found and compare and not compare(_release(version), _release(found[2])):
-            return False
-    return True
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, without suffixes and trailing zeros."""
-    numbers = [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)
+    """Return whether ``version``, without suffixes, is in a range such as ``>=2.0,<3``."""
+    try:
+        # Release candidates and a vendor's own builds are taken for the release.
+        return SpecifierSet(versions).contains(Version(version).base_version)
+    except InvalidVersion:
+        return not versions
 
 
 def _python() -> Finding:
-    version = platform.python_version()
     try:
         required = metadata.metadata(_OURS)["Requires-Python"] or ""
     except metadata.PackageNotFoundError:
         required = ""
-    found = f"{version} ({sys.executable})"
-    if is_within(version, required):
+    found = f"{platform.python_version()} ({sys.executable})"
+    if is_within(".".join(map(str, sys.version_info[:3])), required):
         return Finding("Python", Level.OK, found)
     return Finding("Python", Level.FAIL, found, f"use Python {required}")
 
@@ -147,7 +130,7 @@ def _keras() -> Finding:
     version = installed_version("keras")
     if version is None:
         return Finding("keras", Level.ABSENT, "not installed; to train with Keras")
-    if _release(version) < (3,):
+    if is_within(version, "<3"):
         return Finding("keras", Level.OK, version)
     found = f"{version}, which Horovod does not support"
     switch = "export TF_USE_LEGACY_KERAS=1"
