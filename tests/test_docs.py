@@ -99,7 +99,7 @@ def test_the_command_and_the_readme_have_the_same_ratios(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     command_line(["recipes"])
     printed = capsys.readouterr().out
-    told = dict(re.findall(r"^(\w+) .* ([\d.]+) +[\d.]+ +[\d.]+$", printed, re.M))
+    told = dict(re.findall(r"^(\w+) +([\d.]+) +[\d.]+ +[\d.]+  ", printed, re.M))
     page = RECIPES_PAGE.read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)` \|.*\| ([\d.]+) \| [^|]+ \|$", page, re.M)
     assert told == dict(rows)

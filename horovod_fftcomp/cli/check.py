@@ -131,9 +131,10 @@ class Report:
                 if level is Level.FAIL:
                     print(f"rank {self.rank}: {topic}: {found}. {remedy}", file=sys.stderr)
             return
-        table = Table("check", ("", "found", "what to do"))
+        table = Table("check", ("", "found"))
         for topic, level, found, remedy in self._findings:
-            table.add_row(topic, Text(level.value, _STYLES[level]), found, remedy)
+            text = f"{found}\n-> {remedy}" if remedy else found
+            table.add_row(topic, Text(level.value, _STYLES[level]), text)
         console = make_console()
         console.print(table)
         counts = [

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.padding import Padding
 from rich.progress import Progress, ProgressColumn, Task
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -19,7 +18,7 @@ from horovod_fftcomp.tools.run.launcher import launched_rank
 
 _WIDTH_OF_FILES = 120
 _WIDTH_OF_RANKS = 64  # launchers put a prefix before each line, up to 16 characters long
-_PROSE = 24  # cells of more columns are broken at spaces, and get at least this width
+_PROSE = 24  # columns of wider cells may become as narrow: these are broken at spaces
 
 
 def make_console(quiet: bool = False) -> Console:
@@ -67,11 +66,9 @@ class _TimeLeft(ProgressColumn):
 
 
 class Table:
-    """Table of which no character is lost on a console of any width.
+    """Table that continues in further blocks, each with the first column, if it is too wide.
 
-    Cells of prose are broken at spaces. If the table is wider than the console, its columns of
-    numbers continue in further blocks, each with the first column; a table that has a column of
-    prose becomes lines instead, an entry for each row.
+    Cells of prose are broken at spaces, numbers nowhere.
     """
 
     def __init__(self, first: str, columns: Iterable[str], title: str = "") -> None:
@@ -91,23 +88,13 @@ class Table:
     ) -> Iterator[RenderableType]:
         if self.title:
             yield Text(self.title, "italic")
-        yield from self._blocks(options.max_width) or self._entries()
-
-    def _blocks(self, width: int) -> list[RenderableType]:
-        """Return the table in as few blocks as fit; none if it has to become lines."""
-        blocks: list[RenderableType] = []
-        rest = list(range(1, len(self.heads)))
-        has_prose = any(map(self._is_prose, rest))
-        while rest or not blocks:
-            sizes = [len(rest)] if has_prose else range(len(rest), 0, -1)
-            fits = ((n, self._fitted([0, *rest[:n]], width)) for n in sizes)
-            n, widths = next((found for found in fits if found[1]), (0, []))
-            if not widths:
-                return []
-            blocks += [Text()] if blocks else []
-            blocks.append(self._drawn([0, *rest[:n]], widths))
-            rest = rest[n:]
-        return blocks
+        rest = range(1, len(self.heads))
+        while rest:
+            widths = itertools.accumulate(2 + min(self._width(n), _PROSE) for n in (0, *rest))
+            fitting = max(1, sum(width <= options.max_width + 2 for width in widths) - 1)
+            yield self._block(rest[:fitting])
+            rest = rest[fitting:]
+            yield from [Text()] if rest else []
 
     def _texts(self, column: int) -> list[str]:
         return [self.heads[column], *(row[column].plain for row in self.rows)]
@@ -115,49 +102,22 @@ class Table:
     def _width(self, column: int) -> int:
         return max(len(line) for text in self._texts(column) for line in text.split("\n"))
 
-    def _is_prose(self, column: int) -> bool:
-        return self._width(column) > _PROSE
-
-    def _fitted(self, columns: Sequence[int], width: int) -> list[int]:
-        """Return the widths of ``columns`` if they fit, the widest reduced; else an empty list."""
-        full = [self._width(column) for column in columns]
-        words = [max(map(len, " ".join(self._texts(column)).split(" "))) for column in columns]
-        least = [min(w, max(word, _PROSE)) for w, word in zip(full, words, strict=True)]
-        room = width - 2 * (len(columns) - 1)
-
-        def capped(cap: int) -> list[int]:
-            return [min(most, max(low, cap)) for most, low in zip(full, least, strict=True)]
-
-        return next((capped(cap) for cap in range(width, -1, -1) if sum(capped(cap)) <= room), [])
-
-    def _drawn(self, columns: Sequence[int], widths: Sequence[int]) -> RichTable:
+    def _block(self, columns: Sequence[int]) -> RichTable:
         table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
         table.pad_edge = False
-        for column, width in zip(columns, widths, strict=True):
+        for column in (0, *columns):
+            is_prose = (width := self._width(column)) > _PROSE
             is_number = any(text[:1].isdigit() for text in self._texts(column)[1:])
-            is_left = column == 0 or self._is_prose(column) or not is_number
-            justify: Literal["left", "right"] = "left" if is_left else "right"
-            table.add_column(Text(self.heads[column]), width=width, justify=justify)
+            table.add_column(
+                Text(self.heads[column]),
+                justify="right" if column and is_number and not is_prose else "left",
+                width=None if is_prose else width,
+                overflow="fold",
+            )
         for number, row in enumerate(self.rows):
             ends = number in self._last_of_sections
-            table.add_row(*(row[column] for column in columns), end_section=ends)
+            table.add_row(row[0], *(row[column] for column in columns), end_section=ends)
         return table
-
-    def _entries(self) -> Iterator[RenderableType]:
-        """Yield the rows as lines: the name, then a line of each prose and one of all else."""
-        heads = [" ".join(head.split()) for head in self.heads]
-        for row in self.rows:
-            cells = [(column, cell) for column, cell in enumerate(row) if column and cell]
-            unnamed = (cell for column, cell in cells if not heads[column])
-            yield Text("  ").join([Text.assemble(row[0], style="bold"), *unnamed])
-            lines: list[str] = []
-            rest: list[str] = []
-            for column, cell in cells:
-                told = f"{heads[column]}: {cell}"
-                if heads[column]:
-                    (lines if self._is_prose(column) else rest).append(told)
-            lines += ["; ".join(rest)] if rest else []
-            yield from (Padding.indent(Text(line), 2) for line in lines)
 
 
 def to_paste(command: str, width: int) -> str:

@@ -38,15 +38,14 @@ def run(parsed: argparse.Namespace) -> None:
         return
     shape = " x ".join(f"{length:,}" for length in near_square(parsed.numel))
     received = (f"MB at {ranks}" for ranks in _RANKS)
-    columns = ("what is sent", "options", "collectives", "source", "ratio", *received)
-    table = Table("recipe", columns)
+    table = Table("recipe", ("ratio", *received, "what is sent, options, collectives; source"))
     for name, recipe in RECIPES.items():
         rounds = ", ".join(get_scheme(name).rounds)
         options = ", ".join(f"{option}={default}" for option, default in recipe.own_options.items())
-        cells = (name, recipe.summary, options, rounds, recipe.source)
+        lines = filter(None, (recipe.summary, options, f"{rounds}; {recipe.source}"))
         megabytes = (1e-6 * received_nbytes(name, parsed.numel, n) for n in _RANKS)
         received = (f"{float(f'{number:.3g}'):,g}" for number in megabytes)
-        table.add_row(*cells, f"{ratio(name, parsed.numel):.1f}", *received)
+        table.add_row(name, f"{ratio(name, parsed.numel):.1f}", *received, "\n".join(lines))
     console = make_console()
     console.print(table)
     shape = " x ".join(f"{length:,}" for length in near_square(parsed.numel))
