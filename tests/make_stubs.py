@@ -1,12 +1,14 @@
-"""Write the stubs of the factories: ``make stubs``. Editors and type checkers read them.
+"""Write the stub of the factories: ``make stubs``. Editors and type checkers read it.
 
-``compression.pyi`` stands in the place of ``compression.py`` for them: one static method for each
-recipe, with what ``inspect.signature`` shows at run time.
+``adapter/signatures.pyi`` has one static method for each recipe, with what ``inspect.signature``
+shows at run time, as a class that is generic in the model and in the compressor. By it the files
+``compression.pyi`` of the adapters, written by hand, declare their ``Compression``.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from pathlib import Path
 
 import horovod_fftcomp
@@ -16,58 +18,43 @@ from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schedules import Schedule
 
 PACKAGE = Path(horovod_fftcomp.__file__).parent
-HEADS = {
-    "torch": '''"""Signatures of the factories; ``make stubs`` writes this file."""
+PATH = PACKAGE / "adapter" / "signatures.pyi"
+HEAD = '''"""Signatures of the factories; ``make stubs`` writes this file."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal
-
-from horovod_fftcomp import Recover
-from horovod_fftcomp.adapter.torch_tensors.parameters import Model
-from horovod_fftcomp.schedules import Schedule
-from horovod_fftcomp.torch.compressor import TorchCompressor
-''',
-    "tensorflow": '''"""Signatures of the factories; ``make stubs`` writes this file."""
-
-from collections.abc import Iterable, Mapping, Sequence
-from os import PathLike
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, TypeVar
 
 from horovod_fftcomp import Recover
 from horovod_fftcomp.schedules import Schedule
-from horovod_fftcomp.tensorflow.compressor import TensorFlowCompressor
 
-class _Model(Protocol):
-    """A Keras model or layer, or a ``tf.Module``."""
+_Model = TypeVar("_Model")
+_Compressor = TypeVar("_Compressor")
 
-    @property
-    def trainable_variables(self) -> Any: ...
-''',
-}
-MODELS = {"torch": "model: Model", "tensorflow": "model: _Model | Iterable[Any] | None = None"}
+class Compression(Generic[_Model, _Compressor]):
+    """Factories of compressors, such as ``Compression.fft(model, density=0.15)``."""
+'''
 # A list of unlike rules in a variable is one of (object, object) to a type checker.
 SHOWN = {"Schedule": Schedule, "tuple[Any, Any]": Rule}
-MADE = {"torch": "TorchCompressor", "tensorflow": "TensorFlowCompressor"}
 
 
-def stub(framework: str) -> str:
-    """Return the stub of one framework's ``Compression``, as the table of recipes has it today."""
-    summary = (
-        '    """Factories of compressors, such as ``Compression.fft(model, density=0.15)``."""'
-    )
-    lines = [HEADS[framework], "class Compression:", summary]
+def stub() -> str:
+    """Return the stub of the factories, as the table of recipes has them today."""
+    lines = [HEAD.rstrip()]
     for name, recipe in RECIPES.items():
-        declared = [MODELS[framework], "*", *map(_declared, keywords_of(name))]
-        lines += ["", "    @staticmethod", f"    def {name}("]
-        lines += [f"        {each}," for each in declared]
-        lines += [f"    ) -> {MADE[framework]}:"]
-        lines += [f'        """Return a compressor: {recipe.summary}."""']
-    lines += ["", "    @staticmethod", "    def parse("]
-    lines += [f"        {each}," for each in ("text: str", MODELS[framework], "**options: Any")]
-    lines += [f"    ) -> {MADE[framework]}:"]
-    lines += ['        """Return a compressor, written as ``"fft:density=0.1"``."""']
+        arguments = ["model: _Model = ...", "*", *map(_declared, keywords_of(name))]
+        lines += _method(name, arguments, recipe.summary)
+    arguments = ["text: str", "model: _Model = ...", "**options: Any"]
+    lines += _method("parse", arguments, 'written as ``"fft:density=0.1"``')
     return "\n".join(lines) + "\n"
+
+
+def _method(name: str, arguments: Iterable[str], what: str) -> list[str]:
+    separator = "," if name == "parse" else ":"
+    lines = ["", "    @staticmethod", f"    def {name}("]
+    lines += [f"        {argument}," for argument in arguments]
+    lines += ["    ) -> _Compressor:"]
+    return [*lines, f'        """Return a compressor{separator} {what}."""']
 
 
 def _declared(parameter: inspect.Parameter) -> str:
@@ -82,11 +69,5 @@ def _written(alias: object) -> str:
     return declaration(parameter).removeprefix("_: ")
 
 
-def path_of(framework: str) -> Path:
-    """Return where the stub of one framework stands."""
-    return PACKAGE / framework / "compression.pyi"
-
-
 if __name__ == "__main__":
-    for framework in HEADS:
-        path_of(framework).write_text(stub(framework), encoding="utf-8")
+    PATH.write_text(stub(), encoding="utf-8")

@@ -229,7 +229,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     pages = {path.name for path in tmp_path.glob("*.html")}
     assert {"index.html", "api.html", "methods.html", "performance.html"} <= pages
     api = (tmp_path / "api.html").read_text("utf-8")
-    assert 'id="horovod_fftcomp.torch.compression.Compression.fft"' in api
+    assert 'id="horovod_fftcomp.adapter.signatures.Compression.fft"' in api
 
 
 def test_every_recipe_has_its_section():

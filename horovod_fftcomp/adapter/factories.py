@@ -1,7 +1,6 @@
 """Factory functions of ``Compression``, one per recipe, that make compressors.
 
-``compression.pyi`` beside each adapter's ``Compression`` has the same signatures, for editors and
-type checkers: ``make stubs`` writes them.
+``signatures.pyi`` has the same signatures, for editors and type checkers: ``make stubs`` writes it.
 """
 
 from __future__ import annotations
