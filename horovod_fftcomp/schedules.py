@@ -20,22 +20,37 @@ SIGNIFICANT_DIGITS = 6
 
 
 @dataclass(frozen=True)
-class Constant:
+class _Schedule:
+    """Checks the fields of a schedule, and the step whose density it is asked for."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, given = f"{type(self).__name__}.{field.name}", getattr(self, field.name)
+            is_count = field.name in ("steps", "tau")
+            checked = _whole_number(name, given, 1) if is_count else _density(name, given)
+            # As a built-in number, so that repr rebuilds the schedule.
+            object.__setattr__(self, field.name, checked)
+
+    def at(self, step: int) -> float:
+        """Return the density at exchange ``step``, counted from 0."""
+        return float(f"{self._at(_whole_number('step', step, 0)):.{SIGNIFICANT_DIGITS}g}")
+
+    def _at(self, step: int) -> float:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Constant(_Schedule):
     """The same density at every step."""
 
     density: float
 
-    def __post_init__(self) -> None:
-        _validate(self)
-
-    def at(self, step: int) -> float:
-        """Return the density at exchange ``step``, counted from 0."""
-        _checked_step(step)
-        return _rounded(self.density)
+    def _at(self, step: int) -> float:
+        return self.density
 
 
 @dataclass(frozen=True, init=False)
-class Steps:
+class Steps(_Schedule):
     """Piecewise constant density: the mapping {first step: density}.
 
     Stored as pairs sorted by step, so the schedule is hashable. Pairs are accepted, too.
@@ -49,30 +64,22 @@ class Steps:
     def __init__(self, densities: Mapping[int, float] | Iterable[tuple[int, float]]) -> None:
         object.__setattr__(self, "densities", _sorted_pairs(densities))
 
-    def at(self, step: int) -> float:
-        """Return the density at exchange ``step``, counted from 0."""
-        position = bisect.bisect_right(self.densities, (_checked_step(step), math.inf))
-        return _rounded(self.densities[position - 1][1])
+    def _at(self, step: int) -> float:
+        return self.densities[bisect.bisect_right(self.densities, (step, math.inf)) - 1][1]
 
 
 @dataclass(frozen=True)
-class _Ramp:
-    """Ramp from ``start`` at step 0 to ``end`` at step ``steps``, constant afterwards."""
-
+class _Ramp(_Schedule):
     start: float
     end: float
     steps: int
 
-    def __post_init__(self) -> None:
-        _validate(self)
+    def _at(self, step: int) -> float:
+        return self._between(min(step, self.steps) / self.steps)
 
-    def at(self, step: int) -> float:
-        """Return the density at exchange ``step``, counted from 0."""
-        return self._at(min(_checked_step(step), self.steps) / self.steps)
-
-    def _at(self, progress: float) -> float:
+    def _between(self, progress: float) -> float:
         """Return the density at ``progress`` from 0 to 1."""
-        return _between(self.start, self.end, progress)
+        return _interpolated(self.start, self.end, progress)
 
 
 @dataclass(frozen=True)
@@ -87,8 +94,8 @@ class Cosine(_Ramp):
     density(t) = end + (start - end) * (1 + cos(pi * t / steps)) / 2.
     """
 
-    def _at(self, progress: float) -> float:
-        return super()._at((1.0 - math.cos(math.pi * progress)) / 2.0)
+    def _between(self, progress: float) -> float:
+        return super()._between((1.0 - math.cos(math.pi * progress)) / 2.0)
 
 
 @dataclass(frozen=True)
@@ -98,13 +105,12 @@ class Exponential(_Ramp):
     density(t) = start ** (1 - t / steps) * end ** (t / steps).
     """
 
-    def _at(self, progress: float) -> float:
-        density = self.start ** (1.0 - progress) * self.end**progress
-        return _rounded(_clipped(density, self.start, self.end))
+    def _between(self, progress: float) -> float:
+        return _clipped(self.start ** (1.0 - progress) * self.end**progress, self.start, self.end)
 
 
 @dataclass(frozen=True)
-class InverseSqrt:
+class InverseSqrt(_Schedule):
     """Inverse square root decay: density(t) = end - (end - start) / sqrt(1 + t / tau).
 
     With ``end`` = 1 the drop ratio theta = 1 - density falls as 1 / sqrt(t), after about ``tau``
@@ -119,13 +125,8 @@ class InverseSqrt:
     tau: int
     end: float = 1.0
 
-    def __post_init__(self) -> None:
-        _validate(self)
-
-    def at(self, step: int) -> float:
-        """Return the density at exchange ``step``, counted from 0."""
-        weight = 1.0 - 1.0 / math.sqrt(1.0 + _checked_step(step) / self.tau)
-        return _between(self.start, self.end, weight)
+    def _at(self, step: int) -> float:
+        return _interpolated(self.start, self.end, 1.0 - 1.0 / math.sqrt(1.0 + step / self.tau))
 
 
 Schedule: TypeAlias = Constant | Steps | Linear | Cosine | Exponential | InverseSqrt
@@ -153,33 +154,14 @@ def as_schedule(value: object) -> Schedule:
     )
 
 
-def _between(start: float, end: float, weight: float) -> float:
+def _interpolated(start: float, end: float, weight: float) -> float:
     """Interpolate linearly with ``weight`` from 0 to 1; exact at both ends and monotonic."""
-    density = end if weight >= 1.0 else start + (end - start) * weight
-    return _rounded(_clipped(density, start, end))
+    return end if weight >= 1.0 else _clipped(start + (end - start) * weight, start, end)
 
 
 def _clipped(density: float, start: float, end: float) -> float:
     """Return ``density`` clipped to [start, end], which rounding errors may exceed."""
     return min(max(density, min(start, end)), max(start, end))
-
-
-def _rounded(density: float) -> float:
-    return float(f"{density:.{SIGNIFICANT_DIGITS}g}")
-
-
-def _checked_step(step: int) -> int:
-    return _whole_number("step", step, 0)
-
-
-def _validate(schedule: Any) -> None:
-    """Check every field and store it as a built-in number, so that repr rebuilds the schedule."""
-    for field in fields(schedule):
-        name = f"{type(schedule).__name__}.{field.name}"
-        given = getattr(schedule, field.name)
-        is_count = field.name in ("steps", "tau")
-        checked = _whole_number(name, given, 1) if is_count else _density(name, given)
-        object.__setattr__(schedule, field.name, checked)
 
 
 def _sorted_pairs(
