@@ -37,11 +37,12 @@ class Dense(Scheme):
         ops, plan, halves = context.ops, bucket_plan(tensors), self.dtype == "float16"
         values, meter = ops.join(grads, plan.numels), Meter(context, tensors)
         if halves:
-            whole, values = values, ops.to_half(values, *half_limits(context))
+            sent = ops.to_half(values, *half_limits(context))
             if meter.on:
-                own, sent = split(whole, plan.offsets), split(ops.from_half(values), plan.offsets)
+                own, given = (split(v, plan.offsets) for v in (values, ops.from_half(sent)))
                 meter.before(own, own)
-                meter.after(_differences(ops, own, sent))
+                meter.after(_differences(ops, own, given))
+            values = sent  # what they are made of is freed before the round
         reduced = yield Round("allreduce", values)
         if halves:
             reduced = ops.from_half(reduced)
