@@ -120,6 +120,30 @@ def assert_same(found: list, wanted: list) -> None:
             assert a.tobytes() == b.tobytes(), number
 
 
+@pytest.mark.parametrize("key", FIXED)
+def test_large_tensors_are_as_by_themselves(key):
+    shapes = [(3, 300_001), (1 << 20,)]  # more than 64 groups in a row of signs, and in all
+    before = threads.get_num_threads()
+    try:
+        threads.set_num_threads(1)
+        bucket = Bucket(key, shapes)
+        assert bucket.shapes == shapes
+        grads = bucket.grads(3, ("normal", "ties"))
+        message, encoded = bucket.encode(grads, [None] * len(grads), step=3)
+        for number, (grad, at) in enumerate(zip(grads, bucket.offsets, strict=True)):
+            shape, rng_key = bucket.shapes[number], RngKey(3, str(number), 0)
+            coeffs = bucket.codec.coeffs_of(grad, shape, KERNELS)
+            payload, residual = bucket.codec.encode_coeffs(
+                coeffs, shape, kernels=KERNELS, rng_key=rng_key
+            )
+            assert message[at : at + payload.size].tobytes() == payload.tobytes()
+            assert encoded.residuals[number].tobytes() == residual.tobytes()
+        found = bucket.table.sum(np.concatenate([message, message]), 2)
+        assert_same(found.totals, bucket.sum_each(np.concatenate([message, message]), 2))
+    finally:
+        threads.set_num_threads(before)
+
+
 def test_a_table_has_small_tensors_that_are_not_sent_raw():
     codec, raw = get_codec("topk"), get_codec("topk", density=1.0, bits=32)
     codecs = [codec, raw, codec, codec, codec]

@@ -27,7 +27,7 @@ from horovod_fftcomp.kernels.cpu.signs import (
 )
 from horovod_fftcomp.kernels.cpu.sparse import add_groups
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
-from horovod_fftcomp.wire.radix import GIVEN, GROUP
+from horovod_fftcomp.wire.radix import GIVEN, GROUP, LANES
 
 # A tensor, as its plan and its codec say: as in ``bucket_sparse``; ``scales``: number of float32
 # before the packed words; ``length``: of a row of signs; ``piece`` and ``pieces``: the first of the
@@ -53,9 +53,12 @@ def _bits_of(value):
 
 @inlined
 def _total(values):
-    """Return the sum in order, as ``ordered_sum`` for as few values as small tensors have."""
+    """Return the sum of float64 values, in the order of ``ordered_sum``."""
+    partial = np.zeros(LANES)
+    for i in range(values.size):
+        partial[i % LANES] += values[i]
     total = 0.0
-    for value in values:
+    for value in partial:
         total += value
     return total
 
@@ -172,14 +175,12 @@ def _write_means(row, starts, sums, counts, sides):
     """Write the means of either sign in each row; see ``OneBit.encode_signs``."""
     piece = 0
     for r in range(sides.shape[0]):
-        up, down, below = 0.0, 0.0, 0
+        first, below = piece, 0
         while piece < counts.size and starts[piece] < (r + 1) * row.length:
-            up += sums[piece, 0]
-            down += sums[piece, 1]
             below += counts[piece]
             piece += 1
-        sides[r, 0] = up / max(row.length - below, 1)
-        sides[r, 1] = down / max(below, 1)
+        sides[r, 0] = _total(sums[first:piece, 0]) / max(row.length - below, 1)
+        sides[r, 1] = _total(sums[first:piece, 1]) / max(below, 1)
 
 
 @kernel
