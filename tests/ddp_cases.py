@@ -566,6 +566,21 @@ def test_second_moments_beside_a_biased_recipe_are_named_once(recipe, options, m
     assert [told in str(warning.message) for warning in caught] == [True] * warns
 
 
+def test_default_recipe_follows_the_optimizer():
+    recipes = [
+        compress(ddp, optimizer=make and make(ddp.parameters(), lr=0.1))._policy.recipe
+        for ddp, make in [
+            (wrapped(), make) for make in (None, torch.optim.SGD, torch.optim.AdamW, AdamW)
+        ]
+    ]
+    assert recipes == ["fft", "fft", "dither", "dither"]
+    given = wrapped()
+    adam = torch.optim.Adam(given.parameters())
+    with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer"):
+        compress(given, optimizer=given.parameters())
+    assert repr(compress(given, "topk", optimizer=adam)).startswith("Compression.topk")
+
+
 def compressed(recipe="topk", model=None, gradient_as_bucket_view=False, **options):
     """Return a model under DDP, and its compressor."""
     ddp = wrapped(model, gradient_as_bucket_view=gradient_as_bucket_view)

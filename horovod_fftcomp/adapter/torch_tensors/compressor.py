@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.torch_tensors import arrays
-from horovod_fftcomp.adapter.torch_tensors.optimizers import Adam
+from horovod_fftcomp.adapter.torch_tensors.optimizers import Adam, has_second_moments
 from horovod_fftcomp.adapter.torch_tensors.parameters import with_plain_names
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
@@ -68,8 +68,7 @@ class TensorCompressor(Compressor):
             momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
             momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
         self._warn_of_two_momenta(type(optimizer).__name__, momenta)
-        divides = "eps" in optimizer.defaults and "ns_steps" not in optimizer.defaults  # of Muon
-        if trains and divides and not isinstance(optimizer, Adam):
+        if trains and has_second_moments(optimizer) and not isinstance(optimizer, Adam):
             self._warn_of_squares(type(optimizer).__name__)
         return trains
 

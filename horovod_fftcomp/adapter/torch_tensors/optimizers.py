@@ -29,6 +29,11 @@ _MIXED = 3  # so many uncompressed exchanges in a row came together with compres
 _exchanged: Any = WeakTensorKeyDictionary()
 
 
+def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer divides by roots of squared gradients, as Adam does."""
+    return "eps" in optimizer.defaults and "ns_steps" not in optimizer.defaults  # of Muon
+
+
 def note_exchanged(
     parameters: Iterable[torch.Tensor], slots: Sequence[Slot | None], engine: Engine
 ) -> None:
