@@ -211,7 +211,7 @@ class Training:
         self.learners = self._learners(name, options)
         policy = make_policy(name, **options)
         self.warm_up = policy.warmup_steps
-        own_momentum = policy.at(policy.warmup_steps).own_momentum()
+        own_momentum = policy.at(policy.warmup_steps).traits.momentum
         self.optimizer = make_optimizer(run, self.model, bool(own_momentum))
         self.generators = [
             torch.Generator().manual_seed(1000 * run.seed + rank) for rank in range(run.learners)

@@ -127,7 +127,7 @@ class Reducer:
         self._comm.Allgather(mine, everyone)
         handshake.compare(everyone)
         tensors = [Tensor(name, shape) for name, shape in shapes.items()]
-        least = 0 if self._policy.at(0).sends_signs() else self._min_numel
+        least = 0 if self._policy.at(0).traits.sends_signs else self._min_numel
         large = tuple(t for t in tensors if math.prod(t.shape) >= least)
         small = tuple(t for t in tensors if math.prod(t.shape) < least)
         policy = self._policy.decided(large, self._engine.world_size)

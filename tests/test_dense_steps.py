@@ -17,9 +17,9 @@ OPTIONS = {"hard_threshold": {"threshold": 0.5}, "strom": {"threshold": 0.5}}
 KEEPING = [
     name
     for name in RECIPES
-    if (scheme := get_scheme(name, **OPTIONS.get(name, {}))).compresses()
-    and not scheme.sends_signs()
-    and not scheme.own_momentum()
+    if (scheme := get_scheme(name, **OPTIONS.get(name, {}))).traits.compresses
+    and not scheme.traits.sends_signs
+    and not scheme.traits.momentum
 ]
 
 

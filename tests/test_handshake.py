@@ -83,7 +83,7 @@ def test_a_schedule_is_named_by_what_was_given():
 def test_the_facts_of_a_policy_leave_room_in_the_message(name):
     options = {"density_schedule": {step: 0.1 for step in range(100)}}
     options = options if "density" in RECIPES[name].options else {}
-    if not get_scheme(name).sends_signs():
+    if not get_scheme(name).traits.sends_signs:
         options["warmup_steps"] = 10**6
     facts = make_policy(name, **options).facts()
     assert json.loads(json.dumps(facts)) == facts

@@ -152,6 +152,6 @@ def test_bytes_and_growth_are_those_of_the_exchange_of_velocities(recipe):
     """A velocity takes the place of the gradient, so the residual's alarm is no laxer."""
     plain, ours = get_scheme(recipe), get_scheme(recipe, momentum=0.9)
     tensor = Tensor("w", (300, 200))
-    assert ours.accumulation() == plain.accumulation() == 1
+    assert ours.traits.accumulation == plain.traits.accumulation == 1
     assert ours.sent_nbytes(tensor) == plain.sent_nbytes(tensor)
     assert ours.received_nbytes(tensor, 8) == plain.received_nbytes(tensor, 8)

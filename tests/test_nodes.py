@@ -21,7 +21,7 @@ from tests.loops import each
 OPTIONS = {**payloads.TOGETHER, **{name: {} for name in payloads.EACH}}
 OPTIONS |= {name: {**OPTIONS[name], "momentum": 0.0} for name in ("dgc", "sketchsgd")}
 SCHEMES = {name: get_scheme(name, **OPTIONS[name]) for name in OPTIONS}
-REFUSED = [n for n, s in SCHEMES.items() if s.own_momentum() or not s.fits_differences()]
+REFUSED = [n for n, s in SCHEMES.items() if s.traits.momentum or not s.traits.fits_differences]
 SERVED = [name for name in OPTIONS if name not in REFUSED]
 SHAPE = (40, 50)
 

@@ -219,7 +219,7 @@ def test_signs_are_sent_of_every_tensor_in_every_step(recipe, options):
     with pytest.raises(ValueError, match=refusal + ".*in a rule that names it"):
         make_buckets(tensors, others, [("w", own)])
     [one] = make_buckets(tensors, others, [("w", {**own, "warmup_steps": 0})])
-    assert one.policy.at(0).sends_signs()
+    assert one.policy.at(0).traits.sends_signs
     plain = make_policy("demo", warmup_steps=3)  # the momentum itself
     assert [t.name for b in make_buckets(tensors, plain) for t in b.tensors] == ["w"]
 

@@ -60,7 +60,7 @@ def yielded(policy, n_steps, state=None):
 
 def warms(recipe):
     """Return whether a recipe may have dense steps first."""
-    return not get_scheme(recipe).sends_signs()
+    return not get_scheme(recipe).traits.sends_signs
 
 
 def make(recipe, **keywords):

@@ -85,7 +85,7 @@ class Compressor:
 
     def _warn_of_two_momenta(self, optimizer: str, momenta: Mapping[str, object]) -> None:
         """Warn once if recipe and ``optimizer`` both have momentum; ``momenta``: its options."""
-        own = self._policy.at(self._policy.warmup_steps).own_momentum()
+        own = self._policy.at(self._policy.warmup_steps).traits.momentum
         if not own or not momenta or self._warned_of_momentum:
             return
         self._warned_of_momentum = True
@@ -99,17 +99,22 @@ class Compressor:
             stacklevel=3,
         )
 
-    def _warn_of_squares(self, optimizer: str) -> None:
-        """Warn once that ``optimizer``, with second moments, loses quality by the recipe."""
-        scheme = self._policy.at(self._policy.warmup_steps)
-        if self._warned_of_squares or scheme.own_momentum() or not scheme.compresses():
+    def _warn_of_squares(self, optimizer: str, of_package: bool = False) -> None:
+        """Warn once that ``optimizer``, with second moments, loses quality by the recipe.
+
+        ``of_package``: it is one of this package, which loses by noise alone.
+        """
+        traits = self._policy.at(self._policy.warmup_steps).traits
+        loses = traits.is_noisy or (traits.compresses and not of_package)
+        if self._warned_of_squares or traits.momentum or not loses:
             return
         self._warned_of_squares = True
+        how = "rounds coarsely" if traits.is_noisy else "sends late or rounds with a bias"
+        others = "" if traits.is_noisy else ", or Adam or AdamW of this package"
         warnings.warn(
             f"{optimizer} divides by roots of squared gradients, in which what recipe "
-            f"{self._policy.recipe!r} sends late or rounds with a bias counts squared: a GPT's "
-            "loss was 4 to 65 % higher. Use dither(ratio=40), or Adam or AdamW of this package: "
-            'docs/training.md, "Adam and AdamW"',
+            f"{self._policy.recipe!r} {how} counts squared: a GPT's loss was 4 to 65 % higher. Use "
+            f'dither(ratio=40){others}: docs/training.md, "Adam and AdamW"',
             RuntimeWarning,
             stacklevel=3,
         )

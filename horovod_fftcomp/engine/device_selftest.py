@@ -88,7 +88,7 @@ def _compare(device: Device, scheme: Scheme, tensor: Tensor, tolerance: float) -
     grad = (np.sin(0.37 * steps) * np.exp2(steps % 13)).astype(np.float32)
     guarded = GuardedDevice(device, band_nbytes=(4 * grad.size // 256 + 256) * 256)
     grads = [grad, -grad[::-1]]
-    if scheme.sends_signs():
+    if scheme.traits.sends_signs:
         grads.append(np.roll(grad, 7))  # the sum of two votes is a vote already
     expected, total = (_exchanged(scheme, tensor, grads, on) for on in (None, guarded))
     peak = differences.peak_of(expected)

@@ -177,7 +177,7 @@ class Engine:
         exchange = scheme.exchange(tensors, grads, self._state[bucket], context)
         self._running[bucket] = exchange
         self.n_exchanges[bucket] += 1
-        self.n_compressed[bucket] += scheme.compresses()
+        self.n_compressed[bucket] += scheme.traits.compresses
         (self._there.discard if device is None else self._there.add)(bucket)
         return exchange
 
@@ -356,8 +356,8 @@ class Engine:
             self.costs.similarity = sum(similarity.common for similarity in similar) / chosen
         for bucket in sorted(measured):
             policy = self.buckets[bucket].policy
-            density, growth = policy.density(self.step) or 1.0, policy.at(self.step).accumulation()
-            self.alarm.threshold = max(DEFAULT_THRESHOLD, growth / density)
+            growth, density = policy.at(self.step).traits.accumulation, policy.density(self.step)
+            self.alarm.threshold = max(DEFAULT_THRESHOLD, growth / (density or 1.0))
             for name, energy in measured[bucket].energies.items():
                 wanted += energy.wanted
                 left += energy.left

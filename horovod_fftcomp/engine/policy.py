@@ -259,7 +259,7 @@ def make_policy(
     ranks_per_node = checked("ranks_per_node", ranks_per_node, int, 8)
     check_names(recipe, options, get_recipe(recipe).options, KEYWORDS)
     options = get_recipe(recipe).checked(options)
-    if get_scheme(recipe, **options).sends_signs() and warmup_steps:
+    if get_scheme(recipe, **options).traits.sends_signs and warmup_steps:
         raise ValueError(
             f"recipe {recipe!r} sends signs, so there are no dense steps: their means would be far "
             'smaller than 1. Give warmup_steps=0; in a rule that names it, "warmup_steps": 0'
@@ -290,7 +290,7 @@ def _check_dense_every(recipe: str, options: Mapping[str, Any], dense_every: int
             f"{dense_every!r}"
         )
     scheme = get_scheme(recipe, **options)
-    if dense_every and (scheme.sends_signs() or scheme.own_momentum()):
+    if dense_every and (scheme.traits.sends_signs or scheme.traits.momentum):
         raise ValueError(
             f"recipe {recipe!r} sends signs or has a momentum of its own, so no steps between are "
             'dense. Give dense_every=0; in a rule that names it, "dense_every": 0'
@@ -302,7 +302,7 @@ def _dense_policy(text: str) -> Scheduled:
     name, options = parse_recipe(text)[1:]
     if "error_feedback" in get_recipe(name).options:
         options = {"error_feedback": False, **options}
-    if get_scheme(name, **options).compresses():
+    if get_scheme(name, **options).traits.compresses:
         raise ValueError(
             "dense_by must be a recipe that sends all elements without bias, such as bf16, none or "
             f"qsgd; got {text!r}"

@@ -179,6 +179,24 @@ def received(collective: str, nbytes: float, world_size: int) -> float:
     return (world_size - 1) * share * nbytes
 
 
+class Traits(NamedTuple):
+    """What a scheme's sums are, for optimizers and adapters.
+
+    ``compresses``: they are others than this step's, rounded to a dtype or without bias.
+    ``is_noisy``: rounding without bias adds so much noise that the loss under Adam rises by more
+    than 2 %. ``momentum``: decay of the scheme's own; 0 if it has none. ``accumulation``: factor by
+    which steady gradients grow before selection. ``sends_signs``: sums become signs, so that an
+    optimizer takes steps of one size. ``fits_differences``: differences of weights may be sent.
+    """
+
+    compresses: bool = True
+    is_noisy: bool = False
+    momentum: float = 0.0
+    accumulation: float = 1.0
+    sends_signs: bool = False
+    fits_differences: bool = True
+
+
 class Scheme(Protocol):
     """Compression method: a frozen dataclass of options and a list of rounds.
 
@@ -266,29 +284,14 @@ class Scheme(Protocol):
         """Return the scheme of dense warm-up steps; None: a plain sum."""
         return None
 
-    def accumulation(self) -> float:
-        """Return the factor by which steady gradients grow before selection; 1 without momentum."""
-        return 1.0
-
-    def own_momentum(self) -> float:
-        """Return the decay of the scheme's own momentum; 0 if it has none."""
-        return 0.0
-
-    def fits_differences(self) -> bool:
-        """Return whether differences of weights may be sent: no momentum of its own, no signs."""
-        return True
-
-    def compresses(self) -> bool:
-        """Return whether sums are others than this step's, rounded to a dtype or without bias."""
-        return True
-
-    def sends_signs(self) -> bool:
-        """Return whether sums become signs, so that an optimizer takes steps of one size."""
-        return False
+    @property
+    def traits(self) -> Traits:
+        """What optimizers and adapters need to know."""
+        return Traits()
 
     def check_differences(self, who: str) -> None:
         """Raise UnsupportedError, about ``who``, unless differences of weights may be sent."""
-        if not self.fits_differences():
+        if not self.traits.fits_differences:
             raise UnsupportedError(
                 f"{who} cannot send differences of weights: it has a momentum of its own or sends "
                 "signs, so it works for gradients only. Leave momentum out, use another recipe, or "

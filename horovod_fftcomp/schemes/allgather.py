@@ -18,7 +18,7 @@ from horovod_fftcomp.codec.quantizers import BFloat16, Float32
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels.ops import AnyCodec, Codecs, Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Traits
 from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.shard_plan import are_votes
 from horovod_fftcomp.schemes.shards import exchange_shards
@@ -127,10 +127,6 @@ class Allgather(LowPass):
             raise ValueError("decay is of the residual, so it needs error_feedback=True")
         object.__setattr__(self, "decay", float(self.decay))
 
-    def own_momentum(self) -> float:
-        """Return the decay of the scheme's own momentum; see ``Scheme``."""
-        return self.decay if self.decay < 1 or self.momentum else 0.0
-
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
@@ -143,23 +139,23 @@ class Allgather(LowPass):
             multiply(made.sums, context.loss_scale, context.device)
         return made
 
-    def fits_differences(self) -> bool:
-        """Return whether differences of weights may be sent; see ``Scheme``."""
-        return not (self.sign or self.momentum)
-
-    def compresses(self) -> bool:
-        """Return whether sums are others than this step's; see ``Scheme``."""
-        codec = self.codec
-        if not isinstance(codec, Codec):
-            return self.error_feedback or not codec.method.unbiased
-        keeps_all = codec.sparsifier == TopK(1.0) and isinstance(
-            codec.quantizer, _ROUNDS_TO_A_DTYPE
+    @property
+    def traits(self) -> Traits:
+        """What optimizers and adapters need to know; see ``Scheme``."""
+        codec, noisy = self.codec, False
+        if isinstance(codec, Codec):
+            is_exact = codec.sparsifier == TopK(1.0) and isinstance(
+                codec.quantizer, _ROUNDS_TO_A_DTYPE
+            )
+        else:
+            is_exact, noisy = codec.method.unbiased, codec.method.is_noisy
+        return Traits(
+            compresses=self.error_feedback or not is_exact,
+            is_noisy=noisy,
+            momentum=self.decay if self.decay < 1 or self.momentum else 0.0,
+            sends_signs=self.sign,
+            fits_differences=not (self.sign or self.momentum),
         )
-        return self.error_feedback or not keeps_all
-
-    def sends_signs(self) -> bool:
-        """Return whether sums become signs; see ``Scheme``."""
-        return self.sign
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

@@ -11,7 +11,7 @@ import numpy as np
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, Traits
 from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.state import bucket_plan
 from horovod_fftcomp.types import Arrays, OldState, Tensor, Tensors
@@ -53,9 +53,10 @@ class Dense(Scheme):
         """Return True: a GPU can compute this step's exchange; see ``Scheme``."""
         return True
 
-    def compresses(self) -> bool:
-        """Return False: sums are those of this step's gradients; see ``Scheme``."""
-        return False
+    @property
+    def traits(self) -> Traits:
+        """Those of sums of this step's gradients; see ``Scheme``."""
+        return Traits(compresses=False)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""

@@ -68,7 +68,7 @@ class Hierarchical(Wrapper):
                 f"ranks_per_node must be a whole number from 2, got {self.ranks_per_node!r}; "
                 "omit it for one rank per node"
             )
-        if self.scheme.own_momentum() or not self.scheme.fits_differences():
+        if self.scheme.traits.momentum or not self.scheme.traits.fits_differences:
             raise UnsupportedError(
                 "ranks_per_node does not work with recipes that have their own momentum or send "
                 "signs. Leave momentum out, or take another recipe, or dgc or sketchsgd with 0.0"

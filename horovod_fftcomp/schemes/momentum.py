@@ -11,7 +11,7 @@ import numpy as np
 
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, Traits
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.state import bucket_plan, new_state, old_arrays
 from horovod_fftcomp.schemes.wrapper import Wrapper
@@ -87,17 +87,11 @@ class MomentumScheme(Scheme):
         """Return the scheme of dense steps: an allreduce of velocities of the same momentum."""
         return MomentumSum(correction=self.correction)
 
-    def own_momentum(self) -> float:
-        """Return the decay of the scheme's own momentum; see ``Scheme``."""
-        return self.correction.momentum
-
-    def accumulation(self) -> float:
-        """Return the factor by which steady gradients grow; see ``Scheme``."""
-        return self.correction.growth
-
-    def fits_differences(self) -> bool:
-        """Return whether differences of weights may be sent; see ``Scheme``."""
-        return self.correction.momentum == 0
+    @property
+    def traits(self) -> Traits:
+        """What optimizers and adapters need to know; see ``Scheme``."""
+        momentum, growth = self.correction.momentum, self.correction.growth
+        return Traits(momentum=momentum, accumulation=growth, fits_differences=momentum == 0)
 
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
@@ -189,13 +183,10 @@ class WithMomentum(Wrapper):
         """Return a state with second residuals of this rank's pieces alone; see ``Scheme``."""
         return self.scheme.owned(tensors, state, rank, world_size)
 
-    def own_momentum(self) -> float:
-        """Return the decay of the scheme's own momentum; see ``Scheme``."""
-        return self.correction.momentum
-
-    def fits_differences(self) -> bool:
-        """Return False: differences of weights have no momentum; see ``Scheme``."""
-        return False
+    @property
+    def traits(self) -> Traits:
+        """Those of the scheme, with momentum, which differences have none of; see ``Scheme``."""
+        return super().traits._replace(momentum=self.correction.momentum, fits_differences=False)
 
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""

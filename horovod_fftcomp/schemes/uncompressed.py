@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Scheme
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Scheme, Traits
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 
@@ -38,9 +38,10 @@ class Uncompressed(Wrapper):
         kept = {kind: dict(arrays) for kind, arrays in state.items()}
         return outcome._replace(state=kept, measured=None)
 
-    def compresses(self) -> bool:
-        """Return False: sums are those of this step's gradients; see ``Scheme``."""
-        return False
+    @property
+    def traits(self) -> Traits:
+        """Those of the other scheme, but for the sums, of this step's gradients; see ``Scheme``."""
+        return super().traits._replace(compresses=False, is_noisy=False)
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from horovod_fftcomp.schemes import Scheme
+from horovod_fftcomp.schemes import Scheme, Traits
 from horovod_fftcomp.types import Array, Choice, OldState, Tensor
 
 
@@ -40,25 +40,10 @@ class Wrapper(Scheme):
         """Return (dtype, elements) of each array of the state; see ``Scheme``."""
         return self.scheme.state_arrays(tensor, state)
 
-    def own_momentum(self) -> float:
-        """Return the decay of the scheme's own momentum; see ``Scheme``."""
-        return self.scheme.own_momentum()
-
-    def accumulation(self) -> float:
-        """Return the factor by which steady gradients grow; see ``Scheme``."""
-        return self.scheme.accumulation()
-
-    def fits_differences(self) -> bool:
-        """Return whether differences of weights may be sent; see ``Scheme``."""
-        return self.scheme.fits_differences()
-
-    def compresses(self) -> bool:
-        """Return whether sums are others than this step's; see ``Scheme``."""
-        return self.scheme.compresses()
-
-    def sends_signs(self) -> bool:
-        """Return whether sums become signs; see ``Scheme``."""
-        return self.scheme.sends_signs()
+    @property
+    def traits(self) -> Traits:
+        """What optimizers and adapters need to know; see ``Scheme``."""
+        return self.scheme.traits
 
     @property
     def chooser(self) -> Scheme | None:

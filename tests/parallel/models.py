@@ -37,7 +37,7 @@ def order_of(step: int, layers: int = 6) -> list[int]:
 
 def momentum_beside(scheme):
     """Return the momentum of an optimizer that goes with a scheme: none, if that keeps one."""
-    return 0.0 if scheme.own_momentum() else 0.9
+    return 0.0 if scheme.traits.momentum else 0.9
 
 
 def distributed(model, compression, lr=0.05, **options):

@@ -68,8 +68,8 @@ class TensorCompressor(Compressor):
             momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
             momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
         self._warn_of_two_momenta(type(optimizer).__name__, momenta)
-        if trains and has_second_moments(optimizer) and not isinstance(optimizer, Adam):
-            self._warn_of_squares(type(optimizer).__name__)
+        if trains and has_second_moments(optimizer):
+            self._warn_of_squares(type(optimizer).__name__, isinstance(optimizer, Adam))
         return trains
 
     def expect_changes(self) -> None:
@@ -94,8 +94,8 @@ class TensorCompressor(Compressor):
         if always:
             _awaiting().add(self)
         for bucket in self._buckets:
-            scheme = bucket.policy.at(bucket.policy.warmup_steps)
-            if scheme.own_momentum() or scheme.compresses():
+            traits = bucket.policy.at(bucket.policy.warmup_steps).traits
+            if traits.momentum or traits.compresses or traits.is_noisy:
                 _awaiting().add(self)
 
 

@@ -61,6 +61,11 @@ class Method(abc.ABC):
     unbiased: ClassVar[bool] = False
 
     @property
+    def is_noisy(self) -> bool:
+        """Whether a GPT's loss under Adam rose by more than 2 %, though rounding is unbiased."""
+        return False
+
+    @property
     def contraction(self) -> bool:
         """Whether residuals of normally distributed gradients do not grow."""
         return False

@@ -57,6 +57,11 @@ class Dither(Method):
         return shared >> 32 << 32 | counter_rng.spaced(rng_key.rank)
 
     @property
+    def is_noisy(self) -> bool:
+        """Whether ``ratio`` is above 60: at 80 the loss of a GPT rose by 4 %."""
+        return self.ratio > 60
+
+    @property
     def cuda(self) -> CudaMethod:
         """Description for the CUDA kernels, which read the rest from the form."""
         return CudaMethod("coded")
