@@ -17,13 +17,8 @@ from horovod_fftcomp.codec.quantizers import (
 from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_and_grid, write_header
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.positions import (
-    bitmap_has,
-    decode_chunks,
-    encode_chunks,
-    read_offsets,
-    write_offsets,
-)
+from horovod_fftcomp.kernels.cpu.positions import bitmap_has, read_offsets, write_offsets
+from horovod_fftcomp.kernels.cpu.rans import decode_chunks, encode_chunks
 from horovod_fftcomp.kernels.cpu.sparse import add_groups, sum_groups, take_groups
 from horovod_fftcomp.kernels.cpu.topk import GROUP, kth_of_few
 from horovod_fftcomp.kernels.cpu.transforms import forward_tiles, inverse_of_sum

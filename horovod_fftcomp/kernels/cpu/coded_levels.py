@@ -13,7 +13,7 @@ import numpy as np
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.dense import fill_random
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.positions import decode_chunks, encode_chunks
+from horovod_fftcomp.kernels.cpu.rans import decode_chunks, encode_chunks
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
 from horovod_fftcomp.kernels.rans_tables import decoder_table, encoder_table
