@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty, zeros
 from horovod_fftcomp.kernels.cpu.jit import kernel
-from horovod_fftcomp.kernels.cpu.rans import decode_chunks, encode_chunks
 from horovod_fftcomp.kernels.cpu.vector_values import count_ones, trailing_zeros
-from horovod_fftcomp.kernels.rans_tables import decoder_table, encoder_table
 from horovod_fftcomp.types import Array
-from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.positions import unary_bits
-
-_LEAST_CHUNKS = 4  # per thread, at least
-_LANES, _CHUNK = rans.LANES, rans.CHUNK_SYMBOLS
 
 
 @kernel
@@ -122,51 +115,3 @@ def read_offsets(unary, offsets, low_bits, n, bitmap):
             bit += low_bits
             found += 1
     return True
-
-
-def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
-    """See ``reference.pack_entropy``."""
-    symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
-    table = encoder_table(rans.frequencies(n, k))
-
-    def work(begin: int, end: int) -> tuple[Array, Array]:
-        part = symbols[begin * _CHUNK : end * _CHUNK]
-        lengths = np.empty(end - begin, np.uint16)
-        most_words = (end - begin) * 2 * _LANES + part.size // 2 + 4 * (end - begin)
-        out = empty(most_words, np.uint32)
-        used = encode_chunks(part, *table, lengths, out)
-        return lengths, out[:used]
-
-    parts = threads.each(work, threads.ranges(rans.n_chunks(n), _LEAST_CHUNKS))
-    packed = np.zeros(rans.coded_nbytes(n, k), np.uint8)
-    at = rans.words_offset(n)
-    lengths = np.concatenate([part for part, _ in parts])
-    packed[: lengths.nbytes] = lengths.view(np.uint8)
-    for _, words in parts:
-        packed[at : at + words.nbytes] = words.view(np.uint8)
-        at += words.nbytes
-    return packed
-
-
-def unpack_entropy(packed: Array, n: int, k: int) -> Array:
-    """See ``reference.unpack_entropy``."""
-    n_chunks, offset = rans.n_chunks(n), rans.words_offset(n)
-    lengths = packed[: 2 * n_chunks].view(np.uint16)
-    ends = np.cumsum(lengths + np.int64(2 * _LANES))
-    words = packed[offset : offset + (packed.size - offset) // 4 * 4].view(np.uint32)
-    if n_chunks and ends[-1] > words.size:
-        raise ValueError(f"the positions take {ends[-1]} words, expected at most {words.size}")
-    table = decoder_table(rans.frequencies(n, k))
-    bitmap = zeros((n + 63) // 64, np.uint64)
-    symbols = bitmap.view(np.uint8)[: (n + 7) // 8]
-
-    def work(begin: int, end: int) -> bool:
-        first = ends[begin - 1] if begin else 0
-        part = symbols[begin * _CHUNK : end * _CHUNK]
-        return decode_chunks(words[first:], lengths[begin:end], table, part, None)
-
-    if not all(threads.each(work, threads.ranges(n_chunks, _LEAST_CHUNKS))):
-        raise ValueError("a chunk of positions is corrupt: it does not end in initial states")
-    if not bitmap_has(bitmap, n, k):
-        raise ValueError(f"the bitmap does not have {k} bits set below {n}")
-    return bitmap
