@@ -26,35 +26,28 @@ def _push(state, symbol, words, free, freqs, reciprocals, shifts, biases):
 
 
 @kernel
-def encode_chunks(symbols, freqs, reciprocals, shifts, biases, lengths, out):
-    """Write all chunks to ``out``, one after another; return the number of words used."""
-    at = 0
+def encode_chunk(symbols, freqs, reciprocals, shifts, biases, out):
+    """Write the final states of a chunk, then its words; return the number of words."""
     words = np.empty(CHUNK_SYMBOLS, np.uint32)  # at most 12 bits a symbol
-    for chunk in range(lengths.size):
-        begin = chunk * CHUNK_SYMBOLS
-        part = symbols[begin : min(begin + CHUNK_SYMBOLS, symbols.size)]
-        a = b = c = d = _LOWEST
-        free, whole = words.size - 1, part.size // LANES * LANES
-        if part.size > whole + 2:
-            c, free = _push(c, part[whole + 2], words, free, freqs, reciprocals, shifts, biases)
-        if part.size > whole + 1:
-            b, free = _push(b, part[whole + 1], words, free, freqs, reciprocals, shifts, biases)
-        if part.size > whole:
-            a, free = _push(a, part[whole], words, free, freqs, reciprocals, shifts, biases)
-        for i in range(whole, 0, -LANES):
-            d, free = _push(d, part[i - 1], words, free, freqs, reciprocals, shifts, biases)
-            c, free = _push(c, part[i - 2], words, free, freqs, reciprocals, shifts, biases)
-            b, free = _push(b, part[i - 3], words, free, freqs, reciprocals, shifts, biases)
-            a, free = _push(a, part[i - 4], words, free, freqs, reciprocals, shifts, biases)
-        for state in (a, b, c, d):
-            out[at] = np.uint32(state & np.uint64(0xFFFFFFFF))
-            out[at + 1] = np.uint32(state >> np.uint64(32))
-            at += 2
-        n_words = words.size - 1 - free
-        lengths[chunk] = n_words
-        out[at : at + n_words] = words[free + 1 :]
-        at += n_words
-    return at
+    a = b = c = d = _LOWEST
+    free, whole = words.size - 1, symbols.size // LANES * LANES
+    if symbols.size > whole + 2:
+        c, free = _push(c, symbols[whole + 2], words, free, freqs, reciprocals, shifts, biases)
+    if symbols.size > whole + 1:
+        b, free = _push(b, symbols[whole + 1], words, free, freqs, reciprocals, shifts, biases)
+    if symbols.size > whole:
+        a, free = _push(a, symbols[whole], words, free, freqs, reciprocals, shifts, biases)
+    for i in range(whole, 0, -LANES):
+        d, free = _push(d, symbols[i - 1], words, free, freqs, reciprocals, shifts, biases)
+        c, free = _push(c, symbols[i - 2], words, free, freqs, reciprocals, shifts, biases)
+        b, free = _push(b, symbols[i - 3], words, free, freqs, reciprocals, shifts, biases)
+        a, free = _push(a, symbols[i - 4], words, free, freqs, reciprocals, shifts, biases)
+    for lane, state in enumerate((a, b, c, d)):
+        out[2 * lane] = np.uint32(state & np.uint64(0xFFFFFFFF))
+        out[2 * lane + 1] = np.uint32(state >> np.uint64(32))
+    n_words = words.size - 1 - free
+    out[2 * LANES : 2 * LANES + n_words] = words[free + 1 :]
+    return n_words
 
 
 @inlined
@@ -65,9 +58,7 @@ def _state(words, at):
 @inlined
 def _step(state, table, parts, i):
     """Return (the next state before ``_refill``, the decoded symbol)."""
-    slot = state & np.uint64((1 << PRECISION) - 1)
-    if parts is not None:  # known when this is compiled
-        slot |= np.uint64(parts[i]) << np.uint64(PRECISION)
+    slot = state & np.uint64((1 << PRECISION) - 1) | np.uint64(parts[i]) << np.uint64(PRECISION)
     entry = np.uint64(table[slot])
     frequency = (entry >> np.uint64(8)) & np.uint64(0xFFF)
     state = frequency * (state >> np.uint64(PRECISION)) + (entry >> np.uint64(20))
@@ -83,39 +74,30 @@ def _refill(state, words, at, end):
 
 
 @kernel
-def decode_chunks(words, lengths, table, symbols, parts):
-    """Write the symbols of all chunks; return False if one does not end in the lowest states.
+def decode_chunk(words, table, symbols, parts):
+    """Write the symbols of a chunk; return False if it does not end in the lowest states.
 
-    ``parts``: which part of the table each symbol has; None if there is one.
+    ``words``: the states, then the words. ``parts``: which part of the table each symbol has.
     """
-    at = 0
-    for chunk in range(lengths.size):
-        begin = chunk * CHUNK_SYMBOLS
-        stop = min(begin + CHUNK_SYMBOLS, symbols.size)
-        a, b = _state(words, at), _state(words, at + 2)
-        c, d = _state(words, at + 4), _state(words, at + 6)
-        at += 2 * LANES
-        end = at + lengths[chunk]
-        i = begin
-        while i + LANES <= stop:
-            a, symbols[i] = _step(a, table, parts, i)
-            b, symbols[i + 1] = _step(b, table, parts, i + 1)
-            c, symbols[i + 2] = _step(c, table, parts, i + 2)
-            d, symbols[i + 3] = _step(d, table, parts, i + 3)
-            a, at = _refill(a, words, at, end)
-            b, at = _refill(b, words, at, end)
-            c, at = _refill(c, words, at, end)
-            d, at = _refill(d, words, at, end)
-            i += LANES
-        if i < stop:
-            a, symbols[i] = _step(a, table, parts, i)
-            a, at = _refill(a, words, at, end)
-        if i + 1 < stop:
-            b, symbols[i + 1] = _step(b, table, parts, i + 1)
-            b, at = _refill(b, words, at, end)
-        if i + 2 < stop:
-            c, symbols[i + 2] = _step(c, table, parts, i + 2)
-            c, at = _refill(c, words, at, end)
-        if at != end or a != _LOWEST or b != _LOWEST or c != _LOWEST or d != _LOWEST:
-            return False
-    return True
+    a, b, c, d = _state(words, 0), _state(words, 2), _state(words, 4), _state(words, 6)
+    at, i, end = 2 * LANES, 0, words.size
+    while i + LANES <= symbols.size:
+        a, symbols[i] = _step(a, table, parts, i)
+        b, symbols[i + 1] = _step(b, table, parts, i + 1)
+        c, symbols[i + 2] = _step(c, table, parts, i + 2)
+        d, symbols[i + 3] = _step(d, table, parts, i + 3)
+        a, at = _refill(a, words, at, end)
+        b, at = _refill(b, words, at, end)
+        c, at = _refill(c, words, at, end)
+        d, at = _refill(d, words, at, end)
+        i += LANES
+    if i < symbols.size:
+        a, symbols[i] = _step(a, table, parts, i)
+        a, at = _refill(a, words, at, end)
+    if i + 1 < symbols.size:
+        b, symbols[i + 1] = _step(b, table, parts, i + 1)
+        b, at = _refill(b, words, at, end)
+    if i + 2 < symbols.size:
+        c, symbols[i + 2] = _step(c, table, parts, i + 2)
+        c, at = _refill(c, words, at, end)
+    return at == end and a == _LOWEST and b == _LOWEST and c == _LOWEST and d == _LOWEST

@@ -18,9 +18,8 @@ __device__ __forceinline__ u32 turns_of(u32 length) {
 // Encodes a chunk of each four lanes of a warp, from the last byte to the first. `pushes`: of bytes,
 // for each of `parts`; `symbols`: four in a word; `words`: MOST_WORDS, which become full from the
 // end; returns how many stay free. `state`: of the lane, the lowest before.
-template <class Parts>
 __device__ __forceinline__ u32 encode_group(const u64* pushes, const u32* symbols, u32 length,
-                                            u32* words, u64& state, const Parts& parts) {
+                                            u32* words, u64& state, const u8* parts) {
     u32 group = threadIdx.x % 32 / LANES, lane = threadIdx.x % LANES;
     u32 free = MOST_WORDS, masks[TURN], coming[TURN], turn = turns_of(length);
 #pragma unroll
