@@ -263,7 +263,7 @@ def pytest(minutes: Minutes, until: float) -> Found:
     files = ["tests/gpu/test_device.py", "tests/test_torch_distributed.py"]
     chosen = "not sanitizer and not without_memory and not 2_to_the_31"
     if minutes.emulated:
-        files, chosen = files[:1], "emulated and topk-entropy and payloads"
+        files, chosen = files[:1], "emulated and topk-bitmap and payloads"
     path = minutes.report.folder / "pytest.xml"
     command = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider"]
     command += [f"--junitxml={path}", "-k", chosen, *([] if minutes.emulated else ["-m", "gpu"])]

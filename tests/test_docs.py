@@ -26,7 +26,6 @@ from horovod_fftcomp.cli.recipes import near_square, ratio
 from horovod_fftcomp.codec import base
 from horovod_fftcomp.engine import buckets
 from horovod_fftcomp.engine.policy import make_policy
-from horovod_fftcomp.kernels import reference
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools.advise import advice
 from tests.loops import each
@@ -452,7 +451,7 @@ def decode_by_the_book(
 
 def _read_header(payload: bytes) -> tuple[tuple[int, ...], int, int, int, float, int, bool]:
     magic, version, dtype, flags, ndim, layout = struct.unpack_from("<3s5B", payload, 0)
-    assert (magic, version, dtype) == (b"HFC", 3, 2)
+    assert (magic, version, dtype) == (b"HFC", 4, 2)
     _, k, payload_nbytes = struct.unpack_from("<3Q", payload, 8)
     scale, grid, checksum = struct.unpack_from("<fII", payload, 32)
     shape, at = [], 44
@@ -478,34 +477,7 @@ def _cheapest(n: int, k: int) -> tuple[int, int, int]:
     for w in range(1, 17):
         cost = math.ceil((k + math.ceil(n / 2**w)) / 8) + math.ceil(k * w / 8)
         best = min(best, (cost, 3, w))
-    coded = _entropy_nbytes(n, k)
-    if coded is not None and 20 * coded < 19 * best[0]:
-        return 0, coded, 4
     return best[2], best[0], best[1]
-
-
-def _frequencies(n: int, k: int) -> list[int]:
-    found = [max(1, (8192 * k**j * (n - k) ** (8 - j) + n**8) // (2 * n**8)) for j in range(9)]
-    rest = 8 if 2 * k > n else 0
-    found[rest] = 4096 - sum(math.comb(8, j) * f for j, f in enumerate(found) if j != rest)
-    return found
-
-
-def _entropy_nbytes(n: int, k: int) -> int | None:
-    """Return E, None where the layout cannot be ENTROPY."""
-    size, frequencies = math.ceil(n / 8), _frequencies(n, k)
-    if min(frequencies) < 1:
-        return None
-    costs = [3072 - ((f**256).bit_length() - 1) for f in frequencies]
-    most = 0
-    for b in range(9):
-        for a in range(b):
-            if a * size <= k <= b * size:
-                mixed = (b * size - k) * costs[a] + (k - a * size) * costs[b]
-                most = max(most, -(-mixed // (b - a)))
-    chunks = math.ceil(size / 4096)
-    words = (most // 256 + 2 + size // 2**18) // 32
-    return math.ceil(2 * chunks / 4) * 4 + 32 * chunks + 4 * words
 
 
 def _bits_of(data: bytes) -> list[int]:
@@ -522,41 +494,12 @@ def _positions(data: bytes, layout: int, n: int, k: int, w: int) -> list[int]:
         return list(range(n))
     if layout == 2:
         return [i for i, bit in enumerate(_bits_of(data)) if bit]
-    if layout == 4:
-        return [i for i, bit in enumerate(_bits_of(_bitmap(data, n, k))) if bit]
     unary_nbytes = math.ceil((k + math.ceil(n / 2**w)) / 8)
     ones = [u for u, bit in enumerate(_bits_of(data[:unary_nbytes])) if bit]
     offsets = _codes_of(data[unary_nbytes:], k, w)
     return [
         ((u - i) << w) | offset for i, (u, offset) in enumerate(zip(ones, offsets, strict=True))
     ]
-
-
-def _bitmap(data: bytes, n: int, k: int) -> bytes:
-    """Return the bytes that the layout ENTROPY stands for."""
-    size, frequencies = math.ceil(n / 8), _frequencies(n, k)
-    slots = []  # for each slot: its byte, the byte's frequency, the byte's first slot
-    for byte in range(256):
-        f = frequencies[byte.bit_count()]
-        slots += [(byte, f, len(slots))] * f
-    assert len(slots) == 4096
-    chunks = math.ceil(size / 4096)
-    lengths = struct.unpack_from(f"<{chunks}H", data)
-    at, found = math.ceil(2 * chunks / 4) * 4, bytearray()
-    for n_words in lengths:
-        states = list(struct.unpack_from("<4Q", data, at))
-        words = iter(struct.unpack_from(f"<{n_words}I", data, at + 32))
-        at += 32 + 4 * n_words
-        for i in range(min(4096, size - len(found))):
-            slot = states[i % 4] % 4096
-            byte, f, start = slots[slot]
-            x = f * (states[i % 4] // 4096) + slot - start
-            states[i % 4] = x * 2**32 + next(words) if x < 2**31 else x
-            found.append(byte)
-        assert next(words, None) is None
-        assert states == [2**31] * 4
-    assert at <= _entropy_nbytes(n, k)
-    return bytes(found)
 
 
 def _values(data: bytes, count: int, bits: int, scale: float, grid: int) -> np.ndarray:
@@ -635,19 +578,7 @@ def test_a_decoder_written_from_the_page_reads_transforms(recipe, density, bits,
 def test_these_shapes_and_densities_meet_every_layout():
     codecs = [get_codec("topk", density=density, bits=8) for density in DENSITIES]
     met = {codec.encode(np.ones(shape, np.float32))[7] for codec in codecs for shape in SHAPES}
-    assert met == set(range(5))
-
-
-@each("density", [0.15, 0.9])
-def test_positions_in_an_entropy_code_end_where_the_page_says(density):
-    n = 80_000  # three chunks, the last one cut short
-    k = round(density * n)
-    w, nbytes, layout = _cheapest(n, k)
-    assert (w, layout) == (0, 4)
-    for positions in (np.arange(k), np.random.default_rng(2).permutation(n)[:k]):
-        packed = reference.pack_entropy(reference.bitmap_of(positions, n), n, k)
-        assert packed.size == nbytes
-        assert _positions(packed.tobytes(), 4, n, k, 0) == sorted(positions)
+    assert met == set(range(4))
 
 
 def test_bfloat16_values_are_the_upper_halves_of_float32():

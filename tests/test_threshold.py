@@ -48,7 +48,7 @@ def test_a_value_equal_to_the_threshold_is_sent():
 
 @pytest.mark.parametrize(
     ("n_large", "layout"),
-    [(0, 1), (1, 3), (30, 3), (3000, 4), (9700, 4), (9999, 0), (10_000, 0)],
+    [(0, 1), (1, 3), (30, 3), (3000, 2), (9600, 2), (9700, 0), (10_000, 0)],
 )
 def test_the_layout_follows_from_how_many_are_sent(n_large, layout):
     """Nothing but a header for none; the tensor itself where positions would cost more."""
@@ -76,7 +76,7 @@ def test_payloads_of_all_layouts_add_up():
     codec, rng = get_codec("hard_threshold", threshold=0.5), np.random.default_rng(1)
     xs = [(rng.random(5000) < share).astype(np.float32) for share in (0, 0.001, 0.3, 0.99, 1)]
     payloads = [codec.encode(x) for x in xs]
-    assert len({wire.read_header(payload).layout for payload in payloads}) == 5
+    assert len({wire.read_header(payload).layout for payload in payloads}) == 4
     for backend in ("reference", "cpu"):
         assert codec.decode_sum(payloads, backend).tobytes() == sum(xs).tobytes()
 

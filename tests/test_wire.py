@@ -11,7 +11,6 @@ from horovod_fftcomp import PayloadError, get_codec, wire
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.quantizers import Float32, RangeFloat, float_of
 from horovod_fftcomp.types import Body
-from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.positions import Layout
 from tests.loops import each
 
@@ -70,41 +69,10 @@ def test_positions_survive_every_layout(chosen, low_bits):
             (kernels.pack_bitmap(bitmap, n), kernels.unpack_bitmap, ()),
             (kernels.pack_offsets(bitmap, n, k, low_bits), kernels.unpack_offsets, (low_bits,)),
         ]
-        if rans.can_code(n, k):
-            layouts.append((kernels.pack_entropy(bitmap, n, k), kernels.unpack_entropy, ()))
         for sent, unpack, options in layouts:
             assert unpack(sent.copy(), n, k, *options).tolist() == bitmap.tolist()
         packed[name] = b"".join(sent.tobytes() for sent, _, _ in layouts)
     assert packed["reference"] == packed["cpu"]
-
-
-@each("n", [1, 8, 9, 32_767, 32_768, 32_769, 100_003])
-@each("density", [0.0, 0.001, 0.06, 0.15, 0.25, 0.35, 0.9, 1.0])
-def test_the_entropy_code_holds_every_bitmap_of_k_ones(n, density):
-    """Its room follows from n and k; the worst bitmaps are those of full and of empty bytes."""
-    k, rng = int(n * density), np.random.default_rng(n)
-    worst = [np.arange(k), np.arange(n - k, n), np.sort(rng.choice(n, k, replace=False))]
-    if 8 * k <= n:
-        worst.append(8 * np.arange(k))
-    for positions in worst:
-        bitmap = bitmap_of(positions, n)
-        packed = [load_backend(name).pack_entropy(bitmap, n, k) for name in BACKENDS]
-        assert packed[0].nbytes == rans.coded_nbytes(n, k)
-        assert packed[0].tobytes() == packed[1].tobytes()
-        for name in BACKENDS:
-            unpacked = load_backend(name).unpack_entropy(packed[1], n, k)
-            assert unpacked.tolist() == bitmap.tolist()
-
-
-def test_frequencies_add_up_and_none_is_missing():
-    counts = [1, 8, 28, 56, 70, 56, 28, 8, 1]
-    for n in (1, 10, 1000, 25_000_000, 1 << 40):
-        for share in (0, 0.001, 0.03, 0.15, 0.3, 0.35, 0.46, 0.5, 0.51, 0.8, 0.999, 1):
-            k = int(n * share)
-            found = rans.frequencies(n, k)
-            assert sum(f * count for f, count in zip(found, counts, strict=True)) == 4096
-            assert rans.can_code(n, k) == (min(found) >= 1)
-            assert rans.can_code(n, k) or 0.37 < k / n < 0.63
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -124,28 +92,10 @@ def test_positions_that_cannot_be_are_refused(backend):
         kernels.unpack_offsets(beyond, 13, 1, 4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_entropy_codes_that_cannot_be_are_refused(backend):
-    kernels, n, k = load_backend(backend), 40_000, 5000
-    positions = np.sort(np.random.default_rng(0).choice(n, k, replace=False))
-    good = kernels.pack_entropy(bitmap_of(positions, n), n, k)
-    rng = np.random.default_rng(1)
-    for at in [0, 1, 2, 3, 4, 11, 36, *rng.integers(0, good.nbytes, 60)]:
-        damaged = good.copy()
-        damaged[at] ^= 1 << rng.integers(8)
-        try:
-            bitmap = kernels.unpack_entropy(damaged, n, k)
-        except ValueError:
-            continue
-        assert load_backend("reference").positions_of(bitmap).size == k  # padding was hit
-    with pytest.raises(ValueError, match=r"the positions take \d+ words, expected at most"):
-        kernels.unpack_entropy(np.full(good.nbytes, 255, np.uint8), n, k)
-
-
 @pytest.mark.parametrize(
     ("n", "k", "layout"),
     [(1000, 1000, Layout.ALL), (1000, 400, Layout.BITMAP), (1000, 15, Layout.OFFSETS),
-     (10**5, 15_000, Layout.ENTROPY),     (10**6, 10, Layout.OFFSETS), (0, 0, Layout.ALL)],
+     (10**5, 15_000, Layout.OFFSETS), (10**6, 10, Layout.OFFSETS), (0, 0, Layout.ALL)],
 )  # fmt: skip
 def test_the_cheapest_layout_is_chosen(n, k, layout):
     assert wire.make_plan((4 * n + 1,), n, k, 8).layout == layout
@@ -156,7 +106,7 @@ def test_the_cheapest_layout_is_chosen(n, k, layout):
 def test_positions_stay_close_to_their_entropy(density, n):
     plan = get_codec("topk", density=density).plan((n,))
     bits = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) * n
-    assert plan.positions.nbytes * 8 <= 1.12 * bits
+    assert plan.positions.nbytes * 8 <= (1.12 if density < 0.1 else 1.24) * bits
 
 
 @pytest.mark.parametrize(

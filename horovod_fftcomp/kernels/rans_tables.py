@@ -16,11 +16,10 @@ _SLOTS = 1 << rans.PRECISION
 def encoder_table(frequencies: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
     """Return each byte's frequency, reciprocal, shift and bias, the constants of an encoding step.
 
-    ``frequencies``: of all bytes, or of those with 0 to 8 ones.
     For a state below 2^63, state // f is the upper half of state * reciprocal, shifted (Alverson
     1991). For f = 1 this is one too small, which the bias corrects.
     """
-    freqs = _frequencies(frequencies)
+    freqs = np.array(frequencies, np.int64)
     biases = np.cumsum(freqs) - freqs + np.where(freqs == 1, _SLOTS - 1, 0)
     shifts = [max(1, (f - 1).bit_length()) for f in freqs.tolist()]
     reciprocals = [
@@ -48,14 +47,8 @@ def decoder_table(frequencies: tuple[int, ...]) -> Array:
 
     The offset is the slot less the first one of its symbol.
     """
-    freqs = _frequencies(frequencies)
+    freqs = np.array(frequencies, np.int64)
     starts = np.cumsum(freqs) - freqs
     symbols = np.repeat(np.arange(256), freqs)
     offsets = np.arange(_SLOTS) - starts[symbols]
     return (symbols | freqs[symbols] << 8 | offsets << 20).astype(np.uint32)
-
-
-def _frequencies(frequencies: tuple[int, ...]) -> Array:
-    if len(frequencies) == 256:
-        return np.array(frequencies, np.int64)
-    return np.array([frequencies[byte.bit_count()] for byte in range(256)], np.int64)

@@ -32,7 +32,6 @@ from horovod_fftcomp.codec.quantizers import (
     key_exponent,
 )
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients
-from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.counter_rng import random_words
 from horovod_fftcomp.wire.positions import unary_bits
 from horovod_fftcomp.wire.radix import GROUP, sketch_bits
@@ -355,46 +354,6 @@ def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
     if k and (positions[-1] >= n or (np.diff(positions) <= 0).any()):
         raise ValueError(f"the positions do not ascend, or are not below {n}")
     return bitmap_of(positions, n)
-
-
-def pack_entropy(bitmap: Array, n: int, k: int) -> Array:
-    """Return the bitmap in the entropy code of ``wire.rans``, uint8 ``[coded_nbytes(n, k)]``."""
-    symbols = pack_bitmap(bitmap, n).tolist()
-    freqs = _frequencies(n, k)
-    lengths, body = [], bytearray()
-    for begin in range(0, len(symbols), rans.CHUNK_SYMBOLS):
-        own = symbols[begin : begin + rans.CHUNK_SYMBOLS]
-        states, words = rans.encode(own, [freqs] * len(own))
-        lengths.append(len(words))
-        body += np.array(states, np.uint64).tobytes() + np.array(words, np.uint32).tobytes()
-    packed = bytes(np.array(lengths, np.uint16)).ljust(rans.words_offset(n), b"\0") + body
-    return np.frombuffer(packed.ljust(rans.coded_nbytes(n, k), b"\0"), np.uint8)
-
-
-def unpack_entropy(packed: Array, n: int, k: int) -> Array:
-    """Return the bitmap that ``pack_entropy`` packed; ValueError unless it has ``k`` ones."""
-    lengths = packed[: 2 * rans.n_chunks(n)].view(np.uint16).tolist()
-    words = packed[rans.words_offset(n) :]
-    words = words[: words.size // 4 * 4].view(np.uint32).tolist()
-    n_words = sum(lengths) + 2 * rans.LANES * len(lengths)
-    if n_words > len(words):
-        raise ValueError(f"the positions take {n_words} words, expected at most {len(words)}")
-    freqs = _frequencies(n, k)
-    n_left, symbols = (n + 7) // 8, []
-    for length in lengths:
-        states = [words[i] | words[i + 1] << 32 for i in range(0, 2 * rans.LANES, 2)]
-        words = words[2 * rans.LANES :]
-        tables = [freqs] * min(n_left, rans.CHUNK_SYMBOLS)
-        symbols += rans.decode(states, words[:length], tables)
-        words = words[length:]
-        n_left -= rans.CHUNK_SYMBOLS
-    return unpack_bitmap(np.array(symbols, np.uint8), n, k)
-
-
-def _frequencies(n: int, k: int) -> tuple[int, ...]:
-    """Return the frequency of each byte."""
-    frequencies = rans.frequencies(n, k)
-    return tuple(frequencies[byte.bit_count()] for byte in range(256))
 
 
 def count_above(values: Array, key: int) -> int:

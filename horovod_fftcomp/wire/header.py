@@ -17,7 +17,7 @@ from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.positions import Layout, Positions
 
-VERSION = 3
+VERSION = 4
 MAGIC = b"HFC"
 ALIGNMENT = 16  # bytes, of a payload within a message, so that kernels read whole words
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -12,10 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp.types import Array
-from horovod_fftcomp.wire import rans
-
-# Of the next best size. The entropy code is the slowest, so a smaller gain is not worth its time.
-_WORTH_CODING_PERCENT = 95
 
 
 class Layout(enum.IntEnum):
@@ -25,7 +21,6 @@ class Layout(enum.IntEnum):
     ALL = 1  # no positions: every coefficient, or none
     BITMAP = 2  # one bit for each coefficient
     OFFSETS = 3  # fixed-width offsets in blocks, and the blocks' counts in unary
-    ENTROPY = 4  # the bitmap's bytes in an entropy code of bounded size
 
 
 class Positions(NamedTuple):
@@ -42,10 +37,7 @@ class Positions(NamedTuple):
 
 
 def cheapest(n: int, k: int) -> Positions:
-    """Return the smallest encoding of ``k`` of ``n`` positions; of equal sizes the simplest.
-
-    The entropy code is chosen only if it is more than 5 % smaller than the others.
-    """
+    """Return the smallest encoding of ``k`` of ``n`` positions; of equal sizes the simplest."""
     if k in (0, n):
         return Positions(Layout.ALL, n, k, 0, 0)
     choices = [((n + 7) // 8, Layout.BITMAP, 0)]
@@ -53,9 +45,6 @@ def cheapest(n: int, k: int) -> Positions:
         nbytes = (unary_bits(n, k, low_bits) + 7) // 8 + (k * low_bits + 7) // 8
         choices.append((nbytes, Layout.OFFSETS, low_bits))
     nbytes, layout, low_bits = min(choices)
-    coded = rans.coded_nbytes(n, k) if rans.can_code(n, k) else nbytes
-    if 100 * coded < _WORTH_CODING_PERCENT * nbytes:
-        return Positions(Layout.ENTROPY, n, k, 0, coded)
     return Positions(layout, n, k, low_bits, nbytes)
 
 
@@ -68,8 +57,6 @@ def pack(bitmap: Array, how: Positions, kernels: ModuleType) -> Array:
     """Return the positions of the ones of ``bitmap``, encoded, uint8 ``[how.nbytes]``."""
     if how.layout is Layout.BITMAP:
         return kernels.pack_bitmap(bitmap, how.n)
-    if how.layout is Layout.ENTROPY:
-        return kernels.pack_entropy(bitmap, how.n, how.k)
     if how.layout is Layout.OFFSETS:
         return kernels.pack_offsets(bitmap, how.n, how.k, how.low_bits)
     return bitmap[:0].view(np.uint8)
@@ -79,8 +66,6 @@ def unpack(packed: Array, how: Positions, kernels: ModuleType) -> Array:
     """Return the bitmap that ``pack`` encoded; ValueError for bytes that it never writes."""
     if how.layout is Layout.BITMAP:
         return kernels.unpack_bitmap(packed, how.n, how.k)
-    if how.layout is Layout.ENTROPY:
-        return kernels.unpack_entropy(packed, how.n, how.k)
     if how.layout is Layout.OFFSETS:
         return kernels.unpack_offsets(packed, how.n, how.k, how.low_bits)
     return first_ones(how.n, how.k)

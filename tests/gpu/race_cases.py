@@ -26,7 +26,7 @@ BARRIER = "__syncthreads();"
 # Of other kernels each, or of other parts of them.
 RACES = (
     ("topk", {"density": 0.05, "bits": 5}),  # offsets
-    ("fft", {"density": 0.3}),  # the entropy code
+    ("fft", {"density": 0.3}),  # bitmaps
     ("dct", {"block": 256}),
     ("hard_threshold", {"threshold": 2.0}),
     ("adacomp", {}),
@@ -44,7 +44,7 @@ RACES = (
 )
 CASES = (
     *RACES,
-    ("topk", {"density": 0.4, "bits": 8}),  # bitmaps
+    ("topk", {"density": 0.4, "bits": 8}),
     ("random_k", {"exchange": "gather"}),
     ("dorefa", {"bits": 12}),
     ("demo", {"sign": True}),

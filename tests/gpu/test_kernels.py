@@ -278,7 +278,7 @@ def test_nearly_all_values_may_lie_in_one_tile(transform, schedule):
 @each("schedule", SCHEDULES)
 def test_positions_may_travel_differently_from_each_rank(schedule):
     codec, shape, rng = make_codec("threshold"), (30_000,), np.random.default_rng(11)
-    scales = (0.3, 1.5, 0.8, 0.3, 1e3, 0.3, 1.5, 0.0, 0.3, 1.5)
+    scales = (0.6, 3.0, 1.6, 0.6, 1e3, 0.6, 3.0, 0.0, 0.6, 3.0)
     made = [
         Encoded(codec, [scale * rng.standard_normal(shape).astype(np.float32)]) for scale in scales
     ]
@@ -293,7 +293,7 @@ def test_positions_may_travel_differently_from_each_rank(schedule):
 
 
 @pytest.mark.parametrize(
-    "key", ["topk", "topk-entropy", "topk-bitmap", "fft", "dct", "threshold", *CHOSEN, *ELEMENTS]
+    "key", ["topk", "topk-bitmap", "fft", "dct", "threshold", *CHOSEN, *ELEMENTS]
 )
 def test_a_rank_that_is_not_finite_makes_that_sum_nan_alone(key):
     codec = make_codec(key)
@@ -313,7 +313,6 @@ def test_a_rank_that_is_not_finite_makes_that_sum_nan_alone(key):
     "key",
     [
         "topk",
-        "topk-entropy",
         "topk-bitmap",
         "topk-all",
         "fft",

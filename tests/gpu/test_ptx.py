@@ -20,14 +20,14 @@ ROOT = Path(__file__).parents[2]
 OFTEN = "13:sm_90"
 TARGETS = ("12:sm_80", "12:sm_90", "13:sm_80", OFTEN, "13:sm_100")
 SUITE = ("test_kernels", "test_engine", "test_engine_state", "test_emulator")
-# Of each way of choosing elements and of writing positions, and one of a transform.
+# Of each way of choosing elements and of writing positions, the entropy code, and a transform.
 QUICK = {
     "test_payloads_and_residuals_are_the_cpus": (
-        "topk", "topk-bitmap", "topk-entropy", "threshold", "adacomp", "wangni", "qsgd", "onebit",
+        "topk", "topk-bitmap", "threshold", "adacomp", "wangni", "qsgd", "dither-20", "onebit",
     ),
     "test_from_given_coefficients_on_every_byte_is_the_cpus": ("fft-2-bits",),
     "test_sums_are_the_cpus": (
-        "topk", "topk-bitmap", "topk-entropy", "fft-2-bits", "qsgd-l2", "onebit-column",
+        "topk", "topk-bitmap", "fft-2-bits", "qsgd-l2", "dither-20", "onebit-column",
     ),
 }  # fmt: skip
 

@@ -28,10 +28,8 @@ from horovod_fftcomp.kernels.cpu.lowrank import low_rank, orthonormal
 from horovod_fftcomp.kernels.cpu.momentum import momentum_accumulate, zero_at
 from horovod_fftcomp.kernels.cpu.positions import (
     pack_bitmap,
-    pack_entropy,
     pack_offsets,
     unpack_bitmap,
-    unpack_entropy,
     unpack_offsets,
 )
 from horovod_fftcomp.kernels.cpu.signs import add_signs, encode_signs, majority_sign, subtract_signs

@@ -20,9 +20,7 @@ from horovod_fftcomp.kernels.cpu import bucket_dense as dense
 from horovod_fftcomp.kernels.cpu.bucket_sparse import MEMBER, encode_sparse, sum_sparse
 from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS
 from horovod_fftcomp.kernels.cpu.transforms import constants_of, span_of
-from horovod_fftcomp.kernels.rans_tables import decoder_table, encoder_table
 from horovod_fftcomp.types import Array, Shape
-from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.header import Plan, header_and_changes
 from horovod_fftcomp.wire.positions import Layout, unary_bits
 from horovod_fftcomp.wire.radix import digits_of
@@ -125,7 +123,6 @@ class SparseGroup(Group):
 
     def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:
         rows = np.zeros(len(plans), MEMBER)
-        frequencies: dict[tuple[int, ...], int] = {}
         for row, plan, (codec, _) in zip(rows, plans, own, strict=True):
             chosen = plan.positions
             row["n"], row["k"], row["layout"] = chosen.n, chosen.k, chosen.layout
@@ -134,21 +131,13 @@ class SparseGroup(Group):
             row["kind"], row["bits"], *_ = codec.coding(1.0)
             if plan.layout is Layout.OFFSETS:
                 row["n_unary"] = unary_bits(chosen.n, chosen.k, chosen.low_bits)
-            if plan.layout is Layout.ENTROPY:
-                row["words_offset"] = rans.words_offset(chosen.n)
-                found = rans.frequencies(chosen.n, chosen.k)
-                row["table"] = frequencies.setdefault(found, len(frequencies))
-        unused = 1 << rans.PRECISION, *[0] * 8
-        encoders = [encoder_table(found) for found in frequencies or [unused]]
-        self._entropy = tuple(np.array(part) for part in zip(*encoders, strict=True))
-        self._decoders = np.array([decoder_table(found) for found in frequencies or [unused]])
         return rows
 
     def _to_encode(self, here: slice) -> tuple:
-        return self._entropy, self._forward
+        return (self._forward,)
 
     def _to_sum(self, here: slice) -> tuple:
-        return self._decoders, self._inverse, self._span
+        return self._inverse, self._span
 
 
 class DenseGroup(Group):

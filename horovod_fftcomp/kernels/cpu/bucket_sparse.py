@@ -17,28 +17,20 @@ from horovod_fftcomp.codec.quantizers import (
 from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_and_grid, write_header
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.positions import (
-    bitmap_has,
-    decode_chunks,
-    encode_chunks,
-    read_offsets,
-    write_offsets,
-)
+from horovod_fftcomp.kernels.cpu.positions import bitmap_has, read_offsets, write_offsets
 from horovod_fftcomp.kernels.cpu.sparse import add_groups, sum_groups, take_groups
 from horovod_fftcomp.kernels.cpu.topk import GROUP, kth_of_few
 from horovod_fftcomp.kernels.cpu.transforms import forward_tiles, inverse_of_sum
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, fill_coding, float_of
 from horovod_fftcomp.kernels.cpu.vector_ir import LANES
-from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.positions import Layout
 
 # A tensor, as its plan and its codec say. ``reals``: of its coefficients; ``kept`` and ``total``:
 # the first of its residual in the arena of residuals, of its sum in that of sums; ``header``: the
-# first 64-bit word of its header; ``changes`` and ``table``: rows of the tables of checksums and of
-# the entropy code.
+# first 64-bit word of its header; ``changes``: row of the table of checksums.
 _FIELDS = (
-    "numel reals n k layout low_bits n_unary words_offset header_nbytes positions_nbytes "
-    "values_offset payload_nbytes kind bits kept total header changes table"
+    "numel reals n k layout low_bits n_unary header_nbytes positions_nbytes "
+    "values_offset payload_nbytes kind bits kept total header changes"
 )
 MEMBER = np.dtype([(name, np.int64) for name in _FIELDS.split()])
 
@@ -75,7 +67,7 @@ def _coefficients(grad, addend, coeffs, transform, tiles):
 
 @kernel
 def encode_sparse(
-    members, grads, residuals, offsets, _, peaks, kept, message, headers, changes, entropy,
+    members, grads, residuals, offsets, _, peaks, kept, message, headers, changes,
     transform, decay, subtract,
 ):  # fmt: skip
     """Write the payloads of tensors of one transform, and the bits of their peaks.
@@ -104,14 +96,14 @@ def encode_sparse(
         finite, grid = peak <= LARGEST_FINITE_BITS, np.int64(0)
         if finite:
             grid = _write_body(
-                row, coeffs, peak, transform, entropy, subtract, found, bitmap, packed, payload
+                row, coeffs, peak, transform, subtract, found, bitmap, packed, payload
             )
         scale = peak if finite else NAN_BITS
         write_header(payload, start, changes[row.changes], scale, grid, not finite)
 
 
 @inlined
-def _write_body(row, coeffs, peak, transform, entropy, subtract, found, bitmap, packed, payload):
+def _write_body(row, coeffs, peak, transform, subtract, found, bitmap, packed, payload):
     """Select and write positions and values; return the header's grid.
 
     What the values encode is subtracted from the coefficients.
@@ -140,26 +132,12 @@ def _write_body(row, coeffs, peak, transform, entropy, subtract, found, bitmap, 
         split = (row.n_unary + 7) // 8
         copy_bytes(unary, split, payload, at)
         copy_bytes(low, row.positions_nbytes - split, payload, at + split)
-    elif row.layout != _ALL:
-        symbols = bitmap.view(np.uint8)[: (row.n + 7) // 8]
-        lengths = payload[at : at + row.words_offset // 2 * 2].view(np.uint16)
-        words = found.view(np.uint32)
-        used = encode_chunks(
-            symbols, entropy[0][row.table], entropy[1][row.table], entropy[2][row.table],
-            entropy[3][row.table], lengths[: _chunks_of(row.n)], words,
-        )  # fmt: skip
-        copy_bytes(words, 4 * used, payload, at + row.words_offset)
     return grid
-
-
-@inlined
-def _chunks_of(n):
-    return (n + 8 * rans.CHUNK_SYMBOLS - 1) // (8 * rans.CHUNK_SYMBOLS)
 
 
 @kernel
 def sum_sparse(
-    members, offsets, scales, bad, payloads, n_ranks, message_nbytes, headers, changes, tables,
+    members, offsets, scales, bad, payloads, n_ranks, message_nbytes, headers, changes,
     transform, span, totals,
 ):  # fmt: skip
     """Write the sums over ranks of the payloads of tensors of one transform.
@@ -187,7 +165,7 @@ def sum_sparse(
             at = p * message_nbytes + offsets[m]
             payload = payloads[at : at + row.payload_nbytes]
             scales[m, p], grid = scale_and_grid(payload, start, changes[row.changes])
-            if scales[m, p] < 0 or not _read_positions(row, payload, tables, scratch, bitmaps[p]):
+            if scales[m, p] < 0 or not _read_positions(row, payload, scratch, bitmaps[p]):
                 bad[m] = 1
                 break
             fill_coding(row.kind, row.bits, scales[m, p], grid, codings[p])
@@ -204,7 +182,7 @@ def sum_sparse(
 
 
 @inlined
-def _read_positions(row, payload, tables, scratch, bitmap):
+def _read_positions(row, payload, scratch, bitmap):
     """Write the bitmap of a payload's positions, padded; return False for a corrupt one."""
     packed = payload[row.header_nbytes : row.header_nbytes + row.positions_nbytes]
     used = bitmap[: (row.n + 63) // 64]
@@ -217,24 +195,11 @@ def _read_positions(row, payload, tables, scratch, bitmap):
         if row.n % 64:
             used[-1] = (np.uint64(1) << np.uint64(row.n % 64)) - np.uint64(1)
         return True
-    if row.layout == _OFFSETS:
-        split = (row.n_unary + 7) // 8
-        unary = scratch[: (row.n_unary + 63) // 64]
-        low = scratch[unary.size : unary.size + (row.k * row.low_bits + 63) // 64 + 1]
-        fill_words(packed[:split], unary)
-        fill_words(packed[split:], low)
-        if not bitmap_has(unary, row.n_unary, row.k):
-            return False
-        return read_offsets(unary, low, row.low_bits, row.n, used)
-    lengths = packed[: row.words_offset // 2 * 2].view(np.uint16)[: _chunks_of(row.n)]
-    n_words = (packed.size - row.words_offset) // 4
-    words = packed[row.words_offset : row.words_offset + 4 * n_words].view(np.uint32)
-    coded = np.int64(0)
-    for length in lengths:
-        coded += np.int64(length) + 2 * rans.LANES
-    if coded > words.size:
+    split = (row.n_unary + 7) // 8
+    unary = scratch[: (row.n_unary + 63) // 64]
+    low = scratch[unary.size : unary.size + (row.k * row.low_bits + 63) // 64 + 1]
+    fill_words(packed[:split], unary)
+    fill_words(packed[split:], low)
+    if not bitmap_has(unary, row.n_unary, row.k):
         return False
-    symbols = used.view(np.uint8)[: (row.n + 7) // 8]
-    return decode_chunks(words, lengths, tables[row.table], symbols, None) and bitmap_has(
-        used, row.n, row.k
-    )
+    return read_offsets(unary, low, row.low_bits, row.n, used)

@@ -13,7 +13,7 @@ import numpy as np
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.dense import fill_random
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.positions import decode_chunks, encode_chunks
+from horovod_fftcomp.kernels.cpu.rans import decode_chunk, encode_chunk
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
 from horovod_fftcomp.kernels.rans_tables import decoder_table, encoder_table
@@ -96,7 +96,7 @@ def encode_coded_chunks(
     ratio, levels = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.int32)
     counts, symbols = np.empty(BINS, np.int32), np.empty(GROUP, np.uint16)
     out = np.empty(STATE_WORDS + GROUP // 2, np.uint32)  # at most 12 bits a symbol
-    length, scale, at = np.empty(1, np.uint16), np.float32(0), 0
+    scale, at = np.float32(0), 0
     for chunk in range(rooms.shape[0]):
         part, room = values[chunk * CHUNK : (chunk + 1) * CHUNK], rooms[chunk, 0]
         own, codes, states = _split(body, at, part.size, bucket, room)
@@ -107,8 +107,8 @@ def encode_coded_chunks(
         _write_ratios(part, peak, codes, bucket, ratio)
         _count(ratio[: part.size], counts)
         _draw(key, first + chunk, dithers)
-        choice, used = 2 * numbers[4], 0  # those with tails have finer grids
-        while used == 0:
+        choice, n_words = 2 * numbers[4], room + 1  # those with tails have finer grids
+        while n_words > room:
             choice = _fitting(choice - 1, counts, costs, rooms[chunk, 1], peak, numbers)
             if choice < 0:
                 own[:] = np.uint32(0)
@@ -117,13 +117,12 @@ def encode_coded_chunks(
             _write_levels(ratio[: part.size], coded.LEVELS_OF_GRIDS[choice >> 1], dithers, levels)
             _join(levels, part.size, dithers, symbols)
             code = freqs[t], reciprocals[t], shifts[t], biases[t]
-            used = encode_chunks(symbols[:width], *code, length, out)
-            used = used if length[0] <= room else 0
-        if used:
+            n_words = encode_chunk(symbols[:width], *code, out)
+        if choice >= 0:
             unit = np.float32(peak * coded.STEPS_OF_GRIDS[choice >> 1])
             own[:1].view(np.float32)[0] = unit
-            own[1] = np.uint32(length[0] + (t << 16))
-            own[states : states + used] = out[:used]
+            own[1] = np.uint32(n_words + (t << 16))
+            own[states : states + STATE_WORDS + n_words] = out[: STATE_WORDS + n_words]
             scale = max(scale, np.float32(unit * np.float32(numbers[1 + t])))
             if keep:
                 _add_values(part, levels, dithers, codes, unit, bucket, np.float32(-1))
@@ -309,7 +308,6 @@ def add_coded_chunks(total, body, rooms, key, first, scale, numbers, decoders):
     bucket, at = numbers[0], 0
     levels, symbols = np.empty(CHUNK, np.int32), np.empty(GROUP, np.uint8)
     dithers, parts = np.empty(GROUP, np.uint32), np.empty(GROUP, np.uint8)
-    length = np.empty(1, np.uint16)
     for chunk in range(rooms.shape[0]):
         part, room = total[chunk * CHUNK : (chunk + 1) * CHUNK], rooms[chunk, 0]
         own, codes, states = _split(body, at, part.size, bucket, room)
@@ -322,11 +320,12 @@ def add_coded_chunks(total, body, rooms, key, first, scale, numbers, decoders):
         unit = own[:1].view(np.float32)[0]
         if not (unit >= 0 and np.float32(unit * np.float32(numbers[1 + table])) <= scale):
             return np.int64(2)
-        width, length[0] = (part.size + 1) // 2, n_words
+        width = (part.size + 1) // 2
         _draw(key, first + chunk, dithers)
         for i in range(width):
             parts[i] = np.uint8(_part_of(dithers[i]))
-        if not decode_chunks(own[states:], length, decoders[table], symbols[:width], parts):
+        words = own[states : states + STATE_WORDS + n_words]
+        if not decode_chunk(words, decoders[table], symbols[:width], parts):
             return np.int64(3)
         for i in range(width):
             both = np.int32(symbols[i])

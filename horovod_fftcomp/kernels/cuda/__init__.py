@@ -22,13 +22,11 @@ _SOURCES = ("common", "select", "transform", "emit", "entropy", "header", "decod
             "shared", "hash", "elements", "coded", "chosen", "halves", "momentum",
             "lowrank")  # fmt: skip
 
-_OF_COEFFICIENTS = (
-    "emit", "count_offsets", "decode_chunks", "count_values", "square",
-)  # fmt: skip
+_OF_COEFFICIENTS = ("emit", "count_offsets", "count_values", "square")
 # Name expressions of all kernels; a training compiles those that it uses.
 NAMES = (
-    *("add_residual", "copy_raw", "encode_chunks", "copy_chunks", "write_header"),
-    *("read_headers", "count_unary", "find_chunks", "sum_raw", "majority_sign"),
+    *("add_residual", "copy_raw", "write_header"),
+    *("read_headers", "count_unary", "sum_raw", "majority_sign"),
     *("choose_winners", "count_common", "filter_low", "take_shares", "check_shares"),
     *("clear_sums", "add_shares", "take_whole", "check_factors", "orthonormalize"),
     *("subtract_products", "sum_products", "keep_factors"),

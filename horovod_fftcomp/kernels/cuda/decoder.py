@@ -22,9 +22,7 @@ from horovod_fftcomp.kernels.cuda.dense import ElementSums
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, Group
 from horovod_fftcomp.kernels.ops import Codecs
-from horovod_fftcomp.kernels.rans_tables import decoder_table
 from horovod_fftcomp.types import Arrays, Shape
-from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.header import Plan, header_and_changes
 from horovod_fftcomp.wire.positions import Layout, Positions, unary_bits
 
@@ -132,7 +130,6 @@ class _Bodies:
         for row, plan, codec, offset in zip(self._rows, plans, codecs, offsets, strict=True):
             structs.enter_plan(row, plan, codec)
             row["payload_offset"], row["header_nbytes"] = offset, plan.header_nbytes
-            row["positions_nbytes"] = plan.positions.nbytes
         groups = structs.grouped(plans, codecs, self._rows)
         of_elements = [codec for codec in codecs if isinstance(codec, DenseCodec)]  # all or none
         self._groups = [
@@ -217,14 +214,12 @@ class _GroupSums:
         self._n_words = WORDS // reals
         self._tables = [device.upload(t) for t in (structs.roots(block), structs.cosines(block))]
         self._sum, self._count = f"sum_payloads<{block}, {domain}>", f"count_values<{reals}>"
-        self._offsets, self._decode = f"count_offsets<{reals}>", f"decode_chunks<{reals}>"
-        self.names = ["count_unary", "find_chunks", self._sum, self._count]
-        self.names += [self._offsets, self._decode]
+        self._offsets = f"count_offsets<{reals}>"
+        self.names = ["count_unary", self._sum, self._count, self._offsets]
         self._kept: list[Any] = []
-        unary, warps = self._enter_positions(group, plans, rows)
-        self._n_unary, self._n_warps, self._n_tensors = len(unary), len(warps), len(rows)
+        unary = self._enter_offsets(group, plans, rows)
+        self._n_unary = len(unary)
         self._unary = device.upload(np.array(unary or [0], np.uint32))
-        self._warps = device.upload(np.array(warps or [0], np.uint32))
         placed = [m for m in group.members if rows["layout"][m] != Layout.OFFSETS]
         n_groups = (rows["n_tiles"][placed] + np.uint32(structs.WARPS - 1)) // structs.WARPS
         rows["first_group"][placed] = np.cumsum(n_groups) - n_groups
@@ -233,26 +228,16 @@ class _GroupSums:
         self._tile_groups = device.upload(owners if placed else np.zeros(1, np.uint32))
         self._make_scratch(group, rows)
 
-    def _enter_positions(
-        self, group: Group, plans: Sequence[Plan], rows: Any
-    ) -> tuple[list[int], list[int]]:
-        """Enter the layouts of positions; return the tensor of each tile of bits, of each warp."""
+    def _enter_offsets(self, group: Group, plans: Sequence[Plan], rows: Any) -> list[int]:
+        """Enter the layout of offsets; return the tensor of each tile of bits."""
         unary: list[int] = []
-        warps: list[int] = []
         for number in group.members:
             row, how = rows[number], plans[number].positions
             if how.layout is Layout.OFFSETS:
                 n_bits = unary_bits(how.n, how.k, how.low_bits)
                 row["first_unary"], row["n_unary"] = len(unary), -(-n_bits // (32 * WORDS))
                 unary += [number] * int(row["n_unary"])
-            if how.layout is Layout.ENTROPY:
-                slots = self._device.upload(decoder_table(rans.frequencies(how.n, how.k)))
-                self._kept.append(slots)
-                row["slots"] = self._device.address(slots)
-                row["n_chunks"], row["first_warp"] = rans.n_chunks(how.n), len(warps)
-                row["n_warps"] = -(-int(row["n_chunks"]) // structs.CHUNKS_OF_WARP)
-                warps += [number] * int(row["n_warps"])
-        return unary, warps
+        return unary
 
     def _make_scratch(self, group: Group, rows: Any) -> None:
         """Allocate the bitmaps and counts of all ranks and enter their addresses."""
@@ -264,7 +249,6 @@ class _GroupSums:
             ("ranks", tiles * ~by_offsets),
             ("starts", tiles * by_offsets * np.uint64(structs.START_NBYTES // 4)),
             ("unary", described["n_unary"]),
-            ("chunks", described["n_chunks"]),
         ):
             sizes = np.uint64(self._n_ranks) * counts
             # Zeros, since no kernel writes bitmaps beyond their last byte.
@@ -285,11 +269,6 @@ class _GroupSums:
             arguments = [*common, self._unary, np.uint32(self._n_unary)]
             for name in ("count_unary", self._offsets):
                 kernels[name](per_rank * self._n_unary, WORDS, arguments, shared)
-        if self._n_warps:
-            kernels["find_chunks"](per_rank * self._n_tensors, 32, common, shared)
-            arguments = [*common, self._warps, np.uint32(self._n_warps)]
-            nbytes = structs.BESIDE_NBYTES
-            kernels[self._decode](per_rank * self._n_warps, 32, arguments, nbytes)
         if self._n_groups:
             arguments = [*common, self._tile_groups, np.uint32(self._n_groups)]
             kernels[self._count](per_rank * self._n_groups, THREADS, arguments, shared)

@@ -22,9 +22,7 @@ from horovod_fftcomp.kernels.cuda.sparse import CountedGroup, SparseGroup
 from horovod_fftcomp.kernels.cuda.structs import Group
 from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
 from horovod_fftcomp.kernels.ops import Codecs
-from horovod_fftcomp.kernels.rans_tables import pushes
 from horovod_fftcomp.types import Array, Arrays, Shape
-from horovod_fftcomp.wire import rans
 from horovod_fftcomp.wire.header import header_and_changes
 from horovod_fftcomp.wire.positions import Layout
 
@@ -93,7 +91,7 @@ class Encoder:
         groups = structs.grouped(plans, codecs, self._rows)
         self._groups = [self._group(group, plans) for group in groups]
         names = {name for group in self._groups for name in group.names}
-        names |= {"write_header", "encode_chunks", "copy_chunks"}
+        names.add("write_header")
         self._kernels = device.functions(source(), sorted(names))
         self._found = device.zeros(max(1, len(plans) * structs.FOUND_NBYTES), np.uint8)
         self._headers = np.zeros(len(plans), structs.HEADER)
@@ -126,8 +124,6 @@ class Encoder:
         for row, plan, codec in zip(self._rows, plans, self._codecs, strict=True):
             structs.enter_plan(row, plan, codec)
         self._headers["nbytes"] = [plan.header_nbytes for plan in plans]
-        sparse = [group for group in self._groups if isinstance(group, SparseGroup)]
-        self._codes = _Codes(self._device, self._rows, sparse)
 
     def encode(
         self,
@@ -188,7 +184,6 @@ class Encoder:
             group.write(kernels, rows, found, squares)
             for group, squares in zip(self._groups, before, strict=True)
         ]
-        self._codes.encode(kernels, self._rows, found)
         not_finite = device.zeros(max(1, len(self._rows)), np.uint32)
         if len(self._rows):
             headers = self._uploads.of("headers", self._headers)
@@ -269,59 +264,3 @@ class Encoder:
 
 def _sum_of_last_rows(sums: Sequence[Sums]) -> float:
     return float(sum(of_tiles()[-1].sum() for of_tiles in sums))
-
-
-class _Codes:
-    """Launches that write positions in the entropy code, for the tensors that use it."""
-
-    def __init__(self, device: Device, rows: Array, groups: Sequence[SparseGroup]) -> None:
-        self._device, self._uploads = device, structs.Uploads(device)
-        coded = [
-            (number, group)
-            for group in groups
-            for number in group.members
-            if rows[number]["layout"] == Layout.ENTROPY
-        ]
-        self._rows = np.zeros(len(coded), structs.CODED)
-        warps: list[int] = []
-        chunks: list[tuple[int, int]] = []
-        self._kept: list[Any] = []
-        for place, (row, (number, group)) in enumerate(zip(self._rows, coded, strict=True)):
-            n, k = int(rows[number]["n"]), int(rows[number]["k"])
-            n_chunks = rans.n_chunks(n)
-            self._kept.append(device.upload(pushes(rans.frequencies(n, k))))
-            row["pushes"], row["tensor"] = device.address(self._kept[-1]), number
-            first_word = group.n_words * int(rows[number]["first_tile"])
-            row["bitmap"] = device.address(group.chosen) + 4 * first_word
-            row["n_symbols"], row["n_chunks"] = (n + 7) // 8, n_chunks
-            row["first_warp"] = len(warps)
-            row["n_warps"] = -(-n_chunks // structs.CHUNKS_OF_WARP)
-            warps += [place] * int(row["n_warps"])
-            chunks += [(place, chunk) for chunk in range(n_chunks)]
-        if not coded:
-            return
-        before = np.cumsum(self._rows["n_chunks"], dtype=np.uint64) - self._rows["n_chunks"]
-        for field, dtype, each in (
-            ("words", np.uint32, structs.MOST_WORDS),
-            ("states", np.uint64, rans.LANES),
-            ("lengths", np.uint32, 1),
-        ):
-            scratch = device.empty(len(chunks) * each, dtype)
-            self._kept.append(scratch)
-            nbytes = np.uint64(np.dtype(dtype).itemsize * each)
-            self._rows[field] = np.uint64(device.address(scratch)) + nbytes * before
-        self._n_warps, self._n_chunks = len(warps), len(chunks)
-        self._warps = device.upload(np.array(warps, np.uint32))
-        self._chunks = [device.upload(column) for column in np.array(chunks, np.uint32).T.copy()]
-
-    def encode(self, kernels: Any, rows: Array, found: Any) -> None:
-        """Launch the kernels that encode the bitmaps of chosen coefficients."""
-        if not len(self._rows):
-            return
-        tensors = rows[self._rows["tensor"]]
-        self._rows["coded"] = tensors["payload"] + tensors["positions_offset"]
-        self._rows["nbytes"] = tensors["values_offset"] - tensors["positions_offset"]
-        codes = self._uploads.of("codes", self._rows)
-        arguments = [codes, self._warps, found]
-        kernels["encode_chunks"](self._n_warps, 32, arguments, structs.PUSHES_NBYTES)
-        kernels["copy_chunks"](self._n_chunks, 128, [codes, *self._chunks, found], 0)

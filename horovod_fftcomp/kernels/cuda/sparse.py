@@ -40,8 +40,8 @@ class SparseGroup(TileGroup):
         self._names = self._launches(group.transform)
         self.names += self._names
         self.n_words = WORDS // reals
-        masks = [device.zeros(self.n_tiles * self.n_words, np.uint32) for _ in range(3)]
-        self._above, self._equal, self.chosen = masks  # ``_equal`` stays 0 without a k
+        masks = [device.zeros(self.n_tiles * self.n_words, np.uint32) for _ in range(2)]
+        self._above, self._equal = masks  # ``_equal`` stays 0 without a k
         n_rows = self.n_tiles * self.n_words // 32
         self._counts = device.empty(n_rows * structs.ROW_COUNTS_NBYTES, np.uint8)
         self._starts: tuple[int, Any] | None = None  # see ``_blocks``
@@ -80,8 +80,8 @@ class SparseGroup(TileGroup):
         return self._starts
 
     def write(self, kernels: Any, rows: Any, found: Any, before: list[Sums]) -> Sums:
-        """Launch the kernel that writes values, and positions except entropy codes."""
-        masks = [rows, self.owners, found, self._above, self._equal, self._counts, self.chosen]
+        """Launch the kernel that writes values and positions."""
+        masks = [rows, self.owners, found, self._above, self._equal, self._counts]
         kernels[self._names[-1]](self.n_tiles, self.n_words, masks, 0)
         if not before and not self.always_measures:
             return lambda: np.zeros((3, 0))

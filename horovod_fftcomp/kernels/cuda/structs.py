@@ -17,12 +17,11 @@ from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout
 
-# As in src/common.cuh and src/entropy.cuh.
+# As in src/common.cuh.
 TILE, THREADS = 4096, 256
 WARPS = THREADS // 32
 RESIDENT = 4  # blocks at a time on a processor of a GPU
 WORDS = TILE // 32  # of a tile's bit mask, of reals
-CHUNKS_OF_WARP, MOST_WORDS = 8, 1540
 FOUND_NBYTES, ROW_COUNTS_NBYTES, START_NBYTES = 32 + 4 * 2048, 16, 12
 NESTEROV, MASKING, CHOSEN = 1, 2, 4
 NOTHING, UNSENT, EVERYTHING = range(3)  # the part of gradient plus residual that is kept
@@ -33,7 +32,6 @@ POINTS_NBYTES = 8 * (TILE // 2 + TILE // 32)
 _KEPT_COPIES = 4  # of a table: arrays of the steps before last are free again
 LEVELS_NBYTES = 4 * (TILE + 65)
 CODED_NBYTES, CODED_SUM_NBYTES = 48008, 36968
-PUSHES_NBYTES, BESIDE_NBYTES = 4096 + 16, 18448
 RANK_TILES_NBYTES = 16 + 13696
 TALLY_NBYTES, DIGITS_NBYTES = 4 * 2048 + SUMS_NBYTES, 4 * 1024 + SUMS_NBYTES
 
@@ -52,16 +50,12 @@ TENSOR = _struct(
     "first_tile n_tiles layout low_bits kind bits bins_per_block keep threshold momentum how "
     "decay step most bin unused",
 )
-CODED = _struct(
-    "bitmap coded slots pushes words states lengths n_symbols nbytes",
-    "first_warp n_warps n_chunks tensor",
-)
 HEADER = _struct("payload start crc_of_values nbytes", "")
 ARRIVING = _struct(
-    "sum start crc_of_values slots bitmaps ranks starts unary chunks payload_offset numel n k "
-    "positions_offset values_offset positions_nbytes",
-    "header_nbytes first_tile n_tiles first_unary n_unary first_warp n_warps n_chunks layout "
-    "low_bits kind bits step largest first_group unused",
+    "sum start crc_of_values bitmaps ranks starts unary payload_offset numel n k "
+    "positions_offset values_offset",
+    "header_nbytes first_tile n_tiles first_unary n_unary layout low_bits kind bits step largest "
+    "first_group",
 )
 SHARED = _struct(
     "grad residual left wanted share sum own chosen n k factor first",

@@ -36,7 +36,7 @@ class TileGroup:
         return []
 
     def write(self, kernels: Any, rows: Any, found: Any, before: list[Sums]) -> Sums:
-        """Launch the kernels that write payloads, without headers and entropy codes.
+        """Launch the kernels that write payloads, without headers.
 
         Returns a function that waits for and returns the sums of squares: float64 ``[3, tiles]``
         if they are measured; else under a threshold ``[1, tiles]``, of the residuals.

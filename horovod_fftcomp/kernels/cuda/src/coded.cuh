@@ -12,8 +12,9 @@ static_assert(CHOICES <= THREADS, "a thread has the cost of a choice");
 struct LevelsForm {
     const int* costs;      // of a value in each bin, for each choice: [BINS][CHOICES]
     const float* factors;  // of each grid: levels to the scale; their inverses; powers of 2^(-1/8)
-    const u64* pushes;     // of both sets of tables and each part, as Coded has them
-    const u32* slots;
+    // Of both sets of tables, each part, and
+    const u64* pushes;     // each byte: reciprocal; then bias, frequency and shift
+    const u32* slots;      // each of 4096 slots: symbol, frequency and place
     u32 bucket_bits;
     u32 normal, tails;          // the highest level of either set of tables
     u32 end_normal, end_tails;  // the first grid that is too fine for it

@@ -27,7 +27,7 @@ constexpr u32 MIN_NORMAL_BITS = 0x00800000u;
 constexpr u32 ABS = 0x7fffffffu, SIGN = 0x80000000u;
 
 enum Kind : u32 { RANGE, FLOAT32, BFLOAT16, STEPS };
-enum Layout : u32 { RAW, ALL, BITMAP, OFFSETS, ENTROPY };
+enum Layout : u32 { RAW, ALL, BITMAP, OFFSETS };
 enum How : u32 { NESTEROV = 1, MASKING = 2, CHOSEN = 4 };  // of a momentum; of chosen.cuh
 enum Keep : u32 { NOTHING, UNSENT, EVERYTHING };  // of gradient plus residual, in coeffs
 

@@ -16,26 +16,22 @@ struct Arriving {
     float* sum;           // numel
     const u8* start;      // the header for scale 0 and a finite gradient
     const u32* crc_of_values;
-    const u64* slots;     // of the entropy code
     u32* bitmaps;         // scratch: whole tiles of words for each rank, zeros; none for OFFSETS
     u32* ranks;           // scratch: for each rank and tile the values before the tile
     Start* starts;        // scratch: for each rank and tile, of OFFSETS instead of those two
     u32* unary;           // scratch: for each rank and 32 words of unary counts the ones before
-    u32* chunks;          // scratch: for each rank and chunk where it begins
     u64 payload_offset;   // in a message
     u64 numel, n, k;
     u64 positions_offset, values_offset;
-    u64 positions_nbytes;
     u32 header_nbytes;
     u32 first_tile, n_tiles;
     u32 first_unary, n_unary;  // blocks of words of unary counts
-    u32 first_warp, n_warps, n_chunks;
     u32 layout, low_bits;
     u32 kind, bits;
     u32 step, largest;        // of STEPS: bits of the unit, and no code is larger
-    u32 first_group, unused;  // blocks of as many tiles as warps
+    u32 first_group;  // blocks of as many tiles as warps
 };
-static_assert(sizeof(Arriving) == 192, "structs.py describes arriving tensors with the same layout");
+static_assert(sizeof(Arriving) == 152, "structs.py describes arriving tensors with the same layout");
 
 // What is found out of a payload. Zeros before the first launch.
 struct Payload {
@@ -236,54 +232,6 @@ __global__ void __launch_bounds__(WORDS_OF_REALS, 2 * RESIDENT)
     if (!sound) note_corrupt(payload);
 }
 
-// Where each chunk of the entropy code begins; a warp for each tensor of each rank.
-__global__ void __launch_bounds__(32)
-    find_chunks(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-                Payload* payloads) {
-    const Messages messages = *messages_at;
-    SHARED_MEMORY(memory);
-    u32* flag = reinterpret_cast<u32*>(memory);
-    u32 number = blockIdx.x % messages.n_tensors, rank = blockIdx.x / messages.n_tensors;
-    const Arriving tensor = tensors[number + rank * messages.rows_apart];
-    if (tensor.layout != ENTROPY || !is_sound(payloads + blockIdx.x, flag)) return;
-    const u16* lengths = reinterpret_cast<const u16*>(payload_of(messages, tensor, rank) +
-                                                      tensor.positions_offset);
-    u64 room = (tensor.positions_nbytes - (2ull * tensor.n_chunks + 3) / 4 * 4) / 4, before = 0;
-    for (u32 begin = 0; begin < tensor.n_chunks; begin += 32) {
-        u32 chunk = begin + threadIdx.x;
-        u32 taken = chunk < tensor.n_chunks ? lengths[chunk] + 2 * LANES : 0;
-        u32 up_to = warp_inclusive_sum(taken);
-        if (chunk < tensor.n_chunks)
-            tensor.chunks[u64(part_of(messages, rank)) * tensor.n_chunks + chunk] =
-                u32(before) + up_to - taken;
-        before += __shfl_sync(ALL_LANES, up_to, 31);
-    }
-    __syncwarp();
-    if (threadIdx.x == 0 && before > room) note_corrupt(payloads + blockIdx.x);
-}
-
-template <u32 C>
-__global__ void __launch_bounds__(32)
-    decode_chunks(const Messages* __restrict__ messages_at, const Arriving* __restrict__ tensors,
-                  Payload* payloads, const u32* __restrict__ warp_tensor, u32 n_warps) {
-    const Messages messages = *messages_at;
-    SHARED_MEMORY(memory);
-    DecodedBeside& beside = *reinterpret_cast<DecodedBeside*>(memory);
-    u32 rank = blockIdx.x / n_warps, warp = blockIdx.x % n_warps, number = warp_tensor[warp];
-    const Arriving tensor = tensors[number];
-    Payload* payload = payloads + rank * messages.n_tensors + number;
-    if (!is_sound(payload, &beside.flag)) return;
-    u64 first_word = u64(rank) * tensor.n_tiles * (WORDS_OF_REALS / C);
-    u8* coded = const_cast<u8*>(payload_of(messages, tensor, rank)) + tensor.positions_offset;
-    Coded code = {reinterpret_cast<u8*>(tensor.bitmaps + first_word), coded, tensor.slots};
-    code.lengths = tensor.chunks + u64(rank) * tensor.n_chunks;
-    code.n_symbols = (tensor.n + 7) / 8;
-    code.n_chunks = tensor.n_chunks;
-    u32 group = threadIdx.x / LANES;
-    u32 chunk = (warp - tensor.first_warp) * CHUNKS_OF_WARP + group;
-    if (!decode_bitmap(code, chunk, group, beside)) note_corrupt(payload);
-}
-
 // Returns the word of a bitmap that begins at bit `begin`, as it travels; `inside` of its bits are of
 // the tensor.
 __device__ __forceinline__ u32 arrived_bits(const Messages& messages, const Arriving& tensor,
@@ -311,16 +259,15 @@ __global__ void __launch_bounds__(THREADS, RESIDENT)
     if (!is_sound(payload, &sums[33])) return;
     u32 tile = (group - tensor.first_group) * WARPS + threadIdx.x / 32, count = 0;
     u32* bitmap = tensor.bitmaps + u64(rank) * tensor.n_tiles * WORDS;
-    bool placed = tensor.layout == ENTROPY;  // there already
 #pragma unroll
     for (u32 own = 0; own < OWN && tile < tensor.n_tiles; own++) {
         u64 word = u64(tile) * WORDS + own * 32 + threadIdx.x % 32, begin = 32 * word;
         u32 inside = begin >= tensor.n ? 0 : u32(min(u64(32), tensor.n - begin));
-        u32 ones = placed ? bitmap[word] : arrived_bits(messages, tensor, rank, begin, inside);
+        u32 ones = arrived_bits(messages, tensor, rank, begin, inside);
         u32 beyond = inside == 32 ? 0 : ones >> inside << inside;
         if (beyond) note_corrupt(payload);
         ones ^= beyond;
-        if (beyond || !placed) bitmap[word] = ones;
+        bitmap[word] = ones;
         count += __popc(ones);
     }
     count = warp_inclusive_sum(count);

@@ -124,30 +124,28 @@ __device__ __forceinline__ void emit_word(const Tensor& tensor, Found* found, co
     }
 }
 
-// Writes the chosen coefficients of a row, a warp's work, and its words of the bitmap.
+// Writes the chosen coefficients of a row, a warp's work.
 template <u32 C>
 __device__ __forceinline__ void emit_row(const Tensor& tensor, Found* found, const Coding& coding,
                                          u32 row, const u32* __restrict__ above,
-                                         const u32* __restrict__ equal, RowCounts counts,
-                                         u32* chosen) {
+                                         const u32* __restrict__ equal, RowCounts counts) {
     u64 word = 32ull * row + threadIdx.x % 32;
     u32 own = above[word], ties = equal[word], n_ties = __popc(ties);
     for (u32 before = warp_inclusive_sum(n_ties) - n_ties; ties && before < counts.ties; before++) {
         own |= ties & (0u - ties);
         ties &= ties - 1;
     }
-    chosen[word] = own;
     u32 rank = counts.first_rank + warp_inclusive_sum(__popc(own)) - __popc(own);
     u32 begin = 32 * u32(word) - tensor.first_tile * (TILE / C);  // of a tensor, below 2^32
     emit_word<C>(tensor, found, coding, own, begin, rank);
 }
 
-// The fifth launch: values, positions and residuals of a tile. `chosen` becomes the bitmap.
+// The fifth launch: values, positions and residuals of a tile.
 template <u32 C>
 __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     emit(const Tensor* __restrict__ tensors, const u32* __restrict__ tile_tensor,
          Found* all_found, const u32* __restrict__ above,
-         const u32* __restrict__ equal, const RowCounts* __restrict__ rows, u32* chosen) {
+         const u32* __restrict__ equal, const RowCounts* __restrict__ rows) {
     const Tensor tensor = tensors[tile_tensor[blockIdx.x]];
     Found* found = all_found + tile_tensor[blockIdx.x];
     u32 row = ROWS_OF_REALS / C * blockIdx.x + threadIdx.x / 32, peak = found->peak;
@@ -158,7 +156,7 @@ __global__ void __launch_bounds__(WORDS_OF_REALS / C, 2 * RESIDENT)
     if (threadIdx.x == 0 && blockIdx.x == tensor.first_tile) found->grid = grid;
     const Coding coding =
         coding_of(tensor.kind, tensor.bits, tensor.step, tensor.most, peak, grid);
-    emit_row<C>(tensor, found, coding, row, above, equal, rows[row], chosen);
+    emit_row<C>(tensor, found, coding, row, above, equal, rows[row]);
 }
 
 // Writes tensors that travel as they are: elements in float32, and their peak.
