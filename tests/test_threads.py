@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import get_codec, get_num_threads, set_num_threads
+from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.kernels import threads
 
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch):
     monkeypatch.setattr(threads, "_num_threads", None)
+    threads.get_own_cores.cache_clear()
+    yield
+    threads.get_own_cores.cache_clear()
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.0, True, None, "2"])
@@ -31,6 +35,7 @@ def test_cores_are_dealt_out_to_the_processes_of_a_machine(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for local_size, expected in (("1", 8), ("2", 6), ("5", 2), ("100", 1)):
         monkeypatch.setenv("HOROVOD_LOCAL_SIZE", local_size)
+        Engine([], 0, 1)  # a new compressor reads them anew
         assert get_num_threads() == expected
     set_num_threads(11)
     assert get_num_threads() == 11

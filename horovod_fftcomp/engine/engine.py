@@ -18,6 +18,7 @@ from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.buckets import Bucket, decided_states
 from horovod_fftcomp.engine.work import Costs, Work
 from horovod_fftcomp.kernels.cuda import Device, on_host
+from horovod_fftcomp.kernels.threads import get_own_cores
 from horovod_fftcomp.monitor.not_finite import bad_tensors
 from horovod_fftcomp.monitor.residual_alarm import DEFAULT_THRESHOLD, ResidualAlarm
 from horovod_fftcomp.schemes import (
@@ -86,6 +87,7 @@ class Engine:
     def __init__(
         self, buckets: Sequence[Bucket], rank: int, world_size: int, device: Device | None = None
     ) -> None:
+        get_own_cores.cache_clear()
         self.device = device
         self._commit = None if device is None else _commit_of(device)
         self._there: set[int] = set()  # buckets that the device computes

@@ -48,11 +48,12 @@ def get_num_threads() -> int:
     return min(_MOST, get_own_cores()) if _num_threads is None else _num_threads
 
 
+@functools.cache
 def get_own_cores() -> int:
     """Return the number of cores per process, at least 1.
 
     The cores that this process may use, divided by the number of processes that the launcher has
-    started on this machine.
+    started on this machine; as they were at the first call, or when the last compressor was made.
     """
     return max(1, len(os.sched_getaffinity(0)) // get_local_size())
 
@@ -67,10 +68,7 @@ def ranges(n_items: int, least: int) -> list[tuple[int, int]]:
 
     There are fewer, but at least one, if they would hold fewer than ``least`` items.
     """
-    parts = n_items // least
-    if parts < 2:
-        return [(0, n_items)]  # the common case, small tensors, first
-    parts = min(get_num_threads(), parts)
+    parts = max(1, min(get_num_threads(), n_items // least))
     return list(itertools.pairwise(n_items * part // parts for part in range(parts + 1)))
 
 
@@ -108,3 +106,4 @@ def _pool(n_threads: int) -> ThreadPoolExecutor:
 
 # A forked child has its parent's pool but not its threads: submitted work would never run.
 os.register_at_fork(after_in_child=_pool.cache_clear)
+os.register_at_fork(after_in_child=get_own_cores.cache_clear)
