@@ -7,7 +7,6 @@ import subprocess
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from numba.core import caching
@@ -37,13 +36,6 @@ for n_threads in (1, 2):
 print(digest.hexdigest())
 """
 
-COMPILES = """
-import numpy as np
-from horovod_fftcomp.kernels.cpu import sparse
-
-sparse.count_above(np.ones(8, np.float32), 1)
-"""
-
 
 def test_without_numbas_compiler_the_error_names_the_mend():
     ran = subprocess.run(
@@ -67,24 +59,6 @@ def test_a_change_of_any_source_compiles_all_kernels_anew(tmp_path):
         path.name for path in jit._SOURCES
     }
     assert sparse.take_groups.py_func.__qualname__ == f"take_groups.{jit._DIGEST}"
-
-
-def test_another_time_of_a_file_compiles_nothing_anew(tmp_path):
-    """A checkout and an installation write all files anew."""
-    path = Path(sparse.__file__)
-    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
-    run = [sys.executable, "-c", COMPILES]
-    here = {"env": os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}, "capture_output": True}
-    try:
-        names = []
-        for later in (0, 10**9):
-            os.utime(path, ns=(times[0], times[1] + later))
-            subprocess.run(run, check=True, **here)
-            names.append({file.name for file in tmp_path.rglob("*.nbc")})
-    finally:
-        os.utime(path, ns=times)
-    assert names[0]
-    assert names[0] == names[1]
 
 
 def _double(x):

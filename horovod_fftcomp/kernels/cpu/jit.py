@@ -85,9 +85,9 @@ def _kept_on_disk(function: Callable[..., Any]) -> Any:
         raise UnsupportedError(
             "NUMBA_DISABLE_JIT is set, but the CPU kernels need compilation: unset it"
         )
-    cache = compiled._cache
-    # In place of the file's time, which every installation has anew.
-    files = _Files(cache.cache_path, cache._impl.filename_base, _DIGEST)
+    cache, kept = compiled._cache, compiled._cache._impl
+    stamp = kept.locator.get_source_stamp()
+    files = _Files(cache.cache_path, kept.filename_base, stamp)
     if not hasattr(cache, "_cache_file"):  # Numba would not look at what is set here
         raise AttributeError(f"{type(cache).__name__!r} object has no attribute '_cache_file'")
     cache._cache_file = files
