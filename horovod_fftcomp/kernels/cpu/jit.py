@@ -86,8 +86,7 @@ def _kept_on_disk(function: Callable[..., Any]) -> Any:
             "NUMBA_DISABLE_JIT is set, but the CPU kernels need compilation: unset it"
         )
     cache, kept = compiled._cache, compiled._cache._impl
-    stamp = kept.locator.get_source_stamp()
-    files = _Files(cache.cache_path, kept.filename_base, stamp)
+    files = _Files(cache.cache_path, kept.filename_base, kept.locator.get_source_stamp())
     if not hasattr(cache, "_cache_file"):  # Numba would not look at what is set here
         raise AttributeError(f"{type(cache).__name__!r} object has no attribute '_cache_file'")
     cache._cache_file = files
