@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from horovod_fftcomp import ConfigMismatchError
+from horovod_fftcomp import ConfigMismatchError, wire
 from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES, get_scheme
@@ -89,6 +89,35 @@ def test_the_facts_of_a_policy_leave_room_in_the_message(name):
     assert json.loads(json.dumps(facts)) == facts
     left = handshake.MESSAGE_NBYTES - len(handshake.pack(facts).tobytes().rstrip())
     assert left >= 1400
+
+
+class _Set:
+    """Process set of two ranks."""
+
+    ranks = (0, 1)
+    process_set_id = 0
+
+
+def test_ranks_of_two_wire_versions_are_told_so(monkeypatch):
+    sent = []
+    rounds = []
+    for version in (wire.VERSION, wire.VERSION - 1):
+        monkeypatch.setattr(wire, "VERSION", version)
+        send = lambda made, *_: rounds.append(made.data) or _Gathered(rounds)  # noqa: E731
+        sent.append(handshake.Handshake(send, {"recipe": "fft"}, "name", _Set(), None))
+    for one in sent:
+        with pytest.raises(ConfigMismatchError, match="wire format is 4 on rank 0 but 3"):
+            one.compare(1.0)
+
+
+class _Gathered:
+    """Allgather of what has been sent by the time that it is waited for."""
+
+    def __init__(self, messages):
+        self._messages = messages
+
+    def wait(self, timeout_s):
+        return np.concatenate(self._messages)
 
 
 def _told(*counts):
