@@ -238,11 +238,14 @@ def test_a_cache_folder_that_cannot_be_written_is_a_warning(monkeypatch):
     assert "Permission denied" in found.found
 
 
-def test_more_threads_than_cores_are_a_warning(monkeypatch):
+def test_more_threads_than_cores_are_a_warning(monkeypatch, request):
+    request.addfinalizer(threads.get_own_cores.cache_clear)
     monkeypatch.setattr(threads, "_num_threads", None)
     monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "1")
+    threads.get_own_cores.cache_clear()
     assert by_topic(kernels.findings())["CPU cores"].level is Level.OK
     monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "100000")
+    threads.get_own_cores.cache_clear()
     found = by_topic(kernels.findings())["CPU cores"]
     assert found.level is Level.WARNING
     assert "100000 processes here, 1 thread each" in found.found
