@@ -577,6 +577,12 @@ def test_default_recipe_follows_the_optimizer():
         ]
     ]
     assert recipes == ["fft", "fft", "dither", "dither"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # PyTorch's own
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    sharded = wrapped()
+    zero = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.AdamW, lr=0.1)
+    assert compress(sharded, optimizer=zero)._policy.recipe == "dither"
     given = wrapped()
     adam = torch.optim.Adam(given.parameters())
     with pytest.raises(TypeError, match="optimizer must be a"):

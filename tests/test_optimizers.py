@@ -219,6 +219,7 @@ def test_wrong_options_are_refused(options, message):
     [
         ("fft", {"dense_every": 1}, "from 2 up"),
         ("fft", {"dense_every": 10, "dense_by": "topk"}, "without bias"),
+        ("fft", {"dense_every": 10, "dense_by": "dither:ratio=80"}, "much noise"),
         ("signsgd", {"dense_every": 10}, "sends signs"),
         ("topk", {"dense_every": 10, "momentum": 0.9}, "momentum of its own"),
     ],

@@ -112,6 +112,7 @@ class Table:
                 Text(self.heads[column]),
                 justify="right" if column and is_number and not is_prose else "left",
                 width=None if is_prose else width,
+                min_width=max(map(len, " ".join(self._texts(column)).split()), default=None),
                 overflow="fold",
             )
         for number, row in enumerate(self.rows):

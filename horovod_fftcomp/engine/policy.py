@@ -302,10 +302,10 @@ def _dense_policy(text: str) -> Scheduled:
     name, options = parse_recipe(text)[1:]
     if "error_feedback" in get_recipe(name).options:
         options = {"error_feedback": False, **options}
-    if get_scheme(name, **options).traits.compresses:
+    if (traits := get_scheme(name, **options).traits).compresses or traits.is_noisy:
         raise ValueError(
-            "dense_by must be a recipe that sends all elements without bias, such as bf16, none or "
-            f"qsgd; got {text!r}"
+            "dense_by must be a recipe that sends all elements without bias or much noise, such as "
+            f"bf16, none or qsgd; got {text!r}"
         )
     return Scheduled(name, tuple(sorted(options.items())))
 

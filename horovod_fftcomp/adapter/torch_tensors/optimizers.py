@@ -30,8 +30,9 @@ _exchanged: Any = WeakTensorKeyDictionary()
 
 
 def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer divides by roots of squared gradients, as Adam does."""
-    return "eps" in optimizer.defaults and "ns_steps" not in optimizer.defaults  # of Muon
+    """Return whether an optimizer, or that in a wrapper, divides by roots of squared gradients."""
+    options = getattr(getattr(optimizer, "optim", optimizer), "defaults", {})
+    return "eps" in options and "ns_steps" not in options  # of Muon
 
 
 def note_exchanged(

@@ -27,7 +27,7 @@ from horovod_fftcomp.wire.radix import digits_of
 
 Member = tuple[Any, Shape]  # a codec and the shape of its tensor
 _ONE_THREADS = (2 * LEAST_GROUPS - 1) * GROUP  # elements that one thread encodes anyway
-_MOST = 1 << 21  # elements of a tensor: a thread has up to 40 MiB of scratch memory
+_MOST = 1 << 21  # elements of a tensor: a thread encodes with up to 40 MiB of scratch memory
 
 
 class Group(abc.ABC):
