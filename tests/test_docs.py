@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import doctest
 import importlib
 import importlib.util
@@ -229,6 +230,28 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert {"index.html", "api.html", "methods.html", "performance.html"} <= pages
     api = (tmp_path / "api.html").read_text("utf-8")
     assert 'id="horovod_fftcomp.adapter.signatures.Compression.fft"' in api
+
+
+def _modules(part: object) -> set[str]:
+    """Return the modules of a dataclass and of those in its fields."""
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        return set()
+    found = {type(part).__module__.removeprefix("horovod_fftcomp.").replace(".", "/") + ".py"}
+    return found.union(*(_modules(getattr(part, f.name)) for f in dataclasses.fields(part)))
+
+
+def test_the_page_names_the_files_of_each_recipe():
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rows = re.findall(
+        r"^\| (`.+?`) \| (.+?) \| (.+?) \|", text.split("## A recipe's files")[1], re.M
+    )
+    told = {
+        name: set(re.findall(r"horovod_fftcomp/(\S+?)\)", schemes + codecs))
+        for names, schemes, codecs in rows
+        for name in re.findall(r"`(\w+)`", names)
+        if "schemes/" in schemes
+    }
+    assert told == {name: _modules(get_scheme(name)) for name in RECIPES}
 
 
 def test_every_recipe_has_its_section():
