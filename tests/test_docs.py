@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import doctest
+import functools
 import importlib
 import importlib.util
 import json
@@ -29,6 +30,8 @@ from horovod_fftcomp.engine import buckets
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools.advise import advice
+from horovod_fftcomp.wire.coded_levels import CodedLevels, frequencies
+from horovod_fftcomp.wire.counter_rng import random_words
 from tests.loops import each
 from tests.test_layering import FLOOR_OF
 
@@ -610,6 +613,71 @@ def test_bfloat16_values_are_the_upper_halves_of_float32():
     values = (halves << 16).view("<f4")
     assert values[:3].tolist() == [1, -2.5, 3.140625]
     assert values.tobytes() == get_codec("bf16").decode(payload).tobytes()
+
+
+@each("n", [1000, 8192, 8193, 30_001])
+@each("ratio, bucket", [(16, 256), (30, 128), (100, 1024)])
+@each("values", ["normal", "heavy", "rows of zeros"])
+def test_a_decoder_written_from_the_page_reads_dithered_levels(values, ratio, bucket, n):
+    rng = np.random.default_rng(n)
+    x = (rng.standard_t(2, n) if values == "heavy" else rng.standard_normal(n)).astype(np.float32)
+    if values == "rows of zeros":
+        x[: 3 * n // 4] = 0
+    codec = get_codec("dither", ratio=ratio, bucket=bucket)
+    payload = codec.encode(x, step=3, name="w", rank=1).tobytes()
+    shape, at, *_ = _read_header(payload)
+    ours = _dithered_levels(payload[at:], math.prod(shape), CodedLevels(ratio, bucket))
+    assert ours.tobytes() == codec.decode(np.frombuffer(payload, np.uint8)).tobytes()
+
+
+def _dithered_levels(body: bytes, n: int, form: CodedLevels) -> np.ndarray:
+    offset, key = struct.unpack_from("<2I", body)
+    found, at = np.zeros(n, np.float32), 8
+    random = random_words(key, n).reshape(-1)
+    for chunk, begin in enumerate(range(0, n, 8192)):
+        m = min(8192, n - begin)
+        n_symbols, n_buckets, room = math.ceil(m / 2), math.ceil(m / form.bucket), form.room(m)
+        unit, n_words, table = struct.unpack_from("<fHH", body, at)
+        codes, end = body[at + 8 : at + 8 + n_buckets], at + 8 + 4 * math.ceil(n_buckets / 4)
+        states = list(struct.unpack_from("<4Q", body, end))
+        words = iter(struct.unpack_from(f"<{n_words}I", body, end + 32))
+        is_zero, at = body[at : at + 8] == bytes(8), end + 32 + 4 * room
+        if is_zero:
+            continue
+        steps = [_step(np.float32(unit), code) for code in codes]
+        for i in range(n_symbols):
+            d = ((int(random[4096 * chunk + i]) + offset) % 2**32 >> 12) - 2**19
+            sign, a = (-1, -d - 1) if d < 0 else (1, d)
+            owners = _slots(form, table, a // 2**16)
+            slot = states[i % 4] % 4096
+            symbol, f, start = owners[slot]
+            state = f * (states[i % 4] // 4096) + slot - start
+            states[i % 4] = state * 2**32 + next(words) if state < 2**31 else state
+            v = np.float32((a + 0.5) / 2**20)
+            for place, level in ((i, symbol % 15 - 7), (n_symbols + i, symbol // 15 - 7)):
+                if place < m:
+                    value = np.float32(sign) * (np.float32(level) - v)
+                    found[begin + place] += steps[place // form.bucket] * value
+        assert next(words, None) is None
+        assert states == [2**31] * 4
+    assert at == len(body)
+    return found
+
+
+def _step(unit: np.float32, code: int) -> np.float32:
+    part = unit * np.float32(2 ** (-(code % 8) / 8))
+    bits = int(part.view(np.uint32)) - (code // 8 << 23)
+    return np.float32(0) if code == 255 or bits < 1 << 23 else np.uint32(bits).view(np.float32)
+
+
+@functools.cache
+def _slots(form: CodedLevels, table: int, part: int) -> list[tuple[int, int, int]]:
+    """Return for each slot its symbol, the symbol's frequency and its first slot."""
+    slots: list[tuple[int, int, int]] = []
+    for symbol, f in enumerate(frequencies(form, table, part)):
+        slots += [(symbol, f, len(slots))] * f
+    assert len(slots) == 4096
+    return slots
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
