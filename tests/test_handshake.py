@@ -99,14 +99,18 @@ class _Set:
 
 
 def test_ranks_of_two_wire_versions_are_told_so(monkeypatch):
-    sent = []
-    rounds = []
-    for version in (wire.VERSION, wire.VERSION - 1):
+    messages, started, now = [], [], wire.VERSION
+
+    def send(made, name, process_set):
+        messages.append(made.data)
+        return _Gathered(messages)
+
+    for version in (now, now - 1):
         monkeypatch.setattr(wire, "VERSION", version)
-        send = lambda made, *_: rounds.append(made.data) or _Gathered(rounds)  # noqa: E731
-        sent.append(handshake.Handshake(send, {"recipe": "fft"}, "name", _Set(), None))
-    for one in sent:
-        with pytest.raises(ConfigMismatchError, match="wire format is 4 on rank 0 but 3"):
+        started.append(handshake.Handshake(send, {"recipe": "fft"}, "name", _Set(), None))
+    for one in started:
+        told = f"wire format is {now} on rank 0 but {now - 1} on rank 1"
+        with pytest.raises(ConfigMismatchError, match=told):
             one.compare(1.0)
 
 

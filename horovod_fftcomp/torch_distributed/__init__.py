@@ -57,7 +57,8 @@ def compress(
             f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}"
         )
     if recipe is None:
-        recipe = "fft" if optimizer is None or not has_second_moments(optimizer) else "dither"
+        # A sharded optimizer wraps another one.
+        recipe = "dither" if has_second_moments(getattr(optimizer, "optim", optimizer)) else "fft"
     choice = parse_recipe(recipe)
     options = {**choice.options, **options}
     policy, settings = configured(choice.name, options, without=["process_set"])

@@ -264,9 +264,11 @@ def test_two_momenta_are_named():
         model.fit(*data(64), batch_size=32, verbose=0)
 
 
-def test_second_moments_beside_a_biased_recipe_are_named():
+@pytest.mark.parametrize(("recipe", "options"), [("topk", {}), ("qsgd", {"levels": 1})])
+def test_second_moments_beside_a_recipe_that_loses_by_them_are_named(recipe, options):
     model = make_model()
-    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(), compression=small(model, "topk"))
+    compression = small(model, recipe, **options)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(), compression=compression)
     model.compile(optimizer, "mse")
     with pytest.warns(RuntimeWarning, match="Adam divides by roots of squared gradients"):
         model.fit(*data(64), batch_size=32, verbose=0)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from horovod_fftcomp import ConfigMismatchError, get_scheme, schedules
+from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.monitor.density_recovery import Recover
 from horovod_fftcomp.torch import AdamW, Compression
 from tests.parallel import told_of_nan
@@ -441,6 +442,7 @@ def test_a_frozen_layer_that_differs_between_ranks_is_named():
 @pytest.mark.parametrize(
     ("recipe", "make", "given"),
     [
+        ("dither:ratio=80", AdamW, r"AdamW divides by roots .* 'dither' rounds coarsely"),
         ("dgc", lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), r"SGD has .*momentum=0\.9"),
         ("sketchsgd", lambda p: torch.optim.Adam(p), r"Adam has .*betas=\(0\.9"),
         ("signum", lambda p: torch.optim.AdamW(p, lr=1e-4), r"AdamW has .*betas=\(0\.9"),
@@ -449,11 +451,11 @@ def test_a_frozen_layer_that_differs_between_ranks_is_named():
     ],
 )
 def test_an_optimizer_that_does_not_fit_the_recipe_is_named(recipe, make, given):
-    model = make_model()
+    model, choice = make_model(), parse_recipe(recipe)
     optimizer = hvd.DistributedOptimizer(
         make(model.parameters()),
         named_parameters=model.named_parameters(),
-        compression=small_buckets(model, recipe),
+        compression=small_buckets(model, choice.name, **choice.options),
     )
     with pytest.warns(RuntimeWarning, match=given):
         train(model, optimizer, 1)

@@ -62,7 +62,7 @@ class Method(abc.ABC):
 
     @property
     def is_noisy(self) -> bool:
-        """Whether a GPT's loss under Adam rose by more than 2 %, though rounding is unbiased."""
+        """Whether a GPT's loss under Adam rose by more than 2 % on four ranks, though unbiased."""
         return False
 
     @property
