@@ -17,13 +17,13 @@ VERSION = re.search(
 # Ranges that the tests were run with; scripts/requirements.txt holds the exact versions of CI.
 EXTRAS = {
     "torch": ["torch>=2.1,<2.14", "horovod==0.28.1"],
-    # The last two are for examples/ddp_digits.py.
-    "torch-distributed": ["torch>=2.1,<2.15", "matplotlib>=3.8,<4", "scikit-learn>=1.4,<2"],
+    "torch-distributed": ["torch>=2.1,<2.15"],
     "tensorflow": ["tensorflow>=2.16,<2.22", "tf_keras>=2.16,<2.22", "horovod==0.28.1"],
     "gpu": ["cupy-cuda12x>=13.0,<15"],
     "gpu13": ["cupy-cuda13x>=13.6,<15"],
     "mpi": ["mpi4py>=4.0,<5"],
     "plot": ["matplotlib>=3.8,<4"],
+    "examples": ["matplotlib>=3.8,<4", "scikit-learn>=1.4,<2"],
     "dev": [
         "hypothesis>=6.100,<7",
         "matplotlib>=3.8,<4",

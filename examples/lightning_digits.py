@@ -3,8 +3,8 @@
     pip install lightning
     torchrun --nproc-per-node 2 examples/lightning_digits.py --compression fft
 
-The images come with scikit-learn. What compression adds to a script is ``CompressGradients``, a
-callback of the trainer.
+The images come with scikit-learn. What compression adds to a script is a callback of the trainer,
+which keeps the residuals in its checkpoints.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 import digits
 import lightning
@@ -20,45 +19,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from horovod_fftcomp.torch_distributed import DDPCompressor, compress
-
-
-class CompressGradients(lightning.Callback):
-    """Compresses the gradients that the strategy "ddp" averages.
-
-    Checkpoints hold the residuals of all ranks. ``DDPStrategy(ddp_comm_hook=)`` would register a
-    hook on GPUs only, and say nothing on the CPU.
-    """
-
-    def __init__(self, recipe: str, **options: Any) -> None:
-        self._recipe, self._options = recipe, options
-        self._saved: dict[str, Any] | None = None
-        self.compression: DDPCompressor | None = None
-
-    def on_fit_start(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
-    ) -> None:
-        """Register the communication hook, once the strategy has wrapped the module in DDP."""
-        self.compression = compress(trainer.strategy.model, self._recipe, **self._options)
-        if self._saved is not None:
-            self.compression.load_state_dict(self._saved)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the residuals for a checkpoint; Lightning calls this on every rank."""
-        return {} if self.compression is None else self.compression.gathered_state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the residuals of a checkpoint for ``on_fit_start``, which comes later."""
-        self._saved = state_dict
+from horovod_fftcomp.integrations.lightning import CompressGradients
 
 
 class Digits(lightning.LightningModule):
     """Net of two layers for images of 8 x 8 pixels."""
 
-    def __init__(self, lr: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-        self.lr = lr
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
@@ -71,45 +40,40 @@ class Digits(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the optimizer."""
-        return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
 
 
 def main() -> None:
     """Train, and print accuracy and compression ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
+    # fmt: off
     add("--compression", default="fft", help="recipe (default: %(default)s)")
     add("--epochs", type=int, default=8, help="passes over the images (default: %(default)s)")
-    add("--lr", type=float, default=0.05, help="learning rate (default: %(default)s)")
-    add(
-        "--resume", type=Path, metavar="FILE", help="checkpoint of an earlier call to continue from"
-    )
-    add(
-        "--out", type=Path, default=Path("out"), help="folder of checkpoints (default: %(default)s)"
-    )
+    add("--resume", type=Path, metavar="FILE", help="checkpoint of an earlier call")
+    add("--out", type=Path, default=Path("out"), help="folder (default: %(default)s)")
+    # fmt: on
     args = parser.parse_args()
     torch.set_num_threads(1)  # the ranks share the cores
     lightning.seed_everything(0)
     x_train, x_test, y_train, y_test = map(torch.from_numpy, digits.load_data())
     loader = DataLoader(TensorDataset(x_train, y_train), 32, shuffle=True)
-    model, compress_gradients = Digits(args.lr), CompressGradients(args.compression)
+    model, callback = Digits(), CompressGradients(args.compression)
     trainer = lightning.Trainer(
         accelerator="cpu",
         strategy="ddp",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "2")),
         max_epochs=args.epochs,
-        callbacks=[compress_gradients],
+        callbacks=[callback],
         default_root_dir=args.out,
         logger=False,
         enable_progress_bar=False,
     )
     trainer.fit(model, loader, ckpt_path=args.resume)
-    compression = compress_gradients.compression
-    assert compression is not None
     with torch.no_grad():
         accuracy = (model(x_test).argmax(1) == y_test).double().mean().item()
     if trainer.is_global_zero:
-        stats, path = compression.stats(), trainer.checkpoint_callback.best_model_path
+        stats, path = callback.compression.stats(), trainer.checkpoint_callback.best_model_path
         print(
             f"{args.compression}: accuracy {accuracy:.1%}, {stats['steps']} steps, "
             f"{stats['ratio']:.1f} times fewer bytes than float32; wrote {path}"

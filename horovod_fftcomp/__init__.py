@@ -1,8 +1,8 @@
 """Gradient compression for data-parallel training: stock Horovod and ``torch.distributed``.
 
 ``horovod_fftcomp.torch``, ``horovod_fftcomp.torch_distributed`` and ``horovod_fftcomp.tensorflow``
-are the adapters, which import their framework, as does ``horovod_fftcomp.adapter.torch_tensors``;
-importing ``horovod_fftcomp`` itself loads NumPy only.
+are the adapters, which import their framework, as do ``horovod_fftcomp.adapter.torch_tensors`` and
+``horovod_fftcomp.integrations``; importing ``horovod_fftcomp`` itself loads NumPy only.
 """
 
 from horovod_fftcomp import schedules

@@ -367,7 +367,7 @@ def install_light() -> None:
     with step("3/3", "Installing PyTorch and this package (about 300 MB)"):
         install_torch()
         require(pip(*pinned, "setuptools", "wheel"), "Installing setuptools", NETWORK)
-        package = f"{ROOT}[torch-distributed]"
+        package = f"{ROOT}[torch-distributed,examples]"
         worked = pip(*pinned, "--no-build-isolation", "-e", package)
         require(worked, f"Installing {package}", NETWORK)
     LIGHT_STAMP.write_text(state(), encoding="utf-8")

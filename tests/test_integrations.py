@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 pytestmark = [pytest.mark.parallel, pytest.mark.torch]
 
@@ -42,6 +44,39 @@ def test_a_script_is_compressed_and_its_copies_and_checkpoints_work(script, tmp_
     losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+)", done.stdout, re.M)]
     assert len(losses) == 2
     assert all(loss < 1.38 for loss in losses)  # log 4 by chance
+
+
+def test_the_trainers_callback_continues_to_the_bit(tmp_path):
+    """A checkpoint halfway, in another folder, leads to the same weights and residuals."""
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    whole, second = tmp_path / "whole", tmp_path / "second"
+    for folder in (whole, second):
+        done = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             FOLDER.parents[1] / "examples" / "huggingface_text.py", "--compression", "topk",
+             "--steps", "40", "--out", folder],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER.parents[1])},
+            text=True,
+            capture_output=True,
+            timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+        loss, ratio = re.search(r"^loss ([\d.]+), ([\d.]+) times fewer", done.stdout, re.M).groups()
+        assert float(loss) < 5  # log 256, about 5.5, by chance
+        assert float(ratio) > 20
+        assert "compression/ratio" in done.stdout
+        if folder is whole:
+            shutil.copytree(whole / "checkpoint-20", second / "checkpoint-20")
+    ends = [folder / "checkpoint-40" for folder in (whole, second)]
+    assert len({(end / "model.safetensors").read_bytes() for end in ends}) == 1
+    states = [torch.load(end / "gradient_compression.pt", weights_only=True) for end in ends]
+    assert [len(state["ranks"]) for state in states] == [2, 2]
+    for one, other in zip(*(state["ranks"] for state in states), strict=True):
+        assert one["step"] == other["step"] == 40
+        a, b = one["state"]["residual"], other["state"]["residual"]
+        assert a.keys() == b.keys() != set()
+        assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_lightnings_own_launcher_is_refused(tmp_path):

@@ -1,0 +1,114 @@
+"""Hugging Face's Trainer: a callback that compresses the gradients which its DDP averages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from horovod_fftcomp import torch_distributed
+from horovod_fftcomp.integrations.scalars import Scalars
+
+FILE = "gradient_compression.pt"  # in each checkpoint
+
+
+def compress(
+    trainer: Trainer,
+    recipe: str | None = None,
+    *,
+    resume_from: str | bool = True,
+    **options: Any,
+) -> CompressGradients:
+    """Compress the gradients of ``trainer`` from its next ``train()`` on; return the callback.
+
+    ``recipe``, ``options``: as of ``torch_distributed.compress``; without a recipe it is chosen by
+    the trainer's optimizer. Each checkpoint of the trainer gets a file, gradient_compression.pt,
+    with the residuals of all ranks. ``train(resume_from_checkpoint=...)`` loads it, on any number
+    of ranks. ``resume_from``: the checkpoint's folder, if it is not one of ``args.output_dir``;
+    False: begin without residuals. Logs get scalars named "compression/ratio" etc.
+
+    >>> callback = compress(trainer, "dither", ratio=40); trainer.train()  # doctest: +SKIP
+    """
+    callback = CompressGradients(trainer, recipe, resume_from, options)
+    # Before those that report logs, as TensorBoard's.
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback
+
+
+class CompressGradients(TrainerCallback):
+    """Callback that ``compress`` adds to a trainer.
+
+    ``compression``: the compressor; None before training begins, and with one process.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        recipe: str | None,
+        resume_from: str | bool,
+        options: dict[str, Any],
+    ) -> None:
+        self._trainer, self._recipe, self._options = trainer, recipe, options
+        self._resume_from, self._model = resume_from, None
+        self.compression: torch_distributed.DistributedCompressor | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Compress the model, which the trainer has wrapped in DDP by now."""
+        if args.world_size == 1:
+            return
+        trainer = self._trainer
+        model = trainer.model_wrapped
+        if model is not self._model:  # which a second ``train()`` does not wrap anew
+            scaler = getattr(trainer.accelerator, "scaler", None)
+            options = {"grad_scaler": scaler, **self._options}
+            self.compression = torch_distributed.compress(
+                model, self._recipe, optimizer=trainer.optimizer, **options
+            )
+            self._model, self._scalars = model, Scalars(self.compression)
+        assert self.compression is not None
+        if state.global_step and self._resume_from is not False:
+            self.compression.load_state_dict(self._saved(args, state))
+
+    def _saved(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+        """Return the state in the checkpoint from which training continues."""
+        folder = self._resume_from
+        if not isinstance(folder, str):
+            folder = args.resume_from_checkpoint or _folder(args, state)
+        path = Path(folder, FILE)
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} does not exist, so the residuals are unknown; give the folder of the "
+                "checkpoint, compress(trainer, resume_from=...), or resume_from=False if it was "
+                "made without compression"
+            )
+        return torch.load(path, weights_only=True, map_location="cpu")
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Save the residuals of all ranks in the checkpoint's folder."""
+        if self.compression is None:
+            return
+        saved = self.compression.gathered_state_dict()
+        if args.should_save:
+            torch.save(saved, Path(_folder(args, state), FILE))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **given: Any,
+    ) -> None:
+        """Add statistics to the logs of training steps."""
+        if self.compression is not None and logs is not None and "loss" in logs:
+            logs.update(self._scalars.read())
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> str:
+    return str(Path(args.output_dir, f"checkpoint-{state.global_step}"))
