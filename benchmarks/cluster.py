@@ -52,8 +52,9 @@ DDP = [  # fastest links first: their steps are the shortest
     ("resnet", 2, 100, 8),
 ]
 HEADLINE = ("alexnet", 16, 4)  # of the README's figure: net, batch, hosts
-OURS = ("topk", "fft")
+OURS = ("random_block", "topk", "fft")
 PLOTTED = {
+    "random_block": "random_block (1 %)",
     "topk": "topk (3.8 %)",
     "fft": "fft",
     "fp16": "16-bit gradients (fp16)",
@@ -70,7 +71,7 @@ STEPS = 8  # each host leads equally often in scalecom's choice
 TIME_LIMIT_S = 600
 HEADER_NBYTES = 14 + 20 + 32  # of Ethernet, IPv4 and TCP with time stamps, in every packet
 # By Okabe and Ito; the colour-blind can tell these apart.
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")
+COLOURS = ("#000000", "#7F3C8D", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2")
 
 
 def measure(model: str, hosts: int, mbit: int, batch: int, *more: str) -> dict[str, Any]:

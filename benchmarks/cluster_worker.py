@@ -333,7 +333,8 @@ EXCHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     for recipe in ("fft", "topk")
     for exchange in ("gather", "sharded")
 }
-BY_DDP = ("powersgd", "fft", "topk", "scalecom")  # under Horovod and under DDP, side by side
+# Under Horovod and under DDP, side by side.
+BY_DDP = ("powersgd", "fft", "dither", "topk", "scalecom")
 DDP: dict[str, Callable[[nn.Module], Alone]] = {
     "DDP": lambda model: Ddp(model, lambda _: None),
     "DDP, bf16_compress_hook": lambda model: Ddp(model, lambda m: m.register_comm_hook(None, bf16)),

@@ -1,4 +1,4 @@
-"""Write the tables of README.md, docs/training.md and results/*.md from the committed results.
+"""Write the tables of both README.md, docs/training.md and results/*.md from the committed results.
 
     python benchmarks/tables.py
 
@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 NAMES = ("bench", "defaults", "forecast", "ranks", "steps")
 PAGES = [
+    HERE.parent / "README.md",
     HERE / "README.md",
     HERE.parent / "docs" / "training.md",
     *(RESULTS / f"{name}.md" for name in NAMES),
@@ -277,6 +278,32 @@ def cluster_ddp() -> str:
     return cluster.ddp_table(read("cluster_ddp")["points"]) + "\n"
 
 
+LINKS = {  # what README.md shows of results/cluster_ddp.json: label, way under DDP, under Horovod
+    "16-bit gradients (DDP's `bf16_compress_hook`, Horovod's fp16)": (
+        "DDP, bf16_compress_hook",
+        "fp16",
+    ),
+    "DDP's `powerSGD_hook`, rank 4": ("DDP, powerSGD_hook", None),
+    "`fft`": ("DDP, fft", "fft"),
+    "`dither`": ("DDP, dither", "dither"),
+    "`topk`": ("DDP, topk", "topk"),
+}
+
+
+def links() -> Rows:
+    """Yield how many times as fast a step is as without compression, by launcher and link."""
+    points = [p for p in read("cluster_ddp")["points"] if p["model"] == "alexnet"]
+    speeds = [f"{point['mbit_per_s'] / 1000:g} Gbit/s" for point in points]
+    yield ["", *(f"{how}, {speed}" for how in ("DDP", "Horovod") for speed in speeds)]
+    for label, ways in LINKS.items():
+        cells = []
+        for way, dense in zip(ways, ("DDP", "none"), strict=True):
+            for point in points:
+                steps = {name: found["step_s"] for name, found in point["ways"].items()}
+                cells.append(f"{steps[dense] / steps[way]:.2f}" if way in steps else "")
+        yield [label, *cells]
+
+
 def alone() -> str:
     """Return the table of exchange_alone.py."""
     return exchange_alone.table(read("exchange_alone")) + "\n"
@@ -296,7 +323,7 @@ def ranks() -> Rows:
 MADE: tuple[Callable[[], Rows | str], ...] = (
     *(bench, bench_options, bench_all, over_peers, threads, digits_accuracy),
     *(defaults, defaults_bits, rotation, convergence, near_100, overlap, steps, ddp_step, forecast),
-    *(cluster_gain, cluster_ddp, alone, ranks),
+    *(cluster_gain, cluster_ddp, links, alone, ranks),
 )
 TABLES = {make.__name__: make for make in MADE}
 MARKED = re.compile(rf"(<!-- ({'|'.join(TABLES)}) -->\n).*?(<!-- /\2 -->)", re.S)
