@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -490,8 +491,15 @@ def list_compressors() -> list[str]:
 def get_recipe(name: str) -> Recipe:
     """Return the recipe called ``name``; ValueError if there is none."""
     if not isinstance(name, str) or name not in RECIPES:
-        raise ValueError(f"unknown recipe {name!r}; choose one of {', '.join(RECIPES)}")
+        raise ValueError(unknown_recipe(name))
     return RECIPES[name]
+
+
+def unknown_recipe(name: object) -> str:
+    """Return the message about a name that no recipe has."""
+    close = difflib.get_close_matches(str(name).lower(), RECIPES, 1)
+    meant = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"unknown recipe {name!r}{meant}; choose one of {', '.join(RECIPES)}"
 
 
 def get_scheme(name: str, **options: object) -> Scheme:

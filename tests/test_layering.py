@@ -154,3 +154,10 @@ def test_the_public_names_are_there():
     for name in horovod_fftcomp.__all__:
         assert hasattr(horovod_fftcomp, name)
     assert horovod_fftcomp.list_compressors()[:2] == ["none", "fp16"]
+
+
+def test_the_adapter_of_horovod_tells_what_to_import_without_it():
+    script = "import sys; sys.modules['horovod'] = None; import horovod_fftcomp.torch"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "ImportError: horovod_fftcomp.torch needs Horovod" in done.stderr
+    assert "import horovod_fftcomp.torch_distributed instead" in done.stderr

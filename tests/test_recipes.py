@@ -115,7 +115,7 @@ def test_every_stage_is_in_some_recipe():
         ("fft", {"bits": 8.0}, TypeError, "bits must be a whole number, got 8.0"),
         ("fft", {"bits": 32.0}, TypeError, "bits must be a whole number, got 32.0"),
         ("fft", {"block": 256.0}, TypeError, "block must be a whole number, got 256.0"),
-        ("ftt", {}, ValueError, "unknown recipe 'ftt'; choose one of none, fp16"),
+        ("ftt", {}, ValueError, r"'ftt' \(did you mean 'fft'\?\); choose one of none"),
         ("topk", {"sigma": 0.85}, TypeError, "'topk' has no option sigma; it has: density, bits"),
         ("none", {"bits": 8}, TypeError, "'none' has no option bits; it has: none"),
         ("topk", {"density": "0.1"}, TypeError, "density must be a number, got '0.1'"),

@@ -15,7 +15,7 @@ from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.policy import KEYWORDS, Scheduled, make_policy
 from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.errors import UnsupportedError
-from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
+from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme, unknown_recipe
 from horovod_fftcomp.schemes.options import check_names
 
 _SETTINGS = list(inspect.signature(Settings).parameters)
@@ -123,7 +123,7 @@ class Factories(_NoCompressor, type):
 
     def __getattr__(cls, recipe: str) -> Factory:
         if recipe not in RECIPES:
-            raise AttributeError(f"unknown recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
+            raise AttributeError(unknown_recipe(recipe))
         return Factory(recipe, cls.__dict__["_make"])
 
     def parse(cls, text: str, model: Any = None, **options: Any) -> Any:
