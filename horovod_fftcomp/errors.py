@@ -1,6 +1,6 @@
-"""Exceptions of the package, checks of numbers, and lists in error messages.
+"""Exceptions of the package, checks of numbers, and lists as text for messages.
 
-Wrong arguments raise ``ValueError`` or ``TypeError``; the classes are for errors at run time.
+Wrong arguments raise ``ValueError`` or ``TypeError``; exceptions here are for errors at run time.
 """
 
 from __future__ import annotations
