@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.work import Work
 from horovod_fftcomp.schemes import Exchange, Grads, Outcome, Round
 from horovod_fftcomp.types import Array
 
@@ -35,9 +34,12 @@ def drive_all(
     which these are resumed.
     """
     outcomes: dict[Key, Outcome] = {}
-    made = {key: Work(exchange, None).run().made for key, exchange in exchanges.items()}
-    while rounds := {key: each for key, each in made.items() if isinstance(each, Round)}:
-        outputs = network(rounds).items()
-        made = {key: Work(exchanges[key], output).run().made for key, output in outputs}
-        outcomes |= {key: each for key, each in made.items() if isinstance(each, Outcome)}
+    rounds = {key: next(exchange) for key, exchange in exchanges.items()}
+    while rounds:
+        outputs, rounds = network(rounds), {}  # frees the memory of messages
+        for key, output in outputs.items():
+            try:
+                rounds[key] = exchanges[key].send(output)
+            except StopIteration as stop:
+                outcomes[key] = stop.value
     return outcomes
