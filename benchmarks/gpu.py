@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a clone th
 import horovod_fftcomp
 from horovod_fftcomp import RECIPES, get_codec, get_scheme
 from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.drive import drive, exchange_of
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.kernels.cuda.decoder import Decoder
@@ -251,9 +252,7 @@ def step_of(
     engine = Engine([Bucket(tensors, policy)], 0, RANKS, device)
 
     def step() -> None:
-        made = engine.resume(0, grads)
-        while isinstance(made, Round):
-            made = engine.resume(0, answers.to(made))
+        drive(exchange_of(engine, 0, grads), answers.to)
         engine.settle()
 
     for _ in range(WARM_UP):

@@ -13,6 +13,7 @@ import torch
 from horovod_fftcomp.adapter.torch_tensors import arrays
 from horovod_fftcomp.adapter.torch_tensors.optimizers import note_exchanged
 from horovod_fftcomp.adapter.torch_tensors.simulated_ranks import SimulatedLearners
+from horovod_fftcomp.engine.drive import drive_all, exchange_of
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.kernels import cuda
@@ -51,13 +52,11 @@ class LearnersOnDevice(SimulatedLearners):
         """Exchange the learners' gradients and set the parameters' gradients to the means."""
         totals: dict[str, torch.Tensor] = {}
         for number, names in enumerate(self._buckets):
-            rounds = [
-                engine.resume(number, [grads[name] for name in names])
+            exchanges = {
+                engine.rank: exchange_of(engine, number, [grads[name] for name in names])
                 for engine, grads in zip(self._engines, self._placed, strict=True)
-            ]
-            while isinstance(rounds[0], Round):
-                outputs = outputs_of(rounds)
-                rounds = [e.resume(number, o) for e, o in zip(self._engines, outputs, strict=True)]
+            }
+            drive_all(exchanges, lambda rounds: dict(enumerate(outputs_of([*rounds.values()]))))
             totals |= zip(names, self._engines[0].sums(number), strict=True)
         for name in self._dense:
             totals[name] = torch.stack([grads[name] for grads in self._placed]).sum(0)

@@ -1,9 +1,13 @@
-"""Exceptions of the package.
+"""Exceptions of the package, checks of numbers, and lists as text for messages.
 
-Wrong arguments raise ``ValueError`` or ``TypeError``; these classes are for errors at run time.
+Wrong arguments raise ``ValueError`` or ``TypeError``; exceptions here are for errors at run time.
 """
 
 from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import TypeGuard
 
 
 class FFTCompError(Exception):
@@ -26,3 +30,28 @@ class UnsupportedError(FFTCompError):
 
     The message names the alternative.
     """
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether ``value`` is a real number, NumPy's included, but no bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether ``value`` is an integer, NumPy's included, but no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def listed(items: Sequence[object], most: int = 8) -> str:
+    """Return items as text, at most ``most`` of them.
+
+    >>> listed([0, 1, 2, 3], most=2)
+    '0, 1 and 2 more'
+    """
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 0", or "ranks 0, 1"."""
+    return f"rank{'s' * (len(ranks) != 1)} {listed(ranks)}"

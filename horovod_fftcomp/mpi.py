@@ -19,6 +19,7 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.buckets import MIN_NUMEL, Bucket
+from horovod_fftcomp.engine.drive import drive, exchange_of
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always, make_policy
 from horovod_fftcomp.engine.work import Costs
@@ -79,10 +80,8 @@ class Reducer:
         sums: dict[str, Array] = {}
         for number, bucket in enumerate(self._engine.buckets):
             grads = [flat[tensor.name] for tensor in bucket.tensors]
-            made = self._engine.resume(number, grads)
-            while isinstance(made, Round):
-                made = self._engine.resume(number, self._completed(made))
-            for tensor, total in zip(bucket.tensors, made.sums, strict=True):
+            outcome = drive(exchange_of(self._engine, number, grads), self._completed)
+            for tensor, total in zip(bucket.tensors, outcome.sums, strict=True):
                 sums[tensor.name] = total.reshape(tensor.shape)
         self._engine.settle()
         return {name: sums[name] for name in arrays}

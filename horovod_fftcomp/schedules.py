@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import bisect
 import math
-import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
+
+from horovod_fftcomp.errors import is_integer, is_number
 
 # The C libraries of two machines may differ in the last of 16 digits of cos or pow, but ranks must
 # agree, so six digits are kept. A schedule near its end then repeats a value for many steps, for
@@ -146,8 +147,8 @@ def as_schedule(value: object) -> Schedule:
         return value
     if isinstance(value, Mapping):
         return Steps(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        return Constant(value)  # type: ignore[arg-type]  # any real number; stored as float
+    if is_number(value):
+        return Constant(value)
     raise TypeError(
         "a density schedule is a number, a mapping {first step: density} or an object such as "
         f"Linear(1.0, 0.1, 500), got {value!r}"
@@ -190,9 +191,9 @@ def _sorted_pairs(
 
 
 def _density(name: str, value: Any) -> float:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0.0 < value <= 1.0 or float(value) == 0.0:
-        of_type = "" if is_number else f"; it has to be a number, not a {type(value).__name__}"
+    is_real = is_number(value)
+    if not is_real or not 0.0 < value <= 1.0 or float(value) == 0.0:
+        of_type = "" if is_real else f"; it has to be a number, not a {type(value).__name__}"
         raise ValueError(
             f"{name} must lie in (0, 1], got {value!r}; "
             f"0.01 keeps 1 % of the coefficients, 1.0 all of them{of_type}"
@@ -201,8 +202,7 @@ def _density(name: str, value: Any) -> float:
 
 
 def _whole_number(name: str, value: Any, least: int) -> int:
-    is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_whole or value < least:
+    if not is_integer(value) or value < least:
         raise ValueError(
             f"{name} must be a whole number from {least} up, got {value!r}; "
             "it counts exchanges, write 1000 and not 1e3"

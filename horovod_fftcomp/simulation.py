@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.drive import drive_all, exchange_of
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always, Policy, make_policy
 from horovod_fftcomp.errors import ConfigMismatchError
@@ -67,6 +68,13 @@ class InProcessWorld:
                 outputs[rank] = output
         return outputs
 
+    def outputs(self, rounds: Mapping[tuple[int, str], Round]) -> dict[tuple[int, str], Array]:
+        """Return the output of each round, in the order of names; keys: (rank, name)."""
+        for (rank, name), round_ in rounds.items():
+            self.submit(rank, name, round_)
+        names = sorted({name for _, name in rounds})
+        return {(rank, n): output for n in names for rank, output in enumerate(self.complete(n))}
+
 
 def _outputs(name: str, rounds: Sequence[Round]) -> Sequence[Array]:
     """Return the output of a collective for each participant."""
@@ -113,21 +121,13 @@ def exchange_once(
 
     Each rank starts its buckets in a random order, as hooks of a real model may.
     """
-    world = InProcessWorld(len(engines))
     n_buckets = len(engines[0].buckets)
-    last = [len(engines[0].scheme(bucket).rounds) for bucket in range(n_buckets)]
-    for rank, engine in enumerate(engines):
-        for bucket in shuffle.sample(range(n_buckets), n_buckets):
-            first = engine.resume(bucket, grads[rank][bucket])
-            assert isinstance(first, Round)  # a scheme has one round at least
-            world.submit(rank, f"{bucket}.0", first)
-    for number in range(1, max(last, default=0) + 1):
-        for bucket in (bucket for bucket in range(n_buckets) if number <= last[bucket]):
-            outputs = world.complete(f"{bucket}.{number - 1}")
-            for rank, (engine, output) in enumerate(zip(engines, outputs, strict=True)):
-                following = engine.resume(bucket, output)
-                if isinstance(following, Round):
-                    world.submit(rank, f"{bucket}.{number}", following)
+    exchanges = {
+        (rank, f"bucket {bucket}"): exchange_of(engine, bucket, grads[rank][bucket])
+        for rank, engine in enumerate(engines)
+        for bucket in shuffle.sample(range(n_buckets), n_buckets)
+    }
+    drive_all(exchanges, InProcessWorld(len(engines)).outputs)
 
 
 def simulate(
@@ -145,14 +145,11 @@ def simulate(
     >>> [int(step.average.sum()) for step in steps]
     [2, 4, 6]
     """
-    policy: Policy
     if isinstance(recipe, str):
-        policy = make_policy(recipe, **options)
-    elif options:
+        return _steps(make_policy(recipe, **options), gradients)
+    if options:
         raise TypeError("options belong to a recipe's name; a scheme already contains its options")
-    else:
-        policy = Always(recipe)
-    return _steps(policy, gradients)
+    return _steps(Always(recipe), gradients)
 
 
 def _steps(policy: Policy, gradients: Iterable[Array]) -> Iterator[SimulatedStep]:

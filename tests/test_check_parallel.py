@@ -49,7 +49,7 @@ def test_ranks_with_other_versions_are_told_by_all():
     assert "but 1.0 on rank 1" in joined
     assert "rank 1: versions: ConfigMismatchError" not in joined
     assert "rank 1: versions: the ranks of this job" in joined
-    assert "rank 0, 1 failed" in joined, output[-8000:]
+    assert "ranks 0, 1 failed" in joined, output[-8000:]
     assert "2 failed, " in joined
 
 

@@ -17,12 +17,12 @@ STDLIB = sys.stdlib_module_names
 
 # From the lowest floor up; a file or folder imports from its own folder and from lower floors.
 FLOORS = (
-    "errors types schedules",
+    "errors types",
     "wire",
     "codec",
     "kernels",
     "schemes",
-    "recipes monitor",
+    "recipes monitor schedules",
     "engine",
     "simulation",
     "adapter tools",

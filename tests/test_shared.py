@@ -10,9 +10,10 @@ import pytest
 from horovod_fftcomp import get_scheme, simulate
 from horovod_fftcomp.codec.sparsifiers import RandomBlock, RandomK
 from horovod_fftcomp.engine.buckets import Bucket
+from horovod_fftcomp.engine.drive import drive, exchange_of
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
-from horovod_fftcomp.schemes import Outcome, Tensor
+from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.wire import counter_rng
 from tests.contracts import DRAWN_RECIPES, SHARED_RECIPES
 from tests.reference_ops import positions_of
@@ -24,10 +25,7 @@ def alone(scheme, tensors, grads, step=0):
     """Return what an exchange on a single rank ends in."""
     engine = Engine([Bucket(tuple(tensors), Always(scheme))], 0, 1)
     engine.step = step
-    made = engine.resume(0, grads)
-    while not isinstance(made, Outcome):
-        made = engine.resume(0, made.data.copy())
-    return made
+    return drive(exchange_of(engine, 0, grads), lambda round_: round_.data.copy())
 
 
 def test_numbers_are_those_of_the_published_functions():

@@ -70,7 +70,8 @@ class Compressor:
             raise ValueError(f"recover was given, but recipe {policy.recipe!r} has no density")
         self._recovery = Recovery(settings.recover) if settings.recover else None
         self._changed_density: float | None = None
-        self._listeners: list[Callable[[], None]] = []
+        self._listeners: list[Callable[[], None]] = []  # shared with the step driver
+        self._recorder: Recorder | None = None
         self._warned_of_momentum = self._warned_of_squares = False
 
     def check_differences(self) -> None:
@@ -395,9 +396,22 @@ class Compressor:
             f"on one, and load that into a new compressor{self._IN_ELASTIC_JOBS}"
         )
 
-    @staticmethod
-    def _new_name() -> str:
-        """Return the prefix of this compressor's operation names, with a new number."""
+    def _take_name(self) -> str:
+        """Return the prefix of this compressor's operation names, with a new number.
+
+        Opens what steps are written to before: an error there, on the rank that writes, must not
+        leave the ranks with different numbers of compressors.
+        """
+        settings = self._settings
+        if self._set.included():
+            writes = self._writes(self._set.rank())
+            if settings.live_view is not None or settings.scalars is not None:
+                view = LiveView(settings.live_view, self._add_scalar())
+                if writes:
+                    view.check()
+                self.on_step(functools.partial(self._show, view))
+            if settings.record is not None and writes:
+                self._recorder = Recorder(settings.record, settings.record_every)
         return f"fftcomp.{next(_numbers)}"
 
     def _watch(self, name: str, shutdown: Callable[[], None]) -> Watch:
@@ -407,12 +421,7 @@ class Compressor:
         return Watch(name, self._policy.recipe, settings.timeout_s, ends, shutdown)
 
     def _make_parts(
-        self,
-        buckets: Sequence[Bucket],
-        device: Device | None,
-        send: Send,
-        name: str,
-        recorder: Recorder | None,
+        self, buckets: Sequence[Bucket], device: Device | None, send: Send, name: str
     ) -> Parts:
         """Make the engine and what watches it, and return them for the step driver.
 
@@ -425,8 +434,8 @@ class Compressor:
             self._engine,
             self._connection,
             ReplicaCheck(send, self._parameters, settings.replica_check, self._set, name),
-            recorder,
-            self._note_closed,
+            self._recorder,
+            self._listeners,
             settings,
             self._set,
         )
@@ -500,43 +509,15 @@ class Compressor:
         """Return the number of ranks for which exchange "auto" is decided."""
         return self._set.size()
 
-    def _open_outputs(self) -> Recorder | None:
-        """Open what steps are written to; done before the compressor takes its number.
-
-        Only the first rank writes. An error there must not leave the ranks with different numbers
-        of compressors. Returns the recorder of gradients, if there is one.
-        """
-        settings = self._settings
-        if not self._set.included():
-            return None
-        if settings.live_view is not None or settings.scalars is not None:
-            self._listeners.append(self._live_view())
-        if settings.record is None or not self._writes(self._set.rank()):
-            return None
-        return Recorder(settings.record, settings.record_every)
-
     def _writes(self, rank: int) -> bool:
         """Return whether this rank, ``rank`` of the set, writes what one rank writes for all."""
         return rank == 0
 
-    def _note_closed(self) -> None:
-        """Call the listeners; the step driver calls it after each closed step."""
-        for listener in self._listeners:
-            listener()
-
-    def _live_view(self) -> Callable[[], None]:
-        """Return the listener that writes a step's statistics."""
-        settings = self._settings
-        view = LiveView(settings.live_view, self._add_scalar())
-        if self._writes(self._set.rank()):
-            view.check()
-
-        def show() -> None:
-            # The present first rank: an elastic job may have lost the host of the former one.
-            if self._writes(self._engine.rank) and self._steps.count % settings.live_every == 0:
-                view.show(self._engine.step, self.stats(), self._engine.alarm.ratios())
-
-        return show
+    def _show(self, view: LiveView) -> None:
+        """Write a step's statistics; a listener."""
+        # The present first rank: an elastic job may have lost the host of the former one.
+        if self._writes(self._engine.rank) and self._steps.count % self._settings.live_every == 0:
+            view.show(self._engine.step, self.stats(), self._engine.alarm.ratios())
 
     def _add_scalar(self) -> AddScalar | None:
         """Return the function of the setting ``scalars`` that writes a scalar; None without it."""

@@ -17,7 +17,7 @@ import numpy as np
 from horovod_fftcomp import wire
 from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.overlap import Pending, Send
-from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.errors import ConfigMismatchError, list_ranks
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.version import __version__
@@ -70,7 +70,7 @@ def compare_facts(facts: Sequence[Mapping[str, object]]) -> None:
         for rank, rank_facts in enumerate(facts):
             ranks_by_value.setdefault(str(rank_facts.get(key, "absent")), []).append(rank)
         if len(ranks_by_value) > 1:
-            parts = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
+            parts = [f"{value} on {list_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
             differences.append(f"{key} is " + " but ".join(parts))
     if not differences:
         return
@@ -95,7 +95,7 @@ def differing_numbers(counts_by_rank: Sequence[Mapping[str, Any]]) -> str:
     if any(len(set(values)) < 2 for values in zip(*ranks_by_counts, strict=True)):
         return ""
     parts = [
-        f"{_ranks(ranks)} made {made} and {'uses' if len(ranks) == 1 else 'use'} number {number}"
+        f"{list_ranks(ranks)} made {made} and use{'s' * (len(ranks) == 1)} number {number}"
         for (made, number), ranks in ranks_by_counts.items()
     ]
     return (
@@ -103,11 +103,6 @@ def differing_numbers(counts_by_rank: Sequence[Mapping[str, Any]]) -> str:
         "Compressors of different numbers never exchange anything. Make the same compressors in "
         "the same order on every rank, those that are not used included."
     )
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
-    return ("rank " if len(ranks) == 1 else "ranks ") + shown
 
 
 class Handshake:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from horovod_fftcomp.errors import list_ranks, listed
+
 _SHOWN_RANKS, _SHOWN_NAMES = 8, 4
 # Seconds after which ranks that wait for each other in different calls are reported: by then no
 # answer can still be under way.
@@ -113,7 +115,7 @@ def diagnose(
     others = [rank for rank in sorted(reports) if reports[rank].is_waiting and rank not in late]
     if late and others:
         awaited = _awaited(reports, late, first, names)
-        parts.append(f"{_ranks(others).capitalize()} {_wait(others)} for {awaited}.")
+        parts.append(f"{list_ranks(others).capitalize()} {_wait(others)} for {awaited}.")
     return " ".join(parts)
 
 
@@ -130,8 +132,8 @@ def _clash(reports: Mapping[int, Report]) -> str:
     if not training:
         return ""
     return (
-        f"{_ranks(callers).capitalize()} {_wait(callers)} in {call} for all ranks, but "
-        f"{_ranks(training)} did not call it and began step {quiet[training[0]].progress.step} "
+        f"{list_ranks(callers).capitalize()} {_wait(callers)} in {call} for all ranks, but "
+        f"{list_ranks(training)} did not call it and began step {quiet[training[0]].progress.step} "
         f"instead. Call {call} on every rank, between the same two steps."
     )
 
@@ -174,11 +176,10 @@ def _awaited(
     missing: Iterable[int] = range(len(names))
     if begun and len(begun) == len(late):
         missing = sorted({n for report in begun for n in expanded(report.missing)})
-    listed = [repr(names[number]) for number in missing if number < len(names)]
-    if not listed:
+    known = [repr(names[number]) for number in missing if number < len(names)]
+    if not known:
         return f"the sums of step {first.progress.step}"
-    more = f" and {len(listed) - _SHOWN_NAMES} more" if len(listed) > _SHOWN_NAMES else ""
-    return f"gradients of {', '.join(listed[:_SHOWN_NAMES])}{more}"
+    return f"gradients of {listed(known, _SHOWN_NAMES)}"
 
 
 def ranges(numbers: Iterable[int], most: int = 200) -> str:
@@ -204,11 +205,6 @@ def expanded(text: str) -> list[int]:
         begin, _, end = run.partition("-")
         numbers.extend(range(int(begin), int(end or begin) + 1))
     return numbers
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN_RANKS]))}{more}"
 
 
 def _wait(ranks: Sequence[int]) -> str:

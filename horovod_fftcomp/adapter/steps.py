@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from horovod_fftcomp.adapter.replica_check import ReplicaCheck
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.kernels.cuda import on_host
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
 from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
 
@@ -19,15 +20,15 @@ from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
 class Parts(NamedTuple):
     """Objects of a compressor that its step driver uses.
 
-    ``recorder`` records the compressed tensors' gradients of some steps. ``closed`` is called when
-    a step has been closed.
+    ``listeners`` are called when a step has been closed; see ``Compressor.on_step``. ``recorder``
+    records the compressed tensors' gradients of some steps.
     """
 
     engine: Engine
     connection: Connection
     replicas: ReplicaCheck
     recorder: Recorder | None
-    closed: Callable[[], None]
+    listeners: Sequence[Callable[[], None]]
     settings: Settings
     process_set: Any
 
@@ -43,7 +44,7 @@ class StepDriver:
 
     def __init__(self, parts: Parts) -> None:
         self._engine, self._connection, self._replicas, self._recorder = parts[:4]
-        self._closed, self._settings, self._set = parts[4:]
+        self._listeners, self._settings, self._set = parts[4:]
         self._recorded: dict[str, np.ndarray] | None = None  # of this step, if it is recorded
         self._not_finite = NotFiniteWarning(self._settings.grad_scaler is not None)
         self._broken_by = ""  # text of the error that interrupted a step
@@ -93,6 +94,15 @@ class StepDriver:
             self._recorder.check()
             self._recorded = {} if self._recorder.wants(self._engine.step) else None
 
+    def _record(self, bucket: int, arrived: Mapping[int, Any]) -> None:
+        """Copy gradients of a bucket, 1-D float32 by position, if this step is recorded."""
+        if self._recorded is not None:
+            for position, grad in arrived.items():
+                if grad is not None:
+                    tensor = self._engine.buckets[bucket].tensors[position]
+                    values = np.array(on_host(grad, self._engine.device))
+                    self._recorded[tensor.name] = values.reshape(tensor.shape)
+
     def _end_record(self, step: int) -> None:
         if self._recorder is not None and self._recorded:
             self._recorder.append(step, self._recorded)
@@ -100,4 +110,5 @@ class StepDriver:
 
     def _note_closed(self) -> None:
         self.count += 1
-        self._closed()
+        for listener in self._listeners:
+            listener()

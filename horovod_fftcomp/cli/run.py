@@ -30,6 +30,7 @@ from horovod_fftcomp.cli.arguments import (
     recipe_choices,
 )
 from horovod_fftcomp.cli.console import Table, in_ms, make_console
+from horovod_fftcomp.errors import list_ranks
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.tools.run import children, launcher
 from horovod_fftcomp.tools.run.import_hook import install
@@ -473,12 +474,9 @@ def _failures(reports: Sequence[dict[str, Any]]) -> list[str]:
 
     Errors that follow from another rank's failure are left out unless there are no others.
     """
-    ranks: dict[str, list[str]] = {}
+    ranks: dict[str, list[int]] = {}
     for found in reports:
         if "failure" in found:
-            ranks.setdefault(found["failure"], []).append(str(found["rank"]))
+            ranks.setdefault(found["failure"], []).append(found["rank"])
     causes = [text for text in ranks if not any(mark in text for mark in _CONSEQUENCES)]
-    return [
-        f"rank{'s' if len(ranks[text]) > 1 else ''} {', '.join(ranks[text])}: {text}"
-        for text in causes or ranks
-    ]
+    return [f"{list_ranks(ranks[text])}: {text}" for text in causes or ranks]

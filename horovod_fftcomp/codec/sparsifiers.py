@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from horovod_fftcomp.errors import is_number
 from horovod_fftcomp.wire import counter_rng
 
 LEAST_THRESHOLD = 2.0**-126  # the smallest normal float32; below it precision is lost
@@ -23,8 +23,7 @@ class _ByDensity:
     density: float
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.density, numbers.Real) and not isinstance(self.density, bool)
-        if not is_number or not 0.0 < self.density <= 1.0:
+        if not is_number(self.density) or not 0.0 < self.density <= 1.0:
             raise ValueError(
                 f"density must lie in (0, 1], got {self.density!r}; "
                 "0.01 keeps 1 % of the coefficients"
@@ -59,8 +58,7 @@ class Threshold:
     value: float
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.value, numbers.Real) and not isinstance(self.value, bool)
-        if not is_number or not LEAST_THRESHOLD <= self.value <= _LARGEST:
+        if not is_number(self.value) or not LEAST_THRESHOLD <= self.value <= _LARGEST:
             raise ValueError(
                 f"threshold must be a number from {LEAST_THRESHOLD:.3g} to {_LARGEST:.3g}, got "
                 f"{self.value!r}; it has the units of a gradient"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from horovod_fftcomp.engine.recipe_text import parse_recipe
-from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.errors import UnsupportedError, is_number
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
 from horovod_fftcomp.schemes import Scheme
@@ -349,7 +348,7 @@ def policy_of(action: Action, policy: Scheduled) -> Scheduled | None:
         kept = ("warmup_steps", "ranks_per_node", "dense_every", "dense_by")
         inherited = {name: value for name, value in policy.in_force().items() if name in kept}
         return make_policy(**{"recipe": policy.recipe, **inherited, **action})
-    if not isinstance(action, numbers.Real) or isinstance(action, bool):
+    if not is_number(action):
         raise ValueError(
             f"a rule's action is 'dense', a density or a dict with a recipe; got {action!r}"
         )

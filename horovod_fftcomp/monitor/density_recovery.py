@@ -7,9 +7,10 @@ Wang et al., HPDC 2020. The decision rule is this package's own.
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat
+
+from horovod_fftcomp.errors import is_integer, is_number
 
 FORMAT = 1
 
@@ -41,22 +42,22 @@ class Recover:
     better: Literal["lower", "higher"] = "lower"
 
     def __post_init__(self) -> None:
-        if not _is_finite(self.factor) or self.factor <= 1:
+        if not is_number(self.factor) or not 1 < self.factor < math.inf:
             raise ValueError(
                 f"Recover.factor must be greater than 1, got {self.factor!r}; 2.0 doubles the "
                 "density"
             )
-        if not _is_whole(self.patience) or self.patience < 1:
+        if not is_integer(self.patience) or self.patience < 1:
             raise ValueError(
                 f"Recover.patience must be a whole number from 1 up, got {self.patience!r}; "
                 "1 acts on the first worse report"
             )
-        if not _is_finite(self.tolerance):
+        if not is_number(self.tolerance) or not math.isfinite(self.tolerance):
             raise ValueError(
                 f"Recover.tolerance must be a finite number, got {self.tolerance!r}; it is the "
                 "loss or accuracy by which a report may be worse; negative: what it has to gain"
             )
-        if not _is_finite(self.max_density) or not 0 < self.max_density <= 1:
+        if not is_number(self.max_density) or not 0 < self.max_density <= 1:
             raise ValueError(
                 f"Recover.max_density must lie in (0, 1], got {self.max_density!r}; "
                 "1.0 lets the density grow until everything is sent"
@@ -117,7 +118,7 @@ class Recovery:
         A density above ``max_density`` is returned unchanged: recovery never lowers it. Raises
         ValueError for a ``density`` outside (0, 1].
         """
-        if not _is_finite(density) or not 0 < density <= 1:
+        if not is_number(density) or not 0 < density <= 1:
             raise ValueError(f"density must lie in (0, 1], got {density!r}; 1.0 sends everything")
         return float(max(density, min(self.options.max_density, density * self.options.factor)))
 
@@ -142,7 +143,7 @@ class Recovery:
         best, worse_reports = state["best"], state["worse_reports"]
         if best is not None and (not isinstance(best, float) or math.isnan(best)):
             raise ValueError(f"state_dict['best'] must be None or a number, got {best!r}")
-        if not _is_whole(worse_reports) or worse_reports < 0:
+        if not is_integer(worse_reports) or worse_reports < 0:
             raise ValueError(
                 f"state_dict['worse_reports'] must be a whole number, got {worse_reports!r}"
             )
@@ -156,12 +157,3 @@ class Recovery:
         if self.options.better == "lower":
             return value > self._best + self.options.tolerance
         return value < self._best - self.options.tolerance
-
-
-def _is_finite(value: object) -> bool:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]  # mypy: Real is no float
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from horovod_fftcomp.monitor.step_log import check_folder_of
+
 
 class Recorder:
     """Writer of every ``every``-th step's gradients to files in a folder, in a background thread.
@@ -22,10 +24,7 @@ class Recorder:
     def __init__(self, path: str | os.PathLike[str], every: int) -> None:
         self.path = Path(path)
         self.every = every
-        if not self.path.parent.is_dir():
-            raise FileNotFoundError(
-                f"record: the folder {str(self.path.parent)!r} does not exist; make it first"
-            )
+        check_folder_of(self.path, "record")
         if self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir())):
             raise FileExistsError(
                 f"record: {str(self.path)!r} exists and is not overwritten; give another name, or "

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.errors import PayloadError
+from horovod_fftcomp.errors import PayloadError, listed
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array, Tensors
 
-_SHOWN = 8
 DENSE = "tensors that Horovod exchanges itself"
 
 
@@ -63,12 +62,11 @@ class NotFiniteWarning:
         if not own and rank != 0:
             return  # only ranks of origin and the first rank warn
         names = own or list(bad)
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        listed = ", ".join(map(repr, names[:_SHOWN])) + more
+        shown = listed([*map(repr, names)])
         origin = (
-            f"rank {ranks[rank]} has NaN or Inf in the gradients of {listed}"
+            f"rank {ranks[rank]} has NaN or Inf in the gradients of {shown}"
             if own
-            else f"the sums of {listed} over the ranks have NaN or Inf, from the gradients of some "
+            else f"the sums of {shown} over the ranks have NaN or Inf, from the gradients of some "
             "rank or from an overflow of the sum"
         )
         warnings.warn(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from horovod_fftcomp.errors import list_ranks
 from horovod_fftcomp.types import Array
 
 # One step is the round of XXH64 (Collet 2012), h -> rotate(h + word * odd) * odd: a bijection in h
@@ -190,7 +191,7 @@ def describe(differences: Mapping[str, Sequence[int]]) -> str:
     """Return a message about the result of ``find_differences``: tensors, ranks, causes, cure."""
     if not differences:
         return "all ranks hold the same values"
-    places = [f"{name!r} on {_ranks(ranks)}" for name, ranks in differences.items()]
+    places = [f"{name!r} on {list_ranks(ranks)}" for name, ranks in differences.items()]
     if len(places) > _SHOWN:
         places[_SHOWN:] = [f"and {len(places) - _SHOWN} more"]
     return (
@@ -203,8 +204,3 @@ def describe(differences: Mapping[str, Sequence[int]]) -> str:
         "the last good checkpoint and broadcast parameters and optimizer state. If they are to "
         'differ, replica_check="off" ends this comparison.'
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:_SHOWN])) + more

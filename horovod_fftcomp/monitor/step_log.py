@@ -64,6 +64,14 @@ def _rounded(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None
 
 
+def check_folder_of(path: Path, option: str) -> None:
+    """Raise FileNotFoundError unless the folder is there in which ``option`` makes ``path``."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"{option}: the folder {str(path.parent)!r} does not exist; make it first"
+        )
+
+
 class LiveView:
     """Writer of JSON lines to the file at ``path`` and of scalars by ``add_scalar``.
 
@@ -82,13 +90,9 @@ class LiveView:
 
     def check(self) -> None:
         """Create the file if it does not exist; OSError if it cannot be created or written."""
-        if self._path is None:
-            return
-        if not self._path.parent.is_dir():
-            raise FileNotFoundError(
-                f"live_view: the folder {str(self._path.parent)!r} does not exist; make it first"
-            )
-        self._path.open("ab").close()
+        if self._path is not None:
+            check_folder_of(self._path, "live_view")
+            self._path.open("ab").close()
 
     def show(
         self, step: int, stats: Mapping[str, Any], residual_ratios: Mapping[str, float]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
-import numbers
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from horovod_fftcomp.errors import is_integer, is_number
 
 _WORDS: dict[Any, str] = {
     bool: "True or False",
@@ -43,10 +44,9 @@ def checked(name: str, value: Any, kind: Any, default: object = None) -> Any:
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if Any in kinds or (value is None and NoneType in kinds):
         return value
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if float in kinds and is_number:
+    if float in kinds and is_number(value):
         return _finite(name, value)
-    if int in kinds and is_number and isinstance(value, numbers.Integral):
+    if int in kinds and is_integer(value):
         return int(value)
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     if choices and isinstance(value, str) and value not in choices:

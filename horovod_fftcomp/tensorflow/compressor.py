@@ -62,8 +62,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         super().__init__(policy, settings)
         _check_scaler(settings.grad_scaler)
         self._set = settings.process_set or hvd.global_process_set
-        self._outputs = self._open_outputs()
-        self._name = self._new_name()
+        self._name = self._take_name()
         self._make_groups = process_sets.makers(policy, settings)
         watch = self._watch(self._name, hvd.shutdown)
         self._connection = Connection(PendingRound, self._name, self._set, watch)
@@ -86,7 +85,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         member = self._set.included()  # on other ranks Horovod only traces the compressor
         memory = memory_of(variables.variables, buckets) if member else None
         device, hashes = None if memory is None else memory.device, GraphRound()
-        parts = self._make_parts(buckets, device, hashes, self._name, self._outputs)
+        parts = self._make_parts(buckets, device, hashes, self._name)
         self._steps = StepDriver(
             parts, variables, hashes, self._start_handshake, self.rejoin, memory
         )

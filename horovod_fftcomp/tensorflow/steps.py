@@ -249,10 +249,7 @@ class StepDriver(steps.StepDriver):
     def _start(self, bucket: int, arrived: dict[int, Any], poison: float) -> Round:
         """Start a bucket's exchange; ``arrived``: gradients by position."""
         tensors = self._engine.buckets[bucket].tensors
-        if self._recorded is not None:
-            for position, grad in arrived.items():
-                values, tensor = on_host(grad, self._engine.device), tensors[position]
-                self._recorded[tensor.name] = values.reshape(tensor.shape)
+        self._record(bucket, arrived)
         if not math.isfinite(poison):
             values = on_host(arrived[first := min(arrived)], self._engine.device)
             self._poisoned = tensors[first].name if np.isfinite(values).all() else DENSE

@@ -50,12 +50,11 @@ class TorchCompressor(TensorCompressor):
         buckets = self._buckets_of(self._tensors)
         member = self._set.included()  # on other ranks Horovod never calls the compressor
         device = device_of(parameters.tensors, buckets) if member else None
-        outputs = self._open_outputs()
-        name = self._new_name()
+        name = self._take_name()
         groups = process_sets.makers(policy, settings) if buckets else dict
         watch = self._watch(name, horovod_internals.shut_down)
         self._connection = Connection(PendingRound, name, self._set, watch, groups)
-        parts = self._make_parts(buckets, device, self._connection.send, name, outputs)
+        parts = self._make_parts(buckets, device, self._connection.send, name)
         self._steps = StepDriver(
             parts, parameters, self._parameters, self._join, self._slots, self._gathers, name
         )

@@ -173,13 +173,9 @@ class StepDriver(steps.StepDriver):
     def _start(self, bucket: int) -> None:
         """Start a bucket's exchange with the gradients that have come."""
         arrived, self._arrived[bucket] = self._arrived[bucket], {}
-        grads = arrived.values()
-        self.pipeline.start(bucket, dict(zip(arrived, self._flat(grads), strict=True)))
-        if self._recorded is not None:
-            for position, values in zip(arrived, arrays.flat_float32(grads), strict=True):
-                if values is not None:
-                    tensor = self._engine.buckets[bucket].tensors[position]
-                    self._recorded[tensor.name] = values.reshape(tensor.shape)
+        flat = dict(zip(arrived, self._flat(arrived.values()), strict=True))
+        self.pipeline.start(bucket, flat)
+        self._record(bucket, flat)
 
     def _flat(self, grads: Collection[torch.Tensor | None]) -> Sequence[Any]:
         """Return gradients as 1-D float32: on the GPU if it computes steps, else on the host."""
@@ -263,7 +259,6 @@ class StepDriver(steps.StepDriver):
             self._open()
             self.pipeline.finish()
             self._connection.leave_together()
-            # These do not change any more: Horovod puts the sums into other memory.
             self._end_record(self._engine.step)
             self._take_sums()
             self._gradients.expected = None  # the next one begins a step

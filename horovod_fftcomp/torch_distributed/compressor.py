@@ -63,8 +63,7 @@ class DistributedCompressor(TensorCompressor):
         self._set = RankGroup(ranks, group_name, timeout_s)
         buckets = self._buckets_of(self._tensors)
         device = device_of(trainable, buckets)
-        outputs = self._open_outputs()
-        name = self._new_name()
+        name = self._take_name()
         stream = SideStream(place)
         network = Network(device, stream.enter)
         watch = self._watch(name, network.abort)
@@ -72,7 +71,7 @@ class DistributedCompressor(TensorCompressor):
             node_groups, policy.ranks_per_node, ranks, f"{group_name}.node", timeout_s
         )
         self._connection = Connection(network.send, name, self._set, watch, groups, by_order=True)
-        parts = self._make_parts(buckets, device, self._connection.send, name, outputs)
+        parts = self._make_parts(buckets, device, self._connection.send, name)
         told = name, stream, optimized, self._is_perturbed
         setup = Setup(self._exchanged, self._connect, self._slots, *told)
         self._steps = self._make_steps(parts, setup)

@@ -227,9 +227,7 @@ class StepDriver(steps.StepDriver):
         for number, values in flat.items():
             slot = self._slots[number]
             assert slot is not None  # only these are compressed
-            if self._recorded is not None and values is not None:
-                kept = grads[number].detach().to("cpu", torch.float32, copy=True)
-                self._recorded[self._names[number]] = kept.numpy()
+            self._record(slot.bucket, {slot.position: values})
             arrived = self._arrived[slot.bucket]
             arrived[slot.position] = None if number in unused else values
             if len(arrived) == len(self._engine.buckets[slot.bucket].tensors):

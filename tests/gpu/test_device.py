@@ -18,11 +18,12 @@ from horovod_fftcomp import RECIPES, get_codec, get_scheme
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.device_selftest import probe
+from horovod_fftcomp.engine.drive import drive_all, exchange_of
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.kernels import cuda
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
-from horovod_fftcomp.schemes import Round, Tensor
+from horovod_fftcomp.schemes import Tensor
 from tests.contracts import ELEMENT_RECIPES, HOST_ONLY, make_codec
 from tests.gpu import steps
 from tests.gpu.emulator import Emulator
@@ -181,12 +182,15 @@ def run_step(device, engines, grads):
 
 def exchange(device, engines, grads, bucket):
     """Gather or sum what the ranks send for a bucket, through the host."""
-    rounds = [engine.resume(bucket, own) for engine, own in zip(engines, grads, strict=True)]
-    while isinstance(rounds[0], Round):
-        messages = [device.fetch(round_.data)() for round_ in rounds]
+
+    def network(rounds):
+        messages = [device.fetch(round_.data)() for round_ in rounds.values()]
         gathers = rounds[0].collective == "allgather"
         output = np.concatenate(messages) if gathers else messages[0] + messages[1]
-        rounds = [engine.resume(bucket, device.upload(output)) for engine in engines]
+        return {rank: device.upload(output) for rank in rounds}
+
+    pairs = zip(engines, grads, strict=True)
+    drive_all({e.rank: exchange_of(e, bucket, own) for e, own in pairs}, network)
 
 
 def on_gpu(torch, grads):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import RECIPES, PayloadError, get_scheme
-from horovod_fftcomp.engine import differences
 from horovod_fftcomp.engine.buckets import Bucket
-from horovod_fftcomp.engine.device_selftest import probe, trusted
+from horovod_fftcomp.engine.device_selftest import TRANSFORMED, probe, trusted
+from horovod_fftcomp.engine.drive import drive, exchange_of
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.errors import UnsupportedError
@@ -272,7 +272,7 @@ def test_between_trials_auto_is_the_cpus():
         if step == TRIAL_STEPS + 2:
             grads[0][0][1] = grads[1][0][1] = None
         # A fitted grid begins at a coefficient, of which the last bits may differ.
-        assert_same_step(cpu, gpu, grads, differences.TRANSFORMED)
+        assert_same_step(cpu, gpu, grads, TRANSFORMED)
         in_trial = step % options["every"] < TRIAL_STEPS
         for engine in gpu:
             for arrays in (engine._state[0]["residual"], engine._state[1]["residual"]):
@@ -360,9 +360,7 @@ def test_tables_are_copied_only_when_they_change(recipe, options):
         if step == 8:
             device.tables = 0
         for bucket in (0, 1):
-            made = engine.resume(bucket, grads[bucket])
-            while isinstance(made, Round):
-                made = engine.resume(bucket, made.data)
+            drive(exchange_of(engine, bucket, grads[bucket]), lambda round_: round_.data)
         engine.settle()
     # Other positions in each step, bucket and half; other keys in each step and bucket.
     drawn = {"random_k": 4 * 2 * 2, "qsgd": 4 * 2}

@@ -14,7 +14,7 @@ import torch
 from horovod_fftcomp.adapter import handshake
 from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
 from horovod_fftcomp.engine.overlap import Pending
-from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.errors import ConfigMismatchError, list_ranks
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array
 
@@ -142,8 +142,7 @@ def _outcome(job: Job, failed: bool) -> _Found:
     flags = job.exchange("allgather", np.array([failed], np.uint8), "outcome")
     ranks = np.flatnonzero(flags).tolist()
     if ranks:
-        shown = ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
-        return "all ranks", "FAIL", f"rank {shown} failed", "see what it printed"
+        return "all ranks", "FAIL", f"{list_ranks(ranks)} failed", "see what it printed"
     return "all ranks", "OK", "none has failed", ""
 
 

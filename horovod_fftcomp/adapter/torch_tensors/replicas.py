@@ -12,8 +12,7 @@ import torch
 
 from horovod_fftcomp.adapter.torch_tensors.optimizers import is_exchanged
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
-
-_SHOWN = 8
+from horovod_fftcomp.errors import listed
 
 
 class OptimizedParameters:
@@ -103,10 +102,9 @@ class OptimizedParameters:
         if not alone:
             return
         self._warned.update(alone)
-        listed = ", ".join(repr(self.names[number]) for number in alone[:_SHOWN])
-        more = f" and {len(alone) - _SHOWN} more" if len(alone) > _SHOWN else ""
+        names = listed([repr(self.names[number]) for number in alone])
         warnings.warn(
-            f"each rank trains these parameters alone, and the ranks will differ: {listed}{more}. "
+            f"each rank trains these parameters alone, and the ranks will differ: {names}. "
             f"Their gradients are not exchanged, {reason}",
             RuntimeWarning,
             stacklevel=3,

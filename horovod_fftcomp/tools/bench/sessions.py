@@ -9,7 +9,9 @@ import numpy as np
 
 from horovod_fftcomp.engine.buckets import Bucket, decided_states
 from horovod_fftcomp.engine.checkpoint import common
+from horovod_fftcomp.engine.drive import drive
 from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.engine.work import Work
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Exchange, Outcome, Round, Scheme, Tensor
 from horovod_fftcomp.schemes.allgather import Allgather
@@ -97,13 +99,14 @@ class RecipeSession:
 
         With one rank alone, its own data.
         """
-        exchange = self._exchange(self._plain, grad, self._known)
-        rounds = [next(exchange)]
-        for _ in self.scheme.rounds[1:]:
-            other = rounds[-1].data if self._n_ranks > 1 else None
-            rounds.append(exchange.send(_completed(rounds[-1], other)))
-        exchange.close()
-        return [round_.data for round_ in rounds]
+        sent: list[Array] = []
+
+        def network(round_: Round) -> Array:
+            sent.append(round_.data)
+            return _completed(round_, round_.data if self._n_ranks > 1 else None)
+
+        drive(self._exchange(self._plain, grad, self._known), network)
+        return sent
 
     def encode(self, grad: Array, feedback: bool) -> tuple[Exchange, Round]:
         """Return the exchange of ``grad`` with the second rank, and its last round."""
@@ -118,23 +121,17 @@ class RecipeSession:
 
     def decode(self, received: tuple[Exchange, Array]) -> Outcome:
         """Return the outcome of the exchange."""
-        exchange, output = received
-        try:
-            exchange.send(output)
-        except StopIteration as stop:
-            return stop.value
-        raise AssertionError("the scheme has more rounds than it lists")
+        outcome = Work(*received).run().made
+        assert isinstance(outcome, Outcome)  # the scheme has no more rounds than it lists
+        return outcome
 
     def alone(self, grad: Array) -> Array:
         """Return ``grad`` encoded and decoded without feedback, flat float32."""
         return self._outcome_alone(grad, self._plain, _USUAL_STEP).sums[0]
 
     def _outcome_alone(self, grad: Array, scheme: Scheme, step: int) -> Outcome:
-        nobody = [None] * len(scheme.rounds)
-        context = Context(step, 0, 1)
-        exchange = scheme.exchange([self._tensor], [grad], self._known, context)
-        exchange, last = _start(exchange, nobody)
-        return self.decode((exchange, _completed(last, None)))
+        exchange = scheme.exchange([self._tensor], [grad], self._known, Context(step, 0, 1))
+        return drive(exchange, lambda round_: round_.data)
 
     def advance(self, grad: Array) -> None:
         """Exchange ``grad`` with feedback and keep the new residual."""
