@@ -14,9 +14,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.ops import Flags, Ops
+from horovod_fftcomp.schemes.state_array import StateArray, StateArrays
 from horovod_fftcomp.types import Array, Arrays, Choice, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.spec import spec_of
 
@@ -255,18 +257,22 @@ class Scheme(Protocol):
         """Return the scheme and its options as a string; see ``spec_of``."""
         return spec_of(self)
 
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return by kind the arrays that ``state`` may hold of ``tensor``.
+
+        They may depend on what has been chosen for it in ``state``, but their words may not.
+        """
+        words = f"residual of {list(tensor.shape)} by element"
+        is_kept = getattr(self, "error_feedback", True)
+        return {"residual": StateArray(math.prod(tensor.shape), words, is_kept=is_kept)}
+
     def state_format(self, tensor: Tensor) -> str:
         """Return shape and domain of the state of ``tensor`` in words.
 
         A saved state can be loaded if its string is equal.
         """
-        return f"residual of {list(tensor.shape)} by element"
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of each 1-D array that ``state`` may hold of ``tensor``."""
-        if not getattr(self, "error_feedback", False):
-            return {}
-        return {"residual": (np.dtype(np.float32), math.prod(tensor.shape))}
+        arrays = self.state_arrays(tensor, {}).values()
+        return " and ".join(array.words for array in arrays if array.words) or "none"
 
     def at(self, step: int) -> Scheme:
         """Return the scheme to run at a step, counted from the first compressed one."""
@@ -324,8 +330,6 @@ class Scheme(Protocol):
         carried = state.get("residual", {}).get(tensor.name)
         if carried is None:
             return np.zeros(tensor.shape, np.float32)
-        return self.elements(carried, state, tensor).reshape(tensor.shape).copy()
-
-    def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
-        """Return a tensor's residual by element, transformed back if it is kept as coefficients."""
-        return residual
+        transform = self.state_arrays(tensor, state)["residual"].transform
+        elements = transform.inverse(carried, math.prod(tensor.shape), load_backend("cpu"))
+        return elements.reshape(tensor.shape).copy()

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from horovod_fftcomp.schemes import Context, Exchange, Grads, Round, on_the_host
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL, fold
 from horovod_fftcomp.schemes.state import LowPass
+from horovod_fftcomp.schemes.state_array import UINT8, StateArray, StateArrays, coefficients
 from horovod_fftcomp.types import Array, Choice, Coding, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
@@ -198,7 +199,7 @@ class Auto(LowPass):
         """Return the state with another choice, and the residual of ``tensor`` in its domain."""
         codec, after = self.codec_of(tensor, state), self.codec(tensor.shape, to.choice, to.share)
         if tensor.name in state.get(SHARD_RESIDUAL, {}) and codec != after:
-            state = fold(state, tensor, codec.coeffs_format(tensor.shape))
+            state = fold(state, tensor, *codec.coeffs_format(tensor.shape))
         new = {"choice": np.array([to.choice], np.uint8), "share": np.array([to.share], np.uint8)}
         residual = state.get("residual", {}).get(tensor.name)
         if residual is not None and codec.transform != after.transform:
@@ -245,26 +246,17 @@ class Auto(LowPass):
         """Return the payload bytes of ``tensor`` for the present choice; see ``Scheme``."""
         return self.choice_of(state, tensor).sent_nbytes
 
-    def state_format(self, tensor: Tensor) -> str:
-        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        return f"residual of {list(tensor.shape)} by a choice of auto"
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of choice, share, errors and residual; see ``Scheme``."""
-        arrays: dict[str, tuple[np.dtype, int]] = {
-            "choice": (np.dtype(np.uint8), 1),
-            "share": (np.dtype(np.uint8), 1),
-            "errors": (np.dtype(np.float32), _N_TRIALS + 2),
-            "trials": (np.dtype(np.float32), _OLD_TRIALS),  # accepted, and not kept
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return choice, share, errors and residual; see ``Scheme``."""
+        words = f"residual of {list(tensor.shape)} by a choice of auto"
+        residual = coefficients(self.codec_of(tensor, state), tensor, self.error_feedback)
+        return {
+            "choice": StateArray(1, dtype=UINT8),
+            "share": StateArray(1, dtype=UINT8),
+            "errors": StateArray(_N_TRIALS + 2),
+            "trials": StateArray(_OLD_TRIALS),  # accepted, and not kept
+            "residual": residual._replace(words=words),
         }
-        if self.error_feedback:
-            arrays["residual"] = self.codec_of(tensor, state).coeffs_format(tensor.shape)
-        return arrays
-
-    def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
-        """Return a tensor's residual by element; see ``Scheme``."""
-        transform = self.codec_of(tensor, state).transform
-        return transform.inverse(residual, math.prod(tensor.shape), load_backend("cpu"))
 
     def choice_of(self, state: OldState, tensor: Tensor) -> Choice:
         """Return the present choice for a tensor; see ``Scheme``."""

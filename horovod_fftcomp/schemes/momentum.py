@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, Traits
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.state import bucket_plan, new_state, old_arrays
+from horovod_fftcomp.schemes.state_array import StateArray, StateArrays
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 
@@ -93,14 +92,10 @@ class MomentumScheme(Scheme):
         momentum, growth = self.correction.momentum, self.correction.growth
         return Traits(momentum=momentum, accumulation=growth, fits_differences=momentum == 0)
 
-    def state_format(self, tensor: Tensor) -> str:
-        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        return f"velocity and residual of {list(tensor.shape)} by element"
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of velocity and residual; see ``Scheme``."""
-        whole = (np.dtype(np.float32), math.prod(tensor.shape))
-        return {"velocity": whole, "residual": whole}
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return velocity and residual; see ``Scheme``."""
+        velocity = StateArray(math.prod(tensor.shape), "velocity")
+        return {"velocity": velocity, **super().state_arrays(tensor, state)}
 
 
 @dataclass(frozen=True)
@@ -192,7 +187,7 @@ class WithMomentum(Wrapper):
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return f"velocity by element, {self.scheme.state_format(tensor)}"
 
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of the velocity and the scheme's state; see ``Scheme``."""
-        velocity = np.dtype(np.float32), math.prod(tensor.shape)
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return the velocity and the scheme's state; see ``Scheme``."""
+        velocity = StateArray(math.prod(tensor.shape))
         return {**self.scheme.state_arrays(tensor, state), "velocity": velocity}

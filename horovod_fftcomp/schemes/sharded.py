@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.errors import UnsupportedError
@@ -28,6 +26,7 @@ from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.shard_plan import MOST_NBYTES, Key, grain_of, second_codec
 from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded, moved
+from horovod_fftcomp.schemes.state_array import INT64, StateArray, StateArrays
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array
 
@@ -156,18 +155,18 @@ class Sharded(Wrapper):
         """Return the scheme of dense warm-up steps; see ``Scheme``."""
         return self.scheme.in_warmup()
 
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of each array of the state; see ``Scheme``.
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return the arrays of the state; see ``Scheme``.
 
         The second residual, of the part of a tensor that this rank owns, has the size of that part.
         """
         arrays = dict(self.scheme.state_arrays(tensor, state))
-        part = state.get(SHARD_RESIDUAL, {}).get(tensor.name)
-        if part is not None and "residual" in arrays:
-            kind, most = arrays["residual"]
-            begin = int(state.get(SHARD_BEGIN, {}).get(tensor.name, [most])[0])
-            arrays[SHARD_RESIDUAL] = kind, max(0, min(part.size, most - begin))
-            arrays[SHARD_BEGIN] = np.dtype(np.int64), 1
+        part, whole = state.get(SHARD_RESIDUAL, {}).get(tensor.name), arrays["residual"]
+        if part is not None and whole.is_kept:
+            begin = int(state.get(SHARD_BEGIN, {}).get(tensor.name, [whole.numel])[0])
+            numel = max(0, min(part.size, whole.numel - begin))
+            arrays[SHARD_RESIDUAL] = StateArray(numel, dtype=whole.dtype)
+            arrays[SHARD_BEGIN] = StateArray(1, dtype=INT64)
         return arrays
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:

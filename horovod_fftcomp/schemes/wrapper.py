@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
-
 from horovod_fftcomp.schemes import Scheme, Traits
+from horovod_fftcomp.schemes.state_array import StateArrays
 from horovod_fftcomp.types import Array, Choice, OldState, Tensor
 
 
@@ -36,8 +33,8 @@ class Wrapper(Scheme):
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return self.scheme.state_format(tensor)
 
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of each array of the state; see ``Scheme``."""
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return the arrays of the state; see ``Scheme``."""
         return self.scheme.state_arrays(tensor, state)
 
     @property
