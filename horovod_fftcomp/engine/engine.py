@@ -408,8 +408,9 @@ class Engine:
         return {
             tensor.name: choice
             for number, (bucket, state) in enumerate(zip(self.buckets, self._state, strict=True))
+            if (tuner := self.scheme(number).tuner) is not None
             for tensor in bucket.tensors
-            if (choice := self.scheme(number).choice_of(state, tensor)) is not None
+            if (choice := tuner.choice(state, tensor)) is not None
         }
 
     def share_nbytes(self, bucket: int, tensor: Tensor) -> float:

@@ -199,6 +199,21 @@ class Traits(NamedTuple):
     fits_differences: bool = True
 
 
+class Tuner(NamedTuple):
+    """Choice of how the tensors of all buckets of one scheme are compressed.
+
+    ``scheme``: equal for all of these buckets and steps. ``is_due``: whether ``choose`` is to be
+    called after this step, with tensors and committed state (NumPy arrays) of each of the buckets;
+    it returns their new states. ``choice``: returns what a state has chosen for a tensor; None if
+    this rank does not choose.
+    """
+
+    scheme: Scheme
+    is_due: bool
+    choose: Callable[[Sequence[tuple[Tensors, OldState]]], Sequence[OldState]]
+    choice: Callable[[OldState, Tensor], Choice | None]
+
+
 class Scheme(Protocol):
     """Compression method: a frozen dataclass of options and a list of rounds.
 
@@ -305,24 +320,8 @@ class Scheme(Protocol):
             )
 
     @property
-    def chooser(self) -> Scheme | None:
-        """The scheme that decides how tensors are compressed, equal at all steps; None: nothing."""
-        return None
-
-    @property
-    def decides(self) -> bool:
-        """Whether the chooser decides after this step about the tensors of all its buckets."""
-        return False
-
-    def decided(self, parts: Sequence[tuple[Tensors, OldState]]) -> Sequence[OldState]:
-        """Return the states after a decision about the tensors of all buckets, NumPy arrays.
-
-        ``parts``: tensors and committed state of each bucket of this ``chooser``.
-        """
-        return [state for _, state in parts]
-
-    def choice_of(self, state: OldState, tensor: Tensor) -> Choice | None:
-        """Return what is chosen for a tensor; None if the scheme does not choose."""
+    def tuner(self) -> Tuner | None:
+        """Chooses how tensors are compressed, from measurements; None: nothing is chosen."""
         return None
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:

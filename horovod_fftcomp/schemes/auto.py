@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform, energy_of
 from horovod_fftcomp.kernels.ops import Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Round, on_the_host
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Round, Tuner, on_the_host
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL, fold
 from horovod_fftcomp.schemes.state import LowPass
@@ -82,7 +82,8 @@ class Auto(LowPass):
     ratio: float = 50.0
     every: int = 2000
     error_feedback: bool = True
-    series: int = 0  # number of the present series of trials, from 1; 0 between two
+    # Number of the present series of trials, from 1; 0 between two. No option.
+    series: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,7 +96,7 @@ class Auto(LowPass):
     @property
     def rounds(self) -> tuple[str, ...]:
         """The collectives of an exchange."""
-        return ("allreduce", "allgather") if self.decides else ("allgather",)
+        return ("allreduce", "allgather") if self.series else ("allgather",)
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have; see ``Scheme``."""
@@ -112,7 +113,7 @@ class Auto(LowPass):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         trials = dict(state.get("errors", {}))
-        if self.decides:
+        if self.series:
             context, grads, state = on_the_host(context, grads, state)
             own = [self._tried(t, grad, context) for t, grad in zip(tensors, grads, strict=True)]
             summed = yield Round("allreduce", np.concatenate(own))
@@ -128,17 +129,12 @@ class Auto(LowPass):
         return outcome._replace(state={**outcome.state, **kept, "errors": trials})
 
     @property
-    def decides(self) -> bool:
-        """Whether it is decided after this step; see ``Scheme``."""
-        return self.series > 0
+    def tuner(self) -> Tuner:
+        """Chooses after each step with trials; see ``Scheme``."""
+        return Tuner(self, self.series > 0, self._with_choices, self._choice)
 
-    @property
-    def chooser(self) -> Auto:
-        """The scheme that decides, the same at all steps; see ``Scheme``."""
-        return replace(self, series=0)
-
-    def decided(self, parts: Sequence[tuple[Tensors, OldState]]) -> list[OldState]:
-        """Return new states with the choices of least total error; see ``Scheme``."""
+    def _with_choices(self, parts: Sequence[tuple[Tensors, OldState]]) -> list[OldState]:
+        """Return new states with the choices of least total error; see ``Tuner``."""
         known = [
             [tensor for tensor in tensors if tensor.name in state.get("errors", {})]
             for tensors, state in parts
@@ -244,7 +240,7 @@ class Auto(LowPass):
 
     def share_nbytes(self, tensor: Tensor, state: OldState, world_size: int) -> float:
         """Return the payload bytes of ``tensor`` for the present choice; see ``Scheme``."""
-        return self.choice_of(state, tensor).sent_nbytes
+        return self._choice(state, tensor).sent_nbytes
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
         """Return choice, share, errors and residual; see ``Scheme``."""
@@ -258,8 +254,8 @@ class Auto(LowPass):
             "residual": residual._replace(words=words),
         }
 
-    def choice_of(self, state: OldState, tensor: Tensor) -> Choice:
-        """Return the present choice for a tensor; see ``Scheme``."""
+    def _choice(self, state: OldState, tensor: Tensor) -> Choice:
+        """Return the present choice for a tensor; see ``Tuner``."""
         transform, bits = CANDIDATES[_chosen(state, tensor) - 1]
         codec = self.codec_of(tensor, state)
         density = _top_k(codec).density

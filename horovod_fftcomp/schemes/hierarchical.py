@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.quantizers import is_whole
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, ops_of
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, Tuner, ops_of
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array, Choice, OldState, Tensor, Tensors
@@ -143,9 +144,15 @@ class Hierarchical(Wrapper):
         n_nodes = -(-world_size // self.ranks_per_node)
         return self.scheme.share_nbytes(tensor, state, n_nodes)
 
-    def choice_of(self, state: OldState, tensor: Tensor) -> Choice | None:
-        """Return what is chosen for a tensor; None if this rank does not lead."""
-        return self.scheme.choice_of(state, tensor) if any(state.values()) else None
+    @property
+    def tuner(self) -> Tuner | None:
+        """That of the scheme, without choices where this rank does not lead; see ``Scheme``."""
+        tuner = self.scheme.tuner
+        return tuner and tuner._replace(choice=partial(_choice_of_leader, tuner))
+
+
+def _choice_of_leader(tuner: Tuner, state: OldState, tensor: Tensor) -> Choice | None:
+    return tuner.choice(state, tensor) if any(state.values()) else None
 
 
 def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from horovod_fftcomp.schemes import Scheme, Traits
+from horovod_fftcomp.schemes import Scheme, Traits, Tuner
 from horovod_fftcomp.schemes.state_array import StateArrays
-from horovod_fftcomp.types import Array, Choice, OldState, Tensor
+from horovod_fftcomp.types import Array, OldState, Tensor
 
 
 class Wrapper(Scheme):
@@ -43,18 +43,9 @@ class Wrapper(Scheme):
         return self.scheme.traits
 
     @property
-    def chooser(self) -> Scheme | None:
-        """The scheme that decides, equal at all steps; see ``Scheme``."""
-        return self.scheme.chooser
-
-    @property
-    def decides(self) -> bool:
-        """Whether it is decided after this step; see ``Scheme``."""
-        return self.scheme.decides
-
-    def choice_of(self, state: OldState, tensor: Tensor) -> Choice | None:
-        """Return what is chosen for a tensor; see ``Scheme``."""
-        return self.scheme.choice_of(state, tensor)
+    def tuner(self) -> Tuner | None:
+        """Chooses how tensors are compressed; see ``Scheme``."""
+        return self.scheme.tuner
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:
         """Return the residual of ``tensor``, float32 in its shape, in a new array."""
