@@ -16,7 +16,7 @@ from horovod_fftcomp.codec.quantizers import is_whole
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, Tuner, ops_of
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Tuner, ops_of
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array, Choice, OldState, Tensor, Tensors
@@ -60,7 +60,6 @@ class Hierarchical(Wrapper):
     """
 
     spec_name = "PerNode"
-    scheme: Scheme
     ranks_per_node: int
 
     def __post_init__(self) -> None:
@@ -122,10 +121,6 @@ class Hierarchical(Wrapper):
         if outcome.flags.not_finite is None:
             result, ops = ops.get(result), ops_of(None)
         return outcome._replace(flags=ops.both(outcome.flags, ops.flags_of(result)))
-
-    def runs_on_device(self, tensors: Tensors) -> bool:
-        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
-        return self.scheme.runs_on_device(tensors)
 
     def _compensated(
         self, tensors: Tensors, grads: Grads, state: OldState, ops: Ops

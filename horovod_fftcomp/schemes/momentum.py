@@ -134,7 +134,6 @@ class WithMomentum(Wrapper):
     """
 
     spec_name = "WithMomentum"
-    scheme: Scheme
     correction: MomentumCorrection
 
     def exchange(
@@ -152,15 +151,6 @@ class WithMomentum(Wrapper):
         outcome = yield from self.scheme.exchange(tensors, moved, rest, context)
         new = new_state(tensors, grads, state, {"velocity": velocities})
         return outcome._replace(state={**outcome.state, **new})
-
-    def runs_on_device(self, tensors: Tensors) -> bool:
-        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
-        return self.scheme.runs_on_device(tensors)
-
-    def at(self, step: int) -> Scheme:
-        """Return the scheme to run at a step; see ``Scheme``."""
-        scheme = self.scheme.at(step)
-        return self if scheme is self.scheme else replace(self, scheme=scheme)
 
     def in_warmup(self) -> Scheme:
         """Return the scheme of dense steps: an allreduce of velocities."""

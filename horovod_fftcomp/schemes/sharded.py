@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.errors import UnsupportedError
@@ -15,7 +15,6 @@ from horovod_fftcomp.schemes import (
     Exchange,
     Grads,
     OldState,
-    Scheme,
     Second,
     Tensor,
     ops_of,
@@ -127,12 +126,6 @@ class Sharded(Wrapper):
         sign = getattr(self.scheme, "sign", False)
         return [second_codec(codec, sign, self.second) for codec in codecs]
 
-    def at(self, step: int) -> Scheme:
-        """Return the scheme to run at a step; see ``Scheme``."""
-        if not isinstance(self.scheme, Auto):
-            return self
-        return replace(self, scheme=self.scheme.at(step))
-
     def owned(
         self, tensors: Sequence[Tensor], state: OldState, rank: int, world_size: int
     ) -> OldState:
@@ -150,10 +143,6 @@ class Sharded(Wrapper):
         sign = getattr(scheme, "sign", False)
         plan = Key(codecs).plan(tuple(tensors), sign, self.second, world_size)
         return moved(plan, codecs, tensors, state, rank, ops_of(None))
-
-    def in_warmup(self) -> Scheme | None:
-        """Return the scheme of dense warm-up steps; see ``Scheme``."""
-        return self.scheme.in_warmup()
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
         """Return the arrays of the state; see ``Scheme``.

@@ -17,7 +17,6 @@ class Uncompressed(Wrapper):
     """
 
     spec_name = "Uncompressed"
-    scheme: Scheme
     by: Scheme
 
     @property

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from horovod_fftcomp.schemes import Scheme, Traits, Tuner
 from horovod_fftcomp.schemes.state_array import StateArrays
-from horovod_fftcomp.types import Array, OldState, Tensor
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 
 
+@dataclass(frozen=True)
 class Wrapper(Scheme):
     """Scheme that runs another one, ``scheme``, and has the same state."""
 
@@ -20,6 +23,19 @@ class Wrapper(Scheme):
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have; see ``Scheme``."""
         return self.scheme.possible_rounds()
+
+    def at(self, step: int) -> Scheme:
+        """Return the scheme to run at a step; see ``Scheme``."""
+        scheme = self.scheme.at(step)
+        return self if scheme is self.scheme else replace(self, scheme=scheme)
+
+    def in_warmup(self) -> Scheme | None:
+        """Return the scheme of dense warm-up steps; see ``Scheme``."""
+        return self.scheme.in_warmup()
+
+    def runs_on_device(self, tensors: Tensors) -> bool:
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return self.scheme.runs_on_device(tensors)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank would send for ``tensor`` alone in each step."""
