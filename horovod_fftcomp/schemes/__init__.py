@@ -26,6 +26,11 @@ from horovod_fftcomp.wire.spec import spec_of
 # prime, so that where ranks rotate in a role each rank is measured in every role.
 MEASURE_EVERY = 53
 
+# Scheme ``auto`` tries its candidates in so many steps of each series, as one gradient is too few:
+# the best candidate of it may have a quarter more error on later ones; benchmarks/auto_choice.py.
+# No other scheme has rounds that depend on the step.
+TRIAL_STEPS = 4
+
 # The kinds of state in the units of a gradient, which change with the loss scale.
 GRADIENT_UNITS = ("residual", "levels", "velocity", "shard_residual")
 
@@ -160,18 +165,6 @@ class Outcome(NamedTuple):
     first: OldState = MappingProxyType({})
 
 
-def on_the_host(
-    context: Context, grads: Grads, state: OldState
-) -> tuple[Context, Grads, dict[str, dict[str, Array]]]:
-    """Return a step's inputs as NumPy arrays, for what the host alone can compute; waits."""
-    get = context.ops.get
-    there = {
-        kind: {name: get(array) for name, array in arrays.items()} for kind, arrays in state.items()
-    }
-    local = [None if grad is None else get(grad) for grad in grads]
-    return context._replace(device=None), local, there
-
-
 Exchange = Generator[Round, Array, Outcome]
 
 
@@ -228,9 +221,9 @@ class Scheme(Protocol):
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have, at any step with any state.
 
-        Those of ``at(step)`` for all steps; a graph that is built once needs all of them.
+        A graph that is built once needs all of them.
         """
-        return frozenset({self.rounds})
+        return frozenset(self.at(step).rounds for step in (0, TRIAL_STEPS))
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context

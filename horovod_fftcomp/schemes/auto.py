@@ -19,10 +19,10 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform, energy_of
 from horovod_fftcomp.kernels.ops import Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Round, Tuner, on_the_host
+from horovod_fftcomp.schemes import TRIAL_STEPS, Context, Exchange, Grads, Round, Tuner
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL, fold
-from horovod_fftcomp.schemes.state import LowPass
+from horovod_fftcomp.schemes.state import LowPass, on_the_host
 from horovod_fftcomp.schemes.state_array import UINT8, StateArray, StateArrays, coefficients
 from horovod_fftcomp.types import Array, Choice, Coding, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.positions import Layout
@@ -51,9 +51,6 @@ _SAMPLE = 1 << 16  # elements of a tensor that candidates are tried on
 _PIECE = 1 << 12  # consecutive ones of them, so that blocks stay blocks
 _ROUNDED = 256  # of the coefficients sent, whose rounding is looked at
 _WORTH_CHANGING = 0.99  # of the present choice's error
-# The best candidate of a single gradient may have a quarter more error on later gradients, so the
-# errors of this many steps are summed over all ranks: benchmarks/auto_choice.py.
-TRIAL_STEPS = 4
 _N_TRIALS = len(_ORDER) * len(SHARES)
 _OLD_TRIALS = 51  # of versions without shares
 
@@ -98,15 +95,11 @@ class Auto(LowPass):
         """The collectives of an exchange."""
         return ("allreduce", "allgather") if self.series else ("allgather",)
 
-    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have; see ``Scheme``."""
-        trials = [("allreduce",), ()] if self.every > TRIAL_STEPS else [("allreduce",)]
-        return frozenset((*trial, "allgather") for trial in trials)
-
     def at(self, step: int) -> Auto:
         """Return the scheme to run at a step, counted from the first compressed one."""
         number, place = divmod(step, self.every)
-        return replace(self, series=number + 1) if place < TRIAL_STEPS else self
+        series = number + 1 if place < TRIAL_STEPS else 0
+        return self if series == self.series else replace(self, series=series)
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context

@@ -16,10 +16,10 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.kernels.ops import Deferred, Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Measured, Round, on_the_host
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Measured, Round
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL
-from horovod_fftcomp.schemes.state import LowPass
+from horovod_fftcomp.schemes.state import LowPass, on_the_host
 from horovod_fftcomp.schemes.state_array import StateArray, StateArrays, coefficients
 from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 

@@ -56,12 +56,6 @@ class Sharded(Wrapper):
         """The collectives of every exchange, in order."""
         return (*self.scheme.rounds[:-1], "alltoall", "allgather")
 
-    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have; see ``Scheme``."""
-        return frozenset(
-            (*rounds[:-1], "alltoall", "allgather") for rounds in self.scheme.possible_rounds()
-        )
-
     def exchange(
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
     ) -> Exchange:

@@ -24,10 +24,6 @@ class Uncompressed(Wrapper):
         """The collectives of every exchange, in order."""
         return self.by.rounds
 
-    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have; see ``Scheme``."""
-        return self.by.possible_rounds()
-
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:

@@ -20,10 +20,6 @@ class Wrapper(Scheme):
         """The collectives of every exchange, in order."""
         return self.scheme.rounds
 
-    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have; see ``Scheme``."""
-        return self.scheme.possible_rounds()
-
     def at(self, step: int) -> Scheme:
         """Return the scheme to run at a step; see ``Scheme``."""
         scheme = self.scheme.at(step)
