@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import split
@@ -55,13 +54,19 @@ class MomentumCorrection:
             norm *= context.loss_scale / math.sqrt(context.world_size)
         return Momentum(self.momentum, self.nesterov, self.masking, norm)
 
+    def accumulated(
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """Return (residual plus new velocity, joined; the new velocities; the old residuals).
 
-class Accumulated(NamedTuple):
-    """Residual plus new velocity of all tensors in one array; new velocities; old residuals."""
-
-    whole: Any
-    velocities: Sequence[Any]
-    residuals: Sequence[Any]
+        ``grads`` lie where the ops work.
+        """
+        ops = context.ops
+        velocities, residuals = (
+            old_arrays(ops, kind, state, tensors, grads) for kind in ("velocity", "residual")
+        )
+        plan, momentum = bucket_plan(tensors), self.at(context)
+        return *ops.accumulate(plan, grads, velocities, residuals, momentum), residuals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,18 +74,6 @@ class MomentumScheme(Scheme):
     """Base of schemes with momentum correction, whose optimizer must have no momentum."""
 
     correction: MomentumCorrection
-
-    def accumulated(
-        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
-    ) -> Accumulated:
-        """Return the bucket's accumulated velocities; ``grads`` lie where the ops work."""
-        ops = context.ops
-        velocities, residuals = (
-            old_arrays(ops, kind, state, tensors, grads) for kind in ("velocity", "residual")
-        )
-        momentum = self.correction.at(context)
-        found = ops.accumulate(bucket_plan(tensors), grads, velocities, residuals, momentum)
-        return Accumulated(*found, residuals)
 
     def in_warmup(self) -> Scheme:
         """Return the scheme of dense steps: an allreduce of velocities of the same momentum."""
@@ -111,7 +104,7 @@ class MomentumSum(MomentumScheme):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops = context.ops
         grads = [ops.put(grad) for grad in grads]
-        whole, velocities, residuals = self.accumulated(tensors, grads, state, context)
+        whole, velocities, residuals = self.correction.accumulated(tensors, grads, state, context)
         reduced = yield Round("allreduce", whole)
         cleared = [ops.cleared(array) for array in residuals]
         new = new_state(tensors, grads, state, {"velocity": velocities, "residual": cleared})
@@ -140,14 +133,12 @@ class WithMomentum(Wrapper):
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        ops, plan = context.ops, bucket_plan(tensors)
-        grads = [ops.put(grad) for grad in grads]
-        velocities = old_arrays(ops, "velocity", state, tensors, grads)
-        none, momentum = [None] * len(tensors), self.correction.at(context)
-        whole, velocities = ops.accumulate(plan, grads, velocities, none, momentum)
-        parts = zip(grads, split(whole, plan.offsets), strict=True)
+        grads = [context.ops.put(grad) for grad in grads]
+        rest = dict(state)
+        own = {"velocity": rest.pop("velocity", {})}
+        whole, velocities, _ = self.correction.accumulated(tensors, grads, own, context)
+        parts = zip(grads, split(whole, bucket_plan(tensors).offsets), strict=True)
         moved = [None if grad is None else part for grad, part in parts]
-        rest = {kind: arrays for kind, arrays in state.items() if kind != "velocity"}
         outcome = yield from self.scheme.exchange(tensors, moved, rest, context)
         new = new_state(tensors, grads, state, {"velocity": velocities})
         return outcome._replace(state={**outcome.state, **new})
