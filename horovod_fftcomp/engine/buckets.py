@@ -137,10 +137,10 @@ def decided_states(
     ``state_of``: the committed state of a bucket, NumPy arrays. All buckets of a recipe take part,
     those as well whose own trials are at other steps, so that together they keep to its bytes.
     """
-    schemes = [bucket.policy.at(step) for bucket in buckets]
+    tuners = [bucket.policy.at(step).tuner for bucket in buckets]
     found: dict[int, OldState] = {}
-    for chooser in {scheme.chooser for scheme in schemes if scheme.decides and scheme.chooser}:
-        numbers = [number for number, scheme in enumerate(schemes) if scheme.chooser == chooser]
+    for due in {tuner.scheme: tuner for tuner in tuners if tuner and tuner.is_due}.values():
+        numbers = [n for n, tuner in enumerate(tuners) if tuner and tuner.scheme == due.scheme]
         parts = [(buckets[number].tensors, state_of(number)) for number in numbers]
-        found |= zip(numbers, chooser.decided(parts), strict=True)
+        found |= zip(numbers, due.choose(parts), strict=True)
     return found

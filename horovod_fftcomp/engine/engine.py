@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -408,8 +408,9 @@ class Engine:
         return {
             tensor.name: choice
             for number, (bucket, state) in enumerate(zip(self.buckets, self._state, strict=True))
+            if (tuner := self.scheme(number).tuner) is not None
             for tensor in bucket.tensors
-            if (choice := self.scheme(number).choice_of(state, tensor)) is not None
+            if (choice := tuner.choice(state, tensor)) is not None
         }
 
     def share_nbytes(self, bucket: int, tensor: Tensor) -> float:
@@ -491,7 +492,7 @@ class Engine:
             if "alltoall" not in scheme.rounds:  # it has no second residuals
                 state = folded(scheme, bucket.tensors, state)
             for tensor in bucket.tensors:
-                _check_arrays(tensor, state, scheme.state_arrays(tensor, state))
+                _check_arrays(tensor, state, scheme)
             state = scheme.owned(bucket.tensors, state, self.rank, self.world_size)
             states.append({kind: dict(arrays) for kind, arrays in state.items()})
         self.abandon()
@@ -517,19 +518,16 @@ def _missed(measured: dict[int, Measured]) -> float:
     )
 
 
-def _check_arrays(
-    tensor: Tensor, state: OldState, expected: Mapping[str, tuple[np.dtype, int]]
-) -> None:
+def _check_arrays(tensor: Tensor, state: OldState, scheme: Scheme) -> None:
     """Raise ValueError for an array of a tensor's state that its scheme does not accept."""
     for kind, arrays in state.items():
         if tensor.name not in arrays:
             continue
-        array = arrays[tensor.name]
-        if kind not in expected:
+        array, known = arrays[tensor.name], scheme.state_arrays(tensor, state).get(kind)
+        if known is None or not known.is_kept:
             raise ValueError(f"the recipe of {tensor.name!r} has no {kind}, but the state does")
-        dtype, size = expected[kind]
-        if (array.dtype, array.shape) != (dtype, (size,)):
+        if (array.dtype, array.shape) != (known.dtype, (known.numel,)):
             raise ValueError(
                 f"the {kind} of {tensor.name!r} is {array.dtype} of shape {list(array.shape)}, "
-                f"expected {dtype} of [{size}]; was the file cut or converted?"
+                f"expected {known.dtype} of [{known.numel}]; was the file cut or converted?"
             )

@@ -14,15 +14,22 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.ops import Flags, Ops
+from horovod_fftcomp.schemes.state_array import StateArray, StateArrays
 from horovod_fftcomp.types import Array, Arrays, Choice, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.spec import spec_of
 
 # A measurement takes an extra pass or more over the data, which is negligible at this interval. A
 # prime, so that where ranks rotate in a role each rank is measured in every role.
 MEASURE_EVERY = 53
+
+# Scheme ``auto`` tries its candidates in so many steps of each series, as one gradient is too few:
+# the best candidate of it may have a quarter more error on later ones; benchmarks/auto_choice.py.
+# No other scheme has rounds that depend on the step.
+TRIAL_STEPS = 4
 
 # The kinds of state in the units of a gradient, which change with the loss scale.
 GRADIENT_UNITS = ("residual", "levels", "velocity", "shard_residual")
@@ -158,18 +165,6 @@ class Outcome(NamedTuple):
     first: OldState = MappingProxyType({})
 
 
-def on_the_host(
-    context: Context, grads: Grads, state: OldState
-) -> tuple[Context, Grads, dict[str, dict[str, Array]]]:
-    """Return a step's inputs as NumPy arrays, for what the host alone can compute; waits."""
-    get = context.ops.get
-    there = {
-        kind: {name: get(array) for name, array in arrays.items()} for kind, arrays in state.items()
-    }
-    local = [None if grad is None else get(grad) for grad in grads]
-    return context._replace(device=None), local, there
-
-
 Exchange = Generator[Round, Array, Outcome]
 
 
@@ -197,6 +192,21 @@ class Traits(NamedTuple):
     fits_differences: bool = True
 
 
+class Tuner(NamedTuple):
+    """Choice of how the tensors of all buckets of one scheme are compressed.
+
+    ``scheme``: equal for all of these buckets and steps. ``is_due``: whether ``choose`` is to be
+    called after this step, with tensors and committed state (NumPy arrays) of each of the buckets;
+    it returns their new states. ``choice``: returns what a state has chosen for a tensor; None if
+    this rank does not choose.
+    """
+
+    scheme: Scheme
+    is_due: bool
+    choose: Callable[[Sequence[tuple[Tensors, OldState]]], Sequence[OldState]]
+    choice: Callable[[OldState, Tensor], Choice | None]
+
+
 class Scheme(Protocol):
     """Compression method: a frozen dataclass of options and a list of rounds.
 
@@ -211,9 +221,9 @@ class Scheme(Protocol):
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have, at any step with any state.
 
-        Those of ``at(step)`` for all steps; a graph that is built once needs all of them.
+        A graph that is built once needs all of them.
         """
-        return frozenset({self.rounds})
+        return frozenset(self.at(step).rounds for step in (0, TRIAL_STEPS))
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
@@ -255,18 +265,22 @@ class Scheme(Protocol):
         """Return the scheme and its options as a string; see ``spec_of``."""
         return spec_of(self)
 
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return by kind the arrays that ``state`` may hold of ``tensor``.
+
+        They may depend on what has been chosen for it in ``state``, but their words may not.
+        """
+        words = f"residual of {list(tensor.shape)} by element"
+        is_kept = getattr(self, "error_feedback", True)
+        return {"residual": StateArray(math.prod(tensor.shape), words, is_kept=is_kept)}
+
     def state_format(self, tensor: Tensor) -> str:
         """Return shape and domain of the state of ``tensor`` in words.
 
         A saved state can be loaded if its string is equal.
         """
-        return f"residual of {list(tensor.shape)} by element"
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of each 1-D array that ``state`` may hold of ``tensor``."""
-        if not getattr(self, "error_feedback", False):
-            return {}
-        return {"residual": (np.dtype(np.float32), math.prod(tensor.shape))}
+        arrays = self.state_arrays(tensor, {}).values()
+        return " and ".join(array.words for array in arrays if array.words) or "none"
 
     def at(self, step: int) -> Scheme:
         """Return the scheme to run at a step, counted from the first compressed one."""
@@ -299,24 +313,8 @@ class Scheme(Protocol):
             )
 
     @property
-    def chooser(self) -> Scheme | None:
-        """The scheme that decides how tensors are compressed, equal at all steps; None: nothing."""
-        return None
-
-    @property
-    def decides(self) -> bool:
-        """Whether the chooser decides after this step about the tensors of all its buckets."""
-        return False
-
-    def decided(self, parts: Sequence[tuple[Tensors, OldState]]) -> Sequence[OldState]:
-        """Return the states after a decision about the tensors of all buckets, NumPy arrays.
-
-        ``parts``: tensors and committed state of each bucket of this ``chooser``.
-        """
-        return [state for _, state in parts]
-
-    def choice_of(self, state: OldState, tensor: Tensor) -> Choice | None:
-        """Return what is chosen for a tensor; None if the scheme does not choose."""
+    def tuner(self) -> Tuner | None:
+        """Chooses how tensors are compressed, from measurements; None: nothing is chosen."""
         return None
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:
@@ -324,8 +322,6 @@ class Scheme(Protocol):
         carried = state.get("residual", {}).get(tensor.name)
         if carried is None:
             return np.zeros(tensor.shape, np.float32)
-        return self.elements(carried, state, tensor).reshape(tensor.shape).copy()
-
-    def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
-        """Return a tensor's residual by element, transformed back if it is kept as coefficients."""
-        return residual
+        transform = self.state_arrays(tensor, state)["residual"].transform
+        elements = transform.inverse(carried, math.prod(tensor.shape), load_backend("cpu"))
+        return elements.reshape(tensor.shape).copy()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.adaptive import Adaptive
-from horovod_fftcomp.codec.backend import backend_for
 from horovod_fftcomp.codec.methods.base import Method
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.quantizers import BFloat16, Float32
@@ -23,9 +20,9 @@ from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.shard_plan import are_votes
 from horovod_fftcomp.schemes.shards import exchange_shards
 from horovod_fftcomp.schemes.state import LowPass, low_passed, multiply, new_state
+from horovod_fftcomp.schemes.state_array import StateArrays, coefficients
 from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.positions import Layout
-from horovod_fftcomp.wire.spec import spec_of
 
 
 def serves(codec: AnyCodec, tensors: Tensors, of_signs: bool = False) -> bool:
@@ -165,17 +162,6 @@ class Allgather(LowPass):
         """Return the bytes of ``tensor`` in each step; an estimate where sizes depend on values."""
         return wire.align(self.codec.expected_nbytes(tensor.shape))
 
-    def state_format(self, tensor: Tensor) -> str:
-        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        return f"residual of {list(tensor.shape)} by {spec_of(self.codec.transform)}"
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of the residual's coefficients; see ``Scheme``."""
-        if not self.error_feedback:
-            return {}
-        return {"residual": self.codec.coeffs_format(tensor.shape)}
-
-    def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
-        """Return a tensor's residual by element; see ``Scheme``."""
-        numel = math.prod(tensor.shape)
-        return self.codec.transform.inverse(residual, numel, backend_for(residual))
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return the residual, as coefficients; see ``Scheme``."""
+        return {"residual": coefficients(self.codec, tensor, self.error_feedback)}

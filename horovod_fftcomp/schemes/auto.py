@@ -6,8 +6,8 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +19,11 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform, energy_of
 from horovod_fftcomp.kernels.ops import Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Round, on_the_host
+from horovod_fftcomp.schemes import TRIAL_STEPS, Context, Exchange, Grads, Round, Tuner
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL, fold
-from horovod_fftcomp.schemes.state import LowPass
+from horovod_fftcomp.schemes.state import LowPass, on_the_host
+from horovod_fftcomp.schemes.state_array import UINT8, StateArray, StateArrays, coefficients
 from horovod_fftcomp.types import Array, Choice, Coding, OldState, Tensor, Tensors
 from horovod_fftcomp.wire.positions import Layout
 from horovod_fftcomp.wire.spec import spec_of
@@ -50,9 +51,6 @@ _SAMPLE = 1 << 16  # elements of a tensor that candidates are tried on
 _PIECE = 1 << 12  # consecutive ones of them, so that blocks stay blocks
 _ROUNDED = 256  # of the coefficients sent, whose rounding is looked at
 _WORTH_CHANGING = 0.99  # of the present choice's error
-# The best candidate of a single gradient may have a quarter more error on later gradients, so the
-# errors of this many steps are summed over all ranks: benchmarks/auto_choice.py.
-TRIAL_STEPS = 4
 _N_TRIALS = len(_ORDER) * len(SHARES)
 _OLD_TRIALS = 51  # of versions without shares
 
@@ -81,7 +79,8 @@ class Auto(LowPass):
     ratio: float = 50.0
     every: int = 2000
     error_feedback: bool = True
-    series: int = 0  # number of the present series of trials, from 1; 0 between two
+    # Number of the present series of trials, from 1; 0 between two. No option.
+    series: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,24 +93,20 @@ class Auto(LowPass):
     @property
     def rounds(self) -> tuple[str, ...]:
         """The collectives of an exchange."""
-        return ("allreduce", "allgather") if self.decides else ("allgather",)
-
-    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have; see ``Scheme``."""
-        trials = [("allreduce",), ()] if self.every > TRIAL_STEPS else [("allreduce",)]
-        return frozenset((*trial, "allgather") for trial in trials)
+        return ("allreduce", "allgather") if self.series else ("allgather",)
 
     def at(self, step: int) -> Auto:
         """Return the scheme to run at a step, counted from the first compressed one."""
         number, place = divmod(step, self.every)
-        return replace(self, series=number + 1) if place < TRIAL_STEPS else self
+        series = number + 1 if place < TRIAL_STEPS else 0
+        return self if series == self.series else replace(self, series=series)
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         trials = dict(state.get("errors", {}))
-        if self.decides:
+        if self.series:
             context, grads, state = on_the_host(context, grads, state)
             own = [self._tried(t, grad, context) for t, grad in zip(tensors, grads, strict=True)]
             summed = yield Round("allreduce", np.concatenate(own))
@@ -127,17 +122,12 @@ class Auto(LowPass):
         return outcome._replace(state={**outcome.state, **kept, "errors": trials})
 
     @property
-    def decides(self) -> bool:
-        """Whether it is decided after this step; see ``Scheme``."""
-        return self.series > 0
+    def tuner(self) -> Tuner:
+        """Chooses after each step with trials; see ``Scheme``."""
+        return Tuner(self, self.series > 0, self._with_choices, self._choice)
 
-    @property
-    def chooser(self) -> Auto:
-        """The scheme that decides, the same at all steps; see ``Scheme``."""
-        return replace(self, series=0)
-
-    def decided(self, parts: Sequence[tuple[Tensors, OldState]]) -> list[OldState]:
-        """Return new states with the choices of least total error; see ``Scheme``."""
+    def _with_choices(self, parts: Sequence[tuple[Tensors, OldState]]) -> list[OldState]:
+        """Return new states with the choices of least total error; see ``Tuner``."""
         known = [
             [tensor for tensor in tensors if tensor.name in state.get("errors", {})]
             for tensors, state in parts
@@ -198,7 +188,7 @@ class Auto(LowPass):
         """Return the state with another choice, and the residual of ``tensor`` in its domain."""
         codec, after = self.codec_of(tensor, state), self.codec(tensor.shape, to.choice, to.share)
         if tensor.name in state.get(SHARD_RESIDUAL, {}) and codec != after:
-            state = fold(state, tensor, codec.coeffs_format(tensor.shape))
+            state = fold(state, tensor, *codec.coeffs_format(tensor.shape))
         new = {"choice": np.array([to.choice], np.uint8), "share": np.array([to.share], np.uint8)}
         residual = state.get("residual", {}).get(tensor.name)
         if residual is not None and codec.transform != after.transform:
@@ -243,31 +233,22 @@ class Auto(LowPass):
 
     def share_nbytes(self, tensor: Tensor, state: OldState, world_size: int) -> float:
         """Return the payload bytes of ``tensor`` for the present choice; see ``Scheme``."""
-        return self.choice_of(state, tensor).sent_nbytes
+        return self._choice(state, tensor).sent_nbytes
 
-    def state_format(self, tensor: Tensor) -> str:
-        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        return f"residual of {list(tensor.shape)} by a choice of auto"
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of choice, share, errors and residual; see ``Scheme``."""
-        arrays: dict[str, tuple[np.dtype, int]] = {
-            "choice": (np.dtype(np.uint8), 1),
-            "share": (np.dtype(np.uint8), 1),
-            "errors": (np.dtype(np.float32), _N_TRIALS + 2),
-            "trials": (np.dtype(np.float32), _OLD_TRIALS),  # accepted, and not kept
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return choice, share, errors and residual; see ``Scheme``."""
+        words = f"residual of {list(tensor.shape)} by a choice of auto"
+        residual = coefficients(self.codec_of(tensor, state), tensor, self.error_feedback)
+        return {
+            "choice": StateArray(1, dtype=UINT8),
+            "share": StateArray(1, dtype=UINT8),
+            "errors": StateArray(_N_TRIALS + 2),
+            "trials": StateArray(_OLD_TRIALS),  # accepted, and not kept
+            "residual": residual._replace(words=words),
         }
-        if self.error_feedback:
-            arrays["residual"] = self.codec_of(tensor, state).coeffs_format(tensor.shape)
-        return arrays
 
-    def elements(self, residual: Array, state: OldState, tensor: Tensor) -> Array:
-        """Return a tensor's residual by element; see ``Scheme``."""
-        transform = self.codec_of(tensor, state).transform
-        return transform.inverse(residual, math.prod(tensor.shape), load_backend("cpu"))
-
-    def choice_of(self, state: OldState, tensor: Tensor) -> Choice:
-        """Return the present choice for a tensor; see ``Scheme``."""
+    def _choice(self, state: OldState, tensor: Tensor) -> Choice:
+        """Return the present choice for a tensor; see ``Tuner``."""
         transform, bits = CANDIDATES[_chosen(state, tensor) - 1]
         codec = self.codec_of(tensor, state)
         density = _top_k(codec).density

@@ -14,6 +14,7 @@ from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, Traits
 from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.state import bucket_plan
+from horovod_fftcomp.schemes.state_array import StateArrays
 from horovod_fftcomp.types import Arrays, OldState, Tensor, Tensors
 
 
@@ -62,9 +63,9 @@ class Dense(Scheme):
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         return math.prod(tensor.shape) * np.dtype(self.dtype).itemsize
 
-    def state_format(self, tensor: Tensor) -> str:
-        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        return "none"
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return no arrays: it has no state; see ``Scheme``."""
+        return {}
 
 
 def _differences(ops: Ops, ours: Arrays, theirs: Arrays) -> list[Any]:

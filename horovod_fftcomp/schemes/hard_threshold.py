@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,12 +16,12 @@ from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.kernels.ops import Deferred, Feedback
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Measured, Round, on_the_host
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Measured, Round
 from horovod_fftcomp.schemes.allgather import gather, serves
 from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL
-from horovod_fftcomp.schemes.state import LowPass
+from horovod_fftcomp.schemes.state import LowPass, on_the_host
+from horovod_fftcomp.schemes.state_array import StateArray, StateArrays, coefficients
 from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
-from horovod_fftcomp.wire.spec import spec_of
 
 
 @dataclass(frozen=True)
@@ -123,16 +123,11 @@ class HardThreshold(LowPass):
         codec = Codec(Identity(), TopK(self.density), self.quantizer)
         return wire.align(codec.payload_nbytes(tensor.shape))
 
-    def state_format(self, tensor: Tensor) -> str:
-        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        return f"residual of {list(tensor.shape)} by {spec_of(Identity())}"
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of the residual and the levels; see ``Scheme``."""
-        arrays = dict(super().state_arrays(tensor, state))
-        if self.threshold is None:
-            arrays["levels"] = (np.dtype(np.float32), self.calibrate_steps)
-        return arrays
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return the residual and, of the calibration, the levels; see ``Scheme``."""
+        residual = coefficients(_calibrating(self.density), tensor, self.error_feedback)
+        levels = StateArray(self.calibrate_steps, is_kept=self.threshold is None)
+        return {"residual": residual, "levels": levels}
 
 
 def _measured(

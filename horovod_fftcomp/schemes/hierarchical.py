@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.quantizers import is_whole
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, ops_of
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Tuner, ops_of
 from horovod_fftcomp.schemes.state import bucket_plan, new_state
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array, Choice, OldState, Tensor, Tensors
@@ -59,7 +60,6 @@ class Hierarchical(Wrapper):
     """
 
     spec_name = "PerNode"
-    scheme: Scheme
     ranks_per_node: int
 
     def __post_init__(self) -> None:
@@ -122,10 +122,6 @@ class Hierarchical(Wrapper):
             result, ops = ops.get(result), ops_of(None)
         return outcome._replace(flags=ops.both(outcome.flags, ops.flags_of(result)))
 
-    def runs_on_device(self, tensors: Tensors) -> bool:
-        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
-        return self.scheme.runs_on_device(tensors)
-
     def _compensated(
         self, tensors: Tensors, grads: Grads, state: OldState, ops: Ops
     ) -> list[Array | None]:
@@ -143,9 +139,15 @@ class Hierarchical(Wrapper):
         n_nodes = -(-world_size // self.ranks_per_node)
         return self.scheme.share_nbytes(tensor, state, n_nodes)
 
-    def choice_of(self, state: OldState, tensor: Tensor) -> Choice | None:
-        """Return what is chosen for a tensor; None if this rank does not lead."""
-        return self.scheme.choice_of(state, tensor) if any(state.values()) else None
+    @property
+    def tuner(self) -> Tuner | None:
+        """That of the scheme, without choices where this rank does not lead; see ``Scheme``."""
+        tuner = self.scheme.tuner
+        return tuner and tuner._replace(choice=partial(_choice_of_leader, tuner))
+
+
+def _choice_of_leader(tuner: Tuner, state: OldState, tensor: Tensor) -> Choice | None:
+    return tuner.choice(state, tensor) if any(state.values()) else None
 
 
 def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:

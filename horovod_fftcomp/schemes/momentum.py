@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import split
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Scheme, Traits
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.state import bucket_plan, new_state, old_arrays
+from horovod_fftcomp.schemes.state_array import StateArray, StateArrays
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 
@@ -56,13 +54,19 @@ class MomentumCorrection:
             norm *= context.loss_scale / math.sqrt(context.world_size)
         return Momentum(self.momentum, self.nesterov, self.masking, norm)
 
+    def accumulated(
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """Return (residual plus new velocity, joined; the new velocities; the old residuals).
 
-class Accumulated(NamedTuple):
-    """Residual plus new velocity of all tensors in one array; new velocities; old residuals."""
-
-    whole: Any
-    velocities: Sequence[Any]
-    residuals: Sequence[Any]
+        ``grads`` lie where the ops work.
+        """
+        ops = context.ops
+        velocities, residuals = (
+            old_arrays(ops, kind, state, tensors, grads) for kind in ("velocity", "residual")
+        )
+        plan, momentum = bucket_plan(tensors), self.at(context)
+        return *ops.accumulate(plan, grads, velocities, residuals, momentum), residuals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +74,6 @@ class MomentumScheme(Scheme):
     """Base of schemes with momentum correction, whose optimizer must have no momentum."""
 
     correction: MomentumCorrection
-
-    def accumulated(
-        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
-    ) -> Accumulated:
-        """Return the bucket's accumulated velocities; ``grads`` lie where the ops work."""
-        ops = context.ops
-        velocities, residuals = (
-            old_arrays(ops, kind, state, tensors, grads) for kind in ("velocity", "residual")
-        )
-        momentum = self.correction.at(context)
-        found = ops.accumulate(bucket_plan(tensors), grads, velocities, residuals, momentum)
-        return Accumulated(*found, residuals)
 
     def in_warmup(self) -> Scheme:
         """Return the scheme of dense steps: an allreduce of velocities of the same momentum."""
@@ -93,14 +85,10 @@ class MomentumScheme(Scheme):
         momentum, growth = self.correction.momentum, self.correction.growth
         return Traits(momentum=momentum, accumulation=growth, fits_differences=momentum == 0)
 
-    def state_format(self, tensor: Tensor) -> str:
-        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        return f"velocity and residual of {list(tensor.shape)} by element"
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of velocity and residual; see ``Scheme``."""
-        whole = (np.dtype(np.float32), math.prod(tensor.shape))
-        return {"velocity": whole, "residual": whole}
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return velocity and residual; see ``Scheme``."""
+        velocity = StateArray(math.prod(tensor.shape), "velocity")
+        return {"velocity": velocity, **super().state_arrays(tensor, state)}
 
 
 @dataclass(frozen=True)
@@ -116,7 +104,7 @@ class MomentumSum(MomentumScheme):
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops = context.ops
         grads = [ops.put(grad) for grad in grads]
-        whole, velocities, residuals = self.accumulated(tensors, grads, state, context)
+        whole, velocities, residuals = self.correction.accumulated(tensors, grads, state, context)
         reduced = yield Round("allreduce", whole)
         cleared = [ops.cleared(array) for array in residuals]
         new = new_state(tensors, grads, state, {"velocity": velocities, "residual": cleared})
@@ -139,33 +127,21 @@ class WithMomentum(Wrapper):
     """
 
     spec_name = "WithMomentum"
-    scheme: Scheme
     correction: MomentumCorrection
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
-        ops, plan = context.ops, bucket_plan(tensors)
-        grads = [ops.put(grad) for grad in grads]
-        velocities = old_arrays(ops, "velocity", state, tensors, grads)
-        none, momentum = [None] * len(tensors), self.correction.at(context)
-        whole, velocities = ops.accumulate(plan, grads, velocities, none, momentum)
-        parts = zip(grads, split(whole, plan.offsets), strict=True)
+        grads = [context.ops.put(grad) for grad in grads]
+        rest = dict(state)
+        own = {"velocity": rest.pop("velocity", {})}
+        whole, velocities, _ = self.correction.accumulated(tensors, grads, own, context)
+        parts = zip(grads, split(whole, bucket_plan(tensors).offsets), strict=True)
         moved = [None if grad is None else part for grad, part in parts]
-        rest = {kind: arrays for kind, arrays in state.items() if kind != "velocity"}
         outcome = yield from self.scheme.exchange(tensors, moved, rest, context)
         new = new_state(tensors, grads, state, {"velocity": velocities})
         return outcome._replace(state={**outcome.state, **new})
-
-    def runs_on_device(self, tensors: Tensors) -> bool:
-        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
-        return self.scheme.runs_on_device(tensors)
-
-    def at(self, step: int) -> Scheme:
-        """Return the scheme to run at a step; see ``Scheme``."""
-        scheme = self.scheme.at(step)
-        return self if scheme is self.scheme else replace(self, scheme=scheme)
 
     def in_warmup(self) -> Scheme:
         """Return the scheme of dense steps: an allreduce of velocities."""
@@ -192,7 +168,7 @@ class WithMomentum(Wrapper):
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return f"velocity by element, {self.scheme.state_format(tensor)}"
 
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of the velocity and the scheme's state; see ``Scheme``."""
-        velocity = np.dtype(np.float32), math.prod(tensor.shape)
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return the velocity and the scheme's state; see ``Scheme``."""
+        velocity = StateArray(math.prod(tensor.shape))
         return {**self.scheme.state_arrays(tensor, state), "velocity": velocity}

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import LowRankPlan, Matrix
 from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
 from horovod_fftcomp.schemes.meter import Meter
 from horovod_fftcomp.schemes.state import LowPass, low_passed, named, new_state, old_arrays
+from horovod_fftcomp.schemes.state_array import StateArray, StateArrays
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 from horovod_fftcomp.wire import counter_rng
 
@@ -101,17 +99,12 @@ class PowerSgd(LowPass):
         matrix = self.matrix(tensor)
         return 4 * (matrix.first_numel + matrix.second_numel)
 
-    def state_format(self, tensor: Tensor) -> str:
-        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        return f"residual of {list(tensor.shape)} and factor of rank {self.matrix(tensor).rank}"
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of the factor and the residual; see ``Scheme``."""
-        matrix, kind = self.matrix(tensor), np.dtype(np.float32)
-        arrays = {"factor": (kind, matrix.columns * matrix.rank)} if matrix.rank else {}
-        if self.error_feedback:
-            arrays["residual"] = (kind, math.prod(tensor.shape))
-        return arrays
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return the residual and the factor; see ``Scheme``."""
+        matrix, words = self.matrix(tensor), f"residual of {list(tensor.shape)}"
+        residual = StateArray(math.prod(tensor.shape), words, is_kept=self.error_feedback)
+        factor = StateArray(matrix.columns * matrix.rank, f"factor of rank {matrix.rank}")
+        return {"residual": residual, "factor": factor}
 
 
 @functools.lru_cache(maxsize=1024)  # more than a training has buckets

@@ -187,20 +187,16 @@ class ShardPlan:
 
     def state(self, tensors: Sequence[Tensor], state: OldState) -> State:
         """Return the parts of residuals and velocities that are the pieces."""
-        places = list(zip(self.tensors, self.pieces, self.bins, strict=True))
-        old = state.get("residual", {})
-        residuals = {
-            tensor.name: old[name][bins]
-            for tensor, piece, bins in places
-            if (name := tensors[piece.number].name) in old
-        }
-        old = state.get("velocity", {})
-        velocities = {
-            tensor.name: old[name][piece.begin : piece.end]
-            for tensor, piece, _ in places
-            if (name := tensors[piece.number].name) in old
-        }
-        return {"residual": residuals, "velocity": velocities}
+        elements = [slice(piece.begin, piece.end) for piece in self.pieces]
+        found: State = {}
+        for kind, parts in (("residual", self.bins), ("velocity", elements)):
+            old, places = state.get(kind, {}), zip(self.tensors, self.pieces, parts, strict=True)
+            found[kind] = {
+                tensor.name: old[name][part]
+                for tensor, piece, part in places
+                if (name := tensors[piece.number].name) in old
+            }
+        return found
 
     def whole(
         self,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.errors import UnsupportedError
@@ -17,7 +15,6 @@ from horovod_fftcomp.schemes import (
     Exchange,
     Grads,
     OldState,
-    Scheme,
     Second,
     Tensor,
     ops_of,
@@ -28,6 +25,7 @@ from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.shard_plan import MOST_NBYTES, Key, grain_of, second_codec
 from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded, moved
+from horovod_fftcomp.schemes.state_array import INT64, StateArray, StateArrays
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array
 
@@ -57,12 +55,6 @@ class Sharded(Wrapper):
     def rounds(self) -> tuple[str, ...]:
         """The collectives of every exchange, in order."""
         return (*self.scheme.rounds[:-1], "alltoall", "allgather")
-
-    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have; see ``Scheme``."""
-        return frozenset(
-            (*rounds[:-1], "alltoall", "allgather") for rounds in self.scheme.possible_rounds()
-        )
 
     def exchange(
         self, tensors: Sequence[Tensor], grads: Grads, state: OldState, context: Context
@@ -128,12 +120,6 @@ class Sharded(Wrapper):
         sign = getattr(self.scheme, "sign", False)
         return [second_codec(codec, sign, self.second) for codec in codecs]
 
-    def at(self, step: int) -> Scheme:
-        """Return the scheme to run at a step; see ``Scheme``."""
-        if not isinstance(self.scheme, Auto):
-            return self
-        return replace(self, scheme=self.scheme.at(step))
-
     def owned(
         self, tensors: Sequence[Tensor], state: OldState, rank: int, world_size: int
     ) -> OldState:
@@ -152,22 +138,18 @@ class Sharded(Wrapper):
         plan = Key(codecs).plan(tuple(tensors), sign, self.second, world_size)
         return moved(plan, codecs, tensors, state, rank, ops_of(None))
 
-    def in_warmup(self) -> Scheme | None:
-        """Return the scheme of dense warm-up steps; see ``Scheme``."""
-        return self.scheme.in_warmup()
-
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of each array of the state; see ``Scheme``.
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return the arrays of the state; see ``Scheme``.
 
         The second residual, of the part of a tensor that this rank owns, has the size of that part.
         """
         arrays = dict(self.scheme.state_arrays(tensor, state))
-        part = state.get(SHARD_RESIDUAL, {}).get(tensor.name)
-        if part is not None and "residual" in arrays:
-            kind, most = arrays["residual"]
-            begin = int(state.get(SHARD_BEGIN, {}).get(tensor.name, [most])[0])
-            arrays[SHARD_RESIDUAL] = kind, max(0, min(part.size, most - begin))
-            arrays[SHARD_BEGIN] = np.dtype(np.int64), 1
+        part, whole = state.get(SHARD_RESIDUAL, {}).get(tensor.name), arrays["residual"]
+        if part is not None and whole.is_kept:
+            begin = int(state.get(SHARD_BEGIN, {}).get(tensor.name, [whole.numel])[0])
+            numel = max(0, min(part.size, whole.numel - begin))
+            arrays[SHARD_RESIDUAL] = StateArray(numel, dtype=whole.dtype)
+            arrays[SHARD_BEGIN] = StateArray(1, dtype=INT64)
         return arrays
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:

@@ -218,7 +218,7 @@ def moved(
                 kind: {n: ops.get(a) if n == tensor.name else a for n, a in arrays.items()}
                 for kind, arrays in state.items()
             }
-            state = fold(here, tensor, codec.coeffs_format(tensor.shape))
+            state = fold(here, tensor, *codec.coeffs_format(tensor.shape))
     return state
 
 
@@ -228,19 +228,20 @@ def folded(scheme: Scheme, tensors: Sequence[Tensor], state: OldState) -> OldSta
     ``state``: NumPy arrays; not changed.
     """
     for tensor in tensors:
-        form = scheme.state_arrays(tensor, state).get("residual")
-        if tensor.name in state.get(SHARD_RESIDUAL, {}) and form is not None:
-            state = fold(state, tensor, form)
+        if tensor.name in state.get(SHARD_RESIDUAL, {}):
+            whole = scheme.state_arrays(tensor, state).get("residual")
+            if whole is not None and whole.is_kept:
+                state = fold(state, tensor, whole.dtype, whole.numel)
     return {kind: arrays for kind, arrays in state.items() if arrays or "shard" not in kind}
 
 
-def fold(state: OldState, tensor: Tensor, form: tuple[np.dtype, int]) -> OldState:
-    """Return the state with the second residual of ``tensor`` in its residual, of this form."""
+def fold(state: OldState, tensor: Tensor, dtype: np.dtype, numel: int) -> OldState:
+    """Return the state with the second residual of ``tensor`` in its residual of ``numel``."""
     kinds = {kind: dict(state.get(kind, {})) for kind in ("residual", SHARD_RESIDUAL, SHARD_BEGIN)}
     part = kinds[SHARD_RESIDUAL].pop(tensor.name)
     begin = int(kinds[SHARD_BEGIN].pop(tensor.name)[0])
     residual = kinds["residual"].get(tensor.name)
-    whole = np.zeros(form[1], form[0]) if residual is None else residual.copy()
+    whole = np.zeros(numel, dtype) if residual is None else residual.copy()
     whole[begin : begin + part.size] += part
     kinds["residual"][tensor.name] = whole
     return {**state, **kinds}

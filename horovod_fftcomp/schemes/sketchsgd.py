@@ -103,7 +103,7 @@ class SketchSgd(MomentumScheme):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         ops, meter = context.ops, Meter(context, tensors)
-        joined, velocities, _ = self.accumulated(tensors, grads, state, context)
+        joined, velocities, _ = self.correction.accumulated(tensors, grads, state, context)
         shares = zip(grads, split(joined, bucket_plan(tensors).offsets), strict=True)
         whole = [None if grad is None else share for grad, share in shares]
         meter.before(grads, whole)

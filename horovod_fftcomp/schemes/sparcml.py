@@ -23,6 +23,7 @@ from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.meter import measured_by
 from horovod_fftcomp.schemes.state import LowPass, low_passed, new_state
+from horovod_fftcomp.schemes.state_array import StateArrays
 from horovod_fftcomp.types import Array, Body, OldState, Tensor, Tensors
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.header import Header
@@ -164,6 +165,6 @@ class SparCml(LowPass):
         """Return the bytes of ``tensor`` that a rank sends to collectives in each step."""
         return self._topk.sent_nbytes(tensor)
 
-    def state_format(self, tensor: Tensor) -> str:
-        """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        return self._topk.state_format(tensor)
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return the residual; see ``Scheme``."""
+        return self._topk.state_arrays(tensor, state)

@@ -13,7 +13,7 @@ import numpy as np
 from horovod_fftcomp.kernels.cuda import Device, is_on_host
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import BucketPlan
-from horovod_fftcomp.schemes import Grads, Scheme, State
+from horovod_fftcomp.schemes import Context, Grads, Scheme, State
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 
@@ -113,6 +113,16 @@ def _alone(array: Any) -> Any:
     base = array.base if is_on_host(array) else None
     is_part = isinstance(base, np.ndarray) and base.nbytes > 2 * array.nbytes
     return array.copy() if is_part else array
+
+
+def on_the_host(context: Context, grads: Grads, state: OldState) -> tuple[Context, Grads, State]:
+    """Return a step's inputs as NumPy arrays, for what the host alone can compute; waits."""
+    get = context.ops.get
+    there = {
+        kind: {name: get(array) for name, array in arrays.items()} for kind, arrays in state.items()
+    }
+    local = [None if grad is None else get(grad) for grad in grads]
+    return context._replace(device=None), local, there
 
 
 def multiply(sums: Sequence[Any], factor: float, device: Device | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Scheme, Traits
+from horovod_fftcomp.schemes import Context, Exchange, Grads, Scheme, Traits, Tuner
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import OldState, Tensor, Tensors
 
@@ -17,18 +17,12 @@ class Uncompressed(Wrapper):
     """
 
     spec_name = "Uncompressed"
-    decides = False
-    scheme: Scheme
     by: Scheme
 
     @property
     def rounds(self) -> tuple[str, ...]:
         """The collectives of every exchange, in order."""
         return self.by.rounds
-
-    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have; see ``Scheme``."""
-        return self.by.possible_rounds()
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
@@ -42,6 +36,12 @@ class Uncompressed(Wrapper):
     def traits(self) -> Traits:
         """Those of the other scheme, but for the sums, of this step's gradients; see ``Scheme``."""
         return super().traits._replace(compresses=False, is_noisy=False)
+
+    @property
+    def tuner(self) -> Tuner | None:
+        """That of the other scheme, which chooses nothing after this step; see ``Scheme``."""
+        tuner = self.scheme.tuner
+        return tuner and tuner._replace(is_due=False)
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""

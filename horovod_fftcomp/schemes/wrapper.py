@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-import numpy as np
+from horovod_fftcomp.schemes import Scheme, Traits, Tuner
+from horovod_fftcomp.schemes.state_array import StateArrays
+from horovod_fftcomp.types import Array, OldState, Tensor, Tensors
 
-from horovod_fftcomp.schemes import Scheme, Traits
-from horovod_fftcomp.types import Array, Choice, OldState, Tensor
 
-
+@dataclass(frozen=True)
 class Wrapper(Scheme):
     """Scheme that runs another one, ``scheme``, and has the same state."""
 
@@ -20,9 +20,18 @@ class Wrapper(Scheme):
         """The collectives of every exchange, in order."""
         return self.scheme.rounds
 
-    def possible_rounds(self) -> frozenset[tuple[str, ...]]:
-        """Return every list of collectives that an exchange may have; see ``Scheme``."""
-        return self.scheme.possible_rounds()
+    def at(self, step: int) -> Scheme:
+        """Return the scheme to run at a step; see ``Scheme``."""
+        scheme = self.scheme.at(step)
+        return self if scheme is self.scheme else replace(self, scheme=scheme)
+
+    def in_warmup(self) -> Scheme | None:
+        """Return the scheme of dense warm-up steps; see ``Scheme``."""
+        return self.scheme.in_warmup()
+
+    def runs_on_device(self, tensors: Tensors) -> bool:
+        """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
+        return self.scheme.runs_on_device(tensors)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes that a rank would send for ``tensor`` alone in each step."""
@@ -36,8 +45,8 @@ class Wrapper(Scheme):
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
         return self.scheme.state_format(tensor)
 
-    def state_arrays(self, tensor: Tensor, state: OldState) -> Mapping[str, tuple[np.dtype, int]]:
-        """Return (dtype, elements) of each array of the state; see ``Scheme``."""
+    def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
+        """Return the arrays of the state; see ``Scheme``."""
         return self.scheme.state_arrays(tensor, state)
 
     @property
@@ -46,18 +55,9 @@ class Wrapper(Scheme):
         return self.scheme.traits
 
     @property
-    def chooser(self) -> Scheme | None:
-        """The scheme that decides, equal at all steps; see ``Scheme``."""
-        return self.scheme.chooser
-
-    @property
-    def decides(self) -> bool:
-        """Whether it is decided after this step; see ``Scheme``."""
-        return self.scheme.decides
-
-    def choice_of(self, state: OldState, tensor: Tensor) -> Choice | None:
-        """Return what is chosen for a tensor; see ``Scheme``."""
-        return self.scheme.choice_of(state, tensor)
+    def tuner(self) -> Tuner | None:
+        """Chooses how tensors are compressed; see ``Scheme``."""
+        return self.scheme.tuner
 
     def residual(self, state: OldState, tensor: Tensor) -> Array:
         """Return the residual of ``tensor``, float32 in its shape, in a new array."""
