@@ -123,7 +123,7 @@ class PayloadCodec(abc.ABC):
 
     @abc.abstractmethod
     def _plan(self, shape: Shape, k: int | None) -> Plan:
-        """See ``plan``; ``k`` is None if sizes are fixed."""
+        """Return the layout and the sizes; ``k`` is None if sizes are fixed."""
 
     @property
     @abc.abstractmethod
@@ -170,7 +170,7 @@ class PayloadCodec(abc.ABC):
     def _coeffs_of(
         self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: Own
     ) -> Coefficients:
-        """See ``coeffs_of``; the residual has been checked."""
+        """Return the coefficients plus those of ``residual``, which has been checked."""
 
     def encode_coeffs(
         self,

@@ -74,7 +74,7 @@ class ThresholdDecoder:
         self._n_ranks = n_ranks
 
     def decode(self, gathered: Any, sums: Arrays, sign: bool = False) -> tuple[Any, Any]:
-        """See ``Decoder.decode``."""
+        """Write the sums of all ranks' payloads to ``sums``; waits to read the headers."""
         arrived = list(wire.split_payloads(self._device.fetch(gathered)()))
         n_ranks, count = self._n_ranks, len(self._shapes)
         if len(arrived) != n_ranks * count:

@@ -42,7 +42,7 @@ class _One(NamedTuple):
 
 
 class HostCoder:
-    """See ``Coder``. Several threads may use one.
+    """Coder of a bucket's payloads on the host; several threads may use one.
 
     Small tensors with payloads of fixed size are encoded and summed by one call, see
     ``BucketCodec``; the others by a call each.
@@ -66,7 +66,7 @@ class HostCoder:
     def encode(
         self, grads: Arrays, state: OldState, at: tuple[int, int], feedback: Feedback, measure: bool
     ) -> Encoded:
-        """See ``Coder.encode``."""
+        """Return the message of gradients plus residuals, and the new state."""
         done: dict[int, _One] = {}
         message = zeros(self._small.message_nbytes, np.uint8) if self._is_fixed else None
         numbers: Sequence[int] = range(len(self._tensors))
@@ -165,7 +165,7 @@ class HostCoder:
         return _One(payload, new if keep and feedback.keep else None, moved, squares)
 
     def decode_sum(self, gathered: Array, sign: bool) -> Summed:
-        """See ``Coder.decode_sum``."""
+        """Return the sums of all ranks' messages; PayloadError for corrupt bytes."""
         found = None
         if self._is_fixed and self._members:
             found = self._fixed_sums(gathered)
@@ -233,14 +233,14 @@ def _mask(
 
 
 class CoderOps:
-    """See ``Ops``."""
+    """Ops that encode and decode payloads, with a cache of coders."""
 
     def __init__(self) -> None:
         self._coders: dict[tuple, list[tuple[Codecs, HostCoder]]] = {}
         self._lock = threading.Lock()
 
     def coder(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> HostCoder:
-        """See ``Ops.coder``. Those of the last buckets are cached, each for its last few codecs."""
+        """Return the coder of a bucket, cached for its last few lists of codecs."""
         key = (tuple(tensors), n_ranks)
         with self._lock:
             recent = self._coders.pop(key, [])

@@ -56,23 +56,26 @@ def _each(work: Callable[[int, int], object], n_items: int, least: int = _LEAST_
 
 
 class CommonIndexOps(CommonOps):
-    """See ``Ops``. Positions are those in each tensor, int64, of all tensors one after another."""
+    """Ops of schemes whose ranks send values at the same positions.
+
+    Positions are those in each tensor, int64, of all tensors one after another.
+    """
 
     def common_index(
         self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool
     ) -> _Bucket:
-        """See ``Ops.common_index``."""
+        """Return a bucket's gradients and residuals, checked, with their addresses."""
         return _Bucket(plan, grads, residuals, measures)
 
     def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> Array:
-        """See ``Ops.draw``."""
+        """Return the positions (a j + c) mod n for j below k of each tensor, int64."""
         factors, firsts = np.array(progressions, np.int64).reshape(-1, 2).T.copy()
         positions = np.empty(plan.total, np.int64)
         kernels.locate_drawn(factors, firsts, np.diff(plan.starts), plan.begins, positions)
         return positions
 
     def winners(self, bucket: _Bucket, begin: int, end: int, nbytes: int) -> Array:
-        """See ``Ops.winners``."""
+        """Return the packed offset of the largest |gradient + residual| in each chunk, uint8."""
         message, bits = np.zeros(nbytes, np.uint8), bucket.plan.bits
         if bits:
             packed = cpu.pack_bits(self._winners(bucket, begin, end), bits)
@@ -91,7 +94,7 @@ class CommonIndexOps(CommonOps):
         return found
 
     def locate(self, bucket: _Bucket, gathered: Array, step: int) -> Array:
-        """See ``Ops.locate``."""
+        """Return the positions that all ranks' packed offsets denote, int64."""
         plan, slices = bucket.plan, bucket.plan.slices(step)
         offsets, positions = np.zeros(plan.total, np.uint32), np.empty(plan.total, np.int64)
         if plan.bits:
@@ -109,7 +112,7 @@ class CommonIndexOps(CommonOps):
         return positions
 
     def count_common(self, bucket: _Bucket, positions: Array, begin: int, end: int) -> Deferred:
-        """See ``Ops.count_common``."""
+        """Return a function that returns how many positions this rank selects itself."""
         plan, own = bucket.plan, np.empty(bucket.plan.total, np.int64)
         found = self._winners(bucket, 0, plan.total)
         kernels.locate_winners(found, bucket.numels, plan.begins, plan.chunk, own)
@@ -119,7 +122,7 @@ class CommonIndexOps(CommonOps):
         return lambda: common
 
     def sketch(self, bucket: _Bucket, signs: Array) -> Array:
-        """See ``Ops.sketch``."""
+        """Return the sum of each row of gradient + residual, with ``signs``; NaN if not finite."""
         sums = self.zeros(int(bucket.plan.row_begins[-1]))
         table = bucket.addresses, bucket.numels, bucket.plan.row_begins, signs, sums
         _each(partial(kernels.sum_rows, *table), sums.size, _LEAST_VALUES // signs.size)
@@ -128,14 +131,14 @@ class CommonIndexOps(CommonOps):
         return sums
 
     def largest_rows(self, bucket: _Bucket, sums: Array, length: int) -> Array:
-        """See ``Ops.largest_rows``."""
+        """Return the positions of the rows with the largest |sum|, int64."""
         plan, positions = bucket.plan, np.empty(bucket.plan.total, np.int64)
         table = bucket.numels, plan.row_begins, plan.begins, length
         kernels.locate_rows(np.ascontiguousarray(sums, np.float32), *table, positions)
         return positions
 
     def low_pass(self, bucket: _Bucket) -> list[Array | None]:
-        """See ``Ops.low_pass``."""
+        """Return residual + beta * gradient of each tensor, and find the peak of each tensor."""
         plan = bucket.plan
         new = [
             None if grad is None or not plan.keeps else cpu.empty(grad.size)
@@ -154,7 +157,7 @@ class CommonIndexOps(CommonOps):
         return new
 
     def take(self, bucket: _Bucket, positions: Array, halves: tuple[int, float] | None) -> Array:
-        """See ``Ops.take``."""
+        """Return gradient + residual at the positions, and correct the new residuals there."""
         plan, table = bucket.plan, (bucket.addresses, bucket.numels, bucket.plan.begins)
         values = self.empty(plan.total)
         written = positions, plan.gains, bucket.peaks, values
@@ -171,14 +174,14 @@ class CommonIndexOps(CommonOps):
         return message
 
     def index_energies(self, bucket: _Bucket) -> Callable[[], Mapping[int, tuple]]:
-        """See ``Ops.index_energies``."""
+        """Return a function that returns the energies by a tensor's number."""
         energies = bucket.energies
         return lambda: energies
 
     def scatter_sum(
         self, bucket: _Bucket, received: Array, sources: Sequence[Array]
     ) -> tuple[list[Array], Flags]:
-        """See ``Ops.scatter_sum``."""
+        """Add the received values at their positions; return the sums and their flags."""
         plan, received = bucket.plan, np.ascontiguousarray(received, np.float32)
         messages = received.reshape(len(sources), -1)
         sums, addresses = [cpu.empty(n) for n in plan.numels], np.empty_like(bucket.numels)

@@ -15,7 +15,7 @@ from horovod_fftcomp.types import Array, Arrays, Coefficients
 
 
 class MomentumOps(CommonOps):
-    """See ``Ops``."""
+    """Ops of schemes with momentum correction."""
 
     def accumulate(
         self,
@@ -25,7 +25,7 @@ class MomentumOps(CommonOps):
         residuals: Arrays,
         momentum: Momentum,
     ) -> tuple[Array, list[Array | None]]:
-        """See ``Ops.accumulate``."""
+        """Return (residual plus new velocity of all tensors, the new velocities)."""
         whole = self.empty(plan.offsets[-1])
         moved: list[Array | None] = []
         for grad, velocity, residual, share in zip(
@@ -41,7 +41,7 @@ class MomentumOps(CommonOps):
         return whole, moved
 
     def mix(self, old: Arrays, new: Arrays, beta: float) -> list[Array | None]:
-        """See ``Ops.mix``."""
+        """Return (1 - beta) * old + beta * new of each tensor, in new arrays."""
         mixed, options = list(new), (1 - beta, False, beta, 0)
         for number, (before, after) in enumerate(zip(old, new, strict=True)):
             if after is not None:
@@ -63,7 +63,7 @@ class MomentumOps(CommonOps):
         return cpu.momentum_accumulate(grad, velocity, residual, *options, k)
 
     def cleared(self, array: Array | None) -> Array | None:
-        """See ``Ops.cleared``."""
+        """Return None, which stands for zeros."""
         return None
 
 

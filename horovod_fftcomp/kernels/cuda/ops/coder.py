@@ -17,7 +17,7 @@ from horovod_fftcomp.wire.counter_rng import RngKey
 
 
 class DeviceCoder:
-    """See ``Coder``. Codecs: all of fixed payload size, or none."""
+    """Coder of a bucket's payloads on a device. Codecs: all of fixed payload size, or none."""
 
     def __init__(self, ops: MomentumOps, codecs: Codecs, tensors: Tensors, n_ranks: int) -> None:
         self._ops, self._codecs, self._tensors = ops, codecs, tensors
@@ -34,7 +34,7 @@ class DeviceCoder:
     def encode(
         self, grads: Arrays, state: OldState, at: tuple[int, int], feedback: Feedback, measure: bool
     ) -> Encoded:
-        """See ``Coder.encode``."""
+        """Launch the encoding of gradients plus residuals; return the message and the new state."""
         device = self._device
         there = [
             device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
@@ -80,16 +80,16 @@ class DeviceCoder:
         ]
 
     def decode_sum(self, gathered: Any, sign: bool) -> Summed:
-        """See ``Coder.decode_sum``."""
+        """Launch the decoding of all ranks' messages; return their sums and flags."""
         sums = [self._device.empty(max(1, numel))[:numel] for numel in self._plan.numels]
         return Summed(sums, Flags(True, *self._decoder.decode(gathered, sums, sign)))
 
 
 class CoderOps(MomentumOps):
-    """See ``Ops``."""
+    """Ops that encode and decode payloads, with a cache of coders."""
 
     def coder(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> DeviceCoder:
-        """See ``Ops.coder``. A bucket's are cached for its last two lists of codecs."""
+        """Return the coder of a bucket, cached for its last two lists of codecs."""
         cache = self.device.cache
         key, made_for = ("coder", tuple(tensors)), (tuple(codecs), n_ranks)
         recent = cache.setdefault(key, {})

@@ -49,12 +49,12 @@ class _Bucket:
 
 
 class CommonIndexOps(CommonOps):
-    """See ``Ops``."""
+    """Ops of schemes whose ranks send values at the same positions."""
 
     def common_index(
         self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool
     ) -> _Bucket:
-        """See ``Ops.common_index``."""
+        """Return a bucket's gradients and residuals on the device, in descriptors."""
         takes_part = [grad is not None for grad in grads]
         bucket = _Bucket(self._tables(plan), takes_part, measures)
         known = zip(grads, plan.numels, strict=True)  # a frozen tensor sends zeros
@@ -109,12 +109,15 @@ class CommonIndexOps(CommonOps):
             kernel(len(owners), structs.THREADS, [table, owners, *arguments], 0)
 
     def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> _Positions:
-        """See ``Ops.draw``. The kernels compute the positions where they use them."""
+        """Return the parameters of the positions (a j + c) mod n for j below k.
+
+        The kernels compute the positions where they use them.
+        """
         factors, firsts = zip(*progressions, strict=True)
         return _Positions({"factor": factors, "first": firsts}, np.uint32(0))
 
     def winners(self, bucket: _Bucket, begin: int, end: int, nbytes: int) -> Any:
-        """See ``Ops.winners``."""
+        """Return the packed offset of the largest |gradient + residual| in each chunk, uint8."""
         own = self.zeros(nbytes, np.uint8)
         self._choose(bucket, own, begin, end)
         return own
@@ -127,14 +130,14 @@ class CommonIndexOps(CommonOps):
         return table
 
     def locate(self, bucket: _Bucket, gathered: Any, step: int) -> _Positions:
-        """See ``Ops.locate``."""
+        """Return the positions that all ranks' packed offsets denote."""
         turn = np.uint32(step % bucket.plan.n_ranks)
         return _Positions({"chosen": self.address(gathered)}, turn, gathered)
 
     def count_common(
         self, bucket: _Bucket, positions: _Positions, begin: int, end: int
     ) -> Deferred:
-        """See ``Ops.count_common``."""
+        """Return a function that returns how many positions this rank selects itself."""
         total, common = bucket.plan.total, self.zeros(1, np.uint32)
         self._enter(bucket, positions)
         own = self.zeros(bucket.plan.offsets_nbytes(total), np.uint8)
@@ -148,7 +151,7 @@ class CommonIndexOps(CommonOps):
             bucket.rows[field] = values
 
     def low_pass(self, bucket: _Bucket) -> list[Any]:
-        """See ``Ops.low_pass``."""
+        """Return residual + beta * gradient of each tensor, and find the peak of each tensor."""
         keeps = [bucket.plan.keeps and is_in for is_in in bucket.takes_part]
         new = self._new(bucket, "left", keeps)
         wanted = [bucket.measures and is_in for is_in in bucket.takes_part]
@@ -159,7 +162,7 @@ class CommonIndexOps(CommonOps):
         return new
 
     def take(self, bucket: _Bucket, positions: _Positions, halves: None) -> Any:
-        """See ``Ops.take``. In float32 only."""
+        """Return gradient + residual at the positions, float32; correct the new residuals there."""
         assert halves is None, "CommonIndex.runs_on_device"
         if bucket.measures:
             pairs = zip(bucket.alive["grad"], bucket.takes_part, strict=True)
@@ -182,13 +185,13 @@ class CommonIndexOps(CommonOps):
         return self.uploads.of(use, bucket.rows)
 
     def index_energies(self, bucket: _Bucket) -> Callable[[], Mapping[int, tuple]]:
-        """See ``Ops.index_energies``."""
+        """Return a function that returns the energies by a tensor's number; it waits."""
         return partial(_energies, bucket.squares, bucket.takes_part)
 
     def scatter_sum(
         self, bucket: _Bucket, received: Any, sources: Sequence[_Positions]
     ) -> tuple[list[Any], Flags]:
-        """See ``Ops.scatter_sum``."""
+        """Add the received values at their positions; return the sums and their flags."""
         sums = self._new(bucket, "sum", [True] * len(bucket.rows))
         not_finite = self.zeros(len(bucket.rows), np.uint32)
         begin, tables = self.address(received), []

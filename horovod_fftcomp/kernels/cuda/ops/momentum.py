@@ -18,7 +18,7 @@ from horovod_fftcomp.types import Array, Arrays
 
 
 class MomentumOps(CommonOps):
-    """See ``Ops``."""
+    """Ops of schemes with momentum correction."""
 
     def accumulate(
         self,
@@ -28,7 +28,7 @@ class MomentumOps(CommonOps):
         residuals: Arrays,
         momentum: Momentum,
     ) -> tuple[Any, list[Any]]:
-        """See ``Ops.accumulate``."""
+        """Return (residual plus new velocity of all tensors, the new velocities)."""
         table = self.of_plan("momentum", plan, self._momentum_table)
         whole, moved = self.zeros(plan.offsets[-1]), self._velocities(plan, grads)
         rows = table.at(
@@ -54,7 +54,7 @@ class MomentumOps(CommonOps):
         return [None if grad is None else self.empty(numel) for numel, grad in pairs]
 
     def mix(self, old: Arrays, new: Arrays, beta: float) -> list[Any]:
-        """See ``Ops.mix``: a velocity, of which gradients are multiplied by ``beta``."""
+        """Write (1 - beta) * old + beta * new of each tensor to ``new``; return these arrays."""
         there = list(map(self.put, old))
         rows = np.zeros(len(there), structs.DENSE_MOMENTUM)
         rows["velocity"] = list(map(self.address, there))
@@ -71,7 +71,7 @@ class MomentumOps(CommonOps):
         return list(new)
 
     def cleared(self, array: Any) -> Any:
-        """See ``Ops.cleared``."""
+        """Return an array of zeros for ``array``; None if there was none."""
         return None if array is None else self.zeros(len(array))
 
     def velocities_of(
