@@ -30,7 +30,7 @@ from horovod_fftcomp.engine.buckets import MIN_NUMEL
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import AdamW, LocalSteps, compress, steps
 from horovod_fftcomp.torch_distributed.gradients import Arrival
-from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup
+from horovod_fftcomp.torch_distributed.rounds import NetworkThread, RankGroup
 from tests.parallel import told_of_nan
 
 RECIPES = [
@@ -132,7 +132,7 @@ def test_horovod_is_not_imported():
 
 def test_rounds_are_those_of_their_process_group():
     rank, size = dist.get_rank(), dist.get_world_size()
-    network, group = Network(), RankGroup(range(size), "test", 30.0)
+    network, group = NetworkThread(), RankGroup(range(size), "test", 30.0)
 
     def output(collective, data, **options):
         return network.send(Round(collective, data, **options), collective, group).wait(30.0)

@@ -19,7 +19,7 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 from horovod_fftcomp.tensorflow import rounds
-from horovod_fftcomp.tensorflow.steps import Load, StepDriver
+from horovod_fftcomp.tensorflow.steps import Load, TensorFlowStepDriver
 
 
 class Dependency:
@@ -60,7 +60,7 @@ class TracedStep:
 
     def __init__(
         self,
-        steps: StepDriver,
+        steps: TensorFlowStepDriver,
         buckets: Sequence[Bucket],
         grads: Sequence[Any],
         slots: Sequence[Slot | None],
@@ -267,7 +267,7 @@ class TracedStep:
     def _call(
         self, method: Any, inputs: Sequence[tf.Tensor], dtype: tf.DType, n: int
     ) -> list[tf.Tensor]:
-        """Return what a method of ``StepDriver`` does: int64, then ``n`` vectors of ``dtype``."""
+        """Return a step driver method's results: int64, then ``n`` vectors of ``dtype``."""
         dtypes = [tf.int64, *n * [dtype]]
         if self._steps.memory is None:
             outputs = tf.numpy_function(method, inputs, dtypes, stateful=False)

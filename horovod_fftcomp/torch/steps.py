@@ -32,7 +32,7 @@ from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
 _GRACE_S = 2.0
 
 
-class StepDriver(steps.StepDriver):
+class TorchStepDriver(steps.StepDriver):
     """Step driver of one optimizer.
 
     ``join(begins)`` is called before gradients that are not expected, until the ranks are connected

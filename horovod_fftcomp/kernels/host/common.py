@@ -16,7 +16,7 @@ from horovod_fftcomp.kernels.ops import Deferred, Flags
 from horovod_fftcomp.types import Array, Arrays
 
 
-class CommonOps:
+class HostCommonOps:
     """Ops on NumPy arrays that schemes of all kinds use."""
 
     device: Device | None = None

@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import cpu
-from horovod_fftcomp.kernels.host.common import CommonOps
+from horovod_fftcomp.kernels.host.common import HostCommonOps
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, split
 from horovod_fftcomp.types import Array, Arrays
@@ -20,7 +20,7 @@ def _zipped(plan: LowRankPlan, *columns: Iterable[Any]) -> Iterator[tuple]:
     return zip(plan.matrices, *columns, strict=True)
 
 
-class LowRankOps(CommonOps):
+class HostLowRankOps(HostCommonOps):
     """Ops of low-rank schemes, by NumPy's matrix products.
 
     Left factors are a list of ``[rows, rank]``, None where they are not needed.

@@ -22,7 +22,7 @@ AnyPlan = TypeVar("AnyPlan", bound=BucketPlan)
 Made = TypeVar("Made")
 
 
-class CommonOps:
+class CudaCommonOps:
     """Ops on arrays of a device that schemes of all kinds use.
 
     Tables of descriptors are uploaded only if their contents are new.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.kernels.cuda import structs
-from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
+from horovod_fftcomp.kernels.cuda.ops.common import CudaCommonOps
 from horovod_fftcomp.kernels.cuda.ops.plan_table import PlanTable
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, split
@@ -17,7 +17,7 @@ _KERNELS = ("take_whole", "check_factors", "orthonormalize", "subtract_products"
             "keep_factors")  # fmt: skip
 
 
-class LowRankOps(CommonOps):
+class CudaLowRankOps(CudaCommonOps):
     """Ops of low-rank schemes; matrices are multiplied by the device's library.
 
     Left factors are one array. Words say which tensors are not finite: one for the factors of each

@@ -10,14 +10,14 @@ import numpy as np
 from horovod_fftcomp.codec.quantizers import pattern_of
 from horovod_fftcomp.kernels.cuda import structs
 from horovod_fftcomp.kernels.cuda.encoder import Velocities
-from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
+from horovod_fftcomp.kernels.cuda.ops.common import CudaCommonOps
 from horovod_fftcomp.kernels.cuda.ops.plan_table import PlanTable
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.types import Array, Arrays
 
 
-class MomentumOps(CommonOps):
+class CudaMomentumOps(CudaCommonOps):
     """Ops of schemes with momentum correction."""
 
     def accumulate(
@@ -100,7 +100,7 @@ class MomentumOps(CommonOps):
 class _Clipping:
     """Clipping factors from sums of squares, with each gradient as one row; see ``dense``."""
 
-    def __init__(self, ops: CommonOps, plan: BucketPlan) -> None:
+    def __init__(self, ops: CudaCommonOps, plan: BucketPlan) -> None:
         self._ops, self._numels = ops, plan.numels
         rows = np.zeros(len(plan.numels), structs.TENSOR)
         rows["numel"] = plan.numels
