@@ -136,9 +136,11 @@ class TracedStep:
         return tf.cond(must_synchronize, synchronize, lambda: tf.constant(1, tf.int64))
 
     def _after_all_ranks(self, decoded: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Return tensors computed after all ranks have decoded, as ``leave_together`` does."""
-        self._steps.ends_together = bool(self._groups and decoded)
-        if not self._steps.ends_together:
+        """Return tensors that are computed when all ranks have decoded, after an allreduce.
+
+        Only if some rounds are among a part of the ranks; see ``Connection.leave_together``.
+        """
+        if not (self._groups and decoded):
             return decoded
         done = tf.cast(tf.reshape(tf.add_n(decoded), [1]), tf.float32)
         return [rounds.reduce(done, f"{self._name}.parted", self._set)]

@@ -125,7 +125,6 @@ class TensorFlowStepDriver(steps.StepDriver):
         self._undecoded: set[int] = set()  # buckets of this step
         self._n_buckets = 0
         self._begun = False
-        self.ends_together = False  # whether a step's last operation waits for all ranks
         self._wait_s = self._hidden_s = 0.0
         self._spans: list[tuple[float, float]] = []  # begin and end of this step's encodings
         self._n_encoded, self._idle_since = 0, 0.0

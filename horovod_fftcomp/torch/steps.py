@@ -146,14 +146,14 @@ class TorchStepDriver(steps.StepDriver):
             return reduced
         if not self._finished:
             self._finish()
-        value, grad = context.total, context.grad
+        total, grad = context.total, context.grad
+        assert grad is not None  # set by ``start_gradient``
         context.total = context.grad = None
-        if value is None:
+        if total is None:  # sent dense: Horovod reduced the gradient itself
             self._observe_dense(reduced, context.name)
             value = reduced
-        else:
-            value.mul_((reduced / self._engine.world_size).reshape(()).to(value.device))
-        assert grad is not None  # until its sum is returned
+        else:  # Horovod reduced ones: the result has its op's factor
+            value = total.mul_((reduced / self._engine.world_size).reshape(()).to(total.device))
         if (value.dtype, value.stride(), value.device) != (grad.dtype, grad.stride(), grad.device):
             value = self._converted(value, grad, context.slot)
         self._n_pending -= 1
