@@ -48,7 +48,7 @@ def exchange(recipe: str, rank: int, world_size: int) -> list[list[float]]:
     """Return the seconds of each round in each step on this rank."""
     import horovod.torch as hvd
 
-    from horovod_fftcomp.torch.rounds import PendingRound
+    from horovod_fftcomp.torch.rounds import HorovodRound
 
     [choice] = recipe_choices(recipe)
     policy = make_policy(choice.name, **choice.options)
@@ -56,7 +56,7 @@ def exchange(recipe: str, rank: int, world_size: int) -> list[list[float]]:
 
     def carry_out(round_: Round, name: str) -> Any:
         # Its wait leaves the cores, which all hosts share, to others; that of a barrier does not.
-        return PendingRound(round_, name, hvd.global_process_set).wait(TIME_LIMIT_S)
+        return HorovodRound(round_, name, hvd.global_process_set).wait(TIME_LIMIT_S)
 
     rng, spent = np.random.default_rng(rank), []
     for step in range(1 + STEPS):

@@ -18,7 +18,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from horovod_fftcomp.adapter.stalls import Progress, Report
+from horovod_fftcomp.adapter.stalls import Progress, Status
 from horovod_fftcomp.monitor.not_finite import NotFiniteWarning
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.torch import Compression
@@ -80,9 +80,9 @@ def watch_s() -> float:
 
 def one_report() -> None:
     """Do with a report of another rank what the first one does: read it, and make an answer."""
-    report = Report(Progress(1000, 80, 80, False), 0.1)
+    report = Status(Progress(1000, 80, 80, False), 0.1)
     text = json.dumps({"to": "fftcomp.0", "rank": 1, "report": report.pack()})
-    Report.unpack(json.loads(text)["report"])
+    Status.unpack(json.loads(text)["report"])
     json.dumps({"to": "fftcomp.0", "told": 0, "text": ""})
 
 

@@ -30,7 +30,7 @@ from horovod_fftcomp.engine.buckets import MIN_NUMEL
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import AdamW, LocalSteps, compress, steps
 from horovod_fftcomp.torch_distributed.gradients import Arrival
-from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup
+from horovod_fftcomp.torch_distributed.rounds import NetworkThread, RankGroup
 from tests.parallel import told_of_nan
 
 RECIPES = [
@@ -132,7 +132,7 @@ def test_horovod_is_not_imported():
 
 def test_rounds_are_those_of_their_process_group():
     rank, size = dist.get_rank(), dist.get_world_size()
-    network, group = Network(), RankGroup(range(size), "test", 30.0)
+    network, group = NetworkThread(), RankGroup(range(size), "test", 30.0)
 
     def output(collective, data, **options):
         return network.send(Round(collective, data, **options), collective, group).wait(30.0)
@@ -153,7 +153,7 @@ def test_rounds_are_those_of_their_process_group():
         got = output("alltoall", np.full(sum(splits), rank, np.uint8), splits=splits)
         assert got.tolist() == [r for r in range(size) for _ in range(factor * ((r + rank) % 3))]
     sent = network.send(Round("allgather", np.zeros(1, np.uint8)), f"of rank {rank}", group)
-    with pytest.raises(ConfigMismatchError, match="operation is of rank 0 on rank 0 but of rank 1"):
+    with pytest.raises(ConfigMismatchError, match="of rank 0 on rank 0"):
         sent.wait(30.0)
 
 
@@ -569,9 +569,15 @@ def test_second_moments_beside_a_biased_recipe_are_named_once(recipe, options, m
     assert [told in str(warning.message) for warning in caught] == [True] * warns
 
 
+def recipe_of(compression):
+    rows = (line.split() for line in compression.summary().splitlines()[1:])
+    [recipe] = {recipe for _, recipe, *_ in rows} - {"dense"}
+    return recipe
+
+
 def test_default_recipe_follows_the_optimizer():
     recipes = [
-        compress(ddp, optimizer=make and make(ddp.parameters(), lr=0.1))._policy.recipe
+        recipe_of(compress(ddp, optimizer=make and make(ddp.parameters(), lr=0.1)))
         for ddp, make in [
             (wrapped(), make) for make in (None, torch.optim.SGD, torch.optim.AdamW, AdamW)
         ]
@@ -582,7 +588,7 @@ def test_default_recipe_follows_the_optimizer():
         from torch.distributed.optim import ZeroRedundancyOptimizer
     sharded = wrapped()
     zero = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.AdamW, lr=0.1)
-    assert compress(sharded, optimizer=zero)._policy.recipe == "dither"
+    assert recipe_of(compress(sharded, optimizer=zero)) == "dither"
     given = wrapped()
     adam = torch.optim.Adam(given.parameters())
     with pytest.raises(TypeError, match="optimizer must be a"):
@@ -786,7 +792,7 @@ def test_a_copy_can_be_compressed_again():
 def test_join_is_refused():
     ddp = wrapped()
     compress(ddp, "topk")
-    with pytest.raises(UnsupportedError, match="same number of batches"), ddp.join():
+    with pytest.raises(UnsupportedError, match="batches"), ddp.join():
         train(ddp, range(1))
 
 
@@ -903,7 +909,7 @@ def test_a_layer_that_is_unfrozen_after_ddp_was_made_is_told_at_its_first_step()
     passes_of(ddp, 0)
     optimizer.step()
     model.last.requires_grad_(True)
-    with pytest.warns(RuntimeWarning, match="each rank trains these parameters alone") as caught:
+    with pytest.warns(RuntimeWarning, match="alone") as caught:
         passes_of(ddp, 1)
     passes_of(ddp, 2)  # a second warning would be an error
     [text] = {str(warning.message) for warning in caught}
@@ -1031,10 +1037,10 @@ def take(optimizer, n_steps):
 def test_local_steps_that_are_not_told_of_or_end_in_a_period_say_so():
     gc.collect()  # those of other tests
     training = LocalTraining(ADD)
-    with pytest.warns(RuntimeWarning, match="Adam has taken 20 steps of which LocalSteps was not"):
+    with pytest.warns(RuntimeWarning, match="taken 20 steps"):
         take(training.optimizer, 25)
     training.train(range(4))
-    with pytest.warns(RuntimeWarning, match="ends within a period, 1 after its last exchange"):
+    with pytest.warns(RuntimeWarning, match="within a period, 1 after"):
         training = collected(training)
     training = LocalTraining(ADD)
     training.train(range(4))
@@ -1061,16 +1067,16 @@ def test_what_local_steps_cannot_do_is_refused():
     ddp = wrapped()
     compression = compress(ddp, "topk")
     for given in ((ddp.module, compression), (ddp, None)):
-        with pytest.raises(TypeError, match="LocalSteps takes a DistributedDataParallel"):
+        with pytest.raises(TypeError, match="DistributedDataParallel"):
             LocalSteps(*given, 3)
     static = wrapped(static_graph=True)
-    with pytest.raises(UnsupportedError, match="with static_graph=True DDP averages"):
+    with pytest.raises(UnsupportedError, match="static_graph"):
         LocalSteps(static, compress(static, "topk"), 3)
     with pytest.raises(TypeError, match="outer must make the optimizer"):
         LocalSteps(ddp, compression, 3, outer=ADD(ddp.parameters()))
-    with pytest.raises(ValueError, match="the compressor has other parameters"):
+    with pytest.raises(ValueError, match="other parameters"):
         LocalSteps(wrapped(Slopes()), compression, 3)
-    with pytest.raises(UnsupportedError, match="cannot send differences of weights"):
+    with pytest.raises(UnsupportedError, match="differences of weights"):
         LocalSteps(ddp, compress(wrapped(), "signsgd"), 3)
     trained = wrapped()
     exchanging = compress(trained, "topk")
@@ -1078,7 +1084,7 @@ def test_what_local_steps_cannot_do_is_refused():
     with pytest.raises(ValueError, match="has residuals of gradients"):
         LocalSteps(trained, exchanging, 3)
     local = LocalSteps(ddp, compression, 3)
-    with pytest.raises(ValueError, match="the saved state has other parameters"):
+    with pytest.raises(ValueError, match="other parameters"):
         local.load_state_dict(LocalTraining(ADD).local.state_dict())
     ddp.require_backward_grad_sync = True
     with pytest.raises(UnsupportedError, match=r"leave model\.require_backward_grad_sync"):

@@ -38,7 +38,7 @@ _OWN: Sequence[tuple[Any, str, Callable[[], Any]]] = (
     (warnings, "_showwarnmsg_impl", lambda: warnings._showwarnmsg_impl),
     (compressor, "_numbers", itertools.count),
     (connection, "_unconnected", weakref.WeakSet),
-    (connection, "_counts", connection._Counts),
+    (connection, "_counts", connection._CompressorCounts),
     (watch._Post, "_present", lambda: None),
 )
 

@@ -14,7 +14,7 @@ from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.methods.sums import moments, ordered_sum
 from horovod_fftcomp.kernels import cpu, reference
 from horovod_fftcomp.kernels.host import ops as host
-from horovod_fftcomp.kernels.ops import Encoded, Flags, Summed
+from horovod_fftcomp.kernels.ops import EncodedBucket, Flags, Summed
 from horovod_fftcomp.kernels.plans import LeftFactors, split
 from horovod_fftcomp.wire import positions
 from horovod_fftcomp.wire.counter_rng import RngKey
@@ -86,7 +86,7 @@ class ReferenceCoder:
         squares = {number: sums for number, sums in squares.items() if sums is not None}
         padded = [bytes(payload).ljust(wire.align(payload.size), b"\0") for payload in payloads]
         message = np.frombuffer(b"".join(padded), np.uint8)
-        return Encoded(message, residuals, velocities, (lambda: squares) if measure else None)
+        return EncodedBucket(message, residuals, velocities, (lambda: squares) if measure else None)
 
     def _coeffs(self, codec, tensor, grad, residual, velocity, feedback):
         """Return the coefficients of gradient plus residual, and the new velocity or None."""

@@ -118,5 +118,5 @@ def test_a_healthy_residual_settles_below_one_over_density(density, constant):
 
 @pytest.mark.parametrize("threshold", [0, -1, NAN, INF])
 def test_impossible_thresholds_are_refused(threshold):
-    with pytest.raises(ValueError, match="threshold must be positive and finite"):
+    with pytest.raises(ValueError, match="threshold"):
         ResidualAlarm(threshold)

@@ -282,7 +282,7 @@ def test_a_sketch_of_another_size_is_refused():
     exchange = scheme.exchange([Tensor("w", (1003,))], [normal(1003)], {}, Context(4, 0, 3))
     sketch = next(exchange).data
     assert sketch.shape == (31,)
-    with pytest.raises(PayloadError, match="a sketch of 30 sums arrived, 31 were expected"):
+    with pytest.raises(PayloadError, match="30 sums"):
         exchange.send(sketch[:-1])
 
 

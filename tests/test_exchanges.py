@@ -109,6 +109,14 @@ class Sent:
         return self.network.outputs[self.name]
 
 
+class Exchanges(StepPipeline):
+    """A pipeline that shows its engine."""
+
+    def __init__(self, engine, send):
+        super().__init__(engine, send, timeout_s=100)
+        self.engine = engine
+
+
 def engine_of(scheme, rank=0, size=1):
     buckets = [Bucket(tuple(group), Always(scheme)) for group in TENSORS]
     return Engine(buckets, rank, size)
@@ -122,7 +130,7 @@ def alone(scheme):
         sent.append((bucket, number))
         return send(round_, bucket, number)
 
-    return StepPipeline(engine_of(scheme), noting, timeout_s=100), sent
+    return Exchanges(engine_of(scheme), noting), sent
 
 
 def grads_of(seed):
@@ -140,7 +148,7 @@ def run_step(pipeline, grads, order=(0, 1)):
         start(pipeline, bucket, grads)
         pipeline.advance()
     pipeline.finish()
-    engine = pipeline._engine
+    engine = pipeline.engine
     sums = [array.tobytes() for bucket in range(len(TENSORS)) for array in engine.sums(bucket)]
     engine.settle()
     return sums
@@ -181,7 +189,7 @@ def test_a_worker_changes_no_byte(scheme):
     engines = [engine_of(scheme, rank, 2) for rank in range(2)]
 
     def train(rank):
-        pipeline = StepPipeline(engines[rank], network.sender(rank), timeout_s=100)
+        pipeline = Exchanges(engines[rank], network.sender(rank))
         return [
             run_step(pipeline, grads_of((step, rank)), (0, 1) if rank else (1, 0))
             for step in range(3)
@@ -211,7 +219,7 @@ def test_gradients_are_taken_while_an_encoding_is_under_way():
     wait_until(lambda: pipeline.advance() or len(sent) == 2)
     assert sent == [(0, 0), (1, 0)]
     pipeline.finish()
-    assert pipeline._engine.sums(1)[0].tobytes() == grads["c"].tobytes()
+    assert pipeline.engine.sums(1)[0].tobytes() == grads["c"].tobytes()
 
 
 def test_later_rounds_are_sent_before_the_step_is_finished():
@@ -223,7 +231,7 @@ def test_later_rounds_are_sent_before_the_step_is_finished():
     assert sorted(sent) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     pipeline.finish()
     assert len(sent) == 4
-    np.testing.assert_allclose(pipeline._engine.sums(1)[0], grads["c"] - grads["c"].mean())
+    np.testing.assert_allclose(pipeline.engine.sums(1)[0], grads["c"] - grads["c"].mean())
 
 
 def test_zeros_are_sent_for_what_is_missing_and_empty_buckets_are_left_out():
@@ -231,7 +239,7 @@ def test_zeros_are_sent_for_what_is_missing_and_empty_buckets_are_left_out():
     grads = grads_of(0)
     pipeline.start(0, {0: grads["a"]})
     pipeline.finish()
-    a, b = pipeline._engine.sums(0)
+    a, b = pipeline.engine.sums(0)
     assert a.tobytes() == grads["a"].tobytes()
     assert not b.any()
     assert sent == [(0, 0)]
@@ -251,10 +259,10 @@ def test_an_error_in_the_worker_comes_out_of_finish_as_it_was(error):
     assert caught.value is error
     assert sent == []
     with pytest.raises(ValueError, match="under way"):
-        pipeline._engine.settle()
+        pipeline.engine.settle()
     scheme.error = None
     pipeline.abandon()
-    pipeline._engine.abandon()
+    pipeline.engine.abandon()
     assert run_step(pipeline, grads) == [grads[name].tobytes() for name in "abc"]
 
 
@@ -281,7 +289,7 @@ def test_abandoning_drops_what_waits_and_waits_for_what_runs():
     pipeline.abandon()
     assert scheme.gate.is_set()
     assert scheme.begun == ["a"]
-    pipeline._engine.abandon()
+    pipeline.engine.abandon()
     assert run_step(pipeline, grads) == [grads[name].tobytes() for name in "abc"]
     assert sent == [(0, 0), (1, 0)]
     opener.join()
@@ -294,7 +302,7 @@ def test_what_is_hidden_and_what_is_waited_for_are_measured():
     wait_until(lambda: pipeline.advance() or sent)  # as long as backward goes on
     start(pipeline, 1, grads)
     pipeline.finish()
-    encode_s = pipeline._engine.costs.encode_s
+    encode_s = pipeline.engine.costs.encode_s
     hidden_s, wait_s = pipeline.encode_hidden_s, pipeline.encode_wait_s
     assert encode_s > 0.8
     assert min(hidden_s, wait_s) > 0.3
@@ -354,7 +362,7 @@ child.start()
 child.join(20)
 assert child.exitcode == 0, child.exitcode
 exchanges.finish()
-assert exchanges._engine.sums(1)[0].tobytes() == grads["c"].tobytes()
+assert exchanges.engine.sums(1)[0].tobytes() == grads["c"].tobytes()
 print("both ended")
 """
 

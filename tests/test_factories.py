@@ -186,9 +186,9 @@ def test_a_compressor_is_made_from_what_the_command_line_reads():
     found = Compression.parse("fft:density=0.1", "m", density=0.2, warmup_steps=3, min_numel=7)
     assert found.policy == make_policy("fft", density=0.2, warmup_steps=3)
     assert (found.model, found.settings) == ("m", Settings(min_numel=7))
-    with pytest.raises(ValueError, match="'fft:' is not a compression; write a recipe's name"):
+    with pytest.raises(ValueError, match="'fft:'"):
         Compression.parse("fft:", "m")
-    with pytest.raises(ValueError, match="is 2 compressions, expected one"):
+    with pytest.raises(ValueError, match="2 compressions"):
         Compression.parse("fft,topk", "m")
     with pytest.raises(TypeError, match=r"a compression is a str such as .*, got 0\.1"):
         Compression.parse(0.1, "m")

@@ -136,7 +136,7 @@ def test_a_rank_that_has_ended_is_not_waited_for():
         if rank == 0:
             hvd.allgather(mine(1.0), name="x")
 
-    with pytest.raises(fakes.WouldHangError, match="waits for allgather 'x'; rank 1 has ended"):
+    with pytest.raises(fakes.WouldHangError, match="rank 1 has ended"):
         fakes.run(2, work)
 
 

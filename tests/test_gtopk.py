@@ -118,10 +118,10 @@ def test_lists_that_cannot_be_are_refused():
     exchange, message = started()
     damaged = message.copy()
     damaged[get_scheme("gtopk").codec.payload_nbytes((1003,)) - 1] = 0x7E  # a huge value
-    with pytest.raises(PayloadError, match="tensor 'w': body: a value lies beyond the scale"):
+    with pytest.raises(PayloadError, match="beyond the scale"):
         exchange.send(np.concatenate([message, damaged]))
     exchange, message = started()
-    with pytest.raises(PayloadError, match="1 lists arrived, 2 were expected"):
+    with pytest.raises(PayloadError, match="1 lists"):
         exchange.send(message)
 
 

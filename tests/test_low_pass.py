@@ -122,7 +122,7 @@ def test_values_out_of_range_are_refused(name):
         return
     # These may have a filter by default.
     if name not in ("scalecom", "arctopk", "random_block", "random_k"):
-        with pytest.raises(ValueError, match="beta is of the residual, so it needs error_feedback"):
+        with pytest.raises(ValueError, match="error_feedback"):
             get_scheme(name, **{**options, "error_feedback": False}, beta=0.5)
 
 

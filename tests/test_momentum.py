@@ -129,13 +129,13 @@ def test_velocities_follow_the_loss_scale():
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="nesterov=True needs a momentum above 0"):
+    with pytest.raises(ValueError, match="nesterov"):
         get_scheme("fft", nesterov=True)
     with pytest.raises(ValueError, match=r"momentum must lie in \[0, 1\), got 1.0"):
         get_scheme("fft", momentum=1.0)
-    with pytest.raises(UnsupportedError, match="ranks_per_node does not work with recipes that"):
+    with pytest.raises(UnsupportedError, match="ranks_per_node"):
         make_policy("fft", momentum=0.9, ranks_per_node=2).at(0)
-    with pytest.raises(UnsupportedError, match="cannot send differences of weights"):
+    with pytest.raises(UnsupportedError, match="differences of weights"):
         get_scheme("fft", momentum=0.9).check_differences("LocalSteps")
 
 

@@ -268,7 +268,7 @@ RESIZE = """
 import sys
 import horovod.torch as hvd
 import torch
-from tests.parallel.models import distributed, make_model, small_buckets, train
+from tests.parallel.models import compressed_names, distributed, make_model, small_buckets, train
 hvd.init()
 torch.set_num_threads(1)
 path, recipe, exchange = sys.argv[1:]
@@ -279,7 +279,7 @@ try:
     compression.load_state_dict(torch.load(path, weights_only=True))
 except FileNotFoundError:
     train(model, optimizer, 6)
-names = [t.name for bucket in compression._buckets for t in bucket.tensors]
+names = compressed_names(compression)
 mass = [hvd.allreduce(compression.residual(n).double(), op=hvd.Sum, name=n) for n in names]
 if hvd.rank() == 0:
     torch.save(torch.cat([m.reshape(-1) for m in mass]), f"{path}.{hvd.size()}.mass")

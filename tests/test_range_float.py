@@ -228,5 +228,5 @@ def test_few_values_that_are_not_zero_are_sent_as_in_a_wide_grid():
 
 @pytest.mark.parametrize("bits", [0, 1, 17, 31, 40, 8.5, True, "8"])
 def test_other_widths_are_refused(bits):
-    with pytest.raises(ValueError, match="bits must be a whole number from 2 to 16"):
+    with pytest.raises(ValueError, match="bits"):
         RangeFloat(bits)

@@ -128,7 +128,7 @@ def test_unbiased_means_are_the_gradient(recipe):
     # The variance of one draw of one element is (n/k - 1) of its square.
     np.testing.assert_allclose(mean, gradient, atol=5 * math.sqrt(4 / steps) * 3, rtol=0)
     assert np.abs(mean - gradient).mean() < 2 * math.sqrt(4 / steps)
-    with pytest.raises(ValueError, match="give error_feedback=False with it"):
+    with pytest.raises(ValueError, match="error_feedback=False"):
         get_scheme(recipe, unbiased=True)
 
 

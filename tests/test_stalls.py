@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_fftcomp.adapter.stalls import Progress, Report, diagnose, expanded, ranges
+from horovod_fftcomp.adapter.stalls import Progress, Status, diagnose, expanded, ranges
 from horovod_fftcomp.adapter.watch import Watch
 from tests.test_parallel import run_ranks
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 10.0  # a step of ranks that share cores with other jobs may take se
 def report(step, handed, returned, inside, quiet_s=20.0, waits=True, **more):
     call = more.pop("call", "")
     busy = more.pop("busy", False)
-    return Report(Progress(step, handed, returned, inside, busy, call), quiet_s, waits, **more)
+    return Status(Progress(step, handed, returned, inside, busy, call), quiet_s, waits, **more)
 
 
 def test_a_rank_that_has_not_begun_the_step_is_late():
@@ -169,7 +169,7 @@ def test_ranges_are_cut_between_two_of_them():
 
 def test_a_report_is_read_back():
     told = report(4, 4, 0, True, missing="0-1", where="x.py:1 in f", call="report()")
-    assert Report.unpack(told.pack()) == told
+    assert Status.unpack(told.pack()) == told
 
 
 CASES = [

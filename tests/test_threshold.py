@@ -195,14 +195,14 @@ def test_thresholds_that_cannot_be_are_refused(bad):
     of_type = not isinstance(bad, str | bool)
     with pytest.raises(ValueError if of_type else TypeError, match=r"threshold must be a .*number"):
         get_scheme("hard_threshold", threshold=bad)
-    with pytest.raises(ValueError, match="threshold must be a number from"):
+    with pytest.raises(ValueError, match="threshold"):
         Threshold(bad)
 
 
 def test_other_arguments_are_told_by_name():
-    with pytest.raises(ValueError, match="calibrate_steps must be a whole number from 1"):
+    with pytest.raises(ValueError, match="calibrate_steps"):
         get_scheme("hard_threshold", calibrate_steps=0)
-    with pytest.raises(ValueError, match="known only in a run; give threshold="):
+    with pytest.raises(ValueError, match="threshold="):
         get_codec("hard_threshold")
     with pytest.raises(ValueError, match="depends on the values"):
         get_codec("hard_threshold", threshold=1.0).payload_nbytes(1000)

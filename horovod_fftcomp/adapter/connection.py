@@ -29,14 +29,14 @@ _GREETING_S = 2.0
 
 
 @dataclass
-class _Counts:
+class _CompressorCounts:
     """Numbers of compressors that this process has made, and used per ranks of a process set."""
 
     made: int = 0
     used: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
 
-_counts = _Counts()
+_counts = _CompressorCounts()
 
 JOINED = (
     "a rank has called hvd.join(), after which Horovod supports allreduces only. Give all "
@@ -61,7 +61,7 @@ class _EmptyRound:
         return self._empty
 
 
-class _Watched:
+class _WatchedRound:
     """Pending round whose wait is limited by the watch and raises the error that it found."""
 
     def __init__(self, pending: Pending, watch: Watch) -> None:
@@ -154,7 +154,7 @@ class Connection:
                 return _EmptyRound(round_)
             process_set = self._groups[round_.among]
         name = f"{name}.{self._epoch}" if self._epoch else name
-        return _Watched(self._start(round_, name, process_set), self.watch)
+        return _WatchedRound(self._start(round_, name, process_set), self.watch)
 
     def check(self) -> None:
         """Raise ConfigMismatchError if the watch has ended the job."""

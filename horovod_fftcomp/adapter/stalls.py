@@ -36,8 +36,8 @@ class Progress(NamedTuple):
     doing: str = ""
 
 
-class Report(NamedTuple):
-    """Report of one rank to the first rank: its progress and the seconds since it last changed.
+class Status(NamedTuple):
+    """Status that a rank sends to the first rank: its progress and the seconds since it changed.
 
     ``waits``: whether its main thread is inside Horovod or this package; ``where``: the line that
     its main thread is at. ``missing``: numbers of the tensors without a gradient yet, as
@@ -55,10 +55,10 @@ class Report(NamedTuple):
         return [list(self.progress), *self[1:]]
 
     @staticmethod
-    def unpack(values: Any) -> Report:
+    def unpack(values: Any) -> Status:
         """Return the report that ``pack`` serialized; ValueError or TypeError for anything else."""
         progress, quiet_s, waits, where, missing = values
-        return Report(Progress(*progress), float(quiet_s), bool(waits), str(where), str(missing))
+        return Status(Progress(*progress), float(quiet_s), bool(waits), str(where), str(missing))
 
     @property
     def is_waiting(self) -> bool:
@@ -82,7 +82,7 @@ class Report(NamedTuple):
 
 
 def diagnose(
-    reports: Mapping[int, Report],
+    reports: Mapping[int, Status],
     silent: Sequence[int],
     unheard: Sequence[int],
     names: Sequence[str],
@@ -119,7 +119,7 @@ def diagnose(
     return " ".join(parts)
 
 
-def _clash(reports: Mapping[int, Report]) -> str:
+def _clash(reports: Mapping[int, Status]) -> str:
     """Return a message on ranks that wait for each other in different calls; "" if none do."""
     quiet = {rank: r for rank, r in reports.items() if r.is_waiting and r.quiet_s >= CLASH_S}
     callers = [rank for rank, report in quiet.items() if report.progress.call]
@@ -138,13 +138,13 @@ def _clash(reports: Mapping[int, Report]) -> str:
     )
 
 
-def _activity(first: Report, waiting: Mapping[int, Report]) -> str:
+def _activity(first: Status, waiting: Mapping[int, Status]) -> str:
     """Return the name of the call or step that is under way."""
     calls = {report.progress.call for report in waiting.values() if report.progress.call}
     return min(calls) if calls else f"step {first.progress.step}"
 
 
-def _late_rank(rank: int, report: Report | None, first: Progress) -> str:
+def _late_rank(rank: int, report: Status | None, first: Progress) -> str:
     """Return a sentence on the position of a late rank."""
     if report is None:
         return (
@@ -166,7 +166,7 @@ def _late_rank(rank: int, report: Report | None, first: Progress) -> str:
 
 
 def _awaited(
-    reports: Mapping[int, Report], late: Sequence[int], first: Report, names: Sequence[str]
+    reports: Mapping[int, Status], late: Sequence[int], first: Status, names: Sequence[str]
 ) -> str:
     """Return what the other ranks wait for: tensors, or a call."""
     if first.progress.call:

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
-from horovod_fftcomp.adapter.stalls import CLASH_S, Progress, Report, diagnose, ranges
+from horovod_fftcomp.adapter.stalls import CLASH_S, Progress, Status, diagnose, ranges
 from horovod_fftcomp.engine.overlap import no_answer
 
 _LOOK_S, _TELL_S = 0.25, 1.0
@@ -107,7 +107,7 @@ class Watch:
         self._token = b""
         self._first_addresses: list[tuple[str, int]] = []  # where the first rank may answer
         self._heard_at = 0.0  # when the first rank last answered
-        self._reports: dict[int, tuple[float, Report]] = {}  # on the first rank: time and report
+        self._reports: dict[int, tuple[float, Status]] = {}  # on the first rank: time and report
         self._peers: dict[int, tuple[str, int]] = {}
         self._announcement = (0, "")  # number and text of the last one
 
@@ -201,7 +201,7 @@ class Watch:
             rank = int(values["rank"])
             if not 0 < rank < self._n_ranks:
                 return
-            self._reports[rank] = (now, Report.unpack(values["report"]))
+            self._reports[rank] = (now, Status.unpack(values["report"]))
             self._peers[rank] = sender
             post.send(self._token, self._message(), sender)
         elif "told" in values and self._rank != 0:
@@ -232,7 +232,7 @@ class Watch:
             post.send(self._token, self._message(), peer)
         self._announce(text, now)
 
-    def _announce_alone(self, report: Report, now: float) -> None:
+    def _announce_alone(self, report: Status, now: float) -> None:
         """Announce a stall without the first rank: before the handshake ends, or if it is gone."""
         if not report.is_waiting or self.failure:
             return
@@ -394,14 +394,14 @@ def _own_addresses() -> list[str]:
     return [address for address in addresses if not address.startswith("127.")]
 
 
-def _report(steps: Watched | None, progress: Progress, quiet_s: float) -> Report:
+def _report(steps: Watched | None, progress: Progress, quiet_s: float) -> Status:
     """Return this rank's report; while there is progress, without the costly parts."""
     if quiet_s < _TELL_S or steps is None:
-        return Report(progress, quiet_s)
+        return Status(progress, quiet_s)
     threads = innermost_frames()
     if progress.inside and not steps.may_wait({code for code, _ in threads.values()}):
         progress = progress._replace(inside=False)
-    return Report(progress, quiet_s, *_main_thread_at(threads), ranges(steps.missing()))
+    return Status(progress, quiet_s, *_main_thread_at(threads), ranges(steps.missing()))
 
 
 def innermost_frames() -> dict[int, tuple[CodeType, int]]:

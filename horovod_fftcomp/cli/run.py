@@ -193,10 +193,10 @@ def _run_script(parsed: argparse.Namespace) -> None:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # read when the script calls hvd.init
     options = {**choice.options, **options}
     reports = parsed.steps, parsed.report_json, children.new_path()
-    settings = children.Settings(choice.label, choice.text, choice.name, options, *reports)
+    settings = children.RunSettings(choice.label, choice.text, choice.name, options, *reports)
     sys.argv = [parsed.script, *parsed.script_arguments]
     sys.path[0] = str(Path(parsed.script).resolve().parent)
-    report = Report(settings)
+    report = ScriptReport(settings)
     install(choice.name, options, report.steps.watch)
     children.follow(settings)
     with launcher.last_words(lambda: report.write("SIGTERM")):
@@ -210,10 +210,10 @@ def _run_script(parsed: argparse.Namespace) -> None:
             settings.reported.unlink(missing_ok=True)
 
 
-class Report:
+class ScriptReport:
     """Report on the steps of this process: see ``StepReport``."""
 
-    def __init__(self, settings: children.Settings) -> None:
+    def __init__(self, settings: children.RunSettings) -> None:
         self._settings = settings
         self._final: dict[str, Any] = {}  # found after the last step, if --steps gives one
         self._failure = ""

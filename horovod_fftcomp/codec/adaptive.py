@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple, Self
@@ -26,7 +26,7 @@ _MOST_QUANTA = 1 << 15  # so that codes have 16 bits at most
 _CLIPPINGS = 64  # most iterations; each clips one more value at least, the first ones nearly all
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """Chosen elements: bitmap of their ``k`` positions, packed codes, the header's scale."""
 
     k: int
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
     scale: float
 
 
-NOTHING = Choice(0, np.empty(0, np.uint64), np.empty(0, np.uint8), 0.0)  # of zeros
+NOTHING = Selection(0, np.empty(0, np.uint64), np.empty(0, np.uint8), 0.0)  # of zeros
 
 
 class Adaptive(abc.ABC):
@@ -58,8 +58,15 @@ class Adaptive(abc.ABC):
         """Return the encoding of the values in a payload of this scale."""
 
     @abc.abstractmethod
-    def choose(self, coeffs: Coefficients, how: Encoding) -> Choice:
+    def choose(self, coeffs: Coefficients, how: Encoding) -> Selection:
         """Choose elements of ``coeffs``; with ``how.keep`` subtract what is sent from its array."""
+
+    @abc.abstractmethod
+    def scale(self, peak: float, statistics: Array | Sequence[float]) -> float:
+        """Return the header's scale for values whose largest magnitude is ``peak``, above 0.
+
+        ``statistics``: what the selection has computed: maxima of bins, or a limit; else unused.
+        """
 
     @abc.abstractmethod
     def expected_count(self, shape: Shape) -> int:
@@ -96,17 +103,17 @@ class Strom(Adaptive):
         largest = min(self.quanta, math.floor(scale / self.threshold + 0.5))
         return steps_coding(self.threshold, self.quanta, max(largest, 1))
 
-    def choose(self, coeffs: Coefficients, how: Encoding) -> Choice:
+    def choose(self, coeffs: Coefficients, how: Encoding) -> Selection:
         """Choose the values that reach the threshold; see ``Adaptive``."""
         below = pattern_of(self.threshold) - 1
-        scale = self.scale(float_of(coeffs.peak))
+        scale = self.scale(float_of(coeffs.peak), ())
         k = how.kernels.count_above(coeffs.array, below)
         chosen = coeffs._replace(key=below, ties=0)
         bitmap, codes = how.kernels.select_quantize_pack(chosen, 1, self.coding(scale), how.keep)
-        return Choice(k, bitmap, codes, scale)
+        return Selection(k, bitmap, codes, scale)
 
-    def scale(self, peak: float) -> float:
-        """Return the header's scale for values whose largest magnitude is ``peak``."""
+    def scale(self, peak: float, statistics: Array | Sequence[float]) -> float:
+        """Return the largest value that is sent; see ``Adaptive``."""
         quanta = min(self.quanta, math.floor(peak / self.threshold))
         return float(np.float32(quanta) * np.float32(self.threshold))
 
@@ -145,18 +152,18 @@ class AdaComp(Adaptive):
         """Return the encoding of the two values ``scale`` and ``-scale``."""
         return steps_coding(scale, 1, 1)
 
-    def choose(self, coeffs: Coefficients, how: Encoding) -> Choice:
+    def choose(self, coeffs: Coefficients, how: Encoding) -> Selection:
         """Choose the near-maxima of each bin; see ``Adaptive``."""
         total = coeffs.array
         grad = total if coeffs.grad is None else coeffs.grad
         bitmap, maxima = how.kernels.bin_winners(total, grad, self.length(how.shape))
-        scale = self.scale(maxima)
+        scale = self.scale(float_of(coeffs.peak), maxima)
         k, codes = how.kernels.take_chosen(total, bitmap, 0.0, self.coding(scale), how.keep)
-        return Choice(k, bitmap, codes, scale)
+        return Selection(k, bitmap, codes, scale)
 
-    def scale(self, maxima: Array) -> float:
+    def scale(self, peak: float, statistics: Array | Sequence[float]) -> float:
         """Return the magnitude of all sent values: the mean of the bins' maxima, float32."""
-        return max(float(np.float32(maxima.mean(dtype=np.float64))), _LEAST)
+        return max(float(np.float32(np.mean(statistics, dtype=np.float64))), _LEAST)
 
     def expected_count(self, shape: Shape) -> int:
         """Return six for each bin, as for normally distributed gradients; see ``Adaptive``."""
@@ -200,14 +207,18 @@ class Wangni(Adaptive):
             limit = float(np.float32(min(max(lower, LEAST_THRESHOLD), limit, _LARGEST)))
         return limit
 
-    def choose(self, coeffs: Coefficients, how: Encoding) -> Choice:
+    def choose(self, coeffs: Coefficients, how: Encoding) -> Selection:
         """Draw the elements to send; see ``Adaptive``."""
         kernels = how.kernels
         limit = self.limit(coeffs.array.size, partial(kernels.sums_below, coeffs.array))
         bitmap = kernels.draw_chosen(coeffs.array, limit, how.key)
-        scale = max(limit, float_of(coeffs.peak))
+        scale = self.scale(float_of(coeffs.peak), [limit])
         k, codes = kernels.take_chosen(coeffs.array, bitmap, limit, self.coding(scale), how.keep)
-        return Choice(k, bitmap, codes, scale)
+        return Selection(k, bitmap, codes, scale)
+
+    def scale(self, peak: float, statistics: Array | Sequence[float]) -> float:
+        """Return the largest magnitude that is sent: the limit, or a larger value."""
+        return float(max(peak, *statistics))
 
     def expected_count(self, shape: Shape) -> int:
         """Return the fraction ``density`` of the elements; see ``Adaptive``."""

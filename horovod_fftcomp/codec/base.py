@@ -33,7 +33,7 @@ _PLANS_CACHED = 1 << 14
 Checked = tuple[Array, Plan, Header]
 
 
-class Encoded(NamedTuple):
+class EncodedTensor(NamedTuple):
     """Result of ``encode_coeffs``: a payload, uint8, and the residual, None if none is kept."""
 
     payload: Array
@@ -123,7 +123,7 @@ class PayloadCodec(abc.ABC):
 
     @abc.abstractmethod
     def _plan(self, shape: Shape, k: int | None) -> Plan:
-        """See ``plan``; ``k`` is None if sizes are fixed."""
+        """Return the layout and the sizes; ``k`` is None if sizes are fixed."""
 
     @property
     @abc.abstractmethod
@@ -170,7 +170,7 @@ class PayloadCodec(abc.ABC):
     def _coeffs_of(
         self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: Own
     ) -> Coefficients:
-        """See ``coeffs_of``; the residual has been checked."""
+        """Return the coefficients plus those of ``residual``, which has been checked."""
 
     def encode_coeffs(
         self,
@@ -182,7 +182,7 @@ class PayloadCodec(abc.ABC):
         keep_residual: bool = True,
         out: Array | None = None,
         rng_key: RngKey = NO_RNG_KEY,
-    ) -> Encoded:
+    ) -> EncodedTensor:
         """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual.
 
         The residual is the array of ``coeffs`` itself: the sent values are subtracted in place.
@@ -199,10 +199,10 @@ class PayloadCodec(abc.ABC):
             payload = room_for(plan, out)
             payload[plan.values_offset :] = 0
             wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
-            return Encoded(payload, None)
+            return EncodedTensor(payload, None)
         payload, plan, scale, is_complete, grid = written
         wire.write_header(payload, plan, self.fingerprint, dtype, scale, True, grid)
-        return Encoded(payload, coeffs.array if keep_residual and not is_complete else None)
+        return EncodedTensor(payload, coeffs.array if keep_residual and not is_complete else None)
 
     @abc.abstractmethod
     def _write(self, coeffs: Coefficients, how: Encoding, out: Array | None) -> Written | None:

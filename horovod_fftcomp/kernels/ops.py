@@ -63,7 +63,7 @@ class Feedback(NamedTuple):
     beta: float = 1.0
 
 
-class Encoded(NamedTuple):
+class EncodedBucket(NamedTuple):
     """Message of a bucket, and the new state of each tensor, None where nothing is kept.
 
     ``squares``: None, or returns by a tensor's number the sums of squares of the gradient, of
@@ -94,7 +94,7 @@ class Coder(Protocol):
 
     def encode(
         self, grads: Arrays, state: OldState, at: tuple[int, int], feedback: Feedback, measure: bool
-    ) -> Encoded:
+    ) -> EncodedBucket:
         """Return the message of gradients plus residuals, and the new state.
 
         ``grads``: flat float32, None for a frozen tensor, which sends zeros and has no new state.

@@ -50,7 +50,7 @@ _ROUNDS_TO_A_DTYPE = (BFloat16, Float32)
 
 
 class Gathered(NamedTuple):
-    """Outcome of a gather, and ``Encoded.left`` and ``Summed.payloads``, None if it was sharded."""
+    """Outcome of a gather; ``EncodedBucket.left``, ``Summed.payloads``, None if it was sharded."""
 
     outcome: Outcome
     left: Callable[[], float] | None = None

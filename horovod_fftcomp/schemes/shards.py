@@ -15,7 +15,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.kernels.ops import AnyCodec, Encoded, Feedback, Flags, Ops, Summed
+from horovod_fftcomp.kernels.ops import AnyCodec, EncodedBucket, Feedback, Flags, Ops, Summed
 from horovod_fftcomp.schemes import Context, Grads, OldState, Outcome, Round, Scheme, State
 from horovod_fftcomp.schemes.meter import Squares, measured_by
 from horovod_fftcomp.schemes.shard_plan import Key, ShardPlan, are_votes
@@ -33,7 +33,7 @@ class _Owned(NamedTuple):
     """Result of an owner: its second message and residuals, and what it has seen.
 
     ``state``: of its pieces, see ``SHARD_RESIDUAL``. ``flags``: of the payloads that it has summed.
-    ``error``: None, or what was wrong with them. ``squares``: as of ``Encoded``.
+    ``error``: None, or what was wrong with them. ``squares``: as of ``EncodedBucket``.
     """
 
     message: Any
@@ -43,7 +43,7 @@ class _Owned(NamedTuple):
     squares: Measurement | None = None
 
 
-class _Bucket:
+class _ShardedBucket:
     """A bucket in one step; arguments as for ``gather``."""
 
     def __init__(
@@ -66,7 +66,7 @@ class _Bucket:
         pieces = plan.owners[context.rank]
         self.mine = slice(pieces.start, pieces.stop)
 
-    def encode(self) -> Encoded:
+    def encode(self) -> EncodedBucket:
         """Return the first message, of all pieces, and their residuals."""
         plan, at = self.plan, (self.context.step, self.context.rank)
         coder = self.ops.coder(plan.codecs, plan.tensors, 1)
@@ -137,7 +137,7 @@ class _Bucket:
                     total.fill(np.nan)  # the other pieces are no gradient without this one
         return Summed(sums, summed.flags)
 
-    def new_state(self, encoded: Encoded) -> State:
+    def new_state(self, encoded: EncodedBucket) -> State:
         """Return the new state of the first compression."""
         plan, found = self.plan, {}
         if self.feedback.keep:
@@ -180,7 +180,7 @@ def exchange_shards(
     ``context.second``: options of the second round. The state has two kinds more, of the pieces
     that this rank owns; see ``SHARD_RESIDUAL``.
     """
-    bucket = _Bucket(codecs, tensors, grads, state, context, feedback)
+    bucket = _ShardedBucket(codecs, tensors, grads, state, context, feedback)
     encoded = bucket.encode()
     splits = bucket.plan.splits(context.ops, encoded.message)
     owned = bucket.own((yield Round("alltoall", encoded.message, splits=splits)))

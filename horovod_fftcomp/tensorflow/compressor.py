@@ -29,8 +29,8 @@ from horovod_fftcomp.schemes.hierarchical import Ranks
 from horovod_fftcomp.tensorflow import graph, horovod_internals
 from horovod_fftcomp.tensorflow.device import memory_of
 from horovod_fftcomp.tensorflow.horovod_internals import is_elastic
-from horovod_fftcomp.tensorflow.rounds import GraphRound, PendingRound
-from horovod_fftcomp.tensorflow.steps import StepDriver
+from horovod_fftcomp.tensorflow.rounds import GraphRound, ThreadedRound
+from horovod_fftcomp.tensorflow.steps import TensorFlowStepDriver
 from horovod_fftcomp.tensorflow.variables import Variables, pairs_of
 
 KERAS_3 = (
@@ -55,7 +55,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         Recipe with its schedule, and settings; made by the factory.
     """
 
-    _steps: StepDriver
+    _steps: TensorFlowStepDriver
     _IN_ELASTIC_JOBS = "; in elastic jobs use horovod_fftcomp.tensorflow.TensorFlowKerasState"
 
     def __init__(self, model: Any = None, *, policy: Scheduled, settings: Settings) -> None:
@@ -65,7 +65,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         self._name = self._take_name()
         self._make_groups = process_sets.makers(policy, settings)
         watch = self._watch(self._name, hvd.shutdown)
-        self._connection = Connection(PendingRound, self._name, self._set, watch)
+        self._connection = Connection(ThreadedRound, self._name, self._set, watch)
         with tf.init_scope(), tf.device("/CPU:0"):
             self._counter = tf.Variable(0, dtype=tf.int64, trainable=False, name=self._name)
         self._model = model
@@ -86,7 +86,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         memory = memory_of(variables.variables, buckets) if member else None
         device, hashes = None if memory is None else memory.device, GraphRound()
         parts = self._make_parts(buckets, device, hashes, self._name)
-        self._steps = StepDriver(
+        self._steps = TensorFlowStepDriver(
             parts, variables, hashes, self._start_handshake, self.rejoin, memory
         )
         self._variables = variables

@@ -19,7 +19,7 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 from horovod_fftcomp.tensorflow import rounds
-from horovod_fftcomp.tensorflow.steps import Load, StepDriver
+from horovod_fftcomp.tensorflow.steps import Load, TensorFlowStepDriver
 
 
 class Dependency:
@@ -60,7 +60,7 @@ class TracedStep:
 
     def __init__(
         self,
-        steps: StepDriver,
+        steps: TensorFlowStepDriver,
         buckets: Sequence[Bucket],
         grads: Sequence[Any],
         slots: Sequence[Slot | None],
@@ -136,9 +136,11 @@ class TracedStep:
         return tf.cond(must_synchronize, synchronize, lambda: tf.constant(1, tf.int64))
 
     def _after_all_ranks(self, decoded: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Return tensors computed after all ranks have decoded, as ``leave_together`` does."""
-        self._steps.ends_together = bool(self._groups and decoded)
-        if not self._steps.ends_together:
+        """Return tensors that are computed when all ranks have decoded, after an allreduce.
+
+        Only if some rounds are among a part of the ranks; see ``Connection.leave_together``.
+        """
+        if not (self._groups and decoded):
             return decoded
         done = tf.cast(tf.reshape(tf.add_n(decoded), [1]), tf.float32)
         return [rounds.reduce(done, f"{self._name}.parted", self._set)]
@@ -267,7 +269,7 @@ class TracedStep:
     def _call(
         self, method: Any, inputs: Sequence[tf.Tensor], dtype: tf.DType, n: int
     ) -> list[tf.Tensor]:
-        """Return what a method of ``StepDriver`` does: int64, then ``n`` vectors of ``dtype``."""
+        """Return a step driver method's results: int64, then ``n`` vectors of ``dtype``."""
         dtypes = [tf.int64, *n * [dtype]]
         if self._steps.memory is None:
             outputs = tf.numpy_function(method, inputs, dtypes, stateful=False)

@@ -141,7 +141,7 @@ def _operation(code: int, name: str, process_set: hvd.ProcessSet) -> Any:
     return tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
 
 
-class PendingRound:
+class ThreadedRound:
     """Asynchronous collective outside of a step's graph, in a daemon thread.
 
     A thread that waits for a rank in vain does not keep the process from ending.
@@ -192,10 +192,10 @@ class GraphRound:
 
     def __call__(
         self, round_: Round, name: str, process_set: hvd.ProcessSet
-    ) -> GraphRound | PendingRound:
+    ) -> GraphRound | ThreadedRound:
         """Keep an allgather's data, uint8, for the graph; start any other round."""
         if round_.collective != "allgather":
-            return PendingRound(round_, name, process_set)
+            return ThreadedRound(round_, name, process_set)
         self.message = round_.data
         return self
 

@@ -60,7 +60,7 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a method that the graph calls: lock, IEEE arithmetic, errors end the step."""
 
     @functools.wraps(method)
-    def run(self: StepDriver, *arguments: Any) -> Any:
+    def run(self: TensorFlowStepDriver, *arguments: Any) -> Any:
         with self.lock, ieee_arithmetic():
             self._connection.check()
             self.check_unbroken()
@@ -90,7 +90,7 @@ class _StepProgress:
     encoded: set[int] = field(default_factory=set)  # buckets
 
 
-class StepDriver(steps.StepDriver):
+class TensorFlowStepDriver(steps.StepDriver):
     """Step driver of one optimizer or tape.
 
     ``hashes`` sends the hashes of the parameters; ``start_handshake`` sends the ranks' settings
@@ -125,7 +125,6 @@ class StepDriver(steps.StepDriver):
         self._undecoded: set[int] = set()  # buckets of this step
         self._n_buckets = 0
         self._begun = False
-        self.ends_together = False  # whether a step's last operation waits for all ranks
         self._wait_s = self._hidden_s = 0.0
         self._spans: list[tuple[float, float]] = []  # begin and end of this step's encodings
         self._n_encoded, self._idle_since = 0, 0.0

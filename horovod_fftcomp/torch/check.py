@@ -10,7 +10,7 @@ import torch
 from horovod_fftcomp.adapter.torch_tensors.job_check import Job
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch.compression import Compression
-from horovod_fftcomp.torch.rounds import PendingRound
+from horovod_fftcomp.torch.rounds import HorovodRound
 
 CONNECTS = "hvd.init()"
 
@@ -23,8 +23,8 @@ def connect(timeout_s: float) -> Job:
     return Job(*place, transport, _send, _prepare, hvd.shutdown, timeout_s)
 
 
-def _send(round_: Round, name: str) -> PendingRound:
-    return PendingRound(round_, name, hvd.global_process_set)
+def _send(round_: Round, name: str) -> HorovodRound:
+    return HorovodRound(round_, name, hvd.global_process_set)
 
 
 def _prepare(layer: torch.nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> Any:

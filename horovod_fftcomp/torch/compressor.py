@@ -21,8 +21,8 @@ from horovod_fftcomp.adapter.torch_tensors.parameters import Model, Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.torch import horovod_internals
-from horovod_fftcomp.torch.rounds import PendingRound
-from horovod_fftcomp.torch.steps import StepDriver
+from horovod_fftcomp.torch.rounds import HorovodRound
+from horovod_fftcomp.torch.steps import TorchStepDriver
 
 
 class TorchCompressor(TensorCompressor):
@@ -37,7 +37,7 @@ class TorchCompressor(TensorCompressor):
         Recipe with its schedule, and settings; made by the factory.
     """
 
-    _steps: StepDriver
+    _steps: TorchStepDriver
     _IN_ELASTIC_JOBS = "; in elastic jobs pass compression=compression to hvd.elastic.TorchState"
 
     def __init__(self, model: Model, *, policy: Scheduled, settings: Settings) -> None:
@@ -53,9 +53,9 @@ class TorchCompressor(TensorCompressor):
         name = self._take_name()
         groups = process_sets.makers(policy, settings) if buckets else dict
         watch = self._watch(name, horovod_internals.shut_down)
-        self._connection = Connection(PendingRound, name, self._set, watch, groups)
+        self._connection = Connection(HorovodRound, name, self._set, watch, groups)
         parts = self._make_parts(buckets, device, self._connection.send, name)
-        self._steps = StepDriver(
+        self._steps = TorchStepDriver(
             parts, parameters, self._parameters, self._join, self._slots, self._gathers, name
         )
         note_exchanged(parameters.tensors, self._slots, self._engine)

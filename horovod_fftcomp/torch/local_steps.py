@@ -12,7 +12,7 @@ from horovod_fftcomp.adapter.torch_tensors.compressor import TensorCompressor
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 
 
-class LocalSteps(local_steps.LocalSteps):
+class LocalSteps(local_steps.TorchLocalSteps):
     """Local SGD with compression: ranks exchange the changes of weights after ``period`` steps.
 
     Each rank takes steps of a plain optimizer. After ``period`` steps, every rank sends the change

@@ -18,7 +18,7 @@ from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
 _POLL_S = 0.0001
 
 
-class PendingRound:
+class HorovodRound:
     """Asynchronous collective; matched by name, so ranks may start theirs in any order."""
 
     def __init__(self, round_: Round, name: str, process_set: hvd.ProcessSet) -> None:

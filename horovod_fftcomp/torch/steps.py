@@ -32,7 +32,7 @@ from horovod_fftcomp.torch.horovod_internals import wait_for_horovod
 _GRACE_S = 2.0
 
 
-class StepDriver(steps.StepDriver):
+class TorchStepDriver(steps.StepDriver):
     """Step driver of one optimizer.
 
     ``join(begins)`` is called before gradients that are not expected, until the ranks are connected
@@ -146,14 +146,14 @@ class StepDriver(steps.StepDriver):
             return reduced
         if not self._finished:
             self._finish()
-        value, grad = context.total, context.grad
+        total, grad = context.total, context.grad
+        assert grad is not None  # set by ``start_gradient``
         context.total = context.grad = None
-        if value is None:
+        if total is None:  # sent dense: Horovod reduced the gradient itself
             self._observe_dense(reduced, context.name)
             value = reduced
-        else:
-            value.mul_((reduced / self._engine.world_size).reshape(()).to(value.device))
-        assert grad is not None  # until its sum is returned
+        else:  # Horovod reduced ones: the result has its op's factor
+            value = total.mul_((reduced / self._engine.world_size).reshape(()).to(total.device))
         if (value.dtype, value.stride(), value.device) != (grad.dtype, grad.stride(), grad.device):
             value = self._converted(value, grad, context.slot)
         self._n_pending -= 1

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_fftcomp.adapter.torch_tensors.job_check import Job
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed import compress
-from horovod_fftcomp.torch_distributed.rounds import Network, PendingRound, RankGroup
+from horovod_fftcomp.torch_distributed.rounds import NetworkThread, QueuedRound, RankGroup
 
 CONNECTS = "init_process_group()"
 
@@ -21,9 +21,9 @@ def connect(timeout_s: float) -> Job:
     """Initialize the process group and return this rank's job."""
     dist.init_process_group("gloo")
     place = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-    network, group = Network(), RankGroup(range(place[1]), "fftcomp.check", timeout_s)
+    network, group = NetworkThread(), RankGroup(range(place[1]), "fftcomp.check", timeout_s)
 
-    def send(round_: Round, name: str) -> PendingRound:
+    def send(round_: Round, name: str) -> QueuedRound:
         return network.send(round_, name, group)
 
     return Job(*place, "Gloo", send, _prepare, dist.destroy_process_group, timeout_s)

@@ -24,9 +24,9 @@ from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.torch_distributed.hook import HookState, exchange_bucket, note_passes
-from horovod_fftcomp.torch_distributed.rounds import Network, RankGroup, node_groups
+from horovod_fftcomp.torch_distributed.rounds import NetworkThread, RankGroup, node_groups
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
-from horovod_fftcomp.torch_distributed.steps import Setup, StepDriver
+from horovod_fftcomp.torch_distributed.steps import DDPStepDriver, Setup
 
 # Compressors of this process by their ranks; each of these makes its compressors in the same order.
 _n_made: Counter[tuple[int, ...]] = Counter()
@@ -41,7 +41,7 @@ class DistributedCompressor(TensorCompressor):
 
     _exchanged: Parameters  # set before ``__init__``
     _set: RankGroup
-    _steps: StepDriver
+    _steps: DDPStepDriver
     _IN_ELASTIC_JOBS = ""
 
     def __init__(
@@ -65,7 +65,7 @@ class DistributedCompressor(TensorCompressor):
         device = device_of(trainable, buckets)
         name = self._take_name()
         stream = SideStream(place)
-        network = Network(device, stream.enter)
+        network = NetworkThread(device, stream.enter)
         watch = self._watch(name, network.abort)
         groups = functools.partial(
             node_groups, policy.ranks_per_node, ranks, f"{group_name}.node", timeout_s
@@ -78,7 +78,7 @@ class DistributedCompressor(TensorCompressor):
         note_exchanged(trainable, self._slots, self._engine)
         self._await_optimizer(always=True)
 
-    def _make_steps(self, parts: Parts, setup: Setup) -> StepDriver:
+    def _make_steps(self, parts: Parts, setup: Setup) -> DDPStepDriver:
         """Return the step driver."""
         raise NotImplementedError
 
@@ -123,8 +123,8 @@ class DDPCompressor(DistributedCompressor):
         model = self._model()
         return model is not None and self._note.is_perturbed(model)
 
-    def _make_steps(self, parts: Parts, setup: Setup) -> StepDriver:
-        return StepDriver(parts, setup, self._keeps_unused)
+    def _make_steps(self, parts: Parts, setup: Setup) -> DDPStepDriver:
+        return DDPStepDriver(parts, setup, self._keeps_unused)
 
     def hook_pair(self) -> tuple[Any, Any]:
         """Return state and function of the communication hook, as ``register_comm_hook`` takes."""

@@ -31,7 +31,7 @@ from horovod_fftcomp.schemes import Round, Tensor
 from horovod_fftcomp.torch_distributed.compressor import DistributedCompressor
 from horovod_fftcomp.torch_distributed.gradients import Arrival
 from horovod_fftcomp.torch_distributed.rounds import RankGroup
-from horovod_fftcomp.torch_distributed.steps import Setup, StepDriver
+from horovod_fftcomp.torch_distributed.steps import DDPStepDriver, Setup
 
 Replicas: TypeAlias = "DeviceMesh | dist.ProcessGroup"
 
@@ -91,7 +91,7 @@ class HSDPCompressor(DistributedCompressor):
         return ShardDriver(parts, setup, self._model, peers)
 
 
-class ShardDriver(StepDriver):
+class ShardDriver(DDPStepDriver):
     """Step driver of one model under ``fully_shard``.
 
     FSDP may reduce a module several times in a backward pass, and calls its hook before the

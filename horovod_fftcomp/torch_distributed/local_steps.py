@@ -10,7 +10,7 @@ from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.torch_distributed.compressor import DDPCompressor, exchanged
 
 
-class LocalSteps(local_steps.LocalSteps):
+class LocalSteps(local_steps.TorchLocalSteps):
     """Local SGD with compression: ranks exchange the changes of weights after ``period`` steps.
 
     As ``horovod_fftcomp.torch.LocalSteps``. ``model``: a ``DistributedDataParallel``, whose

@@ -157,7 +157,7 @@ class RankGroup:
         return sizes
 
 
-class Network:
+class NetworkThread:
     """Carries out rounds, one after the other, in the order in which they were sent.
 
     Data of ``device``, the GPU that computes steps, go through the host's memory. ``prepare`` is
@@ -172,19 +172,19 @@ class Network:
         self._worker.submit(prepare)
         self._aborted = threading.Event()
 
-    def send(self, round_: Round, name: str, group: RankGroup) -> PendingRound:
+    def send(self, round_: Round, name: str, group: RankGroup) -> QueuedRound:
         """Start a round without waiting; ``group``: its participants."""
         device = None if is_on_host(round_.data) else self._device
         fetched = device.fetch(round_.data) if device else lambda: round_.data
         output = self._worker.submit(_completed, fetched, round_, name, group)
-        return PendingRound(output, name, self._aborted, device)
+        return QueuedRound(output, name, self._aborted, device)
 
     def abort(self) -> None:
         """Make all waits for rounds fail; an abort of Gloo does not end its waits."""
         self._aborted.set()
 
 
-class PendingRound:
+class QueuedRound:
     """Round that was sent; ``device``: where its data were, None for the host."""
 
     def __init__(

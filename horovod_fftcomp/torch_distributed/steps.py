@@ -47,7 +47,7 @@ class Setup(NamedTuple):
     is_perturbed: Callable[[], bool]
 
 
-class _Dense(NamedTuple):
+class _DenseGradients(NamedTuple):
     """Dense gradients that were sent together, by the parameters' numbers.
 
     ``buffer``: that of DDP, in the order of its memory; None if they were sent in C order.
@@ -57,7 +57,7 @@ class _Dense(NamedTuple):
     buffer: torch.Tensor | None = None
 
 
-class StepDriver(steps.StepDriver):
+class DDPStepDriver(steps.StepDriver):
     """Step driver of one model under DDP.
 
     A thread of its own takes the buckets of DDP in their order, which is the same on all ranks, and
@@ -95,7 +95,7 @@ class StepDriver(steps.StepDriver):
         self._arrivals: dict[int, Arrival] = {}  # of this step, by the parameter's number
         self._arrived: list[dict[int, Array | None]] = [{} for _ in self._engine.buckets]
         self._collected: dict[int, torch.Tensor] = {}  # dense gradients that were not sent yet
-        self._dense: list[tuple[Pending, _Dense]] = []
+        self._dense: list[tuple[Pending, _DenseGradients]] = []
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._bad: dict[str, bool] = {}  # dense tensors, see ``NotFiniteWarning``
         self._returned = 0
@@ -294,7 +294,7 @@ class StepDriver(steps.StepDriver):
         """
         views = {n: view for n, view in arrival.gradients.items() if self._slots[n] is None}
         if len(views) == len(arrival.gradients) and arrival.is_whole(_DENSE_NBYTES):
-            self._send_dense(arrival.buffer, _Dense(views, arrival.buffer))
+            self._send_dense(arrival.buffer, _DenseGradients(views, arrival.buffer))
             views = {}
         for number, view in views.items():
             if self._collected and next(iter(self._collected.values())).dtype != view.dtype:
@@ -307,14 +307,14 @@ class StepDriver(steps.StepDriver):
     def _send_collected(self) -> None:
         views, self._collected = self._collected, {}
         flat = torch.cat([view.detach().reshape(-1) for view in views.values()])
-        self._send_dense(arrays.sendable(flat), _Dense(views))
+        self._send_dense(arrays.sendable(flat), _DenseGradients(views))
 
-    def _send_dense(self, flat: torch.Tensor, dense: _Dense) -> None:
+    def _send_dense(self, flat: torch.Tensor, dense: _DenseGradients) -> None:
         round_ = Round("allreduce", flat.detach().cpu().numpy(), in_place=True)
         self.other_nbytes += round_.data.nbytes
         self._dense.append((self._send(round_, "dense"), dense))
 
-    def _deliver_dense(self, total: Array, dense: _Dense) -> None:
+    def _deliver_dense(self, total: Array, dense: _DenseGradients) -> None:
         """Write the averages of dense gradients that were sent together."""
         sums, (views, buffer) = torch.from_numpy(total), dense
         finite = not self._engine.buckets or bool(torch.isfinite(sums).all())

@@ -79,7 +79,7 @@ def test_a_live_view_that_cannot_be_is_told():
     with pytest.raises(TypeError, match=r"scalars must have add_scalar.*got int"):
         small_buckets(make_model(), "topk", scalars=3)
     if hvd.rank() == 0:
-        with pytest.raises(FileNotFoundError, match="live_view: the folder '/missing' does not"):
+        with pytest.raises(FileNotFoundError, match="'/missing'"):
             small_buckets(make_model(), "topk", live_view="/missing/live.jsonl")
 
 
@@ -110,7 +110,7 @@ def test_a_residual_that_outgrows_its_gradient_is_warned_of(tmp_path, same_every
             (model.weight * grad * 0.9**step).sum().backward()
             optimizer.step()
 
-    with pytest.warns(RuntimeWarning, match="the residual of 'weight' is .* times its gradient"):
+    with pytest.warns(RuntimeWarning, match="residual of 'weight'"):
         run()
     same_everywhere(model.weight)
     if hvd.rank() == 0:

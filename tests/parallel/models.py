@@ -89,6 +89,12 @@ def small_buckets(model, recipe, **options) -> TorchCompressor:
     return factory(model, bucket_nbytes=16_000, timeout_s=200, **options)
 
 
+def compressed_names(compression) -> list[str]:
+    """Return the names of the tensors that are not sent dense."""
+    rows = (line.split() for line in compression.summary().splitlines()[1:])
+    return [name for name, recipe, *_ in rows if recipe != "dense"]
+
+
 def flat(model) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 

@@ -106,9 +106,7 @@ def test_states_of_all_ranks_are_gathered_and_loaded(same_everywhere):
 def test_ranks_that_see_other_nodes_stop():
     model = make_model()
     compression = small_buckets(model, "topk", ranks_per_node=2 if hvd.rank() else 3)
-    with pytest.raises(
-        ConfigMismatchError, match="differently: ranks_per_node is 3 on rank 0 but 2 on "
-    ):
+    with pytest.raises(ConfigMismatchError, match="ranks_per_node is 3 on rank 0 but 2"):
         train(model, distributed(model, compression), 1)
 
 

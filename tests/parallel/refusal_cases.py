@@ -190,7 +190,7 @@ def test_models_without_parameters_and_unknown_recipes():
     with pytest.raises(ValueError, match="density must lie"):
         Compression.fft(make_model(), density=2)
     a, b = nn.Linear(40, 40), nn.Linear(40, 40)
-    with pytest.raises(ValueError, match="come twice: bias, weight; of several models prefix"):
+    with pytest.raises(ValueError, match="twice: bias, weight"):
         Compression.fft([*a.named_parameters(), *b.named_parameters()])
     with pytest.raises(TypeError, match="is a dict, not a parameter"):
         Compression.fft(torch.optim.SGD(a.parameters(), lr=1).param_groups)

@@ -15,6 +15,7 @@ from horovod_fftcomp.torch import LocalSteps
 from tests.parallel.models import (
     ScriptedScaler,
     batches,
+    compressed_names,
     distributed,
     flat,
     loss_of,
@@ -63,7 +64,7 @@ def test_gathered_state_resumes_too_and_fits_one_rank():
     gathered = compression.gathered_state_dict()
     other = small_buckets(make_model(), "fft")
     other.load_state_dict(gathered)
-    names = [t.name for bucket in compression._buckets for t in bucket.tensors]
+    names = compressed_names(compression)
     for name in names:
         assert torch.equal(other.residual(name), compression.residual(name))
         total = hvd.allreduce(compression.residual(name), op=hvd.Sum, name=f"sum.{name}")

@@ -262,7 +262,7 @@ def test_two_models_and_compressors_in_one_process(graph, same_everywhere):
 @pytest.mark.parametrize("graph", [True, False], ids=["graph", "eager"])
 def test_a_compressor_of_another_model_is_refused(graph):
     compression = small_buckets(Layers(), "topk")
-    with pytest.raises(UnsupportedError, match="serves one model: make another for the second"):
+    with pytest.raises(UnsupportedError, match="one model"):
         train(Layers(), compression, 1, graph=graph)
 
 
@@ -273,7 +273,7 @@ def test_eager_twins_of_one_compressor_are_refused():
     train(twins[0], compression, 2, graph=False)
     with pytest.raises(tf.errors.UnknownError, match=r"another variable than 'layers\.0\.weight'"):
         train(twins[1], compression, 1, graph=False)
-    with pytest.raises(UnsupportedError, match="a step was interrupted by UnsupportedError"):
+    with pytest.raises(UnsupportedError, match="interrupted by UnsupportedError"):
         compression.state_dict()
 
 

@@ -107,7 +107,7 @@ def test_a_residual_that_outgrows_its_gradient_is_warned_of(tmp_path):
         return tape.gradient(loss, [weight])[0]
 
     scales = [tf.constant(0.9**step, tf.float32) for step in range(267)]
-    with pytest.warns(RuntimeWarning, match="the residual of 'weight' is .* times its gradient"):
+    with pytest.warns(RuntimeWarning, match="residual of 'weight'"):
         list(map(reduce, scales))  # measured at steps 0, 53, ..., 265
     if hvd.rank() == 0:
         line = json.loads(path.read_text())

@@ -40,7 +40,7 @@ class _Count:
             )
 
 
-class LocalSteps:
+class TorchLocalSteps:
     """Base class of the launchers' ``LocalSteps``, which average changes between ranks.
 
     Raises UnsupportedError for compressors that are for gradients only: with momentum, of signs, or

@@ -10,7 +10,7 @@ import numpy as np
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.kernels.cuda import Device, structs
-from horovod_fftcomp.kernels.cuda.structs import THREADS, Group
+from horovod_fftcomp.kernels.cuda.structs import THREADS, GroupPlan
 from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
 from horovod_fftcomp.kernels.rans_tables import decoder_table, pushes
 from horovod_fftcomp.types import Array
@@ -23,7 +23,7 @@ class _Forms:
     """The LEVELS_FORM rows of a bucket on the device, and the tensor of each chunk."""
 
     def __init__(
-        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
+        self, device: Device, group: GroupPlan, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
     ) -> None:
         rows = np.zeros(len(plans), structs.LEVELS_FORM)
         owners: list[int] = []
@@ -70,7 +70,7 @@ class CodedGroup(TileGroup):
     """Group of tensors whose levels are entropy-coded."""
 
     def __init__(
-        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
+        self, device: Device, group: GroupPlan, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
     ) -> None:
         super().__init__(device, group)
         self._forms = _Forms(device, group, plans, codecs)
@@ -94,7 +94,7 @@ class CodedSums:
     names = ("sum_coded",)
 
     def __init__(
-        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
+        self, device: Device, group: GroupPlan, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
     ) -> None:
         self.n_tiles, self.owners = group.owners.size, device.upload(group.owners)
         self._forms = _Forms(device, group, plans, codecs)

@@ -20,7 +20,7 @@ from horovod_fftcomp.kernels.cuda import Device, source, structs
 from horovod_fftcomp.kernels.cuda.coded import CodedSums
 from horovod_fftcomp.kernels.cuda.dense import ElementSums
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
-from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, Group
+from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, GroupPlan
 from horovod_fftcomp.kernels.ops import Codecs
 from horovod_fftcomp.types import Arrays, Shape
 from horovod_fftcomp.wire.header import Plan, header_and_changes
@@ -74,7 +74,7 @@ class ThresholdDecoder:
         self._n_ranks = n_ranks
 
     def decode(self, gathered: Any, sums: Arrays, sign: bool = False) -> tuple[Any, Any]:
-        """See ``Decoder.decode``."""
+        """Write the sums of all ranks' payloads to ``sums``; waits to read the headers."""
         arrived = list(wire.split_payloads(self._device.fetch(gathered)()))
         n_ranks, count = self._n_ranks, len(self._shapes)
         if len(arrived) != n_ranks * count:
@@ -196,7 +196,7 @@ class _GroupSums:
     def __init__(
         self,
         device: Device,
-        group: Group,
+        group: GroupPlan,
         plans: Sequence[Plan],
         rows: Any,
         n_ranks: int,
@@ -228,7 +228,7 @@ class _GroupSums:
         self._tile_groups = device.upload(owners if placed else np.zeros(1, np.uint32))
         self._make_scratch(group, rows)
 
-    def _enter_offsets(self, group: Group, plans: Sequence[Plan], rows: Any) -> list[int]:
+    def _enter_offsets(self, group: GroupPlan, plans: Sequence[Plan], rows: Any) -> list[int]:
         """Enter the layout of offsets; return the tensor of each tile of bits."""
         unary: list[int] = []
         for number in group.members:
@@ -239,7 +239,7 @@ class _GroupSums:
                 unary += [number] * int(row["n_unary"])
         return unary
 
-    def _make_scratch(self, group: Group, rows: Any) -> None:
+    def _make_scratch(self, group: GroupPlan, rows: Any) -> None:
         """Allocate the bitmaps and counts of all ranks and enter their addresses."""
         described = rows[group.members]
         tiles = described["n_tiles"].astype(np.uint64)

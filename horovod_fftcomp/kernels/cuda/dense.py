@@ -11,7 +11,7 @@ from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.base import Method
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.kernels.cuda import Device, structs
-from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, Group
+from horovod_fftcomp.kernels.cuda.structs import THREADS, WORDS, GroupPlan
 from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.header import Plan
@@ -22,7 +22,7 @@ _KINDS = ("means", "magnitude", "votes", "clipped", "octaves", "peaks", "norms")
 _CLIPPED, _PEAKS = _KINDS.index("clipped"), _KINDS.index("peaks")
 
 
-def _described(group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]) -> Array:
+def _described(group: GroupPlan, plans: Sequence[Plan], codecs: Sequence[DenseCodec]) -> Array:
     """Return the ELEMENTS row of each tensor of a bucket; zeros for tensors of other groups."""
     rows = np.zeros(len(plans), structs.ELEMENTS)
     n_rows = n_parts = 0
@@ -54,7 +54,7 @@ class ElementGroup(TileGroup):
     """Group of tensors encoded by dense methods of one kind."""
 
     def __init__(
-        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
+        self, device: Device, group: GroupPlan, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
     ) -> None:
         super().__init__(device, group)
         rows = _described(group, plans, codecs)
@@ -95,7 +95,7 @@ class ElementSums:
     """Sums of all ranks' payloads of a group, encoded by dense methods of one kind."""
 
     def __init__(
-        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
+        self, device: Device, group: GroupPlan, plans: Sequence[Plan], codecs: Sequence[DenseCodec]
     ) -> None:
         rows = _described(group, plans, codecs)
         self.n_tiles, self.owners = group.owners.size, device.upload(group.owners)

@@ -18,8 +18,8 @@ from horovod_fftcomp.codec.sparsifiers import Threshold
 from horovod_fftcomp.kernels.cuda import Device, source, structs
 from horovod_fftcomp.kernels.cuda.coded import CodedGroup
 from horovod_fftcomp.kernels.cuda.dense import ElementGroup
-from horovod_fftcomp.kernels.cuda.sparse import CountedGroup, SparseGroup
-from horovod_fftcomp.kernels.cuda.structs import Group
+from horovod_fftcomp.kernels.cuda.sparse import CountedGroup, TopKGroup
+from horovod_fftcomp.kernels.cuda.structs import GroupPlan
 from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
 from horovod_fftcomp.kernels.ops import Codecs
 from horovod_fftcomp.types import Array, Arrays, Shape
@@ -27,7 +27,7 @@ from horovod_fftcomp.wire.header import header_and_changes
 from horovod_fftcomp.wire.positions import Layout
 
 
-class Encoded(NamedTuple):
+class DeviceMessage(NamedTuple):
     """Result of ``Encoder.encode``; arrays are on the device.
 
     ``message``: uint8. ``not_finite``: for each tensor 1 if it is not finite, uint32.
@@ -104,7 +104,7 @@ class Encoder:
             for row, pair in zip(self._headers, self._kept, strict=True):
                 row["start"], row["crc_of_values"] = map(device.address, pair)
 
-    def _group(self, group: Group, plans: Sequence[wire.Plan]) -> TileGroup:
+    def _group(self, group: GroupPlan, plans: Sequence[wire.Plan]) -> TileGroup:
         if group.transform is None:
             return TileGroup(self._device, group)
         if self._of_elements:
@@ -114,7 +114,7 @@ class Encoder:
             return kind(self._device, group, plans, codecs)
         if self._counts:
             return CountedGroup(self._device, group, plans, self._codecs, self._rows)
-        return SparseGroup(self._device, group)
+        return TopKGroup(self._device, group)
 
     def _lay_out(self, plans: Sequence[wire.Plan]) -> None:
         """Enter the sizes of payloads and their offsets in a message."""
@@ -135,7 +135,7 @@ class Encoder:
         velocities: Velocities | None = None,
         decay: float = 1.0,
         keeps_sent: bool = False,
-    ) -> Encoded:
+    ) -> DeviceMessage:
         """Launch the encoding of gradients into a message.
 
         ``grads``: float32. ``residuals``: coefficients to add, or None. ``coeffs``: arrays that
@@ -169,7 +169,7 @@ class Encoder:
             row["how"] = structs.NESTEROV * velocities.nesterov + structs.MASKING * masks
         self._rows["factor"] = velocities.factors
 
-    def _encode(self, scratch: list[Any], measure: bool) -> Encoded:
+    def _encode(self, scratch: list[Any], measure: bool) -> DeviceMessage:
         device, kernels, found = self._device, self._kernels, self._found
         totals = device.zeros(max(1, 2 * len(self._rows)), np.uint32) if self._counts else None
         message = None if self._counts else self._new_message()
@@ -192,9 +192,9 @@ class Encoder:
         measured = (self._rows["keep"] != 0) & (self._rows["layout"] != Layout.RAW)
         squares = partial(self._squares, sums, measured) if measure else None
         left = None
-        if any(group.always_measures for group in self._groups if isinstance(group, SparseGroup)):
+        if any(group.always_measures for group in self._groups if isinstance(group, TopKGroup)):
             left = partial(_sum_of_last_rows, sums)
-        return Encoded(message, not_finite, squares, left)
+        return DeviceMessage(message, not_finite, squares, left)
 
     def _point_at(self, grads: Arrays, residuals: Arrays, coeffs: Arrays) -> list[Any]:
         """Enter the addresses of arrays; return those allocated for discarded coefficients."""
@@ -251,7 +251,7 @@ class Encoder:
         return peak
 
     def _squares(self, sums: Sequence[Sums], kept: Array) -> dict[int, tuple[float, float, float]]:
-        """Return the squares of tensors with new residuals; see ``Encoded``. Waits."""
+        """Return the squares of tensors with new residuals; see ``DeviceMessage``. Waits."""
         measured = {}
         for group, of_tiles in zip(self._groups, sums, strict=True):
             for number, squares in group.by_tensor(of_tiles()).items():

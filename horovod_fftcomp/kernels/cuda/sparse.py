@@ -13,7 +13,7 @@ from horovod_fftcomp.codec.quantizers import pattern_of
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import Transform
 from horovod_fftcomp.kernels.cuda import Device, structs
-from horovod_fftcomp.kernels.cuda.structs import THREADS, TILE, WORDS, Group
+from horovod_fftcomp.kernels.cuda.structs import THREADS, TILE, WORDS, GroupPlan
 from horovod_fftcomp.kernels.cuda.tile_group import Sums, TileGroup
 from horovod_fftcomp.kernels.ops import Codecs
 from horovod_fftcomp.types import Array
@@ -24,7 +24,7 @@ _SELECTIONS = ("above", "winners", "drawn")
 _ABOVE, _WINNERS, _DRAWN = range(3)
 
 
-class SparseGroup(TileGroup):
+class TopKGroup(TileGroup):
     """Group of tensors with a fixed number of coefficients sent.
 
     ``always_measures``: the squares of residuals are summed even if ``measure`` is false.
@@ -32,7 +32,7 @@ class SparseGroup(TileGroup):
 
     always_measures = False
 
-    def __init__(self, device: Device, group: Group) -> None:
+    def __init__(self, device: Device, group: GroupPlan) -> None:
         assert group.transform is not None
         reals = group.transform.reals_per_bin
         super().__init__(device, group, reals)
@@ -89,7 +89,7 @@ class SparseGroup(TileGroup):
         return lambda: np.stack([fetch() for fetch in sums])
 
 
-class CountedGroup(SparseGroup):
+class CountedGroup(TopKGroup):
     """Group of tensors whose number of sent elements depends on the values.
 
     They are encoded under a threshold or by adaptive sparsifiers of one kind. ``rows``: the TENSOR
@@ -98,7 +98,7 @@ class CountedGroup(SparseGroup):
     """
 
     def __init__(
-        self, device: Device, group: Group, plans: Sequence[Plan], codecs: Codecs, rows: Array
+        self, device: Device, group: GroupPlan, plans: Sequence[Plan], codecs: Codecs, rows: Array
     ) -> None:
         self._methods = {
             number: codec.sparsifier
@@ -124,7 +124,7 @@ class CountedGroup(SparseGroup):
         for number, bins in self._bins.items():
             rows[number]["maxima"] = device.address(self._maxima) + 4 * bins.start
         self._limits = np.zeros(len(rows), np.float32)
-        self._fetched: Callable[[], Array] | None = None
+        self._statistics: Callable[[], Array] = lambda: self._limits
 
     def _launches(self, transform: Transform) -> list[str]:
         del transform  # of reals alone
@@ -144,7 +144,7 @@ class CountedGroup(SparseGroup):
         arguments = [*common, self._above, self._counts, totals, limits]
         kernels[self._names[-2]](self.n_tiles, THREADS, arguments, structs.SUMS_NBYTES)
         if self._choice == _WINNERS:
-            self._fetched = cache(device.fetch(self._maxima))  # waits once
+            self._statistics = cache(device.fetch(self._maxima))  # waits once
         return [self.squared(kernels, rows, of) for of in ((1, 0) if measure else ())]
 
     def _found_limits(self, kernels: Any) -> Any:
@@ -168,10 +168,7 @@ class CountedGroup(SparseGroup):
 
     def scale(self, number: int, peak: float) -> float:
         """Return the scale of a tensor's payload; ``peak``: its largest magnitude, above 0."""
-        method = self._methods.get(number)
-        if isinstance(method, Strom):
-            return method.scale(peak)
-        if isinstance(method, AdaComp):
-            assert self._fetched is not None
-            return method.scale(self._fetched().view(np.float32)[self._bins[number]])
-        return max(float(self._limits[number]), peak)  # under a threshold the limit is 0
+        if (method := self._methods.get(number)) is None:  # under a threshold
+            return peak
+        statistics = self._statistics().view(np.float32)
+        return method.scale(peak, statistics[self._bins.get(number, slice(number, number + 1))])

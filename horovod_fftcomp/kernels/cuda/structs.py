@@ -105,7 +105,7 @@ class Uploads:
         return held[wanted]
 
 
-class Group(NamedTuple):
+class GroupPlan(NamedTuple):
     """Tensors of a bucket that are processed by the same launches: those with one transform.
 
     ``transform``: None for RAW tensors. ``owners``: the tensor of each tile.
@@ -134,7 +134,7 @@ def starts_of_blocks(owners: Array, n_blocks: int) -> Array:
     return np.searchsorted(work, shares, side="right").astype(np.uint32)
 
 
-def grouped(plans: Sequence[Plan], codecs: Codecs, rows: Array) -> list[Group]:
+def grouped(plans: Sequence[Plan], codecs: Codecs, rows: Array) -> list[GroupPlan]:
     """Return the groups of a bucket; enter in ``rows`` the tiles of each tensor in its group."""
     by_transform: dict[Transform | None, list[int]] = {}
     for number, (plan, codec) in enumerate(zip(plans, codecs, strict=True)):
@@ -149,7 +149,7 @@ def grouped(plans: Sequence[Plan], codecs: Codecs, rows: Array) -> list[Group]:
             floats = plan.numel if transform is None else plan.n_bins * transform.reals_per_bin
             rows[number]["first_tile"], rows[number]["n_tiles"] = len(owners), -(-floats // TILE)
             owners += [number] * int(rows[number]["n_tiles"])
-        groups.append(Group(transform, members, np.array(owners, np.uint32)))
+        groups.append(GroupPlan(transform, members, np.array(owners, np.uint32)))
     return groups
 
 

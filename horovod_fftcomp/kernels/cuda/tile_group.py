@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.kernels.cuda import Device, structs
-from horovod_fftcomp.kernels.cuda.structs import THREADS, Group
+from horovod_fftcomp.kernels.cuda.structs import THREADS, GroupPlan
 
 Sums = Callable[[], np.ndarray]  # returns sums of squares of tiles; waits for the device
 
@@ -20,7 +20,7 @@ class TileGroup:
     the tensor of each tile. ``names``: the kernels that the group needs.
     """
 
-    def __init__(self, device: Device, group: Group, reals: int = 1) -> None:
+    def __init__(self, device: Device, group: GroupPlan, reals: int = 1) -> None:
         self.device, self.members, self._owners_on_host = device, group.members, group.owners
         self.n_tiles, self.owners = group.owners.size, device.upload(group.owners)
         self._square = f"square<{reals}>"

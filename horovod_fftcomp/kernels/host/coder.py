@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.methods.signs import SignMethod, bit_of_zero
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparse import Codec
@@ -19,13 +18,12 @@ from horovod_fftcomp.codec.transforms import Own, energy_of
 from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
 from horovod_fftcomp.kernels.cpu.buffer_pool import in_a_row, zeros
-from horovod_fftcomp.kernels.host.momentum import MomentumOps
-from horovod_fftcomp.kernels.host.payloads import Sums, joined, sum_of, summed
-from horovod_fftcomp.kernels.ops import AnyCodec, Codecs, Encoded, Feedback, Flags, Momentum, Summed
-from horovod_fftcomp.types import Array, Arrays, Coefficients, OldState, Tensor, Tensors
-from horovod_fftcomp.wire import counter_rng, positions
+from horovod_fftcomp.kernels.host.momentum import add_momentum, mask_velocity
+from horovod_fftcomp.kernels.host.payloads import BucketSum, joined, sum_of, summed
+from horovod_fftcomp.kernels.ops import Codecs, EncodedBucket, Feedback, Flags, Summed
+from horovod_fftcomp.types import Array, Arrays, OldState, Tensors
+from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import RngKey
-from horovod_fftcomp.wire.positions import Layout
 
 Squares = tuple[float, float, float]
 _MOST_BUCKETS, _MOST_CODECS = 1024, 4  # of cached coders
@@ -33,7 +31,7 @@ _OVERFLOWS = 2.0**127  # see ``may_overflow`` of the codecs
 
 
 class _One(NamedTuple):
-    """Payload and new state of one tensor; ``squares``: see ``Encoded``."""
+    """Payload and new state of one tensor; ``squares``: see ``EncodedBucket``."""
 
     payload: Array
     residual: Array | None = None
@@ -42,7 +40,7 @@ class _One(NamedTuple):
 
 
 class HostCoder:
-    """See ``Coder``. Several threads may use one.
+    """Coder of a bucket's payloads on the host; several threads may use one.
 
     Small tensors with payloads of fixed size are encoded and summed by one call, see
     ``BucketCodec``; the others by a call each.
@@ -65,8 +63,8 @@ class HostCoder:
 
     def encode(
         self, grads: Arrays, state: OldState, at: tuple[int, int], feedback: Feedback, measure: bool
-    ) -> Encoded:
-        """See ``Coder.encode``."""
+    ) -> EncodedBucket:
+        """Return the message of gradients plus residuals, and the new state."""
         done: dict[int, _One] = {}
         message = zeros(self._small.message_nbytes, np.uint8) if self._is_fixed else None
         numbers: Sequence[int] = range(len(self._tensors))
@@ -81,7 +79,7 @@ class HostCoder:
         if message is None:
             message = joined([one.payload for one in ones])
         squares = {n: one.squares for n, one in done.items() if one.squares is not None}
-        return Encoded(
+        return EncodedBucket(
             message,
             [one.residual for one in ones],
             [one.velocity for one in ones],
@@ -134,30 +132,30 @@ class HostCoder:
         own: Own,
     ) -> _One:
         """Encode one tensor, into ``out`` if given; ``own``: as for ``coeffs_of`` of codecs."""
-        codec, tensor = self._codecs[number], self._tensors[number]
-        residual, velocity = (state.get(k, {}).get(tensor.name) for k in ("residual", "velocity"))
-        keep, moved, key = feedback.keep or measure, None, RngKey(at[0], tensor.name, at[1])
+        codec, (name, shape) = self._codecs[number], self._tensors[number]
+        residual, velocity = (state.get(k, {}).get(name) for k in ("residual", "velocity"))
+        keep, momentum, moved = feedback.keep or measure, feedback.momentum, None
         if grad is None:
-            grad, keep, measure = np.zeros(math.prod(tensor.shape), np.float32), False, False
-            coeffs = codec.coeffs_of(grad, tensor.shape, cpu, own=False)
-        elif feedback.momentum is not None:
-            coeffs, moved = _accumulated(codec, tensor, grad, residual, velocity, feedback.momentum)
+            grad, keep, measure = np.zeros(math.prod(shape), np.float32), False, False
+            coeffs = codec.coeffs_of(grad, shape, cpu, own=False)
+        elif momentum is not None:
+            coeffs, moved = add_momentum(codec.plan(shape), grad, residual, velocity, momentum)
         else:
             if residual is not None and feedback.decay < 1:
                 residual = _scaled(residual, feedback.decay)
-            coeffs = codec.coeffs_of(grad, tensor.shape, cpu, residual, keep and own)
-        wanted = codec.energy(coeffs.array, tensor.shape) if measure else 0.0
-        subtract = keep and not feedback.keeps_sent
+            coeffs = codec.coeffs_of(grad, shape, cpu, residual, keep and own)
+        wanted = codec.energy(coeffs.array, shape) if measure else 0.0
+        subtract, key = keep and not feedback.keeps_sent, RngKey(at[0], name, at[1])
         payload, new = codec.encode_coeffs(
-            coeffs, tensor.shape, kernels=cpu, keep_residual=subtract, out=out, rng_key=key
+            coeffs, shape, kernels=cpu, keep_residual=subtract, out=out, rng_key=key
         )
         if keep and feedback.keeps_sent:
             return _One(payload, coeffs.array)
-        if moved is not None and new is not None and feedback.momentum is not None:
-            _mask(feedback.momentum, codec, tensor, payload, moved)
+        if moved is not None and new is not None and momentum is not None:
+            mask_velocity(momentum, codec.plan(shape), payload, moved)
         squares = None
         if measure and new is not None:
-            squares = (energy_of(grad), wanted, codec.energy(new, tensor.shape))
+            squares = (energy_of(grad), wanted, codec.energy(new, shape))
         elif measure and moved is not None and coeffs.peak <= LARGEST_FINITE_BITS:
             squares = (energy_of(grad), wanted, 0.0)  # all is sent
         if new is None and feedback.beta < 1 and not codec.has_fixed_size:
@@ -165,7 +163,7 @@ class HostCoder:
         return _One(payload, new if keep and feedback.keep else None, moved, squares)
 
     def decode_sum(self, gathered: Array, sign: bool) -> Summed:
-        """See ``Coder.decode_sum``."""
+        """Return the sums of all ranks' messages; PayloadError for corrupt bytes."""
         found = None
         if self._is_fixed and self._members:
             found = self._fixed_sums(gathered)
@@ -177,7 +175,7 @@ class HostCoder:
             cpu.majority_sign(total, self._n_ranks)
         return Summed(sums, Flags(finite), lambda: list(wire.split_payloads(gathered)))
 
-    def _fixed_sums(self, gathered: Array) -> Sums | None:
+    def _fixed_sums(self, gathered: Array) -> BucketSum | None:
         """Return the sums of payloads that are all finite and as long as expected, else None."""
         small = self._small.sum(gathered, self._n_ranks)
         totals = [total for total in small.totals if total is not None]
@@ -197,7 +195,7 @@ class HostCoder:
             sums[number], scales[number] = one.total, one.scales
             finite = finite and one.finite
         order = range(len(self._tensors))
-        return Sums([sums[n] for n in order], [scales[n] for n in order], bool(finite))
+        return BucketSum([sums[n] for n in order], [scales[n] for n in order], bool(finite))
 
 
 def _scaled(array: Array, factor: float) -> Array:
@@ -206,41 +204,15 @@ def _scaled(array: Array, factor: float) -> Array:
     return np.multiply(reals, np.float32(factor), out=out).view(array.dtype)
 
 
-def _accumulated(
-    codec: AnyCodec,
-    tensor: Tensor,
-    grad: Array,
-    residual: Array | None,
-    velocity: Array | None,
-    momentum: Momentum,
-) -> tuple[Coefficients, Array]:
-    """Return (residual plus velocity, with its top-k threshold; the new velocity)."""
-    for kind, array in (("velocity", velocity), ("residual", residual)):
-        check_state(kind, array, (np.dtype(np.float32), grad.size))
-    plan = codec.plan(tensor.shape)
-    k = 0 if plan.layout in (Layout.RAW, Layout.ALL) else plan.k
-    return MomentumOps.accelerate(grad, velocity, residual, momentum, k)
-
-
-def _mask(
-    momentum: Momentum, codec: AnyCodec, tensor: Tensor, payload: Array, velocity: Array
-) -> None:
-    """Reset the velocity where elements are sent, unless all of the tensor is."""
-    plan = codec.plan(tensor.shape)
-    if momentum.masking and plan.layout not in (Layout.RAW, Layout.ALL):
-        packed = payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes]
-        cpu.zero_at(velocity, positions.unpack(packed, plan.positions, cpu))
-
-
-class CoderOps:
-    """See ``Ops``."""
+class HostCoderOps:
+    """Ops that encode and decode payloads, with a cache of coders."""
 
     def __init__(self) -> None:
         self._coders: dict[tuple, list[tuple[Codecs, HostCoder]]] = {}
         self._lock = threading.Lock()
 
     def coder(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> HostCoder:
-        """See ``Ops.coder``. Those of the last buckets are cached, each for its last few codecs."""
+        """Return the coder of a bucket, cached for its last few lists of codecs."""
         key = (tuple(tensors), n_ranks)
         with self._lock:
             recent = self._coders.pop(key, [])

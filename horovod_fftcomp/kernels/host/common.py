@@ -16,34 +16,34 @@ from horovod_fftcomp.kernels.ops import Deferred, Flags
 from horovod_fftcomp.types import Array, Arrays
 
 
-class CommonOps:
-    """See ``Ops``."""
+class HostCommonOps:
+    """Ops on NumPy arrays that schemes of all kinds use."""
 
     device: Device | None = None
 
     def empty(self, n: int, dtype: type = np.float32) -> Array:
-        """See ``Ops.empty``."""
+        """Return an uninitialized array of ``n`` elements, float32 by default."""
         return cpu.empty(n, dtype)
 
     def zeros(self, n: int, dtype: type = np.float32) -> Array:
-        """See ``Ops.zeros``."""
+        """Return an array of ``n`` zeros, float32 by default."""
         return buffer_pool.zeros(n, dtype)
 
     def put(self, array: Array) -> Array:
-        """See ``Ops.put``."""
+        """Return ``array`` itself: it lies on the host."""
         return array
 
     def get(self, array: Array) -> Array:
-        """See ``Ops.get``."""
+        """Return ``array`` itself: it is a NumPy array."""
         return array
 
     def checked(self, kind: str, array: Array | None, numel: int) -> Array | None:
-        """See ``Ops.checked``."""
+        """Return ``array``; ValueError unless it is None or has ``numel`` float32 elements."""
         check_state(kind, array, (np.dtype(np.float32), numel))
         return array
 
     def join(self, parts: Arrays, numels: Sequence[int], dtype: type = np.float32) -> Array:
-        """See ``Ops.join``."""
+        """Concatenate ``parts`` into a new array; None stands for zeros."""
         filled = [
             np.zeros(numel, dtype) if part is None else part
             for part, numel in zip(parts, numels, strict=True)
@@ -51,29 +51,29 @@ class CommonOps:
         return np.concatenate(filled, out=self.empty(sum(numels), dtype))
 
     def rejoin(self, parts: Arrays, numels: Sequence[int], dtype: type = np.float32) -> Array:
-        """See ``Ops.rejoin``."""
+        """Concatenate ``parts``, without a copy if they are contiguous in memory."""
         whole = buffer_pool.joined(parts, dtype)
         return self.join(parts, numels, dtype) if whole is None else whole
 
     def squares(self, arrays: Arrays) -> Deferred:
-        """See ``Ops.squares``."""
+        """Return a function that returns the sum of squares of each array."""
         found = [energy_of(array) for array in arrays]
         return lambda: found
 
     def flags_of(self, values: Array) -> Flags:
-        """See ``Ops.flags_of``."""
+        """Return whether all ``values`` are finite, as flags."""
         return Flags(cpu.max_abs_bits(values) <= LARGEST_FINITE_BITS)
 
     def both(self, a: Flags, b: Flags) -> Flags:
-        """See ``Ops.both``."""
+        """Return the flags of two parts of an exchange: finite if both are."""
         return Flags(a.finite and b.finite)
 
     def to_half(self, values: Array, largest: int, limit: float) -> Array:
-        """See ``Ops.to_half``."""
+        """Convert to float16, saturated at ``limit``; NaN if a magnitude exceeds ``largest``."""
         if cpu.max_abs_bits(values) > largest:
             return np.full(values.size, np.nan, np.float16)
         return cpu.to_float16(values, limit)
 
     def from_half(self, values: Array) -> Array:
-        """See ``Ops.from_half``."""
+        """Convert float16 to float32."""
         return cpu.from_float16(values)

@@ -13,17 +13,17 @@ from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.kernels import cpu, threads
 from horovod_fftcomp.kernels.cpu import common_index as kernels
 from horovod_fftcomp.kernels.cpu.addresses import addresses_of
-from horovod_fftcomp.kernels.host.common import CommonOps
+from horovod_fftcomp.kernels.host.common import HostCommonOps
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.kernels.ops import Deferred, Flags
 from horovod_fftcomp.types import Array, Arrays
 
 _LEAST_VALUES = 1 << 15  # per thread, at least
 _FLOAT32 = np.dtype(np.float32)
-_GRAD, _OLD, _NEW = range(3)  # rows of ``_Bucket.addresses``
+_GRAD, _OLD, _NEW = range(3)  # rows of ``_Exchange.addresses``
 
 
-class _Bucket:
+class _Exchange:
     """One exchange: its arrays, their addresses and the peak of each tensor.
 
     ``addresses``: int64, of each tensor's gradient, old and new residual; 0 for none.
@@ -55,31 +55,34 @@ def _each(work: Callable[[int, int], object], n_items: int, least: int = _LEAST_
     threads.each(work, threads.ranges(n_items, max(1, least)))
 
 
-class CommonIndexOps(CommonOps):
-    """See ``Ops``. Positions are those in each tensor, int64, of all tensors one after another."""
+class HostCommonIndexOps(HostCommonOps):
+    """Ops of schemes whose ranks send values at the same positions.
+
+    Positions are those in each tensor, int64, of all tensors one after another.
+    """
 
     def common_index(
         self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool
-    ) -> _Bucket:
-        """See ``Ops.common_index``."""
-        return _Bucket(plan, grads, residuals, measures)
+    ) -> _Exchange:
+        """Return a bucket's gradients and residuals, checked, with their addresses."""
+        return _Exchange(plan, grads, residuals, measures)
 
     def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> Array:
-        """See ``Ops.draw``."""
+        """Return the positions (a j + c) mod n for j below k of each tensor, int64."""
         factors, firsts = np.array(progressions, np.int64).reshape(-1, 2).T.copy()
         positions = np.empty(plan.total, np.int64)
         kernels.locate_drawn(factors, firsts, np.diff(plan.starts), plan.begins, positions)
         return positions
 
-    def winners(self, bucket: _Bucket, begin: int, end: int, nbytes: int) -> Array:
-        """See ``Ops.winners``."""
+    def winners(self, bucket: _Exchange, begin: int, end: int, nbytes: int) -> Array:
+        """Return the packed offset of the largest |gradient + residual| in each chunk, uint8."""
         message, bits = np.zeros(nbytes, np.uint8), bucket.plan.bits
         if bits:
             packed = cpu.pack_bits(self._winners(bucket, begin, end), bits)
             message[: packed.size] = packed
         return message
 
-    def _winners(self, bucket: _Bucket, begin: int, end: int) -> Array:
+    def _winners(self, bucket: _Exchange, begin: int, end: int) -> Array:
         """Return the offsets, uint32, of the winners of chunks ``begin`` to ``end``."""
         plan, found = bucket.plan, np.empty(end - begin, np.uint32)
 
@@ -90,8 +93,8 @@ class CommonIndexOps(CommonOps):
         _each(work, found.size, _LEAST_VALUES // plan.chunk)
         return found
 
-    def locate(self, bucket: _Bucket, gathered: Array, step: int) -> Array:
-        """See ``Ops.locate``."""
+    def locate(self, bucket: _Exchange, gathered: Array, step: int) -> Array:
+        """Return the positions that all ranks' packed offsets denote, int64."""
         plan, slices = bucket.plan, bucket.plan.slices(step)
         offsets, positions = np.zeros(plan.total, np.uint32), np.empty(plan.total, np.int64)
         if plan.bits:
@@ -108,8 +111,8 @@ class CommonIndexOps(CommonOps):
             )
         return positions
 
-    def count_common(self, bucket: _Bucket, positions: Array, begin: int, end: int) -> Deferred:
-        """See ``Ops.count_common``."""
+    def count_common(self, bucket: _Exchange, positions: Array, begin: int, end: int) -> Deferred:
+        """Return a function that returns how many positions this rank selects itself."""
         plan, own = bucket.plan, np.empty(bucket.plan.total, np.int64)
         found = self._winners(bucket, 0, plan.total)
         kernels.locate_winners(found, bucket.numels, plan.begins, plan.chunk, own)
@@ -118,8 +121,8 @@ class CommonIndexOps(CommonOps):
         common = int(alike.sum())
         return lambda: common
 
-    def sketch(self, bucket: _Bucket, signs: Array) -> Array:
-        """See ``Ops.sketch``."""
+    def sketch(self, bucket: _Exchange, signs: Array) -> Array:
+        """Return the sum of each row of gradient + residual, with ``signs``; NaN if not finite."""
         sums = self.zeros(int(bucket.plan.row_begins[-1]))
         table = bucket.addresses, bucket.numels, bucket.plan.row_begins, signs, sums
         _each(partial(kernels.sum_rows, *table), sums.size, _LEAST_VALUES // signs.size)
@@ -127,15 +130,15 @@ class CommonIndexOps(CommonOps):
             sums[:] = np.nan
         return sums
 
-    def largest_rows(self, bucket: _Bucket, sums: Array, length: int) -> Array:
-        """See ``Ops.largest_rows``."""
+    def largest_rows(self, bucket: _Exchange, sums: Array, length: int) -> Array:
+        """Return the positions of the rows with the largest |sum|, int64."""
         plan, positions = bucket.plan, np.empty(bucket.plan.total, np.int64)
         table = bucket.numels, plan.row_begins, plan.begins, length
         kernels.locate_rows(np.ascontiguousarray(sums, np.float32), *table, positions)
         return positions
 
-    def low_pass(self, bucket: _Bucket) -> list[Array | None]:
-        """See ``Ops.low_pass``."""
+    def low_pass(self, bucket: _Exchange) -> list[Array | None]:
+        """Return residual + beta * gradient of each tensor, and find the peak of each tensor."""
         plan = bucket.plan
         new = [
             None if grad is None or not plan.keeps else cpu.empty(grad.size)
@@ -153,8 +156,8 @@ class CommonIndexOps(CommonOps):
         bucket.peaks = np.max(parts, axis=0)
         return new
 
-    def take(self, bucket: _Bucket, positions: Array, halves: tuple[int, float] | None) -> Array:
-        """See ``Ops.take``."""
+    def take(self, bucket: _Exchange, positions: Array, halves: tuple[int, float] | None) -> Array:
+        """Return gradient + residual at the positions, and correct the new residuals there."""
         plan, table = bucket.plan, (bucket.addresses, bucket.numels, bucket.plan.begins)
         values = self.empty(plan.total)
         written = positions, plan.gains, bucket.peaks, values
@@ -170,15 +173,15 @@ class CommonIndexOps(CommonOps):
             bucket.energies = {at: energies for at, energies in found if energies is not None}
         return message
 
-    def index_energies(self, bucket: _Bucket) -> Callable[[], Mapping[int, tuple]]:
-        """See ``Ops.index_energies``."""
+    def index_energies(self, bucket: _Exchange) -> Callable[[], Mapping[int, tuple]]:
+        """Return a function that returns the energies by a tensor's number."""
         energies = bucket.energies
         return lambda: energies
 
     def scatter_sum(
-        self, bucket: _Bucket, received: Array, sources: Sequence[Array]
+        self, bucket: _Exchange, received: Array, sources: Sequence[Array]
     ) -> tuple[list[Array], Flags]:
-        """See ``Ops.scatter_sum``."""
+        """Add the received values at their positions; return the sums and their flags."""
         plan, received = bucket.plan, np.ascontiguousarray(received, np.float32)
         messages = received.reshape(len(sources), -1)
         sums, addresses = [cpu.empty(n) for n in plan.numels], np.empty_like(bucket.numels)
@@ -196,7 +199,7 @@ class CommonIndexOps(CommonOps):
         return sums, Flags(not not_finite.any())
 
 
-def _energies(bucket: _Bucket, at: int, positions: Array, sent: Array) -> tuple | None:
+def _energies(bucket: _Exchange, at: int, positions: Array, sent: Array) -> tuple | None:
     """Return the energies of a tensor; None for a frozen one and one that is not finite."""
     here = slice(*bucket.plan.begins[at : at + 2].tolist())
     grad, arrives = bucket.grads[at], sent[here]

@@ -9,7 +9,7 @@ import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import cpu
-from horovod_fftcomp.kernels.host.common import CommonOps
+from horovod_fftcomp.kernels.host.common import HostCommonOps
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, split
 from horovod_fftcomp.types import Array, Arrays
@@ -20,13 +20,16 @@ def _zipped(plan: LowRankPlan, *columns: Iterable[Any]) -> Iterator[tuple]:
     return zip(plan.matrices, *columns, strict=True)
 
 
-class LowRankOps(CommonOps):
-    """See ``Ops``. Left factors are a list of ``[rows, rank]``, None where they are not needed."""
+class HostLowRankOps(HostCommonOps):
+    """Ops of low-rank schemes, by NumPy's matrix products.
+
+    Left factors are a list of ``[rows, rank]``, None where they are not needed.
+    """
 
     def compensate(
         self, plan: LowRankPlan, grads: Arrays, residuals: Arrays
     ) -> tuple[list[Array | None], Array]:
-        """See ``Ops.compensate``."""
+        """Return (gradient plus residual of each tensor, the first message)."""
         message = self.empty(plan.firsts[-1])
         whole: list[Array | None] = []
         shares = split(message, plan.firsts)
@@ -47,7 +50,7 @@ class LowRankOps(CommonOps):
         return whole, message
 
     def project(self, plan: LowRankPlan, whole: Arrays, right: Arrays, message: Array) -> None:
-        """See ``Ops.project``."""
+        """Write the product of each matrix and its right factor to ``message``."""
         shares = split(message, plan.firsts)
         with np.errstate(over="ignore", invalid="ignore"):
             for matrix, array, factor, share in _zipped(plan, whole, right, shares):
@@ -57,7 +60,7 @@ class LowRankOps(CommonOps):
                     np.matmul(left, factor.reshape(columns, rank), out=share.reshape(rows, rank))
 
     def orthonormalize(self, plan: LowRankPlan, first: Array) -> LeftFactors:
-        """See ``Ops.orthonormalize``."""
+        """Return the left factors: matrices of a first message with orthonormal columns."""
         values, not_finite = [], []
         for matrix, share in _zipped(plan, split(first, plan.firsts)):
             is_bad = cpu.max_abs_bits(share) > LARGEST_FINITE_BITS
@@ -68,7 +71,7 @@ class LowRankOps(CommonOps):
         return LeftFactors(values, not_finite)
 
     def project_back(self, plan: LowRankPlan, whole: Arrays, left: LeftFactors) -> Array:
-        """See ``Ops.project_back``."""
+        """Return the second message: products of transposed matrices and left factors."""
         message = self.zeros(plan.seconds[-1])
         shares = split(message, plan.seconds)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -84,7 +87,7 @@ class LowRankOps(CommonOps):
     def subtract_product(
         self, plan: LowRankPlan, whole: Arrays, left: LeftFactors, own: Array
     ) -> list[Array | None]:
-        """See ``Ops.subtract_product``."""
+        """Subtract the product of the factors from each matrix in place; return the residuals."""
         shares = split(own, plan.seconds)
         for matrix, array, factor, share in _zipped(plan, whole, left.values, shares):
             if array is not None and factor is not None:
@@ -95,7 +98,7 @@ class LowRankOps(CommonOps):
     def product(
         self, plan: LowRankPlan, left: LeftFactors, first: Array, second: Array
     ) -> tuple[list[Array], Flags]:
-        """See ``Ops.product``."""
+        """Return the sum of each tensor, NaN if not finite, and the flags of all."""
         sums, finite = [], True
         shares = zip(split(first, plan.firsts), split(second, plan.seconds), strict=True)
         for matrix, factor, is_bad, (dense, right) in _zipped(plan, *left, shares):
@@ -115,7 +118,7 @@ class LowRankOps(CommonOps):
     def nonzero_columns(
         self, plan: LowRankPlan, second: Array, right: Arrays
     ) -> list[Array | None]:
-        """See ``Ops.nonzero_columns``."""
+        """Return the next right factors; columns of zeros are those of ``right``."""
         found: list[Array | None] = []
         for matrix, share, before in _zipped(plan, split(second, plan.seconds), right):
             if before is None:

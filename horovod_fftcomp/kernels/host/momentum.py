@@ -6,16 +6,20 @@ import math
 
 import numpy as np
 
+from horovod_fftcomp.codec.base import check_state
 from horovod_fftcomp.codec.methods.sums import ordered_sum
 from horovod_fftcomp.kernels import cpu
-from horovod_fftcomp.kernels.host.common import CommonOps
+from horovod_fftcomp.kernels.host.common import HostCommonOps
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import BucketPlan, split
 from horovod_fftcomp.types import Array, Arrays, Coefficients
+from horovod_fftcomp.wire import positions
+from horovod_fftcomp.wire.header import Plan
+from horovod_fftcomp.wire.positions import Layout
 
 
-class MomentumOps(CommonOps):
-    """See ``Ops``."""
+class HostMomentumOps(HostCommonOps):
+    """Ops of schemes with momentum correction."""
 
     def accumulate(
         self,
@@ -25,7 +29,7 @@ class MomentumOps(CommonOps):
         residuals: Arrays,
         momentum: Momentum,
     ) -> tuple[Array, list[Array | None]]:
-        """See ``Ops.accumulate``."""
+        """Return (residual plus new velocity of all tensors, the new velocities)."""
         whole = self.empty(plan.offsets[-1])
         moved: list[Array | None] = []
         for grad, velocity, residual, share in zip(
@@ -41,7 +45,7 @@ class MomentumOps(CommonOps):
         return whole, moved
 
     def mix(self, old: Arrays, new: Arrays, beta: float) -> list[Array | None]:
-        """See ``Ops.mix``."""
+        """Return (1 - beta) * old + beta * new of each tensor, in new arrays."""
         mixed, options = list(new), (1 - beta, False, beta, 0)
         for number, (before, after) in enumerate(zip(old, new, strict=True)):
             if after is not None:
@@ -63,7 +67,7 @@ class MomentumOps(CommonOps):
         return cpu.momentum_accumulate(grad, velocity, residual, *options, k)
 
     def cleared(self, array: Array | None) -> Array | None:
-        """See ``Ops.cleared``."""
+        """Return None, which stands for zeros."""
         return None
 
 
@@ -74,3 +78,20 @@ def clip_factor(grad: Array, largest_norm: float | None) -> float:
     _, _, squares = cpu.moments(grad)
     square = ordered_sum(squares)
     return 1.0 if square <= largest_norm * largest_norm else largest_norm / math.sqrt(square)
+
+
+def add_momentum(
+    plan: Plan, grad: Array, residual: Array | None, velocity: Array | None, momentum: Momentum
+) -> tuple[Coefficients, Array]:
+    """Return (residual plus velocity, with its top-k threshold; the new velocity)."""
+    for kind, array in (("velocity", velocity), ("residual", residual)):
+        check_state(kind, array, (np.dtype(np.float32), grad.size))
+    k = 0 if plan.layout in (Layout.RAW, Layout.ALL) else plan.k
+    return HostMomentumOps.accelerate(grad, velocity, residual, momentum, k)
+
+
+def mask_velocity(momentum: Momentum, plan: Plan, payload: Array, velocity: Array) -> None:
+    """Reset the velocity where elements are sent, unless all of the tensor is."""
+    if momentum.masking and plan.layout not in (Layout.RAW, Layout.ALL):
+        packed = payload[plan.header_nbytes : plan.header_nbytes + plan.positions.nbytes]
+        cpu.zero_at(velocity, positions.unpack(packed, plan.positions, cpu))

@@ -1,12 +1,12 @@
 """Ops on NumPy arrays, by the kernels of ``cpu``."""
 
-from horovod_fftcomp.kernels.host.coder import CoderOps
-from horovod_fftcomp.kernels.host.common_index import CommonIndexOps
-from horovod_fftcomp.kernels.host.low_rank import LowRankOps
-from horovod_fftcomp.kernels.host.momentum import MomentumOps
+from horovod_fftcomp.kernels.host.coder import HostCoderOps
+from horovod_fftcomp.kernels.host.common_index import HostCommonIndexOps
+from horovod_fftcomp.kernels.host.low_rank import HostLowRankOps
+from horovod_fftcomp.kernels.host.momentum import HostMomentumOps
 
 
-class HostOps(CoderOps, CommonIndexOps, LowRankOps, MomentumOps):
+class HostOps(HostCoderOps, HostCommonIndexOps, HostLowRankOps, HostMomentumOps):
     """Ops of the host; see ``Ops``."""
 
 

@@ -29,7 +29,7 @@ def joined(payloads: Sequence[Array]) -> Array:
     return message
 
 
-class Sum(NamedTuple):
+class TensorSum(NamedTuple):
     """Sum of a tensor's payloads, flat float32, their scales, and whether all is finite."""
 
     total: Array
@@ -37,7 +37,7 @@ class Sum(NamedTuple):
     finite: bool
 
 
-class Sums(NamedTuple):
+class BucketSum(NamedTuple):
     """The same of all tensors of a bucket; ``finite``: of all."""
 
     totals: list[Array]
@@ -51,7 +51,7 @@ def sum_of(
     payloads: Sequence[Array],
     headers: Sequence[Header],
     out: Array | None = None,
-) -> Sum:
+) -> TensorSum:
     """Decode a tensor's payloads, one of each rank, and sum them; PayloadError if corrupt.
 
     ``out``: as for ``decode_sum`` of codecs.
@@ -68,10 +68,10 @@ def sum_of(
     finite = all(header.finite for header in headers)
     if finite and codec.may_overflow(headers):
         finite = bool(np.isfinite(total).all())
-    return Sum(total, [header.scale for header in headers], finite)
+    return TensorSum(total, [header.scale for header in headers], finite)
 
 
-def summed(codecs: Codecs, tensors: Tensors, gathered: Array, world_size: int) -> Sums:
+def summed(codecs: Codecs, tensors: Tensors, gathered: Array, world_size: int) -> BucketSum:
     """Decode all ranks' messages and sum them; PayloadError if they are not of these codecs."""
     payloads = list(wire.split_payloads(gathered))
     expected = world_size * len(tensors)
@@ -86,7 +86,7 @@ def summed(codecs: Codecs, tensors: Tensors, gathered: Array, world_size: int) -
         for headers, bodies in [tuple(zip(*payloads[number :: len(tensors)], strict=True))]
     ]
     finite = all(one.finite for one in sums)
-    return Sums([one.total for one in sums], [one.scales for one in sums], finite)
+    return BucketSum([one.total for one in sums], [one.scales for one in sums], finite)
 
 
 def part_of(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Body | None:

@@ -48,7 +48,7 @@ def measure(
         session.advance(grads[0])
         tick()
     samples: list[Samples] = [{} for _ in sessions]
-    sums = [_Sums() for _ in sessions]
+    sums = [_ErrorSums() for _ in sessions]
     copied = np.empty_like(grads[0])
     for grad in measured:
         rounds, in_a_row = schedule(history, repeat)
@@ -127,7 +127,7 @@ def _pool(n_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(n_threads, "fftcomp-memcpy")
 
 
-class _Sums:
+class _ErrorSums:
     """Sums of squares over the steps of one session."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class _Sums:
 
 
 def _measurement(
-    session: Session, numel: int, memcpy_s: float, sums: _Sums, samples: Samples
+    session: Session, numel: int, memcpy_s: float, sums: _ErrorSums, samples: Samples
 ) -> Measurement:
     plan: Plan | None = getattr(session, "plan", None)
     has_positions = plan is not None and plan.positions.nbytes > 0

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from horovod_fftcomp.tools.run.import_hook import install
 
 
-class Settings(NamedTuple):
+class RunSettings(NamedTuple):
     """How to compress, and what to report: values that another process can read.
 
     ``label`` and ``text``: of the recipe ``name``, see ``RecipeChoice``. ``options``: of recipe and
@@ -40,7 +40,7 @@ def new_path() -> Path:
     return Path(tempfile.gettempdir()) / f"fftcomp-run-{secrets.token_hex(8)}"
 
 
-def follow(settings: Settings) -> None:
+def follow(settings: RunSettings) -> None:
     """Let processes started from now on run with ``settings``.
 
     One whose class has a ``run`` of its own stays as it is.
@@ -56,14 +56,14 @@ def follow(settings: Settings) -> None:
     BaseProcess.start = start  # type: ignore[method-assign, assignment]
 
 
-def _call(settings: Settings, target: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+def _call(settings: RunSettings, target: Callable[..., Any], *arguments: Any, **named: Any) -> None:
     """Call the target of a process; report its steps, if it takes any."""
     reports: list[Any] = []
 
     def made(compressor: Any) -> None:
         if not reports:
             command = importlib.import_module("horovod_fftcomp.cli.run")
-            reports.append(command.Report(settings))
+            reports.append(command.ScriptReport(settings))
         reports[0].steps.watch(compressor)
 
     install(settings.name, settings.options, made)

@@ -16,7 +16,7 @@ _WARM_UP = 3
 _SUMMED = ("steps", "dense_nbytes", "sent_nbytes", "encode_s", "wait_s", "decode_s")
 
 
-class _Ended(NamedTuple):
+class _EndedTraining(NamedTuple):
     """Training that has ended, it seems: its figures, and what is needed to go on with it."""
 
     figures: dict[str, Any]
@@ -43,7 +43,7 @@ class StepReport:
         self._closed_at: list[float] = []
         self._before: dict[str, float] = dict.fromkeys(_SUMMED, 0)  # the steps that count
         self._later: list[Any] = []  # compressors made since the timed one has taken steps
-        self._earlier: list[_Ended] = []
+        self._earlier: list[_EndedTraining] = []
 
     def watch(self, compressor: Any) -> None:
         """Count the bytes of a compressor, and its steps if it is the first to take one."""
@@ -58,7 +58,7 @@ class StepReport:
         if compressor in self._later:
             own = list(map(weakref.ref, self._compressors))
             timed, figures = weakref.ref(self.timed), self._figures()
-            self._earlier.append(_Ended(figures, timed, own, self._closed_at, self._before))
+            self._earlier.append(_EndedTraining(figures, timed, own, self._closed_at, self._before))
             self._compressors, self._later, self._closed_at = self._later, [], []
             self._before, self.timed = dict.fromkeys(_SUMMED, 0), compressor
         elif compressor not in self._compressors:

@@ -1,10 +1,10 @@
 """Ops on the arrays of a device, by the kernels in ``src``, without host synchronisation."""
 
-from horovod_fftcomp.kernels.cuda.ops.coder import CoderOps
-from horovod_fftcomp.kernels.cuda.ops.common_index import CommonIndexOps
-from horovod_fftcomp.kernels.cuda.ops.low_rank import LowRankOps
-from horovod_fftcomp.kernels.cuda.ops.momentum import MomentumOps
+from horovod_fftcomp.kernels.cuda.ops.coder import CudaCoderOps
+from horovod_fftcomp.kernels.cuda.ops.common_index import CudaCommonIndexOps
+from horovod_fftcomp.kernels.cuda.ops.low_rank import CudaLowRankOps
+from horovod_fftcomp.kernels.cuda.ops.momentum import CudaMomentumOps
 
 
-class CudaOps(CoderOps, CommonIndexOps, LowRankOps, MomentumOps):
+class CudaOps(CudaCoderOps, CudaCommonIndexOps, CudaLowRankOps, CudaMomentumOps):
     """Ops of a device; see ``Ops``."""

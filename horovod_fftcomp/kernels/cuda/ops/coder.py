@@ -9,17 +9,19 @@ from typing import Any
 from horovod_fftcomp.kernels.cuda import on_device
 from horovod_fftcomp.kernels.cuda.decoder import Decoder, ThresholdDecoder
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
-from horovod_fftcomp.kernels.cuda.ops.momentum import MomentumOps
-from horovod_fftcomp.kernels.ops import Codecs, Encoded, Feedback, Flags, Summed
+from horovod_fftcomp.kernels.cuda.ops.momentum import CudaMomentumOps
+from horovod_fftcomp.kernels.ops import Codecs, EncodedBucket, Feedback, Flags, Summed
 from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.types import Arrays, OldState, Tensors
 from horovod_fftcomp.wire.counter_rng import RngKey
 
 
 class DeviceCoder:
-    """See ``Coder``. Codecs: all of fixed payload size, or none."""
+    """Coder of a bucket's payloads on a device. Codecs: all of fixed payload size, or none."""
 
-    def __init__(self, ops: MomentumOps, codecs: Codecs, tensors: Tensors, n_ranks: int) -> None:
+    def __init__(
+        self, ops: CudaMomentumOps, codecs: Codecs, tensors: Tensors, n_ranks: int
+    ) -> None:
         self._ops, self._codecs, self._tensors = ops, codecs, tensors
         self._device = device = ops.device
         shapes = [tensor.shape for tensor in tensors]
@@ -33,8 +35,8 @@ class DeviceCoder:
 
     def encode(
         self, grads: Arrays, state: OldState, at: tuple[int, int], feedback: Feedback, measure: bool
-    ) -> Encoded:
-        """See ``Coder.encode``."""
+    ) -> EncodedBucket:
+        """Launch the encoding of gradients plus residuals; return the message and the new state."""
         device = self._device
         there = [
             device.zeros(max(1, numel)) if grad is None else on_device(grad, device)
@@ -54,7 +56,7 @@ class DeviceCoder:
             velocities = self._ops.velocities_of(self._plan, moving, before, momentum)
         options = self._keys(*at), velocities, feedback.decay, feedback.keeps_sent
         encoded = self._encoder.encode(there, old, new, measure, *options)
-        return Encoded(
+        return EncodedBucket(
             encoded.message,
             new if feedback.keep else [None] * len(new),
             [None] * len(new) if velocities is None else velocities.new,
@@ -80,16 +82,16 @@ class DeviceCoder:
         ]
 
     def decode_sum(self, gathered: Any, sign: bool) -> Summed:
-        """See ``Coder.decode_sum``."""
+        """Launch the decoding of all ranks' messages; return their sums and flags."""
         sums = [self._device.empty(max(1, numel))[:numel] for numel in self._plan.numels]
         return Summed(sums, Flags(True, *self._decoder.decode(gathered, sums, sign)))
 
 
-class CoderOps(MomentumOps):
-    """See ``Ops``."""
+class CudaCoderOps(CudaMomentumOps):
+    """Ops that encode and decode payloads, with a cache of coders."""
 
     def coder(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> DeviceCoder:
-        """See ``Ops.coder``. A bucket's are cached for its last two lists of codecs."""
+        """Return the coder of a bucket, cached for its last two lists of codecs."""
         cache = self.device.cache
         key, made_for = ("coder", tuple(tensors)), (tuple(codecs), n_ranks)
         recent = cache.setdefault(key, {})

@@ -22,8 +22,11 @@ AnyPlan = TypeVar("AnyPlan", bound=BucketPlan)
 Made = TypeVar("Made")
 
 
-class CommonOps:
-    """See ``Ops``. Tables of descriptors are uploaded only if their contents are new."""
+class CudaCommonOps:
+    """Ops on arrays of a device that schemes of all kinds use.
+
+    Tables of descriptors are uploaded only if their contents are new.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device: Device = device
@@ -56,29 +59,29 @@ class CommonOps:
         )
 
     def empty(self, n: int, dtype: type = np.float32) -> Any:
-        """See ``Ops.empty``."""
+        """Return an uninitialized array of ``n`` elements on the device, float32 by default."""
         return self.device.empty(max(1, n), dtype)[:n]
 
     def zeros(self, n: int, dtype: type = np.float32) -> Any:
-        """See ``Ops.zeros``."""
+        """Return an array of ``n`` zeros on the device, float32 by default."""
         return self.device.zeros(max(1, n), dtype)[:n]
 
     def put(self, array: Any) -> Any:
-        """See ``Ops.put``."""
+        """Return ``array`` on the device, copied if it lies elsewhere."""
         return on_device(array, self.device)
 
     def get(self, array: Any) -> Array:
-        """See ``Ops.get``."""
+        """Return ``array`` as a NumPy array; waits for the device."""
         return on_host(array, self.device)
 
     def checked(self, kind: str, array: Any, numel: int) -> Any:
-        """See ``Ops.checked``."""
+        """Return ``array`` on the device; ValueError for a NumPy array of another dtype or size."""
         if is_on_host(array):
             check_state(kind, array, (np.dtype(np.float32), numel))
         return self.put(array)
 
     def join(self, parts: Arrays, numels: Sequence[int], dtype: type = np.float32) -> Any:
-        """See ``Ops.join``."""
+        """Concatenate ``parts`` into a new array on the device; None stands for zeros."""
         return self.device.joined(
             [
                 self.device.zeros(numel, dtype) if part is None else self.put(part)
@@ -89,7 +92,7 @@ class CommonOps:
     rejoin = join
 
     def squares(self, arrays: Arrays) -> Deferred:
-        """See ``Ops.squares``. The sums are float64, in a fixed order."""
+        """Return a function that waits and returns the sums of squares, in a fixed order."""
         rows = np.zeros(len(arrays), structs.TENSOR)
         rows["coeffs"] = [self.address(array) for array in arrays]
         rows["n"] = [0 if array is None else len(array) for array in arrays]
@@ -103,13 +106,13 @@ class CommonOps:
         return _summed(self.device.fetch(sums), owners, len(arrays))
 
     def flags_of(self, values: Any) -> Flags:
-        """See ``Ops.flags_of``."""
+        """Return flags with one word on the device: nonzero if a value is not finite."""
         beyond = self.device.zeros(1, np.uint32)
         self._find_beyond(values, LARGEST_FINITE_BITS, beyond)
         return Flags(True, beyond, self.device.zeros(0, np.uint32))
 
     def both(self, a: Flags, b: Flags) -> Flags:
-        """See ``Ops.both``."""
+        """Concatenate the words of two flags."""
         words, statuses = (
             [word for word in pair if word is not None]
             for pair in ((a.not_finite, b.not_finite), (a.arrived, b.arrived))
@@ -128,7 +131,7 @@ class CommonOps:
             kernel(-(-n // structs.THREADS), structs.THREADS, list(arguments), 0)
 
     def to_half(self, values: Any, largest: int, limit: float) -> Any:
-        """See ``Ops.to_half``."""
+        """Convert to float16, saturated at ``limit``; NaN if a magnitude exceeds ``largest``."""
         n, beyond = len(values), self.device.zeros(1, np.uint32)
         message = self.device.empty(n, np.float16)
         self._find_beyond(values, largest, beyond)
@@ -137,7 +140,7 @@ class CommonOps:
         return message
 
     def from_half(self, values: Any) -> Any:
-        """See ``Ops.from_half``."""
+        """Convert float16 to float32."""
         n = len(values)
         whole = self.device.empty(n)
         self._on_each("read_halves", n, values, np.uint64(n), whole)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from horovod_fftcomp.kernels.cuda import structs
-from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
+from horovod_fftcomp.kernels.cuda.ops.common import CudaCommonOps
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.kernels.ops import Deferred, Flags
 from horovod_fftcomp.types import Array, Arrays
@@ -28,7 +28,7 @@ class _Tables(NamedTuple):
     groups: Any
 
 
-class _Positions(NamedTuple):
+class _DevicePositions(NamedTuple):
     """Fields of the descriptors that determine positions; ``turn``: see ``shared.cuh``."""
 
     fields: Mapping[str, Any]
@@ -36,7 +36,7 @@ class _Positions(NamedTuple):
     alive: Any = None
 
 
-class _Bucket:
+class _DeviceExchange:
     """One exchange: its descriptors with addresses, and the arrays to which they point."""
 
     def __init__(self, tables: _Tables, takes_part: Sequence[bool], measures: bool) -> None:
@@ -48,15 +48,15 @@ class _Bucket:
         self.arrived: Any = None
 
 
-class CommonIndexOps(CommonOps):
-    """See ``Ops``."""
+class CudaCommonIndexOps(CudaCommonOps):
+    """Ops of schemes whose ranks send values at the same positions."""
 
     def common_index(
         self, plan: IndexPlan, grads: Arrays, residuals: Arrays, measures: bool
-    ) -> _Bucket:
-        """See ``Ops.common_index``."""
+    ) -> _DeviceExchange:
+        """Return a bucket's gradients and residuals on the device, in descriptors."""
         takes_part = [grad is not None for grad in grads]
-        bucket = _Bucket(self._tables(plan), takes_part, measures)
+        bucket = _DeviceExchange(self._tables(plan), takes_part, measures)
         known = zip(grads, plan.numels, strict=True)  # a frozen tensor sends zeros
         self._point(bucket, "grad", [self.zeros(n) if g is None else self.put(g) for g, n in known])
         pairs = zip(residuals, takes_part, strict=True)
@@ -89,52 +89,55 @@ class CommonIndexOps(CommonOps):
         groups = np.repeat(np.arange(len(rows), dtype=np.uint32), counts)
         return _Tables(plan, rows, self.device.upload(tiles), self.device.upload(groups))
 
-    def _point(self, bucket: _Bucket, field: str, arrays: Arrays) -> None:
+    def _point(self, bucket: _DeviceExchange, field: str, arrays: Arrays) -> None:
         """Enter the address of each tensor's array in ``field``; 0 for None."""
         bucket.alive[field] = arrays
         bucket.rows[field] = [self.address(array) for array in arrays]
 
-    def _new(self, bucket: _Bucket, field: str, wanted: Sequence[bool]) -> list[Any]:
+    def _new(self, bucket: _DeviceExchange, field: str, wanted: Sequence[bool]) -> list[Any]:
         """Return an array for each tensor with ``wanted``, and enter its address in ``field``."""
         pairs = zip(bucket.plan.numels, wanted, strict=True)
         made = [self.empty(n) if is_wanted else None for n, is_wanted in pairs]
         self._point(bucket, field, made)
         return made
 
-    def _on(self, bucket: _Bucket, name: str, table: Any, *arguments: Any) -> None:
+    def _on(self, bucket: _DeviceExchange, name: str, table: Any, *arguments: Any) -> None:
         """Launch a kernel over all elements or positions of a bucket's tensors."""
         owners = bucket.tables.tiles if name in _ON_TILES else bucket.tables.groups
         if len(owners):
             kernel = self.kernels(*_KERNELS)[name]
             kernel(len(owners), structs.THREADS, [table, owners, *arguments], 0)
 
-    def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> _Positions:
-        """See ``Ops.draw``. The kernels compute the positions where they use them."""
-        factors, firsts = zip(*progressions, strict=True)
-        return _Positions({"factor": factors, "first": firsts}, np.uint32(0))
+    def draw(self, plan: IndexPlan, progressions: Sequence[tuple[int, int]]) -> _DevicePositions:
+        """Return the parameters of the positions (a j + c) mod n for j below k.
 
-    def winners(self, bucket: _Bucket, begin: int, end: int, nbytes: int) -> Any:
-        """See ``Ops.winners``."""
+        The kernels compute the positions where they use them.
+        """
+        factors, firsts = zip(*progressions, strict=True)
+        return _DevicePositions({"factor": factors, "first": firsts}, np.uint32(0))
+
+    def winners(self, bucket: _DeviceExchange, begin: int, end: int, nbytes: int) -> Any:
+        """Return the packed offset of the largest |gradient + residual| in each chunk, uint8."""
         own = self.zeros(nbytes, np.uint8)
         self._choose(bucket, own, begin, end)
         return own
 
-    def _choose(self, bucket: _Bucket, own: Any, begin: int, end: int) -> Any:
+    def _choose(self, bucket: _DeviceExchange, own: Any, begin: int, end: int) -> Any:
         """Write the packed offsets of winners to ``own``, which is zero; return the table."""
         bucket.rows["own"] = self.address(own)
         table = self.uploads.of("winners", bucket.rows)
         self._on(bucket, "choose_winners", table, np.uint64(begin), np.uint64(end))
         return table
 
-    def locate(self, bucket: _Bucket, gathered: Any, step: int) -> _Positions:
-        """See ``Ops.locate``."""
+    def locate(self, bucket: _DeviceExchange, gathered: Any, step: int) -> _DevicePositions:
+        """Return the positions that all ranks' packed offsets denote."""
         turn = np.uint32(step % bucket.plan.n_ranks)
-        return _Positions({"chosen": self.address(gathered)}, turn, gathered)
+        return _DevicePositions({"chosen": self.address(gathered)}, turn, gathered)
 
     def count_common(
-        self, bucket: _Bucket, positions: _Positions, begin: int, end: int
+        self, bucket: _DeviceExchange, positions: _DevicePositions, begin: int, end: int
     ) -> Deferred:
-        """See ``Ops.count_common``."""
+        """Return a function that returns how many positions this rank selects itself."""
         total, common = bucket.plan.total, self.zeros(1, np.uint32)
         self._enter(bucket, positions)
         own = self.zeros(bucket.plan.offsets_nbytes(total), np.uint8)
@@ -143,12 +146,12 @@ class CommonIndexOps(CommonOps):
         self._on(bucket, "count_common", table, *here, positions.turn, common)
         return partial(_first, self.device.fetch(common))
 
-    def _enter(self, bucket: _Bucket, positions: _Positions) -> None:
+    def _enter(self, bucket: _DeviceExchange, positions: _DevicePositions) -> None:
         for field, values in positions.fields.items():
             bucket.rows[field] = values
 
-    def low_pass(self, bucket: _Bucket) -> list[Any]:
-        """See ``Ops.low_pass``."""
+    def low_pass(self, bucket: _DeviceExchange) -> list[Any]:
+        """Return residual + beta * gradient of each tensor, and find the peak of each tensor."""
         keeps = [bucket.plan.keeps and is_in for is_in in bucket.takes_part]
         new = self._new(bucket, "left", keeps)
         wanted = [bucket.measures and is_in for is_in in bucket.takes_part]
@@ -158,8 +161,8 @@ class CommonIndexOps(CommonOps):
         self._on(bucket, "filter_low", table, bucket.peaks)
         return new
 
-    def take(self, bucket: _Bucket, positions: _Positions, halves: None) -> Any:
-        """See ``Ops.take``. In float32 only."""
+    def take(self, bucket: _DeviceExchange, positions: _DevicePositions, halves: None) -> Any:
+        """Return gradient + residual at the positions, float32; correct the new residuals there."""
         assert halves is None, "CommonIndex.runs_on_device"
         if bucket.measures:
             pairs = zip(bucket.alive["grad"], bucket.takes_part, strict=True)
@@ -174,21 +177,21 @@ class CommonIndexOps(CommonOps):
         return message
 
     def _with_message(
-        self, bucket: _Bucket, positions: _Positions, address: int, use: object
+        self, bucket: _DeviceExchange, positions: _DevicePositions, address: int, use: object
     ) -> Any:
         """Return the table with positions, and the part of each tensor in a message."""
         self._enter(bucket, positions)
         bucket.rows["share"] = address + 4 * bucket.plan.begins[:-1]
         return self.uploads.of(use, bucket.rows)
 
-    def index_energies(self, bucket: _Bucket) -> Callable[[], Mapping[int, tuple]]:
-        """See ``Ops.index_energies``."""
+    def index_energies(self, bucket: _DeviceExchange) -> Callable[[], Mapping[int, tuple]]:
+        """Return a function that returns the energies by a tensor's number; it waits."""
         return partial(_energies, bucket.squares, bucket.takes_part)
 
     def scatter_sum(
-        self, bucket: _Bucket, received: Any, sources: Sequence[_Positions]
+        self, bucket: _DeviceExchange, received: Any, sources: Sequence[_DevicePositions]
     ) -> tuple[list[Any], Flags]:
-        """See ``Ops.scatter_sum``."""
+        """Add the received values at their positions; return the sums and their flags."""
         sums = self._new(bucket, "sum", [True] * len(bucket.rows))
         not_finite = self.zeros(len(bucket.rows), np.uint32)
         begin, tables = self.address(received), []

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from horovod_fftcomp.kernels.cuda import structs
-from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
+from horovod_fftcomp.kernels.cuda.ops.common import CudaCommonOps
 from horovod_fftcomp.kernels.cuda.ops.plan_table import PlanTable
 from horovod_fftcomp.kernels.ops import Flags
 from horovod_fftcomp.kernels.plans import LeftFactors, LowRankPlan, split
@@ -17,8 +17,8 @@ _KERNELS = ("take_whole", "check_factors", "orthonormalize", "subtract_products"
             "keep_factors")  # fmt: skip
 
 
-class LowRankOps(CommonOps):
-    """See ``Ops``.
+class CudaLowRankOps(CudaCommonOps):
+    """Ops of low-rank schemes; matrices are multiplied by the device's library.
 
     Left factors are one array. Words say which tensors are not finite: one for the factors of each
     tensor, then one for its product.
@@ -36,7 +36,7 @@ class LowRankOps(CommonOps):
     def compensate(
         self, plan: LowRankPlan, grads: Arrays, residuals: Arrays
     ) -> tuple[list[Any], Any]:
-        """See ``Ops.compensate``."""
+        """Return (gradient plus residual of each tensor, the first message)."""
         table, message = self._table(plan), self.zeros(plan.firsts[-1])
         whole = [
             None if grad is None else self.empty(numel) if matrix.rank else share
@@ -49,7 +49,7 @@ class LowRankOps(CommonOps):
         return whole, message
 
     def project(self, plan: LowRankPlan, whole: Arrays, right: Arrays, message: Any) -> None:
-        """See ``Ops.project``."""
+        """Write the product of each matrix and its right factor to ``message``."""
         self._multiply(plan, whole, right, split(message, plan.firsts), False)
 
     def _multiply(
@@ -61,7 +61,7 @@ class LowRankOps(CommonOps):
                 self.device.multiply(array, matrix.rows, factor, share, transposed)
 
     def orthonormalize(self, plan: LowRankPlan, first: Any) -> LeftFactors:
-        """See ``Ops.orthonormalize``."""
+        """Return the left factors: matrices of a first message with orthonormal columns."""
         values = self.empty(plan.lefts[-1])
         scratch = self.empty(plan.lefts[-1], np.float64)
         left = LeftFactors(values, self.device.zeros(2 * len(plan.matrices), np.uint32))
@@ -77,7 +77,7 @@ class LowRankOps(CommonOps):
         return left
 
     def project_back(self, plan: LowRankPlan, whole: Arrays, left: LeftFactors) -> Any:
-        """See ``Ops.project_back``."""
+        """Return the second message: products of transposed matrices and left factors."""
         message = self.zeros(plan.seconds[-1])
         factors = split(left.values, plan.lefts)
         self._multiply(plan, whole, factors, split(message, plan.seconds), True)
@@ -86,7 +86,7 @@ class LowRankOps(CommonOps):
     def subtract_product(
         self, plan: LowRankPlan, whole: Arrays, left: LeftFactors, own: Any
     ) -> list[Any]:
-        """See ``Ops.subtract_product``."""
+        """Subtract the product of the factors from each matrix in place; return the residuals."""
         pairs = zip(plan.matrices, whole, strict=True)
         residuals = [array if matrix.rank else None for matrix, array in pairs]
         table = self._table(plan)
@@ -102,7 +102,7 @@ class LowRankOps(CommonOps):
     def product(
         self, plan: LowRankPlan, left: LeftFactors, first: Any, second: Any
     ) -> tuple[list[Any], Flags]:
-        """See ``Ops.product``."""
+        """Return the sum of each tensor, NaN if not finite, and the flags of all."""
         sums, flags = [self.empty(numel) for numel in plan.numels], left.not_finite
         table = self._table(plan)
         rows = table.at(
@@ -117,7 +117,7 @@ class LowRankOps(CommonOps):
         return sums, Flags(True, flags, flags[:0])  # there are no payloads that could be corrupt
 
     def nonzero_columns(self, plan: LowRankPlan, second: Any, right: Arrays) -> list[Any]:
-        """See ``Ops.nonzero_columns``."""
+        """Return the next right factors; columns of zeros are those of ``right``."""
         factors = [
             self.empty(matrix.columns * matrix.rank) if matrix.rank else None
             for matrix in plan.matrices

@@ -10,15 +10,15 @@ import numpy as np
 from horovod_fftcomp.codec.quantizers import pattern_of
 from horovod_fftcomp.kernels.cuda import structs
 from horovod_fftcomp.kernels.cuda.encoder import Velocities
-from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
+from horovod_fftcomp.kernels.cuda.ops.common import CudaCommonOps
 from horovod_fftcomp.kernels.cuda.ops.plan_table import PlanTable
 from horovod_fftcomp.kernels.ops import Momentum
 from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.types import Array, Arrays
 
 
-class MomentumOps(CommonOps):
-    """See ``Ops``."""
+class CudaMomentumOps(CudaCommonOps):
+    """Ops of schemes with momentum correction."""
 
     def accumulate(
         self,
@@ -28,7 +28,7 @@ class MomentumOps(CommonOps):
         residuals: Arrays,
         momentum: Momentum,
     ) -> tuple[Any, list[Any]]:
-        """See ``Ops.accumulate``."""
+        """Return (residual plus new velocity of all tensors, the new velocities)."""
         table = self.of_plan("momentum", plan, self._momentum_table)
         whole, moved = self.zeros(plan.offsets[-1]), self._velocities(plan, grads)
         rows = table.at(
@@ -54,7 +54,7 @@ class MomentumOps(CommonOps):
         return [None if grad is None else self.empty(numel) for numel, grad in pairs]
 
     def mix(self, old: Arrays, new: Arrays, beta: float) -> list[Any]:
-        """See ``Ops.mix``: a velocity, of which gradients are multiplied by ``beta``."""
+        """Write (1 - beta) * old + beta * new of each tensor to ``new``; return these arrays."""
         there = list(map(self.put, old))
         rows = np.zeros(len(there), structs.DENSE_MOMENTUM)
         rows["velocity"] = list(map(self.address, there))
@@ -71,7 +71,7 @@ class MomentumOps(CommonOps):
         return list(new)
 
     def cleared(self, array: Any) -> Any:
-        """See ``Ops.cleared``."""
+        """Return an array of zeros for ``array``; None if there was none."""
         return None if array is None else self.zeros(len(array))
 
     def velocities_of(
@@ -100,7 +100,7 @@ class MomentumOps(CommonOps):
 class _Clipping:
     """Clipping factors from sums of squares, with each gradient as one row; see ``dense``."""
 
-    def __init__(self, ops: CommonOps, plan: BucketPlan) -> None:
+    def __init__(self, ops: CudaCommonOps, plan: BucketPlan) -> None:
         self._ops, self._numels = ops, plan.numels
         rows = np.zeros(len(plan.numels), structs.TENSOR)
         rows["numel"] = plan.numels

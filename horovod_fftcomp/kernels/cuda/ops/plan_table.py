@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from horovod_fftcomp.kernels.cuda import structs
-from horovod_fftcomp.kernels.cuda.ops.common import CommonOps
+from horovod_fftcomp.kernels.cuda.ops.common import CudaCommonOps
 from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.types import Array
 
@@ -16,7 +16,7 @@ class PlanTable:
     ``rows``: of a struct with fields "n first_tile n_tiles" at least. ``kernels``: by name.
     """
 
-    def __init__(self, ops: CommonOps, plan: BucketPlan, rows: Array, kernels: Any) -> None:
+    def __init__(self, ops: CudaCommonOps, plan: BucketPlan, rows: Array, kernels: Any) -> None:
         rows["n"] = plan.numels
         self.rows, self._ops, self._kernels = rows, ops, kernels
         owners = structs.enter_tiles(rows, plan.numels)
