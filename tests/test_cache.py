@@ -117,3 +117,25 @@ def test_ranks_that_compile_different_variants_at_once_do_not_mix_them_up(tmp_pa
         written.append({path.name for path in (tmp_path / str(n)).rglob("*orthonormalize*")})
     assert all(written)
     assert not written[0] & written[1]
+
+
+def test_compiling_is_told_once_and_by_the_first_rank_of_a_machine(tmp_path):
+    script = (
+        "import numpy as np, time\n"
+        "from horovod_fftcomp.kernels.cpu import jit\n"
+        "jit.PATIENCE_S = 0.01\n"
+        "from horovod_fftcomp.kernels import cpu\n"
+        "cpu.max_abs_bits(np.ones(9, np.float32)), cpu.count_above(np.ones(9, np.float32), 5)\n"
+    )
+    told = {}
+    for rank in ("1", "0", "0, compiled"):
+        environment = {"NUMBA_CACHE_DIR": str(tmp_path / rank[0]), "LOCAL_RANK": rank[0]}
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        told[rank] = done.stderr.count("compiling CPU kernels")
+    assert told == {"1": 0, "0": 1, "0, compiled": 0}

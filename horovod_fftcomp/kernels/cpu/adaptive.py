@@ -32,7 +32,7 @@ def _of(array: Array, begin: int, end: int, size: int = GROUP) -> Array:
 
 
 def bin_winners(total: Array, grad: Array, length: int) -> tuple[Array, Array]:
-    """See ``reference.bin_winners``."""
+    """Return (bitmap of the elements of at least their bin's largest magnitude; maxima)."""
     n, length = total.size, min(length, total.size)
     maxima = np.empty(-(-n // length), np.float32)
     threads.each(
@@ -90,7 +90,7 @@ def _write_mask(keys, n, key, words):
 
 
 def sums_below(values: Array, limit: float) -> tuple[int, Array]:
-    """See ``reference.sums_below``."""
+    """Return (number of magnitudes of at least ``limit``; sums of the others by group, float64)."""
     sums = np.empty(-(-values.size // GROUP))
     above = threads.each(
         lambda a, b: _sums_below(_of(values, a, b), np.float32(limit), sums[a:b]),
@@ -122,7 +122,7 @@ def _sums_below(values, limit, sums):
 
 
 def draw_chosen(values: Array, limit: float, key: int) -> Array:
-    """See ``reference.draw_chosen``."""
+    """Return the bitmap of a random choice: each value with probability min(|value| / limit, 1)."""
     bitmap = empty(-(-values.size // 64), np.uint64)
     factor, number = 2.0**32 / float(limit), np.uint64(key)
     threads.each(
@@ -146,7 +146,7 @@ def _draw(values, factor, key, first_group, bitmap):
 def take_chosen(
     array: Array, bitmap: Array, least: float, coding: Coding, keep: bool
 ) -> tuple[int, Array]:
-    """See ``reference.take_chosen``."""
+    """Return (number of ones in the bitmap; packed codes of the float32 values there)."""
     numbers = np.array(coding, np.int64)
 
     def work(begin: int, end: int) -> tuple[int, Array]:

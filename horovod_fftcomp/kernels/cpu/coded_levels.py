@@ -74,7 +74,7 @@ def _parts(n: int, form: CodedLevels) -> list[tuple[slice, slice, int, Array]]:
 
 
 def encode_coded(values: Array, form: CodedLevels, body: Array, key: int, keep: bool) -> float:
-    """See ``codec.methods.dither.encode_coded``."""
+    """Write the key and the chunks of float32 ``values`` to ``body``, uint32 zeros."""
     numbers, costs, _, *encoders = _tables(form)
     body[: coded.KEY_WORDS] = key & 0xFFFFFFFF, key >> 32
 
@@ -290,7 +290,7 @@ def _add_values(part, levels, dithers, codes, unit, bucket, factor):
 
 
 def add_coded(total: Array, form: CodedLevels, body: Array, scale: float) -> None:
-    """See ``codec.methods.dither.add_coded``."""
+    """Add the values encoded by ``encode_coded``; ValueError for bytes that it never writes."""
     numbers, _, decoders, *_ = _tables(form)
     key = np.uint64(int(body[0]) | int(body[1]) << 32)
 

@@ -273,7 +273,7 @@ def add_values(sums, numels, begins, positions, values, not_finite, begin, end):
 
 
 def pack_bits(codes: Array, bits: int) -> Array:
-    """See ``reference.pack_bits``."""
+    """Return uint32 codes packed into ``bits`` bits each, uint8."""
     stream = np.empty(codes.size * bits // 64 + PADDING, np.uint64)
     _pack_bits(codes.view(np.int32), bits, stream)
     return stream.view(np.uint8)[: (codes.size * bits + 7) // 8]
@@ -290,7 +290,7 @@ def _pack_bits(codes, bits, stream):
 
 
 def unpack_bits(packed: Array, count: int, bits: int) -> Array:
-    """See ``reference.unpack_bits``."""
+    """Return the ``count`` codes that ``pack_bits`` packed, uint32."""
     stream = as_words(packed[: (count * bits + 7) // 8], count * bits // 64 + PADDING)
     codes = np.empty(count, np.uint32)
     _unpack_bits(stream, bits, codes.view(np.int32))
@@ -307,7 +307,7 @@ def _unpack_bits(stream, bits, codes):
 
 
 def positions_of(bitmap: Array) -> Array:
-    """See ``reference.positions_of``."""
+    """Return the positions of the ones of a bitmap, int64, ascending."""
     positions = np.empty(count_bits(bitmap), np.int64)
     _positions_of(bitmap, positions)
     return positions
@@ -325,7 +325,7 @@ def _positions_of(bitmap, positions):
 
 
 def sum_sparse(a: Body, b: Body) -> Array:
-    """See ``reference.sum_sparse``."""
+    """Return the float32 values of the sum of two sparse vectors, at the union of positions."""
     bitmaps, values = (a.bitmap, b.bitmap), empty(count_bits(a.bitmap | b.bitmap))
     # One value more: the kernel reads the next value of both before it knows which it needs.
     x, y = (np.append(part.packed.view(np.float32), np.float32(0)) for part in (a, b))

@@ -15,7 +15,7 @@ _LEAST_VALUES = 1 << 15  # per thread, at least
 
 
 def sketch(values: Array, hashes: Array, columns: int, peak: int) -> Array:
-    """See ``reference.sketch``."""
+    """Return the count sketch of finite ``values``, float32 ``[rows, columns]``."""
     bits = sketch_bits(values.size, peak)
     table = np.empty((len(hashes), columns), np.float32)
 
@@ -44,7 +44,7 @@ def _sketch(values, factor, addend, columns, unit, row):
 
 
 def estimate(table: Array, hashes: Array, n: int) -> Array:
-    """See ``reference.estimate``."""
+    """Return the estimates of ``n`` elements from a finite sketch, float32: medians over rows."""
     out = empty(n)
 
     def work(begin: int, end: int) -> None:

@@ -96,7 +96,7 @@ def group_slices(n: int, radix: int) -> list[tuple[slice, slice, int]]:
 
 
 def moments(values: Array) -> tuple[int, Array, Array]:
-    """See ``reference.moments``."""
+    """Return (bits of the largest magnitude, sums and sums of squares of groups, float64)."""
     n_groups = -(-values.size // GROUP)
     sums, squares = np.empty(n_groups), np.empty(n_groups)
 
@@ -160,7 +160,7 @@ def _norm(part, lanes):
 def encode_levels(
     values: Array, levels: Levels, scales: Array, words: Array, key: int, keep: bool
 ) -> int:
-    """See ``reference.encode_levels``."""
+    """Write scales and codes of ``values``, rounded at random; return the bits of the peak."""
     numbers = np.array([*levels, digits_of(levels.radix)], np.int64)
 
     def work(at: slice, to: slice, group: int) -> int:
@@ -248,7 +248,7 @@ def _round(values, scale, top, random, codes, keep):
 
 
 def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> None:
-    """See ``reference.add_levels``."""
+    """Add the values encoded by ``encode_levels``; ValueError for a level above ``levels.top``."""
     numbers = np.array([*levels, digits_of(levels.radix)], np.int64)
 
     def work(at: slice, to: slice, group: int) -> int:
@@ -281,7 +281,7 @@ def add_level_groups(total, words, scales, levels):
 
 
 def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) -> None:
-    """See ``reference.encode_octaves``."""
+    """Write finite ``values`` as signs and powers of two, rounded at random to a neighbour."""
     base, number = max(top - 126, 1), np.uint64(key)
     threads.each(
         lambda at, to, group: encode_octave_groups(
@@ -337,7 +337,7 @@ def _add_values(part, codes, shift, sign):
 
 
 def add_octaves(total: Array, words: Array, top: int) -> None:
-    """See ``reference.add_octaves``."""
+    """Add the values that ``encode_octaves`` encoded; ValueError for a code it never writes."""
     base = max(top - 126, 1)
     highest = threads.each(
         lambda at, to, _: add_octave_groups(total[at], words[to], base, top),

@@ -17,12 +17,12 @@ _LEAST_STEPS = 1 << 9  # per thread, at least
 
 
 def to_float16(values: Array, limit: float) -> Array:
-    """See ``reference.to_float16``."""
+    """Return finite float32 ``values`` as float16, clipped to +-``limit``."""
     return _converted(values, np.float16, _to_float16, np.array([limit], np.float32))
 
 
 def from_float16(values: Array) -> Array:
-    """See ``reference.from_float16``."""
+    """Return float16 ``values`` as float32."""
     return _converted(values, np.float32, _from_float16)
 
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
+import os
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +18,7 @@ from typing import Any
 
 import numba
 from numba import njit
-from numba.core import caching
+from numba.core import caching, event
 
 from horovod_fftcomp.errors import UnsupportedError
 
@@ -30,6 +34,8 @@ def digest_of(sources: tuple[Path, ...]) -> str:
 
 
 _DIGEST = digest_of(_SOURCES)
+PATIENCE_S = 2.0  # of compiling, after which a message tells what takes so long
+_LOCAL_RANK = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
 # A private class of Numba's; without it no kernel is cached on disk, see ``kernel``.
@@ -63,6 +69,47 @@ class _Files(_NumbasFiles):
         return self._data_name(int(hashlib.sha256(made_from).hexdigest()[:16], 16))
 
 
+class _Notice(event.Listener):
+    """Logger of one message once kernels have been compiling for ``PATIENCE_S``, in all."""
+
+    folder = ""  # where compiled kernels are kept
+
+    def __init__(self) -> None:
+        self._depth, self._total_s, self._begin = 0, 0.0, 0.0
+        self._timer: threading.Timer | None = None
+        self._ranks = [os.environ[name] for name in _LOCAL_RANK if name in os.environ]
+
+    def on_start(self, event: Any) -> None:
+        """Begin to wait with a kernel; others may be compiled for it meanwhile."""
+        is_ours = event.data["dispatcher"].py_func.__module__.startswith("horovod_fftcomp.")
+        if not self._depth and is_ours and self._total_s < PATIENCE_S:
+            self._begin = time.monotonic()
+            self._timer = threading.Timer(PATIENCE_S - self._total_s, self._tell)
+            self._timer.daemon = True
+            self._timer.start()
+        self._depth += bool(self._depth or is_ours)
+
+    def on_end(self, event: Any) -> None:
+        """Stop waiting when the kernel is compiled."""
+        self._depth = max(0, self._depth - 1)
+        if not self._depth and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._total_s += time.monotonic() - self._begin
+
+    def _tell(self) -> None:
+        if set(self._ranks) <= {"0"}:  # ranks of a machine compile the same at the same time
+            logging.getLogger("horovod_fftcomp").warning(
+                "horovod_fftcomp: compiling CPU kernels; this takes up to a minute, once "
+                "(cached in %s)",
+                self.folder,
+            )
+
+
+_NOTICE = _Notice()
+event.register("numba:compile", _NOTICE)
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function that Python calls, and cache it on disk.
 
@@ -90,6 +137,7 @@ def _kept_on_disk(function: Callable[..., Any]) -> Any:
     if not hasattr(cache, "_cache_file"):  # Numba would not look at what is set here
         raise AttributeError(f"{type(cache).__name__!r} object has no attribute '_cache_file'")
     cache._cache_file = files
+    _NOTICE.folder = cache.cache_path
     return compiled
 
 

@@ -16,7 +16,7 @@ _LANES = 256  # partial sums, as many as a GPU's block has threads
 
 
 def orthonormal(matrix: Array) -> Array:
-    """See ``reference.orthonormal``."""
+    """Return ``matrix``, finite float32 ``[rows, columns]``, with its columns orthonormalized."""
     columns = matrix.T.astype(np.float64, order="C")
     _orthonormalize(columns)
     return np.ascontiguousarray(columns.T, np.float32)
@@ -52,7 +52,7 @@ def _dot(a, b):
 
 
 def low_rank(left: Array, right: Array, minuend: Array | None) -> Array:
-    """See ``reference.low_rank``."""
+    """Return ``left`` ``[rows, r]`` times the transpose of ``right`` ``[columns, r]``, float32."""
     subtracts = minuend is not None
     out = minuend
     if out is None:

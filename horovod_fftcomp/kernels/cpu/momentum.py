@@ -24,7 +24,7 @@ def momentum_accumulate(
     factor: float,
     k: int,
 ) -> tuple[Coefficients, Array]:
-    """See ``reference.momentum_accumulate``."""
+    """Return (the new residual, with its top-k threshold; the new velocity)."""
     n = flat.size
     options = (np.float32(momentum), nesterov, np.float32(factor))
     u = NOTHING if velocity is None else velocity
@@ -81,7 +81,7 @@ def _accumulate(g, u, v, momentum, nesterov, factor, new_u, new_v, low, high, fo
 
 
 def zero_at(values: Array, bitmap: Array) -> None:
-    """See ``reference.zero_at``."""
+    """Set ``values`` to 0 where the bitmap has ones, in place."""
     _clear(values, bitmap)
 
 

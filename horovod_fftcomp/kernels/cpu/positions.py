@@ -39,12 +39,12 @@ def as_words(packed: Array, n_words: int) -> Array:
 
 
 def pack_bitmap(bitmap: Array, n: int) -> Array:
-    """See ``reference.pack_bitmap``."""
+    """Return the payload form of a bitmap of ``n`` bits: uint8 ``[ceil(n / 8)]``."""
     return bitmap.view(np.uint8)[: (n + 7) // 8]
 
 
 def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
-    """See ``reference.unpack_bitmap``."""
+    """Return the bitmap that ``pack_bitmap`` packed; ValueError unless it has ``k`` ones."""
     bitmap = as_words(packed, (n + 63) // 64)
     if not bitmap_has(bitmap, n, k):
         raise ValueError(f"the bitmap does not have {k} bits set below {n}")
@@ -52,7 +52,7 @@ def unpack_bitmap(packed: Array, n: int, k: int) -> Array:
 
 
 def pack_offsets(bitmap: Array, n: int, k: int, low_bits: int) -> Array:
-    """See ``reference.pack_offsets``."""
+    """Return the ``k`` positions as offsets in blocks of 2^low_bits bits, uint8."""
     n_unary = unary_bits(n, k, low_bits)
     unary = zeros((n_unary + 63) // 64, np.uint64)
     offsets = np.zeros((k * low_bits + 63) // 64 + 1, np.uint64)
@@ -81,7 +81,7 @@ def write_offsets(bitmap, low_bits, unary, offsets):
 
 
 def unpack_offsets(packed: Array, n: int, k: int, low_bits: int) -> Array:
-    """See ``reference.unpack_offsets``."""
+    """Return the bitmap of the ``k`` positions that ``pack_offsets`` packed."""
     n_unary = unary_bits(n, k, low_bits)
     split = (n_unary + 7) // 8
     unary = unpack_bitmap(packed[:split], n_unary, k)

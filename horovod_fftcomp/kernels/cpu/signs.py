@@ -25,7 +25,7 @@ def encode_signs(
     residual: Array | None = None,
     zeros_down: bool = False,
 ) -> tuple[Array, Array]:
-    """See ``reference.encode_signs``."""
+    """Write signs of ``values``; return sums and counts of either sign for each piece."""
     a, b = (_NOTHING if array is None else array for array in (flat, residual))
     sums, counts = np.empty((starts.size - 1, 2)), np.empty(starts.size - 1, np.int64)
 
@@ -119,7 +119,7 @@ def _sides(part, up, down):
 
 
 def subtract_signs(values: Array, sides: Array, length: int, zeros_down: bool = False) -> None:
-    """See ``reference.subtract_signs``."""
+    """Subtract from each value what its sign decodes to, in place."""
     zero = SIGNS[int(zeros_down)]
     threads.each(
         lambda at, *_: subtract_sign_rows(values[at], sides, length, at.start, zero),
@@ -143,7 +143,7 @@ def subtract_sign_rows(values, sides, length, first, zero):
 
 
 def add_signs(total: Array, words: Array, sides: Array, length: int) -> None:
-    """See ``reference.add_signs``."""
+    """Add the values that the bits of ``encode_signs`` decode to."""
     threads.each(
         lambda at, to, _: add_sign_groups(total[at], words[to], sides, length, at.start),
         group_slices(total.size, 2),
@@ -176,7 +176,7 @@ def add_sign_groups(total, words, sides, length, first):
 
 
 def majority_sign(values: Array, many: float) -> None:
-    """See ``reference.majority_sign``."""
+    """Replace values by ``many`` times their signs, in place; 0 stays 0, and NaN is kept."""
     sign = np.float32(many)
     threads.each(lambda at, *_: _majority_sign(values[at], sign), group_slices(values.size, 2))
 

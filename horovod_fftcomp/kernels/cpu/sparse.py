@@ -53,7 +53,7 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def max_abs_bits(values: Array) -> int:
-    """See ``reference.max_abs_bits``."""
+    """Return the largest bit pattern of any |component|; 0x7F800000 or more with Inf or NaN."""
     patterns = values.view(np.int32)
     ranges = threads.ranges(patterns.size, _LEAST_VALUES)
     return max(threads.each(lambda a, b: peak_bits(patterns[a:b]), ranges))
@@ -69,7 +69,7 @@ def peak_bits(patterns):
 
 
 def count_above(values: Array, key: int) -> int:
-    """See ``reference.count_above``."""
+    """Return the number of values whose magnitude has a bit pattern above ``key``."""
     patterns = values.view(np.int32)
     ranges = threads.ranges(patterns.size, _LEAST_VALUES)
     return sum(threads.each(lambda a, b: _count_above(patterns[a:b], np.int32(key)), ranges))
@@ -87,14 +87,14 @@ def _count_above(patterns, key):
 
 
 def topk_threshold(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
-    """See ``reference.topk_threshold``."""
+    """Return ``coeffs``, not copied, with the threshold of the ``k`` largest."""
     return _with_threshold(coeffs, max_abs_bits(coeffs), k, bins_per_block, None)
 
 
 def add_residual(
     flat: Array, residual: Array | None, k: int, out: Array | None = None
 ) -> Coefficients:
-    """See ``reference.add_residual``."""
+    """Return ``flat`` plus ``residual``, a new array, with the threshold of its ``k`` largest."""
     n = flat.size
     out = empty(n) if out is None else out
     addend = NOTHING if residual is None else residual
@@ -206,7 +206,7 @@ def add_groups(a, b, out, low, high, found):
 def select_quantize_pack(
     coeffs: Coefficients, bins_per_block: int, coding: Coding, keep: bool
 ) -> tuple[Array, Array]:
-    """See ``reference.select_quantize_pack``."""
+    """Return (bitmap of the selected coefficients, their codes by ``coding``, packed)."""
     array, peak, key, ties = coeffs[:4]
     reals = array.view(np.float32)
     is_complex = array.dtype == np.complex64
@@ -375,7 +375,7 @@ def _append(whole, at, words, n_bits):
 
 
 def sum_values(parts: Sequence[Body], total: Array) -> Array:
-    """See ``reference.sum_values``."""
+    """Write the sum of sparse vectors, added in the order of ``parts``, to ``total``; return it."""
     reals, width = total.view(np.float32), total.itemsize // 4
     streams = Streams(parts, width, GROUP, -(-total.size // GROUP))
 

@@ -287,7 +287,7 @@ def span_of(block: int, width: int) -> int:
 def forward_blocks(
     flat: Array, block: int, residual: Array | None, k: int, is_dct: bool, out: Array | None = None
 ) -> Coefficients:
-    """See ``reference.forward_blocks``."""
+    """Return the FFTs or DCTs of consecutive blocks plus ``residual``, with the top-k threshold."""
     constants, width = constants_of(block, is_dct, False), 1 if is_dct else 2
     span = span_of(block, width)
     out = empty(-(-flat.size // block) * block) if out is None else out.view(np.float32)
@@ -330,7 +330,7 @@ def _limits_of_sample(
 
 
 def sum_blocks(parts: Sequence[Body], block: int, total: Array, is_dct: bool) -> Array:
-    """See ``reference.sum_blocks``."""
+    """Write ``inverse_blocks`` of the sum of ``parts`` to ``total``; see ``sum_values``."""
     constants, width = constants_of(block, is_dct, True), 1 if is_dct else 2
     span = span_of(block, width)
     streams = Streams(parts, width, span // width, -(-total.size // span))
@@ -345,7 +345,7 @@ def sum_blocks(parts: Sequence[Body], block: int, total: Array, is_dct: bool) ->
 
 
 def inverse_blocks(coeffs: Array, block: int, numel: int, is_dct: bool) -> Array:
-    """See ``reference.inverse_blocks``."""
+    """Return the first ``numel`` values of the blocks with these spectra or DCTs, float32."""
     tile = LANES * block
     reals, out = np.zeros((2, -(-numel // tile) * tile), np.float32)
     values = coeffs.view(np.float32)

@@ -91,7 +91,7 @@ def decode(codes, n, coding, values):
 
 @inlined
 def _encode_steps(values, n, coding, codes):
-    """See ``quantizers.steps_coding``."""
+    """Return the encoding of values as multiples of ``step``, 1 to ``most`` of either sign."""
     step, most = float_of(coding[3]), np.float64(coding[4])
     for i in range(n):
         x = values[i]
