@@ -278,6 +278,28 @@ def cluster_ddp() -> str:
     return cluster.ddp_table(read("cluster_ddp")["points"]) + "\n"
 
 
+def adam() -> Rows:
+    """Yield losses of GPTs under Adam, each at its best learning rate, the lowest first."""
+    import language_model_report as report  # loads PyTorch
+
+    texts = (path.read_text(encoding="utf-8") for path in (RESULTS / "language_model").iterdir())
+    found = {each.size: each for each in report.sections(map(json.loads, texts))}
+    sizes = ("0.4M", "3M")
+    yield ["compression", "optimizer", "ratio", *(f"loss of {size}" for size in sizes)]
+    rows = {size: {(r.recipe, r.optimizer): r for r in found[size].rows} for size in sizes}
+    optimizers = {"adamw": "`torch.optim.AdamW`", "adamw-ours": "`AdamW` of this package"}
+    for row in sorted(rows["0.4M"].values(), key=lambda row: row.loss(row.best)):
+        if row.optimizer not in optimizers or "coded" in row.recipe:  # a recipe that has gone
+            continue
+        cells = []
+        for size in sizes:
+            own = rows[size].get((row.recipe, row.optimizer))
+            cell = own and f"{report.cell(own, own.best).strip('*')} at {own.best:g}"
+            cells.append(cell or "")
+        ratio = f"{row.mean('ratio'):.1f}"
+        yield [f"`{row.recipe}`", optimizers[row.optimizer], ratio, *cells]
+
+
 LINKS = {  # what README.md shows of results/cluster_ddp.json: label, way under DDP, under Horovod
     "16-bit gradients (DDP's `bf16_compress_hook`, Horovod's fp16)": (
         "DDP, bf16_compress_hook",
@@ -323,7 +345,7 @@ def ranks() -> Rows:
 MADE: tuple[Callable[[], Rows | str], ...] = (
     *(bench, bench_options, bench_all, over_peers, threads, digits_accuracy),
     *(defaults, defaults_bits, rotation, convergence, near_100, overlap, steps, ddp_step, forecast),
-    *(cluster_gain, cluster_ddp, links, alone, ranks),
+    *(cluster_gain, cluster_ddp, links, adam, alone, ranks),
 )
 TABLES = {make.__name__: make for make in MADE}
 MARKED = re.compile(rf"(<!-- ({'|'.join(TABLES)}) -->\n).*?(<!-- /\2 -->)", re.S)
