@@ -68,6 +68,14 @@ class Recipe:
         own = _defaults(inspect.unwrap(self.make))
         return {name: value for name, value in own.items() if (name, value) != ("beta", 1.0)}
 
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether the bytes sent depend on shapes alone, and not on values, by default options."""
+        scheme = self.make()
+        if isinstance(scheme, Allgather):
+            return scheme.codec.has_fixed_size
+        return not isinstance(scheme, HardThreshold)
+
     def checked(self, options: Mapping[str, object]) -> dict[str, Any]:
         """Return ``options`` as built-in objects; TypeError for a value of the wrong type."""
         kinds, defaults = kinds_of(self.make), self.options

@@ -1,4 +1,4 @@
-"""Adaptive sparsifiers: selection and quantization of elements whose number depends on the values.
+"""Adaptive sparsifiers: selection and quantization of elements that the values or the step decide.
 
 They are stages of the sparse codec, without a quantizer beside them. They choose from finite values
 that are not all 0, and hold options alone.
@@ -41,8 +41,8 @@ NOTHING = Choice(0, np.empty(0, np.uint64), np.empty(0, np.uint8), 0.0)  # of ze
 class Adaptive(abc.ABC):
     """Base class of adaptive sparsifiers, which are frozen dataclasses of options.
 
-    ``draws``: whether it uses random numbers. ``cuda``: which selection the CUDA kernels make;
-    None: with a GPU, too, the host computes it.
+    ``draws``: whether it uses random numbers, by ``how.key``. ``cuda``: which selection the CUDA
+    kernels make; None: with a GPU, too, the host computes it.
     """
 
     draws: ClassVar[bool] = False
@@ -59,7 +59,10 @@ class Adaptive(abc.ABC):
 
     @abc.abstractmethod
     def choose(self, coeffs: Coefficients, how: Encoding) -> Choice:
-        """Choose elements of ``coeffs``; with ``how.keep`` subtract what is sent from its array."""
+        """Choose elements of ``coeffs``; with ``how.keep`` subtract what is sent from its array.
+
+        ``how.kernels.take_chosen`` does so, and packs the codes. Ranks may choose differently.
+        """
 
     @abc.abstractmethod
     def expected_count(self, shape: Shape) -> int:
