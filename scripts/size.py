@@ -1,6 +1,7 @@
 """Check the line budget: ``make size``. Code lines only: no blanks, comments or docstrings.
 
 Prints a table and every file or function over its limit; the exit status is 1 if there is one.
+The limit of ``methods`` grows with the number of recipes, so a new one needs no change here.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ class Budget(NamedTuple):
 
 
 CUDA = ("*.cu", "*.cuh")
+TABLE = "recipes.py"  # grows with each recipe, so FILE_LIMIT does not hold for it
+N_RECIPES = (PACKAGE / TABLE).read_text(encoding="utf-8").count(": Recipe(")
 FOLDERS = {
-    "adapters": ("adapter", "torch", "tensorflow"),
-    "torch_distributed": ("torch_distributed",),
-    "tools": ("tools", "cli"),
+    "methods": (TABLE, "codec/adaptive.py", "codec/methods/"),
+    "adapters": ("adapter/", "torch/", "tensorflow/"),
+    "torch_distributed": ("torch_distributed/",),
+    "tools": ("tools/", "cli/"),
 }
 BUDGETS = {
-    "library": Budget(10_500, 13_966, "drivers of kernels for one tensor beside those of buckets"),
+    "library": Budget(9_260, 12_728, "drivers of kernels for one tensor beside those of buckets"),
+    "methods": Budget(42 * N_RECIPES, 42 * N_RECIPES, "what methods do alike"),
     "adapters": Budget(1_900, 4_304, "what PyTorch's and TensorFlow's steps do alike"),
     "torch_distributed": Budget(700, 1_113, "what the drivers of DDP and of FSDP2 do alike"),
     "tools": Budget(2_700, 3_261, "not decided yet"),
@@ -106,8 +111,7 @@ def measure_cuda(root: Path) -> int:
 
 def part_of(size: Size) -> str:
     """Return the part of the package that a file belongs to."""
-    folder = size.name.split("/")[0]
-    return next((part for part, folders in FOLDERS.items() if folder in folders), "library")
+    return next((part for part, own in FOLDERS.items() if size.name.startswith(own)), "library")
 
 
 def main() -> int:
@@ -124,7 +128,7 @@ def main() -> int:
         if lines[part] > budget.limit:
             over.append(part)
     for title, sizes, limit in (
-        ("largest file", file_sizes, FILE_LIMIT),
+        ("largest file", [size for size in file_sizes if size.name != TABLE], FILE_LIMIT),
         ("longest function", function_sizes, FUNCTION_LIMIT),
     ):
         largest = max(sizes, default=Size(0, "-"))
