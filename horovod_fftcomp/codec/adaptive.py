@@ -38,6 +38,13 @@ class Choice(NamedTuple):
 NOTHING = Choice(0, np.empty(0, np.uint64), np.empty(0, np.uint8), 0.0)  # of zeros
 
 
+def bitmap_of(positions: Array, n: int) -> Array:
+    """Return the bitmap, uint64 ``[ceil(n / 64)]``, with ones at ``positions``."""
+    flags = np.zeros(-(-n // 64) * 64, np.uint8)
+    flags[positions] = 1
+    return np.packbits(flags, bitorder="little").view(np.uint64)
+
+
 class Adaptive(abc.ABC):
     """Base class of adaptive sparsifiers, which are frozen dataclasses of options.
 
