@@ -30,6 +30,7 @@ class Budget(NamedTuple):
 CUDA = ("*.cu", "*.cuh")
 TABLE = "recipes.py"  # grows with each recipe, so FILE_LIMIT does not hold for it
 N_RECIPES = (PACKAGE / TABLE).read_text(encoding="utf-8").count(": Recipe(")
+METHODS = 1_249 + 80 * (N_RECIPES - 30)  # what each new recipe may add
 FOLDERS = {
     "methods": (TABLE, "codec/adaptive.py", "codec/methods/"),
     "adapters": ("adapter/", "torch/", "tensorflow/"),
@@ -37,8 +38,8 @@ FOLDERS = {
     "tools": ("tools/", "cli/"),
 }
 BUDGETS = {
-    "library": Budget(9_260, 12_728, "drivers of kernels for one tensor beside those of buckets"),
-    "methods": Budget(42 * N_RECIPES, 42 * N_RECIPES, "what methods do alike"),
+    "library": Budget(9_260, 12_725, "drivers of kernels for one tensor beside those of buckets"),
+    "methods": Budget(METHODS, METHODS, "what methods do alike"),
     "adapters": Budget(1_900, 4_304, "what PyTorch's and TensorFlow's steps do alike"),
     "torch_distributed": Budget(700, 1_113, "what the drivers of DDP and of FSDP2 do alike"),
     "tools": Budget(2_700, 3_261, "not decided yet"),
