@@ -17,7 +17,7 @@ from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.simulation import exchange_once
-from tests.contracts import ADAPTIVE_RECIPES
+from tests.contracts import ADAPTIVE_RECIPES, DRAWN_RECIPES
 
 FILTERED = [name for name, recipe in RECIPES.items() if "beta" in recipe.options]
 FINE = {
@@ -36,7 +36,7 @@ CASES = [
     for name in FILTERED
     for exchange in ({"exchange": "gather"}, {"exchange": "sharded"})
     if "exchange" in RECIPES[name].options or exchange["exchange"] == "gather"
-    if name not in ("random_block", "random_k") or exchange["exchange"] == "gather"
+    if name not in DRAWN_RECIPES or exchange["exchange"] == "gather"
 ]
 
 
@@ -122,8 +122,7 @@ def test_values_out_of_range_are_refused(name):
             get_scheme(name, beta=beta, **options)
     if inspect.signature(RECIPES[name].make).parameters.get("error_feedback") is None:
         return
-    # These may have a filter by default.
-    if name not in ("scalecom", "arctopk", "random_block", "random_k"):
+    if RECIPES[name].options["beta"] == 1:  # others have a filter by default
         with pytest.raises(ValueError, match="beta is of the residual, so it needs error_feedback"):
             get_scheme(name, **{**options, "error_feedback": False}, beta=0.5)
 
