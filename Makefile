@@ -18,7 +18,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help install install-ddp demo demo-tf demo-ddp cluster cluster-netns test test-all test-core test-parallel test-integrations test-stalls test-gpu horovod-cuda lint format golden stubs docs size clean
+.PHONY: help install install-ddp demo demo-tf demo-ddp cluster cluster-netns test test-all test-core test-parallel test-integrations test-stalls test-gpu horovod-cuda lint format recipe docs size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -85,11 +85,8 @@ lint: install ## check style, format and types
 format: install ## format the code and mend what the linter can
 	ruff check --fix && ruff format
 
-golden: install ## write the golden payloads anew; the commit must say why
-	python -m tests.make_golden
-
-stubs: install ## write the signatures of the factories anew, for editors and type checkers
-	python -m tests.make_stubs
+recipe: install ## write what follows from the table of recipes: stub, golden files, tables of the docs
+	python -m tests.make_recipe
 
 docs: install ## build the documentation as a site, out/site/index.html
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -36,51 +36,12 @@ from horovod_fftcomp.schemes.dgc import Dgc
 from horovod_fftcomp.schemes.gtopk import GTopK
 from horovod_fftcomp.schemes.hard_threshold import HardThreshold
 from horovod_fftcomp.schemes.momentum import MomentumCorrection, WithMomentum
-from horovod_fftcomp.schemes.options import check_names, checked, kinds_of
+from horovod_fftcomp.schemes.options import check_names
 from horovod_fftcomp.schemes.powersgd import PowerSgd
+from horovod_fftcomp.schemes.recipe import Recipe
 from horovod_fftcomp.schemes.sharded import Sharded
 from horovod_fftcomp.schemes.sketchsgd import SketchSgd
 from horovod_fftcomp.schemes.sparcml import SparCml
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A named compression method; its options are the keywords of ``make``.
-
-    ``get_scheme`` checks options against the annotations of ``make``; ranges are checked where an
-    option is used. ``summary``: what is sent, as docs/recipes.md, the help of the factories and
-    ``horovod-fftcomp recipes`` show it. ``source``: its publication. ``spares_first``: the first
-    convolution of a model is sent dense unless a rule names it.
-    """
-
-    make: Callable[..., Scheme]
-    summary: str
-    source: str
-    spares_first: bool = False
-
-    @property
-    def options(self) -> dict[str, object]:
-        """The options and their defaults."""
-        return _defaults(self.make)
-
-    @property
-    def own_options(self) -> dict[str, object]:
-        """The same without those that all recipes that gather, or that have a residual, share."""
-        own = _defaults(inspect.unwrap(self.make))
-        return {name: value for name, value in own.items() if (name, value) != ("beta", 1.0)}
-
-    def checked(self, options: Mapping[str, object]) -> dict[str, Any]:
-        """Return ``options`` as built-in objects; TypeError for a value of the wrong type."""
-        kinds, defaults = kinds_of(self.make), self.options
-        return {
-            name: checked(name, value, kinds[name], defaults[name])
-            for name, value in options.items()
-        }
-
-
-def _defaults(make: Callable[..., Scheme]) -> dict[str, object]:
-    return {p.name: p.default for p in inspect.signature(make).parameters.values()}
-
 
 _Scope = Literal["tensor", "bucket", "model"]
 

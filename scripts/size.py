@@ -1,6 +1,7 @@
 """Check the line budget: ``make size``. Code lines only: no blanks, comments or docstrings.
 
 Prints a table and every file or function over its limit; the exit status is 1 if there is one.
+The limit of ``methods`` grows with the number of recipes, so a new one needs no change here.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ class Budget(NamedTuple):
 
 
 CUDA = ("*.cu", "*.cuh")
+TABLE = "recipes.py"
+N_RECIPES = (PACKAGE / TABLE).read_text(encoding="utf-8").count(": Recipe(")
+METHODS = 1_232 + 80 * (N_RECIPES - 30)  # what each new recipe may add
 FOLDERS = {
-    "adapters": ("adapter", "torch", "tensorflow"),
-    "torch_distributed": ("torch_distributed",),
-    "integrations": ("integrations",),
-    "tools": ("tools", "cli"),
+    "methods": (TABLE, "codec/adaptive.py", "codec/methods/"),
+    "adapters": ("adapter/", "torch/", "tensorflow/"),
+    "torch_distributed": ("torch_distributed/",),
+    "integrations": ("integrations/",),
+    "tools": ("tools/", "cli/"),
 }
 BUDGETS = {
-    "library": Budget(10_500, 13_961, "drivers of kernels for one tensor beside those of buckets"),
+    "library": Budget(9_260, 12_747, "drivers of kernels for one tensor beside those of buckets"),
+    "methods": Budget(METHODS, METHODS, "what methods do alike"),
     "adapters": Budget(1_900, 4_288, "what PyTorch's and TensorFlow's steps do alike"),
     "torch_distributed": Budget(700, 1_110, "what the drivers of DDP and of FSDP2 do alike"),
     "integrations": Budget(250, 130, "nothing"),
@@ -108,8 +114,7 @@ def measure_cuda(root: Path) -> int:
 
 def part_of(size: Size) -> str:
     """Return the part of the package that a file belongs to."""
-    folder = size.name.split("/")[0]
-    return next((part for part, folders in FOLDERS.items() if folder in folders), "library")
+    return next((part for part, own in FOLDERS.items() if size.name.startswith(own)), "library")
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Write the golden payloads and specifications: ``make golden``.
+"""Golden payloads and specifications, which ``make recipe`` writes.
 
 A change of them is a change of the wire format or of the saved state. A payload's file holds
 coefficients (so that no FFT library matters), the payload and the residual.
@@ -52,11 +52,3 @@ def specifications() -> list[str]:
         f"between nodes: {between_nodes.at(0).spec()}",
         *(f"codec {key}: {make_codec(key).spec()}" for key in CODECS),
     ]
-
-
-if __name__ == "__main__":
-    SPECS.write_text("\n".join(specifications()) + "\n")
-    print(f"wrote {SPECS}")
-    for name in CODECS:
-        np.savez_compressed(FOLDER / f"{name}.npz", **make(name))
-        print(f"wrote {FOLDER / name}.npz")

@@ -1,4 +1,4 @@
-"""Write the stub of the factories: ``make stubs``. Editors and type checkers read it.
+"""Stub of the factories, which ``make recipe`` writes. Editors and type checkers read it.
 
 ``adapter/signatures.pyi`` has one static method for each recipe, with what ``inspect.signature``
 shows at run time, as a class that is generic in the model and in the compressor. By it the files
@@ -19,7 +19,7 @@ from horovod_fftcomp.schedules import Schedule
 
 PACKAGE = Path(horovod_fftcomp.__file__).parent
 PATH = PACKAGE / "adapter" / "signatures.pyi"
-HEAD = '''"""Signatures of the factories; ``make stubs`` writes this file."""
+HEAD = '''"""Signatures of the factories; ``make recipe`` writes this file."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -67,7 +67,3 @@ def _declared(parameter: inspect.Parameter) -> str:
 def _written(alias: object) -> str:
     parameter = inspect.Parameter("_", inspect.Parameter.KEYWORD_ONLY, annotation=alias)
     return declaration(parameter).removeprefix("_: ")
-
-
-if __name__ == "__main__":
-    PATH.write_text(stub(), encoding="utf-8")

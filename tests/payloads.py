@@ -17,12 +17,12 @@ from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.schemes import Round, Tensor
 from horovod_fftcomp.simulation import exchange_once
-from tests.contracts import ELEMENT_RECIPES
+from tests.contracts import ADAPTIVE_RECIPES, ELEMENT_RECIPES
 
 SHAPE = (60, 100)
 STEPS = 5
 RECIPES = ("fp16", "bf16", "topk", "fft", "dct", "auto", "scalecom", "random_k", "hard_threshold",
-           "strom", "adacomp", "wangni", "qsgd", "onebit", "signum")  # fmt: skip
+           *ADAPTIVE_RECIPES, "qsgd", "onebit", "signum")  # fmt: skip
 
 # Recipes that the parallel tests run side by side in one training, with their options; all others
 # they run one by one.
@@ -33,10 +33,10 @@ TOGETHER: dict[str, dict[str, object]] = {
     "gtopk": {"density": 0.01},
     "sparcml": {"density": 0.01},
     "sketchsgd": {"density": 0.01},
+    **{name: {} for name in (*ADAPTIVE_RECIPES, *ELEMENT_RECIPES)},
     "strom": {"threshold": 50.0},
-    "adacomp": {},
     "wangni": {"density": 0.05},
-} | {name: {} for name in ELEMENT_RECIPES}  # fmt: skip
+}
 STEPS_TOGETHER, COMPARED = 50, 4  # the first are compared with a simulation
 EACH = [name for name in list_compressors() if name not in TOGETHER]
 # One of each list of rounds: what else a recipe does no transport changes.

@@ -2,23 +2,106 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import pytest
 
-from horovod_fftcomp import PayloadError, get_codec, get_scheme, simulate, wire
+from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, simulate, wire
+from horovod_fftcomp.codec.adaptive import Adaptive, Selection, bitmap_of
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
+from horovod_fftcomp.codec.quantizers import Float32, float_of
+from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes.allgather import Allgather
+from tests.contracts import ADAPTIVE_RECIPES, CASES, CODECS, case_of, make_codec
+from tests.loops import each
 
 N_DRAWS = 400
 
 
 def _normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def _sent_by_strom(method, values, shape, arrived):
+    levels = np.minimum(np.abs(values) // method.threshold, method.quanta)
+    return np.sign(values) * levels * method.threshold
+
+
+def _sent_by_adacomp(method, values, shape, arrived):
+    length = method.length(shape)
+    rows = np.zeros(-(-values.size // length) * length)
+    rows[: values.size] = np.abs(values)
+    maxima = rows.reshape(-1, length).max(1)
+    reached = np.repeat(maxima, length)[: values.size]
+    sent = (2 * np.abs(values) >= reached) & (reached > 0)
+    scale = maxima.mean() if maxima.size else 0.0
+    return sent * np.where(values < 0, -scale, scale)
+
+
+def _sent_by_wangni(method, values, shape, arrived):
+    """Of a draw, one of the two values that it can be."""
+    largest = np.finfo(arrived.dtype).max if arrived.dtype.name == "float16" else np.inf
+    below = partial(load_backend("reference").sums_below, np.float32(values))
+    limit = method.limit(values.size, below) if values.any() else 0.0
+    expected = np.sign(values) * np.minimum(np.maximum(np.abs(values), limit), largest)
+    expected[(arrived == 0) & (np.abs(values) < limit)] = 0
+    return expected
+
+
+FORMULAS = {"strom": _sent_by_strom, "adacomp": _sent_by_adacomp, "wangni": _sent_by_wangni}
+
+
+@each("case", CASES)
+@each("key", [key for key, (recipe, _) in CODECS.items() if recipe in FORMULAS])
+def test_what_arrives_is_what_the_formulas_say(key, case):
+    codec, x = make_codec(key), case_of(case)
+    rounding = 1e-2 if x.dtype.name in ("float16", "bfloat16") else 1e-6
+    with np.errstate(over="ignore"):
+        values = x.astype(np.float32).astype(np.float64).ravel()
+    for backend in BACKENDS:
+        payload = codec.encode(x, step=3, name="w", backend=backend)
+        arrived = codec.decode(payload, backend=backend).ravel()
+        expected = FORMULAS[CODECS[key][0]](codec.sparsifier, values, x.shape, arrived)
+        np.testing.assert_allclose(arrived.astype(np.float64), expected, rtol=rounding, atol=1e-44)
+
+
+@dataclass(frozen=True)
+class _EverySecond(Adaptive):
+    """Send every second element, from the first in even steps, from the second in odd ones."""
+
+    spec_name = "EverySecond"
+
+    def coding(self, scale):
+        return Float32().coding(scale)
+
+    def choose(self, coeffs, how):
+        array = coeffs.array
+        bitmap = bitmap_of(np.arange(how.step % 2, array.size, 2), array.size)
+        scale = float_of(coeffs.peak)
+        k, codes = how.kernels.take_chosen(array, bitmap, 0.0, self.coding(scale), how.keep)
+        return Selection(k, bitmap, codes, scale)
+
+    def expected_count(self, shape):
+        return math.prod(shape) // 2
+
+
+def test_the_step_reaches_a_stage():
+    tensor, grad = Tensor("w", (1000,)), _normal(1000)
+    scheme = Allgather(Codec(Identity(), _EverySecond()), error_feedback=True)
+    engine = Engine([Bucket((tensor,), Always(scheme))], 0, 1)
+    for step in range(4):
+        engine.resume(0, engine.resume(0, [grad]).data)
+        expected = np.zeros_like(grad)
+        expected[step % 2 :: 2] = grad[step % 2 :: 2] * np.float32(2 if step else 1)
+        np.testing.assert_allclose(engine.sums(0)[0], expected)
+        engine.settle()
 
 
 @pytest.mark.parametrize("quanta", [1, 3])
@@ -234,6 +317,6 @@ def test_bodies_that_no_method_writes_are_refused():
 
 
 def test_sizes_cannot_be_known_before_the_data():
-    for recipe in ("strom", "adacomp", "wangni"):
+    for recipe in ADAPTIVE_RECIPES:
         with pytest.raises(ValueError, match="depends on the values"):
             get_codec(recipe).payload_nbytes(1000)

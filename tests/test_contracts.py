@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from horovod_fftcomp.codec.backend import BACKENDS
 from tests import contracts
 from tests.loops import each
 
 
-def _case(name: str) -> np.ndarray:
-    if name == "bfloat16":
-        pytest.importorskip("ml_dtypes")
-    return contracts.CASES[name]()
-
-
 @each("case", contracts.CASES)
 @each("key", contracts.CODECS)
 def test_round_trip_keeps_shape_dtype_size_and_bound(key, case):
     for backend in BACKENDS:
-        contracts.check_round_trip(contracts.make_codec(key), _case(case), backend)
+        contracts.check_round_trip(contracts.make_codec(key), contracts.case_of(case), backend)
 
 
 @each("case", contracts.CASES)
 @each("key", contracts.CODECS)
 def test_every_backend_writes_the_reference_bytes(key, case):
-    contracts.check_same_bytes(contracts.make_codec(key), _case(case))
+    contracts.check_same_bytes(contracts.make_codec(key), contracts.case_of(case))
 
 
 @each("case", ["0-d", "empty", "two", "prime", "conv", "float64", "zeros"])
 @each("key", contracts.CODECS)
 def test_decode_sum_is_the_sum_of_decodes(key, case):
-    x = _case(case)
+    x = contracts.case_of(case)
     others = [np.asarray(x * factor, x.dtype) for factor in (1.0, -0.5, 3.0)]
     for backend in BACKENDS:
         contracts.check_decode_sum(contracts.make_codec(key), others, backend)
@@ -41,7 +34,9 @@ def test_decode_sum_is_the_sum_of_decodes(key, case):
 @each("case", ["0-d", "seven", "prime", "conv", "zeros"])
 @each("key", contracts.CODECS)
 def test_damaged_payloads_are_rejected(key, case):
-    contracts.check_rejects_damage(contracts.make_codec(key), _case(case), seed=len(key))
+    contracts.check_rejects_damage(
+        contracts.make_codec(key), contracts.case_of(case), seed=len(key)
+    )
 
 
 @each("bad", [np.nan, np.inf, -np.inf])

@@ -1,9 +1,8 @@
-"""The documents say what the code does; ``python -m tests.test_docs`` writes docs/recipes.md."""
+"""The documents say what the code does."""
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import doctest
 import functools
 import importlib
@@ -24,7 +23,7 @@ import pytest
 import horovod_fftcomp
 from horovod_fftcomp import RECIPES, get_codec, get_scheme, schedules
 from horovod_fftcomp.cli import main as command_line
-from horovod_fftcomp.cli.recipes import near_square, ratio
+from horovod_fftcomp.cli.recipes import near_square
 from horovod_fftcomp.codec import base
 from horovod_fftcomp.engine import buckets
 from horovod_fftcomp.engine.policy import make_policy
@@ -33,12 +32,19 @@ from horovod_fftcomp.tools.advise import advice
 from horovod_fftcomp.wire.coded_levels import CodedLevels, frequencies
 from horovod_fftcomp.wire.counter_rng import random_words
 from tests.loops import each
+from tests.make_recipe import (
+    FILES,
+    MEMORY,
+    NUMEL,
+    RECIPES_PAGE,
+    TABLE,
+    modules_of,
+    rows_of,
+    with_fresh_table,
+)
 from tests.test_layering import FLOOR_OF
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES_PAGE = ROOT / "docs" / "recipes.md"
-TABLE = re.compile(r"(<!-- recipes -->\n).*?(<!-- /recipes -->)", re.S)
-NUMEL = 1_000_000
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for pattern in ("*.md", "docs/*.md", "docker/*.md", "benchmarks/*.md")
@@ -51,32 +57,6 @@ MODULES = sorted(
     for path in (ROOT / "horovod_fftcomp").rglob("*.py")
     if not {*path.relative_to(ROOT).parts, path.stem} & set(APART)
 )
-
-
-def recipes_table() -> str:
-    """Return the table of recipes, as the code has them."""
-    rows = [
-        "| recipe | what is sent | options = defaults | collectives | ratio | source |",
-        "|---|---|---|---|---:|---|",
-    ]
-    for name, recipe in RECIPES.items():
-        scheme = get_scheme(name)
-        options = ", ".join(f"`{option}={value}`" for option, value in recipe.own_options.items())
-        cells = (
-            f"`{name}`",
-            recipe.summary,
-            options or "none",
-            ", ".join(scheme.rounds),
-            f"{ratio(name, NUMEL):.1f}",
-            recipe.source,
-        )
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n"
-
-
-def with_fresh_table(text: str) -> str:
-    """Return the page's ``text`` with the table between its markers replaced."""
-    return TABLE.sub(lambda found: found[1] + recipes_table() + found[2], text)
 
 
 def read(page: str) -> str:
@@ -95,7 +75,7 @@ def section(page: str, title: str) -> str:
 def test_the_table_of_recipes_is_fresh():
     text = RECIPES_PAGE.read_text("utf-8")
     assert len(TABLE.findall(text)) == 1
-    assert text == with_fresh_table(text), "run: python -m tests.test_docs"
+    assert text == with_fresh_table(text), "run: make recipe"
 
 
 def test_the_command_and_the_readme_have_the_same_ratios(capsys, monkeypatch):
@@ -256,31 +236,20 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert 'id="horovod_fftcomp.adapter.signatures.Compression.fft"' in api
 
 
-def _modules(part: object) -> set[str]:
-    """Return the modules of a dataclass and of those in its fields."""
-    if not dataclasses.is_dataclass(part) or isinstance(part, type):
-        return set()
-    found = {type(part).__module__.removeprefix("horovod_fftcomp.").replace(".", "/") + ".py"}
-    return found.union(*(_modules(getattr(part, f.name)) for f in dataclasses.fields(part)))
-
-
 def test_the_page_names_the_files_of_each_recipe():
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    rows = re.findall(
-        r"^\| (`.+?`) \| (.+?) \| (.+?) \|", text.split("## A recipe's files")[1], re.M
-    )
     told = {
-        name: set(re.findall(r"horovod_fftcomp/(\S+?)\)", schemes + codecs))
-        for names, schemes, codecs in rows
-        for name in re.findall(r"`(\w+)`", names)
-        if "schemes/" in schemes
+        name: set(re.findall(r"horovod_fftcomp/((?:schemes|codec)/\S+?)\)", row))
+        for name, row in rows_of(text, FILES).items()
     }
-    assert told == {name: _modules(get_scheme(name)) for name in RECIPES}
+    wrong = {name for name in told if told[name] != {*modules_of(RECIPES[name].make())}}
+    assert not wrong, f"delete their names from docs/architecture.md, {FILES}; run: make recipe"
+    assert told.keys() == RECIPES.keys(), "run: make recipe"
 
 
 def test_every_recipe_has_its_section():
     sections = set(re.findall(r"^## (\S+)$", read("docs/methods.md"), re.M))
-    assert set(RECIPES) <= sections
+    assert set(RECIPES) <= sections, "write its section in docs/methods.md, as those of others"
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -330,8 +299,7 @@ def test_commands_in_pages_exist(page, capsys):
 
 
 def test_every_recipe_has_its_memory_stated():
-    rows = re.findall(r"\| `(\w+)` \|.*\| ([\d.]+) \|", section("docs/methods.md", "Memory"))
-    assert {name for name, _ in rows} == set(RECIPES)
+    assert rows_of(read("docs/methods.md"), MEMORY).keys() == RECIPES.keys(), "run: make recipe"
 
 
 def test_every_key_of_stats_is_explained():
@@ -709,10 +677,3 @@ def test_a_decoder_written_from_the_page_knows_what_is_not_finite(bad):
     ours = decode_by_the_book(payload.tobytes(), density=0.01, bits=32, transform="none")
     assert ours.shape == (600, 2)
     assert np.isnan(ours).all()
-
-
-if __name__ == "__main__":
-    RECIPES_PAGE.write_text(
-        with_fresh_table(RECIPES_PAGE.read_text(encoding="utf-8")), encoding="utf-8"
-    )
-    print(f"wrote {RECIPES_PAGE}")

@@ -17,7 +17,14 @@ from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.schemes.bucket_scope import BucketScope
 from horovod_fftcomp.simulation import exchange_once
-from tests.contracts import CODECS, DRAWN_RECIPES, GATHER_RECIPES, SHARED_RECIPES, make_codec
+from tests.contracts import (
+    ADAPTIVE_RECIPES,
+    CODECS,
+    DRAWN_RECIPES,
+    GATHER_RECIPES,
+    SHARED_RECIPES,
+    make_codec,
+)
 from tests.loops import each
 
 # Of those that do without error feedback by default, the ones that contract can be given it.
@@ -26,11 +33,10 @@ CONTRACTIONS = [
     for key, (recipe, _) in CODECS.items()
     if RECIPES[recipe].options.get("error_feedback") is False and make_codec(key).method.contraction
 ]
-ALWAYS = ("hard_threshold", "strom", "adacomp")  # with feedback; an option of the first alone
 FEEDBACK = {
     key: case
     for key, case in CODECS.items()
-    if RECIPES[case[0]].options.get("error_feedback", case[0] in ALWAYS)
+    if getattr(get_scheme(case[0]), "error_feedback", False)
 } | {
     key: (CODECS[key][0], {**CODECS[key][1], "error_feedback": True}) for key in CONTRACTIONS
 } | {
@@ -94,9 +100,6 @@ SCHEMES |= {
 }
 TENSORS = [[Tensor("a", (40, 50)), Tensor("b", (3,))], [Tensor("c", (7, 11, 13))]]
 SIZES = [[2000, 3], [1001]]
-
-
-FORECAST = ("strom", "adacomp", "wangni")  # values decide how much they send
 
 
 def _may_forget(recipe):
@@ -438,7 +441,7 @@ def test_bytes_sent_are_the_bytes_predicted(recipe):
     _run([engine], _grads(np.random.default_rng(7), ranks=1))
     tensors = [tensor for bucket in TENSORS for tensor in bucket]
     scheme = get_scheme(recipe)
-    if recipe not in FORECAST:
+    if recipe not in ADAPTIVE_RECIPES:
         # Offsets of a bucket take whole words, of which a tensor fills what it needs.
         rounded = 4 * len(tensors) if recipe == "scalecom" else 0
         if isinstance(scheme, BucketScope):

@@ -99,7 +99,7 @@ def test_factories_can_be_pickled_and_copied():
 
 def test_the_stub_is_fresh():
     written = PATH.read_text(encoding="utf-8")
-    assert written == stub(), "run: make stubs"
+    assert written == stub(), "run: make recipe"
     (made,) = (node for node in ast.parse(written).body if isinstance(node, ast.ClassDef))
     methods = {node.name: node.args for node in made.body if isinstance(node, ast.FunctionDef)}
     del methods["parse"]

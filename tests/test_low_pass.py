@@ -17,6 +17,7 @@ from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.simulation import exchange_once
+from tests.contracts import ADAPTIVE_RECIPES, DRAWN_RECIPES
 
 FILTERED = [name for name, recipe in RECIPES.items() if "beta" in recipe.options]
 FINE = {
@@ -35,7 +36,7 @@ CASES = [
     for name in FILTERED
     for exchange in ({"exchange": "gather"}, {"exchange": "sharded"})
     if "exchange" in RECIPES[name].options or exchange["exchange"] == "gather"
-    if name not in ("random_block", "random_k") or exchange["exchange"] == "gather"
+    if name not in DRAWN_RECIPES or exchange["exchange"] == "gather"
 ]
 
 
@@ -49,7 +50,8 @@ def options_of(name, options):
 
 def test_every_recipe_with_an_option_for_feedback_has_a_filter():
     with_feedback = {name for name, one in RECIPES.items() if "error_feedback" in one.options}
-    assert with_feedback | {"strom", "adacomp"} == set(FILTERED)
+    always = {name for name in ADAPTIVE_RECIPES if get_scheme(name).error_feedback}
+    assert with_feedback | always == set(FILTERED)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -120,8 +122,7 @@ def test_values_out_of_range_are_refused(name):
             get_scheme(name, beta=beta, **options)
     if inspect.signature(RECIPES[name].make).parameters.get("error_feedback") is None:
         return
-    # These may have a filter by default.
-    if name not in ("scalecom", "arctopk", "random_block", "random_k"):
+    if RECIPES[name].options["beta"] == 1:  # others have a filter by default
         with pytest.raises(ValueError, match="error_feedback"):
             get_scheme(name, **{**options, "error_feedback": False}, beta=0.5)
 

@@ -22,10 +22,12 @@ from horovod_fftcomp.schemes import Round, Second, Tensor, ops_of, shard_plan
 from horovod_fftcomp.schemes.shard_plan import Key, cut, second_codec
 from horovod_fftcomp.simulation import InProcessWorld, exchange_once
 from horovod_fftcomp.wire.header import align
+from tests.contracts import ADAPTIVE_RECIPES
 
 SHARDED = [name for name, recipe in RECIPES.items() if recipe.options.get("exchange") == "auto"]
 # Recipes whose sums and residuals together are the gradients: no momentum, votes or draws alone.
-CONSERVING = ["topk", "fft", "dct", "onebit", "efsignsgd", "strom", "adacomp", "hard_threshold"]
+CONSERVING = ["topk", "fft", "dct", "onebit", "efsignsgd", "hard_threshold"]
+CONSERVING += [name for name in ADAPTIVE_RECIPES if get_scheme(name).error_feedback]
 TENSORS = (Tensor("a", (100, 90)), Tensor("b", (3000,)), Tensor("c", (50, 71)), Tensor("d", (5,)))
 
 

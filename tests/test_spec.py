@@ -12,7 +12,8 @@ from tests.make_golden import SPECS, specifications
 
 
 def test_specifications_and_state_formats_equal_the_golden_ones():
-    assert SPECS.read_text().splitlines() == specifications()
+    written = SPECS.read_text().splitlines()
+    assert written == specifications(), "run: make recipe; no line may change but by a new version"
 
 
 def test_a_class_does_not_inherit_the_name_of_another():

@@ -1,6 +1,7 @@
 """Factory functions of ``Compression``, one per recipe, that make compressors.
 
-``signatures.pyi`` has the same signatures, for editors and type checkers: ``make stubs`` writes it.
+``signatures.pyi`` has the same signatures, for editors and type checkers. ``make recipe`` writes
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Signatures of the factories; ``make stubs`` writes this file."""
+"""Signatures of the factories; ``make recipe`` writes this file."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike

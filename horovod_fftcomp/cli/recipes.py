@@ -36,7 +36,6 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.name:
         print(documentation(parsed.name, keywords_of(parsed.name)))
         return
-    shape = " x ".join(f"{length:,}" for length in near_square(parsed.numel))
     received = (f"MB at {ranks}" for ranks in _RANKS)
     table = Table("recipe", ("ratio", *received, "what is sent, options, collectives; source"))
     for name, recipe in RECIPES.items():
@@ -48,14 +47,15 @@ def run(parsed: argparse.Namespace) -> None:
         table.add_row(name, f"{ratio(name, parsed.numel):.1f}", *received, "\n".join(lines))
     console = make_console()
     console.print(table)
+    *others, last = (name for name, recipe in RECIPES.items() if not recipe.has_fixed_size)
     shape = " x ".join(f"{length:,}" for length in near_square(parsed.numel))
     console.print(
         Text(
             f"Options with their defaults; `horovod-fftcomp recipes NAME` describes them. Ratio: "
             f"float32 bytes / sent bytes for {parsed.numel:,} elements in a tensor of {shape}, the "
             "matrix of that size that is nearest to a square. MB at 8, at 64: megabytes of it that "
-            "a rank receives in a step on so many ranks. Estimates for hard_threshold, strom, "
-            "adacomp and wangni, whose sizes depend on the values."
+            f"a rank receives in a step on so many ranks. Estimates for {', '.join(others)} and "
+            f"{last}, whose sizes depend on the values."
         )
     )
 

@@ -1,4 +1,4 @@
-"""Adaptive sparsifiers: selection and quantization of elements whose number depends on the values.
+"""Adaptive sparsifiers: selection and quantization of elements that the values or the step decide.
 
 They are stages of the sparse codec, without a quantizer beside them. They choose from finite values
 that are not all 0, and hold options alone.
@@ -38,11 +38,18 @@ class Selection(NamedTuple):
 NOTHING = Selection(0, np.empty(0, np.uint64), np.empty(0, np.uint8), 0.0)  # of zeros
 
 
+def bitmap_of(positions: Array, n: int) -> Array:
+    """Return the bitmap, uint64 ``[ceil(n / 64)]``, with ones at ``positions``."""
+    flags = np.zeros(-(-n // 64) * 64, np.uint8)
+    flags[positions] = 1
+    return np.packbits(flags, bitorder="little").view(np.uint64)
+
+
 class Adaptive(abc.ABC):
     """Base class of adaptive sparsifiers, which are frozen dataclasses of options.
 
-    ``draws``: whether it uses random numbers. ``cuda``: which selection the CUDA kernels make;
-    None: with a GPU, too, the host computes it.
+    ``draws``: whether it uses random numbers, by ``how.key``. ``cuda``: which selection the CUDA
+    kernels make; None: with a GPU, too, the host computes it.
     """
 
     draws: ClassVar[bool] = False
@@ -59,7 +66,10 @@ class Adaptive(abc.ABC):
 
     @abc.abstractmethod
     def choose(self, coeffs: Coefficients, how: Encoding) -> Selection:
-        """Choose elements of ``coeffs``; with ``how.keep`` subtract what is sent from its array."""
+        """Choose elements of ``coeffs``; with ``how.keep`` subtract what is sent from its array.
+
+        ``how.kernels.take_chosen`` does so, and packs the codes. Ranks may choose differently.
+        """
 
     @abc.abstractmethod
     def scale(self, peak: float, statistics: Array | Sequence[float]) -> float:

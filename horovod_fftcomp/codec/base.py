@@ -191,7 +191,7 @@ class PayloadCodec(abc.ABC):
         random numbers.
         """
         key = self.key_at(rng_key) if self.draws else 0
-        how = Encoding(shape, key, kernels, keep_residual, coeffs.signs)
+        how = Encoding(shape, key, kernels, keep_residual, coeffs.signs, rng_key.step)
         finite = coeffs.peak <= LARGEST_FINITE_BITS
         written = self._write(coeffs, how, out) if finite else None
         if written is None:

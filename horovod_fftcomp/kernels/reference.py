@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from horovod_fftcomp.codec.adaptive import bitmap_of
+
 # Kernels of element-wise methods are in the files of the methods.
 from horovod_fftcomp.codec.methods.dither import add_coded, encode_coded  # noqa: F401
 from horovod_fftcomp.codec.methods.levels import add_levels, encode_levels  # noqa: F401
@@ -300,13 +302,6 @@ def unpack_bits(packed: Array, count: int, bits: int) -> Array:
     """Return the ``count`` codes that ``pack_bits`` packed, uint32."""
     flags = np.unpackbits(packed, count=count * bits, bitorder="little").reshape(count, bits)
     return (flags.astype(np.uint32) << np.arange(bits, dtype=np.uint32)).sum(1, dtype=np.uint32)
-
-
-def bitmap_of(positions: Array, n: int) -> Array:
-    """Return the bitmap, uint64 ``[ceil(n / 64)]``, with ones at ``positions``."""
-    flags = np.zeros(-(-n // 64) * 64, np.uint8)
-    flags[positions] = 1
-    return np.packbits(flags, bitorder="little").view(np.uint64)
 
 
 def positions_of(bitmap: Array) -> Array:

@@ -24,7 +24,7 @@ from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.kernels import cuda
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.schemes import Tensor
-from tests.contracts import ELEMENT_RECIPES, HOST_ONLY, make_codec
+from tests.contracts import ADAPTIVE_RECIPES, ELEMENT_RECIPES, HOST_ONLY, make_codec
 from tests.gpu import steps
 from tests.gpu.emulator import Emulator
 from tests.gpu.test_kernels import FIXED, GRADS, PLAIN, a_residual, keys_of, meant, place_of
@@ -125,9 +125,8 @@ def test_a_device_passes_its_probe(device):
 @pytest.mark.parametrize(
     ("recipe", "tolerance"),
     [
-        *((name, 0) for name in ELEMENT_RECIPES if name not in HOST_ONLY),
+        *((n, 0) for n in (*ELEMENT_RECIPES, *ADAPTIVE_RECIPES) if n not in HOST_ONLY),
         *(("topk", 0), ("hard_threshold", 0), ("dgc", 0), ("fp16", 0)),
-        *(("strom", 0), ("adacomp", 0), ("wangni", 0)),
         ("fft", 2e-6),
         ("powersgd", 1e-4),  # products add in any order
     ],

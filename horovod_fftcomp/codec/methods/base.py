@@ -22,10 +22,11 @@ R = TypeVar("R")
 
 
 class Encoding(NamedTuple):
-    """Arguments of ``Method.encode`` beside the arrays.
+    """Arguments of ``Method.encode`` and ``Adaptive.choose`` beside the arrays.
 
     ``key``: 64-bit key of random numbers. ``keep``: whether what is sent is subtracted from the
-    values. ``signs``: of the values, if they are known.
+    values. ``signs``: of the values, if they are known. ``step``: number of the step, the same on
+    all ranks.
     """
 
     shape: Shape
@@ -33,6 +34,7 @@ class Encoding(NamedTuple):
     kernels: Kernels
     keep: bool
     signs: Signs | None = None
+    step: int = 0
 
 
 class CudaMethod(NamedTuple):
