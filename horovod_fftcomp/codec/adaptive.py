@@ -71,12 +71,12 @@ class Adaptive(abc.ABC):
         ``how.kernels.take_chosen`` does so, and packs the codes. Ranks may choose differently.
         """
 
-    @abc.abstractmethod
     def scale(self, peak: float, statistics: Array | Sequence[float]) -> float:
         """Return the header's scale for values whose largest magnitude is ``peak``, above 0.
 
         ``statistics``: what the selection has computed: maxima of bins, or a limit; else unused.
         """
+        return peak
 
     @abc.abstractmethod
     def expected_count(self, shape: Shape) -> int:
