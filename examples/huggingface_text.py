@@ -23,7 +23,7 @@ LENGTH = 64
 def main() -> None:
     """Train, and print loss and compression ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--compression", help="recipe (default: by the optimizer)")
+    parser.add_argument("--compression", default="dither", help="(default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="(default: %(default)s)")
     args = parser.parse_args()

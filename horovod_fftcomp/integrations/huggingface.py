@@ -16,18 +16,18 @@ FILE = "gradient_compression.pt"  # in each checkpoint
 
 def compress(
     trainer: Trainer,
-    recipe: str | None = None,
+    recipe: str = "dither",
     *,
     resume_from: str | bool = True,
     **options: Any,
 ) -> CompressGradients:
     """Compress the gradients of ``trainer`` from its next ``train()`` on; return the callback.
 
-    ``recipe``, ``options``: as of ``torch_distributed.compress``; without a recipe it is chosen by
-    the trainer's optimizer. Each checkpoint of the trainer gets a file, gradient_compression.pt,
-    with the residuals of all ranks. ``train(resume_from_checkpoint=...)`` loads it, on any number
-    of ranks. ``resume_from``: the checkpoint's folder, if it is not one of ``args.output_dir``;
-    False: begin without residuals. Logs get scalars named "compression/ratio" etc.
+    ``recipe``, ``options``: as of ``torch_distributed.compress``. Each checkpoint of the trainer
+    gets a file, gradient_compression.pt, with the residuals of all ranks.
+    ``train(resume_from_checkpoint=...)`` loads it, on any number of ranks. ``resume_from``: the
+    checkpoint's folder, if it is not one of ``args.output_dir``; False: begin without residuals.
+    Logs get scalars named "compression/ratio" etc.
 
     >>> callback = compress(trainer, "dither", ratio=40); trainer.train()  # doctest: +SKIP
     """
@@ -46,7 +46,7 @@ class CompressGradients(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        recipe: str | None,
+        recipe: str,
         resume_from: str | bool,
         options: dict[str, Any],
     ) -> None:
@@ -65,9 +65,7 @@ class CompressGradients(TrainerCallback):
         if model is not self._model:  # which a second ``train()`` does not wrap anew
             scaler = getattr(trainer.accelerator, "scaler", None)
             options = {"grad_scaler": scaler, **self._options}
-            self.compression = torch_distributed.compress(
-                model, self._recipe, optimizer=trainer.optimizer, **options
-            )
+            self.compression = torch_distributed.compress(model, self._recipe, **options)
             self._model, self._scalars = model, Scalars(self.compression)
         assert self.compression is not None
         if state.global_step and self._resume_from is not False:

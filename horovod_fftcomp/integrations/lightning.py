@@ -13,18 +13,17 @@ from horovod_fftcomp.torch_distributed import DistributedCompressor, compress
 class CompressGradients(lightning.Callback):
     """Callback of a ``lightning.Trainer`` that compresses the gradients of the strategy "ddp".
 
-    ``recipe``, ``options``: as of ``torch_distributed.compress``; without a recipe it is chosen by
-    the trainer's first optimizer. Checkpoints hold the residuals of all ranks, and training may
-    continue from them on any number of ranks. The trainer's loggers get scalars named
-    "compression/ratio" etc., every ``log_every_n_steps`` steps. ``compression``: the compressor,
-    None before training begins.
+    ``recipe``, ``options``: as of ``torch_distributed.compress``. Checkpoints hold the residuals of
+    all ranks, and training may continue from them on any number of ranks. The trainer's loggers get
+    scalars named "compression/ratio" etc., every ``log_every_n_steps`` steps. ``compression``: the
+    compressor, None before training begins.
 
     >>> trainer = lightning.Trainer(  # doctest: +SKIP
     ...     strategy="ddp", devices=2, callbacks=[CompressGradients("dither")]
     ... )
     """
 
-    def __init__(self, recipe: str | None = None, **options: Any) -> None:
+    def __init__(self, recipe: str = "dither", **options: Any) -> None:
         self._recipe, self._options = recipe, options
         self._saved: dict[str, Any] = {}
         self.compression: DistributedCompressor | None = None
@@ -33,9 +32,7 @@ class CompressGradients(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
     ) -> None:
         """Compress the model, which the strategy has wrapped in DDP by now."""
-        model, optimizers = trainer.strategy.model, trainer.optimizers
-        first = optimizers[0] if optimizers else None
-        self.compression = compress(model, self._recipe, optimizer=first, **self._options)
+        self.compression = compress(trainer.strategy.model, self._recipe, **self._options)
         if self._saved:
             self.compression.load_state_dict(self._saved)
         self._scalars = Scalars(self.compression)

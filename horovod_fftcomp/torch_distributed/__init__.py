@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_fftcomp.adapter.factories import configured
-from horovod_fftcomp.adapter.torch_tensors.optimizers import Adam, AdamW, has_second_moments
+from horovod_fftcomp.adapter.torch_tensors.optimizers import Adam, AdamW
 from horovod_fftcomp.adapter.torch_tensors.simulated_ranks import SimulatedLearners
 from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.errors import UnsupportedError
@@ -34,9 +34,8 @@ __all__ = [
 
 def compress(
     model: torch.nn.Module,
-    recipe: str | None = None,
+    recipe: str = "dither",
     *,
-    optimizer: torch.optim.Optimizer | None = None,
     replicate: Any = None,
     **options: Any,
 ) -> DistributedCompressor:
@@ -44,21 +43,12 @@ def compress(
 
     ``model``: a ``DistributedDataParallel`` that has had no backward pass, or a model under
     ``fully_shard`` with ``replicate``: the 1-d device mesh, or the process group, of the ranks that
-    hold the same shards. ``recipe``: a recipe's name, also with options: "fft:density=0.1"; the
-    default is "fft", or "dither" if ``optimizer`` is one such as Adam, which divides by roots of
-    squared gradients. ``optimizer`` serves for nothing else.
+    hold the same shards. ``recipe``: a recipe's name, also with options: "fft:density=0.1".
     ``options``: those of the recipe, and the settings of ``horovod_fftcomp.torch`` except
     ``process_set``; they win over those in ``recipe``. They must be equal on all ranks, else the
     first backward pass raises ConfigMismatchError on all of them; under ``fully_shard`` on those
     that hold the same shards. Registers a communication hook, of which a model has one at most.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer | None):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, got a {type(optimizer).__name__}"
-        )
-    if recipe is None:
-        # A sharded optimizer wraps another one.
-        recipe = "dither" if has_second_moments(getattr(optimizer, "optim", optimizer)) else "fft"
     choice = parse_recipe(recipe)
     options = {**choice.options, **options}
     policy, settings = configured(choice.name, options, without=["process_set"])
