@@ -16,6 +16,7 @@ from pathlib import Path
 import digits
 import lightning
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -66,7 +67,8 @@ def main() -> None:
         max_epochs=args.epochs,
         callbacks=[callback],
         default_root_dir=args.out,
-        logger=False,
+        logger=CSVLogger(args.out),
+        log_every_n_steps=20,
         enable_progress_bar=False,
     )
     trainer.fit(model, loader, ckpt_path=args.resume)

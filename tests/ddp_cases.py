@@ -894,7 +894,7 @@ def test_a_layer_that_is_unfrozen_after_ddp_was_made_is_told_at_its_first_step()
     passes_of(ddp, 0)
     optimizer.step()
     model.last.requires_grad_(True)
-    with pytest.warns(RuntimeWarning, match="alone") as caught:
+    with pytest.warns(RuntimeWarning, match="parameters alone") as caught:
         passes_of(ddp, 1)
     passes_of(ddp, 2)  # a second warning would be an error
     [text] = {str(warning.message) for warning in caught}

@@ -58,6 +58,10 @@ def _sent_by_wangni(method, values, shape, arrived):
 FORMULAS = {"strom": _sent_by_strom, "adacomp": _sent_by_adacomp, "wangni": _sent_by_wangni}
 
 
+def test_every_adaptive_recipe_has_its_formula():
+    assert set(FORMULAS) == set(ADAPTIVE_RECIPES)
+
+
 @each("case", CASES)
 @each("key", [key for key, (recipe, _) in CODECS.items() if recipe in FORMULAS])
 def test_what_arrives_is_what_the_formulas_say(key, case):

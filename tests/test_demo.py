@@ -77,5 +77,5 @@ def test_other_decays_are_refused(decay):
         get_scheme("demo", decay="0.9")
     with pytest.raises(ValueError, match="it needs error_feedback=True"):
         get_scheme("topk", decay=0.9, error_feedback=False)
-    with pytest.raises(TypeError, match="sign"):
+    with pytest.raises(TypeError, match="sign must"):
         get_scheme("demo", sign="yes")

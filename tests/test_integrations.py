@@ -14,6 +14,8 @@ import numpy
 import pytest
 import torch
 
+from tests.test_torch_distributed import torchrun
+
 pytestmark = [pytest.mark.parallel, pytest.mark.torch]
 
 FOLDER = Path(__file__).parent / "integrations"
@@ -77,6 +79,26 @@ def test_the_trainers_callback_continues_to_the_bit(tmp_path):
         a, b = one["state"]["residual"], other["state"]["residual"]
         assert a.keys() == b.keys() != set()
         assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
+def test_the_lightning_example_continues_from_its_checkpoint(tmp_path):
+    written: list[str] = []
+    for epochs in (3, 4):
+        resume = ["--resume", written[0]] if written else []
+        run = torchrun("examples/lightning_digits.py", "--compression", "topk", "--epochs", epochs,
+                       "--out", tmp_path, *resume)  # fmt: skip
+        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+        pattern = r"accuracy ([\d.]+)%, (\d+) steps, ([\d.]+) times fewer .*; wrote (.*)"
+        accuracy, steps, ratio, path = re.search(pattern, run.stdout).groups()
+        assert float(accuracy) > 60
+        assert int(steps) == 22 * (epochs - len(written) * 3)
+        assert float(ratio) > 25
+        written.append(path)
+        [metrics] = tmp_path.glob(f"lightning_logs/version_{len(written) - 1}/metrics.csv")
+        assert "compression/ratio" in metrics.read_text("utf-8").splitlines()[0]
+        saved = torch.load(path, weights_only=True)["callbacks"]["CompressGradients"]
+        assert [rank["step"] for rank in saved["ranks"]] == [22 * epochs] * 2
 
 
 def test_lightnings_own_launcher_is_refused(tmp_path):

@@ -157,10 +157,10 @@ def test_a_writer_that_breaks_is_warned_of_once_and_lines_go_on(tmp_path):
 
 
 def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(TypeError, match="live_view"):
+    with pytest.raises(TypeError, match="live_view must"):
         Settings(live_view=3)
-    with pytest.raises(ValueError, match="live_every"):
+    with pytest.raises(ValueError, match="live_every must"):
         Settings(live_every=0)
     for steps in (True, 2.0):
-        with pytest.raises(TypeError, match="live_every"):
+        with pytest.raises(TypeError, match="live_every must"):
             Settings(live_every=steps)

@@ -122,7 +122,7 @@ def test_what_exists_is_left_alone(tmp_path):
     with pytest.raises(FileExistsError, match=r"record: .*grads' exists .* another name"):
         Recorder(path, every=1)
     assert path.read_text() == "somebody's"
-    with pytest.raises(FileExistsError, match="exists"):
+    with pytest.raises(FileExistsError, match="not overwritten"):
         Recorder(tmp_path, every=1)
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(FileNotFoundError, match=r"record: the folder .*missing' does not exist"):

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -287,24 +286,6 @@ def test_recipes_are_compared_under_torchrun(unedited, tmp_path, no_launcher):
     assert [row["trouble"] for row in rows] == ["", ""]
     assert [row["ranks"][rank]["steps"] for row in rows for rank in range(2)] == [5] * 4
     assert "ran to its end" not in run.stdout
-
-
-@pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
-def test_the_lightning_example_continues_from_its_checkpoint(tmp_path):
-    written: list[str] = []
-    for epochs in (3, 4):
-        resume = ["--resume", written[0]] if written else []
-        run = torchrun("examples/lightning_digits.py", "--compression", "topk", "--epochs", epochs,
-                       "--out", tmp_path, *resume)  # fmt: skip
-        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-        pattern = r"accuracy ([\d.]+)%, (\d+) steps, ([\d.]+) times fewer .*; wrote (.*)"
-        accuracy, steps, ratio, path = re.search(pattern, run.stdout).groups()
-        assert float(accuracy) > 60
-        assert int(steps) == 22 * (epochs - len(written) * 3)
-        assert float(ratio) > 25
-        written.append(path)
-        saved = torch.load(path, weights_only=True)["callbacks"]["CompressGradients"]
-        assert [rank["step"] for rank in saved["ranks"]] == [22 * epochs] * 2
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,14 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from horovod_fftcomp import torch_distributed
 from horovod_fftcomp.integrations.scalars import Scalars
 
-FILE = "gradient_compression.pt"  # in each checkpoint
+FILE, TRAINER_STATE = "gradient_compression.pt", "trainer_state.json"  # in each checkpoint
 
 
 def compress(
     trainer: Trainer,
     recipe: str = "dither",
     *,
-    resume_from: str | bool = True,
+    resume_from: str | os.PathLike[str] | bool = True,
     **options: Any,
 ) -> CompressGradients:
     """Compress the gradients of ``trainer`` from its next ``train()`` on; return the callback.
@@ -47,7 +48,7 @@ class CompressGradients(TrainerCallback):
         self,
         trainer: Trainer,
         recipe: str,
-        resume_from: str | bool,
+        resume_from: str | os.PathLike[str] | bool,
         options: dict[str, Any],
     ) -> None:
         self._trainer, self._recipe, self._options = trainer, recipe, options
@@ -61,7 +62,8 @@ class CompressGradients(TrainerCallback):
         if args.world_size == 1:
             return
         trainer = self._trainer
-        model = trainer.model_wrapped
+        # Accelerate has compiled the wrapped model, if that was asked for.
+        model = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
         if model is not self._model:  # which a second ``train()`` does not wrap anew
             scaler = getattr(trainer.accelerator, "scaler", None)
             options = {"grad_scaler": scaler, **self._options}
@@ -73,15 +75,23 @@ class CompressGradients(TrainerCallback):
 
     def _saved(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         """Return the state in the checkpoint from which training continues."""
-        folder = self._resume_from
-        if not isinstance(folder, str):
-            folder = args.resume_from_checkpoint or _folder(args, state)
-        path = Path(folder, FILE)
+        given = self._resume_from
+        folder = Path(_folder(args, state) if isinstance(given, bool) else given)
+        path = folder / FILE
         if not path.exists():
             raise FileNotFoundError(
                 f"{path} does not exist, so the residuals are unknown; give the folder of the "
                 "checkpoint, compress(trainer, resume_from=...), or resume_from=False if it was "
                 "made without compression"
+            )
+        # A folder of this name may also belong to another training than the one that continues.
+        if (
+            TrainerState.load_from_json(str(folder / TRAINER_STATE)).log_history
+            != state.log_history
+        ):
+            raise ValueError(
+                f"{folder} is of another training than the one that continues; give the folder of "
+                "its checkpoint, compress(trainer, resume_from=...)"
             )
         return torch.load(path, weights_only=True, map_location="cpu")
 
@@ -89,7 +99,7 @@ class CompressGradients(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Save the residuals of all ranks in the checkpoint's folder."""
-        if self.compression is None:
+        if self.compression is None or state.is_hyper_param_search:  # which continues from none
             return
         saved = self.compression.gathered_state_dict()
         if args.should_save:

@@ -35,7 +35,13 @@ def digest_of(sources: tuple[Path, ...]) -> str:
 
 _DIGEST = digest_of(_SOURCES)
 PATIENCE_S = 2.0  # of compiling, after which a message tells what takes so long
-_LOCAL_RANK = ("LOCAL_RANK", "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_LOCAL_RANK = (
+    "LOCAL_RANK",
+    "HOROVOD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "SLURM_LOCALID",
+)
 
 
 # A private class of Numba's; without it no kernel is cached on disk, see ``kernel``.
@@ -81,7 +87,8 @@ class _Notice(event.Listener):
 
     def on_start(self, event: Any) -> None:
         """Begin to wait with a kernel; others may be compiled for it meanwhile."""
-        is_ours = event.data["dispatcher"].py_func.__module__.startswith("horovod_fftcomp.")
+        module = getattr(event.data["dispatcher"].py_func, "__module__", None)  # of others: None
+        is_ours = str(module).startswith("horovod_fftcomp.")
         if not self._depth and is_ours and self._total_s < PATIENCE_S:
             self._begin = time.monotonic()
             self._timer = threading.Timer(PATIENCE_S - self._total_s, self._tell)
@@ -100,9 +107,8 @@ class _Notice(event.Listener):
     def _tell(self) -> None:
         if set(self._ranks) <= {"0"}:  # ranks of a machine compile the same at the same time
             logging.getLogger("horovod_fftcomp").warning(
-                "horovod_fftcomp: compiling CPU kernels; this takes up to a minute, once "
-                "(cached in %s)",
-                self.folder,
+                "horovod_fftcomp: compiling CPU kernels, which takes up to a minute%s",
+                f", once (cached in {self.folder})" if self.folder else "",
             )
 
 
