@@ -316,7 +316,7 @@ def links() -> Rows:
     """Yield how many times as fast a step is as without compression, by launcher and link."""
     points = [p for p in read("cluster_ddp")["points"] if p["model"] == "alexnet"]
     speeds = [f"{point['mbit_per_s'] / 1000:g} Gbit/s" for point in points]
-    yield ["", *(f"{how}, {speed}" for how in ("DDP", "Horovod") for speed in speeds)]
+    yield ["compression", *(f"{how}, {speed}" for how in ("DDP", "Horovod") for speed in speeds)]
     for label, ways in LINKS.items():
         cells = []
         for way, dense in zip(ways, ("DDP", "none"), strict=True):
