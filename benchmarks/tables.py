@@ -301,7 +301,7 @@ def adam() -> Rows:
 
 
 LINKS = {  # what README.md shows of results/cluster_ddp.json: label, way under DDP, under Horovod
-    "16-bit gradients (DDP's `bf16_compress_hook`, Horovod's fp16)": (
+    "Gradients in 16 bits (DDP's `bf16_compress_hook`, Horovod's fp16)": (
         "DDP, bf16_compress_hook",
         "fp16",
     ),
