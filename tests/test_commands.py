@@ -33,7 +33,7 @@ def commands(page: str) -> list[list[str]]:
     found = [shlex.split(line, comments=True) for line in lines.splitlines()]
     text = re.sub(r"^ *```.*?^ *```", "", read(page), flags=re.S | re.M)
     starts = r"docker/\w+|horovod-fftcomp|horovodrun|make|mpirun|pip|python3?|torchrun"
-    spans = (span.split() for span in re.findall(rf"(?<=`)(?:{starts})\s[^`]+(?=`)", text))
+    spans = (shlex.split(span) for span in re.findall(rf"(?<=`)(?:{starts})\s[^`]+(?=`)", text))
     # Two words, as "make test", are names; tests/test_docs.py looks for those.
     found += [words for words in spans if len(words) > 2 or words[0].startswith("python")]
     return [
