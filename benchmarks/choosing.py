@@ -335,9 +335,10 @@ def make_page(result: Mapping[str, Any], store: convergence.Store, folder: Path)
         f"- Adam and AdamW: losses are those of a GPT of {size_of(section)}, each row at its best "
         "learning rate ([table](../benchmarks/results/language_model.md)). `dither` needs no state "
         "and no warm-up; `dither(ratio=20)` and `(ratio=30)` were trained with torch's AdamW too, "
-        "all with the [`AdamW` of this package](training.md#adam-and-adamw). A GPT of "
-        f"{size_of(larger)} loses {at_40.over(larger.strongest)[1:]} with `dither(ratio=40)` (one "
-        "seed). Recipes with error feedback, as `fft` and `topk`, lose much there.",
+        "all with the [`AdamW` of this package](training.md#adam-and-adamw). With "
+        f"`dither(ratio=40)` the loss of a GPT of {size_of(larger)} changes by "
+        f"{at_40.over(larger.strongest)} (one seed). Recipes with error feedback, as `fft` and "
+        "`topk`, lose much there.",
         f"- SGD: what loses nothing of a small ResNet (`dither`: {-(lost['dither'][0] or 0):+.2f} "
         f"points of accuracy, `fft`: {-(lost['fft'][0] or 0):+.2f}) and of that GPT (one seed, at "
         "0.3 or the better of 0.1 and 0.3: "

@@ -8,6 +8,7 @@ import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import pytest
 from numba.core import caching
 
@@ -139,3 +140,10 @@ def test_compiling_is_told_once_and_by_the_first_rank_of_a_machine(tmp_path):
         assert done.returncode == 0, done.stderr
         told[rank] = done.stderr.count("compiling CPU kernels")
     assert told == {"1": 0, "0": 1, "0, compiled": 0}
+
+
+def test_functions_of_others_compile_as_before():
+    made: dict[str, object] = {}
+    exec("def double(x): return 2 * x", made)
+    assert made["double"].__module__ is None
+    assert numba.njit(made["double"])(21) == 42

@@ -221,7 +221,8 @@ class Scheme(Protocol):
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have, at any step with any state.
 
-        A graph that is built once needs all of them.
+        A graph that is built once needs all of them. To be overridden if the rounds depend on the
+        step in another way than those of ``auto``.
         """
         return frozenset(self.at(step).rounds for step in (0, TRIAL_STEPS))
 

@@ -29,8 +29,8 @@ _MIXED = 3  # so many uncompressed exchanges in a row came together with compres
 _exchanged: Any = WeakTensorKeyDictionary()
 
 
-def has_second_moments(optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer divides by roots of squared gradients; None does not."""
+def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer divides by roots of squared gradients."""
     options = getattr(optimizer, "defaults", {})  # which some wrappers lack
     return "eps" in options and "ns_steps" not in options  # of Muon
 
