@@ -25,6 +25,7 @@ from horovod_fftcomp.wire.radix import GROUP
 _LEAST_CHUNKS = 4  # per thread, at least
 _LEAST_NORMAL, _INFINITY = np.int64(0x00800000), np.int64(0x7F800000)
 _LEAST = np.float32(2.0**-126)
+_WHOLE_EXPONENT = np.int64(127 + 10)  # the largest magnitude becomes 2^10 to 2^11
 _UNIT, _BINS = np.float32(2.0**-coded.DITHER_BITS), np.float32(coded.BINS_OF_SCALE)
 _MIDDLE_OF_UNIT, _NO_SCALE = np.float32(0.5), np.int64(coded.NO_SCALE)
 _ABOVE, _LEAST_ABOVE = np.float32(coded.MOST + 1.5), np.int32(coded.MOST + 1)
@@ -95,17 +96,18 @@ def encode_coded_chunks(
     eighths = np.empty(CHUNK // 128, np.int64)
     ratio, levels = np.empty(CHUNK, np.float32), np.empty(CHUNK, np.int32)
     counts, symbols = np.empty(BINS, np.int32), np.empty(GROUP, np.uint16)
+    bins, four = np.empty(CHUNK, np.uint8), np.zeros((4, BINS), np.int32)
     out = np.empty(STATE_WORDS + GROUP // 2, np.uint32)  # at most 12 bits a symbol
     scale, at = np.float32(0), 0
     for chunk in range(rooms.shape[0]):
         part, room = values[chunk * CHUNK : (chunk + 1) * CHUNK], rooms[chunk, 0]
         own, codes, states = _split(body, at, part.size, bucket, room)
         at += own.size
-        if peak_bits(part.view(np.int32)) >= _INFINITY:
-            return np.nan
         peak = _write_scales(part, bucket, eighths, codes)
+        if np.isnan(peak):
+            return np.nan
         _write_ratios(part, peak, codes, bucket, ratio)
-        _count(ratio[: part.size], counts)
+        _count(ratio[: part.size], bins, four, counts)
         _draw(key, first + chunk, dithers)
         choice, n_words = 2 * numbers[4], room + 1  # those with tails have finer grids
         while n_words > room:
@@ -138,37 +140,45 @@ def _split(body, at, n, bucket, room):
 
 
 @inlined
-def _eighths_of(piece):
-    """Return a bucket's scale, see ``codec.methods.dither``, in eighths above 2^-127; 0: zeros."""
-    bits = piece.view(np.int32)
-    most = np.int32(peak_bits(bits))
-    exponent = np.int32(most >> np.int32(23))
-    if exponent == 0:
-        return np.int64(0)
+def _eighths_of(piece, most, found):
+    """Return a bucket's scale, see ``codec.methods.dither``, in eighths above 2^-127.
+
+    ``most``: bits of the largest magnitude, at least those of a normal number; ``found``: room for
+    one float32.
+    """
+    exponent = most >> 23
+    # Two factors, since 2^shift may be above the largest number. Both products are exact, but
+    # where they end below 1: then the whole number is 0.
+    shift = _WHOLE_EXPONENT - exponent
+    half = shift >> 1
+    up, further = float_of((half + 127) << 23), float_of((shift - half + 127) << 23)
     total = np.uint32(0)
     for i in range(piece.size):
-        magnitude = np.int32(bits[i] & np.int32(0x7FFFFFFF))
-        own = np.int32(magnitude >> np.int32(23))
-        whole = np.int32(magnitude & np.int32(0x7FFFFF))
-        whole = np.int32(whole | np.int32(0x800000)) if own > 0 else np.int32(whole << np.int32(1))
-        whole = np.int32(whole >> min(np.int32(exponent - own + np.int32(13)), np.int32(31)))
-        total += np.uint32(whole * whole)
-    largest = np.int64((most & np.int32(0x7FFFFF) | np.int32(0x800000)) >> np.int32(13)) + 1
+        whole = np.int32(np.float32(np.float32(np.abs(piece[i]) * up) * further))
+        total = np.uint32(total + np.uint32(whole * whole))
+    largest = ((most & 0x7FFFFF | 0x800000) >> 13) + 1
     square = max(np.int64(total) // piece.size, largest * largest // 35) + 1
-    found = np.float32(square)  # below 2^23, so exact
-    pattern = np.int64(np.array([found]).view(np.int32)[0])
+    found[0] = np.float32(square)  # below 2^23, so exact
+    pattern = np.int64(found.view(np.int32)[0])
     half = pattern >> 1 & 0x3FFFFF | 0x400000
-    above = sum([half > quarter for quarter in coded.QUARTERS])
-    eighths = 4 * ((pattern >> 23) - 127) + above + 8 * (np.int64(exponent) - 10)
+    above = np.int64(0)
+    for quarter in coded.QUARTERS:
+        above += half > quarter
+    eighths = 4 * ((pattern >> 23) - 127) + above + 8 * (exponent - 10)
     return min(max(eighths, np.int64(8)), np.int64(8 * 255 - 1))
 
 
 @inlined
 def _write_scales(part, bucket, eighths, codes):
-    """Write the codes of scales; return the largest scale."""
+    """Write the codes of scales; return the largest scale, NaN if a value is not finite."""
     n, peak = (part.size + bucket - 1) // bucket, np.int64(0)
+    found = np.empty(1, np.float32)
     for b in range(n):
-        eighths[b] = _eighths_of(part[b * bucket : (b + 1) * bucket])
+        piece = part[b * bucket : (b + 1) * bucket]
+        most = peak_bits(piece.view(np.int32))
+        if most >= _INFINITY:
+            return np.float32(np.nan)
+        eighths[b] = _eighths_of(piece, most, found) if most >= _LEAST_NORMAL else np.int64(0)
         peak = max(peak, eighths[b])
     for b in range(n):
         less = peak - eighths[b] if eighths[b] else _NO_SCALE
@@ -205,11 +215,23 @@ def _write_ratios(part, peak, codes, bucket, ratio):
 
 
 @inlined
-def _count(ratio, counts):
-    counts[:] = np.int32(0)
-    counts[0] = np.int32(ratio.size & 1)  # the last symbol has two digits too
-    for x in ratio:
-        counts[min(np.int32(np.abs(x) * _BINS), _TOP_BIN)] += np.int32(1)
+def _count(ratio, bins, four, counts):
+    """Count magnitudes by bin; ``bins`` and ``four``, zero at the end too, are room for it.
+
+    Four counters of each bin: with one, an addition often waits for the one before it.
+    """
+    for i in range(ratio.size):
+        bins[i] = np.uint8(min(np.int32(np.abs(ratio[i]) * _BINS), _TOP_BIN))
+    whole = ratio.size // 4 * 4
+    for i in range(0, whole, 4):
+        for k in range(4):
+            four[k, bins[i + k]] += np.int32(1)
+    for i in range(whole, ratio.size):
+        four[0, bins[i]] += np.int32(1)
+    for b in range(BINS):
+        counts[b] = four[0, b] + four[1, b] + four[2, b] + four[3, b]
+    four[:] = np.int32(0)
+    counts[0] += np.int32(ratio.size & 1)  # the last symbol has two digits too
 
 
 @inlined
@@ -282,11 +304,16 @@ def _add_values(part, levels, dithers, codes, unit, bucket, factor):
     _write_patterns(unit, patterns)
     for b in range((part.size + bucket - 1) // bucket):
         step = np.float32(factor * _step(patterns, np.int64(codes[b])))
-        for i in range(b * bucket, min((b + 1) * bucket, part.size)):
-            sign, size = _of_dither(dithers[i - width if i >= width else i])
-            part[i] += np.float32(
-                step * np.float32(sign * np.float32(np.float32(levels[i]) - size))
-            )
+        first, last = b * bucket, min((b + 1) * bucket, part.size)
+        middle = min(max(first, width), last)
+        # Two loops, since with one whose index wraps around nothing is vectorized.
+        for begin, end, back in ((first, middle, 0), (middle, last, width)):
+            total, own = part[begin:end], levels[begin:end]
+            drawn = dithers[begin - back : end - back]
+            for i in range(total.size):
+                sign, size = _of_dither(drawn[i])
+                sent = np.float32(sign * np.float32(np.float32(own[i]) - size))
+                total[i] += np.float32(step * sent)
 
 
 def add_coded(total: Array, form: CodedLevels, body: Array, scale: float) -> None:

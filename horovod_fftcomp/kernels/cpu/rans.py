@@ -56,9 +56,9 @@ def _state(words, at):
 
 
 @inlined
-def _step(state, table, parts, i):
+def _step(state, table, part):
     """Return (the next state before ``_refill``, the decoded symbol)."""
-    slot = state & np.uint64((1 << PRECISION) - 1) | np.uint64(parts[i]) << np.uint64(PRECISION)
+    slot = state & np.uint64((1 << PRECISION) - 1) | np.uint64(part) << np.uint64(PRECISION)
     entry = np.uint64(table[slot])
     frequency = (entry >> np.uint64(8)) & np.uint64(0xFFF)
     state = frequency * (state >> np.uint64(PRECISION)) + (entry >> np.uint64(20))
@@ -66,11 +66,10 @@ def _step(state, table, parts, i):
 
 
 @inlined
-def _refill(state, words, at, end):
-    """Return (state, at) after reading a word if the state is low; never reads beyond ``end``."""
-    word = np.uint64(words[min(at, end - 1)])
+def _refill(state, word, at):
+    """Return (state, at) after reading a word if the state is low."""
     low = state < _LOWEST
-    return ((state << np.uint64(32)) | word if low else state), at + low
+    return (state << np.uint64(32) | np.uint64(word) if low else state), at + np.uint64(low)
 
 
 @kernel
@@ -78,26 +77,25 @@ def decode_chunk(words, table, symbols, parts):
     """Write the symbols of a chunk; return False if it does not end in the lowest states.
 
     ``words``: the states, then the words. ``parts``: which part of the table each symbol has.
+    Indices are unsigned: signed ones may count from the end, which takes time.
     """
     a, b, c, d = _state(words, 0), _state(words, 2), _state(words, 4), _state(words, 6)
-    at, i, end = 2 * LANES, 0, words.size
-    while i + LANES <= symbols.size:
-        a, symbols[i] = _step(a, table, parts, i)
-        b, symbols[i + 1] = _step(b, table, parts, i + 1)
-        c, symbols[i + 2] = _step(c, table, parts, i + 2)
-        d, symbols[i + 3] = _step(d, table, parts, i + 3)
-        a, at = _refill(a, words, at, end)
-        b, at = _refill(b, words, at, end)
-        c, at = _refill(c, words, at, end)
-        d, at = _refill(d, words, at, end)
-        i += LANES
-    if i < symbols.size:
-        a, symbols[i] = _step(a, table, parts, i)
-        a, at = _refill(a, words, at, end)
-    if i + 1 < symbols.size:
-        b, symbols[i + 1] = _step(b, table, parts, i + 1)
-        b, at = _refill(b, words, at, end)
-    if i + 2 < symbols.size:
-        c, symbols[i + 2] = _step(c, table, parts, i + 2)
-        c, at = _refill(c, words, at, end)
+    one, two, three, four = np.uint64(1), np.uint64(2), np.uint64(3), np.uint64(LANES)
+    at, i = np.uint64(2 * LANES), np.uint64(0)
+    end, n = np.uint64(words.size), np.uint64(symbols.size)
+    while i + four <= n and at + four <= end:
+        a, symbols[i] = _step(a, table, parts[i])
+        b, symbols[i + one] = _step(b, table, parts[i + one])
+        c, symbols[i + two] = _step(c, table, parts[i + two])
+        d, symbols[i + three] = _step(d, table, parts[i + three])
+        a, at = _refill(a, words[at], at)
+        b, at = _refill(b, words[at], at)
+        c, at = _refill(c, words[at], at)
+        d, at = _refill(d, words[at], at)
+        i += four
+    while i < n:  # words may have come to their end: then it is the last one that is read
+        a, symbols[i] = _step(a, table, parts[i])
+        a, at = _refill(a, words[min(at, end - one)], at)
+        a, b, c, d = b, c, d, a
+        i += one
     return at == end and a == _LOWEST and b == _LOWEST and c == _LOWEST and d == _LOWEST
