@@ -62,7 +62,7 @@ def make_step(n_tensors: int, recipe: str, width: int) -> Callable[[], None]:
     torch.manual_seed(0)
     layers = (torch.nn.Linear(width, width, bias=False) for _ in range(n_tensors))
     model = torch.nn.Sequential(*layers)
-    compression = getattr(Compression, recipe)(model, replica_check="off")
+    compression = getattr(Compression, recipe)(model, replica_check="off", warmup_steps=0)
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = torch.randn(width, width)

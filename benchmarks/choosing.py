@@ -345,7 +345,7 @@ def make_page(result: Mapping[str, Any], store: convergence.Store, folder: Path)
         + ", ".join(f"`{name}` {100 * by_sgd[name]:+.0f} %" for name in BY_SGD)
         + ").",
         '- The network is so slow that more steps are cheap: the tables "good with more steps", '
-        "and more steps, or some dense steps first (`warmup_steps`).",
+        "and more steps, or more dense steps first (`warmup_steps`).",
         '- Gathered payloads grow with the ranks. `exchange="auto"`, the default, exchanges shards '
         "where that takes fewer bytes: here such recipes stand by themselves, with "
         "`exchange=sharded`. The others gather. Or exchange less often (`LocalSteps`).",

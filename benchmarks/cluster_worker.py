@@ -156,7 +156,7 @@ class Ours(Alone):
 
     def __init__(self, model: nn.Module, recipe: str, options: dict[str, Any]) -> None:
         super().__init__(model)
-        self.compression = getattr(Compression, recipe)(model, **options)
+        self.compression = getattr(Compression, recipe)(model, warmup_steps=0, **options)
         self.optimizer = hvd.DistributedOptimizer(
             self.optimizer, model.named_parameters(), compression=self.compression
         )

@@ -50,7 +50,7 @@ def make_step(way: str, case: Case) -> Callable[[torch.Tensor], Any]:
     if way in STOCK:
         model.register_comm_hook(*STOCK[way]())
     elif not way.startswith(DDP):
-        compress(model, way)
+        compress(model, way, warmup_steps=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def step(inputs: torch.Tensor) -> None:

@@ -128,7 +128,7 @@ class Training:
         self.ddp = DistributedDataParallel(model, **options)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         if hook in OURS:
-            self.state: Any = compress(self.ddp, hook, grad_scaler=scaler)
+            self.state: Any = compress(self.ddp, hook, grad_scaler=scaler, warmup_steps=0)
             if saved is not None:
                 self.state.load_state_dict(loaded(saved))
             return

@@ -247,7 +247,7 @@ def step_of(
 ) -> tuple[Engine, Callable[[], None]]:
     """Return an engine, and what computes a step of one rank of ``RANKS`` by it; it is warm."""
     answers = Answers()
-    policy = make_policy(recipe, **STEP_OPTIONS.get(recipe, {}))
+    policy = make_policy(recipe, warmup_steps=0, **STEP_OPTIONS.get(recipe, {}))
     tensors = tuple(Tensor(str(i), shape_of(grad.numel())) for i, grad in enumerate(grads))
     engine = Engine([Bucket(tensors, policy)], 0, RANKS, device)
 

@@ -101,7 +101,7 @@ def options_of(recipe: str, steps: int) -> tuple[str, dict[str, Any]]:
 
     Raises ValueError or TypeError for what is no recipe or never compresses.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"warmup_steps": 0}
     if after := AFTER.search(recipe):
         options["warmup_steps"] = int(after[1])
         if int(after[1]) >= steps:
@@ -211,7 +211,7 @@ class Training:
         self.learners = self._learners(name, options)
         policy = make_policy(name, **options)
         self.warm_up = policy.warmup_steps
-        own_momentum = policy.at(policy.warmup_steps).traits.momentum
+        own_momentum = policy.after_warmup.traits.momentum
         self.optimizer = make_optimizer(run, self.model, bool(own_momentum))
         self.generators = [
             torch.Generator().manual_seed(1000 * run.seed + rank) for rank in range(run.learners)

@@ -64,7 +64,7 @@ def train(row: Row, seed: int, n_steps: int) -> tuple[float, float, float]:
     given = argparse.Namespace(seed=seed, lr=1e-2, batch_size=8, skew=0.0)
     task = torch_charlm.make_task(given, width=32, layers=1)
     model = DistributedDataParallel(task.model)
-    compression = compress(model, row.recipe, **row.options)
+    compression = compress(model, row.recipe, warmup_steps=0, **row.options)
     local = LocalSteps(model, compression, row.period, row.outer) if row.period > 1 else None
     stream = task.batches(dist.get_rank(), dist.get_world_size())
     schedule = comparison.warm_up_of(task.optimizer, n_steps)

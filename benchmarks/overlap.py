@@ -54,7 +54,9 @@ class Run:
         torch.manual_seed(0)
         layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
         self.model = nn.Sequential(*layers, nn.Linear(WIDTH, 10))
-        self.compression = getattr(Compression, recipe)(self.model, replica_check="off")
+        self.compression = getattr(Compression, recipe)(
+            self.model, replica_check="off", warmup_steps=0
+        )
         if in_hooks:
             self.compression._steps.pipeline._worker = _InHooks()
         self.optimizer = hvd.DistributedOptimizer(

@@ -42,7 +42,9 @@ def make_step(way: str) -> Any:
     biases = [tf.Variable(tf.zeros([WIDTH])) for _ in range(LAYERS)]
     variables = [*weights, *biases]
     ours = not way.startswith(HOROVODS)
-    compression = getattr(Compression, way)(variables) if ours else hvd.Compression.none
+    compression = hvd.Compression.none
+    if ours:
+        compression = getattr(Compression, way)(variables, warmup_steps=0)
 
     @tf.function
     def step(inputs: tf.Tensor) -> tf.Tensor:

@@ -109,7 +109,7 @@ def make_step(way: str, case: Case) -> Callable[[torch.Tensor], Any]:
     if way.startswith(HOROVODS):
         compression = hvd.Compression.none
     else:
-        compression = getattr(Compression, way)(model)
+        compression = getattr(Compression, way)(model, warmup_steps=0)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-6), named, compression=compression
     )

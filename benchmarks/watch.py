@@ -35,7 +35,7 @@ def main() -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 10, bias=False))
-    compression = Compression.topk(model, density=0.01, replica_check="off")
+    compression = Compression.topk(model, density=0.01, replica_check="off", warmup_steps=0)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3),
         named_parameters=model.named_parameters(),

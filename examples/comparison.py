@@ -28,6 +28,9 @@ from horovod_fftcomp.torch import Compression, SimulatedLearners
 
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks leave the core to others
 
+# The default, 100 dense steps first, is for trainings of thousands of steps.
+SHORT = {"warmup_steps": 0}
+
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -92,7 +95,8 @@ def train_simulated(
     ``steer`` is called after every evaluation and may return a new density. ``settings``: those of
     ``SimulatedLearners``.
     """
-    learners = SimulatedLearners(task.model, n_learners, choice.name, **choice.options, **settings)
+    options = SHORT | choice.options | settings
+    learners = SimulatedLearners(task.model, n_learners, choice.name, **options)
     streams = [task.batches(rank, n_learners) for rank in range(n_learners)]
     schedule = warm_up_of(task.optimizer, n_steps)
     record = _Record(task, n_steps, evaluations)
@@ -129,7 +133,7 @@ def train_distributed(
 ) -> Run:
     """Train ``task`` in a Horovod job; returns the same on every rank."""
     hvd.broadcast_parameters(task.model.state_dict(), root_rank=0)
-    compression = getattr(Compression, choice.name)(task.model, **choice.options)
+    compression = getattr(Compression, choice.name)(task.model, **SHORT | choice.options)
     optimizer = hvd.DistributedOptimizer(
         task.optimizer, named_parameters=task.model.named_parameters(), compression=compression
     )

@@ -61,7 +61,7 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)
 
     # Compression: this line, e.g. compress(model, "fft", density=0.15).
-    compression = compress(model, recipe, **options)
+    compression = compress(model, recipe, **digits.SHORT | options)
     n = digits.LR_WARM_UP_EPOCHS * len(loader)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1 / n, total_iters=n)
     losses, clock = [], digits.Clock(compression.stats)

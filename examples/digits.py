@@ -27,6 +27,8 @@ from horovod_fftcomp.cli.console import Table, make_console
 from horovod_fftcomp.tools.advise import cost_model
 
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks leave the core to others
+# The default, 100 dense steps first, is for trainings of thousands of steps.
+SHORT = {"warmup_steps": 0}
 LR_WARM_UP_EPOCHS = 2
 UNTIMED_STEPS = 10  # the first one compiles the kernels
 LINKS = (0.1, 1.0, 10.0)  # Gbit/s, of the forecast

@@ -52,6 +52,7 @@ def train(recipe: str, options: dict, epochs: int) -> tuple[float, dict]:
     # Compression: mesh["shard"] in place of mesh, and the line below the loop.
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh["shard"])
+    options = digits.SHORT | options
     compression = compress(model, recipe, replicate=mesh["replicate"], **options)
 
     optimizer = torch.optim.Adam(model.parameters(), 0.003)

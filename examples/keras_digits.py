@@ -63,7 +63,7 @@ def train(
     optimizer = make_optimizer(args, len(train_set))
 
     # Compression: this line and the argument below, e.g. Compression.fft(model, density=0.15).
-    compression = getattr(Compression, recipe)(model, **options)
+    compression = getattr(Compression, recipe)(model, **digits.SHORT | options)
     optimizer = hvd.DistributedOptimizer(optimizer, compression=compression)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer, loss)

@@ -74,7 +74,7 @@ def train(
     hvd.broadcast_variables(model.variables, root_rank=0)
 
     # Compression: this line and the argument below, e.g. Compression.fft(model, density=0.15).
-    compression = getattr(Compression, recipe)(model, **options)
+    compression = getattr(Compression, recipe)(model, **digits.SHORT | options)
 
     @tf.function(input_signature=train_set.element_spec)
     def step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:

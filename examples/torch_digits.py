@@ -50,7 +50,7 @@ def train(
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
     # Compression: this line and the argument below, e.g. Compression.fft(model, density=0.15).
-    compression = getattr(Compression, recipe)(model, **options)
+    compression = getattr(Compression, recipe)(model, **digits.SHORT | options)
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), compression=compression
     )

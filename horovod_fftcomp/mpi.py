@@ -94,7 +94,7 @@ class Reducer:
     def check_differences(self) -> None:
         """Raise UnsupportedError if the recipe cannot send differences of weights."""
         policy = self._policy
-        policy.at(policy.warmup_steps).check_differences(f"recipe {policy.recipe!r}")
+        policy.after_warmup.check_differences(f"recipe {policy.recipe!r}")
 
     def residual(self, name: str) -> Array:
         """Return the residual of an array, float32 in its shape."""
@@ -126,7 +126,7 @@ class Reducer:
         self._comm.Allgather(mine, everyone)
         handshake.compare(everyone)
         tensors = [Tensor(name, shape) for name, shape in shapes.items()]
-        least = 0 if self._policy.at(0).traits.sends_signs else self._min_numel
+        least = 0 if self._policy.after_warmup.traits.sends_signs else self._min_numel
         large = tuple(t for t in tensors if math.prod(t.shape) >= least)
         small = tuple(t for t in tensors if math.prod(t.shape) < least)
         policy = self._policy.decided(large, self._engine.world_size)

@@ -136,9 +136,9 @@ def simulate(
     """Simulate the compressed exchange of ``gradients``; yield the result of each step.
 
     ``recipe``: a recipe's name with its ``options``, or a scheme. Options are those of the recipe,
-    and ``warmup_steps``, ``density_schedule`` and ``ranks_per_node`` (bytes within a node are not
-    counted). ``gradients``: array ``[steps, ranks, n]`` or an iterable of arrays ``[ranks, n]``;
-    not changed. Raises ValueError for other shapes.
+    and ``warmup_steps`` (here 0 by default), ``density_schedule`` and ``ranks_per_node`` (bytes
+    within a node are not counted). ``gradients``: array ``[steps, ranks, n]`` or an iterable of
+    arrays ``[ranks, n]``; not changed. Raises ValueError for other shapes.
 
     >>> import numpy as np, horovod_fftcomp as hfc
     >>> steps = hfc.simulate("topk", np.ones((3, 2, 8), np.float32), density=0.25, bits=32)
@@ -146,7 +146,7 @@ def simulate(
     [2, 4, 6]
     """
     if isinstance(recipe, str):
-        return _steps(make_policy(recipe, **options), gradients)
+        return _steps(make_policy(recipe, **{"warmup_steps": 0, **options}), gradients)
     if options:
         raise TypeError("options belong to a recipe's name; a scheme already contains its options")
     return _steps(Always(recipe), gradients)

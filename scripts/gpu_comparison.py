@@ -98,7 +98,7 @@ def compare_steps(
     multiplied by 2**exponent.
     """
     tensors = tuple(Tensor(f"t{i}", tuple(shape)) for i, shape in enumerate(shapes))
-    bucket = Bucket(tensors, make_policy(recipe, **options))
+    bucket = Bucket(tensors, make_policy(recipe, **{"warmup_steps": 0, **options}))
     cpu, gpu = (
         [Engine([bucket], rank, RANKS, on) for rank in range(RANKS)] for on in (None, device)
     )

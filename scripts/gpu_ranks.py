@@ -68,7 +68,7 @@ def train(recipe: str, place: str) -> dict[str, Any]:
     width = 64 if place == "cpu" else 1024
     model = model_of(width).to(place)
     ddp = DistributedDataParallel(model, bucket_cap_mb=4)
-    compression = compress(ddp, recipe)
+    compression = compress(ddp, recipe, warmup_steps=0)
     step = steps_of(ddp, width, place)
     losses, seconds = [], []
     for _ in range(STEPS):
@@ -110,10 +110,10 @@ def difference_from_cpu(recipe: str, place: str) -> float:
     """Return the largest difference of DDP's sums from the CPU's, by norms, as a share."""
     n, rank, size = 20_000 if place == "cpu" else 1_000_000, dist.get_rank(), dist.get_world_size()
     tensors = (Tensor("gradient", (n // 100, 100)),)
-    bucket = Bucket(tensors, make_policy(recipe).decided(tensors, size))
+    bucket = Bucket(tensors, make_policy(recipe, warmup_steps=0).decided(tensors, size))
     engines = [Engine([bucket], number, size) for number in range(size)]
     ddp = DistributedDataParallel(Slopes(n).to(place))
-    compression = compress(ddp, recipe)
+    compression = compress(ddp, recipe, warmup_steps=0)
     rng, largest = np.random.default_rng(0), 0.0
     for _ in range(COMPARED):
         slopes = rng.standard_normal((size, n), dtype=np.float32)

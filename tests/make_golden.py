@@ -49,6 +49,6 @@ def specifications() -> list[str]:
     return [
         *(f"{name}: {get_scheme(name).spec()}" for name in RECIPES),
         *(f"state of {name}: {get_scheme(name).state_format(tensor)}" for name in RECIPES),
-        f"between nodes: {between_nodes.at(0).spec()}",
+        f"between nodes: {between_nodes.after_warmup.spec()}",
         *(f"codec {key}: {make_codec(key).spec()}" for key in CODECS),
     ]

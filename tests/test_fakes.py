@@ -343,6 +343,23 @@ def test_the_summary_has_a_row_for_each_tensor():
     assert len({len(line) for line in after.splitlines()}) == 1
 
 
+def test_the_summary_tells_of_the_warm_up_until_it_is_over():
+    found = []
+
+    def work(rank):
+        model = make_model()
+        compression = Compression.topk(model, density=0.1, warmup_steps=2)
+        optimizer, lines = distributed(model, compression), []
+        for _ in range(4):
+            train(model, optimizer, 1)
+            lines.append(compression.summary().splitlines()[-1])
+        found.append(lines)
+
+    fakes.run(2, work)
+    told = "warm-up: the first 2 steps are dense (warmup_steps=2)"
+    assert [line == told for line in found[0]] == [True, True, False, False]
+
+
 def in_summary(compression):
     """Return the rows of the summary, and the sum of their bytes."""
     rows = [line.split() for line in compression.summary().splitlines()[1:]]

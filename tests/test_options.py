@@ -142,7 +142,8 @@ def test_no_setting_takes_a_value_of_another_type_or_out_of_range(name):
 
 @each("name", KEYWORDS)
 def test_no_keyword_of_a_policy_takes_a_value_of_another_type_or_out_of_range(name):
-    wrong = OTHERS[name] if name in OTHERS else wrong_for(int, name)
+    kind = inspect.signature(make_policy, eval_str=True).parameters[name].annotation
+    wrong = OTHERS[name] if name in OTHERS else wrong_for(kind, name)
     for value in wrong:
         with pytest.raises((TypeError, ValueError), match=r"got|say the density"):
             make_policy("topk", **{name: value})

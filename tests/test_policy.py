@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +14,8 @@ from horovod_fftcomp import get_scheme, schedules, simulate
 from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.buckets import Bucket, make_buckets
 from horovod_fftcomp.engine.engine import Engine
-from horovod_fftcomp.engine.policy import Always, check_rules, make_policy
+from horovod_fftcomp.engine.policy import Always, check_rules, make_policy, policy_of
+from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.simulation import exchange_once
@@ -32,6 +36,42 @@ def test_a_changed_density_holds_from_then_on():
     assert policy.at(1) == Dense("float32")
     assert policy.at(500) == get_scheme("topk", density=0.2)
     assert policy.density(7) == 0.2
+
+
+def test_recipes_with_residuals_begin_with_dense_steps(monkeypatch):
+    monkeypatch.setattr("horovod_fftcomp.engine.policy.WARMUP_STEPS", 7)
+    found = {name: make_policy(name).warmup_steps for name in RECIPES}
+    without = "none fp16 bf16 qsgd dither terngrad natural dorefa wangni signsgd signum".split()
+    assert found == {name: 0 if name in without else 7 for name in RECIPES}
+    assert make_policy("fft", error_feedback=False).warmup_steps == 0
+    assert make_policy("qsgd", error_feedback=True).warmup_steps == 7
+    assert make_policy("fft", warmup_steps=0).at(0) == get_scheme("fft")
+    assert make_policy("fft").at(6) == Dense("float32")
+    assert make_policy("fft").at(7) == make_policy("fft").after_warmup == get_scheme("fft")
+
+
+def test_a_rule_inherits_the_warm_up_only_if_it_was_given(monkeypatch):
+    monkeypatch.setattr("horovod_fftcomp.engine.policy.WARMUP_STEPS", 7)
+
+    def of_rule(given, action):
+        return policy_of(action, make_policy(**given)).warmup_steps
+
+    assert of_rule({"recipe": "fft", "warmup_steps": 0}, {"recipe": "topk"}) == 0
+    assert of_rule({"recipe": "fft", "warmup_steps": 3}, {"bits": 8}) == 3
+    assert of_rule({"recipe": "dither"}, {"recipe": "topk"}) == 7
+    assert of_rule({"recipe": "fft"}, {"recipe": "signsgd"}) == 0
+
+
+def test_the_usual_warm_up_is_100_steps_and_shown_if_another_is_given():
+    code = (
+        "from horovod_fftcomp.engine.policy import make_policy as make\n"
+        "import json, sys\n"
+        "given = [{}, {'warmup_steps': 0}, {'warmup_steps': 100}]\n"
+        "found = [make('topk', **each) for each in given]\n"
+        "json.dump([[p.warmup_steps, 'warmup' in p.written()] for p in found], sys.stdout)"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    assert json.loads(printed.stdout) == [[100, False], [0, True], [100, False]]
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Compressor:
     def check_differences(self) -> None:
         """Raise UnsupportedError unless local steps (differences of weights) are supported."""
         for bucket in self._buckets:
-            bucket.policy.at(self._policy.warmup_steps).check_differences(repr(self))
+            bucket.policy.after_warmup.check_differences(repr(self))
         if self._settings.grad_scaler is not None:
             raise UnsupportedError(
                 "local steps exchange weights, which have no loss scale; make the compressor "
@@ -86,7 +86,7 @@ class Compressor:
 
     def _warn_of_two_momenta(self, optimizer: str, momenta: Mapping[str, object]) -> None:
         """Warn once if recipe and ``optimizer`` both have momentum; ``momenta``: its options."""
-        own = self._policy.at(self._policy.warmup_steps).traits.momentum
+        own = self._policy.after_warmup.traits.momentum
         if not own or not momenta or self._warned_of_momentum:
             return
         self._warned_of_momentum = True
@@ -105,7 +105,7 @@ class Compressor:
 
         ``of_package``: it is one of this package, which loses by noise alone.
         """
-        traits = self._policy.at(self._policy.warmup_steps).traits
+        traits = self._policy.after_warmup.traits
         loses = traits.is_noisy or (traits.compresses and not of_package)
         if self._warned_of_squares or traits.momentum or not loses:
             return
@@ -245,7 +245,10 @@ class Compressor:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         text = (map(str.ljust, row[:3], widths) for row in rows)
         numbers = (map(str.rjust, row[3:], widths[3:]) for row in rows)
-        return "\n".join("  ".join([*a, *b]) for a, b in zip(text, numbers, strict=True))
+        lines = ["  ".join([*a, *b]) for a, b in zip(text, numbers, strict=True)]
+        if self._engine.step < (n := self._policy.warmup_steps):
+            lines.append(f"warm-up: the first {n} steps are dense (warmup_steps={n})")
+        return "\n".join(lines)
 
     def _sent_nbytes(self) -> list[int]:
         """Return the bytes of each tensor that this rank sends in the present step."""
@@ -533,5 +536,5 @@ class Compressor:
 
 def _numbers_of_sharded(buckets: Sequence[Bucket]) -> str:
     """Return the numbers of the buckets whose exchange is sharded."""
-    rounds = (bucket.policy.at(bucket.policy.warmup_steps).rounds for bucket in buckets)
+    rounds = (bucket.policy.after_warmup.rounds for bucket in buckets)
     return ", ".join(str(n) for n, kinds in enumerate(rounds) if "alltoall" in kinds)

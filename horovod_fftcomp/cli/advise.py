@@ -106,7 +106,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("script", nargs="?", help="an unmodified Horovod training script")
     add("script_arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(
-        run=run, fail=parser.error, warmup_steps=None, ranks_per_node=None, record=None
+        run=run, fail=parser.error, warmup_steps=0, ranks_per_node=None, record=None
     )
 
 

@@ -68,7 +68,7 @@ def ratio(name: str, numel: int) -> float:
 def received_nbytes(name: str, numel: int, ranks: int) -> float:
     """Return the bytes of a matrix that a rank receives from others, with default options."""
     tensor = Tensor(name, near_square(numel))
-    return make_policy(name).decided([tensor], ranks).at(0).received_nbytes(tensor, ranks)
+    return make_policy(name).decided([tensor], ranks).after_warmup.received_nbytes(tensor, ranks)
 
 
 def near_square(numel: int) -> tuple[int, ...]:

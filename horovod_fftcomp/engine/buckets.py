@@ -64,7 +64,7 @@ def make_buckets(
     """
     tensors = list(tensors)
     spared = first_convolution(tensors) if RECIPES[policy.recipe].spares_first else None
-    scheme = policy.at(policy.warmup_steps)
+    scheme = policy.after_warmup
     signs = scheme.traits.sends_signs  # a mean would be no step of that size
     by_policy: dict[tuple[Scheduled, bool, bool], list[Tensor]] = {}
     for tensor in tensors:

@@ -50,7 +50,7 @@ def trusted(
     """
     schemes: dict[Scheme, None] = {}
     for bucket in buckets:
-        after = bucket.policy.at(bucket.policy.warmup_steps)
+        after = bucket.policy.after_warmup
         if after != Dense() and after.runs_on_device(bucket.tensors):
             schemes[after] = None
             if (first := bucket.policy.at(0)) != Dense() and first.runs_on_device(bucket.tensors):

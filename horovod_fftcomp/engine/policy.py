@@ -12,7 +12,7 @@ from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.errors import UnsupportedError, is_number
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
-from horovod_fftcomp.schemes import Scheme
+from horovod_fftcomp.schemes import GRADIENT_UNITS, Scheme
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hierarchical import Hierarchical
 from horovod_fftcomp.schemes.options import check_names, checked
@@ -26,6 +26,9 @@ Rule = tuple[str | Callable[[Tensor], bool], Action]
 
 # Keywords of ``make_policy`` besides a recipe's options.
 KEYWORDS = ("warmup_steps", "density_schedule", "dense_every", "dense_by", "ranks_per_node")
+# Dense steps before recipes with residuals compress, by default. Gradients fall by 10 to 100 times
+# in the first steps of a training, and what is held back then outweighs those of later steps.
+WARMUP_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,11 @@ class Always:
     def at(self, step: int) -> Scheme:
         """Return the scheme of exchange ``step``, counted from 0."""
         return self.scheme.at(step)
+
+    @property
+    def after_warmup(self) -> Scheme:
+        """The scheme of the first step, since there is no warm-up."""
+        return self.at(0)
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have, at any step."""
@@ -83,6 +91,11 @@ class Scheduled:
             return self._lasting
         return self._among_nodes(self._compressing(step))
 
+    @property
+    def after_warmup(self) -> Scheme:
+        """The scheme of the first step after the warm-up."""
+        return self.at(self.warmup_steps)
+
     def _n_dense(self, step: int) -> int:
         """Return how many steps between the warm-up and ``step`` are exchanged dense."""
         return max(0, step - self.warmup_steps) // self.dense_every if self.dense_every else 0
@@ -111,7 +124,7 @@ class Scheduled:
 
         No schedule of the density changes them.
         """
-        found = self.at(0).possible_rounds() | self.at(self.warmup_steps).possible_rounds()
+        found = self.at(0).possible_rounds() | self.after_warmup.possible_rounds()
         return found if self.dense is None else found | self.dense.possible_rounds()
 
     def density(self, step: int) -> float | None:
@@ -126,6 +139,10 @@ class Scheduled:
     def _given_density(self) -> Any:
         return {**RECIPES[self.recipe].options, **dict(self.options)}.get("density")
 
+    @functools.cached_property
+    def _usual_warmup(self) -> int:
+        return usual_warmup(_scheme(self.recipe, self.options))
+
     @property
     def scope(self) -> str:
         """The elements that share one k: "tensor", "bucket" or "model"."""
@@ -139,7 +156,7 @@ class Scheduled:
         elif self.schedule is not None:
             del options["density"]
             options["density_schedule"] = self.schedule
-        if self.warmup_steps:
+        if self.warmup_steps != self._usual_warmup:
             options["warmup_steps"] = self.warmup_steps
         if self.ranks_per_node > 1:
             options["ranks_per_node"] = self.ranks_per_node
@@ -213,6 +230,13 @@ def _scheme(recipe: str, options: tuple[tuple[str, Any], ...]) -> Scheme:
     return get_scheme(recipe, **dict(options))
 
 
+def usual_warmup(scheme: Scheme) -> int:
+    """Return how many dense steps come first by default: none for schemes without residuals."""
+    arrays = scheme.state_arrays(Tensor("", (64, 64)), {})
+    keeps = any(arrays[name].is_kept for name in GRADIENT_UNITS if name in arrays)
+    return WARMUP_STEPS if keeps and not scheme.traits.sends_signs else 0
+
+
 def _require_density(recipe: str, argument: str) -> None:
     if "density" not in RECIPES[recipe].options:
         having = ", ".join(name for name, r in RECIPES.items() if "density" in r.options)
@@ -223,7 +247,7 @@ def _require_density(recipe: str, argument: str) -> None:
 
 def make_policy(
     recipe: str,
-    warmup_steps: int = 0,
+    warmup_steps: int | None = None,
     density_schedule: Schedule | Mapping[int, float] | float | None = None,
     dense_every: int = 0,
     dense_by: str = "bf16",
@@ -237,7 +261,8 @@ def make_policy(
     recipe
         A name in ``RECIPES``.
     warmup_steps
-        Steps that are sent dense before compression begins.
+        Steps that are sent dense before compression begins; by default 100 for recipes with error
+        feedback, 0 for others.
     density_schedule
         Density over steps: one of ``schedules`` or a mapping {step: density}; 0 is the first
         compressed step.
@@ -252,17 +277,10 @@ def make_policy(
     **options
         Options of the recipe; see ``get_scheme``.
     """
-    warmup_steps = checked("warmup_steps", warmup_steps, int, 0)
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be a whole number from 0 up, got {warmup_steps!r}")
     ranks_per_node = checked("ranks_per_node", ranks_per_node, int, 8)
     check_names(recipe, options, get_recipe(recipe).options, KEYWORDS)
     options = get_recipe(recipe).checked(options)
-    if get_scheme(recipe, **options).traits.sends_signs and warmup_steps:
-        raise ValueError(
-            f"recipe {recipe!r} sends signs, so there are no dense steps: their means would be far "
-            'smaller than 1. Give warmup_steps=0; in a rule that names it, "warmup_steps": 0'
-        )
+    warmup_steps = _checked_warmup(recipe, get_scheme(recipe, **options), warmup_steps)
     schedule = None
     if density_schedule is not None:
         _require_density(recipe, "density_schedule")
@@ -279,6 +297,21 @@ def make_policy(
         recipe, written, schedule, warmup_steps, ranks_per_node,
         dense_every, dense if dense_every else None,
     )  # fmt: skip
+
+
+def _checked_warmup(recipe: str, scheme: Scheme, warmup_steps: int | None) -> int:
+    """Return the number of dense steps before compression begins."""
+    if warmup_steps is None:
+        return usual_warmup(scheme)
+    warmup_steps = checked("warmup_steps", warmup_steps, int, 0)
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be a whole number from 0 up, got {warmup_steps!r}")
+    if scheme.traits.sends_signs and warmup_steps:
+        raise ValueError(
+            f"recipe {recipe!r} sends signs, so there are no dense steps: their means would be far "
+            'smaller than 1. Give warmup_steps=0; in a rule that names it, "warmup_steps": 0'
+        )
+    return warmup_steps
 
 
 def _check_dense_every(recipe: str, options: Mapping[str, Any], dense_every: int) -> None:

@@ -94,7 +94,7 @@ class TensorCompressor(Compressor):
         if always:
             _awaiting().add(self)
         for bucket in self._buckets:
-            traits = bucket.policy.at(bucket.policy.warmup_steps).traits
+            traits = bucket.policy.after_warmup.traits
             if traits.momentum or traits.compresses or traits.is_noisy:
                 _awaiting().add(self)
 

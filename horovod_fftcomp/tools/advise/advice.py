@@ -94,7 +94,7 @@ def compressed(
     ``grads``: flat float32 by tensor name; tensors that are missing get synthetic gradients.
     """
     fixed = {"calibrate_steps": 1} if "calibrate_steps" in RECIPES[recipe].options else {}
-    policy = make_policy(recipe, **{**options, **fixed})
+    policy = make_policy(recipe, **{"warmup_steps": 0, **options, **fixed})
     buckets = make_buckets(tensors, policy)
     decides = policy.in_force().get("exchange") == "auto"
     inside = {tensor.name for bucket in buckets for tensor in bucket.tensors}

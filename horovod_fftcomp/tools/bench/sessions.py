@@ -66,6 +66,7 @@ class RecipeSession:
         self.label = label
         if "calibrate_steps" in RECIPES[recipe].options:
             options = {**options, "calibrate_steps": 1}  # steps after the calibration are measured
+        options = {"warmup_steps": 0, **options}
         policy = make_policy(recipe, **options)
         self.scheme = policy.at(_USUAL_STEP)
         self.has_feedback = bool(policy.in_force().get("error_feedback"))
@@ -76,7 +77,7 @@ class RecipeSession:
         self._plain = plain.at(_USUAL_STEP)
         self._tensor = tensor
         self._known: OldState = {}
-        found = common(self._outcome_alone(other_grad, plain.at(0), 0).state)
+        found = common(self._outcome_alone(other_grad, plain.after_warmup, 0).state)
         self._known = decided_states([Bucket((tensor,), plain)], 0, lambda _: found).get(0, found)
         self._state: OldState = self._known
         self._n_ranks = 2
