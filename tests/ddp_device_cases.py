@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from horovod_fftcomp import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
-from horovod_fftcomp.torch_distributed import LocalSteps, compress, compressor
+from horovod_fftcomp.torch_distributed import LocalSteps, compress, compressor, rounds, streams
 from tests.contracts import HOST_ONLY
 from tests.ddp_cases import (  # noqa: F401
     Network3,
@@ -36,6 +37,16 @@ on_gpu = functools.partial(torch_emulator.on_gpu, HAS_GPU, globals(), compressor
 
 
 _place = "cpu"
+
+
+@pytest.fixture(autouse=True, params=["host", "streams"])
+def network(request, monkeypatch):
+    """Let the host carry out rounds, or Gloo as if a GPU's streams waited for its collectives."""
+    if request.param == "streams":
+        if HAS_GPU:
+            pytest.skip("the ranks share a GPU, which NCCL refuses")
+        monkeypatch.setattr(compressor, "stream_group", lambda group, place: group)
+    return request.param
 
 
 def prepared(recipe, model=None, **options):
@@ -245,6 +256,51 @@ def test_another_stream_computes_the_same(recipe):
             torch.cuda._sleep(100_000_000)
             found = averages(ddp, range(6))
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "n_sizes"),
+    [({}, 0), ({"exchange": "sharded"}, 2), ({"find_unused_parameters": True}, 0)],
+    ids=str,
+)
+def test_all_ranks_launch_the_same_and_wait_for_sizes_alone(network, monkeypatch, options, n_sizes):
+    if network != "streams":
+        pytest.skip("of collectives that streams wait for")
+    launched, sizes, on_host = [], [], []
+
+    def noted(owner, name, into, what):
+        inner = getattr(owner, name)
+
+        def note(self, *given):
+            if threading.current_thread() is threading.main_thread():
+                into.append(what(*given))
+            return inner(self, *given)
+
+        monkeypatch.setattr(owner, name, note)
+
+    noted(
+        streams.StreamNetwork,
+        "send",
+        launched,
+        lambda made, name, group: (made.collective, name, group.ranks, made.equal, len(made.data)),
+    )
+    noted(rounds.NetworkThread, "send", on_host, lambda made, name, group: name.split(".")[2])
+    noted(rounds.RankGroup, "sizes", sizes, lambda *given: given)
+    with on_gpu():
+        ddp, compression = prepared("topk", replica_check="off", **options)
+        averages(ddp, range(2))
+        for each in (launched, on_host, sizes):
+            each.clear()  # of the handshake
+        averages(ddp, range(2, 6))
+    n_buckets = len(compression._engine.buckets)
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, [each[: 5 if each[3] else 4] for each in launched])
+    assert all(each == everywhere[0] for each in everywhere)
+    assert len(launched) >= 4 * n_buckets > 4
+    kinds = {"step", "used"} if "find_unused_parameters" in options else {"step"}
+    assert set(on_host) == kinds
+    assert on_host.count("step") == 4
+    assert len(sizes) == 4 * n_buckets * n_sizes
 
 
 def test_a_model_on_several_devices_is_refused():

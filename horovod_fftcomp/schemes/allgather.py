@@ -79,7 +79,8 @@ def gather(
     counted = not are_votes(codecs, feedback) and not feedback.keeps_sent
     measure = context.measures and counted
     encoded = coder.encode(grads, state, (context.step, context.rank), feedback, measure)
-    gathered = yield Round("allgather", encoded.message)
+    fixed = all(codec.has_fixed_size for codec in codecs)
+    gathered = yield Round("allgather", encoded.message, equal=fixed)
     summed = coder.decode_sum(gathered, feedback.sign)
     residuals = low_passed(ops, tensors, state, encoded.residuals, feedback.beta)
     new: dict[str, Sequence[Any]] = {"residual": residuals} if feedback.keep else {}

@@ -27,6 +27,7 @@ from horovod_fftcomp.torch_distributed.hook import HookState, exchange_bucket, n
 from horovod_fftcomp.torch_distributed.rounds import NetworkThread, RankGroup, node_groups
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
 from horovod_fftcomp.torch_distributed.steps import DDPStepDriver, Setup
+from horovod_fftcomp.torch_distributed.streams import StreamNetwork, stream_group
 
 # Compressors of this process by their ranks; each of these makes its compressors in the same order.
 _n_made: Counter[tuple[int, ...]] = Counter()
@@ -35,7 +36,7 @@ _n_made: Counter[tuple[int, ...]] = Counter()
 class DistributedCompressor(TensorCompressor):
     """Base class of the compressors of this adapter.
 
-    ``ranks``: global ranks between which gradients are averaged; ``optimized``: the parameters that
+    ``group``: the ranks between which gradients are averaged; ``optimized``: the parameters that
     they compare; ``tensors``: names and shapes of the gradients.
     """
 
@@ -46,13 +47,14 @@ class DistributedCompressor(TensorCompressor):
 
     def __init__(
         self,
-        ranks: Sequence[int],
+        group: dist.ProcessGroup,
         optimized: OptimizedParameters,
         tensors: Sequence[Tensor],
         policy: Scheduled,
         settings: Settings,
     ) -> None:
         super().__init__(policy, settings)
+        ranks = dist.get_process_group_ranks(group)
         self._parameters, self._tensors = optimized, tensors
         trainable = optimized.tensors[: len(tensors)]
         self._dtypes = [str(parameter.dtype) for parameter in trainable]
@@ -65,14 +67,17 @@ class DistributedCompressor(TensorCompressor):
         device = device_of(trainable, buckets)
         name = self._take_name()
         stream = SideStream(place)
-        network = NetworkThread(device, stream.enter)
+        thread = NetworkThread(device, stream.enter)
+        launches_on = None if device is None else stream_group(group, place)
+        network = thread if launches_on is None else StreamNetwork(thread, launches_on, place)
+        self._on_streams = launches_on is not None
         watch = self._watch(name, network.abort)
         groups = functools.partial(
             node_groups, policy.ranks_per_node, ranks, f"{group_name}.node", timeout_s
         )
         self._connection = Connection(network.send, name, self._set, watch, groups, by_order=True)
         parts = self._make_parts(buckets, device, self._connection.send, name)
-        told = name, stream, optimized, self._is_perturbed
+        told = name, stream, optimized, self._is_perturbed, self._on_streams
         setup = Setup(self._exchanged, self._connect, self._slots, *told)
         self._steps = self._make_steps(parts, setup)
         note_exchanged(trainable, self._slots, self._engine)
@@ -85,6 +90,9 @@ class DistributedCompressor(TensorCompressor):
     def _is_perturbed(self) -> bool:
         """Return whether weights are meant to differ between ranks in the present pass."""
         return False
+
+    def _facts(self) -> dict[str, Any]:
+        return super()._facts() | {"messages on GPUs": self._on_streams}
 
     def _connect(self) -> None:
         self._connection.connect(self._facts, None)
@@ -110,9 +118,8 @@ class DDPCompressor(DistributedCompressor):
         self._model = weakref.ref(model)  # DDP holds this object, where no collector looks
         self._exchanged = exchanged(model)
         self._keeps_unused = model.find_unused_parameters or model.static_graph
-        ranks = dist.get_process_group_ranks(model.process_group)
         optimized = OptimizedParameters(self._exchanged)
-        super().__init__(ranks, optimized, self._exchanged.specs(), policy, settings)
+        super().__init__(model.process_group, optimized, self._exchanged.specs(), policy, settings)
         self._note = note_passes(model)
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:

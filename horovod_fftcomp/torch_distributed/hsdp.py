@@ -59,7 +59,8 @@ class HSDPCompressor(DistributedCompressor):
             )
         self._model = model
         self._exchanged, mesh = _sharded(model)
-        ranks, self._peers = _ranks(replicate), mesh.mesh.flatten().tolist()
+        group, self._peers = _group(replicate), mesh.mesh.flatten().tolist()
+        ranks = dist.get_process_group_ranks(group)
         if set(ranks) & set(self._peers) != {dist.get_rank()}:
             raise ValueError(
                 f"replicate has ranks {ranks}, but this rank's shards are on ranks {self._peers}: "
@@ -71,7 +72,7 @@ class HSDPCompressor(DistributedCompressor):
             Tensor(name, tuple(_local(parameter).shape))
             for name, parameter in zip(self._exchanged.names, self._exchanged.tensors, strict=True)
         ]
-        super().__init__(ranks, _Shards(self._exchanged), tensors, policy, settings)
+        super().__init__(group, _Shards(self._exchanged), tensors, policy, settings)
         for number, parameter in enumerate(self._exchanged.tensors):
             parameter.register_post_accumulate_grad_hook(self._steps.noter(number))
         for module in model.modules():
@@ -219,8 +220,8 @@ def _is_nested(is_cuda: bool) -> bool:
     return started > (0 if is_foreign else 1)
 
 
-def _ranks(replicate: Replicas) -> list[int]:
-    """Return the global ranks of ``replicate``."""
+def _group(replicate: Replicas) -> dist.ProcessGroup:
+    """Return the process group of ``replicate``."""
     if isinstance(replicate, DeviceMesh):
         if replicate.ndim != 1:
             raise ValueError(f"replicate is a mesh of {replicate.ndim} dimensions; {_MEND}")
@@ -230,7 +231,7 @@ def _ranks(replicate: Replicas) -> list[int]:
             "replicate must be a 1-d DeviceMesh or a process group of the ranks that hold the same "
             f"shards, got a {type(replicate).__name__}; {_MEND}"
         )
-    return dist.get_process_group_ranks(replicate)
+    return replicate
 
 
 def _sharded(model: torch.nn.Module) -> tuple[Parameters, DeviceMesh]:

@@ -23,7 +23,7 @@ from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed.gradients import Arrival, ParameterNumbers
 from horovod_fftcomp.torch_distributed.pipeline import OrderedPipeline
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
-from horovod_fftcomp.torch_distributed.worker import Worker
+from horovod_fftcomp.torch_distributed.worker import Inline, Worker
 from horovod_fftcomp.types import Array
 
 # Dense gradients are sent together up to this size, above which an allreduce takes longer than the
@@ -36,6 +36,7 @@ class Setup(NamedTuple):
 
     ``connect`` starts the handshake; ``optimized``: for the replica check, as is ``is_perturbed``,
     which tells whether weights are meant to differ between ranks in the present pass.
+    ``on_streams``: whether streams wait for rounds of a GPU's data, not the host.
     """
 
     parameters: Parameters
@@ -45,6 +46,7 @@ class Setup(NamedTuple):
     stream: SideStream
     optimized: OptimizedParameters
     is_perturbed: Callable[[], bool]
+    on_streams: bool
 
 
 class _DenseGradients(NamedTuple):
@@ -63,7 +65,8 @@ class DDPStepDriver(steps.StepDriver):
     A thread of its own takes the buckets of DDP in their order, which is the same on all ranks, and
     encodes, sends and decodes. The training thread, or autograd's thread of a GPU, waits for it at
     the end of the backward pass, raises its errors there and closes the step; between steps the
-    training thread alone uses the engine.
+    training thread alone uses the engine. With ``Setup.on_streams`` nothing of a step takes the
+    host long, and all of it happens in the hook: see ``streams``.
     ``keeps_unused``: whether DDP discards the averages of parameters that no rank has used.
     """
 
@@ -80,8 +83,11 @@ class DDPStepDriver(steps.StepDriver):
         self._pipeline = OrderedPipeline(
             parts.engine, self._send_bucket, self._deliver, parts.settings.timeout_s
         )
-        self._worker = Worker("fftcomp-steps")
-        self._worker.submit(self._stream.enter)
+        self._worker: Worker | Inline = Inline()
+        self._on_streams = setup.on_streams
+        if not self._on_streams:
+            self._worker = Worker("fftcomp-steps")
+            self._worker.submit(self._stream.enter)
         self._members = [
             [parameters.names.index(tensor.name) for tensor in bucket.tensors]
             for bucket in parts.engine.buckets
@@ -310,15 +316,19 @@ class DDPStepDriver(steps.StepDriver):
         self._send_dense(arrays.sendable(flat), _DenseGradients(views))
 
     def _send_dense(self, flat: torch.Tensor, dense: _DenseGradients) -> None:
-        round_ = Round("allreduce", flat.detach().cpu().numpy(), in_place=True)
+        data: Any = flat.detach()
+        round_ = Round("allreduce", data if self._on_streams else data.cpu().numpy(), in_place=True)
         self.other_nbytes += round_.data.nbytes
         self._dense.append((self._send(round_, "dense"), dense))
 
-    def _deliver_dense(self, total: Array, dense: _DenseGradients) -> None:
+    def _deliver_dense(self, total: Any, dense: _DenseGradients) -> None:
         """Write the averages of dense gradients that were sent together."""
-        sums, (views, buffer) = torch.from_numpy(total), dense
-        finite = not self._engine.buckets or bool(torch.isfinite(sums).all())
-        self._engine.observe(finite)
+        sums, (views, buffer) = torch.as_tensor(total), dense
+        if self._on_streams and self._engine.buckets:
+            finite = arrays.observe(self._engine, sums)
+        else:
+            finite = not self._engine.buckets or bool(torch.isfinite(sums).all())
+            self._engine.observe(finite)
         sums.mul_(self._scale)
         if buffer is not None and buffer.data_ptr() != sums.data_ptr():
             buffer.detach().copy_(sums)  # back to a GPU
