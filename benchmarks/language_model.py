@@ -37,7 +37,7 @@ from language_model_training import (
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from horovod_fftcomp.cli.arguments import count, positive, seed
+from horovod_fftcomp.cli.arguments import count, count_from_0, positive
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "language_model"
@@ -213,7 +213,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--optimizer", dest="optimizers", action="append", choices=OPTIMIZERS, default=[],
         help="with --recipe (default: adamw)")
     add("--lr", dest="rates", nargs="+", type=positive, help="in place of the rows' rates")
-    add("--seed", dest="seeds", nargs="+", type=seed, help="in place of the rows' seeds")
+    add("--seed", dest="seeds", nargs="+", type=count_from_0, help="in place of the rows' seeds")
     add("--size", choices=SIZES, default="0.4M", help="parameters (default: %(default)s)")
     add("--learners", type=count, default=4, help="simulated ranks (default: %(default)s)")
     add("--steps", type=count, help="optimizer steps (default: the size's)")

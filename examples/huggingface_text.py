@@ -40,7 +40,8 @@ def main() -> None:
         save_steps=args.steps // 2, logging_steps=args.steps // 4, use_cpu=True, report_to=[],
     )  # fmt: skip
     trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=rows)
-    callback = huggingface.compress(trainer, args.compression)
+    # The default, 100 dense steps first, is for trainings of thousands of steps.
+    callback = huggingface.compress(trainer, args.compression, warmup_steps=0)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(args.out)))
     if trainer.is_world_process_zero() and callback.compression is not None:
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]

@@ -59,7 +59,7 @@ def main() -> None:
     lightning.seed_everything(0)
     x_train, x_test, y_train, y_test = map(torch.from_numpy, digits.load_data())
     loader = DataLoader(TensorDataset(x_train, y_train), 32, shuffle=True)
-    model, callback = Digits(), CompressGradients(args.compression)
+    model, callback = Digits(), CompressGradients(args.compression, **digits.SHORT)
     trainer = lightning.Trainer(
         accelerator="cpu",
         strategy="ddp",

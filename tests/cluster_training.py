@@ -21,7 +21,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
-    compression = Compression.topk(model, timeout_s=20)
+    compression = Compression.topk(model, timeout_s=20, warmup_steps=0)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), 0.1),
         model.named_parameters(),

@@ -34,6 +34,7 @@ def test_a_script_is_compressed_and_its_copies_and_checkpoints_work(script, tmp_
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
          "-m", "horovod_fftcomp", "run", "--compression", "topk:density=0.1",
+         "--warmup-steps", "0",
          FOLDER / f"{script}.py", tmp_path / "saved"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         cwd=FOLDER.parents[1],

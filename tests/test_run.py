@@ -830,7 +830,7 @@ def test_jobs_are_compared_and_end_after_their_steps(capfd, monkeypatch, tmp_pat
 def test_after_the_given_steps_a_script_cleans_up_and_ends_with_status_0(script, controller):
     code, output = run_ranks(
         2, controller, "-m", "horovod_fftcomp", "run", "--report-json", "--compression",
-        "fft:density=0.1", "--steps", "5", "tests/scripts/cleans_up.py",
+        "fft:density=0.1", "--warmup-steps", "0", "--steps", "5", "tests/scripts/cleans_up.py",
         f"tests/scripts/{script}.py",
         framework=script.partition("_")[0].replace("keras", "tensorflow"),
     )  # fmt: skip
@@ -849,7 +849,7 @@ def test_a_rank_that_ends_first_leaves_the_others_their_last_exchange():
     """Of two nodes the smaller one is done before the other."""
     code, output = run_ranks(
         3, "gloo", "-m", "horovod_fftcomp", "run", "--report-json", "--compression",
-        "fft:density=0.1", "--ranks-per-node", "2", "--steps", "5",
+        "fft:density=0.1", "--ranks-per-node", "2", "--warmup-steps", "0", "--steps", "5",
         "tests/scripts/torch_digits.py", "--epochs", "1000",
     )  # fmt: skip
     assert code == 0, output[-8000:]
@@ -864,7 +864,8 @@ def test_a_rank_that_ends_first_leaves_the_others_their_last_exchange():
 def test_tensorflow_trains_compressed_with_equal_bits_on_all_ranks(script):
     code, output = run_ranks(
         2, "gloo", "-m", "horovod_fftcomp", "run", "--report-json", "--compression",
-        "fft:density=0.1", f"tests/scripts/{script}.py", framework="tensorflow",
+        "fft:density=0.1", "--warmup-steps", "0", f"tests/scripts/{script}.py",
+        framework="tensorflow",
     )  # fmt: skip
     assert code == 0, output[-8000:]
     reports = [json.loads(text) for text in re.findall(r"fftcomp-report \d+ 1 1 (.*)", output)]

@@ -22,7 +22,7 @@ def count(text: str) -> int:
     return _whole(text, 1)
 
 
-def seed(text: str) -> int:
+def count_from_0(text: str) -> int:
     """Return a whole number of at least 0."""
     return _whole(text, 0)
 

@@ -17,11 +17,11 @@ from horovod_fftcomp.cli.arguments import (
     COMPRESSIONS,
     RecipeChoice,
     count,
+    count_from_0,
     numels,
     output_path,
     picture_path,
     recipe_choices,
-    seed,
 )
 from horovod_fftcomp.cli.bench_report import Result
 from horovod_fftcomp.cli.console import make_console, progress_bar
@@ -100,7 +100,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="recorded gradients: a folder with STEP.npz files, or a .npy or .npz file",
     )
     add = parser.add_argument
-    add("--seed", type=seed, default=0, help="seed of synthetic gradients (default: 0)")
+    add("--seed", type=count_from_0, default=0, help="seed of synthetic gradients (default: 0)")
     add(
         "--min-numel",
         type=count,

@@ -25,6 +25,7 @@ from horovod_fftcomp.cli.arguments import (
     COMPRESSIONS,
     RecipeChoice,
     count,
+    count_from_0,
     output_path,
     recipe_choice,
     recipe_choices,
@@ -92,7 +93,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="run one job for each, one after another, and print a table",
     )
     add("--steps", type=count, metavar="N", help="end the script after N steps")
-    add("--warmup-steps", type=count, metavar="N", help="begin with N dense steps")
+    add(
+        "--warmup-steps",
+        type=count_from_0,
+        metavar="N",
+        help="begin with N dense steps (default: 100 with error feedback, else 0)",
+    )
     add("--ranks-per-node", type=count, metavar="N", help="compress between nodes of N ranks only")
     add("--record", type=Path, metavar="FOLDER", help="record gradients, for bench and advise")
     add(

@@ -40,13 +40,13 @@ def train(recipe: str, steps: range, saved: dict | None) -> dict:
     model = net
     optimizer = torch.optim.Adam(net.parameters(), lr=0.005)
     if LAUNCHER == "horovod":
-        compression = getattr(Compression, recipe)(net, **RECIPES[recipe])
+        compression = getattr(Compression, recipe)(net, warmup_steps=0, **RECIPES[recipe])
         optimizer = hvd.DistributedOptimizer(
             optimizer, net.named_parameters(), compression=compression
         )
     else:
         model = nn.parallel.DistributedDataParallel(net)
-        compression = compress(model, recipe, **RECIPES[recipe])
+        compression = compress(model, recipe, warmup_steps=0, **RECIPES[recipe])
     if saved is not None:
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])

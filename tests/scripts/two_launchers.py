@@ -46,11 +46,11 @@ def averages(recipe: str, options: dict) -> dict:
     names = list(model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     if LAUNCHER == "horovod":
-        compression = getattr(Compression, recipe)(model, **options)
+        compression = getattr(Compression, recipe)(model, warmup_steps=0, **options)
         optimizer = hvd.DistributedOptimizer(optimizer, names, compression=compression)
     else:
         model = nn.parallel.DistributedDataParallel(model)
-        compression = compress(model, recipe, **options)
+        compression = compress(model, recipe, warmup_steps=0, **options)
     found = []
     for step in range(4):
         optimizer.zero_grad()
@@ -67,10 +67,10 @@ def local_steps() -> dict:
     model: nn.Module = nn.Linear(80, 80)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     if LAUNCHER == "horovod":
-        compression = Compression.topk(model)
+        compression = Compression.topk(model, warmup_steps=0)
     else:
         model = nn.parallel.DistributedDataParallel(model)
-        compression = compress(model, "topk")
+        compression = compress(model, "topk", warmup_steps=0)
     outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
     local = LocalSteps(model, compression, 3, outer=outer)
     for step in range(10):
