@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from rich.progress import Progress
 
-from horovod_fftcomp.cli import console, main, run
+from horovod_fftcomp.cli import console, main, run_report
 from horovod_fftcomp.cli.check import Report
 from horovod_fftcomp.tools.check import Finding, Level
 from horovod_fftcomp.tools.run.launcher import RANK_VARIABLES
@@ -43,7 +43,7 @@ def compared() -> list[dict]:
     times = {f"{what}_s": 0.0123 for what in ("encode", "wait", "decode")}
     first = {"steps": 9, "step_s": 1.2345, "sent_nbytes": 123_456_789, "dense_nbytes": 4e9}
     names = ("none", "fft(density=0.125, bits=10, block=1024, error_feedback=False)", "topk")
-    troubles = ("", run._DIFFER, "ranks 0, 1: ValueError: a bug; exit status 1")
+    troubles = ("", run_report.DIFFER, "ranks 0, 1: ValueError: a bug; exit status 1")
     return [
         {"recipe": name, "place": place, "trouble": trouble}
         | {"ranks": [first | times] if name != "topk" else []}
@@ -60,7 +60,7 @@ def show_all() -> None:
     remedy = "set HOROVOD_WITH_PYTORCH=1 and HOROVOD_WITHOUT_MXNET=1, and install it anew"
     report.add(Finding("kernels", Level.FAIL, "12 of 34 recipes have other bytes", remedy))
     report.print()
-    run._print_comparison(compared())
+    run_report.print_comparison(compared())
 
 
 def show_at_all_widths() -> None:

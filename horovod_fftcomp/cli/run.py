@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
 import os
 import re
 import runpy
 import shlex
-import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.text import Text
 
 from horovod_fftcomp.cli.arguments import (
     COMPRESSION,
@@ -29,7 +24,8 @@ from horovod_fftcomp.cli.arguments import (
     recipe_choice,
     recipe_choices,
 )
-from horovod_fftcomp.cli.console import Table, in_ms, make_console
+from horovod_fftcomp.cli.console import in_ms
+from horovod_fftcomp.cli.run_report import DIFFER, TIMES, print_comparison
 from horovod_fftcomp.errors import list_ranks
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.tools.run import children, launcher
@@ -57,14 +53,8 @@ _STARTS = (
 _CONSEQUENCES = ("HorovodInternalError", "Horovod has been shut down", "SIGTERM")
 _MOST_SHOWN = 500  # characters of an exception; its traceback has the rest
 _VARIABLE = "HOROVOD_FFTCOMP_COMPRESSION"
-_DIFFER = "PARAMETERS DIFFER"
 _NO_METRIC = "no line of its output matches --metric"
 _LAST_LINES = 10  # shown of a job without the metric
-_COLUMNS = (
-    "ms a step", "speed-up", "MB sent", "ratio", "metric", "encode ms", "wait ms", "decode ms",
-    "ranks",
-)  # fmt: skip
-_TIMES = ("encode", "wait", "decode")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -302,7 +292,7 @@ def _told(label: str, found: dict[str, Any]) -> str:
         return f"horovod-fftcomp run: {label}: {_NOTHING} (start it as {_start()} ...)"
     if "earlier" in found:
         return "\n".join(_told(label, one) for one in [*found.pop("earlier"), found])
-    sent, took = found["sent_nbytes"], {what: in_ms(found[f"{what}_s"]) for what in _TIMES}
+    sent, took = found["sent_nbytes"], {what: in_ms(found[f"{what}_s"]) for what in TIMES}
     return (
         f"horovod-fftcomp run: {label}: {found['steps']} steps on {found['world_size']} ranks, "
         f"{in_ms(found['step_s'])} ms a step (median); {sent / 1e6:.3f} MB sent by a rank in a "
@@ -331,7 +321,7 @@ def compare(parsed: argparse.Namespace) -> None:
     if parsed.json:
         parsed.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if rows:
-        _print_comparison(rows)
+        print_comparison(rows)
     if interrupted:
         print(f"{len(rows)} of {len(jobs)} jobs have ended.", file=sys.stderr)
         raise KeyboardInterrupt
@@ -363,57 +353,6 @@ def _row(parsed: argparse.Namespace, choice: RecipeChoice, number: int) -> dict[
         except ValueError:
             row["trouble"] = row["trouble"] or f"its metric {found[-1]!r} is not a number"
     return row
-
-
-def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table of the compressions, and below it the failures of their jobs."""
-    has_metric, first_s = any("metric" in row for row in rows), None
-    names = [name for name in _COLUMNS if has_metric or name != "metric"]
-    table = Table("compression", names)
-    for (_, label), jobs in itertools.groupby(rows, lambda row: (row["place"], row["recipe"])):
-        group = list(jobs)
-        wrong = {row["trouble"] for row in group} - {""}
-        ranks = _DIFFER if wrong == {_DIFFER} else "failed" if wrong else "equal bits"
-        group = [row for row in group if not row["trouble"]] or group  # means are of whole jobs
-        found = [row["ranks"][0] for row in group if row["ranks"] and row["ranks"][0].get("steps")]
-        metric = [_mean([row["metric"] for row in group if "metric" in row], ".4g")] * has_metric
-        if not found:
-            table.add_row(label, *["-"] * 4, *metric, *["-"] * 3, ranks)
-            continue
-        steps_s = [one["step_s"] for one in found if one["step_s"]]
-        step_s = statistics.fmean(steps_s) if steps_s else None
-        sent = statistics.fmean(one["sent_nbytes"] for one in found)
-        first_s = first_s or step_s
-        table.add_row(
-            label,
-            _mean([1e3 * taken_s for taken_s in steps_s], ".1f"),
-            f"{first_s / step_s:.2f}" if first_s and step_s else "-",
-            f"{sent / 1e6:.3f}",
-            f"{found[0]['dense_nbytes'] / sent:.1f}",
-            *metric,
-            *(in_ms(statistics.fmean(one[f"{what}_s"] for one in found)) for what in _TIMES),
-            ranks,
-        )
-    console = make_console()
-    console.print(table)
-    for row in rows:
-        if row["trouble"]:
-            job = f", repeat {row['repeat']}" if row.get("repeat") else ""
-            console.print(Text(f"{row['recipe']}{job}: {row['trouble']}."))
-    console.print(Text("Of the first rank: median step time, means of bytes and other times."))
-    if any(row.get("repeat") for row in rows):
-        console.print(Text("Of several jobs: mean ± standard deviation."))
-
-
-def _mean(values: Sequence[float], form: str) -> str:
-    """Return the mean, and of several values their standard deviation; "-" for none."""
-    if not values:
-        return "-"
-    spread = ""
-    if len(values) > 1:  # ``statistics.stdev`` takes finite values only
-        finite = all(map(math.isfinite, values))
-        spread = f" ±{statistics.stdev(values) if finite else math.nan:.2g}"
-    return f"{statistics.fmean(values):{form}}{spread}"
 
 
 def launch(
@@ -459,7 +398,7 @@ def trouble(ended: launcher.Ended, n_ranks: int) -> str:
     elif not wrong and not all(found["steps"] for found in reports):
         wrong += sorted({found.get("error", _NOTHING) for found in reports})
     elif not wrong and len({str(_digests(found)) for found in reports}) > 1:
-        wrong.append(_DIFFER)
+        wrong.append(DIFFER)
     if ended.code:
         wrong.append(f"exit status {ended.code}")
     return "; ".join(wrong)
