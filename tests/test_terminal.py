@@ -42,11 +42,13 @@ def compared() -> list[dict]:
     """Return what jobs of ``run --compare`` report."""
     times = {f"{what}_s": 0.0123 for what in ("encode", "wait", "decode")}
     first = {"steps": 9, "step_s": 1.2345, "sent_nbytes": 123_456_789, "dense_nbytes": 4e9}
+    first |= {"blocks_s": [1.2, 1.3]}
     names = ("none", "fft(density=0.125, bits=10, block=1024, error_feedback=False)", "topk")
     troubles = ("", run_report.DIFFER, "ranks 0, 1: ValueError: a bug; exit status 1")
     return [
-        {"recipe": name, "place": place, "trouble": trouble}
-        | {"ranks": [first | times] if name != "topk" else []}
+        {"recipe": name, "place": place, "trouble": trouble, "repeat": repeat, "load": 0.5}
+        | {"ranks": [first | times] if name != "topk" else [], "metric": 0.987654 + repeat}
+        for repeat in range(3)
         for place, (name, trouble) in enumerate(zip(names, troubles, strict=True))
     ]
 

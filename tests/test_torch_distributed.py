@@ -275,8 +275,9 @@ def test_a_hook_of_an_unedited_scripts_own_is_refused(unedited):
 
 def test_recipes_are_compared_under_torchrun(unedited, tmp_path, no_launcher):
     launcher = Path(sys.executable).with_name("torchrun")
-    command = ["run", "--compare", "none,topk", "--steps", "5", "--json", f"{tmp_path}/rows.json",
-               "--launcher", f"{launcher} --standalone", str(unedited)]  # fmt: skip
+    command = ["run", "--compare", "none,topk", "--steps", "5", "--repeat", "1",
+               "--json", f"{tmp_path}/rows.json", "--launcher", f"{launcher} --standalone",
+               str(unedited)]  # fmt: skip
     run = subprocess.run(
         [sys.executable, "-m", "horovod_fftcomp", *command],
         cwd=ROOT, capture_output=True, text=True, timeout=600, check=False,

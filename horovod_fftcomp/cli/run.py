@@ -28,6 +28,7 @@ from horovod_fftcomp.cli.console import in_ms
 from horovod_fftcomp.cli.run_report import DIFFER, TIMES, print_comparison
 from horovod_fftcomp.errors import list_ranks
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.run import children, launcher
 from horovod_fftcomp.tools.run.import_hook import install
 from horovod_fftcomp.tools.run.step_report import StepReport
@@ -54,6 +55,8 @@ _CONSEQUENCES = ("HorovodInternalError", "Horovod has been shut down", "SIGTERM"
 _MOST_SHOWN = 500  # characters of an exception; its traceback has the rest
 _VARIABLE = "HOROVOD_FFTCOMP_COMPRESSION"
 _NO_METRIC = "no line of its output matches --metric"
+_OF_COMPARE = ("np", "launcher", "json", "metric", "repeat", "without_none")
+_ROUNDS = 3  # the fewest whose differences one can tell from noise
 _LAST_LINES = 10  # shown of a job without the metric
 
 
@@ -79,7 +82,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--compare",
         type=recipe_choices,
         metavar=COMPRESSIONS,
-        help="run one job for each, one after another, and print a table",
+        help="run one job for each, in rounds, and print a table",
     )
     add("--steps", type=count, metavar="N", help="end the script after N steps")
     add("--warmup-steps", type=count, metavar="N", help="begin with N dense steps")
@@ -112,7 +115,8 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
     )
     add("--json", type=output_path, metavar="FILE", help="write the results of --compare to FILE")
     add_metric(parser)
-    add("--repeat", type=count, metavar="N", help="jobs of --compare for each (default: 1)")
+    add("--repeat", type=count, metavar="N", help="rounds of --compare (default: 3)")
+    add("--without-none", action="store_true", help="do not add none to --compare")
     add("--report-json", action="store_true", help="report as a line of JSON, on every rank")
 
 
@@ -150,13 +154,11 @@ def run(parsed: argparse.Namespace) -> None:
         except argparse.ArgumentTypeError as error:
             parsed.fail(f"{_VARIABLE}: {error}")
     if not parsed.compare:
-        for option in ("np", "launcher", "json", "metric", "repeat"):
-            if getattr(parsed, option) is not None:
-                parsed.fail(
-                    f"-np, --launcher, --json, --metric and --repeat belong to --compare; to run "
-                    "one compression: "
-                    f"{_start()} --compression ... {parsed.script}"
-                )
+        if any(getattr(parsed, option) for option in _OF_COMPARE):
+            parsed.fail(
+                "-np, --launcher, --json, --metric, --repeat and --without-none belong to "
+                f"--compare; to run one compression: {_start()} --compression ... {parsed.script}"
+            )
         _run_script(parsed)
     elif launcher.launched_rank() is not None:
         parsed.fail("--compare starts its own jobs: run it without a launcher and give -np N")
@@ -165,6 +167,11 @@ def run(parsed: argparse.Namespace) -> None:
     elif parsed.record or parsed.live_view:
         parsed.fail("--record and --live-view belong to --compression: jobs would share files")
     else:
+        parsed.repeat = parsed.repeat or _ROUNDS
+        if not (parsed.without_none or any(choice.name == "none" for choice in parsed.compare)):
+            parsed.compare.insert(0, recipe_choice("none"))
+            added = "none is added, for differences and speed-ups; not with --without-none"
+            print(f"horovod-fftcomp run: {added}", file=sys.stderr, flush=True)
         compare(parsed)
 
 
@@ -302,9 +309,12 @@ def _told(label: str, found: dict[str, Any]) -> str:
 
 
 def compare(parsed: argparse.Namespace) -> None:
-    """Run jobs of each compression; exit with status 1 if one failed or its ranks differ."""
-    repeat = range(parsed.repeat or 1)
-    jobs = [(place, choice, n) for place, choice in enumerate(parsed.compare) for n in repeat]
+    """Run rounds of a job of each compression; exit with status 1 if one fails or ranks differ.
+
+    A machine is not as fast in one minute as in the next, which a round's jobs have in common.
+    """
+    rounds = range(parsed.repeat or 1)
+    jobs = [(place, choice, n) for n in rounds for place, choice in enumerate(parsed.compare)]
     rows: list[dict[str, Any]] = []
     interrupted, began = False, time.monotonic()
     try:
@@ -341,15 +351,19 @@ def _row(parsed: argparse.Namespace, choice: RecipeChoice, number: int) -> dict[
             found.extend(parsed.metric.findall(line))
 
     n_ranks = parsed.np or 2
+    began_s, busy_s = time.monotonic(), environment.other_busy_s()
     ended = launch(parsed, choice, n_ranks, take, number)
+    load = (environment.other_busy_s() - busy_s) / (time.monotonic() - began_s)
     row = {"recipe": choice.label, "repeat": number, "trouble": trouble(ended, n_ranks)}
-    row |= {"status": ended.code, "ranks": ended.reports}
-    if parsed.metric:
+    row |= {"load": max(0.0, load), "status": ended.code, "ranks": ended.reports}
+    # Under torchrun each node has a command of its own, and the first rank prints on one of them.
+    if parsed.metric and (found or not (ended.reports and ended.reports[0]["rank"])):
         try:
             row["metric"] = float(found[-1].rstrip("%,;.)"))
         except IndexError:
-            why = f"{_NO_METRIC} {parsed.metric.pattern!r}; its last lines:\n{''.join(lines)}"
-            row["trouble"] = row["trouble"] or why.rstrip()
+            early = f" before its {parsed.steps} --steps ended" * bool(parsed.steps)
+            why = f"{_NO_METRIC} {parsed.metric.pattern!r}{early}; its last lines:"
+            row["trouble"] = row["trouble"] or f"{why}\n{''.join(lines)}".rstrip()
         except ValueError:
             row["trouble"] = row["trouble"] or f"its metric {found[-1]!r} is not a number"
     return row

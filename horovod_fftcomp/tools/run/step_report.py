@@ -13,6 +13,8 @@ from horovod_fftcomp.tools.advise.cost_model import spread
 
 # The first steps compile, allocate and make connections.
 _WARM_UP = 3
+# Blocks to pair with those of another job: long enough to leave single slow steps out of a median.
+_BLOCK_STEPS, _MOST_BLOCKS = 5, 40
 _SUMMED = ("steps", "dense_nbytes", "sent_nbytes", "encode_s", "wait_s", "decode_s")
 
 
@@ -97,9 +99,10 @@ class StepReport:
 
         ``steps``: number of steps; if 0, there is no other key. All other figures leave the first
         three steps out, if there were more. ``step_s``: median time from the end of one step to the
-        end of the next; ``step_spread``: see ``cost_model.spread``. Bytes and seconds of ``stats``:
-        means of a step, summed over all compressors. ``digest``: hash of the parameters.
-        ``tensors``: names and shapes. ``earlier``: such figures of trainings before the last one.
+        end of the next; ``step_spread``: see ``cost_model.spread``; ``blocks_s``: medians of blocks
+        of equally many steps in a row, at most 40. Bytes and seconds of ``stats``: means of a step,
+        summed over all compressors. ``digest``: hash of the parameters. ``tensors``: names and
+        shapes. ``earlier``: such figures of trainings before the last one.
         """
         earlier = [dict(one.figures) for one in self._earlier]
         return self._figures() | ({"earlier": earlier} if earlier else {})
@@ -118,6 +121,7 @@ class StepReport:
             "steps": steps,
             "step_s": statistics.median(times) if times else None,
             "step_spread": spread(times),
+            "blocks_s": _medians_of_blocks(times),
             "digest": " ".join(compressor.digest() for compressor in bound),
             **bound[0].place(),
             "tensors": [[t.name, list(t.shape)] for c in bound for t in c.tensors()],
@@ -127,3 +131,9 @@ class StepReport:
         """Return the seconds of the steps that count; empty for fewer than two steps."""
         times = [end - begin for begin, end in itertools.pairwise(self._closed_at)]
         return times[_WARM_UP - 1 :] or times
+
+
+def _medians_of_blocks(times: Sequence[float]) -> list[float]:
+    n = min(_MOST_BLOCKS, max(1, len(times) // _BLOCK_STEPS))
+    ends = [len(times) * number // n for number in range(n + 1)]
+    return [statistics.median(times[a:b]) for a, b in itertools.pairwise(ends) if b > a]
