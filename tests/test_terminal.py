@@ -124,18 +124,18 @@ def folder(tmp_path_factory) -> Path:
 
 
 def printed_to_a_terminal(
-    *command: str, folder: Path, streams: tuple[str, ...], **others: int
+    *command: str, folder: Path, streams: tuple[str, ...], plain: bool = True, **others: int
 ) -> str:
     """Run Python's ``command`` with ``streams`` in a pseudo-terminal; return what it printed there.
 
-    ``others``: the other streams, as of ``subprocess.Popen``.
+    ``plain``: without escape sequences. ``others``: the other streams, as of ``subprocess.Popen``.
     """
     removed = {"COLUMNS", "LINES", *RANK_VARIABLES}
     environment = {key: value for key, value in os.environ.items() if key not in removed}
     environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", *command],
+        [sys.executable, *command],
         cwd=folder,
         env=environment,
         **dict.fromkeys(streams, theirs),
@@ -151,7 +151,8 @@ def printed_to_a_terminal(
         if not part:
             break
     os.close(ours)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed.decode())
+    text = printed.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text) if plain else text
     assert process.wait() == 0, text[-4000:]
     return text
 
@@ -160,7 +161,9 @@ def printed_to_a_terminal(
 def in_a_terminal(folder) -> dict[int, tuple[list[str], list[str]]]:
     """Return (lines, cells of all tables) by width, printed to a pseudo-terminal."""
     streams, progress = ("stdin", "stdout"), {"stderr": subprocess.DEVNULL}
-    text = printed_to_a_terminal("tests.test_terminal", folder=folder, streams=streams, **progress)
+    text = printed_to_a_terminal(
+        "-m", "tests.test_terminal", folder=folder, streams=streams, **progress
+    )
     text = text.replace("\r", "")
     parts = re.findall(r"^WIDTH (\d+)\n(.*?)^CELLS (.*?)$", text, re.M | re.S)
     return {int(width): (shown.splitlines(), json.loads(cells)) for width, shown, cells in parts}
@@ -187,7 +190,7 @@ def test_commands_to_paste_can_be_pasted(in_a_terminal):
 
 def test_progress_is_shown_on_a_terminal(folder):
     """In a pipe there is none: see ``advise`` in test_advise.py."""
-    command, to_file = ["horovod_fftcomp", *COMMANDS[2]], {"stdout": subprocess.DEVNULL}
+    command, to_file = ["-m", "horovod_fftcomp", *COMMANDS[2]], {"stdout": subprocess.DEVNULL}
     shown = printed_to_a_terminal(*command, folder=folder, streams=("stderr",), **to_file)
     assert "measuring topk" in shown
     assert "100%" in shown
@@ -227,6 +230,18 @@ def test_in_a_pipe_there_are_120_columns_or_as_many_as_told(
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("HOROVOD_RANK", "1")
     assert console.make_console().width == 64  # and the launcher's prefix
+    monkeypatch.delenv("HOROVOD_RANK")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun puts none before it
+    monkeypatch.setenv("RANK", "1")
+    assert console.make_console().width == 120
+
+
+def test_a_rank_writes_no_escape_sequence_at_its_end(folder):
+    """Ranks under MPI have a pseudo-terminal, whose output a launcher passes on."""
+    pytest.importorskip("colorama")
+    code = "import horovod_fftcomp.monitor.parameter_hash as h; h._kernel(); print('done')"
+    shown = printed_to_a_terminal("-c", code, folder=folder, streams=("stdout",), plain=False)
+    assert shown.replace("\r", "") == "done\n"
 
 
 if __name__ == "__main__":
