@@ -134,6 +134,17 @@ def test_commands_are_those_of_the_launcher_in_use(variable, monkeypatch):
     assert ("horovodrun" in told) != variable.startswith("TORCH")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [(1, "on one rank, 2.0 ms a step (median); nothing was sent, to no other rank; encode 1.0"),
+     (2, "on 2 ranks, 2.0 ms a step (median); 1.000 MB sent by a rank in a step, 4.0 times less")],
+)  # fmt: skip
+def test_a_report_of_one_rank_says_that_nothing_was_sent(ranks, told):
+    found = {"steps": 9, "world_size": ranks, "step_s": 0.002, "sent_nbytes": 1e6}
+    found |= {"dense_nbytes": 4e6, "encode_s": 0.001, "wait_s": 0.0, "decode_s": 0.0}
+    assert told in run._told("topk", found)
+
+
 def test_every_option_is_explained(capsys):
     with pytest.raises(SystemExit):
         main(["run", "--help"])

@@ -300,10 +300,14 @@ def _told(label: str, found: dict[str, Any]) -> str:
     if "earlier" in found:
         return "\n".join(_told(label, one) for one in [*found.pop("earlier"), found])
     sent, took = found["sent_nbytes"], {what: in_ms(found[f"{what}_s"]) for what in TIMES}
+    size = f"{sent / 1e6:.3f} MB sent by a rank in a step"
+    less = f"{found['dense_nbytes'] / max(1, sent):.1f} times less than float32"
+    ranks = f"{found['world_size']} ranks"
+    if found["world_size"] == 1:
+        size, less, ranks = "nothing was sent", "to no other rank", "one rank"
     return (
-        f"horovod-fftcomp run: {label}: {found['steps']} steps on {found['world_size']} ranks, "
-        f"{in_ms(found['step_s'])} ms a step (median); {sent / 1e6:.3f} MB sent by a rank in a "
-        f"step, {found['dense_nbytes'] / sent:.1f} times less than float32; "
+        f"horovod-fftcomp run: {label}: {found['steps']} steps on {ranks}, "
+        f"{in_ms(found['step_s'])} ms a step (median); {size}, {less}; "
         f"{', '.join(f'{what} {ms}' for what, ms in took.items())} ms"
     )
 
