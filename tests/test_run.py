@@ -620,7 +620,7 @@ def test_a_failed_jobs_own_exception_is_named(capsys, monkeypatch, script, launc
               "--json", str(path), str(script)])  # fmt: skip
     assert caught.value.code == 1
     printed = capsys.readouterr().out
-    assert re.search(r"^none .* failed ", printed, re.M), printed
+    assert re.search(r"^none .* failed *$", printed, re.M), printed
     assert "\nnone: rank 1: ValueError: my bug; exit status" in printed
     [row] = json.loads(path.read_text())
     assert "my bug" in row["trouble"]

@@ -16,6 +16,10 @@ from horovod_fftcomp.tools.run.differences import Estimate, difference, mean
 
 DIFFER = "PARAMETERS DIFFER"
 TIMES = ("encode", "wait", "decode")
+_COLUMNS = (  # those that no row has are left out
+    "ms a step", "time vs", "speed-up", "ranks", "MB sent", "ratio", "metric", "metric vs",
+    *(f"{what} ms" for what in TIMES),
+)  # fmt: skip
 _UNSEEN = "no difference seen"
 _MUCH_LOAD = 0.25  # of the cores
 
@@ -27,31 +31,20 @@ def print_comparison(rows: _Rows) -> None:
     in_order = sorted(rows, key=itemgetter("place"))
     groups = [list(jobs) for _, jobs in itertools.groupby(in_order, itemgetter("place"))]
     none = next((jobs for jobs in groups if jobs[0]["recipe"].partition("(")[0] == "none"), None)
-    vs = "vs none" if none else "vs the first"
-    heads = {"ms a step": "ms a step", "time": f"time {vs}", "speed-up": "speed-up"}
-    heads |= {
-        "ranks": "ranks",
-        "MB sent": "MB sent",
-        "ratio": "ratio",
-        "metric": "metric",
-        "its": f"metric {vs}",
-    }
-    heads |= {what: f"{what} ms" for what in TIMES}
-    absent = set() if any("metric" in row for row in rows) else {"metric", "its"}
-    absent |= set() if none else {"speed-up"}
-    keys = [key for key in heads if key not in absent]
-    table = Table("compression", [heads[key] for key in keys])
-    for jobs in groups:
-        cells = _cells(jobs, none or groups[0])
-        table.add_row(jobs[0]["recipe"], *(cells.get(key, "-") for key in keys))
+    cells = [_cells(jobs, none or groups[0], none is not None) for jobs in groups]
+    heads = [head for head in _COLUMNS if any(head in own for own in cells)]
+    base = "vs none" if none else "vs the first"
+    table = Table("compression", [head.replace("vs", base) for head in heads])
+    for jobs, own in zip(groups, cells, strict=True):
+        table.add_row(jobs[0]["recipe"], *(own.get(head, "-") for head in heads))
     console = make_console()
     console.print(table)
     for line in itertools.chain(_failed(rows), _meaning(groups, none), _load(rows)):
         console.print(Text(line))
 
 
-def _cells(jobs: _Rows, base: _Rows) -> dict[str, str]:
-    """Return what is known of a compression, and of its differences from ``base``."""
+def _cells(jobs: _Rows, base: _Rows, is_none: bool) -> dict[str, str]:
+    """Return what is known of a compression, by ``_COLUMNS``; ``is_none``: the base is none."""
     wrong = {row["trouble"] for row in jobs} - {""}
     cells = {"ranks": DIFFER if wrong == {DIFFER} else "failed" if wrong else "equal bits"}
     whole = _whole(jobs)
@@ -59,21 +52,22 @@ def _cells(jobs: _Rows, base: _Rows) -> dict[str, str]:
     figures = {
         "ms a step": (".1f", [1e3 * one["step_s"] for one in found if one["step_s"]]),
         "MB sent": (".3f", [one["sent_nbytes"] / 1e6 for one in found]),
-        "ratio": (".1f", [one["dense_nbytes"] / one["sent_nbytes"] for one in found]),
+        "ratio": (".1f", [one["dense_nbytes"] / max(1, one["sent_nbytes"]) for one in found]),
         "metric": (".4g", [row["metric"] for row in whole if "metric" in row]),
     }
-    figures |= {what: (".1f", [1e3 * one[f"{what}_s"] for one in found]) for what in TIMES}
+    figures |= {f"{what} ms": (".1f", [1e3 * one[f"{what}_s"] for one in found]) for what in TIMES}
     cells |= {key: _shown(mean(own), form) for key, (form, own) in figures.items() if own}
     if jobs is base:
-        return cells | ({"speed-up": "1"} if found else {})
+        return cells | {"speed-up": "1"} if is_none and found else cells
     if (time := _difference(base, jobs, _log_times)) is not None:
         ratio, half = math.exp(time.value), time.half and math.sinh(time.half)
         percent = Estimate(100 * (ratio - 1), half and 100 * ratio * half)
-        cells["time"] = _UNSEEN if time.holds_zero else _shown(percent, "+.1f", " %")
-        cells["speed-up"] = _shown(Estimate(1 / ratio, half and half / ratio), ".2f")
+        cells["time vs"] = _UNSEEN if time.holds_zero else _shown(percent, "+.1f", " %")
+        if is_none:
+            cells["speed-up"] = _shown(Estimate(1 / ratio, half and half / ratio), ".2f")
     if (metric := _difference(base, jobs, _metric)) is not None:
         unseen = f"{_UNSEEN},{_half(metric)}"
-        cells["its"] = unseen if metric.holds_zero else _shown(metric, "+.3g")
+        cells["metric vs"] = unseen if metric.holds_zero else _shown(metric, "+.3g")
     return cells
 
 
