@@ -236,6 +236,32 @@ def test_in_a_pipe_there_are_120_columns_or_as_many_as_told(
     assert console.make_console().width == 120
 
 
+def test_errors_of_arguments_end_lines_between_words(folder):
+    """In a pipe they are one line."""
+    show = "import fcntl, os, struct, sys, termios; from horovod_fftcomp.cli import main\n"
+    show += "fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 60, 0, 0))\n"
+    show += "try: main(['run', '--compare', 'fft:dense=1', 'x.py'])\nexcept SystemExit: pass"
+    streams, others = ("stderr",), {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    shown = printed_to_a_terminal("-c", show, folder=folder, streams=streams, **others)
+    lines = shown.replace("\r", "").split("error: ")[1].splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 60
+    piped = subprocess.run(
+        [sys.executable, "-c", show.replace("fcntl.ioctl", "print")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert piped.stderr.split("error: ")[1].splitlines() == [" ".join(lines)]
+
+
+@pytest.mark.parametrize("width", [20, 60])
+def test_what_was_written_is_told_without_a_break_in_a_path(width):
+    text = "wrote /a/folder/that-has-a-long-name/x.png and .json, /b/y.png\nsecond"
+    lines = console.in_lines(text, width).splitlines()
+    assert " ".join(lines).split() == text.split()
+    assert [line for line in lines if len(line) > width and " " in line] == []
+    assert lines[-1] == "second"
+
+
 def test_a_rank_writes_no_escape_sequence_at_its_end(folder):
     """Ranks under MPI have a pseudo-terminal, whose output a launcher passes on."""
     pytest.importorskip("colorama")

@@ -122,10 +122,15 @@ class Table:
         return table
 
 
+def in_lines(text: str, width: int) -> str:
+    """Return ``text`` in lines of at most ``width`` columns; words are never broken."""
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, text.splitlines()))
+
+
 def to_paste(command: str, width: int) -> str:
     """Return a command for a shell, or a call in Python, in lines of at most ``width``."""
-    lines = textwrap.wrap(command, width - 6, break_long_words=False, break_on_hyphens=False)
-    return "    " + " \\\n      ".join(lines)
+    return "    " + in_lines(command, width - 6).replace("\n", " \\\n      ")
 
 
 def in_ms(seconds: float | None) -> str:
