@@ -379,6 +379,41 @@ def test_the_first_steps_do_not_count():
     assert (found["world_size"], found["digest"]) == (2, "abc")
 
 
+def test_the_dense_steps_of_the_start_do_not_count():
+    report, steps = StepReport(), Steps()
+    steps.warmup_steps = 4
+    report.watch(steps)
+    for _ in range(7):
+        steps.step(1000, 0.1)
+    found = report.values()
+    assert (found["steps"], found["sent_nbytes"]) == (7, 1000)  # there are no others
+    for _ in range(5):
+        steps.step(10, 0.002)
+    found = report.values()
+    assert (found["steps"], found["sent_nbytes"]) == (12, 10)
+    assert len(found["blocks_s"]) == 1
+    assert found["blocks_s"][0] == found["step_s"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [(["--steps", "9"], "0"), (["--steps", "9", "--warmup-steps", "5"], "5"), ([], None)],
+)
+def test_jobs_of_few_steps_compress_from_the_first_one_on(given, passed, script, monkeypatch):
+    commands = []
+
+    def started(launcher, n_ranks, command, line):
+        commands.append(command)
+        return jobs.Ended(1, [])
+
+    monkeypatch.setattr(jobs, "launch", started)
+    with pytest.raises(SystemExit):
+        main(["run", "--compare", "none", "--repeat", "1", *given, str(script)])
+    [command] = commands
+    options = dict(itertools.pairwise(command))
+    assert options.get("--warmup-steps") == passed
+
+
 def test_few_steps_all_count_and_a_number_of_them_ends_it():
     ends = []
     report, steps = StepReport(2, lambda: ends.append(steps.n)), Steps()

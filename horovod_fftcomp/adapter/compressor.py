@@ -120,6 +120,11 @@ class Compressor:
             stacklevel=3,
         )
 
+    @property
+    def warmup_steps(self) -> int:
+        """Number of dense steps at the start."""
+        return self._policy.warmup_steps
+
     def tensors(self) -> list[Tensor]:
         """Return names and shapes of all parameters in their order, dense ones included."""
         return list(self._tensors)

@@ -23,6 +23,7 @@ from horovod_fftcomp.cli.arguments import (
     output_path,
     recipe_choice,
     recipe_choices,
+    seed,
 )
 from horovod_fftcomp.cli.console import in_ms
 from horovod_fftcomp.cli.run_report import DIFFER, TIMES, print_comparison
@@ -85,7 +86,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="run one job for each, in rounds, and print a table",
     )
     add("--steps", type=count, metavar="N", help="end the script after N steps")
-    add("--warmup-steps", type=count, metavar="N", help="begin with N dense steps")
+    add("--warmup-steps", type=seed, metavar="N", help="begin with N dense steps")
     add("--ranks-per-node", type=count, metavar="N", help="compress between nodes of N ranks only")
     add("--record", type=Path, metavar="FOLDER", help="record gradients, for bench and advise")
     add(
@@ -168,6 +169,8 @@ def run(parsed: argparse.Namespace) -> None:
         parsed.fail("--record and --live-view belong to --compression: jobs would share files")
     else:
         parsed.repeat = parsed.repeat or _ROUNDS
+        if parsed.steps and parsed.warmup_steps is None:
+            parsed.warmup_steps = 0  # by default so few steps would all be dense
         if not (parsed.without_none or any(choice.name == "none" for choice in parsed.compare)):
             parsed.compare.insert(0, recipe_choice("none"))
             added = "none is added, for differences and speed-ups; not with --without-none"
@@ -392,7 +395,9 @@ def launch(
         "--record": parsed.record,
         "--record-every": parsed.record_every,
     }
-    options = [part for key, value in given.items() if value for part in (key, str(value))]
+    options = [
+        part for key, value in given.items() if value is not None for part in (key, str(value))
+    ]
     command = [*own, *options, "--compression", choice.text, parsed.script]
     arguments = [part.replace("{repeat}", str(number)) for part in parsed.script_arguments]
     try:
