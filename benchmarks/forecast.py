@@ -44,9 +44,10 @@ def main() -> None:
             command_line([*command, *common, *args.script])
             return json.loads(path.read_text())
 
-        before = found("run", "--compare", f"none,{args.recipes}")
+        compare = "run", "--repeat", "1", "--compare", f"none,{args.recipes}"
+        before = found(*compare)
         forecast = found("advise", "--compression", args.recipes)
-        after = found("run", "--compare", f"none,{args.recipes}")
+        after = found(*compare)
         result = beside(forecast, before, after)
     result = {"label": args.label, "machine": environment.describe(), **result}
     print_table(result)

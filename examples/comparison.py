@@ -18,8 +18,9 @@ from typing import NamedTuple
 import horovod.torch as hvd
 import numpy as np
 import torch
-from digits import STYLES, Monitor
+from digits import BUSY, STYLES, Monitor
 from matplotlib.figure import Figure
+from rich.text import Text
 
 from horovod_fftcomp import RECIPES
 from horovod_fftcomp.cli.arguments import COMPRESSIONS, RecipeChoice, recipe_choices
@@ -30,6 +31,7 @@ os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks leav
 
 # The default, 100 dense steps first, is for trainings of thousands of steps.
 SHORT = {"warmup_steps": 0}
+CAPTION = f"s: seconds of the whole training, with evaluation and compiling. {BUSY}"
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
@@ -277,7 +279,8 @@ def main(
                 run = train_distributed(task, choice, args.steps, report=report)
             runs.append(run)
     monitor.console.print(make_table(runs, task.measure))
+    monitor.console.print(Text(CAPTION))
     if is_first:
         path = args.out.resolve() / name
         save(runs, task.measure, path)
-        monitor.console.print(f"wrote {path}.png and .json", soft_wrap=True)
+        monitor.tell_of(f"{path}.png and .json")

@@ -23,7 +23,7 @@ from sklearn.model_selection import train_test_split
 
 from horovod_fftcomp import RECIPES, get_scheme
 from horovod_fftcomp.cli.arguments import COMPRESSIONS, recipe_choices
-from horovod_fftcomp.cli.console import Table, make_console
+from horovod_fftcomp.cli.console import Table, in_lines, make_console
 from horovod_fftcomp.tools.advise import cost_model
 
 os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")  # waiting ranks leave the core to others
@@ -34,10 +34,11 @@ UNTIMED_STEPS = 10  # the first one compiles the kernels
 LINKS = (0.1, 1.0, 10.0)  # Gbit/s, of the forecast
 LATENCY_S = 50e-6
 PARTS = ("compute", "encode", "exchange", "decode", "step")
+BUSY = "On a machine with other work, or with fewer cores than ranks, times tell more of that."
 CAPTION = f"""\
 sent: bytes that a rank passes to collectives. ms: medians of all steps but the first \
 {UNTIMED_STEPS}, mean of the ranks. encode, decode: from compression.stats(). compute: the \
-rest of the step. exchange: """
+rest of the step. {BUSY} exchange: """
 FORECAST = """\
 A forecast, not a measurement, by the cost model of `horovod-fftcomp advise`: computing (the least \
 of all rows), encoding and decoding as measured above, and the bytes above over links of this \
@@ -102,6 +103,10 @@ class Monitor:
         self.bar.add_task("", total=epochs)
         self._task, self._began = self.bar.tasks[0], time.monotonic()
         self._printed = self._began
+
+    def tell_of(self, files: str) -> None:
+        """Print what has been written, without a break in a path."""
+        self.console.print(in_lines(f"wrote {files}", self.console.width), soft_wrap=True)
 
     def advance(self, text: str, epochs: float) -> None:
         """Add ``epochs``, a number that may be fractional."""
@@ -303,4 +308,4 @@ def main(
     if hvd.rank() == 0 and hvd.size() > 1:
         path = save(runs, args, script, hvd.size())
         plot_forecast(runs, path.with_name(f"{path.name}_forecast.png"), cycle_s)
-        monitor.console.print(f"wrote {path}.png and .json, {path}_forecast.png", soft_wrap=True)
+        monitor.tell_of(f"{path}.png and .json, {path}_forecast.png")

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -570,7 +571,7 @@ def test_second_moments_beside_a_biased_recipe_are_named_once(recipe, options, m
 
 
 def recipe_of(compression):
-    rows = (line.split() for line in compression.summary().splitlines()[1:])
+    rows = (line.split() for line in compression.summary().splitlines()[1:-2])
     [recipe] = {recipe for _, recipe, *_ in rows} - {"dense"}
     return recipe
 
@@ -1063,6 +1064,9 @@ def test_what_local_steps_cannot_do_is_refused():
         LocalSteps(wrapped(Slopes()), compression, 3)
     with pytest.raises(UnsupportedError, match="differences of weights"):
         LocalSteps(ddp, compress(wrapped(), "signsgd"), 3)
+    with pytest.raises(UnsupportedError, match=r"Leave momentum out.* or dgc with momentum=0\.0"):
+        LocalSteps(ddp, compress(wrapped(), "dgc"), 3)
+    LocalSteps(wrapped(), compress(wrapped(), "dgc", momentum=0.0), 3)
     trained = wrapped()
     exchanging = compress(trained, "topk")
     train(trained, range(1))
@@ -1074,6 +1078,39 @@ def test_what_local_steps_cannot_do_is_refused():
     ddp.require_backward_grad_sync = True
     with pytest.raises(UnsupportedError, match=r"leave model\.require_backward_grad_sync"):
         train(ddp, range(1))
+
+
+def test_local_steps_show_themselves_and_their_ratio():
+    training = LocalTraining(ADD)
+    assert math.isnan(training.local.ratio)
+    assert repr(training.local).startswith("LocalSteps(period=3): 0 steps since the last exchange")
+    training.train(range(4))
+    assert training.local.steps == 1
+    ratio = 3 * training.compression.stats()["ratio"]
+    assert training.local.ratio == ratio
+    told = (
+        f"LocalSteps(period=3): {ratio:.1f} times fewer bytes, 1 steps since the last exchange, by "
+    )
+    assert repr(training.local) == told + repr(training.compression)
+    training.exchange(100)
+
+
+@pytest.mark.parametrize("how", ["compressed", "hook", "built in"])
+def test_a_second_hook_is_refused_with_the_mend(how):
+    ddp = wrapped()
+    if how == "compressed":
+        compression = compress(ddp, "topk")
+    elif how == "hook":
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    else:
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    with pytest.raises(
+        UnsupportedError, match=r"call compress\(\) once .* compress\(DDP\(model\)\)"
+    ):
+        compress(ddp, "topk")
+    train(ddp, range(2))
+    if how == "compressed":
+        assert compression.stats()["steps"] == 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile itself

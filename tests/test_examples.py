@@ -32,7 +32,8 @@ def test_the_example_trains_and_reports(script, controller, tmp_path, digits):
         "--compression", "none,topk:density=0.1", "--out", str(tmp_path),
     )  # fmt: skip
     assert code == 0, output[-8000:]
-    assert f"wrote {tmp_path / script}.png and .json" in output
+    printed = " ".join(re.sub(r"^\[.*?\]<std\w+>:", "", output, flags=re.M).split())
+    assert f"wrote {tmp_path / script}.png and .json" in printed
     assert (tmp_path / f"{script}.png").stat().st_size > 0
     assert (tmp_path / f"{script}_forecast.png").stat().st_size > 0
     report = json.loads((tmp_path / f"{script}.json").read_text())

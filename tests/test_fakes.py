@@ -321,7 +321,7 @@ def test_the_summary_has_a_row_for_each_tensor():
     before, after, error, residual = found[0]
     rows = [line.split() for line in after.splitlines()]
     assert rows[0] == "tensor recipe exchange density bytes ratio error residual".split()
-    shown = {row[0]: row[1:] for row in rows[1:]}
+    shown = {row[0]: row[1:] for row in rows[1:-2]}
     assert list(shown) == [name for name, _ in make_model().named_parameters()]
     *how, nbytes, ratio, own_error, own_residual = shown["layers.0.weight"]
     assert (*how, own_residual) == ("topk", "allgather", "0.1", f"{residual:.3g}")
@@ -360,9 +360,42 @@ def test_the_summary_tells_of_the_warm_up_until_it_is_over():
     assert [line == told for line in found[0]] == [True, True, False, False]
 
 
+def test_the_summary_ends_with_what_is_compressed_and_all():
+    found = []
+
+    def work(rank):
+        model = make_model()
+        compression = Compression.auto(model, ratio=10)
+        train(model, distributed(model, compression), 1)
+        found.append((compression.summary().splitlines(), compression.stats()["ratio"]))
+
+    fakes.run(2, work)
+    lines, whole = found[0]
+    rows = [line.split() for line in lines[1:-2]]
+    assert [line[:23].rstrip() for line in lines[-2:]] == ["of what is compressed", "in all"]
+    what, of_all = (line.split() for line in lines[-2:])
+    sent = {row[0]: int(row[-4].replace(",", "")) for row in rows if row[1] == "auto"}
+    numels = {name: parameter.numel() for name, parameter in make_model().named_parameters()}
+    assert 0 < len(sent) < len(rows)
+    assert int(what[-4].replace(",", "")) == sum(sent.values())
+    assert float(what[-3]) == pytest.approx(
+        4 * sum(map(numels.get, sent)) / sum(sent.values()), 0.01
+    )
+    assert float(of_all[-3]) == pytest.approx(whole, 0.01)
+    assert float(of_all[-3]) < float(what[-3])
+
+
+def test_one_rank_is_told_that_nothing_was_sent():
+    found = {}
+    for n in (1, 2):
+        fakes.run(n, lambda rank, n=n: found.update({n: Compression.topk(make_model()).summary()}))
+    told = "nothing was sent: there is one rank"
+    assert [told in found[n] for n in (1, 2)] == [True, False]
+
+
 def in_summary(compression):
     """Return the rows of the summary, and the sum of their bytes."""
-    rows = [line.split() for line in compression.summary().splitlines()[1:]]
+    rows = [line.split() for line in compression.summary().splitlines()[1:-2]]
     return rows, sum(int(row[-4].replace(",", "")) for row in rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import re
@@ -18,8 +19,10 @@ import pytest
 
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.cli import main, run
+from horovod_fftcomp.cli.run_report import print_comparison
 from horovod_fftcomp.engine.recipe_text import parse_recipe, parse_recipes
 from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.run import import_hook
 from horovod_fftcomp.tools.run import launcher as jobs
 from horovod_fftcomp.tools.run.import_hook import _WRAPPERS, Wrapping
@@ -129,6 +132,17 @@ def test_commands_are_those_of_the_launcher_in_use(variable, monkeypatch):
     told = run._told("topk", {"steps": 0})
     assert ("torchrun --nproc-per-node 2" in told) == variable.startswith("TORCH")
     assert ("horovodrun" in told) != variable.startswith("TORCH")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "told"),
+    [(1, "on one rank, 2.0 ms a step (median); nothing was sent, to no other rank; encode 1.0"),
+     (2, "on 2 ranks, 2.0 ms a step (median); 1.000 MB sent by a rank in a step, 4.0 times less")],
+)  # fmt: skip
+def test_a_report_of_one_rank_says_that_nothing_was_sent(ranks, told):
+    found = {"steps": 9, "world_size": ranks, "step_s": 0.002, "sent_nbytes": 1e6}
+    found |= {"dense_nbytes": 4e6, "encode_s": 0.001, "wait_s": 0.0, "decode_s": 0.0}
+    assert told in run._told("topk", found)
 
 
 def test_every_option_is_explained(capsys):
@@ -363,6 +377,41 @@ def test_the_first_steps_do_not_count():
     assert found["encode_s"] == pytest.approx(0.001)
     assert 0.002 <= found["step_s"] < 0.3
     assert (found["world_size"], found["digest"]) == (2, "abc")
+
+
+def test_the_dense_steps_of_the_start_do_not_count():
+    report, steps = StepReport(), Steps()
+    steps.warmup_steps = 4
+    report.watch(steps)
+    for _ in range(7):
+        steps.step(1000, 0.1)
+    found = report.values()
+    assert (found["steps"], found["sent_nbytes"]) == (7, 1000)  # there are no others
+    for _ in range(5):
+        steps.step(10, 0.002)
+    found = report.values()
+    assert (found["steps"], found["sent_nbytes"]) == (12, 10)
+    assert len(found["blocks_s"]) == 1
+    assert found["blocks_s"][0] == found["step_s"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [(["--steps", "9"], "0"), (["--steps", "9", "--warmup-steps", "5"], "5"), ([], None)],
+)
+def test_jobs_of_few_steps_compress_from_the_first_one_on(given, passed, script, monkeypatch):
+    commands = []
+
+    def started(launcher, n_ranks, command, line):
+        commands.append(command)
+        return jobs.Ended(1, [])
+
+    monkeypatch.setattr(jobs, "launch", started)
+    with pytest.raises(SystemExit):
+        main(["run", "--compare", "none", "--repeat", "1", *given, str(script)])
+    [command] = commands
+    options = dict(itertools.pairwise(command))
+    assert options.get("--warmup-steps") == passed
 
 
 def test_few_steps_all_count_and_a_number_of_them_ends_it():
@@ -602,7 +651,8 @@ def test_a_failed_jobs_own_exception_is_named(capsys, monkeypatch, script, launc
     )
     path = tmp_path / "compared.json"
     with pytest.raises(SystemExit) as caught:
-        main(["run", "--compare", "none", "--launcher", launcher, "--json", str(path), str(script)])
+        main(["run", "--compare", "none", "--repeat", "1", "--launcher", launcher,
+              "--json", str(path), str(script)])  # fmt: skip
     assert caught.value.code == 1
     printed = capsys.readouterr().out
     assert re.search(r"^none .* failed *$", printed, re.M), printed
@@ -618,6 +668,7 @@ def outputs(monkeypatch):
     left: list[str] = []
     times = {f"{what}_s": 0.002 for what in ("step", "encode", "wait", "decode")}
     found = {"steps": 5, "digest": "same", "dense_nbytes": 4e6, "sent_nbytes": 1e6, **times}
+    found["blocks_s"] = [0.002, 0.002]
 
     def ended(parsed, choice, n_ranks, line, number):
         for text in left.pop(0).format(number).splitlines(keepends=True):
@@ -625,35 +676,141 @@ def outputs(monkeypatch):
         return jobs.Ended(0, [{"rank": rank, **found} for rank in range(n_ranks)])
 
     monkeypatch.setattr(run, "launch", ended)
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "180")
     return left
 
 
 def test_the_last_number_that_the_metric_finds_is_averaged(outputs, capsys, script, tmp_path):
     path = tmp_path / "compared.json"
-    outputs += ["acc 0.1\n[1,0]<stdout>:acc 0.9{}\n", "acc 0.9{}%, all\n"]
-    outputs += ["acc 0.5\n", "acc 0.7\n"]
+    outputs += ["acc 0.1\n[1,0]<stdout>:acc 0.9{}\n", "acc 0.5\n"]
+    outputs += ["acc 0.9{}%, all\n", "acc 0.7\n"]
     main(["run", "--compare", "none,fft", "--metric", r"acc (\S+)", "--repeat", "2", "--json",
           str(path), str(script)])  # fmt: skip
     printed = capsys.readouterr()
-    assert re.search(r"^none +2\.0 ±0 .* 4\.0 +0\.905 ±0\.0071 .* equal bits", printed.out, re.M)
-    assert re.search(r"^fft .* 0\.6 ±0\.14 ", printed.out, re.M), printed.out
-    assert "mean ± standard deviation" in printed.out
-    assert "fft (job 3 of 4, about " in printed.err
-    assert [row["metric"] for row in json.loads(path.read_text())] == [0.9, 0.91, 0.5, 0.7]
+    none, fft = re.findall(r"^(?:none|fft) .*", printed.out, re.M)
+    expected = r" 2\.0 ±0 +- +1 +equal bits .* 4\.0 ±0 +0\.905 ±0\.06 +- "
+    assert re.search(expected, none), none
+    # The difference of metrics is -0.4 and -0.21: over one degree of freedom t is 12.7.
+    assert re.search(r" no difference seen +1\.00 ±0 .* 0\.6 ±1 ", fft), fft
+    assert re.search(r" no difference seen, ±1 ", fft), fft
+    assert fft.count("±") == 9  # each figure has one
+    assert "±: half of a 95 % interval" in printed.out
+    assert "fft (job 4 of 4, about " in printed.err
+    found = [(row["recipe"], row["repeat"], row["metric"]) for row in json.loads(path.read_text())]
+    assert found == [("none", 0, 0.9), ("fft", 0, 0.5), ("none", 1, 0.91), ("fft", 1, 0.7)]
 
 
 def test_a_metric_that_is_not_finite_leaves_the_table_and_the_file(
     outputs, capsys, script, tmp_path
 ):
     path = tmp_path / "compared.json"
-    outputs += ["acc 0.5\n", "acc nan\n", "acc 0.5\n", "acc 0.7\n"]
+    outputs += ["acc 0.5\n", "acc 0.5\n", "acc inf\n", "acc 0.7\n"]
     main(["run", "--compare", "none,none", "--metric", r"acc (\S+)", "--repeat", "2", "--json",
           str(path), str(script)])  # fmt: skip
     first, second = re.findall(r"^none .*", capsys.readouterr().out, re.M)
-    assert "nan ±nan" in first
-    assert "0.6 ±0.14" in second
-    assert [row["place"] for row in json.loads(path.read_text())] == [0, 0, 1, 1]
+    assert "inf ±nan" in first
+    assert "0.6 ±1 " in second
+    assert "-inf ±nan" in second
+    assert [row["place"] for row in json.loads(path.read_text())] == [0, 1, 0, 1]
+
+
+def test_none_is_added_unless_refused_and_speed_ups_are_over_it(outputs, capsys, script):
+    outputs += [""] * 2
+    main(["run", "--compare", "fft", "--repeat", "1", str(script)])
+    printed = capsys.readouterr()
+    assert "none is added, for differences and speed-ups; not with --without-none" in printed.err
+    none, fft = re.findall(r"^(?:none|fft) .*", printed.out, re.M)
+    assert re.search(r" time vs none +speed-up ", printed.out)
+    assert re.search(r"^fft +2\.0 +\+0\.0 % +1\.00 ", fft)
+    assert "±" not in none + fft
+    assert "One job of each: no ±, and what is noise is not known; --repeat 3 tells." in printed.out
+    outputs += [""] * 6
+    main(["run", "--compare", "fft,topk", "--without-none", str(script)])
+    printed = capsys.readouterr()
+    assert "added" not in printed.err
+    assert "job 6 of 6" in printed.err  # three rounds
+    assert re.search(r" time vs the first +ranks +MB sent ", printed.out)
+    assert "No speed-up: that is over none. Differences are from fft." in printed.out
+
+
+@pytest.mark.parametrize("load", [0.5, 1.5])
+def test_the_load_of_other_processes_is_noted(outputs, capsys, monkeypatch, load):
+    busy_s, now_s = itertools.count(7, 10 * load), itertools.count(3, 10)
+    monkeypatch.setattr(run.environment, "other_busy_s", lambda: next(busy_s))
+    monkeypatch.setattr(run.environment, "n_cores", lambda: 4)
+    monkeypatch.setattr(time, "monotonic", lambda: next(now_s))
+    outputs += [""]
+    parsed = argparse.Namespace(np=2, metric=None)
+    row = run._row(parsed, parse_recipe("fft"), 0)
+    assert row["load"] == load
+    print_comparison([row | {"place": 0}])
+    printed = capsys.readouterr().out
+    told = f"Other processes kept {load} of this machine's 4 cores busy, {load} during one"
+    assert told in printed
+    assert ("Warning: that is over a quarter of the cores" in printed) == (load > 1)
+
+
+def test_the_load_is_that_of_other_processes_on_own_cores(monkeypatch):
+    assert environment.other_busy_s() <= time.monotonic() * environment.n_cores()
+    #     user nice system idle iowait irq softirq steal guest
+    stat = "cpu 9 9 9 9 9 9 9 9 9\ncpu0 800 0 0 5 5 0 0 0 0\ncpu1 500 100 200 7 9 20 30 50 500\n"
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding: stat)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(os, "times", lambda: (1.0, 0.5, 2.0, 0.5, 99.0))  # of ended children, too
+    assert environment.other_busy_s() == pytest.approx(9 - 4)
+
+
+def test_the_metric_of_a_script_that_steps_end_is_the_last_that_it_has_printed(
+    outputs, capsys, script
+):
+    command = [
+        "run",
+        "--compare",
+        "none",
+        "--repeat",
+        "1",
+        "--metric",
+        r"acc (\S+)",
+        "--steps",
+        "9",
+    ]
+    outputs += ["acc 0.5\nacc 0.6\n"]
+    main([*command, str(script)])
+    assert re.search(r"^none .* 0\.6 ", capsys.readouterr().out, re.M)
+    outputs += ["epoch 1\n"]
+    with pytest.raises(SystemExit):
+        main([*command, str(script)])
+    told = r"matches --metric 'acc (\\S+)' before its 9 --steps ended; its last lines:"
+    assert told in capsys.readouterr().out
+
+
+def test_a_node_without_the_first_rank_needs_no_metric(outputs, capsys, script, monkeypatch):
+    plain = run.launch
+
+    def of_second_node(*arguments):
+        code, reports = plain(*arguments)
+        return jobs.Ended(code, [report | {"rank": report["rank"] + 2} for report in reports])
+
+    outputs += [""] * 4
+    command = ["run", "--compare", "none,fft", "--repeat", "2", "--metric", r"acc (\S+)"]
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "launch", of_second_node)
+        main([*command, str(script)])
+    assert outputs == []
+    assert "metric" not in capsys.readouterr().out
+    outputs += [""] * 4
+    with pytest.raises(SystemExit):
+        main([*command, str(script)])  # the same on the node of the first rank
+    assert len(outputs) == 3
+
+
+def test_equal_metrics_of_all_repeats_are_no_sign_of_certainty(outputs, capsys, script):
+    outputs += ["acc 0.5\n", "acc 0.7\n"] * 3
+    main(["run", "--compare", "none,fft", "--metric", r"acc (\S+)", str(script)])
+    printed = capsys.readouterr().out
+    assert re.search(r"^fft .* 0\.7 ±0 +\+0\.2 ±0 ", printed, re.M)
+    assert "Repeats have equal metrics: with --seed {repeat}, say, ± would" in printed
 
 
 def test_a_metric_that_no_line_has_ends_the_comparison(outputs, capsys, script):
@@ -662,7 +819,7 @@ def test_a_metric_that_no_line_has_ends_the_comparison(outputs, capsys, script):
         main(["run", "--compare", "none,fft,topk", "--metric", r"acc (\S+)", str(script)])
     assert caught.value.code == 1
     printed = capsys.readouterr().out.split("─")[-1]
-    assert re.search(r"^none .* 0\.5 .* equal bits", printed, re.M)
+    assert re.search(r"^none .* equal bits .* 0\.5 ", printed, re.M)
     assert r"fft: no line of its output matches --metric 'acc (\\S+)'; its last lines:" in printed
     assert "\nbegins\nthe end of it." in printed
     assert outputs == ["acc 0.7\n"]  # whose job was not begun
@@ -671,7 +828,7 @@ def test_a_metric_that_no_line_has_ends_the_comparison(outputs, capsys, script):
 def test_a_metric_that_is_no_number_is_told(outputs, capsys, script):
     outputs += ["acc high\n"]
     with pytest.raises(SystemExit):
-        main(["run", "--compare", "none", "--metric", r"acc (\S+)", str(script)])
+        main(["run", "--compare", "none", "--repeat", "1", "--metric", r"acc (\S+)", str(script)])
     assert "none: its metric 'high' is not a number." in capsys.readouterr().out
     for pattern, told in (("acc (", "unterminated"), ("acc", "one pair of brackets")):
         assert told in refusal(capsys, "--compare", "none", "--metric", pattern, script)
@@ -740,7 +897,7 @@ def test_an_interrupted_comparison_prints_what_there_is(script, launcher, tmp_pa
     printed, errors = process.communicate(timeout=100)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    assert "1 of 3 jobs have ended." in errors
+    assert "1 of 9 jobs have ended." in errors
     assert set(re.findall(r"^(none|fft|topk) ", printed, re.M)) == {"none"}
     for pid in pids:
         wait_for_the_end_of(pid)
@@ -806,7 +963,8 @@ def test_jobs_are_compared_and_end_after_their_steps(capfd, monkeypatch, tmp_pat
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.chdir(ROOT)
     path = tmp_path / "compared.json"
-    main(["run", "--compare", "none,fft:density=0.1", "--steps", "8", "--launcher", LAUNCHER,
+    main(["run", "--compare", "none,fft:density=0.1", "--steps", "8", "--repeat", "1",
+          "--launcher", LAUNCHER,
           "--json", str(path), "tests/scripts/torch_digits.py", "--epochs", "1000"])  # fmt: skip
     printed = capfd.readouterr().out
     rows = re.findall(r"^(none|fft\(density=0.1\)) +([\d.]+) .* equal bits", printed, re.M)

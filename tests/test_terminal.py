@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from rich.progress import Progress
 
-from horovod_fftcomp.cli import console, main, run
+from horovod_fftcomp.cli import console, main, run_report
 from horovod_fftcomp.cli.check import Report
 from horovod_fftcomp.tools.check import Finding, Level
 from horovod_fftcomp.tools.run.launcher import RANK_VARIABLES
@@ -42,11 +42,13 @@ def compared() -> list[dict]:
     """Return what jobs of ``run --compare`` report."""
     times = {f"{what}_s": 0.0123 for what in ("encode", "wait", "decode")}
     first = {"steps": 9, "step_s": 1.2345, "sent_nbytes": 123_456_789, "dense_nbytes": 4e9}
+    first |= {"blocks_s": [1.2, 1.3]}
     names = ("none", "fft(density=0.125, bits=10, block=1024, error_feedback=False)", "topk")
-    troubles = ("", run._DIFFER, "ranks 0, 1: ValueError: a bug; exit status 1")
+    troubles = ("", run_report.DIFFER, "ranks 0, 1: ValueError: a bug; exit status 1")
     return [
-        {"recipe": name, "place": place, "trouble": trouble}
-        | {"ranks": [first | times] if name != "topk" else []}
+        {"recipe": name, "place": place, "trouble": trouble, "repeat": repeat, "load": 0.5}
+        | {"ranks": [first | times] if name != "topk" else [], "metric": 0.987654 + repeat}
+        for repeat in range(3)
         for place, (name, trouble) in enumerate(zip(names, troubles, strict=True))
     ]
 
@@ -60,7 +62,7 @@ def show_all() -> None:
     remedy = "set HOROVOD_WITH_PYTORCH=1 and HOROVOD_WITHOUT_MXNET=1, and install it anew"
     report.add(Finding("kernels", Level.FAIL, "12 of 34 recipes have other bytes", remedy))
     report.print()
-    run._print_comparison(compared())
+    run_report.print_comparison(compared())
 
 
 def show_at_all_widths() -> None:
@@ -122,18 +124,18 @@ def folder(tmp_path_factory) -> Path:
 
 
 def printed_to_a_terminal(
-    *command: str, folder: Path, streams: tuple[str, ...], **others: int
+    *command: str, folder: Path, streams: tuple[str, ...], plain: bool = True, **others: int
 ) -> str:
     """Run Python's ``command`` with ``streams`` in a pseudo-terminal; return what it printed there.
 
-    ``others``: the other streams, as of ``subprocess.Popen``.
+    ``plain``: without escape sequences. ``others``: the other streams, as of ``subprocess.Popen``.
     """
     removed = {"COLUMNS", "LINES", *RANK_VARIABLES}
     environment = {key: value for key, value in os.environ.items() if key not in removed}
     environment |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", *command],
+        [sys.executable, *command],
         cwd=folder,
         env=environment,
         **dict.fromkeys(streams, theirs),
@@ -149,7 +151,8 @@ def printed_to_a_terminal(
         if not part:
             break
     os.close(ours)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed.decode())
+    text = printed.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text) if plain else text
     assert process.wait() == 0, text[-4000:]
     return text
 
@@ -158,7 +161,9 @@ def printed_to_a_terminal(
 def in_a_terminal(folder) -> dict[int, tuple[list[str], list[str]]]:
     """Return (lines, cells of all tables) by width, printed to a pseudo-terminal."""
     streams, progress = ("stdin", "stdout"), {"stderr": subprocess.DEVNULL}
-    text = printed_to_a_terminal("tests.test_terminal", folder=folder, streams=streams, **progress)
+    text = printed_to_a_terminal(
+        "-m", "tests.test_terminal", folder=folder, streams=streams, **progress
+    )
     text = text.replace("\r", "")
     parts = re.findall(r"^WIDTH (\d+)\n(.*?)^CELLS (.*?)$", text, re.M | re.S)
     return {int(width): (shown.splitlines(), json.loads(cells)) for width, shown, cells in parts}
@@ -185,7 +190,7 @@ def test_commands_to_paste_can_be_pasted(in_a_terminal):
 
 def test_progress_is_shown_on_a_terminal(folder):
     """In a pipe there is none: see ``advise`` in test_advise.py."""
-    command, to_file = ["horovod_fftcomp", *COMMANDS[2]], {"stdout": subprocess.DEVNULL}
+    command, to_file = ["-m", "horovod_fftcomp", *COMMANDS[2]], {"stdout": subprocess.DEVNULL}
     shown = printed_to_a_terminal(*command, folder=folder, streams=("stderr",), **to_file)
     assert "measuring topk" in shown
     assert "100%" in shown
@@ -225,6 +230,44 @@ def test_in_a_pipe_there_are_120_columns_or_as_many_as_told(
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("HOROVOD_RANK", "1")
     assert console.make_console().width == 64  # and the launcher's prefix
+    monkeypatch.delenv("HOROVOD_RANK")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun puts none before it
+    monkeypatch.setenv("RANK", "1")
+    assert console.make_console().width == 120
+
+
+def test_errors_of_arguments_end_lines_between_words(folder):
+    """In a pipe they are one line."""
+    show = "import fcntl, os, struct, sys, termios; from horovod_fftcomp.cli import main\n"
+    show += "fcntl.ioctl(2, termios.TIOCSWINSZ, struct.pack('HHHH', 40, 60, 0, 0))\n"
+    show += "try: main(['run', '--compare', 'fft:dense=1', 'x.py'])\nexcept SystemExit: pass"
+    streams, others = ("stderr",), {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    shown = printed_to_a_terminal("-c", show, folder=folder, streams=streams, **others)
+    lines = shown.replace("\r", "").split("error: ")[1].splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 60
+    piped = subprocess.run(
+        [sys.executable, "-c", show.replace("fcntl.ioctl", "print")],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert piped.stderr.split("error: ")[1].splitlines() == [" ".join(lines)]
+
+
+@pytest.mark.parametrize("width", [20, 60])
+def test_what_was_written_is_told_without_a_break_in_a_path(width):
+    text = "wrote /a/folder/that-has-a-long-name/x.png and .json, /b/y.png\nsecond"
+    lines = console.in_lines(text, width).splitlines()
+    assert " ".join(lines).split() == text.split()
+    assert [line for line in lines if len(line) > width and " " in line] == []
+    assert lines[-1] == "second"
+
+
+def test_a_rank_writes_no_escape_sequence_at_its_end(folder):
+    """Ranks under MPI have a pseudo-terminal, whose output a launcher passes on."""
+    pytest.importorskip("colorama")
+    code = "import horovod_fftcomp.monitor.parameter_hash as h; h._kernel(); print('done')"
+    shown = printed_to_a_terminal("-c", code, folder=folder, streams=("stdout",), plain=False)
+    assert shown.replace("\r", "") == "done\n"
 
 
 if __name__ == "__main__":

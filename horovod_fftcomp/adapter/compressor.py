@@ -120,6 +120,11 @@ class Compressor:
             stacklevel=3,
         )
 
+    @property
+    def warmup_steps(self) -> int:
+        """Number of dense steps at the start."""
+        return self._policy.warmup_steps
+
     def tensors(self) -> list[Tensor]:
         """Return names and shapes of all parameters in their order, dense ones included."""
         return list(self._tensors)
@@ -221,16 +226,15 @@ class Compressor:
     def summary(self) -> str:
         """Return a table as text, a row for each tensor: how it is sent, bytes, ratio and errors.
 
-        Bytes: what a rank sends in a step, in the mean over ranks. Error: norm of what was not sent
-        over norm of what was to be sent; residual: its norm over the gradient's; both as last
-        measured. "-" stands for what there is not, or not yet.
+        The last rows are those of all compressed tensors, to which the ``ratio`` of recipe ``auto``
+        refers, and of all. Bytes: what a rank sends in a step, in the mean over ranks. Error: norm
+        of what was not sent over norm of what was to be sent; residual: its norm over the
+        gradient's; both as last measured. "-" stands for what there is not, or not yet.
         """
         self._engine.read_device()
-        residuals, errors = self.residual_ratios(), self._engine.errors
+        residuals, errors, nbytes = self.residual_ratios(), self._engine.errors, self._sent_nbytes()
         rows = ["tensor recipe exchange density bytes ratio error residual".split()]
-        for (name, shape), slot, sent in zip(
-            self._tensors, self._slots, self._sent_nbytes(), strict=True
-        ):
+        for (name, shape), slot, sent in zip(self._tensors, self._slots, nbytes, strict=True):
             recipe, density, exchange = "dense", None, "allreduce"
             if slot is not None:
                 rounds = self._engine.scheme(slot.bucket).rounds
@@ -240,12 +244,17 @@ class Compressor:
                 density = policy.density(self._engine.step)
             figures = (density, errors.get(name), residuals.get(name))
             shown = ["-" if figure is None else f"{figure:.3g}" for figure in figures]
-            ratio = f"{4 * math.prod(shape) / sent:.1f}" if sent else "-"
-            rows.append([name, recipe, exchange, shown[0], f"{sent:,}", ratio, *shown[1:]])
+            rows.append([name, recipe, exchange, shown[0], *_bytes([(shape, sent)]), *shown[1:]])
+        sizes = [(tensor.shape, sent) for tensor, sent in zip(self._tensors, nbytes, strict=True)]
+        packed = [size for size, slot in zip(sizes, self._slots, strict=True) if slot is not None]
+        for what, which in (("of what is compressed", packed), ("in all", sizes)):
+            rows.append([what, "-", "-", "-", *_bytes(which), "-", "-"])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         text = (map(str.ljust, row[:3], widths) for row in rows)
         numbers = (map(str.rjust, row[3:], widths[3:]) for row in rows)
         lines = ["  ".join([*a, *b]) for a, b in zip(text, numbers, strict=True)]
+        if self._engine.world_size == 1:
+            lines.append("nothing was sent: there is one rank, and bytes are what it would send")
         if self._engine.step < (n := self._policy.warmup_steps):
             lines.append(f"warm-up: the first {n} steps are dense (warmup_steps={n})")
         return "\n".join(lines)
@@ -538,3 +547,10 @@ def _numbers_of_sharded(buckets: Sequence[Bucket]) -> str:
     """Return the numbers of the buckets whose exchange is sharded."""
     rounds = (bucket.policy.after_warmup.rounds for bucket in buckets)
     return ", ".join(str(n) for n, kinds in enumerate(rounds) if "alltoall" in kinds)
+
+
+def _bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> tuple[str, str]:
+    """Return bytes and ratio, as text, of tensors: shapes and bytes sent."""
+    sent = sum(nbytes for _, nbytes in sizes)
+    dense = 4 * sum(math.prod(shape) for shape, _ in sizes)
+    return f"{sent:,}", f"{dense / sent:.1f}" if sent else "-"

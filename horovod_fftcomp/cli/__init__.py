@@ -7,7 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from rich.console import Console
+
 from horovod_fftcomp.cli import advise, bench, check, recipes, run
+from horovod_fftcomp.cli.console import in_lines
 from horovod_fftcomp.tools.run.launcher import launched_rank
 from horovod_fftcomp.wire.version import __version__
 
@@ -25,6 +28,9 @@ class _Parser(argparse.ArgumentParser):
         """Print the error, on other ranks than the first one in a line; exit with status 2."""
         if rank := launched_rank():
             print(f"{self.prog} on rank {rank}: error: {message}", file=sys.stderr, flush=True)
+        console, begin = Console(stderr=True), f"{self.prog}: error: "
+        if console.is_terminal:
+            message = in_lines(begin + message, console.width).removeprefix(begin)
         super().error(message)
 
 

@@ -46,8 +46,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parsed: argparse.Namespace) -> None:
     """Check, print the report and exit with status 1 if something failed."""
-    # With colorama installed, Numba would reset the terminal's colours at exit, on every rank.
-    os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     report = Report(launched_rank())
     watchdog = Watchdog(parsed.timeout, report)
     watchdog.expect("the first check", _BUSY)

@@ -14,7 +14,7 @@ from rich.progress import Progress, ProgressColumn, Task
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from horovod_fftcomp.tools.run.launcher import launched_rank
+from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank
 
 _WIDTH_OF_FILES = 120
 _WIDTH_OF_RANKS = 64  # launchers put a prefix before each line, up to 16 characters long
@@ -24,9 +24,10 @@ _PROSE = 24  # columns of wider cells may become as narrow: these are broken at 
 def make_console(quiet: bool = False) -> Console:
     """Return a console on standard output: as wide as COLUMNS, else as the terminal.
 
-    Without a terminal it has 120 columns; a rank of a job, whose terminal is not the user's, 64.
+    Without a terminal it has 120 columns; a rank of a job, whose terminal is not the user's, 64
+    under a launcher that puts a prefix before each line, as all do but torchrun.
     """
-    launched = launched_rank() is not None
+    launched = launched_rank() is not None and not is_torchrun()
     width: int | None = _WIDTH_OF_RANKS if launched else _WIDTH_OF_FILES
     if "COLUMNS" in os.environ or (not launched and any(map(os.isatty, (0, 1, 2)))):
         width = None
@@ -121,10 +122,15 @@ class Table:
         return table
 
 
+def in_lines(text: str, width: int) -> str:
+    """Return ``text`` in lines of at most ``width`` columns; words are never broken."""
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, text.splitlines()))
+
+
 def to_paste(command: str, width: int) -> str:
     """Return a command for a shell, or a call in Python, in lines of at most ``width``."""
-    lines = textwrap.wrap(command, width - 6, break_long_words=False, break_on_hyphens=False)
-    return "    " + " \\\n      ".join(lines)
+    return "    " + in_lines(command, width - 6).replace("\n", " \\\n      ")
 
 
 def in_ms(seconds: float | None) -> str:

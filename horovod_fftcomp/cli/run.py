@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
 import os
 import re
 import runpy
 import shlex
-import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.text import Text
 
 from horovod_fftcomp.cli.arguments import (
     COMPRESSION,
@@ -30,9 +25,11 @@ from horovod_fftcomp.cli.arguments import (
     recipe_choice,
     recipe_choices,
 )
-from horovod_fftcomp.cli.console import Table, in_ms, make_console
+from horovod_fftcomp.cli.console import in_ms
+from horovod_fftcomp.cli.run_report import DIFFER, TIMES, print_comparison
 from horovod_fftcomp.errors import list_ranks
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.run import children, launcher
 from horovod_fftcomp.tools.run.import_hook import install
 from horovod_fftcomp.tools.run.step_report import StepReport
@@ -58,14 +55,10 @@ _STARTS = (
 _CONSEQUENCES = ("HorovodInternalError", "Horovod has been shut down", "SIGTERM")
 _MOST_SHOWN = 500  # characters of an exception; its traceback has the rest
 _VARIABLE = "HOROVOD_FFTCOMP_COMPRESSION"
-_DIFFER = "PARAMETERS DIFFER"
 _NO_METRIC = "no line of its output matches --metric"
+_OF_COMPARE = ("np", "launcher", "json", "metric", "repeat", "without_none")
+_ROUNDS = 3  # the fewest whose differences one can tell from noise
 _LAST_LINES = 10  # shown of a job without the metric
-_COLUMNS = (
-    "ms a step", "speed-up", "MB sent", "ratio", "metric", "encode ms", "wait ms", "decode ms",
-    "ranks",
-)  # fmt: skip
-_TIMES = ("encode", "wait", "decode")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -90,7 +83,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--compare",
         type=recipe_choices,
         metavar=COMPRESSIONS,
-        help="run one job for each, one after another, and print a table",
+        help="run one job for each, in rounds, and print a table",
     )
     add("--steps", type=count, metavar="N", help="end the script after N steps")
     add(
@@ -128,7 +121,8 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
     )
     add("--json", type=output_path, metavar="FILE", help="write the results of --compare to FILE")
     add_metric(parser)
-    add("--repeat", type=count, metavar="N", help="jobs of --compare for each (default: 1)")
+    add("--repeat", type=count, metavar="N", help="rounds of --compare (default: 3)")
+    add("--without-none", action="store_true", help="do not add none to --compare")
     add("--report-json", action="store_true", help="report as a line of JSON, on every rank")
 
 
@@ -166,13 +160,11 @@ def run(parsed: argparse.Namespace) -> None:
         except argparse.ArgumentTypeError as error:
             parsed.fail(f"{_VARIABLE}: {error}")
     if not parsed.compare:
-        for option in ("np", "launcher", "json", "metric", "repeat"):
-            if getattr(parsed, option) is not None:
-                parsed.fail(
-                    f"-np, --launcher, --json, --metric and --repeat belong to --compare; to run "
-                    "one compression: "
-                    f"{_start()} --compression ... {parsed.script}"
-                )
+        if any(getattr(parsed, option) for option in _OF_COMPARE):
+            parsed.fail(
+                "-np, --launcher, --json, --metric, --repeat and --without-none belong to "
+                f"--compare; to run one compression: {_start()} --compression ... {parsed.script}"
+            )
         _run_script(parsed)
     elif launcher.launched_rank() is not None:
         parsed.fail("--compare starts its own jobs: run it without a launcher and give -np N")
@@ -181,6 +173,13 @@ def run(parsed: argparse.Namespace) -> None:
     elif parsed.record or parsed.live_view:
         parsed.fail("--record and --live-view belong to --compression: jobs would share files")
     else:
+        parsed.repeat = parsed.repeat or _ROUNDS
+        if parsed.steps and parsed.warmup_steps is None:
+            parsed.warmup_steps = 0  # by default so few steps would all be dense
+        if not (parsed.without_none or any(choice.name == "none" for choice in parsed.compare)):
+            parsed.compare.insert(0, recipe_choice("none"))
+            added = "none is added, for differences and speed-ups; not with --without-none"
+            print(f"horovod-fftcomp run: {added}", file=sys.stderr, flush=True)
         compare(parsed)
 
 
@@ -308,19 +307,26 @@ def _told(label: str, found: dict[str, Any]) -> str:
         return f"horovod-fftcomp run: {label}: {_NOTHING} (start it as {_start()} ...)"
     if "earlier" in found:
         return "\n".join(_told(label, one) for one in [*found.pop("earlier"), found])
-    sent, took = found["sent_nbytes"], {what: in_ms(found[f"{what}_s"]) for what in _TIMES}
+    sent, took = found["sent_nbytes"], {what: in_ms(found[f"{what}_s"]) for what in TIMES}
+    size = f"{sent / 1e6:.3f} MB sent by a rank in a step"
+    less = f"{found['dense_nbytes'] / max(1, sent):.1f} times less than float32"
+    ranks = f"{found['world_size']} ranks"
+    if found["world_size"] == 1:
+        size, less, ranks = "nothing was sent", "to no other rank", "one rank"
     return (
-        f"horovod-fftcomp run: {label}: {found['steps']} steps on {found['world_size']} ranks, "
-        f"{in_ms(found['step_s'])} ms a step (median); {sent / 1e6:.3f} MB sent by a rank in a "
-        f"step, {found['dense_nbytes'] / sent:.1f} times less than float32; "
+        f"horovod-fftcomp run: {label}: {found['steps']} steps on {ranks}, "
+        f"{in_ms(found['step_s'])} ms a step (median); {size}, {less}; "
         f"{', '.join(f'{what} {ms}' for what, ms in took.items())} ms"
     )
 
 
 def compare(parsed: argparse.Namespace) -> None:
-    """Run jobs of each compression; exit with status 1 if one failed or its ranks differ."""
-    repeat = range(parsed.repeat or 1)
-    jobs = [(place, choice, n) for place, choice in enumerate(parsed.compare) for n in repeat]
+    """Run rounds of a job of each compression; exit with status 1 if one fails or ranks differ.
+
+    A machine is not as fast in one minute as in the next, which a round's jobs have in common.
+    """
+    rounds = range(parsed.repeat or 1)
+    jobs = [(place, choice, n) for n in rounds for place, choice in enumerate(parsed.compare)]
     rows: list[dict[str, Any]] = []
     interrupted, began = False, time.monotonic()
     try:
@@ -337,7 +343,7 @@ def compare(parsed: argparse.Namespace) -> None:
     if parsed.json:
         parsed.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if rows:
-        _print_comparison(rows)
+        print_comparison(rows)
     if interrupted:
         print(f"{len(rows)} of {len(jobs)} jobs have ended.", file=sys.stderr)
         raise KeyboardInterrupt
@@ -357,69 +363,22 @@ def _row(parsed: argparse.Namespace, choice: RecipeChoice, number: int) -> dict[
             found.extend(parsed.metric.findall(line))
 
     n_ranks = parsed.np or 2
+    began_s, busy_s = time.monotonic(), environment.other_busy_s()
     ended = launch(parsed, choice, n_ranks, take, number)
+    load = (environment.other_busy_s() - busy_s) / (time.monotonic() - began_s)
     row = {"recipe": choice.label, "repeat": number, "trouble": trouble(ended, n_ranks)}
-    row |= {"status": ended.code, "ranks": ended.reports}
-    if parsed.metric:
+    row |= {"load": max(0.0, load), "status": ended.code, "ranks": ended.reports}
+    # Under torchrun each node has a command of its own, and the first rank prints on one of them.
+    if parsed.metric and (found or not (ended.reports and ended.reports[0]["rank"])):
         try:
             row["metric"] = float(found[-1].rstrip("%,;.)"))
         except IndexError:
-            why = f"{_NO_METRIC} {parsed.metric.pattern!r}; its last lines:\n{''.join(lines)}"
-            row["trouble"] = row["trouble"] or why.rstrip()
+            early = f" before its {parsed.steps} --steps ended" * bool(parsed.steps)
+            why = f"{_NO_METRIC} {parsed.metric.pattern!r}{early}; its last lines:"
+            row["trouble"] = row["trouble"] or f"{why}\n{''.join(lines)}".rstrip()
         except ValueError:
             row["trouble"] = row["trouble"] or f"its metric {found[-1]!r} is not a number"
     return row
-
-
-def _print_comparison(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a table of the compressions, and below it the failures of their jobs."""
-    has_metric, first_s = any("metric" in row for row in rows), None
-    names = [name for name in _COLUMNS if has_metric or name != "metric"]
-    table = Table("compression", names)
-    for (_, label), jobs in itertools.groupby(rows, lambda row: (row["place"], row["recipe"])):
-        group = list(jobs)
-        wrong = {row["trouble"] for row in group} - {""}
-        ranks = _DIFFER if wrong == {_DIFFER} else "failed" if wrong else "equal bits"
-        group = [row for row in group if not row["trouble"]] or group  # means are of whole jobs
-        found = [row["ranks"][0] for row in group if row["ranks"] and row["ranks"][0].get("steps")]
-        metric = [_mean([row["metric"] for row in group if "metric" in row], ".4g")] * has_metric
-        if not found:
-            table.add_row(label, *["-"] * 4, *metric, *["-"] * 3, ranks)
-            continue
-        steps_s = [one["step_s"] for one in found if one["step_s"]]
-        step_s = statistics.fmean(steps_s) if steps_s else None
-        sent = statistics.fmean(one["sent_nbytes"] for one in found)
-        first_s = first_s or step_s
-        table.add_row(
-            label,
-            _mean([1e3 * taken_s for taken_s in steps_s], ".1f"),
-            f"{first_s / step_s:.2f}" if first_s and step_s else "-",
-            f"{sent / 1e6:.3f}",
-            f"{found[0]['dense_nbytes'] / sent:.1f}",
-            *metric,
-            *(in_ms(statistics.fmean(one[f"{what}_s"] for one in found)) for what in _TIMES),
-            ranks,
-        )
-    console = make_console()
-    console.print(table)
-    for row in rows:
-        if row["trouble"]:
-            job = f", repeat {row['repeat']}" if row.get("repeat") else ""
-            console.print(Text(f"{row['recipe']}{job}: {row['trouble']}."))
-    console.print(Text("Of the first rank: median step time, means of bytes and other times."))
-    if any(row.get("repeat") for row in rows):
-        console.print(Text("Of several jobs: mean ± standard deviation."))
-
-
-def _mean(values: Sequence[float], form: str) -> str:
-    """Return the mean, and of several values their standard deviation; "-" for none."""
-    if not values:
-        return "-"
-    spread = ""
-    if len(values) > 1:  # ``statistics.stdev`` takes finite values only
-        finite = all(map(math.isfinite, values))
-        spread = f" ±{statistics.stdev(values) if finite else math.nan:.2g}"
-    return f"{statistics.fmean(values):{form}}{spread}"
 
 
 def launch(
@@ -441,7 +400,9 @@ def launch(
         "--record": parsed.record,
         "--record-every": parsed.record_every,
     }
-    options = [part for key, value in given.items() if value for part in (key, str(value))]
+    options = [
+        part for key, value in given.items() if value is not None for part in (key, str(value))
+    ]
     command = [*own, *options, "--compression", choice.text, parsed.script]
     arguments = [part.replace("{repeat}", str(number)) for part in parsed.script_arguments]
     try:
@@ -465,7 +426,7 @@ def trouble(ended: launcher.Ended, n_ranks: int) -> str:
     elif not wrong and not all(found["steps"] for found in reports):
         wrong += sorted({found.get("error", _NOTHING) for found in reports})
     elif not wrong and len({str(_digests(found)) for found in reports}) > 1:
-        wrong.append(_DIFFER)
+        wrong.append(DIFFER)
     if ended.code:
         wrong.append(f"exit status {ended.code}")
     return "; ".join(wrong)

@@ -44,6 +44,19 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def other_busy_s() -> float:
+    """Return for how many seconds other processes kept this one's cores busy, since the boot.
+
+    Not counted: this process and those of its children that have ended. Raises OSError without
+    /proc/stat.
+    """
+    lines = map(str.split, Path("/proc/stat").read_text(encoding="ascii").splitlines())
+    ticks = {name: list(map(int, counts[:8])) for name, *counts in lines if name[:3] == "cpu"}
+    own = [ticks[f"cpu{n}"] for n in os.sched_getaffinity(0)]
+    idle = sum(idle + waits for _, _, _, idle, waits, *_ in own)
+    return (sum(map(sum, own)) - idle) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python, this package and the ``PACKAGES`` that are installed."""
     found = {"python": platform.python_version(), "horovod_fftcomp": __version__}

@@ -74,5 +74,12 @@ def compress(
             "fully_shard(model, mesh=mesh['shard']) give replicate=mesh['replicate']"
         )
     compressor = DDPCompressor(model, policy=policy, settings=settings)
-    model.register_comm_hook(*compressor.hook_pair())
+    try:
+        model.register_comm_hook(*compressor.hook_pair())
+    except RuntimeError as error:
+        raise UnsupportedError(
+            "the model cannot have a communication hook, of which DDP takes one, or has one: call "
+            "compress() once and register_comm_hook() not at all, or wrap the model anew: "
+            "compress(DDP(model))"
+        ) from error
     return compressor

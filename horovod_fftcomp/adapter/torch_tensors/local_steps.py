@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import warnings
 import weakref
@@ -77,6 +78,21 @@ class TorchLocalSteps:
     def steps(self) -> int:
         """Number of steps since the last exchange."""
         return self._count.steps
+
+    @property
+    def ratio(self) -> float:
+        """Float32 bytes of gradients over the bytes sent: ``period`` times the compressor's ratio.
+
+        NaN before the first exchange, and for a compressor that is Horovod's.
+        """
+        is_ours = isinstance(self._compression, Compressor)
+        return self._period * self._compression.stats()["ratio"] if is_ours else math.nan
+
+    def __repr__(self) -> str:
+        fewer = "" if math.isnan(self.ratio) else f"{self.ratio:.1f} times fewer bytes, "
+        return f"LocalSteps(period={self._period}): {fewer}{self.steps} steps since the last " + (
+            f"exchange, by {self._compression!r}"
+        )
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn, once, if ``after_step`` is not called after steps of the model's optimizer."""

@@ -13,6 +13,8 @@ from horovod_fftcomp.tools.advise.cost_model import spread
 
 # The first steps compile, allocate and make connections.
 _WARM_UP = 3
+# Blocks to pair with those of another job: long enough to leave single slow steps out of a median.
+_BLOCK_STEPS, _MOST_BLOCKS = 5, 40
 _SUMMED = ("steps", "dense_nbytes", "sent_nbytes", "encode_s", "wait_s", "decode_s")
 
 
@@ -68,7 +70,7 @@ class StepReport:
         if compressor is not self.timed:
             return
         self._closed_at.append(time.perf_counter())
-        if len(self._closed_at) == _WARM_UP:
+        if len(self._closed_at) == self._n_left_out():
             self._before = self._so_far()
         n_steps = len(self._closed_at) + sum(one.figures["steps"] for one in self._earlier)
         if self._ended is not None and n_steps == self._n_steps:
@@ -95,11 +97,13 @@ class StepReport:
     def values(self) -> dict[str, Any]:
         """Return the figures of this rank's steps, as JSON values.
 
-        ``steps``: number of steps; if 0, there is no other key. All other figures leave the first
-        three steps out, if there were more. ``step_s``: median time from the end of one step to the
-        end of the next; ``step_spread``: see ``cost_model.spread``. Bytes and seconds of ``stats``:
-        means of a step, summed over all compressors. ``digest``: hash of the parameters.
-        ``tensors``: names and shapes. ``earlier``: such figures of trainings before the last one.
+        ``steps``: number of steps; if 0, there is no other key. All other figures leave the dense
+        steps of the compressor's start and three more out, if others follow. ``step_s``: median
+        time from the end of one step to the end of the next; ``step_spread``: see
+        ``cost_model.spread``; ``blocks_s``: medians of blocks of equally many steps in a row, at
+        most 40. Bytes and seconds of ``stats``: means of a step, summed over all compressors.
+        ``digest``: hash of the parameters. ``tensors``: names and shapes. ``earlier``: such figures
+        of trainings before the last one.
         """
         earlier = [dict(one.figures) for one in self._earlier]
         return self._figures() | ({"earlier": earlier} if earlier else {})
@@ -110,7 +114,7 @@ class StepReport:
         steps = int(found["steps"])
         if not steps:
             return {"steps": 0}
-        before = self._before if steps > _WARM_UP else dict.fromkeys(_SUMMED, 0)
+        before = self._before if steps > self._n_left_out() else dict.fromkeys(_SUMMED, 0)
         counted = steps - before["steps"]
         means = {key: (found[key] - before[key]) / counted for key in _SUMMED}
         times = self._times_s()
@@ -118,6 +122,7 @@ class StepReport:
             "steps": steps,
             "step_s": statistics.median(times) if times else None,
             "step_spread": spread(times),
+            "blocks_s": _medians_of_blocks(times),
             "digest": " ".join(compressor.digest() for compressor in bound),
             **bound[0].place(),
             "tensors": [[t.name, list(t.shape)] for c in bound for t in c.tensors()],
@@ -126,4 +131,14 @@ class StepReport:
     def _times_s(self) -> list[float]:
         """Return the seconds of the steps that count; empty for fewer than two steps."""
         times = [end - begin for begin, end in itertools.pairwise(self._closed_at)]
-        return times[_WARM_UP - 1 :] or times
+        return times[self._n_left_out() - 1 :] or times
+
+    def _n_left_out(self) -> int:
+        """Return the number of first steps that do not count if others follow."""
+        return _WARM_UP + getattr(self.timed, "warmup_steps", 0)
+
+
+def _medians_of_blocks(times: Sequence[float]) -> list[float]:
+    n = min(_MOST_BLOCKS, max(1, len(times) // _BLOCK_STEPS))
+    ends = [len(times) * number // n for number in range(n + 1)]
+    return [statistics.median(times[a:b]) for a, b in itertools.pairwise(ends) if b > a]

@@ -1,0 +1,96 @@
+"""Paired differences of repeated jobs: what noise alone does, and a delay that is there."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from horovod_fftcomp.tools.run.differences import difference, mean
+from horovod_fftcomp.tools.run.step_report import _medians_of_blocks
+
+TRIALS = 300
+CALM, DISTURBED = (150, 0.05, 0.02), (400, 0.12, 0.1)  # steps, and their noise: see step_times
+
+
+def step_times(rng, n: int, noise: float, disturbances: float, of_jobs: float) -> np.ndarray:
+    """Return the times of a job's steps.
+
+    Neighbours vary alike (correlation 0.2), and by ``noise``. A share of ``disturbances`` begin a
+    time of three steps that take half as long again. So the steps of ranks vary that share two
+    cores with little else: they were recorded with correlation 0.23, and from the tenth to the
+    ninetieth percentile by a factor of 2, of a job's steps, by 2 % of medians of jobs.
+    ``of_jobs``: standard deviation of what all steps of a job have in common.
+    """
+    shocks = rng.normal(0, noise, n + 1)
+    begins = rng.random(n) < disturbances
+    disturbed = np.convolve(begins, np.ones(3))[:n] > 0
+    own = 0.98 * shocks[1:] + 0.2 * shocks[:-1] + rng.normal(0, of_jobs)
+    return np.exp(own) * np.where(disturbed, 1.5, 1.0)
+
+
+def times_seen(seed: int, slower: float, of_jobs: float, *of_steps: float) -> int:
+    """Return how often two jobs are told to differ of which one is ``slower`` by a factor."""
+    rng, seen = np.random.default_rng(seed), 0
+    for _ in range(TRIALS):
+        rounds = []
+        for round_s in np.exp(rng.normal(-3, 0.1, 3)):  # the machine, from one round to the next
+            a, b = (round_s * step_times(rng, *of_steps, of_jobs) for _ in range(2))
+            both = a.tolist(), (slower * b).tolist()
+            rounds.append(tuple(np.log(_medians_of_blocks(times)).tolist() for times in both))
+        seen += not difference(rounds).holds_zero
+    return seen
+
+
+@pytest.mark.parametrize("of_steps", [CALM, DISTURBED])
+@pytest.mark.parametrize("of_jobs", [0.0, 0.005, 0.01, 0.02, 0.05, 0.2])
+def test_no_difference_is_seen_where_none_is(of_jobs, of_steps):
+    """Also on a busy machine, where a job differs by a fifth from the next one."""
+    assert times_seen(1, 1.0, of_jobs, *of_steps) <= 0.1 * TRIALS
+
+
+@pytest.mark.parametrize(
+    ("of_jobs", "of_steps"), [(0.0, CALM), (0.01, CALM), (0.0, DISTURBED), (0.005, DISTURBED)]
+)
+def test_a_delay_of_a_tenth_of_a_step_is_seen(of_jobs, of_steps):
+    for slower in (1.1, 1 / 1.1):
+        assert times_seen(2, slower, of_jobs, *of_steps) >= 0.9 * TRIALS
+
+
+def test_rounds_that_differ_count_by_students_t():
+    found = difference([([0.0], [1.0]), ([0.0], [2.0]), ([5.0], [8.0])])
+    assert found.value == 2
+    assert found.half == pytest.approx(4.303 / math.sqrt(3))
+    # Their blocks differ by next to nothing, so what the rounds differ by is no noise of blocks.
+    alike = difference([([0.0, 0.0], [x - 0.01, x + 0.01]) for x in (1.0, 2.0, 3.0)])
+    assert alike == pytest.approx(found)
+
+
+def test_the_interval_goes_from_that_of_blocks_to_that_of_rounds():
+    def half(apart: float) -> float:
+        """Of three rounds, ``apart`` times as far from each other as their blocks explain."""
+        blocks = np.tile([-1.0, 1.0], 10) * math.sqrt(19)  # their mean has an error of 1
+        return difference([([0.0] * 20, (blocks + apart * x).tolist()) for x in (-1, 0, 1)]).half
+
+    of_blocks, of_rounds = 1.96 / math.sqrt(3), 4.303 / math.sqrt(3)
+    assert of_blocks < half(0.0) < half(0.5) < half(1.0) < 2 * of_blocks
+    assert half(1.0) < half(2.0) < half(5.0) < 5 * of_rounds
+    for apart in (10, 20):
+        assert half(apart) == pytest.approx(apart * of_rounds, rel=0.15)
+    assert half(1000) == pytest.approx(1000 * of_rounds)
+
+
+def test_one_job_has_no_interval_and_equal_ones_one_of_no_width():
+    assert mean([7.0]) == (7.0, None)
+    assert not difference([([1.0], [1.0])]).holds_zero  # nothing is known
+    assert mean([0.7] * 3) == (0.7, 0.0)
+    assert difference([([0.3], [0.3])] * 3).holds_zero
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 11, 121])
+def test_intervals_have_the_width_of_students_t(n):
+    expected = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 11: 2.228, 121: 1.980}[n]
+    values = [float(number) for number in range(n)]
+    error = np.std(values, ddof=1) / math.sqrt(n)
+    assert mean(values).half == pytest.approx(expected * error, rel=0.002)
