@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
+from email.message import Message
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from horovod_fftcomp.wire.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = """
-import os, sys
+METADATA = """
 from setuptools import build_meta
-print(getattr(build_meta, f"build_{sys.argv[1]}")(sys.argv[2]))
+print(open(build_meta.prepare_metadata_for_build_wheel(".") + "/METADATA").read())
 """
 USE = """
 import numpy as np
@@ -43,23 +47,75 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def built(kind: str, source: Path, folder: Path) -> Path:
-    """Return the path of the distribution that is built from the tree in ``source``."""
-    printed = run(sys.executable, "-c", BUILD, kind, folder, cwd=source)
-    return folder / printed.splitlines()[-1]
+def metadata(source: Path, **environment: str) -> Message:
+    """Return the metadata of a wheel that would be built from the tree in ``source``."""
+    printed = run(sys.executable, "-c", METADATA, cwd=source, **environment)
+    return email.message_from_string(printed[printed.index("Metadata-Version") :])
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Return a folder with what the cluster's image has when the package is installed."""
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text("utf-8")
+    before = dockerfile.split("RUN touch README.md")[0]
+    for *sources, target in map(str.split, re.findall(r"^COPY (.*)", before, re.M)):
+        (tmp_path / "tree" / target).mkdir(parents=True, exist_ok=True)
+        for source in sources:
+            if (ROOT / source).is_file():
+                shutil.copy(ROOT / source, tmp_path / "tree" / target)
+    (tmp_path / "tree" / "README.md").touch()
+    return tmp_path / "tree"
+
+
+def test_metadata_needs_no_more_than_the_image_has_and_extras_are_lean(tree):
+    found = metadata(tree, REPOSITORY_URL="")
+    assert found["Version"] == __version__
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["Project-URL"] is None
+    requirements = [Requirement(text) for text in found.get_all("Requires-Dist")]
+    needed = {
+        extra: {r.name for r in requirements if r.marker and r.marker.evaluate({"extra": extra})}
+        for extra in found.get_all("Provides-Extra")
+    }
+    assert needed["torch-distributed"] == {"torch"}
+    assert needed["examples"] == {"matplotlib", "scikit-learn"}
+    assert {r.name for r in requirements if not r.marker} == {
+        "llvmlite", "numba", "numpy", "packaging", "rich"
+    }  # fmt: skip
+
+
+def test_links_of_the_package_page_lead_to_the_repository_if_it_is_known(tree):
+    shutil.copy(ROOT / "README.md", tree)
+    plain = metadata(tree, REPOSITORY_URL="").get_payload()
+    assert plain.strip() == (ROOT / "README.md").read_text("utf-8").strip()
+    found = metadata(tree, REPOSITORY_URL="https://example.org/fork")
+    assert found["Project-URL"] == "Repository, https://example.org/fork"
+    links = re.findall(r"(?<!`)\]\(([^)]+)\)", found.get_payload())
+    assert len(links) == len(re.findall(r"(?<!`)\]\(([^)]+)\)", plain)) > 20
+    assert all(link.startswith(("https://", "http://")) for link in links)
+    assert (
+        "](https://example.org/fork/blob/HEAD/docs/training.md#checkpoints)" in found.get_payload()
+    )
+    pictures = re.findall(r"!\[.*\]\((.+)\)", found.get_payload())
+    assert pictures == ["https://example.org/fork/raw/HEAD/benchmarks/results/headline.png"]
 
 
 @pytest.mark.slow
-def test_a_wheel_of_the_source_distribution_works_by_itself(tmp_path):
+def test_what_make_dist_builds_works_by_itself(tmp_path):
+    pytest.importorskip("twine")
     tree = tmp_path / "tree"
     left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "out", "*.egg-info")
     shutil.copytree(ROOT, tree, ignore=left_out)
-    archive = built("sdist", tree, tmp_path)
-    run("tar", "-xzf", archive, cwd=tmp_path)
-    source = tmp_path / archive.name.removesuffix(".tar.gz")
-    wheel = built("wheel", source, tmp_path)
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    printed = run("make", "--old-file=install", "dist", cwd=tree, PATH=tools, REPOSITORY_URL="")
+    assert printed.count("PASSED") == 2
+    archive, wheel = sorted((tree / "dist").iterdir(), key=lambda path: path.suffix)
+    assert archive.name == f"horovod_fftcomp-{__version__}.tar.gz"
     assert wheel.name == f"horovod_fftcomp-{__version__}-py3-none-any.whl"
 
+    with tarfile.open(archive) as contents:
+        folders = {name.split("/")[1] for name in contents.getnames() if name.count("/") > 1}
+    assert folders == {"horovod_fftcomp", "horovod_fftcomp.egg-info"}
     package = tree / "horovod_fftcomp"
     needed = [p for p in package.rglob("*") if p.suffix in (".py", ".pyi", ".cuh", ".typed")]
     assert any(path.suffix == ".cuh" for path in needed)
