@@ -99,8 +99,8 @@ dist: install ## build the source distribution and its wheel in dist/, and check
 
 coverage: install ## measure which lines the tests of make test-core run
 	rm -rf out/coverage
-	coverage run -m pytest $(addprefix --ignore tests/,$(NOT_CORE)) -m "$(CORE)" -n auto --maxprocesses 4 $(ARGS)
-	coverage combine --quiet && coverage report
+	python -m coverage run -m pytest $(addprefix --ignore tests/,$(NOT_CORE)) -m "$(CORE)" -n auto --maxprocesses 4 $(ARGS)
+	python -m coverage combine --quiet && python -m coverage report
 
 size: install ## check the line budget
 	python scripts/size.py

@@ -1,4 +1,4 @@
-"""The source distribution and the wheel: built, installed and used where nothing else of it is."""
+"""What outsiders get: the distributions, and files that a repository's host and tools read."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from email.message import Message
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.wire.version import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,3 +143,82 @@ def test_what_make_dist_builds_works_by_itself(tmp_path):
     command = fresh / "bin" / "horovod-fftcomp"
     assert run(command, "--version", cwd=tmp_path, **alone).split()[-1] == __version__
     assert "topk" in run(command, "recipes", cwd=tmp_path, **alone)
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def steps_of(workflow: Path) -> list[dict]:
+    """Return the steps of all jobs of a workflow."""
+    jobs = pytest.importorskip("yaml").safe_load(workflow.read_text("utf-8"))["jobs"]
+    return [step for job in jobs.values() for step in job.get("steps", [])]
+
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_what_there_is(workflow):
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.M))
+    extras = set(re.findall(r'^    "([\w-]+)": \[', read("setup.py"), re.M))
+    commands = "\n".join(step.get("run", "") for step in steps_of(workflow))
+    assert set(re.findall(r"^make \S+ ([\w-]+)", commands, re.M)) <= targets
+    assert set(re.findall(r"\.\[([\w-]+)\]", commands)) <= extras
+    named = re.findall(r"(?:\.ci|tests|scripts)/[\w./-]+", commands)
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    assert commands or named
+
+
+def test_extras_are_quoted_for_shells_that_expand_brackets():
+    package = ROOT / "horovod_fftcomp"
+    paths = [*ROOT.glob("*.md"), *ROOT.glob("d*/*.md"), *package.rglob("*.py"), *WORKFLOWS]
+    extra = r"(.)((?:\.|horovod_fftcomp)\[(?:torch|tensorflow|gpu|mpi|plot|dev|docs)\S*)"
+    found = [each for path in paths for each in re.findall(extra, path.read_text("utf-8"))]
+    assert len(found) > 10
+    assert [text for before, text in found if before != "'"] == []
+
+
+def test_every_python_that_is_named_is_tested():
+    [matrix] = re.findall(r"python: (\[.*\])", read(".github/workflows/tests.yml"))
+    tested = set(re.findall(r"3\.\d+", matrix))
+    project = tomllib.loads(read("pyproject.toml"))["project"]
+    named = {text.split(" :: ")[-1] for text in project["classifiers"] if " 3." in text}
+    [installed] = re.findall(r"^PYTHONS = (.*?\))", read("scripts/bootstrap.py"), re.M)
+    assert tested == named == set(re.findall(r"3\.\d+", installed))
+    used = re.findall(r"python-version: \"(.*)\"", "".join(map(Path.read_text, WORKFLOWS)))
+    assert set(used) <= tested
+    assert project["requires-python"] == f">={min(tested)}"
+
+
+def test_commits_are_linted_by_the_version_of_make_lint():
+    [pinned] = re.findall(r"^ruff==(.*)$", read("scripts/requirements.txt"), re.M)
+    hooks = pytest.importorskip("yaml").safe_load(read(".pre-commit-config.yaml"))["repos"]
+    assert [hook["rev"] for hook in hooks] == [f"v{pinned}"]
+    assert f'"ruff=={pinned}"' in read("setup.py")
+
+
+def test_the_newest_version_is_that_of_the_package():
+    versions = re.findall(
+        r"^## \[(.+)\] - (?:unreleased|\d{4}-\d\d-\d\d)$", read("CHANGELOG.md"), re.M
+    )
+    assert len(versions) == len(re.findall(r"^## ", read("CHANGELOG.md"), re.M))
+    assert versions[0] == __version__
+    citation = pytest.importorskip("yaml").safe_load(read("CITATION.cff"))
+    assert citation["version"] == __version__
+
+
+def test_every_source_of_a_recipe_is_cited():
+    """In docs/citing.md by recipe, and with all authors in CITATION.cff."""
+    entries = read("docs/citing.md").split("\n- ")[1:]
+    form = re.compile(r'(.+?): (\w+).*?, "(.+?)", .*?(\d{4})\.(?= |$)')
+    cited = [form.match(" ".join(entry.split())) for entry in entries if "Positions" not in entry]
+    papers = pytest.importorskip("yaml").safe_load(read("CITATION.cff"))["references"]
+    listed = {(p["authors"][0]["family-names"], p["title"], str(p["year"])) for p in papers}
+    assert {(found[2], found[3], found[4]) for found in cited} == listed
+    sources = {(each, f[2], f[4]) for f in cited for each in re.findall(r"`(\w+)`", f[1])}
+    for name, recipe in RECIPES.items():
+        for source in recipe.source.split("; "):
+            found = re.fullmatch(r"(\w+).*?(\d{4})", source.replace("Horvath", "Horváth"))
+            if source not in ("as fft", "this package", "Horovod's own"):
+                assert (name, found[1], found[2]) in sources
