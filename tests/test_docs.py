@@ -414,6 +414,18 @@ def test_the_tables_of_benchmarks_are_fresh(monkeypatch):
     assert not stale, "run: python benchmarks/tables.py"
 
 
+@pytest.mark.more
+@pytest.mark.torch
+def test_every_picture_is_drawn_from_the_committed_results(tmp_path, monkeypatch):
+    for needed in ("matplotlib", "horovod.torch"):
+        pytest.importorskip(needed)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    importlib.import_module("plots").main(tmp_path)
+    committed = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.png")}
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {name for name in committed if not name.startswith("language_model_")}
+
+
 def test_every_benchmark_is_explained():
     scripts = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
     headings = re.findall(r"^## (.*)$", read("benchmarks/README.md"), re.M)
