@@ -18,7 +18,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: help install install-ddp demo demo-tf demo-ddp cluster cluster-netns test test-all test-core test-parallel test-integrations test-stalls test-gpu horovod-cuda lint format recipe docs size clean
+.PHONY: help install install-ddp demo demo-tf demo-ddp cluster cluster-netns test test-all test-core test-parallel test-integrations test-stalls test-gpu horovod-cuda lint format recipe docs dist coverage size clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -90,6 +90,17 @@ recipe: install ## write what follows from the table of recipes: stub, golden fi
 
 docs: install ## build the documentation as a site, out/site/index.html
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+
+dist: install ## build the source distribution and its wheel in dist/, and check them
+	rm -rf dist
+	python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > /dev/null
+	python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/*.tar.gz
+	python -m twine check --strict dist/*
+
+coverage: install ## measure which lines the tests of make test-core run
+	rm -rf out/coverage
+	python -m coverage run -m pytest $(addprefix --ignore tests/,$(NOT_CORE)) -m "$(CORE)" -n auto --maxprocesses 4 $(ARGS)
+	python -m coverage combine --quiet && python -m coverage report
 
 size: install ## check the line budget
 	python scripts/size.py

@@ -1,18 +1,19 @@
-"""Package metadata. Pure Python: nothing is compiled at install time."""
+"""What pyproject.toml leaves to code: dependencies, and links into the repository."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 
-ROOT = Path(__file__).parent
-VERSION = re.search(
-    r'^__version__ = "([^"]+)"',
-    (ROOT / "horovod_fftcomp" / "wire" / "version.py").read_text(),
-    re.M,
-).group(1)
+# Where the repository is, without a slash at the end; unset, the package's page has no links to it.
+REPOSITORY_URL = os.environ.get("REPOSITORY_URL", "")
+README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+if REPOSITORY_URL:  # an index of packages has the README alone, not the files that it links to
+    README = re.sub(r"(!\[.*?\]\()(?!\w+:)", rf"\1{REPOSITORY_URL}/raw/HEAD/", README)
+    README = re.sub(r"(?<!!)(\[[^]]*\]\()(?!\w+:|#)", rf"\1{REPOSITORY_URL}/blob/HEAD/", README)
 
 # Ranges that the tests were run with; scripts/requirements.txt holds the exact versions of CI.
 EXTRAS = {
@@ -25,6 +26,7 @@ EXTRAS = {
     "plot": ["matplotlib>=3.8,<4"],
     "examples": ["matplotlib>=3.8,<4", "scikit-learn>=1.4,<2"],
     "dev": [
+        "coverage>=7.10,<8",
         "hypothesis>=6.100,<7",
         "matplotlib>=3.8,<4",
         "ml_dtypes>=0.4,<1",
@@ -35,20 +37,15 @@ EXTRAS = {
         "ruff==0.17.5",
         "scikit-learn>=1.4,<2",
         "scipy>=1.13,<2",
+        "twine>=6.1,<8",
     ],
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.27,<2"],
 }
 
 setup(
-    name="horovod_fftcomp",
-    version=VERSION,
-    description="Gradient compression for data-parallel training: Horovod, torch.distributed",
-    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description=README,
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.11",
-    packages=find_packages(include=["horovod_fftcomp", "horovod_fftcomp.*"]),
-    package_data={"": ["*.pyi"], "horovod_fftcomp": ["py.typed", "kernels/cuda/src/*.cuh"]},
+    project_urls={"Repository": REPOSITORY_URL} if REPOSITORY_URL else {},
     install_requires=[
         "numpy>=2.0,<3",
         "numba>=0.60,<0.69",
@@ -57,16 +54,4 @@ setup(
         "rich>=13,<16",
     ],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["horovod-fftcomp = horovod_fftcomp.cli:main"]},
-    classifiers=[
-        "Development Status :: 4 - Beta",
-        "Intended Audience :: Science/Research",
-        "License :: OSI Approved :: Apache Software License",
-        "Operating System :: POSIX :: Linux",
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.12",
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-        "Topic :: System :: Distributed Computing",
-        "Typing :: Typed",
-    ],
 )

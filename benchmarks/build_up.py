@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import horovod_fftcomp
@@ -57,21 +58,45 @@ def measure(recipe: str, ranks: int) -> dict[str, Any]:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Plot received bytes and the share of elements against the number of ranks."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = Figure(figsize=(14, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
+    received: dict[str, float] = {}
+    changed: dict[str, float] = {}
+    colours: dict[str, str] = {}
     for number, recipe in enumerate(dict.fromkeys(row["recipe"] for row in rows)):
         mine = [row for row in rows if row["recipe"] == recipe]
-        look = {"marker": "os^vDPX*"[number % 8], "color": f"C{number}"}
-        left.loglog(RANKS, [row["received_nbytes"] / 1e3 for row in mine], label=recipe, **look)
-        right.semilogx(RANKS, [100 * row["share_of_elements"] for row in mine], **look)
-    left.set(xlabel="ranks", ylabel="received by each rank in a step (kB)")
-    right.set(xlabel="ranks", ylabel="elements that a step changes (%)")
+        colours[recipe] = f"C{number}"
+        look = {"marker": "os^vDPX*"[number % 8], "color": colours[recipe]}
+        for axes, last, values in (
+            (left, received, [row["received_nbytes"] / 1e3 for row in mine]),
+            (right, changed, [100 * row["share_of_elements"] for row in mine]),
+        ):
+            axes.semilogx(RANKS, values, **look)
+            last[recipe] = values[-1]
+    left.set(title="received by each rank in a step (kB)", yscale="log")
+    left.yaxis.set_major_formatter("{x:g}")
+    right.set(title="elements that a step changes (%)")
     for axes in (left, right):
+        axes.set_xlabel("ranks")
         axes.set_xticks(RANKS, RANKS, minor=False)
         axes.xaxis.minorticks_off()
         axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4)
+    figure.draw_without_rendering()  # lays out the axes
+    name_lines(left, received, colours)
+    name_lines(right, changed, colours)
     figure.savefig(path, dpi=120)
+
+
+def name_lines(axes: Axes, last: dict[str, float], colours: dict[str, str]) -> None:
+    """Write each line's name beside its end, moved up where another name would cover it."""
+    to_points = 72 / axes.figure.dpi
+    least = -np.inf
+    for name in sorted(last, key=last.__getitem__):
+        end = to_points * axes.transData.transform((RANKS[-1], last[name]))[1]
+        least = max(end, least + 10)
+        shift = (20, least - end)
+        look = {"color": colours[name], "fontsize": 9, "va": "center", "annotation_clip": False}
+        axes.annotate(name, (RANKS[-1], last[name]), shift, textcoords="offset points", **look)
 
 
 def main() -> None:

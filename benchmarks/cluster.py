@@ -158,18 +158,18 @@ def draw(axes: Axes, points: list[dict[str, Any]]) -> None:
     axes.axhline(1, color="black", linewidth=1, label="32-bit gradients (none)")
     model, batch, hosts = kind_of(points[0])
     axes.set_title(f"{TITLES[model]}, {hosts} hosts, batch {batch} a host", fontsize=10)
-    axes.set(xscale="log", xlabel="link of each host (Mbit/s)", ylabel="speed-up of a step")
+    axes.set(xscale="log", xlabel="link of each host (Mbit/s)", ylabel="speed-up over none")
     axes.set_xticks(speeds, [str(speed) for speed in speeds])
     axes.set_xticks([], minor=True)
     axes.grid(alpha=0.3)
 
 
-def plot(points: list[dict[str, Any]]) -> None:
+def plot(points: list[dict[str, Any]], folder: Path) -> None:
     """Draw the curve of the README, and one for each net, batch and number of hosts."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     draw(figure.subplots(), series(points, *HEADLINE))
     figure.axes[0].legend(fontsize="small")
-    figure.savefig(OUT.with_name("headline.png"), dpi=120)
+    figure.savefig(folder / "headline.png", dpi=120)
     curves = [series(points, *kind) for kind in sorted({kind_of(p) for p in points})]
     curves = [curve for curve in curves if len(curve) > 1]
     n_rows = math.ceil(len(curves) / 2)
@@ -180,8 +180,9 @@ def plot(points: list[dict[str, Any]]) -> None:
     for axes in grid:
         axes.set_axis_off()
     handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.suptitle("Speed-up of a training step by link speed")
     figure.legend(handles, labels, loc="outside lower center", ncols=4)
-    figure.savefig(OUT.with_suffix(".png"), dpi=110)
+    figure.savefig(folder / "cluster.png", dpi=110)
 
 
 def table(point: dict[str, Any]) -> str:
@@ -319,7 +320,7 @@ def main() -> None:
         OUT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(table(points[-1]), flush=True)
     if points:
-        plot(points)
+        plot(points, OUT.parent)
         OUT.with_suffix(".md").write_text(report(content), encoding="utf-8")
     if args.report:
         print(report(content))

@@ -180,18 +180,21 @@ def plot(cells: list[dict[str, Any]], path: Path) -> None:
     rows = figure.subplots(2, 3, sharex=True, sharey=True)
     for axes, recipe in zip(rows[0], PAPERS, strict=True):
         own = [cell for cell in cells if cell["recipe"] == recipe]
-        axes.set_title(f"{recipe}, each bits" + (" (best block)" if "block" in own[0] else ""))
+        axes.set_title(recipe + (", best block" if "block" in own[0] else ""))
         draw(axes, own, "bits", (*BITS, 32))
-    rows[1][0].set_axis_off()
     for axes, recipe in zip(rows[1][1:], ("fft", "dct"), strict=True):
-        own = [cell for cell in cells if cell["recipe"] == recipe]
-        axes.set_title(f"{recipe}, each block (best bits)")
-        draw(axes, own, "block", BLOCKS)
-        axes.set_xlabel("bits sent for each element")
-    rows[0][0].set_xlabel("bits sent for each element")
+        axes.set_title(f"{recipe}, best bits")
+        draw(axes, [cell for cell in cells if cell["recipe"] == recipe], "block", BLOCKS)
+    rows[1][0].set_axis_off()
+    for axes, title, left in ((rows[0][0], "bits", 0.05), (rows[1][1], "block", 0.5)):
+        found = axes.get_legend_handles_labels()
+        legend = rows[1][0].legend(*found, title=title, loc="upper left", bbox_to_anchor=(left, 1))
+        rows[1][0].add_artist(legend)
     for axes in (rows[0][0], rows[1][1]):
         axes.tick_params(labelbottom=True, labelleft=True)
-        axes.set_ylabel("relative squared error,\nwith error feedback")
+    figure.suptitle("Error of recorded gradients by what is sent")
+    figure.supxlabel("bits sent for each element")
+    figure.supylabel("relative squared error, with error feedback")
     figure.savefig(path, dpi=120)
 
 
@@ -215,7 +218,6 @@ def draw(axes: Any, cells: list[dict[str, Any]], option: str, values: tuple[int,
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    axes.legend(title=option, fontsize=8)
 
 
 def main() -> None:

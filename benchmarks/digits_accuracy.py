@@ -111,6 +111,7 @@ def plot(differences: dict[str, Difference], path: Path) -> None:
     axes.axvline(-TOLERANCE, color="black", linewidth=1, linestyle="--")
     axes.set_yticks(range(len(differences)), list(differences))
     axes.invert_yaxis()
+    axes.set_title("Handwritten digits: test accuracy with the default options")
     axes.set_xlabel(
         "test accuracy less that of none, same seed (percentage points)\n"
         "dots: seeds; diamond and bar: mean and its 95 % interval; dashed: tolerance"

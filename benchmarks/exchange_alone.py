@@ -130,17 +130,22 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(result: dict[str, Any]) -> None:
+def plot(result: dict[str, Any], path: Path) -> None:
     """Draw how the time grows with the hosts."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
+    names = [*dict.fromkeys(recipe.split("(")[0] for recipe in RECIPES)]
     for recipe in RECIPES:
         ms = [median_ms(result, hosts, recipe) for hosts in HOSTS]
-        axes.plot(HOSTS, [each / ms[0] for each in ms], marker="o", label=recipe)
-    axes.set(xlabel="hosts", ylabel=f"exchange, over that of {HOSTS[0]} hosts", xticks=HOSTS)
+        style = "o--" if "sharded" in recipe else "o-"
+        colour = f"C{names.index(recipe.split('(')[0])}"
+        axes.plot(HOSTS, [each / ms[0] for each in ms], style, color=colour, label=recipe)
+    axes.set(xlabel="hosts", ylabel=f"time over that on {HOSTS[0]} hosts", xticks=HOSTS)
+    axes.set_title(f"Exchange of {result['n'] // 10**6} M elements, links of {MBIT_PER_S} Mbit/s")
     axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(OUT.with_suffix(".png"), dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -162,7 +167,7 @@ def main() -> None:
             "hosts": {str(hosts): measure(hosts) for hosts in HOSTS},
         }
         OUT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    plot(result)
+    plot(result, OUT.with_suffix(".png"))
     print(table(result))
 
 

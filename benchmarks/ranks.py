@@ -14,10 +14,11 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from rich.progress import track
 
 from horovod_fftcomp import get_scheme, set_num_threads
@@ -74,18 +75,32 @@ def measure(recipe: str, exchange: str, ranks: int, grad: np.ndarray) -> Times:
     return Times(encode, sum(own), decode, copy)
 
 
+def times_of(rows: dict[str, Any]) -> dict[str, dict[str, dict[int, Times]]]:
+    """Return the times that stand in the file of results."""
+    return {
+        recipe: {
+            exchange: {int(ranks): Times(**times) for ranks, times in found.items()}
+            for exchange, found in exchanges.items()
+        }
+        for recipe, exchanges in rows.items()
+    }
+
+
 def plot(rows: dict[str, dict[str, dict[int, Times]]], path: Path) -> None:
     """Plot the whole time against the ranks."""
-    axes = (figure := Figure(figsize=(7, 4.5), layout="constrained")).subplots()
+    axes = (figure := Figure(figsize=(8, 4.5), layout="constrained")).subplots()
     for number, (recipe, exchanges) in enumerate(rows.items()):
         for exchange, found in exchanges.items():
             whole = [times.in_memcpys for times in found.values()]
             style = "o-" if exchange == "sharded" else "x--"
             axes.plot([*found], whole, style, color=f"C{number}", label=f"{recipe}, {exchange}")
-    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="computing of a rank (memcpys)")
-    axes.set_xticks(RANKS["sharded"], map(str, RANKS["sharded"]))
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="memcpys of the tensor")
+    for axis, ticks in ((axes.xaxis, RANKS["sharded"]), (axes.yaxis, (5, 10, 20, 40))):
+        axis.set_ticks(ticks, map(str, ticks))
+        axis.set_minor_locator(NullLocator())
+    axes.set_title("Computing of a rank in one exchange")
     axes.grid(alpha=0.3)
-    axes.legend(ncols=2)
+    figure.legend(loc="outside right center")
     figure.savefig(path, dpi=110)
 
 

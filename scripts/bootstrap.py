@@ -347,7 +347,7 @@ def verify(wheels: Path) -> None:
 
 def state() -> str:
     """Return the hash of everything that the environment is made from."""
-    files = (REQUIREMENTS, ROOT / "setup.py", Path(__file__))
+    files = (REQUIREMENTS, ROOT / "setup.py", ROOT / "pyproject.toml", Path(__file__))
     return hashlib.sha256(b"\0".join([bytes(ROOT), *map(Path.read_bytes, files)])).hexdigest()
 
 
@@ -391,7 +391,7 @@ def install() -> None:
         install_horovod(wheels)
     with step("5/6", "Installing this package, editable"):
         worked = pip("install", "--no-deps", "--no-build-isolation", "-e", ROOT)
-        require(worked, "Installing this package", "See setup.py.")
+        require(worked, "Installing this package", "See setup.py and pyproject.toml.")
     with step("6/6", "Checking that Horovod has PyTorch, TensorFlow, MPI and Gloo"):
         verify(wheels)
     STAMP.write_text(state(), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 In a repository's browser the documentation is read where it lies. In the site, README.md is the
 start page, other Markdown files become pages, and everything else that a page links to is copied.
+Cells of tables get the name of their column, which narrow screens show beside them.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ PAGES = {
     "benchmarks/results/steps.md": "results/steps.md",
     "docker/README.md": "docker.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
 }
 SOURCES = {page: source for source, page in PAGES.items()}
 DOCTEST = re.compile(r"^>>> .*(?:\n(?!\n).*)*", re.M)
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)")
+VERSION = re.compile(r'^__version__ = "(.+)"', re.M)
+TABLE = re.compile(r"<table>.*?</table>", re.S)
+HEADING = re.compile(r"<th[^>]*>(.*?)</th>", re.S)
+ROW = re.compile(r"<tr>\s*<td.*?</tr>", re.S)
 
 
 def path_in_site(source: str) -> str:
@@ -48,6 +54,14 @@ def linked(source: str, text: str) -> list[str]:
     folder = posixpath.dirname(source)
     paths = [posixpath.normpath(posixpath.join(folder, path)) for _, path in LINK.findall(text)]
     return [path for path in paths if (ROOT / path).is_file()]
+
+
+def on_config(config: Any) -> None:
+    """Put the version into the name of the site, which its header and titles show."""
+    text = (ROOT / "horovod_fftcomp" / "wire" / "version.py").read_text(encoding="utf-8")
+    found = VERSION.search(text)
+    assert found is not None
+    config.site_name += f" {found[1]}"
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -76,11 +90,46 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return LINK.sub(rewritten, markdown)
 
 
-class Doctests(griffe.Extension):
-    """Show the examples of docstrings as code."""
+def on_page_content(content: str, **_: Any) -> str:
+    """Name each cell's column, but the first one's, which names the row."""
+    return TABLE.sub(lambda table: _labelled(table[0]), content)
+
+
+def _labelled(table: str) -> str:
+    names = [re.sub(r"<.*?>", "", heading).strip() for heading in HEADING.findall(table)]
+
+    def row(found: re.Match[str]) -> str:
+        columns = iter(names)
+
+        def cell(_: re.Match[str]) -> str:
+            name = next(columns, "")
+            return "<td" if name in ("", names[0]) else f'<td data-column="{name}"'
+
+        return re.sub("<td", cell, found[0])
+
+    return ROW.sub(row, table)
+
+
+class Docstrings(griffe.Extension):
+    """Show the examples of docstrings as code, and of factories the options of their recipe."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Put fences around the examples of a docstring."""
+        """Put fences around the examples of a docstring, and leave out the options of recipes.
+
+        These stand beside the factories, in the words of each recipe.
+        """
         if obj.docstring is not None:
-            text = DOCTEST.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
+            text = obj.docstring.value.split("\n\nOther Parameters\n")[0]
+            text = DOCTEST.sub(r"```pycon\n\g<0>\n```", text)
             obj.docstring.value = text.replace("  # doctest: +SKIP", "")
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Leave out the settings, which all factories take; ``none`` takes nothing else."""
+        factories = pkg["adapter.signatures.Compression"].functions
+        settings = {each.name for each in factories["none"].parameters} - {"model"}
+        kind = griffe.ParameterKind.var_keyword
+        for name, factory in factories.items():
+            if name not in ("none", "parse"):
+                own = [each for each in factory.parameters if each.name not in settings]
+                more = griffe.Parameter("settings", annotation="Any", kind=kind)
+                factory.parameters = griffe.Parameters(*own, more)

@@ -22,7 +22,9 @@ class Clone:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "scripts").mkdir()
-        for name in ("setup.py", "scripts/bootstrap.py", "scripts/requirements.txt"):
+        for name in ("setup.py", "pyproject.toml"):
+            shutil.copy(ROOT / name, folder / name)
+        for name in ("scripts/bootstrap.py", "scripts/requirements.txt"):
             shutil.copy(ROOT / name, folder / name)
         path = folder / "scripts" / "bootstrap.py"
         spec = importlib.util.spec_from_file_location("bootstrap", path)
@@ -97,8 +99,8 @@ def test_make_install_completes_what_was_set_up_without_horovod(clone):
 
 def test_a_whole_environment_stays_whole(clone):
     clone.set_up()
-    for changed in ("requirements.txt", "bootstrap.py"):
-        with (clone.venv.parent / "scripts" / changed).open("a") as stream:
+    for changed in ("scripts/requirements.txt", "scripts/bootstrap.py", "pyproject.toml"):
+        with (clone.venv.parent / changed).open("a") as stream:
             stream.write("# A comment.\n")
         (clone.venv / "kept").touch()
         assert clone.set_up(LIGHT) == 0

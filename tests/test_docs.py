@@ -227,13 +227,30 @@ def test_the_site_builds_without_a_warning(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        env={
+            **os.environ,
+            "NO_MKDOCS_2_WARNING": "1",
+            "REPOSITORY_URL": "https://example.org/fork",
+        },
     )
     assert (built.returncode, built.stdout + built.stderr) == (0, "")
-    pages = {path.name for path in tmp_path.glob("*.html")}
-    assert {"index.html", "api.html", "methods.html", "performance.html"} <= pages
-    api = (tmp_path / "api.html").read_text("utf-8")
-    assert 'id="horovod_fftcomp.adapter.signatures.Compression.fft"' in api
+    pages = {path.name: path.read_text("utf-8") for path in tmp_path.glob("*.html")}
+    assert {"index.html", "api.html", "methods.html", "performance.html"} <= set(pages)
+    assert (
+        f"<title>Recipes - horovod_fftcomp {horovod_fftcomp.__version__}</title>"
+        in pages["recipes.html"]
+    )
+    assert all('href="https://example.org/fork"' in page for page in pages.values())
+    assert 'class="md-footer__link md-footer__link--next"' in pages["recipes.html"]
+    assert '<td data-column="what is sent">' in pages["recipes.html"]
+    assert "<td><code>topk</code></td>" in pages["recipes.html"]
+    api = pages["api.html"]
+    order = ["torch_distributed.compress", "torch.compression.Compression", "simulate"]
+    at = [api.index(f'id="horovod_fftcomp.{name}"') for name in order]
+    assert at == sorted(at)
+    topk = api.split('id="horovod_fftcomp.adapter.signatures.Compression.topk"')[1].split("<h3")[0]
+    assert "Bits per sent value: 2 to 16, or 32 for float32." in topk
+    assert "timeout_s" not in topk
 
 
 def test_the_page_names_the_files_of_each_recipe():
@@ -395,6 +412,18 @@ def test_the_tables_of_benchmarks_are_fresh(monkeypatch):
     assert set(marks) == {*tables.TABLES, "ddp_torture"}
     stale = [path.name for path, page in pages.items() if tables.filled(page) != page]
     assert not stale, "run: python benchmarks/tables.py"
+
+
+@pytest.mark.more
+@pytest.mark.torch
+def test_every_picture_is_drawn_from_the_committed_results(tmp_path, monkeypatch):
+    for needed in ("matplotlib", "horovod.torch"):
+        pytest.importorskip(needed)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    importlib.import_module("plots").main(tmp_path)
+    committed = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.png")}
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {name for name in committed if not name.startswith("language_model_")}
 
 
 def test_every_benchmark_is_explained():

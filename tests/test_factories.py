@@ -73,6 +73,23 @@ def test_help_describes_every_parameter():
         assert recipe.source in text
 
 
+@pytest.mark.torch
+def test_help_of_compress_describes_every_option_of_every_recipe():
+    compress = pytest.importorskip("horovod_fftcomp.torch_distributed").compress
+    text = pydoc.plain(pydoc.render_doc(compress))
+    assert len(inspect.signature(compress).parameters) == 4
+    recipes, options, settings = re.split(r"\n    -{5,}\n", text)[1:]
+    for name, recipe in RECIPES.items():
+        own = [each for each in keywords_of(name) if each.name in recipe.options]
+        expected = f" {name}({', '.join(map(declaration, own))}) {recipe.summary} "
+        assert expected in f" {' '.join(recipes.split())}", name
+        for option in recipe.options:
+            assert re.search(rf"^    {option}\n        \S", options, re.M), f"{name}.{option}"
+    for each in keywords_of("none"):
+        told = f"    {declaration(each)}\n        " in settings
+        assert told == (each.name != "process_set"), each.name
+
+
 def test_no_description_is_of_an_option_that_no_recipe_has():
     described = re.findall(r"^([\w.]+)\n    \S", inspect.getdoc(get_scheme), re.M)
     assert len(set(described)) == len(described)
@@ -100,9 +117,12 @@ def test_factories_can_be_pickled_and_copied():
 def test_the_stub_is_fresh():
     written = PATH.read_text(encoding="utf-8")
     assert written == stub(), "run: make recipe"
-    (made,) = (node for node in ast.parse(written).body if isinstance(node, ast.ClassDef))
+    made, overloaded = (n for n in ast.parse(written).body if isinstance(n, ast.ClassDef))
     methods = {node.name: node.args for node in made.body if isinstance(node, ast.FunctionDef)}
     del methods["parse"]
+    calls = [ast.unparse(n.args) for n in overloaded.body if isinstance(n, ast.FunctionDef)]
+    names = [re.search(r"recipe: (?:Literal\['(\w+)'\]|str)", call)[1] for call in calls]
+    assert names == [*RECIPES, None]
     assert list(methods) == list(RECIPES)
     for name, arguments in methods.items():
         given = [(each.arg, ast.literal_eval(default)) for each, default in
@@ -111,9 +131,11 @@ def test_the_stub_is_fresh():
 
 
 CALLS = """\
+from typing import Any
 from horovod_fftcomp import Recover, schedules
 from horovod_fftcomp.tensorflow import Compression as OfTensorFlow
 from horovod_fftcomp.torch import Compression
+from horovod_fftcomp.torch_distributed import compress
 
 class Model:
     trainable_variables = ["weight"]
@@ -137,6 +159,26 @@ Compression.fft(model).set_denstiy(0.1)  # "TorchCompressor" has no attribute "s
 OfTensorFlow.fft(Model(), bit=8)  # Unexpected keyword argument "bit"
 OfTensorFlow.powersgd(Model(), rank=1.5)  # incompatible type "float"; expected "int"
 OfTensorFlow.fft(3)  # incompatible type "int"
+
+named = str("fft")
+mixed = dict[str, Any](density=0.1, scope="bucket")
+compress(model)
+compress(model, ratio=40, timeout_s=60)
+compress(model, "topk", density=0.01, bits=8, scope="bucket", rules=rules)
+compress(model, recipe="powersgd", replicate="mesh", rank=8).set_density(0.1)
+compress(model, "fft:density=0.1,bits=8", min_numel=10)
+compress(model, named, warmup_steps=5)
+compress(model, named, **mixed)
+compress(model, "topk", densty=0.01)  # No overload variant of "__call__" of "Compress"
+compress(model, "topk", density="x")  # No overload variant
+compress(model, "topk", rank=4)  # No overload variant
+compress(model, "topk", scope="layer")  # No overload variant
+compress(model, density=0.1)  # No overload variant
+compress(model, "fft", timeout_s=None)  # No overload variant
+compress(model, "fft", process_set=None)  # No overload variant
+compress(model, 0.1)  # No overload variant
+compress(model, named, warmup_step=5)  # No overload variant
+compress(model, "fft").set_denstiy(0.1)  # "DistributedCompressor" has no attribute
 """
 
 

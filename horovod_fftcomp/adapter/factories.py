@@ -1,7 +1,7 @@
 """Factory functions of ``Compression``, one per recipe, that make compressors.
 
-``signatures.pyi`` has the same signatures, for editors and type checkers. ``make recipe`` writes
-it.
+``signatures.pyi`` has the same signatures, for editors and type checkers, and those of a function
+that takes the name of a recipe. ``make recipe`` writes it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, TypeVar
 
 from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.engine.policy import KEYWORDS, Scheduled, make_policy
@@ -19,6 +20,11 @@ from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme, unknown_recipe
 from horovod_fftcomp.schemes.options import check_names
 
+if TYPE_CHECKING:
+    from horovod_fftcomp.adapter.signatures import Compress  # is a stub only
+
+_Model = TypeVar("_Model")
+_Compressor = TypeVar("_Compressor")
 _SETTINGS = list(inspect.signature(Settings).parameters)
 
 
@@ -52,14 +58,42 @@ def documentation(recipe: str, parameters: Iterable[inspect.Parameter], *others:
     The descriptions come from the docstrings of ``get_scheme``, ``make_policy``, ``Settings`` and
     ``others``.
     """
-    pages = [inspect.getdoc(each) or "" for each in (get_scheme, make_policy, Settings, *others)]
-    meanings = dict(re.findall(r"^([\w.]+)\n((?:    .+\n?)+)", "\n".join(pages), re.M))
     first = f"Return a compressor: {RECIPES[recipe].summary}. Source: {RECIPES[recipe].source}."
     lines = [first, "", "Parameters", "----------"]
     for each in parameters:
-        meaning = meanings.get(f"{recipe}.{each.name}") or meanings.get(each.name, "")
-        lines += [declaration(each), meaning.rstrip()]
+        lines += [declaration(each), meaning(recipe, each.name, *others)]
     return "\n".join(lines)
+
+
+def meaning(recipe: str, name: str, *others: object) -> str:
+    """Return the description of a recipe's option or setting, indented; "" if there is none."""
+    pages = [inspect.getdoc(each) or "" for each in (get_scheme, make_policy, Settings, *others)]
+    meanings = dict(re.findall(r"^([\w.]+)\n((?:    .+\n?)+)", "\n".join(pages), re.M))
+    return (meanings.get(f"{recipe}.{name}") or meanings.get(name, "")).rstrip()
+
+
+def with_options(
+    function: Callable[Concatenate[_Model, ...], _Compressor],
+) -> Compress[_Model, _Compressor]:
+    """Return ``function`` of a model, a recipe's name and options, with these in its docstring.
+
+    To type checkers it has one signature for each recipe.
+    """
+    lines = [inspect.getdoc(function) or "", "", "Recipes", "-------"]
+    for name, recipe in RECIPES.items():
+        own = [declaration(each) for each in keywords_of(name)[: len(recipe.options)]]
+        # No line ends within an option.
+        call = f"{name}({', '.join(own)})".replace(" ", "\0").replace(",\0", ", ")
+        wrapped = textwrap.wrap(call, 92, subsequent_indent="        ")
+        lines += [*(line.replace("\0", " ") for line in wrapped), f"    {recipe.summary}"]
+    described = (inspect.getdoc(get_scheme) or "").partition("----\n")[2]
+    lines += ["", "Options of recipes", "------------------", described, "", "Settings", "--------"]
+    settings = [each for each in keywords_of("none") if each.name != "process_set"]
+    for each in settings:
+        lines += [declaration(each), meaning("none", each.name)]
+    function.__doc__ = "\n".join(lines)
+    made: Any = function
+    return made
 
 
 def declaration(parameter: inspect.Parameter) -> str:

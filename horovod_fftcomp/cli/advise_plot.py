@@ -41,12 +41,21 @@ def _draw_parts(axes: Axes, found: Findings) -> None:
 
 
 def _draw_growth(axes: Axes, found: Findings, ranks: list[int]) -> None:
-    for option, steps in growth(found, ranks):
+    from matplotlib.ticker import LogLocator
+
+    rows = growth(found, ranks)
+    for option, steps in rows:
         style = "--" if option.kind == "allgather" else "-"
         axes.plot(ranks, [1e3 * step_s for step_s in steps], style, marker=".", label=option.label)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, map(str, ranks))
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(title="dashed: allgather")
+    are_gathered = {option.kind == "allgather" for option, _ in rows}
+    title = "dashed: allgather" if len(are_gathered) > 1 else None
+    axes.legend(title=title, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     axes.set_xlabel("ranks")
     axes.set_ylabel("step time (ms)")

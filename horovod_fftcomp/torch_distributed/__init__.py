@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_fftcomp.adapter.factories import configured
+from horovod_fftcomp.adapter.factories import configured, with_options
 from horovod_fftcomp.adapter.torch_tensors.optimizers import Adam, AdamW
 from horovod_fftcomp.adapter.torch_tensors.simulated_ranks import SimulatedLearners
 from horovod_fftcomp.engine.recipe_text import parse_recipe
@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 
+@with_options
 def compress(
     model: torch.nn.Module,
     recipe: str = "dither",
@@ -45,9 +46,10 @@ def compress(
     ``fully_shard`` with ``replicate``: the 1-d device mesh, or the process group, of the ranks that
     hold the same shards. ``recipe``: a recipe's name, also with options: "fft:density=0.1".
     ``options``: those of the recipe, and the settings of ``horovod_fftcomp.torch`` except
-    ``process_set``; they win over those in ``recipe``. They must be equal on all ranks, else the
-    first backward pass raises ConfigMismatchError on all of them; under ``fully_shard`` on those
-    that hold the same shards. Registers a communication hook, of which a model has one at most.
+    ``process_set``; they win over those in ``recipe``. ``help(compress)`` describes them. They must
+    be equal on all ranks, else the first backward pass raises ConfigMismatchError on all of them;
+    under ``fully_shard`` on those that hold the same shards. Registers a communication hook, of
+    which a model has one at most.
     """
     choice = parse_recipe(recipe)
     options = {**choice.options, **options}

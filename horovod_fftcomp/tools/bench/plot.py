@@ -1,9 +1,8 @@
-"""The figure of a bench: what each compressor costs, and what error it buys at what ratio."""
+"""The figure of a bench: what each compressor costs, its ratio and its error."""
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,9 +26,13 @@ def write(path: Path, measurements: Sequence[Measurement], title: str) -> None:
 
     figure = Figure(figsize=(13, 1.8 + 0.5 * max(len(measurements), 5)), layout="constrained")
     figure.suptitle(title)
-    costs, gains = figure.subplots(1, 2)
+    costs, ratios, errors = figure.subplots(1, 3, sharey=True, width_ratios=[3, 2, 2])
     _draw_costs(costs, measurements)
-    _draw_gains(gains, measurements)
+    labels = [one.label for one in measurements]
+    _draw_dots(ratios, labels, [one.ratio for one in measurements], ".3g")
+    ratios.set_xlabel("ratio: float32 bytes / bytes as sent")
+    _draw_dots(errors, labels, [one.relative_error for one in measurements], ".2g")
+    errors.set_xlabel("relative error of a gradient,\nwithout error feedback")
     figure.savefig(path, dpi=130)
 
 
@@ -45,7 +48,7 @@ def _draw_costs(axes: Axes, measurements: Sequence[Measurement]) -> None:
     }
     for row, total in enumerate(draw_parts(axes, labels, widths)):
         axes.annotate(f" {total:.1f}", (total, row), va="center")
-    axes.margins(x=0.1)
+    axes.margins(x=0.14, y=0.02)
     axes.set_xlabel("cost in memcpys of the gradient (1 = one copy)")
 
 
@@ -65,12 +68,11 @@ def draw_parts(
     return left
 
 
-def _draw_gains(axes: Axes, measurements: Sequence[Measurement]) -> None:
-    for one, marker in zip(measurements, itertools.cycle("os^vDPX*<"), strict=False):
-        error = max(one.relative_error, _SMALLEST_ERROR)
-        axes.plot(error, one.ratio, marker, markersize=9, fillstyle="none", label=one.label)
-    axes.set(xscale="log", yscale="log")
-    axes.legend()
+def _draw_dots(axes: Axes, labels: Sequence[str], values: Sequence[float], form: str) -> None:
+    shown = [max(value, _SMALLEST_ERROR) for value in values]
+    axes.plot(shown, labels, "o", color="C3")
+    for row, (at, value) in enumerate(zip(shown, values, strict=True)):
+        axes.annotate(f"  {value:{form}}", (at, row), va="center")
+    axes.set_xscale("log")
+    axes.margins(x=0.3, y=0.02)
     axes.grid(alpha=0.3)
-    axes.set_xlabel("relative error of a gradient, without error feedback")
-    axes.set_ylabel("ratio: float32 bytes / bytes as sent")
