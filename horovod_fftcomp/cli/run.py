@@ -86,12 +86,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="run one job for each, in rounds, and print a table",
     )
     add("--steps", type=count, metavar="N", help="end the script after N steps")
-    add(
-        "--warmup-steps",
-        type=count_from_0,
-        metavar="N",
-        help="begin with N dense steps (default: 100 with error feedback, else 0)",
-    )
+    add("--warmup-steps", type=count_from_0, metavar="N", help="begin with N dense steps")
     add("--ranks-per-node", type=count, metavar="N", help="compress between nodes of N ranks only")
     add("--record", type=Path, metavar="FOLDER", help="record gradients, for bench and advise")
     add(
