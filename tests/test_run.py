@@ -142,7 +142,9 @@ def test_commands_are_those_of_the_launcher_in_use(variable, monkeypatch):
 def test_a_report_of_one_rank_says_that_nothing_was_sent(ranks, told):
     found = {"steps": 9, "world_size": ranks, "step_s": 0.002, "sent_nbytes": 1e6}
     found |= {"dense_nbytes": 4e6, "encode_s": 0.001, "wait_s": 0.0, "decode_s": 0.0}
-    assert told in run._told("topk", found)
+    assert told in run._told("topk", found | {"warmup_steps": 8})
+    dense = "MB sent by a rank in a step, all of them dense: --warmup-steps 0 compresses from the"
+    assert (dense in run._told("topk", found | {"warmup_steps": 9})) == (ranks == 2)
 
 
 def test_every_option_is_explained(capsys):

@@ -306,6 +306,8 @@ def _told(label: str, found: dict[str, Any]) -> str:
     size = f"{sent / 1e6:.3f} MB sent by a rank in a step"
     less = f"{found['dense_nbytes'] / max(1, sent):.1f} times less than float32"
     ranks = f"{found['world_size']} ranks"
+    if found["steps"] <= found["warmup_steps"]:
+        less = "all of them dense: --warmup-steps 0 compresses from the first step on"
     if found["world_size"] == 1:
         size, less, ranks = "nothing was sent", "to no other rank", "one rank"
     return (

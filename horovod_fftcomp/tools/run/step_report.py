@@ -120,6 +120,7 @@ class StepReport:
         times = self._times_s()
         return means | {
             "steps": steps,
+            "warmup_steps": getattr(self.timed, "warmup_steps", 0),
             "step_s": statistics.median(times) if times else None,
             "step_spread": spread(times),
             "blocks_s": _medians_of_blocks(times),
