@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.types import Array, OldState
+from horovod_fftcomp.schemes import Scheme
+from horovod_fftcomp.types import Array, OldState, Tensor
 
 FORMAT = 1
 # The kinds of state that differ between ranks; all others are the same on all ranks.
@@ -69,6 +70,21 @@ def check_shard(saved: dict[str, Any], shard: str) -> None:
             "residuals of FSDP shards fit no other shards and no whole tensors. Load a state that "
             "was saved by the same rank of a job that shards alike, or begin without residuals"
         )
+
+
+def check_arrays(tensor: Tensor, state: OldState, scheme: Scheme) -> None:
+    """Raise ValueError for an array of a tensor's state that its scheme does not accept."""
+    for kind, arrays in state.items():
+        if tensor.name not in arrays:
+            continue
+        array, known = arrays[tensor.name], scheme.state_arrays(tensor, state).get(kind)
+        if known is None or not known.is_kept:
+            raise ValueError(f"the recipe of {tensor.name!r} has no {kind}, but the state does")
+        if (array.dtype, array.shape) != (known.dtype, (known.numel,)):
+            raise ValueError(
+                f"the {kind} of {tensor.name!r} is {array.dtype} of shape {list(array.shape)}, "
+                f"expected {known.dtype} of [{known.numel}]; was the file cut or converted?"
+            )
 
 
 def common(state: OldState) -> OldState:

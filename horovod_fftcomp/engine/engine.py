@@ -492,7 +492,7 @@ class Engine:
             if "alltoall" not in scheme.rounds:  # it has no second residuals
                 state = folded(scheme, bucket.tensors, state)
             for tensor in bucket.tensors:
-                _check_arrays(tensor, state, scheme)
+                checkpoint.check_arrays(tensor, state, scheme)
             state = scheme.owned(bucket.tensors, state, self.rank, self.world_size)
             states.append({kind: dict(arrays) for kind, arrays in state.items()})
         self.abandon()
@@ -516,18 +516,3 @@ def _missed(measured: dict[int, Measured]) -> float:
         else values.missed
         for values in measured.values()
     )
-
-
-def _check_arrays(tensor: Tensor, state: OldState, scheme: Scheme) -> None:
-    """Raise ValueError for an array of a tensor's state that its scheme does not accept."""
-    for kind, arrays in state.items():
-        if tensor.name not in arrays:
-            continue
-        array, known = arrays[tensor.name], scheme.state_arrays(tensor, state).get(kind)
-        if known is None or not known.is_kept:
-            raise ValueError(f"the recipe of {tensor.name!r} has no {kind}, but the state does")
-        if (array.dtype, array.shape) != (known.dtype, (known.numel,)):
-            raise ValueError(
-                f"the {kind} of {tensor.name!r} is {array.dtype} of shape {list(array.shape)}, "
-                f"expected {known.dtype} of [{known.numel}]; was the file cut or converted?"
-            )
