@@ -264,9 +264,13 @@ def _gathered(comm: MPI.Comm, round_: Round) -> Array:
     sizes = np.empty(comm.Get_size(), np.int64)
     comm.Allgather(np.array([round_.data.size]), sizes)
     output = np.empty(sizes.sum(), round_.data.dtype)
-    kind = MPI.BYTE if round_.data.dtype == np.uint8 else MPI.FLOAT
+    kind = _kind(output)
     comm.Allgatherv(round_.data, [output, sizes, np.cumsum(sizes) - sizes, kind])
     return output
+
+
+def _kind(array: Array) -> MPI.Datatype:
+    return MPI.BYTE if array.dtype == np.uint8 else MPI.FLOAT
 
 
 def _reduced(comm: MPI.Comm, round_: Round) -> Array:
@@ -296,10 +300,10 @@ def _all_to_all(comm: MPI.Comm, round_: Round) -> Array:
     splits = np.array(round_.splits, np.int64)
     sizes = np.empty_like(splits)
     comm.Alltoall(splits, sizes)
-    output = np.empty(sizes.sum(), np.uint8)
+    output = np.empty(sizes.sum(), round_.data.dtype)
     comm.Alltoallv(
-        [round_.data, splits, np.cumsum(splits) - splits, MPI.BYTE],
-        [output, sizes, np.cumsum(sizes) - sizes, MPI.BYTE],
+        [round_.data, splits, np.cumsum(splits) - splits, _kind(output)],
+        [output, sizes, np.cumsum(sizes) - sizes, _kind(output)],
     )
     return output
 

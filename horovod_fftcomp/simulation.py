@@ -105,9 +105,9 @@ def _outputs(name: str, rounds: Sequence[Round]) -> Sequence[Array]:
 def _exchanged(name: str, rounds: Sequence[Round]) -> list[Array]:
     """Return the output of an alltoall for each participant."""
     for rank, part in enumerate(rounds):
-        if len(part.splits) != len(rounds) or sum(part.splits) != part.data.nbytes:
+        if len(part.splits) != len(rounds) or sum(part.splits) != part.data.size:
             raise ConfigMismatchError(
-                f"{name!r}: rank {rank} splits {part.data.nbytes} bytes into {part.splits}, for "
+                f"{name!r}: rank {rank} splits {part.data.size} elements into {part.splits}, for "
                 f"{len(rounds)} ranks"
             )
     pieces = [np.split(part.data, np.cumsum(part.splits)[:-1]) for part in rounds]

@@ -42,8 +42,19 @@ RECIPES = [
     ("powersgd", {}),
     ("hard_threshold", {"threshold": 0.01}),  # payloads of unequal sizes
     ("fft", {"exchange": "sharded"}),
-    ("topk", {"ranks_per_node": 2}),
     ("none", {}),
+]
+# Two nodes, or two ranks of one.
+NODES = [
+    (recipe, {"ranks_per_node": 2, **options})
+    for recipe, options in (
+        ("topk", {}),
+        ("fft", {}),
+        ("qsgd", {}),
+        ("scalecom", {}),
+        ("hard_threshold", {"threshold": 0.01}),
+        ("fft", {"exchange": "sharded"}),
+    )
 ]
 
 
@@ -158,8 +169,9 @@ def test_rounds_are_those_of_their_process_group():
         sent.wait(30.0)
 
 
-@pytest.mark.parametrize(("recipe", "options"), RECIPES, ids=str)
+@pytest.mark.parametrize(("recipe", "options"), [*RECIPES, NODES[0]], ids=str)
 def test_the_loss_falls_and_ranks_stay_equal(recipe, options):
+    skip_unequal(options)
     ddp = wrapped(bucket_cap_mb=0.01)
     compression = compress(ddp, recipe, **options)
     losses = train(ddp, range(40))
@@ -171,13 +183,21 @@ def test_the_loss_falls_and_ranks_stay_equal(recipe, options):
     assert recipe == "none" or stats["ratio"] > 2
 
 
+def skip_unequal(options):
+    if dist.get_world_size() % options.get("ranks_per_node", 1):
+        pytest.skip("nodes would be unequal")
+
+
 class OneTensor(nn.Module):
-    """Layer whose tensor has the name that a simulation gives its own: draws depend on it."""
+    """Layer whose tensor has the name that a simulation gives its own: draws depend on it.
+
+    Two ranks of a node divide it as they divide the simulation's vector.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.gradient = nn.Parameter(torch.randn(60, 100))
+        self.gradient = nn.Parameter(torch.randn(64, 128))
 
     def forward(self, x):
         return x @ self.gradient.T
@@ -185,11 +205,15 @@ class OneTensor(nn.Module):
 
 @pytest.mark.parametrize(
     ("recipe", "options"),
-    [each for each in RECIPES if each[0] not in ("none", "powersgd")],
+    [*(each for each in RECIPES if each[0] not in ("none", "powersgd")), *NODES],
     ids=str,
 )
 def test_averages_are_those_of_a_simulation(recipe, options):
-    """To the last bit on two ranks; on more to the rounding of the mean, and of an allreduce."""
+    """To the last bit on two ranks; on more to the rounding of the mean, and of an allreduce.
+
+    Two nodes of two are two ranks to an allreduce.
+    """
+    skip_unequal(options)
     model = OneTensor()
     ddp = wrapped(model)
     compression = compress(ddp, recipe, **options)
@@ -198,13 +222,20 @@ def test_averages_are_those_of_a_simulation(recipe, options):
     for step in range(4):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         ddp.zero_grad()
-        ddp(torch.randn(8, 100, generator=generator)).square().sum().backward()
+        ddp(torch.randn(8, 128, generator=generator)).square().sum().backward()
         averages.append(model.gradient.grad.reshape(-1).clone())
         compression.note_used()
     same_everywhere(*averages)
     gradients = np.stack(gathered(torch.stack(own).numpy()), axis=1)
-    for found, expected in zip(averages, simulate(recipe, gradients, **options), strict=True):
-        if dist.get_world_size() == 2:
+    steps = list(simulate(recipe, gradients, **options))
+    if "ranks_per_node" in options:
+        residual = compression.residual("gradient").numpy().reshape(-1)
+        assert residual.tobytes() == steps[-1].residual[dist.get_rank()].tobytes()
+        stats = compression.stats()
+        assert stats["sent_nbytes"] == sum(step.sent_bytes[dist.get_rank()] for step in steps)
+        assert stats["inside_nbytes"] == 4 * (32_768 + 16_384)
+    for found, expected in zip(averages, steps, strict=True):
+        if dist.get_world_size() == 2 or "ranks_per_node" in options:
             np.testing.assert_array_equal(found, expected.average)
         gathers = "allreduce" not in get_scheme(recipe).rounds
         rounding = 0.0 if gathers else 1e-6 * np.abs(expected.average).max()

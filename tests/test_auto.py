@@ -326,34 +326,6 @@ def test_a_series_whose_first_trial_is_dropped_has_no_errors_of_the_one_before()
             assert errors[-2] == 2 * (TRIAL_STEPS if number == 6 else number - 6)
 
 
-def test_a_rank_that_does_not_lead_keeps_no_errors():
-    """It would decide about other tensors than the leaders of other nodes."""
-    names = [f"w{n}" for n in range(20)]
-    led = [next(n for n in names if wire.fnv1a(n) % 2 == rank) for rank in range(2)]
-    buckets = [
-        Bucket((Tensor(name, (N,)),), make_policy("auto", ratio=40, ranks_per_node=2))
-        for name in led
-    ]
-    engines = [Engine(buckets, rank, 4) for rank in range(4)]
-    flat = [Engine([b._replace(policy=make_policy("auto", ratio=40)) for b in buckets], 0, 1)]
-    exchange_once(flat, [[[30 * smooth()], [smooth(1)]]], random.Random(0))
-    saved = {**flat[0].state_dict(), "world_size": 4, "step": 0}
-    for rank, engine in enumerate(engines):
-        state = dict(saved["state"])
-        others = led[1 - rank % 2]
-        state["errors"] = {others: state["errors"][others]} if rank < 2 else {}
-        engine.load_state_dict({**saved, "rank": rank, "state": state})
-    for number in range(TRIAL_STEPS + 1):
-        grads = [[[smooth(rank)], [None]] for rank in range(4)]
-        exchange_once(engines, grads, random.Random(number))
-        assert len({engine.sums(0)[0].tobytes() for engine in engines}) == 1
-        for engine in engines:
-            engine.settle()
-    for rank in range(4):
-        kept = engines[rank].state_dict()["state"].get("errors", {})
-        assert set(kept) <= {led[rank % 2]}
-
-
 def shares_of(grads_of, *, warmup_steps=0, n_steps=2 * TRIAL_STEPS, scales=None):
     """Return the shares of two tensors; ``grads_of(step)``: the gradients of both.
 

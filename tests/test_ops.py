@@ -55,12 +55,13 @@ def grads_of(tensors: Sequence[Tensor], step: int, rank: int) -> list[np.ndarray
 def account_of(recipe: str, options: dict, tensors: tuple[Tensor, ...] = TENSORS) -> list:
     """Return all that steps of several ranks send, sum and keep, by name, arrays as bytes."""
     bucket = Bucket(tensors, make_policy(recipe, **options))
-    engines = [Engine([bucket], rank, N_RANKS) for rank in range(N_RANKS)]
+    n_ranks = 2 * options["ranks_per_node"] if "ranks_per_node" in options else N_RANKS
+    engines = [Engine([bucket], rank, n_ranks) for rank in range(n_ranks)]
     for engine in engines:
         engine.step = MEASURE_EVERY - 1 if options.get("warmup_steps") is None else 0
     found: list = []
     for step in range(N_STEPS):
-        world = InProcessWorld(N_RANKS)
+        world = InProcessWorld(n_ranks)
         made = [e.resume(0, grads_of(tensors, step, rank)) for rank, e in enumerate(engines)]
         while isinstance(made[0], Round):
             for rank, round_ in enumerate(made):

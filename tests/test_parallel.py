@@ -75,7 +75,7 @@ def launches():
     """
     often = [("torch", "gloo", "transport"), ("tensorflow", "mpi", "few")]
     in_ci = [("tensorflow", "mpi", "all"), ("torch", "mpi", "transport"),
-             ("torch_on_three", "mpi", "transport"),
+             ("torch_on_three", "mpi", "transport"), ("torch_on_four", "gloo", "transport"),
              ("tensorflow_keras3", "gloo", "transport")]  # fmt: skip
     every = [(job, "mpi", "all") for job in JOBS]
     # No case of a GPU is for both.

@@ -332,23 +332,6 @@ def test_a_gradient_that_one_rank_lacks_is_the_sum_of_the_others():
     np.testing.assert_allclose(sums[0], grads[0][0][0] + grads[2][0][0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("recipe", ["topk", "qsgd"])
-@pytest.mark.parametrize("n_nodes", [1, 3])
-def test_between_nodes_leaders_share_the_work(recipe, n_nodes):
-    gradients = np.rint(64 * normal(3, 2 * n_nodes, 20_000)) / np.float32(64)
-    sums = gradients.reshape(3, n_nodes, 2, -1).sum(2)  # exact
-    options = {"exchange": "sharded"}
-    found = simulate(recipe, gradients, ranks_per_node=2, **options)
-    for ours, theirs in zip(found, simulate(recipe, sums, **options), strict=True):
-        if n_nodes > 1:
-            np.testing.assert_allclose(ours.average, theirs.average / np.float32(2), rtol=1e-6)
-            leaders = [rank for rank, nbytes in enumerate(ours.sent_bytes) if nbytes]
-            assert ours.residual[leaders].tobytes() == theirs.residual.tobytes()
-            assert [ours.received_bytes[rank] for rank in leaders] == theirs.received_bytes
-        else:
-            assert not any(ours.sent_bytes)
-
-
 def test_auto_gathers_where_that_takes_fewer_bytes_and_shards_where_it_does_not():
     large = [Tensor("w", (1000, 1000))]
     for recipe, n_ranks, expected in (

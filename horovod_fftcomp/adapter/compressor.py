@@ -237,8 +237,8 @@ class Compressor:
         for (name, shape), slot, sent in zip(self._tensors, self._slots, nbytes, strict=True):
             recipe, density, exchange = "dense", None, "allreduce"
             if slot is not None:
-                rounds = self._engine.scheme(slot.bucket).rounds
-                exchange = "sharded" if "alltoall" in rounds else rounds[-1]
+                scheme = self._engine.scheme(slot.bucket)
+                exchange = "sharded" if scheme.is_sharded else scheme.rounds[-1]
                 policy = self._buckets[slot.bucket].policy
                 recipe = getattr(policy, "recipe", self._policy.recipe)
                 density = policy.density(self._engine.step)
@@ -545,8 +545,8 @@ class Compressor:
 
 def _numbers_of_sharded(buckets: Sequence[Bucket]) -> str:
     """Return the numbers of the buckets whose exchange is sharded."""
-    rounds = (bucket.policy.after_warmup.rounds for bucket in buckets)
-    return ", ".join(str(n) for n, kinds in enumerate(rounds) if "alltoall" in kinds)
+    schemes = (bucket.policy.after_warmup for bucket in buckets)
+    return ", ".join(str(number) for number, scheme in enumerate(schemes) if scheme.is_sharded)
 
 
 def _bytes(sizes: Sequence[tuple[tuple[int, ...], int]]) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Horovod process sets of nodes and of their leaders."""
+"""Horovod process sets of nodes, and of ranks with the same place in all nodes."""
 
 from __future__ import annotations
 

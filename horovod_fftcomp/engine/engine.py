@@ -33,6 +33,8 @@ from horovod_fftcomp.schemes import (
     Scheme,
     State,
 )
+from horovod_fftcomp.schemes.hierarchical import Hierarchical
+from horovod_fftcomp.schemes.parts import parts_in, rejoined
 from horovod_fftcomp.schemes.shards import folded
 from horovod_fftcomp.types import Array, Choice, OldState, Tensor
 
@@ -150,7 +152,7 @@ class Engine:
         else:
             self._own_nbytes[bucket] = made.own_nbytes(self.rank)
             self.costs.sent_nbytes += made.data.nbytes
-            if sent[0].collective == "alltoall" and made is not sent[0]:
+            if made.divided:
                 self.costs.sums_nbytes += made.data.nbytes
         return made
 
@@ -439,7 +441,8 @@ class Engine:
         for number, bucket in enumerate(self.buckets):
             state: OldState = self._state_on_host(number)
             if movable:
-                state = folded(self.scheme(number), bucket.tensors, state)
+                tensors = [part.tensor for part in parts_in(state, bucket.tensors)]
+                state = folded(self.scheme(number), tensors, state)
             for kind, arrays in state.items():
                 copies = {name: array.copy() for name, array in arrays.items()}
                 merged.setdefault(kind, {}).update(copies)
@@ -470,12 +473,13 @@ class Engine:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore this rank's state from its own or a gathered one; ValueError if unfit."""
         part = checkpoint.part_of(saved, self.rank, self.world_size)
-        names = {tensor.name for bucket in self.buckets for tensor in bucket.tensors}
+        tensors = [tensor for bucket in self.buckets for tensor in bucket.tensors]
+        known = {p.tensor.name: p.whole.name for p in parts_in(part["state"], tensors)}
         for kind, arrays in part["state"].items():
-            foreign = sorted(set(arrays) - names)
+            foreign = sorted(set(arrays) - set(known))
             if foreign:
                 raise ValueError(f"{kind} of unknown tensors {foreign}; was another model saved?")
-        kept = {name for arrays in part["state"].values() for name in arrays}
+        kept = set(known.values())
         for name, expected in self._formats(part["step"]).items():
             if name in kept and part["formats"][name] != expected:
                 raise ValueError(
@@ -485,14 +489,17 @@ class Engine:
         states: list[State] = []
         for bucket in self.buckets:
             scheme = bucket.policy.at(part["step"])
+            tensors = [each.tensor for each in parts_in(part["state"], bucket.tensors)]
             state: OldState = {
-                kind: {t.name: arrays[t.name].copy() for t in bucket.tensors if t.name in arrays}
+                kind: {t.name: arrays[t.name].copy() for t in tensors if t.name in arrays}
                 for kind, arrays in part["state"].items()
             }
-            if "alltoall" not in scheme.rounds:  # it has no second residuals
-                state = folded(scheme, bucket.tensors, state)
-            for tensor in bucket.tensors:
+            if not scheme.is_sharded:  # it has no second residuals
+                state = folded(scheme, tensors, state)
+            for tensor in tensors:
                 checkpoint.check_arrays(tensor, state, scheme)
+            if not isinstance(scheme, Hierarchical):
+                state = rejoined(scheme, bucket.tensors, state)
             state = scheme.owned(bucket.tensors, state, self.rank, self.world_size)
             states.append({kind: dict(arrays) for kind, arrays in state.items()})
         self.abandon()

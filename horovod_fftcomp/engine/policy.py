@@ -14,7 +14,7 @@ from horovod_fftcomp.recipes import RECIPES, get_recipe, get_scheme
 from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
 from horovod_fftcomp.schemes import GRADIENT_UNITS, Scheme
 from horovod_fftcomp.schemes.dense import Dense
-from horovod_fftcomp.schemes.hierarchical import Hierarchical
+from horovod_fftcomp.schemes.hierarchical import Hierarchical, NodeLayout
 from horovod_fftcomp.schemes.options import check_names, checked
 from horovod_fftcomp.schemes.uncompressed import Uncompressed
 from horovod_fftcomp.types import Tensor, Tensors
@@ -125,7 +125,9 @@ class Scheduled:
         No schedule of the density changes them.
         """
         found = self.at(0).possible_rounds() | self.after_warmup.possible_rounds()
-        return found if self.dense is None else found | self.dense.possible_rounds()
+        if self.dense is None:
+            return found
+        return found | replace(self.dense, ranks_per_node=self.ranks_per_node).possible_rounds()
 
     def density(self, step: int) -> float | None:
         """Return the density at ``step``, 1 in the warm-up; None for a recipe without one."""
@@ -189,13 +191,12 @@ class Scheduled:
 
     def decided(self, tensors: Tensors, world_size: int) -> Scheduled:
         """Return the policy for a bucket: exchange "auto" becomes "gather" or "sharded"."""
+        among = NodeLayout(self.ranks_per_node, world_size).n_nodes  # raises for unequal nodes
         if self.dense is not None:
-            among = -(-world_size // self.ranks_per_node)
             decided = replace(self, dense=None).decided(tensors, world_size)
             return replace(decided, dense=self.dense.decided(tensors, among))
         if self.in_force().get("exchange") != "auto":
             return self
-        among = -(-world_size // self.ranks_per_node)
         try:
             scheme = self.with_exchange("sharded")._compressing(self.warmup_steps)
         except UnsupportedError:  # with options that a sharded exchange does not have

@@ -44,8 +44,8 @@ class Round(NamedTuple):
     """Collective: allreduce (sum), allgather (concatenation in rank order), broadcast or alltoall.
 
     ``data``: this rank's input. ``root``: the rank whose data a ``broadcast`` sends; the data of
-    all ranks have the same size. ``splits``: for an ``alltoall``, how many bytes of ``data``
-    (uint8) each participant gets; the output is what this rank gets of all, in rank order.
+    all ranks have the same size. ``splits``: for an ``alltoall``, how many elements of ``data``
+    each participant gets; the output is what this rank gets of all, in rank order.
     ``merge``: for an allgather, a function of two ranks' data; a network may return the data of all
     ranks merged pairwise, in the tree of ``sparcml.merge_all``, instead of their concatenation.
 
@@ -72,9 +72,9 @@ class Round(NamedTuple):
         """Return how many bytes of the output are those that ``rank`` has sent itself."""
         if self.among == ():
             return 0
-        if self.collective == "alltoall":
-            return self.splits[rank if self.among is None else self.among.index(rank)]
         place = rank if self.among is None else self.among.index(rank)
+        if self.collective == "alltoall":
+            return self.splits[place] * self.data.dtype.itemsize
         returns = self.collective == "broadcast" and place == self.root
         return self.data.nbytes if returns or self.collective == "allgather" else 0
 
@@ -288,6 +288,11 @@ class Scheme(Protocol):
     def at(self, step: int) -> Scheme:
         """Return the scheme to run at a step, counted from the first compressed one."""
         return self
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks own shards, of which they keep second residuals."""
+        return "alltoall" in self.rounds
 
     def is_smaller(self, tensors: Tensors, world_size: int) -> bool:
         """Return whether it exchanges shards, and a rank receives fewer bytes than by a gather."""

@@ -1,23 +1,47 @@
-"""Hierarchical exchange: dense sums within a node, compression between nodes.
+"""Exchange between nodes: dense sums within a node, compressed ones between nodes.
 
-A node is a number of consecutive ranks. Each bucket has one leader in every node, chosen by a hash
-of its name, so that the work is spread over the ranks of a node. Leaders exchange by another
-scheme.
+A node is a number of consecutive ranks, each of which owns a share of every bucket. It gets the
+node's sum of its share, exchanges it with the ranks of equal place in the other nodes by another
+scheme, and all ranks of the node gather the sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from horovod_fftcomp import wire
+import numpy as np
+
 from horovod_fftcomp.codec.quantizers import is_whole
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.ops import Ops
 from horovod_fftcomp.kernels.plans import split
-from horovod_fftcomp.schemes import Context, Exchange, Grads, Outcome, Round, Tuner, ops_of
-from horovod_fftcomp.schemes.state import bucket_plan, new_state
+from horovod_fftcomp.schemes import (
+    Context,
+    Exchange,
+    Grads,
+    Measured,
+    Outcome,
+    Round,
+    State,
+    Tuner,
+    ops_of,
+)
+from horovod_fftcomp.schemes.parts import (
+    NodePlan,
+    Part,
+    Share,
+    add_residuals,
+    node_plan,
+    of_names,
+    parts_in,
+)
+from horovod_fftcomp.schemes.shard_plan import MOST_NBYTES
+from horovod_fftcomp.schemes.shards import SHARD_RESIDUAL
+from horovod_fftcomp.schemes.uncompressed import Uncompressed
 from horovod_fftcomp.schemes.wrapper import Wrapper
 from horovod_fftcomp.types import Array, Choice, OldState, Tensor, Tensors
 
@@ -25,36 +49,49 @@ Ranks = tuple[int, ...]
 
 
 class NodeLayout:
-    """Assignment of ``world_size`` ranks to nodes, and groups of leaders with one of each node."""
+    """Assignment of ``world_size`` ranks to ``n_nodes`` nodes of ``node_size`` consecutive ranks.
+
+    Fewer ranks than ``ranks_per_node`` are one node. Raises UnsupportedError if the nodes are not
+    equal: ranks of a smaller node would own larger shares than those that they exchange with.
+    """
 
     def __init__(self, ranks_per_node: int, world_size: int) -> None:
-        firsts = range(0, world_size, ranks_per_node)
-        self.nodes = [tuple(range(f, min(f + ranks_per_node, world_size))) for f in firsts]
-        # The last node may be smaller than the others, so there are as many leader groups as it has
-        # ranks. With a single node there are no leaders, since nothing needs compressing.
-        self._leaders: list[Ranks] = (
-            list(zip(*self.nodes, strict=False)) if len(firsts) > 1 else [()]
-        )
+        self.node_size = min(ranks_per_node, world_size)
+        self.n_nodes, rest = divmod(world_size, self.node_size)
+        if rest:
+            raise UnsupportedError(
+                f"ranks_per_node={ranks_per_node} needs nodes of equal size, but {world_size} "
+                f"ranks leave a node of {rest}: start a multiple of {ranks_per_node} ranks, give a "
+                "number that divides them, or leave ranks_per_node out"
+            )
+        self._nodes = [self._node(number) for number in range(self.n_nodes)]
+
+    def _node(self, number: int) -> Ranks:
+        return tuple(range(number * self.node_size, (number + 1) * self.node_size))
 
     def groups(self) -> Iterator[Ranks]:
         """Yield all groups of two or more ranks that have collectives of their own."""
-        yield from (ranks for ranks in (*self.nodes, *self._leaders) if len(ranks) > 1)
+        groups = (*self._nodes, *zip(*self._nodes, strict=True))
+        yield from (ranks for ranks in groups if len(ranks) > 1)
 
     def node_of(self, rank: int) -> Ranks:
         """Return the ranks of the node of ``rank``, itself included."""
-        return next(node for node in self.nodes if rank in node)
+        return self._nodes[rank // self.node_size]
 
-    def leaders(self, tensors: Tensors) -> Ranks:
-        """Return a bucket's leaders, one of each node; none if there is only one node."""
-        return self._leaders[wire.fnv1a(tensors[0].name) % len(self._leaders)]
+    def peers_of(self, rank: int) -> Ranks:
+        """Return the ranks with the place of ``rank`` in all nodes, itself included."""
+        return tuple(range(rank % self.node_size, self.n_nodes * self.node_size, self.node_size))
 
 
 @dataclass(frozen=True)
 class Hierarchical(Wrapper):
     """Sum within each node of ``ranks_per_node`` ranks, and exchange the sums by ``scheme``.
 
-    ``scheme`` runs with one rank per node. Only a bucket's leaders have state. If a loaded state,
-    from another number of ranks, gives a non-leader a residual, it is added to the sum of its node.
+    ``scheme`` runs once for each place in a node, with one rank of each node, on that place's share
+    of a bucket; see ``NodePlan``. Its state belongs to the parts of tensors in this share, under
+    their names. Residuals of anything else, which come from a state that was saved with other nodes
+    or without any, are added to the sum of the node once.
+
     Raises UnsupportedError for a scheme with a momentum of its own or that sends signs: its result
     on one node would differ from that on two.
     """
@@ -77,77 +114,174 @@ class Hierarchical(Wrapper):
     @property
     def rounds(self) -> tuple[str, ...]:
         """The collectives of every exchange, in order."""
-        return ("allreduce", *self.scheme.rounds, "allgather")
+        return ("alltoall", *self.scheme.rounds, "allgather")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether sums between nodes are exchanged by shards; see ``Scheme``."""
+        return self.scheme.is_sharded
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have; see ``Scheme``."""
         between = self.scheme.possible_rounds()
-        return frozenset(("allreduce", *rounds, "allgather") for rounds in between)
+        return frozenset(("alltoall", *rounds, "allgather") for rounds in between)
 
     def exchange(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         layout, ops = NodeLayout(self.ranks_per_node, context.world_size), context.ops
-        node, leaders = layout.node_of(context.rank), layout.leaders(tensors)
-        leads, plan = context.rank in leaders, bucket_plan(tensors)
-        own = grads if leads else self._compensated(tensors, grads, state, ops)
-        mine = ops.join(own, plan.numels)
-        within = yield from _among(node, Round("allreduce", mine, inside=True))
-        if not leads:
-            for collective in self.scheme.rounds:
-                yield Round(collective, mine[:0], among=())
-            last = Round("allgather", mine[:0], inside=True)
-            if leaders:
-                within = yield from _among(node, last)
-            else:
-                yield last._replace(among=(), inside=False)
-            # Its leader has the same sums, so both decide alike. Trials are of leaders alone, who
-            # would else decide about other tensors than those of other nodes.
-            kinds = [kind for kind in state if kind != "errors"]
-            kept = new_state(tensors, grads, state, {k: [None] * len(tensors) for k in kinds})
-            if any(state.values()):  # all but that of frozen tensors is dropped, by the host alone
-                within, ops = ops.get(within), ops_of(None)
-            return Outcome(split(within, plan.offsets), kept, ops.flags_of(within))
+        node, peers = layout.node_of(context.rank), layout.peers_of(context.rank)
+        plan = node_plan(tuple(tensors), layout.node_size)
+        share = plan.shares[node.index(context.rank)]
+        is_alone = len(peers) == 1 or not share.tensors
+        own = set() if is_alone else {tensor.name for tensor in share.tensors}
+        due, late = self._owed(tensors, grads, state, own)
+        grads = self._compensated(tensors, grads, state, due, ops)
+        within = yield from _scattered(grads, plan, node, ops)
+        if is_alone:
+            outcome, shared = (yield from _nothing(self.scheme.rounds, within, ops)), within
+        else:
+            summed = _parts_of(share, within, grads, ops)
+            place = context._replace(rank=peers.index(context.rank), world_size=len(peers))
+            between = self.scheme.exchange(share.tensors, summed, of_names(state, own), place)
+            outcome = yield from _between(peers, between)
+            shared = ops.join(outcome.sums, share.numels)
+        whole = yield from _among(node, Round("allgather", shared, inside=True))
+        # What was due is dropped by the host alone: a device restores arrays, but no names.
+        if due or outcome.flags.not_finite is None:
+            whole, ops = ops.get(whole), ops_of(None)
+        flags = ops.both(outcome.flags, ops.flags_of(whole))
+        sums = split(whole, plan.offsets)
+        if not flags.finite:  # the other parts are no gradient without the one that is NaN
+            sums = [np.full_like(t, np.nan) if np.isnan(t).any() else t for t in sums]
+        kept = {kind: {**outcome.state.get(kind, {}), **arrays} for kind, arrays in late.items()}
+        measured = outcome.measured and _of_wholes(outcome.measured, share)
+        return outcome._replace(
+            sums=sums, flags=flags, state={**outcome.state, **kept}, measured=measured
+        )
 
-        summed = [
-            None if grad is None and not ops.get(part).any() else part
-            for part, grad in zip(split(within, plan.offsets), grads, strict=True)
-        ]
-        place = context._replace(rank=leaders.index(context.rank), world_size=len(leaders))
-        outcome = yield from _between(leaders, self.scheme.exchange(tensors, summed, state, place))
-        result = ops.join(outcome.sums, plan.numels)
-        yield from _among(node, Round("allgather", result, inside=True))
-        if outcome.flags.not_finite is None:
-            result, ops = ops.get(result), ops_of(None)
-        return outcome._replace(flags=ops.both(outcome.flags, ops.flags_of(result)))
+    def _owed(
+        self, tensors: Tensors, grads: Grads, state: OldState, own: set[str]
+    ) -> tuple[list[Part], State]:
+        """Return the parts whose residuals this step adds, and the state that waits for others.
+
+        ``own``: names of the parts that this rank exchanges. Residuals of a frozen tensor wait, and
+        in a step without compression all do.
+        """
+        residuals = {kind: state.get(kind, {}) for kind in ("residual", SHARD_RESIDUAL)}
+        owed = [part for part in parts_in(residuals, tensors) if part.tensor.name not in own]
+        frozen = {t.name for t, grad in zip(tensors, grads, strict=True) if grad is None}
+        waits = isinstance(self.scheme, Uncompressed)
+        late = {part.tensor.name for part in owed if waits or part.whole.name in frozen}
+        return [part for part in owed if part.tensor.name not in late], of_names(state, late)
 
     def _compensated(
-        self, tensors: Tensors, grads: Grads, state: OldState, ops: Ops
-    ) -> list[Array | None]:
-        """Return a non-leader's gradients, plus its residuals from a loaded state."""
-        with_state = {name for arrays in state.values() for name in arrays}
-        return [
-            grad
-            if grad is None or tensor.name not in with_state
-            else ops.get(grad) + self.scheme.residual(state, tensor).reshape(-1)
-            for tensor, grad in zip(tensors, grads, strict=True)
-        ]
+        self, tensors: Tensors, grads: Grads, state: OldState, due: list[Part], ops: Ops
+    ) -> Grads:
+        """Return the gradients, plus the residuals of the parts ``due``."""
+        if not due:
+            return grads
+        compensated = list(grads)
+        for number, tensor in enumerate(tensors):
+            parts = [part for part in due if part.whole == tensor]
+            if parts:
+                compensated[number] = total = np.array(ops.get(grads[number]))
+                add_residuals(self.scheme, parts, state, total)
+        return compensated
+
+    def runs_on_device(self, tensors: Tensors) -> bool:
+        """Return whether a GPU can compute this step's exchange of all shares; see ``Scheme``."""
+        shares = node_plan(tuple(tensors), self.ranks_per_node).shares
+        return all(self.scheme.runs_on_device(share.tensors) for share in shares if share.tensors)
 
     def share_nbytes(self, tensor: Tensor, state: OldState, world_size: int) -> float:
-        """Return the mean over nodes of the bytes that one sends to others; see ``Scheme``."""
-        n_nodes = -(-world_size // self.ranks_per_node)
-        return self.scheme.share_nbytes(tensor, state, n_nodes)
+        """Return the mean over ranks of the bytes that one sends to other nodes; see ``Scheme``.
+
+        If choices differ between parts, as with this rank's own part.
+        """
+        layout = NodeLayout(self.ranks_per_node, world_size)
+        if layout.n_nodes == 1:
+            return 0.0
+        part = next(parts_in(state, [tensor]), Part(tensor, 0, math.prod(tensor.shape)))
+        nbytes = self.scheme.share_nbytes(part.tensor, state, layout.n_nodes)
+        share = math.prod(tensor.shape) / max(1, part.end - part.begin) / layout.node_size
+        return share * nbytes
+
+    def residual(self, state: OldState, tensor: Tensor) -> Array:
+        """Return the residual of ``tensor``, zero where it belongs to other ranks of the node."""
+        total = np.zeros(math.prod(tensor.shape), np.float32)
+        add_residuals(self.scheme, list(parts_in(state, [tensor])), state, total)
+        return total.reshape(tensor.shape)
+
+    def owned(self, tensors: Tensors, state: OldState, rank: int, world_size: int) -> OldState:
+        """Return a loaded state, with second residuals of this rank's pieces; see ``Scheme``."""
+        layout = NodeLayout(self.ranks_per_node, world_size)
+        share = node_plan(tuple(tensors), layout.node_size).shares[rank % layout.node_size]
+        return self.scheme.owned(share.tensors, state, rank // layout.node_size, layout.n_nodes)
 
     @property
     def tuner(self) -> Tuner | None:
-        """That of the scheme, without choices where this rank does not lead; see ``Scheme``."""
+        """That of the scheme, for the parts that this rank exchanges; see ``Scheme``."""
         tuner = self.scheme.tuner
-        return tuner and tuner._replace(choice=partial(_choice_of_leader, tuner))
+        return tuner and tuner._replace(
+            choose=partial(_choose, tuner), choice=partial(_choice, tuner)
+        )
 
 
-def _choice_of_leader(tuner: Tuner, state: OldState, tensor: Tensor) -> Choice | None:
-    return tuner.choice(state, tensor) if any(state.values()) else None
+def _choose(tuner: Tuner, parts: Sequence[tuple[Tensors, OldState]]) -> Sequence[OldState]:
+    found = [([p.tensor for p in parts_in(state, tensors)], state) for tensors, state in parts]
+    return tuner.choose(found)
+
+
+def _choice(tuner: Tuner, state: OldState, tensor: Tensor) -> Choice | None:
+    part = next(parts_in(state, [tensor]), None)
+    return part and tuner.choice(state, part.tensor)
+
+
+def _check_nbytes(nbytes: int) -> None:
+    """Raise UnsupportedError if a bucket is too long for an alltoall."""
+    if nbytes > MOST_NBYTES:
+        raise UnsupportedError(
+            f"ranks_per_node sums at most {MOST_NBYTES} bytes of a bucket within a node, got "
+            f"{nbytes}: send tensors of this size dense, by a rule, or leave ranks_per_node out"
+        )
+
+
+def _scattered(grads: Grads, plan: NodePlan, node: Ranks, ops: Ops) -> Generator[Round, Any, Any]:
+    """Return the node's sums of this rank's share, added in rank order.
+
+    By an alltoall, which all networks have, and which Gloo's, MPI's and NCCL's ranks sum alike.
+    """
+    joined = ops.join(grads, plan.numels)
+    _check_nbytes(joined.nbytes)
+    sent = Round("alltoall", joined, splits=plan.splits, inside=True)
+    return ops.sum_rows((yield from _among(node, sent)), len(node))
+
+
+def _parts_of(share: Share, within: Any, grads: Grads, ops: Ops) -> list[Any]:
+    """Return the node's sums of the parts; None for a frozen tensor of which nothing came."""
+    parts = zip(share.numbers, split(within, share.offsets), strict=True)
+    return [None if grads[n] is None and not ops.get(part).any() else part for n, part in parts]
+
+
+def _nothing(rounds: Sequence[str], within: Any, ops: Ops) -> Exchange:
+    """Take part in no round between nodes: there is one node, or nothing to exchange."""
+    for collective in rounds:
+        yield Round(collective, within[:0], among=())
+    return Outcome([], {}, ops.flags_of(within))
+
+
+def _of_wholes(measured: Callable[[], Measured], share: Share) -> Callable[[], Measured]:
+    """Return a function that returns the same energies by the names of whole tensors."""
+    names = {part.tensor.name: part.whole.name for part in share.parts}
+
+    def read() -> Measured:
+        found = measured()
+        energies = {names.get(name, name): energy for name, energy in found.energies.items()}
+        return found._replace(energies=energies)
+
+    return read
 
 
 def _among(ranks: Ranks, round_: Round) -> Generator[Round, Array, Array]:

@@ -50,7 +50,7 @@ class TracedStep:
     ``grads``: tensors, None, or IndexedSlices, which Horovod exchanges itself; ``slots``: the slot
     of each in ``buckets``, None if it is sent dense. ``scale``: the loss scale, a scalar tensor.
     ``identified``: values of variables, by number, whose memory is checked in each step.
-    ``groups``: the process sets of nodes and of their leaders, by their ranks.
+    ``groups``: the process sets of nodes and between them, by their ranks.
 
     ``sums``: for each gradient the sum over ranks in float32, None if Horovod exchanges it.
     ``horovod_inputs``: for each gradient the tensor that Horovod reduces, the gradient or a single
@@ -285,16 +285,15 @@ class TracedStep:
         if ranks_per_node == 1:
             return rounds.Sets(self._set)
         rank, layout = self._set.rank(), NodeLayout(ranks_per_node, self._set.size())
-        leaders = layout.leaders(bucket.tensors)
-        between = self._groups.get(leaders) if rank in leaders else None
-        return rounds.Sets(between, self._groups.get(layout.node_of(rank)))
+        groups = self._groups.get(layout.peers_of(rank)), self._groups.get(layout.node_of(rank))
+        return rounds.Sets(*groups)
 
 
 def _kinds(bucket: Bucket) -> list[set[int]]:
     """Return the codes, see ``rounds.exchange``, that are possible in each round of a bucket."""
     possible = bucket.policy.possible_rounds()
     if getattr(bucket.policy, "ranks_per_node", 1) > 1:
-        return [set(range(rounds.TO_ALL + 1))] * max(map(len, possible))
+        return [set(range(rounds.TO_ALL_INSIDE + 1))] * max(map(len, possible))
     everything = {rounds.NOTHING, rounds.GATHER, rounds.REDUCE_FLOAT32, rounds.REDUCE_FLOAT16}
     kinds = []
     for number in range(max(map(len, possible))):

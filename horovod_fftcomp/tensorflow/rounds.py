@@ -18,7 +18,7 @@ from horovod_fftcomp.tensorflow import horovod_internals
 from horovod_fftcomp.types import Array
 
 # Codes of ``exchange``: what the graph does with a message. *_INSIDE: within a node.
-NOTHING, GATHER, REDUCE_FLOAT32, REDUCE_FLOAT16, GATHER_INSIDE, REDUCE_INSIDE, TO_ALL = range(7)
+NOTHING, GATHER, REDUCE_FLOAT32, REDUCE_FLOAT16, TO_ALL, GATHER_INSIDE, TO_ALL_INSIDE = range(7)
 
 
 class Sets(NamedTuple):
@@ -36,7 +36,7 @@ def code_of(round_: Round | None) -> int:
     if round_ is None or round_.among == ():
         return NOTHING
     if round_.inside:
-        return REDUCE_INSIDE if round_.collective == "allreduce" else GATHER_INSIDE
+        return TO_ALL_INSIDE if round_.collective == "alltoall" else GATHER_INSIDE
     if round_.collective == "allreduce":
         return REDUCE_FLOAT16 if round_.data.dtype == np.float16 else REDUCE_FLOAT32
     if round_.collective == "alltoall":
@@ -82,6 +82,7 @@ def exchange(
     ``codes``: the possible codes; with one only, there is no branch. Codes whose process set in
     ``sets`` is None do not occur.
     """
+    named: dict[str, Any] = {"name": name, "ignore_name_scope": True}
 
     def reduced(dtype: tf.DType, process_set: hvd.ProcessSet) -> tf.Tensor:
         values = tf.bitcast(tf.reshape(message, [-1, dtype.size]), dtype)
@@ -90,16 +91,12 @@ def exchange(
 
     def gathered(process_set: hvd.ProcessSet) -> tf.Tensor:
         with horovod_internals.elastic_scope("allgather"):
-            return hvd.allgather(
-                message, name=name, process_set=process_set, ignore_name_scope=True
-            )
+            return hvd.allgather(message, process_set=process_set, **named)
 
     def exchanged(splits: tf.Tensor, process_set: hvd.ProcessSet) -> tf.Tensor:
         own = splits[: horovod_internals.size_in_graph(process_set)]  # elastic jobs change it
         with horovod_internals.elastic_scope("allgather"):  # alltoalls are unknown to its loop
-            return hvd.alltoall(
-                message, own, name=name, process_set=process_set, ignore_name_scope=True
-            )[0]
+            return hvd.alltoall(message, own, process_set=process_set, **named)[0]
 
     def nothing() -> tf.Tensor:
         if splits is not None and TO_ALL in codes:
@@ -115,7 +112,8 @@ def exchange(
         branches[REDUCE_FLOAT16] = lambda: reduced(tf.float16, usual)
     if (inside := sets.inside) is not None:
         branches[GATHER_INSIDE] = lambda: gathered(inside)
-        branches[REDUCE_INSIDE] = lambda: reduced(tf.float32, inside)
+        if splits is not None:
+            branches[TO_ALL_INSIDE] = lambda: exchanged(splits, inside)
     if len(codes) == 1:
         return branches[next(iter(codes))]()
     # Equally many branches with equal inputs on every rank: in a different graph, Horovod's own

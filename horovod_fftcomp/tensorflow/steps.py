@@ -311,7 +311,8 @@ class TensorFlowStepDriver(steps.StepDriver):
         for row, round_ in zip(outputs[0], made.values(), strict=True):
             row[0] = rounds.code_of(round_)
             if round_ is not None:
-                row[1 : 1 + len(round_.splits)] = round_.splits
+                splits = np.array(round_.splits, np.int64) * round_.data.dtype.itemsize
+                row[1 : 1 + splits.size] = splits
         for bucket, round_ in made.items():
             self._sent[bucket] = round_
             outputs.append(self._tensor(rounds.message_of(round_, self._engine.rank)))

@@ -212,7 +212,7 @@ class QueuedRound:
 def node_groups(
     ranks_per_node: int, ranks: Sequence[int], name: str, timeout_s: float
 ) -> Mapping[Ranks, RankGroup]:
-    """Return the groups of this rank's node and of its leaders, by indices into ``ranks``.
+    """Return the groups of this rank's node and of its place in all, by indices into ``ranks``.
 
     Empty if each node has one rank.
     """

@@ -14,14 +14,16 @@ JOBS = {
         "torch_cases training_cases live_view_cases state_cases refusal_cases overlap_cases "
         "learner_cases",
     ),
-    "torch_on_three": (3, "scheme_cases node_cases process_set_cases"),
+    "torch_on_three": (3, "scheme_cases process_set_cases"),
+    "torch_on_four": (4, "node_cases"),
     "torch_device": (2, "device_cases"),
     "tensorflow": (
         2,
         "tensorflow_cases tensorflow_live_view_cases tensorflow_state_cases "
         "tensorflow_refusal_cases tensorflow_keras_cases",
     ),
-    "tensorflow_on_three": (3, "tensorflow_node_cases tensorflow_process_set_cases"),
+    "tensorflow_on_three": (3, "tensorflow_process_set_cases"),
+    "tensorflow_on_four": (4, "tensorflow_node_cases"),
     "tensorflow_keras3": (2, "tensorflow_keras3_cases"),
     "tensorflow_device": (2, "tensorflow_device_cases"),
 }

@@ -33,7 +33,7 @@ NAMES = (
     *("add_elements", "sum_parts<false>", "sum_parts<true>", "settle_rows"),
     *("write_signs", "sum_signs", "write_levels", "sum_levels", "write_coded", "sum_coded"),
     *("judge", "find_beyond", "write_halves", "read_halves"),
-    *("count_corrupt", "count_step", "select_state"),
+    *("count_corrupt", "count_step", "select_state", "sum_rows"),
     *("hash_bytes", "add_up", "sums_below", "choose<0>", "choose<1>", "choose<2>"),
     *("clip_factors", "accumulate"),
     *(f"{name}<{reals}>" for name in _OF_COEFFICIENTS for reals in (1, 2)),

@@ -55,6 +55,15 @@ class HostCommonOps:
         whole = buffer_pool.joined(parts, dtype)
         return self.join(parts, numels, dtype) if whole is None else whole
 
+    def sum_rows(self, values: Array, n_rows: int) -> Array:
+        """Return the sum of the ``n_rows`` equal parts of ``values``, in their order."""
+        first, *others = values.reshape(n_rows, -1)
+        total = self.join([first], [first.size])
+        with np.errstate(over="ignore", invalid="ignore"):  # the flags of the sums tell
+            for row in others:
+                total += row
+        return total
+
     def squares(self, arrays: Arrays) -> Deferred:
         """Return a function that returns the sum of squares of each array."""
         found = [energy_of(array) for array in arrays]

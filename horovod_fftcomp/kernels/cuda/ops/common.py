@@ -15,7 +15,7 @@ from horovod_fftcomp.kernels.ops import Deferred, Flags
 from horovod_fftcomp.kernels.plans import BucketPlan, check_size
 from horovod_fftcomp.types import Array, Arrays
 
-_KERNELS = ("find_beyond", "write_halves", "read_halves", "square<1>")
+_KERNELS = ("find_beyond", "write_halves", "read_halves", "square<1>", "sum_rows")
 
 
 AnyPlan = TypeVar("AnyPlan", bound=BucketPlan)
@@ -90,6 +90,13 @@ class CudaCommonOps:
         )
 
     rejoin = join
+
+    def sum_rows(self, values: Any, n_rows: int) -> Any:
+        """Return the sum of the ``n_rows`` equal parts of ``values``, in their order."""
+        n = len(values) // n_rows
+        total = self.empty(n)
+        self._on_each("sum_rows", n, values, np.uint64(n), np.uint32(n_rows), total)
+        return total
 
     def squares(self, arrays: Arrays) -> Deferred:
         """Return a function that waits and returns the sums of squares, in a fixed order."""

@@ -1,5 +1,5 @@
 // The end of a step: decides whether it is committed or undone. The host reads the result in the
-// next step, so it does not wait.
+// next step, so it does not wait. And sums of several ranks' values.
 
 // What lasts from step to step.
 struct Ledger {
@@ -74,4 +74,14 @@ __global__ void __launch_bounds__(THREADS)
         __syncthreads();
     }
     if (threadIdx.x == 0) sums[blockIdx.x] = parts[0];
+}
+
+// Sums rows of n values in their order; one thread for each sum.
+__global__ void __launch_bounds__(THREADS)
+    sum_rows(const float* __restrict__ values, u64 n, u32 n_rows, float* sums) {
+    u64 i = u64(blockIdx.x) * THREADS + threadIdx.x;
+    if (i >= n) return;
+    float total = values[i];
+    for (u32 row = 1; row < n_rows; ++row) total = add_rn(total, values[row * n + i]);
+    sums[i] = total;
 }
