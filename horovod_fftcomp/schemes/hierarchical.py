@@ -153,8 +153,6 @@ class Hierarchical(Wrapper):
             whole, ops = ops.get(whole), ops_of(None)
         flags = ops.both(outcome.flags, ops.flags_of(whole))
         sums = split(whole, plan.offsets)
-        if not flags.finite:  # the other parts are no gradient without the one that is NaN
-            sums = [np.full_like(t, np.nan) if np.isnan(t).any() else t for t in sums]
         kept = {kind: {**outcome.state.get(kind, {}), **arrays} for kind, arrays in late.items()}
         measured = outcome.measured and _of_wholes(outcome.measured, share)
         return outcome._replace(
