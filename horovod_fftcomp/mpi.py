@@ -25,6 +25,7 @@ from horovod_fftcomp.engine.policy import Always, make_policy
 from horovod_fftcomp.engine.work import Costs
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.schemes.dense import Dense
+from horovod_fftcomp.schemes.hierarchical import node_size_of
 from horovod_fftcomp.types import Array, Tensor, refuse_masked
 
 
@@ -48,7 +49,7 @@ class Reducer:
         min_numel: int = MIN_NUMEL,
         **options: Any,
     ) -> None:
-        self._policy = make_policy(recipe, **options)
+        self._policy = make_policy(recipe, **options).on_nodes(lambda: _ranks_per_host(comm))
         self._comm = comm
         self._min_numel = Settings(min_numel).min_numel
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -162,6 +163,14 @@ class Reducer:
             group = self._comm.Get_group().Incl(ranks)
             self._groups[ranks] = self._comm.Create_group(group)
         return self._groups[ranks]
+
+
+def _ranks_per_host(comm: MPI.Intracomm) -> int:
+    """Return what ``ranks_per_node="auto"`` stands for."""
+    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    places = comm.allgather((here.Get_size(), here.Get_rank()))
+    here.Free()
+    return node_size_of(places)
 
 
 _TAG = 0x4643  # "FC"; see ``Reducer``

@@ -242,6 +242,37 @@ def test_averages_are_those_of_a_simulation(recipe, options):
         np.testing.assert_allclose(found, expected.average, rtol=2e-7, atol=rounding)
 
 
+@pytest.mark.parametrize("n_local", [1, 2, 4])
+def test_auto_ranks_per_node_are_those_of_a_host_as_torchrun_tells_them(n_local, monkeypatch):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(n_local))
+    monkeypatch.setenv("LOCAL_RANK", str(rank % n_local))
+    ddp = wrapped()
+    compression = compress(ddp, "topk", ranks_per_node="auto")
+    train(ddp, range(2))
+    same_everywhere(flat(ddp))
+    found = compression._facts()["ranks_per_node"]
+    assert found == (n_local if n_local < size and size % n_local == 0 else 1)
+    assert (compression.stats()["inside_nbytes"] > 0) == (found > 1)
+
+
+def test_ranks_per_node_and_states_of_other_nodes():
+    """A gathered state of two nodes goes on without nodes, and back, and no residual is lost."""
+    if dist.get_world_size() % 2:
+        pytest.skip("nodes would be unequal")
+    before, states = None, []
+    for nodes in (2, 1, 2, 2):
+        ddp = wrapped()
+        compression = compress(ddp, "topk", ranks_per_node=nodes, density=0.02)
+        if states:
+            compression.load_state_dict(states[-1])
+            norm = sum(gathered(compression.residual("second.weight")))
+            torch.testing.assert_close(norm, before, rtol=0, atol=1e-5)
+        train(ddp, range(3), lr=0.0)
+        before = sum(gathered(compression.residual("second.weight")))
+        states.append(compression.gathered_state_dict())
+
+
 @pytest.mark.parametrize("recipe", ["topk", "powersgd"])
 def test_a_saved_state_continues_exactly_with_other_buckets_of_ddp(recipe):
     whole = wrapped()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import horovod_fftcomp
 from horovod_fftcomp.adapter.factories import declaration, keywords_of, meaning
-from horovod_fftcomp.engine.policy import Rule
+from horovod_fftcomp.engine.policy import NodeSize, Rule
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schedules import Schedule
 
@@ -48,7 +48,7 @@ COMPRESS = '''class Compress(Protocol[_Model_contra, _Compressor_co]):
     """
 '''
 DEFAULT = "dither"  # that of ``torch_distributed.compress``
-SHOWN = {"Schedule": Schedule, "tuple[Any, Any]": Rule}
+SHOWN = {"Schedule": Schedule, "tuple[Any, Any]": Rule, 'int | Literal["auto"]': NodeSize}
 
 
 def stub() -> str:

@@ -15,7 +15,7 @@ from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.kernels import reference
 from horovod_fftcomp.schemes import Tensor
-from horovod_fftcomp.schemes.hierarchical import NodeLayout
+from horovod_fftcomp.schemes.hierarchical import NodeLayout, node_size_of
 from horovod_fftcomp.schemes.parts import Part, node_plan
 from horovod_fftcomp.simulation import exchange_once
 from horovod_fftcomp.wire.counter_rng import RngKey
@@ -216,6 +216,22 @@ def test_within_one_node_nothing_is_compressed():
         assert not found.residual.any()
 
 
+def test_auto_is_the_ranks_of_a_host_where_all_hosts_have_as_many():
+    two = [(2, 0), (2, 1)]
+    assert node_size_of(3 * two) == 2
+    assert node_size_of([(1, 0)] * 3) == 1
+    for uneven in (two, [*two, (1, 0)], [(3, 0), (3, 1), (3, 2), *two], [(2, 0), (2, 0)] + 2 * two):
+        assert node_size_of(uneven) == 1
+    assert node_size_of([(2, 0), (2, 0), (2, 1), (2, 1)]) == 1  # no consecutive ranks
+    policy, grads = make_policy("topk", ranks_per_node="auto"), gradients(4)
+    assert policy.at(0) == make_policy("topk").at(0)  # as in a simulation
+    assert policy.on_nodes(lambda: 2) == make_policy("topk", ranks_per_node=2)
+    assert make_policy("topk", ranks_per_node=4).on_nodes(lambda: 2).ranks_per_node == 4
+    found = simulate("topk", grads, ranks_per_node="auto")
+    for ours, plain in zip(found, simulate("topk", grads), strict=True):
+        assert ours.average.tobytes() == plain.average.tobytes()
+
+
 def test_groups_are_told_once():
     layout = NodeLayout(3, 6)
     assert list(layout.groups()) == [(0, 1, 2), (3, 4, 5), (0, 3), (1, 4), (2, 5)]
@@ -403,8 +419,9 @@ def test_a_state_of_no_tensor_is_refused():
 def test_recipes_that_would_do_something_else_on_one_node_are_refused():
     assert sorted(REFUSED) == ["demo", "signsgd", "signum"]
     for recipe in [*REFUSED, "dgc", "sketchsgd"]:
-        with pytest.raises(UnsupportedError, match="their own momentum"):
-            make_policy(recipe, ranks_per_node=2)
+        for nodes in (2, "auto"):
+            with pytest.raises(UnsupportedError, match="their own momentum"):
+                make_policy(recipe, ranks_per_node=nodes)
 
 
 @pytest.mark.parametrize("ranks_per_node", [0, -1])

@@ -51,7 +51,6 @@ OUT_OF_RANGE = {
     "rows": [-1, 0, 2, 4, 10, 11],
     "warmup_steps": [-1],
     "dense_every": [-1, 1],
-    "ranks_per_node": [0, -1],
     "min_numel": [0, -1],
     "bucket_nbytes": [0, -1],
     "record_every": [0, -1],
@@ -61,6 +60,7 @@ OUT_OF_RANGE = {
 # What is neither a number, a bool nor one of some words.
 OTHERS = {
     "density_schedule": ["0.1", "yes", True, [0.1], {}, {5: 0.1}, {0: "0.1"}, {0: 2}, 0, 1.5],
+    "ranks_per_node": [0, -1, "two", "", "Auto", 1.5, True, None, [2], np.ones(2), math.nan],
     "dense_by": [0, True, None, b"bf16", ["bf16"], "topk", "onebit", "qsgd(error_feedback=true)"],
     "rules": ["conv*", "", {"conv*": "dense"}, 3, None, True, iter(())],
     "process_set": [0, "global", True, [0, 1]],

@@ -74,6 +74,11 @@ class Compressor:
         self._recorder: Recorder | None = None
         self._warned_of_momentum = self._warned_of_squares = False
 
+    def _on_nodes(self, find: Callable[[], int]) -> Scheduled:
+        """Return the policy, with ``find()`` ranks per node if that was "auto"."""
+        self._policy = self._first_policy = self._policy.on_nodes(find)
+        return self._policy
+
     def check_differences(self) -> None:
         """Raise UnsupportedError unless local steps (differences of weights) are supported."""
         for bucket in self._buckets:

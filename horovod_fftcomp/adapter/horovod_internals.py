@@ -49,6 +49,16 @@ def n_ranks() -> int:
     return process_sets._basics.size()
 
 
+def ranks_per_host() -> int:
+    """Return the number of ranks on each host; 1 if all are on one, or hosts have unequal numbers.
+
+    Relies on ``_basics`` as ``n_ranks`` does.
+    """
+    basics = process_sets._basics
+    size = basics.local_size()
+    return size if basics.is_homogeneous() and size < basics.size() else 1
+
+
 def registered_process_sets() -> Mapping[tuple[int, ...], int]:
     """Return the ids of Horovod's process sets, keyed by their ranks.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -19,13 +20,21 @@ from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 
+def ranks_per_node(settings: Settings) -> int:
+    """Return what "auto" stands for: the ranks of a host, or 1 in jobs that have no nodes."""
+    is_part = settings.process_set is not None and settings.process_set.process_set_id != 0
+    if is_part or os.environ.get("HOROVOD_ELASTIC", "0") == "1":
+        return 1
+    return horovod_internals.ranks_per_host()
+
+
 def makers(policy: Scheduled, settings: Settings) -> Callable[[], Mapping[Ranks, Any]]:
     """Return a function that makes the process sets of ``policy``, keyed by their ranks.
 
     All ranks have to call that function. Raises UnsupportedError if Horovod cannot make process
     sets of nodes in this job.
     """
-    if policy.ranks_per_node == 1:
+    if policy.node_size == 1:
         return dict
     if settings.process_set is not None and settings.process_set.process_set_id != 0:
         raise UnsupportedError("ranks_per_node counts all ranks of a job; leave process_set out")
@@ -35,7 +44,7 @@ def makers(policy: Scheduled, settings: Settings) -> Callable[[], Mapping[Ranks,
         )
     if os.environ.get("HOROVOD_ELASTIC", "0") == "1":
         raise UnsupportedError("ranks_per_node is not supported in elastic jobs; leave it out")
-    return lambda: _make_sets(policy.ranks_per_node, settings.timeout_s)
+    return functools.partial(_make_sets, policy.node_size, settings.timeout_s)
 
 
 def _make_sets(ranks_per_node: int, timeout_s: float) -> Mapping[Ranks, Any]:

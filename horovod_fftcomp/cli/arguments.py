@@ -22,6 +22,11 @@ def count(text: str) -> int:
     return _whole(text, 1)
 
 
+def nodes(text: str) -> int | str:
+    """Return "auto", or a whole number of at least 1."""
+    return text if text == "auto" else count(text)
+
+
 def count_from_0(text: str) -> int:
     """Return a whole number of at least 0."""
     return _whole(text, 0)

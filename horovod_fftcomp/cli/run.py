@@ -21,6 +21,7 @@ from horovod_fftcomp.cli.arguments import (
     RecipeChoice,
     count,
     count_from_0,
+    nodes,
     output_path,
     recipe_choice,
     recipe_choices,
@@ -87,7 +88,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add("--steps", type=count, metavar="N", help="end the script after N steps")
     add("--warmup-steps", type=count_from_0, metavar="N", help="begin with N dense steps")
-    add("--ranks-per-node", type=count, metavar="N", help="compress between nodes of N ranks only")
+    add("--ranks-per-node", type=nodes, metavar="N", help="compress between nodes of N, or auto")
     add("--record", type=Path, metavar="FOLDER", help="record gradients, for bench and advise")
     add(
         "--record-every",

@@ -6,7 +6,7 @@ import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.errors import UnsupportedError, is_number
@@ -23,6 +23,7 @@ from horovod_fftcomp.types import Tensor, Tensors
 # "dense", another density, or {"recipe": name, option: value, ...}.
 Action = str | float | Mapping[str, Any]
 Rule = tuple[str | Callable[[Tensor], bool], Action]
+NodeSize = int | Literal["auto"]
 
 # Keywords of ``make_policy`` besides a recipe's options.
 KEYWORDS = ("warmup_steps", "density_schedule", "dense_every", "dense_by", "ranks_per_node")
@@ -69,16 +70,16 @@ class Always:
 class Scheduled:
     """Policy of a recipe, with an optional density schedule after ``warmup_steps`` dense steps.
 
-    With ``ranks_per_node`` above 1 it compresses between nodes only; see ``Hierarchical``. Each
-    ``dense_every``-th step after the warm-up is exchanged by ``dense``, a recipe without state; 0:
-    none is.
+    With ``ranks_per_node`` above 1 it compresses between nodes only; see ``Hierarchical``. "auto"
+    is 1 until ``on_nodes`` has replaced it. Each ``dense_every``-th step after the warm-up is
+    exchanged by ``dense``, a recipe without state; 0: none is.
     """
 
     recipe: str
     options: tuple[tuple[str, Any], ...] = ()
     schedule: Schedule | None = None
     warmup_steps: int = 0
-    ranks_per_node: int = 1
+    ranks_per_node: NodeSize = 1
     dense_every: int = 0
     dense: Scheduled | None = None
 
@@ -107,8 +108,17 @@ class Scheduled:
         varies = self.schedule is not None or scheme.at(0) is not scheme
         return None if varies else self._among_nodes(scheme)
 
+    @property
+    def node_size(self) -> int:
+        """Number of ranks of a node; 1 as long as it is "auto"."""
+        return 1 if self.ranks_per_node == "auto" else self.ranks_per_node
+
+    def on_nodes(self, find: Callable[[], int]) -> Scheduled:
+        """Return the policy with ``find()`` ranks per node, if that is "auto"."""
+        return self if self.ranks_per_node != "auto" else replace(self, ranks_per_node=find())
+
     def _among_nodes(self, scheme: Scheme) -> Scheme:
-        return scheme if self.ranks_per_node == 1 else Hierarchical(scheme, self.ranks_per_node)
+        return scheme if self.node_size == 1 else Hierarchical(scheme, self.node_size)
 
     def _compressing(self, step: int) -> Scheme:
         if step < self.warmup_steps:
@@ -160,7 +170,7 @@ class Scheduled:
             options["density_schedule"] = self.schedule
         if self.warmup_steps != self._usual_warmup:
             options["warmup_steps"] = self.warmup_steps
-        if self.ranks_per_node > 1:
+        if self.ranks_per_node != 1:
             options["ranks_per_node"] = self.ranks_per_node
         if self.dense is not None:
             options |= {"dense_every": self.dense_every, "dense_by": self.dense._given()}
@@ -191,7 +201,7 @@ class Scheduled:
 
     def decided(self, tensors: Tensors, world_size: int) -> Scheduled:
         """Return the policy for a bucket: exchange "auto" becomes "gather" or "sharded"."""
-        among = NodeLayout(self.ranks_per_node, world_size).n_nodes  # raises for unequal nodes
+        among = NodeLayout(self.node_size, world_size).n_nodes  # raises for unequal nodes
         if self.dense is not None:
             decided = replace(self, dense=None).decided(tensors, world_size)
             return replace(decided, dense=self.dense.decided(tensors, among))
@@ -252,7 +262,7 @@ def make_policy(
     density_schedule: Schedule | Mapping[int, float] | float | None = None,
     dense_every: int = 0,
     dense_by: str = "bf16",
-    ranks_per_node: int = 1,
+    ranks_per_node: NodeSize = 1,
     **options: Any,
 ) -> Scheduled:
     """Return the policy of a recipe; ValueError or TypeError names the argument that is wrong.
@@ -275,10 +285,13 @@ def make_policy(
         without bias, such as "qsgd".
     ranks_per_node
         Number of consecutive ranks that form a node: sums are dense within it, compressed between.
+        "auto": the ranks of a host, or 1 if the launcher tells none, if all are on one host or if
+        hosts have unequal numbers.
     **options
         Options of the recipe; see ``get_scheme``.
     """
-    ranks_per_node = checked("ranks_per_node", ranks_per_node, int, 8)
+    if not (isinstance(ranks_per_node, str) and ranks_per_node == "auto"):
+        ranks_per_node = checked("ranks_per_node", ranks_per_node, int, 8)
     check_names(recipe, options, get_recipe(recipe).options, KEYWORDS)
     options = get_recipe(recipe).checked(options)
     warmup_steps = _checked_warmup(recipe, get_scheme(recipe, **options), warmup_steps)
@@ -289,7 +302,8 @@ def make_policy(
             raise ValueError("give either density or density_schedule, not both")
         schedule = as_schedule(density_schedule)
     if ranks_per_node != 1:
-        Hierarchical(get_scheme(recipe, **options), ranks_per_node)  # refuses what it cannot do
+        size = 2 if ranks_per_node == "auto" else ranks_per_node
+        Hierarchical(get_scheme(recipe, **options), size)  # refuses what it cannot do
     written = tuple(sorted(options.items()))
     dense_every = checked("dense_every", dense_every, int, 10)
     _check_dense_every(recipe, options, dense_every)

@@ -83,6 +83,16 @@ class NodeLayout:
         return tuple(range(rank % self.node_size, self.n_nodes * self.node_size, self.node_size))
 
 
+def node_size_of(places: Sequence[tuple[int, int]]) -> int:
+    """Return the number of ranks of each host, given (its ranks, number there) of each rank.
+
+    1 if all ranks are on one host, or if hosts have unequal numbers or no consecutive ranks.
+    """
+    size = places[0][0]
+    is_even = all(place == (size, rank % size) for rank, place in enumerate(places))
+    return size if is_even and len(places) % size == 0 and size < len(places) else 1
+
+
 @dataclass(frozen=True)
 class Hierarchical(Wrapper):
     """Sum within each node of ``ranks_per_node`` ranks, and exchange the sums by ``scheme``.

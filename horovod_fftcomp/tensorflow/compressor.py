@@ -60,6 +60,7 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
 
     def __init__(self, model: Any = None, *, policy: Scheduled, settings: Settings) -> None:
         super().__init__(policy, settings)
+        policy = self._on_nodes(lambda: process_sets.ranks_per_node(settings))
         _check_scaler(settings.grad_scaler)
         self._set = settings.process_set or hvd.global_process_set
         self._name = self._take_name()
@@ -263,8 +264,8 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         """
         if not self._buckets:
             return {}
-        if self._policy.ranks_per_node > 1:
-            facts = {"ranks_per_node": self._policy.ranks_per_node}
+        if self._policy.node_size > 1:
+            facts = {"ranks_per_node": self._policy.node_size}
             handshake.compare_facts(self._connection.gather("the first step", facts))
         return self._make_groups()
 

@@ -43,6 +43,7 @@ class TorchCompressor(TensorCompressor):
     def __init__(self, model: Model, *, policy: Scheduled, settings: Settings) -> None:
         super().__init__(policy, settings)
         self._set = settings.process_set or hvd.global_process_set
+        policy = self._on_nodes(lambda: process_sets.ranks_per_node(settings))
         parameters = Parameters(model)
         self._parameters = OptimizedParameters(parameters)
         self._tensors = parameters.specs()

@@ -24,7 +24,12 @@ from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.torch_distributed.hook import HookState, exchange_bucket, note_passes
-from horovod_fftcomp.torch_distributed.rounds import NetworkThread, RankGroup, node_groups
+from horovod_fftcomp.torch_distributed.rounds import (
+    NetworkThread,
+    RankGroup,
+    node_groups,
+    ranks_per_node,
+)
 from horovod_fftcomp.torch_distributed.side_stream import SideStream
 from horovod_fftcomp.torch_distributed.steps import DDPStepDriver, Setup
 from horovod_fftcomp.torch_distributed.streams import StreamNetwork, stream_group
@@ -62,7 +67,8 @@ class DistributedCompressor(TensorCompressor):
         timeout_s = settings.timeout_s
         group_name = f"fftcomp.{_n_made[tuple(ranks)]}"
         _n_made[tuple(ranks)] += 1
-        self._set = RankGroup(ranks, group_name, timeout_s)
+        self._set = own = RankGroup(ranks, group_name, timeout_s)
+        policy = self._on_nodes(lambda: ranks_per_node(own))
         buckets = self._buckets_of(self._tensors)
         device = device_of(trainable, buckets)
         name = self._take_name()
@@ -73,7 +79,7 @@ class DistributedCompressor(TensorCompressor):
         self._on_streams = launches_on is not None
         watch = self._watch(name, network.abort)
         groups = functools.partial(
-            node_groups, policy.ranks_per_node, ranks, f"{group_name}.node", timeout_s
+            node_groups, policy.node_size, ranks, f"{group_name}.node", timeout_s
         )
         self._connection = Connection(network.send, name, self._set, watch, groups, by_order=True)
         parts = self._make_parts(buckets, device, self._connection.send, name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from horovod_fftcomp.engine.overlap import no_answer
 from horovod_fftcomp.errors import ConfigMismatchError, UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device, is_on_host
 from horovod_fftcomp.schemes import Round
-from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
+from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks, node_size_of
 from horovod_fftcomp.torch_distributed.worker import Worker
 from horovod_fftcomp.types import Array
 
@@ -209,19 +210,25 @@ class QueuedRound:
         return output if self._device is None else self._device.upload(output)
 
 
+def ranks_per_node(group: RankGroup) -> int:
+    """Return what "auto" stands for: the ranks of a host as torchrun tells them, or 1."""
+    own = [int(os.environ.get(name, "1")) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK")]
+    return node_size_of([(n, rank) for n, rank in group.sizes("ranks per node", own).tolist()])
+
+
 def node_groups(
-    ranks_per_node: int, ranks: Sequence[int], name: str, timeout_s: float
+    node_size: int, ranks: Sequence[int], name: str, timeout_s: float
 ) -> Mapping[Ranks, RankGroup]:
     """Return the groups of this rank's node and of its place in all, by indices into ``ranks``.
 
     Empty if each node has one rank.
     """
-    if ranks_per_node == 1:
+    if node_size == 1:
         return {}
     own = list(ranks).index(dist.get_rank())
     return {
         members: RankGroup([ranks[member] for member in members], name, timeout_s)
-        for members in NodeLayout(ranks_per_node, len(ranks)).groups()
+        for members in NodeLayout(node_size, len(ranks)).groups()
         if own in members
     }
 
