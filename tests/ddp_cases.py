@@ -308,6 +308,14 @@ def test_ranks_that_differ_raise_the_same_error():
     assert len(set(gathered(str(raised.value)))) == 1
 
 
+def test_ranks_per_node_and_a_rank_with_another_recipe():
+    ddp = wrapped()
+    if not dist.get_world_size() % 2:
+        compress(ddp, "topk" if dist.get_rank() != 1 else "fft", ranks_per_node=2)
+        with pytest.raises(ConfigMismatchError, match="recipe is topk on rank 0 but fft on rank 1"):
+            train(ddp, range(1))
+
+
 def test_a_rank_that_alone_loads_a_state_raises_an_error_on_all():
     ddp = wrapped()
     compression = compress(ddp, "topk")

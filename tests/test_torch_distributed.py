@@ -116,6 +116,19 @@ def test_a_rank_that_fails_ends_the_others_with_the_reason(failure, message, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [("dies", "a rank has ended or cannot be reached"), ("sleeps", "Rank 1 is late: it has not")],
+)
+def test_a_rank_that_fails_ends_those_of_all_nodes_with_the_reason(failure, message, tmp_path):
+    codes, outputs = run_ranks(4, tmp_path, "tests/scripts/ddp_failure.py", failure, timeout_s=120)
+    assert codes == [1, 9 if failure == "dies" else 1, 1, 1], "\n".join(outputs)
+    assert message in outputs[0]
+    for rank in (0, 2, 3):
+        assert "ConfigMismatchError: " in outputs[rank]
+
+
+@pytest.mark.slow
 def test_states_are_gathered_while_the_interpreter_exits(tmp_path):
     outputs = run_ranks(2, tmp_path, "tests/scripts/ddp_exit.py", timeout_s=60)[1]
     assert all("2 states" in output for output in outputs), outputs

@@ -1,7 +1,7 @@
-"""Train under DDP with two ranks of which the second one does not begin its third step.
+"""Train under DDP with ranks of which the second one does not begin its third step.
 
 It "dies", "sleeps", "gathers" the state of all ranks or "discards" its last step instead. Or it
-"lacks" a compressor of which the first one waits for it.
+"lacks" a compressor of which the first one waits for it. Four ranks are two nodes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_fftcomp.torch_distributed import compress
 
 rank, failure = int(os.environ["FFTCOMP_TEST_RANK"]), sys.argv[1]
+size = int(os.environ["FFTCOMP_TEST_RANKS"])
 store = f"file://{os.environ['FFTCOMP_TEST_STORE']}"
-dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
 ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
 if failure == "lacks" and rank == 1:
     time.sleep(13)
     sys.exit(1)
 recipe, timeout_s = ("none", 30) if failure == "gathers" else ("topk", 2)
 timeout_s = 9 if failure == "lacks" else timeout_s
-compression = compress(ddp, recipe, timeout_s=timeout_s, warmup_steps=0)
+if size == 4:
+    timeout_s = 15  # four ranks share two cores, and some compile kernels in the first step
+options = {"timeout_s": timeout_s, "warmup_steps": 0, "ranks_per_node": 2 if size == 4 else 1}
+compression = compress(ddp, recipe, **options)
 for step in range(4):
     if step == 2 and rank == 1:
         if failure == "dies":
@@ -34,5 +38,5 @@ for step in range(4):
             compression.gathered_state_dict()
         if failure == "discards":
             compression.discard()
-        time.sleep(10)
+        time.sleep(5 * timeout_s)
     ddp(torch.randn(4, 64)).square().sum().backward()
