@@ -113,6 +113,22 @@ def test_ranks_that_see_other_nodes_stop():
         train(model, distributed(model, compression), 1)
 
 
+@pytest.mark.transport
+def test_auto_is_the_ranks_of_a_host(monkeypatch):
+    def resolved(**settings):
+        return small_buckets(make_model(), "topk", ranks_per_node="auto", **settings)._policy
+
+    assert resolved().ranks_per_node == 1  # all are on this host
+    basics = hvd.mpi_ops._basics
+    monkeypatch.setattr(basics, "local_size", lambda: 2)
+    for even in (True, False):
+        monkeypatch.setattr(basics, "is_homogeneous", lambda even=even: even)
+        assert resolved().ranks_per_node == (2 if even else 1)
+    monkeypatch.setattr(basics, "is_homogeneous", lambda: True)
+    monkeypatch.setitem(os.environ, "HOROVOD_ELASTIC", "1")
+    assert resolved().ranks_per_node == 1
+
+
 def test_what_cannot_be_served_is_refused(monkeypatch):
     policy = make_policy("topk", ranks_per_node=2)
     some = hvd.ProcessSet([0, 1])
