@@ -14,7 +14,7 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.kernels import reference
-from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes import Tensor, hierarchical
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, node_size_of
 from horovod_fftcomp.schemes.parts import Part, node_plan
 from horovod_fftcomp.simulation import exchange_once
@@ -403,6 +403,12 @@ def test_a_step_without_compression_leaves_what_belongs_to_other_nodes():
     [total] = step(new, grads[:, None])
     np.testing.assert_allclose(total, grads.sum(0), rtol=2**-6, atol=0.1)  # by bf16
     assert mass(new).tobytes() == mass(old).tobytes()
+
+
+def test_a_bucket_that_is_too_long_for_an_alltoall_is_refused(monkeypatch):
+    monkeypatch.setattr(hierarchical, "MOST_NBYTES", 35_999)
+    with pytest.raises(UnsupportedError, match="at most 35999 bytes of a bucket within a node"):
+        step(engines(4, 2), gradients(4)[0][:, None])
 
 
 def test_a_state_of_no_tensor_is_refused():
