@@ -41,6 +41,7 @@ from horovod_fftcomp.cli.arguments import count, count_from_0, positive
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "language_model"
+LOSSES = HERE.parent / "horovod_fftcomp" / "tools" / "advise" / "losses.py"
 SCRATCH = HERE.parent / "out" / "language_model"
 
 
@@ -252,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.report:
         import language_model_report  # needs Matplotlib
 
-        language_model_report.write(args.out)
+        language_model_report.write(args.out, LOSSES if args.out == RESULTS else None)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from rich.progress import track
 
+from horovod_fftcomp.engine.recipe_text import RecipeChoice, parse_recipe
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.advise import advice
@@ -29,6 +30,14 @@ GBIT_PER_S, LATENCY_S = (0.1, 1.0, 10.0), 50e-6
 PASSES, REPEAT = 3, 3  # timings of a codec, of which the fastest counts
 REACHED = 0.8  # of its steps the strongest baseline has made when it has the loss to reach
 LOOKS = [f"{style}C{colour}" for style in ("-", "--", ":") for colour in range(1, 10)]
+
+LOSSES_HEAD = '''"""Losses of language models by recipe, from benchmarks/results/language_model.md.
+
+Written by ``python benchmarks/language_model.py --report``. Shares of the loss of uncompressed
+training with the same optimizer; of several trainings that of the largest change.
+"""
+
+LOSSES = {'''
 
 Record = dict[str, Any]
 
@@ -275,13 +284,51 @@ def section_lines(section: Section, options: Mapping[str, advice.Option], image:
     ]
 
 
+def losses(found: Iterable[Section]) -> dict[str, float]:
+    """Return, by recipe, the change of the loss over ``none`` with the same optimizer.
+
+    Of rows that exchange every step alike; of several rows, sections and optimizers the largest
+    change, as a share rounded to a thousandth.
+    """
+    changes: dict[str, float] = {}
+    for section in found:
+        none = {row.optimizer: row for row in section.rows if row.recipe == "none"}
+        for row in section.rows:
+            base = none.get(row.optimizer)
+            if row is base or base is None or choice_of(row.recipe) is None:
+                continue
+            seeds = row.runs[row.best].keys() & base.runs[base.best].keys()
+            if not seeds:
+                continue
+            change = round(row.loss(row.best, seeds) / base.loss(base.best, seeds) - 1, 3)
+            changes[row.recipe] = max(change, changes.get(row.recipe, change))
+    return dict(sorted(changes.items()))
+
+
+def choice_of(recipe: str) -> RecipeChoice | None:
+    """Return a row's recipe; None if steps differ in what they exchange, or an option is gone."""
+    try:
+        return parse_recipe(recipe)
+    except (TypeError, ValueError):
+        return None
+
+
+def losses_module(found: Iterable[Section]) -> str:
+    """Return the text of ``horovod_fftcomp.tools.advise.losses``."""
+    rows = [f'    "{recipe}": {change},' for recipe, change in losses(found).items()]
+    return "\n".join([LOSSES_HEAD, *rows, "}", ""])
+
+
 def split(rows: Iterator[list[str]]) -> tuple[list[str], Iterator[list[str]]]:
     """Return head and rows of a table."""
     return next(rows), rows
 
 
-def write(folder: Path) -> None:
-    """Write page and plots of the results in ``folder`` beside it, and print the page."""
+def write(folder: Path, table_of_losses: Path | None = None) -> None:
+    """Write page and plots of the results in ``folder`` beside it, and print the page.
+
+    ``table_of_losses``: the module to write as well, see ``losses_module``.
+    """
     records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
     recipes = sorted({record["recipe"] for record in records} - {"none"})
     options = timed_codecs(folder.with_name(f"{folder.name}_codecs.json"), recipes)
@@ -298,6 +345,8 @@ def write(folder: Path) -> None:
         "step on as many ranks, with codecs timed on a CPU.",
         "",
     ]
+    if table_of_losses:
+        table_of_losses.write_text(losses_module(sections(records)), encoding="utf-8")
     for section in sections(records):
         image = folder.with_name(f"{folder.name}_{section.name}.png")
         plot(section, options, image)

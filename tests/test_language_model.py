@@ -277,6 +277,22 @@ def test_report_compares_rows_at_their_best_rate_on_common_seeds(report, records
     assert (tmp_path / "found_0.4M-4x100.png").stat().st_size > 10_000
 
 
+def test_losses_that_advise_knows_are_those_of_the_committed_results(report):
+    folder = BENCHMARKS / "results" / "language_model"
+    committed = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    path = BENCHMARKS.parent / "horovod_fftcomp" / "tools" / "advise" / "losses.py"
+    assert path.read_text() == report.losses_module(report.sections(committed))
+
+
+def test_losses_are_over_none_with_the_same_optimizer_and_of_the_worst(report, records, training):
+    """Rows without a seed of none, or whose steps differ, are left out."""
+    changed = [make_record(training, "topk after 10 dense steps", 0.1, 0, 2.0)]
+    changed += [make_record(training, "topk", 0.2, 0, 1.5, optimizer="sgd")]
+    changed += [make_record(training, "none", 0.2, 0, 1.2, optimizer="sgd")]
+    changed += [make_record(training, "qsgd", 0.1, 0, 1.8), make_record(training, "old", 0.1, 0, 1)]
+    assert report.losses(report.sections([*records, *changed])) == {"topk": 0.25, "qsgd": -0.1}
+
+
 def test_report_forecasts_the_time_to_a_loss(report, records, tmp_path):
     [section] = report.sections(records)
     path = tmp_path / "codecs.json"
