@@ -38,7 +38,6 @@ PACKAGES = {
     "adapter/process_sets": {"horovod"},
     "adapter/torch_tensors/": {"torch"},
     "cli/": {"rich"},
-    "cli/advise_plot": {"matplotlib"},
     "codec/base": {"ml_dtypes"},
     "integrations/huggingface": {"torch", "transformers"},
     "integrations/lightning": {"lightning"},

@@ -304,6 +304,45 @@ def test_recipes_are_compared_under_torchrun(unedited, tmp_path, no_launcher):
     assert "ran to its end" not in run.stdout
 
 
+@pytest.fixture
+def no_horovod(tmp_path, monkeypatch):
+    """Let Python find no Horovod, in processes that this one starts."""
+    hide = tmp_path / "hide" / "sitecustomize.py"
+    hide.parent.mkdir()
+    hide.write_text("import importlib.util as u, sys\nsys.modules['horovod'] = None\n"
+                    "find = u.find_spec\n"
+                    "u.find_spec = lambda name, package=None: None if name == 'horovod' else "
+                    "find(name, package)\n")  # fmt: skip
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hide.parent), str(ROOT)]))
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_recipe_is_advised_without_horovod(
+    is_launched, unedited, tmp_path, no_launcher, no_horovod
+):
+    """By ranks of torchrun, and by jobs that are started."""
+    path = tmp_path / "advice.json"
+    command = ["advise", "--compression", "topk", "--steps", 8, "--json", path, unedited]
+    if is_launched:
+        run = torchrun("-m", "horovod_fftcomp", *command)
+    else:
+        python = [sys.executable, "-m", "horovod_fftcomp"]
+        run = subprocess.run([*python, *map(str, command)], cwd=ROOT, capture_output=True, text=True,
+                             timeout=200, check=False)  # fmt: skip
+    assert path.exists(), run.stdout[-4000:] + run.stderr[-4000:]
+    found = json.loads(path.read_text())
+    assert found["ranks"] == 2
+    assert found["overhead_s"] == 0  # there is no cycle of Horovod
+    none, topk = found["recipes"]
+    assert none["sent_nbytes"] == 4 * 10_100
+    assert topk["sent_nbytes"] < none["sent_nbytes"] / 10
+    assert {each[0] for each in found["probe"]} == {"allreduce", "allgather"}
+    assert min(found["measured_step_s"].values()) > 0
+    assert run.stdout.count("The script's step without compression took") == 1
+    assert run.stdout.count("Other processes used") >= 1
+    assert "ran to its end" not in run.stdout
+
+
 @pytest.mark.slow
 def test_the_example_of_fsdp2_prints_the_bytes_between_replicas():
     run = torchrun("examples/fsdp2_hsdp.py", "--epochs", 3, ranks=4)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import shlex
 import statistics
-import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horovod_fftcomp.cli import advise_plot, advise_report
-from horovod_fftcomp.cli import run as run_command
+from horovod_fftcomp.cli import advise_report
+from horovod_fftcomp.cli.advise_jobs import Jobs
 from horovod_fftcomp.cli.advise_report import Findings
 from horovod_fftcomp.cli.arguments import (
     COMPRESSIONS,
@@ -24,7 +23,6 @@ from horovod_fftcomp.cli.arguments import (
     count,
     node_range,
     output_path,
-    picture_path,
     positive,
     recipe_choices,
 )
@@ -32,8 +30,8 @@ from horovod_fftcomp.cli.console import Stages
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment, gradient_files
-from horovod_fftcomp.tools.advise import advice
-from horovod_fftcomp.tools.advise.advice import Forecast, Option
+from horovod_fftcomp.tools.advise import advice, doubts, load
+from horovod_fftcomp.tools.advise.advice import Forecast, Measured, Option
 from horovod_fftcomp.tools.advise.cost_model import (
     CYCLE_S,
     Compute,
@@ -42,32 +40,36 @@ from horovod_fftcomp.tools.advise.cost_model import (
     fitted_network,
     given_network,
 )
-from horovod_fftcomp.tools.bench import plot
-from horovod_fftcomp.tools.run import launcher
+from horovod_fftcomp.tools.advise.doubts import Steps
 from horovod_fftcomp.types import Array
 
-_RECIPES = "fp16,topk,fft,dct,auto,scalecom"
+_RECIPES = "fp16,dither,topk,fft,dct,auto,scalecom"
 # Sends and computes almost nothing, so that the time of its step is the computation.
 _ALMOST_NOTHING = RecipeChoice(
     "random_block", "random_block", {"density": 1e-5, "error_feedback": False}
 )
+# Without a script or gradients: the larger model of docs/choosing.md.
+_USUAL_MODEL = [Tensor(f"layer{i}", (1024, 1024)) for i in range(24)]
+_USUAL_COMPUTE_MS = 80.0
+_NO_NETWORK = given_network(math.inf, 0.0, 0.0)
 # Shares of the time: a job of the script, the codecs of a recipe, the job that times the network.
 _JOB, _CODEC, _NETWORK = 10.0, 1.0, 6.0
-_MOST_PROBED_NBYTES = 64_000_000
 _EXAMPLES = """\
 examples:
   horovod-fftcomp advise -np 2 train.py --epochs 1
-  horovod-fftcomp advise --launcher "horovodrun -H a:1,b:1" train.py
-  horovod-fftcomp advise --gradients g --compute-ms 120 --gbit-per-s 1 --latency-us 50 --ranks 4
-  horovod-fftcomp advise --gradients g --compute-ms 120 -np 2 --nodes 2..1024 --plot steps.png
+  torchrun --nproc-per-node 2 -m horovod_fftcomp advise train.py --epochs 1
+  horovod-fftcomp advise --launcher "srun --mpi=pmix" -np 4 train.py
+  horovod-fftcomp advise --gbit-per-s 1 --latency-us 50 --ranks 4
+  horovod-fftcomp advise --gradients g --compute-ms 120 -np 2 --nodes 2..1024
 
-The first two run the script twice, for --steps steps each. docs/advise.md describes the
-measurements, the model of a step and its limits.
+With a script it runs twice, for --steps steps each. docs/advise.md describes the measurements, the
+model of a step and its limits.
 
 exit status: 0 after a forecast, also of no gain; 2 for wrong arguments and for what cannot be
-measured; 3 if other work disturbed the measurement, so that there is no forecast.
+measured; 3 if measurements contradict each other or other processes disturbed them, so that
+nothing is recommended.
 """
-_INVALID = 3  # the exit status
+_REFUSED = 3  # the exit status
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -98,12 +100,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="CPU cores of each rank; with 1, encoding cannot overlap with backward",
     )
     add("--repeat", type=count, default=5, metavar="N", help="timings a median (default: 5)")
-    run_command.add_metric(parser)
-    add("--trainings", type=count, metavar="N", help="jobs of --metric for each (default: 1)")
     add("--nodes", type=node_range, metavar="A..B", help="also forecast for A to B ranks")
     add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")
-    add("--plot", type=picture_path, metavar="FILE.png", help="draw the forecast")
-    add("script", nargs="?", help="an unmodified Horovod training script")
+    add("script", nargs="?", help="an unmodified training script of Horovod or DDP")
     add("script_arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(
         run=run, fail=parser.error, warmup_steps=0, ranks_per_node=None, record=None
@@ -118,45 +117,42 @@ def _add_measured(parser: argparse.ArgumentParser) -> None:
     add("--gbit-per-s", type=positive, metavar="X", help="bandwidth of a rank's link, if known")
     add("--latency-us", type=positive, metavar="US", help="latency of a message (default: 50)")
     add("--ranks", type=count, metavar="P", help="number of ranks, with --gbit-per-s")
-    add("-np", type=count, default=2, metavar="N", help="ranks to start (default: %(default)s)")
-    add("--launcher", type=shlex.split, metavar="COMMAND", help="starts jobs (default: horovodrun)")
+    add("-np", type=count, metavar="N", help="ranks to start (default: 2, or the launcher's)")
+    add(
+        "--launcher",
+        type=shlex.split,
+        metavar="COMMAND",
+        help="starts jobs: torchrun, srun, or a command that takes -np N (default: horovodrun, or "
+        "without Horovod torchrun)",
+    )
 
 
 def run(parsed: argparse.Namespace) -> None:
     """Measure, forecast, print the report and write the files."""
     _check(parsed)
     parsed.recipes = parsed.recipes or recipe_choices(_RECIPES)
+    jobs = Jobs(parsed)
     stages = Stages(_shares(parsed))
-    with stages.bar:
-        found = _findings(parsed, stages.begin)
+    with stages.bar if jobs.rank == 0 else contextlib.nullcontext():
+        found = _findings(parsed, jobs, stages.begin)
+    if found is None:
+        return
     advise_report.print_report(found, parsed.nodes)
     if parsed.json:
         command = shlex.join(["horovod-fftcomp", *parsed.arguments])
         content = {"command": command, "machine": environment.describe()}
         content |= advise_report.as_json(found, parsed.nodes)
         parsed.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if advise_report.invalid(found):
-        raise SystemExit(_INVALID)
-    if parsed.plot:
-        advise_plot.write(parsed.plot, found, parsed.nodes or range(2, 65))
-    if parsed.metric:
-        _train(parsed, found.advice.best or found.advice.unclear)
-
-
-def _train(parsed: argparse.Namespace, best: Forecast | None) -> None:
-    """Train the script to its end with none and the best compression, and compare."""
-    parsed.compare = recipe_choices("none")
-    if best is not None:
-        option = best.option
-        parsed.compare.append(RecipeChoice(option.label, option.recipe, option.options))
-    parsed.repeat, parsed.steps, parsed.record, parsed.json = parsed.trainings, None, None, None
-    run_command.compare(parsed)
+    if found.doubts:
+        raise SystemExit(_REFUSED)
 
 
 def _check(parsed: argparse.Namespace) -> None:
     """Exit with a message if arguments are missing or contradict each other."""
-    if bool(parsed.gradients) == bool(parsed.script):
+    if parsed.gradients and parsed.script:
         parsed.fail("give either a script or --gradients PATH")
+    if not (parsed.gradients or parsed.script or parsed.gbit_per_s):
+        parsed.fail("give a script, --gradients PATH, or --gbit-per-s X for a usual model")
     if parsed.script and not Path(parsed.script).is_file():
         parsed.fail(f"there is no script {parsed.script!r}")
     if parsed.gradients and parsed.compute_ms is None:
@@ -165,65 +161,126 @@ def _check(parsed: argparse.Namespace) -> None:
         parsed.fail("--latency-us and --ranks need --gbit-per-s X: they describe a given network")
     if parsed.gbit_per_s is not None and (parsed.ranks or 0) < 2:
         parsed.fail("--gbit-per-s needs --ranks P, at least 2")
-    if (parsed.metric and not parsed.script) or (parsed.trainings and not parsed.metric):
-        parsed.fail("--metric needs a script to train, and --trainings needs --metric")
-    if parsed.np < 2:
-        parsed.fail("-np must be at least 2: one rank exchanges nothing")
-    if launcher.launched_rank() is not None:
-        parsed.fail("advise starts its own jobs: run it without a launcher and give -np N")
-    if parsed.plot and not plot.matplotlib_is_installed():
-        parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
 
 
 class _Model(NamedTuple):
-    """A model to forecast: tensors, flat gradients by name, measured step times by recipe.
+    """A model to forecast: tensors, flat gradients by name, measured steps by recipe.
 
-    ``cores``: CPU cores of the first rank of the jobs. ``spread``: that of the step times.
+    ``cores``: CPU cores of the first rank of the jobs.
     """
 
     tensors: list[Tensor]
     grads: Mapping[str, Array]
-    step_s: Mapping[str, float]
+    steps: Mapping[str, Steps]
     cores: int | None = None
+
+
+class _Probed(NamedTuple):
+    """Two measurements of a network, or twice the given one; a share of the cores, see ``load``.
+
+    ``times``: means of what was measured; ``spread``: the median of its spreads.
+    """
+
+    networks: list[Network]
+    load: float
+    times: list[tuple[Message, float]]
     spread: float = 0.0
 
 
 def _shares(parsed: argparse.Namespace) -> float:
     """Return the sum of the shares of what ``_findings`` measures."""
-    is_probed = parsed.gbit_per_s is None or parsed.compute_ms is None
-    return 2 * _JOB * bool(parsed.script) + _CODEC * len(parsed.recipes) + _NETWORK * is_probed
+    codecs = 2 * _CODEC * len(parsed.recipes)
+    return 2 * _JOB * bool(parsed.script) + codecs + _NETWORK * (parsed.gbit_per_s is None)
 
 
-def _findings(parsed: argparse.Namespace, tell: Any) -> Findings:
-    ranks = parsed.ranks or parsed.np
-    model = _from_script(parsed, tell) if parsed.script else _from_file(parsed)
+def _findings(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> Findings | None:
+    """Return what was found; None on other ranks than the first, which take part in its jobs."""
+    model = _model(parsed, jobs, tell)
+    probed = _probed(parsed, jobs, model, tell)
+    if jobs.rank:
+        return None
+    ranks = parsed.ranks or jobs.size
     cores = parsed.cores_per_rank or model.cores
     cores = cores or max(1, environment.n_cores() // (1 if parsed.ranks else ranks))
     threads.set_num_threads(parsed.threads or min(8, cores))
-    options = [advice.dense(model.tensors)]
-    for choice in parsed.recipes:
-        tell(choice.label, _CODEC)
-        options.append(_option(choice, model, parsed))
     nothing = _option(_ALMOST_NOTHING, model, parsed)
-    tell("the network", _NETWORK)
-    network, times, varies = _network(parsed, options)
-    if parsed.compute_ms is not None:
-        compute = Compute(parsed.compute_ms / 1e3, cores > 1)
-    else:
-        where = network if parsed.gbit_per_s is None else _probed(parsed, options)[0]
-        step_s = model.step_s["random_block"]
-        compute = advice.compute_of(step_s, nothing, where, parsed.np, cores > 1)
-        own = advice.compute_of(model.step_s["none"], options[0], where, parsed.np, cores > 1)
-        options[0] = options[0]._replace(compute=own)
-    found = advice.forecasts(options, compute, network, ranks, model.spread, varies)
-    told = advice.advise(found)
-    return Findings(compute, network, ranks, found, told, times, model.step_s, parsed.script)
+    measured = []
+    for network in probed.networks:
+        none, compute = _computed(parsed, jobs, model, probed, network, nothing, cores > 1)
+        options = [none]
+        for choice in parsed.recipes:
+            tell(choice.label, _CODEC)
+            options.append(_option(choice, model, parsed))
+        spreads = max((s.spread for s in model.steps.values()), default=0.0), probed.spread
+        measured.append(Measured(options, compute, network, *spreads))
+    found = advice.mean_forecasts(measured, ranks)
+    return Findings(
+        measured,
+        ranks,
+        found,
+        advice.advise(found),
+        probed.times,
+        model.steps,
+        probed.load,
+        [*_doubts(measured, found, model, probed, ranks)],
+        jobs.start(ranks),
+        jobs.is_ddp,
+        parsed.script,
+    )
+
+
+def _computed(
+    parsed: argparse.Namespace,
+    jobs: Jobs,
+    model: _Model,
+    probed: _Probed,
+    network: Network,
+    nothing: Option,
+    spare_core: bool,
+) -> tuple[Option, Compute]:
+    """Return option ``none``, with a computation of its own if measured, and that of all others."""
+    none = advice.dense(model.tensors)
+    if parsed.compute_ms is not None or not model.steps:
+        return none, Compute((parsed.compute_ms or _USUAL_COMPUTE_MS) / 1e3, spare_core)
+
+    def computed(recipe: str, option: Option, where: Network) -> Compute:
+        step_s = model.steps[recipe].step_s
+        return advice.compute_of(step_s, option, where, jobs.size, spare_core)
+
+    if not probed.times:  # of a network that is not that of the jobs
+        return none, computed("random_block", nothing, _NO_NETWORK)
+    none = none._replace(compute=computed("none", none, network))
+    return none, computed("random_block", nothing, network)
+
+
+def _doubts(
+    measured: Sequence[Measured],
+    found: Sequence[Forecast],
+    model: _Model,
+    probed: _Probed,
+    ranks: int,
+) -> Iterator[str]:
+    yield from doubts.of_load(probed.load)
+    if model.steps:
+        yield from doubts.of_steps(model.steps, min(m.compute.total_s for m in measured))
+    if model.steps and probed.times:
+        yield from doubts.of_dense(found[0], model.steps["none"])
+    yield from doubts.of_forecasts(*(advice.mean_forecasts([m], ranks) for m in measured))
 
 
 def _option(choice: RecipeChoice, model: _Model, parsed: argparse.Namespace) -> Option:
+    repeat = (parsed.repeat + 1) // 2  # as it is measured twice
     return advice.compressed(
-        choice.label, choice.name, choice.options, model.tensors, model.grads, parsed.repeat
+        choice.label, choice.name, choice.options, model.tensors, model.grads, repeat
     )
+
+
+def _model(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> _Model:
+    if parsed.script:
+        return _from_script(parsed, jobs, tell)
+    if parsed.gradients and jobs.rank == 0:
+        return _from_file(parsed)
+    return _Model(_USUAL_MODEL, {}, {})
 
 
 def _from_file(parsed: argparse.Namespace) -> _Model:
@@ -235,50 +292,50 @@ def _from_file(parsed: argparse.Namespace) -> _Model:
     return _Model(tensors, {h.name: h.steps[-1].reshape(-1) for h in histories}, {})
 
 
-def _from_script(parsed: argparse.Namespace, tell: Any) -> _Model:
+def _from_script(parsed: argparse.Namespace, jobs: Jobs, tell: Any) -> _Model:
     """Run the script twice: dense, and with almost no exchange while gradients are recorded."""
     with tempfile.TemporaryDirectory() as folder:
         parsed.record_every = max(1, parsed.steps // 2)
         tell("the script without compression", _JOB)
-        dense = _job(parsed, RecipeChoice("none", "none", {}))
+        dense = jobs.run_script(RecipeChoice("none", "none", {}))
         tell("the script without exchange", _JOB)
         parsed.record = Path(folder) / "gradients"
-        bare = _job(parsed, _ALMOST_NOTHING)
+        bare = jobs.run_script(_ALMOST_NOTHING)
         # Without files, as on other hosts, gradients are synthetic.
         recorded = gradient_files.read(parsed.record) if any(parsed.record.glob("*.npz")) else []
-    tensors = [Tensor(name, tuple(shape)) for name, shape in dense["tensors"]]
-    step_s = {"none": dense["step_s"], "random_block": bare["step_s"]}
+    tensors = [Tensor(name, tuple(shape)) for name, shape in dense.get("tensors", ())]
+    steps = {
+        name: Steps(report["step_s"], report["step_spread"], report["blocks_s"])
+        for name, report in (("none", dense), ("random_block", bare))
+    }
     grads = {h.name: h.steps[-1].reshape(-1) for h in recorded}
-    spread = max(dense["step_spread"], bare["step_spread"])
-    return _Model(tensors, grads, step_s, dense["cores"], spread)
+    return _Model(tensors, grads, steps, dense["cores"])
 
 
-def _job(parsed: argparse.Namespace, choice: RecipeChoice) -> dict[str, Any]:
-    """Return the first rank's report of a job; exit with the job's output if it failed."""
-    lines: list[str] = []
-    ended = run_command.launch(parsed, choice, parsed.np, lines.append)
-    trouble = run_command.trouble(ended, parsed.np)
-    if trouble or ended.reports[0]["step_s"] is None:
-        sys.stderr.write("".join(lines[-50:]))
-        parsed.fail(
-            f"{parsed.script} with recipe {choice.name}: {trouble or 'two steps are needed'}"
-        )
-    return ended.reports[0]
+def _probed(parsed: argparse.Namespace, jobs: Jobs, model: _Model, tell: Any) -> _Probed:
+    """Return the network: given, or timed by ``advise_probe`` on the ranks, and their load."""
+    if parsed.gbit_per_s is not None:
+        latency_s = (parsed.latency_us or 50) / 1e6
+        network = given_network(parsed.gbit_per_s, latency_s, _cycle_s(parsed, jobs))
+        return _Probed([network] * 2, load.share_of_others(load.look()[None]), [])
+    tell("the network", _NETWORK)
+    dtypes = ["float32", *["float16"] * any(choice.name == "fp16" for choice in parsed.recipes)]
+    nbytes = sum(4 * math.prod(tensor.shape) for tensor in model.tensors)
+    found = jobs.probe(nbytes, dtypes)
+    messages = [Message(*message) for message in found["messages"]]
+    networks = [
+        fitted_network([*zip(messages, times, strict=True)], jobs.size, _cycle_s(parsed, jobs))
+        for times in found["times"]
+    ]
+    means = [statistics.fmean(pair) for pair in zip(*found["times"], strict=True)]
+    times = [*zip(messages, means, strict=True)]
+    return _Probed(networks, found["load"], times, statistics.median(found["spreads"]))
 
 
-_Probe = tuple[Network, list[tuple[Message, float]], float]
-
-
-def _network(parsed: argparse.Namespace, options: list[Option]) -> _Probe:
-    """Return the network (given or measured), the measured times and their median spread."""
-    if parsed.gbit_per_s is None:
-        return _probed(parsed, options)
-    latency_s = (parsed.latency_us or 50) / 1e6
-    return given_network(parsed.gbit_per_s, latency_s, _cycle_s(parsed)), [], 0.0
-
-
-def _cycle_s(parsed: argparse.Namespace) -> float:
-    """Return the cycle time of Horovod in jobs that are started here, in seconds."""
+def _cycle_s(parsed: argparse.Namespace, jobs: Jobs) -> float:
+    """Return the cycle time of Horovod in the jobs, in seconds; 0 without Horovod."""
+    if jobs.is_ddp:
+        return 0.0
     told = os.environ.get("HOROVOD_CYCLE_TIME", str(1e3 * CYCLE_S))
     try:
         cycle_ms = float(told)
@@ -287,42 +344,3 @@ def _cycle_s(parsed: argparse.Namespace) -> float:
     if not 0 <= cycle_ms < math.inf:
         parsed.fail(f"HOROVOD_CYCLE_TIME must be a number of milliseconds from 0 up, got {told!r}")
     return cycle_ms / 1e3
-
-
-def _planned(options: list[Option], ranks: int) -> Iterator[Message]:
-    """Yield the collectives to time: small and large ones, and each option's total size."""
-    sizes = {(collective, "float32"): {4} for collective in ("allreduce", "allgather")}
-    for option in options:
-        handed_in: Counter[tuple[str, str]] = Counter()
-        for collective, nbytes, dtype in (m for part in option.parts for m in part.messages):
-            if collective == "divided":
-                collective, nbytes = "allgather", nbytes // ranks
-            handed_in[collective, dtype] += nbytes
-        for kind, nbytes in handed_in.items():
-            sizes.setdefault(kind, {4}).add(min(max(4, nbytes), _MOST_PROBED_NBYTES))
-    for (collective, dtype), found in sizes.items():
-        for nbytes in found | {1 << 16, 1 << 20}:
-            yield Message(collective, nbytes, dtype)
-
-
-def _probed(parsed: argparse.Namespace, options: list[Option]) -> _Probe:
-    """Return the network as timed by ``torch.network`` on the ranks, the times and their spread."""
-    messages = sorted(_planned(options, parsed.np))
-    command = [sys.executable, "-m", "horovod_fftcomp.torch.network", json.dumps(messages)]
-    lines: list[str] = []
-    start = parsed.launcher or launcher.default_launcher()
-    try:
-        ended = launcher.launch(start, parsed.np, command, lines.append)
-    except FileNotFoundError as error:
-        parsed.fail(f"{error.filename!r} was not found; install Horovod, or give --gbit-per-s X")
-    if len(ended.reports) < parsed.np:
-        sys.stderr.write("".join(lines[-50:]))
-        parsed.fail(
-            "the network could not be measured (this needs horovod.torch); give its values: "
-            "--gbit-per-s X --latency-us US --ranks P"
-        )
-    # The slowest rank's times are those of a step.
-    times = [max(found) for found in zip(*(r["times"] for r in ended.reports), strict=True)]
-    measured = list(zip(messages, times, strict=True))
-    spread = statistics.median(varies for r in ended.reports for varies in r["spreads"])
-    return fitted_network(measured, parsed.np, _cycle_s(parsed)), measured, spread

@@ -10,63 +10,50 @@ from rich.text import Text
 from horovod_fftcomp.cli.arguments import RecipeChoice
 from horovod_fftcomp.cli.console import Table, in_ms, make_console, to_paste
 from horovod_fftcomp.tools.advise import advice
-from horovod_fftcomp.tools.advise.advice import Advice, Forecast, Option
-from horovod_fftcomp.tools.advise.cost_model import Compute, Line, Message, Network, crossover
+from horovod_fftcomp.tools.advise.advice import Advice, Forecast, Measured, Option
+from horovod_fftcomp.tools.advise.cost_model import Line, Message
+from horovod_fftcomp.tools.advise.doubts import Steps
 
-# Below this share of the measured step time, computation is not told apart from the exchange.
-_TOO_LITTLE = 0.01
 # A bandwidth is reported if bytes make up this share of the largest message's time.
 _TOO_FAST = 0.2
-_DISTURBED = (
-    "The network alone was slower than in the script's steps, which leaves no time for "
-    "computing: other work disturbed the measurement"
-)
+_REFUSED = "Nothing is recommended, since the measurements are not to be trusted"
 
 
 class Findings(NamedTuple):
     """Measurements, forecasts and advice.
 
-    ``times``: measured collectives; ``step_s``: measured step times by recipe. Both may be empty.
+    ``times``: measured collectives; ``steps``: measured steps of the script by recipe. Both may be
+    empty. ``load``: share of the cores that other processes used. ``doubts``: why nothing is to be
+    recommended. ``start``: what starts ``horovod-fftcomp`` on ``ranks`` ranks.
     """
 
-    compute: Compute
-    network: Network
+    measured: Sequence[Measured]
     ranks: int
     forecasts: list[Forecast]
     advice: Advice
     times: Sequence[tuple[Message, float]]
-    step_s: Mapping[str, float]
+    steps: Mapping[str, Steps]
+    load: float
+    doubts: Sequence[str]
+    start: str
+    is_ddp: bool
     script: str | None
 
 
-def invalid(found: Findings) -> str:
-    """Return why the measurement is invalid; an empty string if it is valid."""
-    if not found.step_s:
-        return ""
-    if found.compute.total_s < _TOO_LITTLE * min(found.step_s.values()):
-        return _DISTURBED
-    dense_s = found.forecasts[0].time.total_s
-    if found.times and dense_s > (1 + advice.ACCURACY) * found.step_s["none"]:
-        return _DISTURBED  # ``compute_of`` finds no step as short as the measured one
-    return ""
-
-
 def print_report(found: Findings, nodes: range | None) -> None:
-    """Print measurements, forecast and advice, or why there is no forecast."""
+    """Print measurements, forecast and advice, or why nothing is recommended."""
     console = make_console()
-    if why := invalid(found):
-        console.print(Text("The measurement is invalid, so there is no forecast.", "bold"))
-        for line in (f"{why}.", *_facts(found), "Measure again on idle machines."):
-            console.print(Text(line))
-        return
     console.print(_table(found))
     for line in _facts(found):
         console.print(Text(line))
+    if found.doubts:
+        console.print(Text(f"\n{_REFUSED}.", "bold"))
+        for doubt in found.doubts:
+            console.print(Text(f"{doubt[0].upper()}{doubt[1:]}."))
+        return
     if nodes:
         console.print()
         console.print(_growth(found, nodes))
-        for line in _crossovers(found):
-            console.print(Text(line))
     console.print()
     console.print(Text(f"{found.advice.why}.", "bold"))
     for line in [*_to_paste(found, console.width), *_to_measure(found, console.width)]:
@@ -75,37 +62,51 @@ def print_report(found: Findings, nodes: range | None) -> None:
 
 
 def _table(found: Findings) -> Table:
+    """Return the forecasts, or only what was measured if there are doubts."""
     title = (
         f"Forecast of a step on {found.ranks} ranks; computing takes "
-        f"{in_ms(found.compute.total_s)} ms of it"
+        f"{in_ms(found.forecasts[0].time.compute_s)} ms of it"
     )
-    columns = (
-        "step\nms", "speed-up\n(range)", "encode\nms", "exchange\nms", "exposed\nms", "decode\nms",
-        "free codec\nms", "MB\nsent", "ratio", "rel.\nerror",
-    )  # fmt: skip
-    table = Table("compression", columns, title)
     none = found.forecasts[0]
+    if found.doubts:
+        title = "Measured"
+    forecast_of = (
+        "step\nms", "speed-up\n(range)", "encode\nms", "exchange\nms", "exposed\nms",
+    )  # fmt: skip
+    measures = ("decode\nms", "MB\nsent", "ratio", "rel.\nerror", "loss")
+    table = Table("compression", (*forecast_of * (not found.doubts), *measures), title)
     for forecast in found.forecasts:
-        option, time, ceiling_s, error = forecast
+        option, time, error = forecast
         low, gain, high = forecast.speed_up(none)
-        table.add_row(
-            option.label,
+        cells = (
             f"{in_ms(time.total_s)} ±{100 * error:.0f} %",
             "1.00" if forecast is none else f"{gain:.2f} ({low:.2f}-{high:.2f})",
             in_ms(time.encode_s),
             in_ms(time.exchange_s),
             in_ms(time.exposed_s),
+        )
+        table.add_row(
+            option.label,
+            *cells * (not found.doubts),
             in_ms(time.decode_s),
-            in_ms(ceiling_s),
             f"{option.sent_nbytes / 1e6:.3f}",
             f"{none.option.sent_nbytes / option.sent_nbytes:.1f}",
             f"{option.relative_error:.2g}",
+            _loss(forecast, none),
         )
     return table
 
 
+def _loss(forecast: Forecast, none: Forecast) -> str:
+    """Return the change of the committed loss in words."""
+    loss = forecast.option.loss
+    if forecast is none:
+        return ""
+    return "not measured" if loss is None else f"{100 * loss:+.1f} %"
+
+
 def _facts(found: Findings) -> Iterator[str]:
-    network = found.network
+    network, steps = found.measured[0].network, found.steps
     how = "measured" if found.times else "given"
     lines = [("allgather", network.gather, "gathering")]
     if network.reduce != network.gather:
@@ -113,10 +114,16 @@ def _facts(found: Findings) -> Iterator[str]:
     for collective, line, what in lines:
         speed = _speed(found, collective, line)
         yield f"Network, {how}, {what}: {speed}, latency {1e6 * line.alpha_s:.0f} us a message."
-    if "none" in found.step_s:
-        yield f"The script's step without compression took {in_ms(found.step_s['none'])} ms here."
-    if not found.compute.spare_core:
+    if steps:
+        yield (
+            f"The script's step without compression took {steps['none']} here, and almost without "
+            f"exchange {steps['random_block']}."
+        )
+    yield f"Other processes used {100 * found.load:.0f} % of the cores."
+    if not found.measured[0].compute.spare_core:
         yield "Each rank has one core: encoding does not overlap with the backward pass."
+    if any(forecast.option.loss is not None for forecast in found.forecasts):
+        yield "Loss: of small language models, over training without compression (docs/advise.md)."
 
 
 def _speed(found: Findings, collective: str, line: Line) -> str:
@@ -141,31 +148,9 @@ def _growth(found: Findings, nodes: range) -> Table:
 
 def growth(found: Findings, ranks: Sequence[int]) -> list[tuple[Option, list[float]]]:
     """Return (option, step time in seconds on each number of ranks) for each option."""
-    options = [forecast.option for forecast in found.forecasts]
-    columns = [
-        [f.time.total_s for f in advice.forecasts(options, found.compute, found.network, p)]
-        for p in ranks
-    ]
+    columns = [[f.time.total_s for f in advice.mean_forecasts(found.measured, p)] for p in ranks]
     rows = zip(*columns, strict=True)
-    return [(option, list(row)) for option, row in zip(options, rows, strict=True)]
-
-
-def crossovers(found: Findings) -> dict[str, int | None]:
-    """Return the number of ranks from which a dense allreduce is faster than each allgather."""
-    dense = Message("allreduce", found.forecasts[0].option.sent_nbytes)
-    return {
-        option.label: crossover(found.network, Message("allgather", option.sent_nbytes), dense)
-        for option in (forecast.option for forecast in found.forecasts)
-        if option.kind == "allgather"
-    }
-
-
-def _crossovers(found: Findings) -> Iterator[str]:
-    for label, ranks in crossovers(found).items():
-        if ranks is None:
-            yield f"{label}: its allgather is faster than a dense allreduce on any number of ranks."
-        else:
-            yield f"{label}: from {ranks} ranks on its allgather is slower than a dense allreduce."
+    return [(f.option, list(row)) for f, row in zip(found.forecasts, rows, strict=True)]
 
 
 def _to_paste(found: Findings, width: int) -> Iterator[str]:
@@ -174,10 +159,13 @@ def _to_paste(found: Findings, width: int) -> Iterator[str]:
         return
     option = best.option
     arguments = "".join(f", {name}={value!r}" for name, value in option.options.items())
-    yield to_paste(f"compression=Compression.{option.recipe}(model{arguments})", width)
-    command = f"horovodrun -np {found.ranks} horovod-fftcomp run --compression {_setting(option)}"
+    line = f"compression=Compression.{option.recipe}(model{arguments})"
+    if found.is_ddp:
+        line = f'compress(ddp, "{option.recipe}"{arguments})'
+    yield to_paste(line, width)
     yield "or, without editing the script:"
-    yield to_paste(f"{command} {found.script or 'train.py'}", width)
+    command = f"{found.start} run --compression {_setting(option)} {found.script or 'train.py'}"
+    yield to_paste(command, width)
     yield "Compare the training loss with that of none first: rel. error is that of one step."
 
 
@@ -194,27 +182,27 @@ def _setting(option: Option) -> str:
 
 def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:
     """Return every number as JSON values."""
-    why = invalid(found)
+    measured, best = found.measured[0], None if found.doubts else found.advice.best
+    network = measured.network
     content: dict[str, Any] = {
-        "valid": not why,
+        "valid": not found.doubts,
+        "doubts": list(found.doubts),
         "ranks": found.ranks,
-        "compute_s": found.compute.total_s,
-        "spare_core": found.compute.spare_core,
+        "load": found.load,
+        "compute_s": measured.compute.total_s,
+        "spare_core": measured.compute.spare_core,
         "network": {
             name: {"alpha_s": line.alpha_s, "beta_s": line.beta_s}
-            for name, line in (("reduce", found.network.reduce), ("gather", found.network.gather))
+            for name, line in (("reduce", network.reduce), ("gather", network.gather))
         },
-        "overhead_s": found.network.overhead_s,
+        "overhead_s": network.overhead_s,
         "probe": [[*message, seconds] for message, seconds in found.times],
-        "measured_step_s": dict(found.step_s),
-    }
-    if why:
-        return content | {"advice": {"recipe": None, "why": f"invalid measurement: {why}"}}
-    best = found.advice.best
-    content |= {
+        "measured_step_s": {name: steps.step_s for name, steps in found.steps.items()},
         "recipes": [_row(forecast, found.forecasts[0]) for forecast in found.forecasts],
-        "advice": {"recipe": best.option.label if best else None, "why": found.advice.why},
-        "crossover_ranks": crossovers(found),
+        "advice": {
+            "recipe": best.option.label if best else None,
+            "why": "; ".join(found.doubts) or found.advice.why,
+        },
     }
     if nodes:
         ranks = list(advice.powers_of_two(nodes.start, nodes.stop - 1))
@@ -224,13 +212,13 @@ def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:
 
 
 def _row(forecast: Forecast, none: Forecast) -> dict[str, Any]:
-    option, time, ceiling_s, error = forecast
+    option, time, error = forecast
     return {
         "recipe": option.recipe,
         "options": dict(option.options),
         "sent_nbytes": option.sent_nbytes,
         "relative_error": option.relative_error,
-        "ceiling_s": ceiling_s,
+        "loss": option.loss,
         "forecast_error": error,
         "speed_up": dict(zip(("low", "expected", "high"), forecast.speed_up(none), strict=True)),
         **time._asdict(),

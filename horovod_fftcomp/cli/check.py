@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib
+import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from rich.text import Text
 
@@ -77,8 +78,7 @@ def _check_job(report: Report, watchdog: Watchdog, timeout_s: int) -> Callable[[
     try:
         from horovod_fftcomp.adapter.torch_tensors import job_check
 
-        adapter = "torch_distributed" if is_torchrun() else "torch"
-        launched = importlib.import_module(f"horovod_fftcomp.{adapter}.check")
+        launched = launched_adapter()
         watchdog.expect(launched.CONNECTS, job_check.CONNECT_REMEDY)
         job = launched.connect(timeout_s)
         findings = job_check.findings(job, _compared(), watchdog.expect, lambda: report.failed)
@@ -89,6 +89,13 @@ def _check_job(report: Report, watchdog: Watchdog, timeout_s: int) -> Callable[[
         # The other ranks may wait in a collective that this one will not reach: stop here.
         report.add(Finding("job", Level.FAIL, check.told(error), "look at all ranks' output"))
         return None
+
+
+def launched_adapter() -> Any:
+    """Return the module ``check`` of the adapter for the library that the launcher's ranks use."""
+    is_ddp = is_torchrun() or importlib.util.find_spec("horovod") is None
+    adapter = "torch_distributed" if is_ddp else "torch"
+    return importlib.import_module(f"horovod_fftcomp.{adapter}.check")
 
 
 def _compared() -> dict[str, tuple[dict[str, str], str, str]]:

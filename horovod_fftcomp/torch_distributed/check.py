@@ -18,7 +18,14 @@ CONNECTS = "init_process_group()"
 
 
 def connect(timeout_s: float) -> Job:
-    """Initialize the process group and return this rank's job."""
+    """Initialize the process group and return this rank's job.
+
+    Under Slurm without torchrun the script, too, needs MASTER_ADDR and MASTER_PORT.
+    """
+    if "RANK" not in os.environ:
+        names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+        os.environ |= {name: os.environ[its] for name, its in names.items()}
+        os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
     dist.init_process_group("gloo")
     place = dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     network, group = NetworkThread(), RankGroup(range(place[1]), "fftcomp.check", timeout_s)

@@ -18,6 +18,7 @@ from horovod_fftcomp.codec.transforms import energy_of
 from horovod_fftcomp.engine.buckets import Bucket, decided_states, make_buckets
 from horovod_fftcomp.engine.checkpoint import common
 from horovod_fftcomp.engine.policy import Scheduled, make_policy
+from horovod_fftcomp.engine.recipe_text import parse_recipes
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes import Context, Round, Tensor
 from horovod_fftcomp.schemes.shards import SHARD_BEGIN, SHARD_RESIDUAL, folded
@@ -31,11 +32,14 @@ from horovod_fftcomp.tools.advise.cost_model import (
     spread,
     step_time,
 )
+from horovod_fftcomp.tools.advise.losses import LOSSES
 from horovod_fftcomp.types import Array, Arrays, OldState
 
 _WORTH = 0.95  # a recipe is recommended if it takes less than this share of the dense time
 # Relative error of a forecast: 12 of 15 had less, see forecast.py in benchmarks/README.md.
 ACCURACY = 0.2
+# Of a step of one gradient, and of the loss: what has more is not worth a few per cent of time.
+_MOST_ERROR, _MOST_LOSS = 0.9, 0.05
 _FEW, _MORE = 2, 6  # numbers of ranks to decode, whose difference is the time for each rank
 # A usual step: without a measurement or a trial, and led by the rank that is timed.
 _USUAL_STEP = 6 * _FEW * _MORE
@@ -49,7 +53,8 @@ class Option(NamedTuple):
     ``sent_nbytes``: bytes that a rank hands to collectives in a step; of "divided" messages those
     of all ranks. ``relative_error``: norm of the error over norm of the gradient, without error
     feedback. ``compute``: computation of a step with this option, if it was measured by itself.
-    ``spread``: of the codec's times, see ``cost_model.spread``.
+    ``spread``: of the codec's times, see ``cost_model.spread``. ``loss``: change of a language
+    model's loss, as a share; None if none was trained with it.
     """
 
     label: str
@@ -60,6 +65,7 @@ class Option(NamedTuple):
     relative_error: float
     compute: Compute | None = None
     spread: float = 0.0
+    loss: float | None = None
 
     @property
     def kind(self) -> str:
@@ -120,7 +126,23 @@ def compressed(
         error, energy = error + lost, energy + all_of_it
     sent = sum(message.nbytes for part in parts for message in part.messages)
     relative_error = math.sqrt(error / energy) if energy else 0.0
-    return Option(label, recipe, options, parts, sent, relative_error, spread=max(spreads))
+    loss = committed_loss(recipe, options)
+    return Option(label, recipe, options, parts, sent, relative_error, None, max(spreads), loss)
+
+
+def committed_loss(recipe: str, options: Mapping[str, Any]) -> float | None:
+    """Return the change of the loss in ``LOSSES``; None if it has none with these options."""
+
+    def whole(options: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**RECIPES[recipe].options, **options}
+
+    trained = zip(parse_recipes(",".join(LOSSES)), LOSSES.values(), strict=True)
+    same = (
+        change
+        for choice, change in trained
+        if choice.name == recipe and whole(choice.options) == whole(options)
+    )
+    return next(same, None)
 
 
 def _sharded_from(policy: Scheduled, bucket: Bucket) -> int | None:
@@ -285,13 +307,11 @@ def _output(round_: Round, ranks: int, others: Sequence[Array] = ()) -> Array:
 class Forecast(NamedTuple):
     """Forecast time of a step with an option.
 
-    ``ceiling_s``: the time if encoding and decoding took none. ``error``: relative error of
-    ``time.total_s``, in both directions.
+    ``error``: relative error of ``time.total_s``, in both directions.
     """
 
     option: Option
     time: StepTime
-    ceiling_s: float
     error: float = ACCURACY
 
     def speed_up(self, none: Forecast) -> tuple[float, float, float]:
@@ -301,6 +321,41 @@ class Forecast(NamedTuple):
         """
         gain, error = none.time.total_s / self.time.total_s, max(self.error, none.error)
         return gain * max(0.0, 1 - error), gain, gain * (1 + error)
+
+    def may_be_as_fast_as(self, other: Forecast) -> bool:
+        """Return whether the ranges of the two times overlap, or this one's is below."""
+        at_least_s = self.time.total_s * (1 - self.error)
+        return at_least_s <= other.time.total_s * (1 + other.error)
+
+    @property
+    def is_poor(self) -> bool:
+        """Whether its steps are known to be worth less than those of ``none``."""
+        loss = self.option.loss or 0.0
+        return self.option.relative_error > _MOST_ERROR or loss > _MOST_LOSS
+
+    @property
+    def quality(self) -> tuple[bool, float, float]:
+        """What decides between forecasts of equal time; the least is the best.
+
+        The loss, and of equal ones the error. One that was not measured comes after those that are
+        good, and before those that are not.
+        """
+        loss = self.option.loss
+        place = _MOST_LOSS if loss is None else loss
+        return place > _MOST_LOSS, place, self.option.relative_error
+
+
+class Measured(NamedTuple):
+    """What forecasts are made of; the first of ``options`` is ``none``.
+
+    ``step_spread`` and ``network_spread``: of measured times, see ``cost_model.spread``.
+    """
+
+    options: Sequence[Option]
+    compute: Compute
+    network: Network
+    step_spread: float = 0.0
+    network_spread: float = 0.0
 
 
 def forecasts(
@@ -318,14 +373,20 @@ def forecasts(
     """
     found = []
     for option in options:
-        own = option.compute or compute
-        time = step_time(own, option.parts, network, ranks)
-        free = [part.without_codec() for part in option.parts]
-        ceiling = step_time(own, free, network, ranks)
+        time = step_time(option.compute or compute, option.parts, network, ranks)
         varies_s = step_spread * time.compute_s + network_spread * time.exposed_s
         varies_s += option.spread * (time.encode_s + time.decode_s)
-        error = max(ACCURACY, varies_s / time.total_s)
-        found.append(Forecast(option, time, ceiling.total_s, error))
+        found.append(Forecast(option, time, max(ACCURACY, varies_s / time.total_s)))
+    return found
+
+
+def mean_forecasts(measured: Sequence[Measured], ranks: int) -> list[Forecast]:
+    """Return the means of the forecasts of several measurements, with the largest errors."""
+    found = []
+    for each in zip(*(forecasts(m[0], m[1], m[2], ranks, *m[3:]) for m in measured), strict=True):
+        times = zip(*(forecast.time for forecast in each), strict=True)
+        mean = StepTime(*map(statistics.fmean, times))
+        found.append(Forecast(each[0].option, mean, max(forecast.error for forecast in each)))
     return found
 
 
@@ -344,7 +405,8 @@ def advise(found: Sequence[Forecast]) -> Advice:
     """Return the advice on ``found``, whose first forecast is that of ``none``.
 
     A recipe qualifies if it saves 5 % of the time of ``none`` and gains even at the lower end of
-    its range. Of those within 5 % of the fastest, the one of least relative error is recommended.
+    its range. Of those that may be as fast as the fastest, the one of the best quality is
+    recommended; a poor one not if one that is not takes at most 5 % longer.
     """
     none, *others = found
     worth_s = _WORTH * none.time.total_s
@@ -354,8 +416,7 @@ def advise(found: Sequence[Forecast]) -> Advice:
     if not fast:
         return Advice(None, _no_gain(none, best))
     if clear:
-        near = [f for f in clear if f.time.total_s <= best.time.total_s / _WORTH]
-        best = min(near, key=lambda forecast: forecast.option.relative_error)
+        best = _best(clear, best)
     low, gain, high = best.speed_up(none)
     label, gains = best.option.label, f"{gain:.2f} times as fast ({low:.2f} to {high:.2f})"
     fp16 = next((forecast for forecast in others if forecast.option.label == "fp16"), best)
@@ -366,6 +427,17 @@ def advise(found: Sequence[Forecast]) -> Advice:
         return Advice(best, f"{label} is expected to make a step {gains}")
     why = f"no clear gain: {label}, the fastest recipe, is forecast to make a step {gains}"
     return Advice(None, why, best)
+
+
+def _best(clear: Sequence[Forecast], fastest: Forecast) -> Forecast:
+    """Return the forecast to recommend of those that gain clearly."""
+    near = [forecast for forecast in clear if forecast.may_be_as_fast_as(fastest)]
+    best = min(near, key=lambda forecast: forecast.quality)
+    if not best.is_poor:
+        return best
+    most_s = best.time.total_s / _WORTH
+    better = [f for f in clear if f.time.total_s <= most_s and not f.is_poor]
+    return min(better, key=lambda forecast: forecast.quality, default=best)
 
 
 def _no_gain(none: Forecast, best: Forecast) -> str:

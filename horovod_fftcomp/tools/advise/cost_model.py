@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 CYCLE_S = 1e-3  # Horovod's default cycle, in which it looks for work once
-_MOST_RANKS = 1 << 20  # searched for a crossover
 
 
 class Message(NamedTuple):
@@ -177,11 +176,6 @@ class Transfer:
         encode_s = there.encode_s + there.divided_s / ranks
         return replace(there, encode_s=encode_s, divided_s=0.0)
 
-    def without_codec(self) -> Transfer:
-        """Return the transfer without encoding and decoding times."""
-        sharded = self.sharded and self.sharded.without_codec()
-        return Transfer(self.ready, self.messages, sharded=sharded, sharded_from=self.sharded_from)
-
 
 class StepTime(NamedTuple):
     """Time of a step and its parts in seconds.
@@ -265,26 +259,3 @@ def spread(times_s: Sequence[float]) -> float:
         return 0.0
     low, median, high = statistics.quantiles(times_s, n=4, method="inclusive")
     return (high - low) / 2 / median
-
-
-def crossover(network: Network, gathered: Message, reduced: Message) -> int | None:
-    """Return the least number of ranks at which ``gathered`` takes longer than ``reduced``.
-
-    None if there is none. By bandwidth alone it is the first p > 2 x reduced / gathered bytes.
-    """
-
-    def loses(p: int) -> bool:
-        return network.seconds(gathered, p) > network.seconds(reduced, p)
-
-    # Once gathering is slower, it stays slower on more ranks; only small jobs may be slower by
-    # latency alone, so these are tried one by one.
-    for p in range(2, 1 << 10):
-        if loses(p):
-            return p
-    low, high = 1 << 10, _MOST_RANKS
-    if not loses(high):
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if loses(middle) else (middle + 1, high)
-    return low

@@ -7,8 +7,10 @@ through any launcher.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +22,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+_SIZE_VARIABLES = (
+    "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS",
+)  # fmt: skip
+# What MPI and Slurm tell a rank; a process without it is none. Settings for all jobs are not of it.
+_OF_A_RANK = re.compile(
+    "PMI|OMPI_(?!ALLOW|MCA_)|OMPI_MCA_(orte|ess|pmix|shmem|initial)|SLURM_(PROCID|STEP_NUM_TASKS)"
+)
+# How launchers are told the number of ranks; env starts one, as a rank of a job does.
+_NUMBER = {
+    "torchrun": ("--no-python", "--nproc-per-node", "{}"), "srun": ("-n", "{}"), "env": (),
+}  # fmt: skip
 _MARK = "fftcomp-report "
 # Launchers that prefix each line with the rank split longer writes into pieces of 4 KiB. The pause
 # lets them read one line before the next. A line that is split nevertheless is known by its length:
@@ -38,8 +51,33 @@ def is_torchrun() -> bool:
 
 def launched_rank() -> int | None:
     """Return the rank that a launcher gave this process; None without a launcher."""
-    names = ("RANK",) if is_torchrun() else RANK_VARIABLES  # Slurm may have started torchrun
+    if is_torchrun():  # Slurm may have started it
+        return _first_of(["RANK"])
+    is_step = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1  # not so in a batch script
+    return _first_of([*RANK_VARIABLES, *["SLURM_PROCID"] * is_step])
+
+
+def launched_size() -> int:
+    """Return the number of ranks that a launcher has started; 1 without a launcher."""
+    return _first_of(["WORLD_SIZE"] if is_torchrun() else _SIZE_VARIABLES) or 1
+
+
+def _first_of(names: Sequence[str]) -> int | None:
     return next((int(os.environ[name]) for name in names if name in os.environ), None)
+
+
+def may_start_again() -> bool:
+    """Return whether the ranks of this job may start other processes that meet as they have.
+
+    MPI, unlike torchrun and Horovod's Gloo, takes one process of each rank.
+    """
+    return is_torchrun() or "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
+
+
+def leave_job() -> None:
+    """Forget the rank that MPI or Slurm gave this process, so that it may start jobs itself."""
+    for name in filter(_OF_A_RANK.match, list(os.environ)):
+        del os.environ[name]
 
 
 def report(values: Mapping[str, Any]) -> None:
@@ -128,9 +166,19 @@ class _Reports:
 
 
 def default_launcher() -> list[str]:
-    """Return ``horovodrun`` of this Python's environment, or else of PATH."""
-    beside = Path(sys.executable).parent / "horovodrun"
-    return [str(beside) if beside.exists() else shutil.which("horovodrun") or "horovodrun"]
+    """Return ``horovodrun``, or without Horovod torchrun, of this environment or else of PATH."""
+    has_horovod, has_torch = map(importlib.util.find_spec, ("horovod", "torch"))
+    name, *options = (
+        ["torchrun", "--standalone"] if has_torch and not has_horovod else ["horovodrun"]
+    )
+    beside = Path(sys.executable).parent / name
+    return [str(beside) if beside.exists() else shutil.which(name) or name, *options]
+
+
+def starts(launcher: Sequence[str], n_ranks: int) -> list[str]:
+    """Return the command with which a launcher starts ``n_ranks`` ranks of what follows it."""
+    number = _NUMBER.get(Path(launcher[0]).name, ("-np", "{}"))
+    return [*launcher, *(part.format(n_ranks) for part in number)]
 
 
 class Ended(NamedTuple):
@@ -143,17 +191,14 @@ class Ended(NamedTuple):
 def launch(
     launcher: Sequence[str], n_ranks: int, command: Sequence[str], line: Callable[[str], None]
 ) -> Ended:
-    """Run ``command`` on ``n_ranks`` ranks of ``launcher -np N`` or torchrun; return their reports.
+    """Run ``command`` on ``n_ranks`` ranks; return their reports. ``launcher``: see ``starts``.
 
     ``line`` is called with every other line of output. After all ranks have reported, they have 20
     seconds to end. No process of the job is left when this returns or raises. Raises
     FileNotFoundError if there is no such launcher.
     """
-    number = ["-np", str(n_ranks)]
-    if Path(launcher[0]).name == "torchrun":
-        number = ["--no-python", "--nproc-per-node", str(n_ranks)]
     process = subprocess.Popen(
-        [*launcher, *number, *command],
+        [*starts(launcher, n_ranks), *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
