@@ -441,8 +441,9 @@ def test_a_script_and_the_network_are_measured(capsys, monkeypatch, tmp_path):
 def test_the_ranks_of_horovodrun_measure_together(transport, monkeypatch, tmp_path, no_launcher):
     pytest.importorskip("horovod")
     path = tmp_path / "advice.json"
-    command = ["advise", "--compression", "topk", "--steps", "6", "--repeat", "1",
-               "--json", str(path), "tests/scripts/torch_digits.py", "--epochs", "1000"]  # fmt: skip
+    script = ["tests/scripts/torch_digits.py", "--epochs", "1000"]
+    options = ["--steps", "6", "--repeat", "1", "--json", str(path)]
+    command = ["advise", "--compression", "topk", *options, *script]
     run = subprocess.run(
         [sys.executable, "-m", "tests.launch", transport, "-np", "2",
          sys.executable, "-m", "horovod_fftcomp", *command],

@@ -326,9 +326,10 @@ def test_a_recipe_is_advised_without_horovod(
     if is_launched:
         run = torchrun("-m", "horovod_fftcomp", *command)
     else:
-        python = [sys.executable, "-m", "horovod_fftcomp"]
-        run = subprocess.run([*python, *map(str, command)], cwd=ROOT, capture_output=True, text=True,
-                             timeout=200, check=False)  # fmt: skip
+        run = subprocess.run(
+            [sys.executable, "-m", "horovod_fftcomp", *map(str, command)],
+            cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
     assert path.exists(), run.stdout[-4000:] + run.stderr[-4000:]
     found = json.loads(path.read_text())
     assert found["ranks"] == 2
