@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from rich.progress import track
 
-from horovod_fftcomp.engine.recipe_text import RecipeChoice, parse_recipe
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.engine.recipe_text import parse_recipe
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.advise import advice
@@ -287,30 +289,35 @@ def section_lines(section: Section, options: Mapping[str, advice.Option], image:
 def losses(found: Iterable[Section]) -> dict[str, float]:
     """Return, by recipe, the change of the loss over ``none`` with the same optimizer.
 
-    Of rows that exchange every step alike; of several rows, sections and optimizers the largest
-    change, as a share rounded to a thousandth.
+    Of several rows, sections and optimizers the largest change, as a share rounded to a thousandth.
     """
     changes: dict[str, float] = {}
     for section in found:
         none = {row.optimizer: row for row in section.rows if row.recipe == "none"}
         for row in section.rows:
-            base = none.get(row.optimizer)
-            if row is base or base is None or choice_of(row.recipe) is None:
+            base, recipe = none.get(row.optimizer), usual(row.recipe)
+            if row is base or base is None or recipe is None:
                 continue
             seeds = row.runs[row.best].keys() & base.runs[base.best].keys()
             if not seeds:
                 continue
             change = round(row.loss(row.best, seeds) / base.loss(base.best, seeds) - 1, 3)
-            changes[row.recipe] = max(change, changes.get(row.recipe, change))
+            changes[recipe] = max(change, changes.get(recipe, change))
     return dict(sorted(changes.items()))
 
 
-def choice_of(recipe: str) -> RecipeChoice | None:
-    """Return a row's recipe; None if steps differ in what they exchange, or an option is gone."""
+def usual(recipe: str) -> str | None:
+    """Return the recipe that does, with the package's own dense steps, what a row's does.
+
+    None if there is none, as when an option is gone.
+    """
     try:
-        return parse_recipe(recipe)
+        name, options = options_of(recipe, sys.maxsize)
+        own = AFTER.sub("", recipe)
+        warmup_steps = make_policy(name, **parse_recipe(own).options).warmup_steps
     except (TypeError, ValueError):
         return None
+    return own if options["warmup_steps"] == warmup_steps else None
 
 
 def losses_module(found: Iterable[Section]) -> str:

@@ -250,6 +250,7 @@ def make_record(training, recipe, lr, seed, loss, **changes):
 def report(training, monkeypatch):
     module = importlib.import_module("language_model_report")
     monkeypatch.setattr(module, "TENSORS", [module.Tensor("layer", (64, 64))])
+    monkeypatch.setattr("horovod_fftcomp.engine.policy.WARMUP_STEPS", 100)  # as outside of tests
     return module
 
 
@@ -285,12 +286,20 @@ def test_losses_that_advise_knows_are_those_of_the_committed_results(report):
 
 
 def test_losses_are_over_none_with_the_same_optimizer_and_of_the_worst(report, records, training):
-    """Rows without a seed of none, or whose steps differ, are left out."""
-    changed = [make_record(training, "topk after 10 dense steps", 0.1, 0, 2.0)]
-    changed += [make_record(training, "topk", 0.2, 0, 1.5, optimizer="sgd")]
-    changed += [make_record(training, "none", 0.2, 0, 1.2, optimizer="sgd")]
-    changed += [make_record(training, "qsgd", 0.1, 0, 1.8), make_record(training, "old", 0.1, 0, 1)]
-    assert report.losses(report.sections([*records, *changed])) == {"topk": 0.25, "qsgd": -0.1}
+    """Rows without a seed of none, or with other dense steps than by default, are left out."""
+    rows = [
+        ("topk after 100 dense steps", 0.1, 0, 2.1, "adamw"),
+        ("topk after 100 dense steps", 0.2, 0, 1.5, "sgd"),
+        ("topk after 10 dense steps", 0.1, 0, 9.0, "adamw"),
+        ("topk after 100 dense steps, every 10th step by qsgd", 0.1, 0, 9.0, "adamw"),
+        ("topk", 0.1, 0, 9.0, "adamw"),
+        ("none", 0.2, 0, 1.2, "sgd"),
+        ("qsgd", 0.1, 0, 1.8, "adamw"),
+        ("qsgd(levels=3)", 0.1, 7, 1.8, "adamw"),
+        ("qsgd(gone=3)", 0.1, 0, 1.8, "adamw"),
+    ]
+    more = [make_record(training, *row[:4], optimizer=row[4]) for row in rows]
+    assert report.losses(report.sections([*records, *more])) == {"topk": 0.25, "qsgd": -0.1}
 
 
 def test_report_forecasts_the_time_to_a_loss(report, records, tmp_path):
