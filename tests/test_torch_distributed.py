@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from horovod_fftcomp import get_scheme
 from tests.test_parallel import run_ranks as horovod_ranks
 
 torch = pytest.importorskip("torch")
+from horovod_fftcomp.torch_distributed.meeting import MeetingPlaces  # noqa: E402
 
 pytestmark = [pytest.mark.parallel, pytest.mark.torch]
 
@@ -309,11 +311,28 @@ def no_horovod(tmp_path, monkeypatch):
     """Let Python find no Horovod, in processes that this one starts."""
     hide = tmp_path / "hide" / "sitecustomize.py"
     hide.parent.mkdir()
-    hide.write_text("import importlib.util as u, sys\nsys.modules['horovod'] = None\n"
-                    "find = u.find_spec\n"
-                    "u.find_spec = lambda name, package=None: None if name == 'horovod' else "
-                    "find(name, package)\n")  # fmt: skip
+    hide.write_text("import sys\nsys.modules['horovod'] = None\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hide.parent), str(ROOT)]))
+
+
+def test_processes_of_all_ranks_meet_at_a_place_of_their_own_each_time(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    ranks = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        ranks.append(MeetingPlaces())
+    first, second = ([rank.next() for rank in ranks] for _ in range(2))
+    assert first[0] == first[1] != second[0] == second[1]
+    ports = [int(found[0][1].removeprefix("MASTER_PORT=")) for found in (first, second)]
+    assert port not in ports
+    for found, own in zip((first, second), ports, strict=True):
+        assert found[0][0] == "MASTER_ADDR=127.0.0.1"
+        assert found[0][2] == "TORCHELASTIC_USE_AGENT_STORE=False"
+        socket.create_server(("127.0.0.1", own)).close()  # nobody else has it
 
 
 @pytest.mark.parametrize("is_launched", [True, False])
