@@ -219,8 +219,10 @@ def test_the_command_runs(command, folder):
         text=True,
         timeout=300,
     )
-    disturbed = "Measure again on idle machines." in ended.stdout and ended.returncode == 3
-    assert ended.returncode == 0 or disturbed, ended.stdout[-4000:] + ended.stderr[-4000:]
+    refused = (
+        "Nothing is recommended" in ended.stdout
+    )  # as beside other tests; torchrun ends with 1
+    assert ended.returncode == 0 or refused, ended.stdout[-4000:] + ended.stderr[-4000:]
 
 
 if __name__ == "__main__":
