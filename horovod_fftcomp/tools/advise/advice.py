@@ -334,15 +334,14 @@ class Forecast(NamedTuple):
         return self.option.relative_error > _MOST_ERROR or loss > _MOST_LOSS
 
     @property
-    def quality(self) -> tuple[bool, float, float]:
+    def quality(self) -> tuple[float, float]:
         """What decides between forecasts of equal time; the least is the best.
 
         The loss, and of equal ones the error. One that was not measured comes after those that are
         good, and before those that are not.
         """
         loss = self.option.loss
-        place = _MOST_LOSS if loss is None else loss
-        return place > _MOST_LOSS, place, self.option.relative_error
+        return _MOST_LOSS if loss is None else loss, self.option.relative_error
 
 
 class Measured(NamedTuple):
