@@ -151,15 +151,17 @@ def test_a_fast_network_is_told_that_nothing_is_gained_and_why(advise):
     assert "Compression." not in printed
 
 
-def test_more_ranks(advise):
-    gathered = "topk(exchange=gather)"
-    ranks = ("--nodes", "2..1000")
+def test_more_ranks(advise, tmp_path):
+    pytest.importorskip("matplotlib")
+    gathered, picture = "topk(exchange=gather)", tmp_path / "steps.png"
+    ranks = ("--nodes", "2..1000", "--plot", picture)
     _, found = advise(*SLOW, *ranks, "--compression", "topk:exchange=gather,scalecom")
     assert found["nodes"]["ranks"] == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]
     steps = found["nodes"]["step_s"]
     assert set(steps) == {"none", gathered, "scalecom"}
     assert steps[gathered][-1] > 100 * steps[gathered][0]  # what is gathered grows with the ranks
     assert steps["scalecom"][-1] < steps[gathered][-1] / 10
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_exchange_auto_is_forecast_to_shard_on_many_ranks(advise):
@@ -626,7 +628,7 @@ def test_a_loss_that_was_not_measured_is_between_good_and_bad_ones():
     assert best_of(unknown, forecast("b", 0.08, error=0.05, off_by=0.2, loss=0.06)) == "a"
 
 
-@pytest.mark.parametrize(("error", "loss"), [(0.95, -0.01), (0.3, 0.1)])
+@pytest.mark.parametrize(("error", "loss"), [(0.95, None), (0.3, 0.1)])
 @pytest.mark.parametrize(("better_s", "best"), [(0.104, "better"), (0.107, "poor")])
 def test_a_poor_recipe_is_not_advised_for_a_few_per_cent_of_time(error, loss, better_s, best):
     """Not even where no ranges overlap."""
@@ -634,6 +636,11 @@ def test_a_poor_recipe_is_not_advised_for_a_few_per_cent_of_time(error, loss, be
     better = forecast("better", better_s, error=0.2, off_by=0.0)
     assert best_of(poor, better) == best
     assert best_of(poor, forecast("as poor", better_s, error=0.91)) == "poor"
+
+
+def test_the_error_of_a_step_counts_where_no_loss_was_measured():
+    trained = forecast("trained", 0.1, error=0.95, off_by=0.0, loss=-0.01)
+    assert best_of(trained, forecast("other", 0.104, error=0.2, off_by=0.0)) == "trained"
 
 
 def test_one_that_trains_better_but_saves_too_little_takes_no_place():

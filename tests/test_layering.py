@@ -37,6 +37,7 @@ PACKAGES = {
     "adapter/horovod_internals": {"horovod"},
     "adapter/process_sets": {"horovod"},
     "adapter/torch_tensors/": {"torch"},
+    "cli/advise_plot": {"matplotlib"},
     "cli/": {"rich"},
     "codec/base": {"ml_dtypes"},
     "integrations/huggingface": {"torch", "transformers"},

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horovod_fftcomp.cli import advise_report
+from horovod_fftcomp.cli import advise_plot, advise_report
 from horovod_fftcomp.cli.advise_jobs import Jobs
 from horovod_fftcomp.cli.advise_report import Findings
 from horovod_fftcomp.cli.arguments import (
@@ -23,6 +23,7 @@ from horovod_fftcomp.cli.arguments import (
     count,
     node_range,
     output_path,
+    picture_path,
     positive,
     recipe_choices,
 )
@@ -41,6 +42,7 @@ from horovod_fftcomp.tools.advise.cost_model import (
     given_network,
 )
 from horovod_fftcomp.tools.advise.doubts import Steps
+from horovod_fftcomp.tools.bench import plot
 from horovod_fftcomp.types import Array
 
 _RECIPES = "fp16,dither,topk,fft,dct,auto,scalecom"
@@ -103,6 +105,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add("--repeat", type=count, default=5, metavar="N", help="timings a median (default: 5)")
     add("--nodes", type=node_range, metavar="A..B", help="also forecast for A to B ranks")
     add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")
+    add("--plot", type=picture_path, metavar="FILE.png", help="draw the forecast")
     add("script", nargs="?", help="an unmodified training script of Horovod or DDP")
     add("script_arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(
@@ -145,6 +148,8 @@ def run(parsed: argparse.Namespace) -> None:
         content = {"command": command, "machine": environment.describe()}
         content |= advise_report.as_json(found, parsed.nodes)
         parsed.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if parsed.plot:
+        advise_plot.write(parsed.plot, found, parsed.nodes or range(2, 65))
     if found.doubts:
         raise SystemExit(_REFUSED)
 
@@ -163,6 +168,8 @@ def _check(parsed: argparse.Namespace) -> None:
         parsed.fail("--latency-us and --ranks need --gbit-per-s X: they describe a given network")
     if parsed.gbit_per_s is not None and (parsed.ranks or 0) < 2:
         parsed.fail("--gbit-per-s needs --ranks P, at least 2")
+    if parsed.plot and not plot.matplotlib_is_installed():
+        parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
 
 
 class _Model(NamedTuple):

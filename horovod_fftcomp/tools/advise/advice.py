@@ -329,9 +329,13 @@ class Forecast(NamedTuple):
 
     @property
     def is_poor(self) -> bool:
-        """Whether its steps are known to be worth less than those of ``none``."""
-        loss = self.option.loss or 0.0
-        return self.option.relative_error > _MOST_ERROR or loss > _MOST_LOSS
+        """Whether its steps are known to be worth less than those of ``none``.
+
+        By the loss or, where none was measured, by the error of a step: rounding without bias may
+        have a large one, which the mean over steps and ranks takes away.
+        """
+        loss = self.option.loss
+        return self.option.relative_error > _MOST_ERROR if loss is None else loss > _MOST_LOSS
 
     @property
     def quality(self) -> tuple[float, float]:
