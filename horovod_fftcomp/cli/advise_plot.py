@@ -18,7 +18,8 @@ def write(path: Path, found: Findings, nodes: range) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 1.8 + 0.5 * max(len(found.forecasts), 6)), layout="constrained")
-    figure.suptitle(f"Forecast: {found.advice.why}", wrap=True)
+    doubts = "not to be trusted" if found.doubts else ""
+    figure.suptitle(f"Forecast: {doubts or found.advice.why}", wrap=True)
     bars, lines = figure.subplots(1, 2)
     _draw_parts(bars, found)
     _draw_growth(lines, found, list(advice.powers_of_two(nodes.start, nodes.stop - 1)))
