@@ -340,7 +340,10 @@ DDP: dict[str, Callable[[nn.Module], Alone]] = {
     "DDP, bf16_compress_hook": lambda model: Ddp(model, lambda m: m.register_comm_hook(None, bf16)),
     # Over Gloo this hook crashes or stands still with several buckets: see ddp_torture.py.
     "DDP, powerSGD_hook": lambda model: Ddp(model, register_powersgd, bucket_cap_mb=1024),
-    **{f"DDP, {r}": partial(Ddp, register=partial(compress, recipe=r)) for r in BY_DDP},
+    **{
+        f"DDP, {r}": partial(Ddp, register=partial(compress, recipe=r, warmup_steps=0))
+        for r in BY_DDP
+    },
 }
 WAYS: dict[str, Callable[[nn.Module], Alone]] = {
     "alone": Alone,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -285,7 +286,7 @@ def test_all_ranks_launch_the_same_and_wait_for_sizes_alone(network, monkeypatch
         lambda made, name, group: (made.collective, name, group.ranks, made.equal, len(made.data)),
     )
     noted(rounds.NetworkThread, "send", on_host, lambda made, name, group: name.split(".")[2])
-    noted(rounds.RankGroup, "sizes", sizes, lambda *given: given)
+    noted(rounds.NetworkThread, "sizes", sizes, lambda *given: given)
     with on_gpu():
         ddp, compression = prepared("topk", replica_check="off", **options)
         averages(ddp, range(2))
@@ -301,6 +302,38 @@ def test_all_ranks_launch_the_same_and_wait_for_sizes_alone(network, monkeypatch
     assert set(on_host) == kinds
     assert on_host.count("step") == 4
     assert len(sizes) == 4 * n_buckets * n_sizes
+
+
+def test_buckets_of_the_host_and_sizes_keep_one_order(network, monkeypatch):
+    """Both ask all ranks over Gloo, which matches what they ask by its order."""
+    rules = [("spare*", {"recipe": "gtopk"})]
+    sizes, rank = rounds.RankGroup.sizes, dist.get_rank()
+
+    def slow(self, *given):
+        found = sizes(self, *given)
+        if rank == 1 and threading.current_thread() is not threading.main_thread():
+            time.sleep(0.02)
+        return found
+
+    monkeypatch.setattr(rounds.RankGroup, "sizes", slow)
+    with on_gpu():
+        ddp, compression = prepared("topk", exchange="sharded", rules=rules, timeout_s=20)
+        averages(ddp, range(8))
+        assert compression.stats()["steps"] == 8
+    same_everywhere(*(p.grad.cpu() for p in ddp.parameters()))
+
+
+def test_an_error_in_a_step_is_raised_as_it_is(monkeypatch):
+    with on_gpu():
+        ddp, compression = prepared("topk", timeout_s=20)
+        averages(ddp, range(2))
+
+        def fail():
+            raise ConfigMismatchError("the cause")
+
+        monkeypatch.setattr(compression._steps, "_begin", fail)
+        with pytest.raises(ConfigMismatchError, match="the cause"):
+            averages(ddp, range(1))
 
 
 def test_a_model_on_several_devices_is_refused():

@@ -59,6 +59,8 @@ def test_a_rule_inherits_the_warm_up_only_if_it_was_given(monkeypatch):
     assert of_rule({"recipe": "fft", "warmup_steps": 0}, {"recipe": "topk"}) == 0
     assert of_rule({"recipe": "fft", "warmup_steps": 3}, {"bits": 8}) == 3
     assert of_rule({"recipe": "dither"}, {"recipe": "topk"}) == 7
+    assert of_rule({"recipe": "dither", "warmup_steps": 0}, {"recipe": "topk"}) == 0
+    assert of_rule({"recipe": "topk", "warmup_steps": 7}, {"recipe": "qsgd"}) == 7
     assert of_rule({"recipe": "fft"}, {"recipe": "signsgd"}) == 0
 
 
@@ -71,7 +73,7 @@ def test_the_usual_warm_up_is_100_steps_and_shown_if_another_is_given():
         "json.dump([[p.warmup_steps, 'warmup' in p.written()] for p in found], sys.stdout)"
     )
     printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
-    assert json.loads(printed.stdout) == [[100, False], [0, True], [100, False]]
+    assert json.loads(printed.stdout) == [[100, False], [0, True], [100, True]]
 
 
 @pytest.mark.parametrize(

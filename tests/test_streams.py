@@ -51,8 +51,23 @@ def test_an_abort_ends_waits_of_the_host_and_of_the_gpu(monkeypatch):
     assert aborted == ["thread", "group"]
 
 
+def test_the_gpus_wait_is_told_to_the_watch(monkeypatch):
+    monkeypatch.setattr(streams.dist, "get_process_group_ranks", lambda given: [0, 1])
+    network = streams.StreamNetwork(None, group_of("nccl"), GPU)
+    assert not network.is_under_way()
+    work = SimpleNamespace(is_completed=lambda: False)
+    monkeypatch.setitem(
+        streams._LAUNCH, "allreduce", lambda data, *given: streams.StreamRound(work, None, data)
+    )
+    round_ = SimpleNamespace(data=torch.zeros(3), collective="allreduce")
+    network.send(round_, "a", SimpleNamespace(ranks=[0, 1]))
+    assert network.is_under_way()
+    work.is_completed = lambda: True
+    assert not network.is_under_way()
+
+
 def test_two_groups_are_never_at_work_at_a_time(monkeypatch):
-    calls = []
+    calls, made = [], []
 
     class Work:
         def __init__(self, number):
@@ -61,15 +76,20 @@ def test_two_groups_are_never_at_work_at_a_time(monkeypatch):
         def wait(self):
             calls.append(("wait", self.number))
 
-    def launch(data, round_, name, group, on):
+    def launch(data, round_, group, on, sizes_of):
         calls.append(("launch", len(calls)))
         return streams.StreamRound(Work(len(calls) - 1), lambda: data, data)
 
     monkeypatch.setattr(streams.dist, "get_process_group_ranks", lambda given: [0, 1, 2, 3])
     monkeypatch.setattr(streams.dist, "get_backend", lambda given: "nccl")
-    monkeypatch.setattr(streams.dist, "new_group", lambda ranks, **options: tuple(ranks))
+    monkeypatch.setattr(streams.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(
+        streams.dist, "new_group", lambda ranks, **options: made.append(ranks) or tuple(ranks)
+    )
     monkeypatch.setitem(streams._LAUNCH, "allreduce", launch)
     network = streams.StreamNetwork(None, group_of("nccl"), GPU)
+    network.make_groups([(0, 1), (2, 3)])
+    assert made == [[0, 1], [2, 3]]  # on all ranks, as NCCL needs it
     everyone, node = SimpleNamespace(ranks=[0, 1, 2, 3]), SimpleNamespace(ranks=[0, 1])
     round_ = SimpleNamespace(data=torch.zeros(3), collective="allreduce")
     for group in (everyone, everyone, node, node, everyone):

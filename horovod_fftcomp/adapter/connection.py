@@ -154,7 +154,11 @@ class Connection:
                 return _EmptyRound(round_)
             process_set = self._groups[round_.among]
         name = f"{name}.{self._epoch}" if self._epoch else name
-        return _WatchedRound(self._start(round_, name, process_set), self.watch)
+        try:
+            return _WatchedRound(self._start(round_, name, process_set), self.watch)
+        except ConfigMismatchError:
+            _check(self.watch)
+            raise
 
     def check(self) -> None:
         """Raise ConfigMismatchError if the watch has ended the job."""

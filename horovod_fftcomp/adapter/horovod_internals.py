@@ -52,11 +52,14 @@ def n_ranks() -> int:
 def ranks_per_host() -> int:
     """Return the number of ranks on each host; 1 if all are on one, or hosts have unequal numbers.
 
+    1 too if this rank's host has no consecutive ranks, so that the handshake tells of it.
+
     Relies on ``_basics`` as ``n_ranks`` does.
     """
     basics = process_sets._basics
     size = basics.local_size()
-    return size if basics.is_homogeneous() and size < basics.size() else 1
+    is_next = basics.rank() == basics.cross_rank() * size + basics.local_rank()
+    return size if basics.is_homogeneous() and is_next and size < basics.size() else 1
 
 
 def registered_process_sets() -> Mapping[tuple[int, ...], int]:

@@ -483,8 +483,9 @@ class Engine:
         for name, expected in self._formats(part["step"]).items():
             if name in kept and part["formats"][name] != expected:
                 raise ValueError(
-                    f"the state of {name!r} is a {part['formats'][name]}, expected a {expected}; "
-                    "load it with the recipe, block and model that it was saved with"
+                    f"the state of {name!r} at step {part['step']} is a {part['formats'][name]}, "
+                    f"expected a {expected}; load it with the recipe, block, model and number of "
+                    "dense steps at the start (warmup_steps=0 before 0.2.1) that it was saved with"
                 )
         states: list[State] = []
         for bucket in self.buckets:

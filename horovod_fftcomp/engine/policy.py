@@ -82,6 +82,7 @@ class Scheduled:
     ranks_per_node: NodeSize = 1
     dense_every: int = 0
     dense: Scheduled | None = None
+    is_warmup_given: bool = False
 
     def at(self, step: int) -> Scheme:
         """Return the scheme of exchange ``step``, counted from 0."""
@@ -151,10 +152,6 @@ class Scheduled:
     def _given_density(self) -> Any:
         return {**RECIPES[self.recipe].options, **dict(self.options)}.get("density")
 
-    @functools.cached_property
-    def _usual_warmup(self) -> int:
-        return usual_warmup(_scheme(self.recipe, self.options))
-
     @property
     def scope(self) -> str:
         """The elements that share one k: "tensor", "bucket" or "model"."""
@@ -168,7 +165,7 @@ class Scheduled:
         elif self.schedule is not None:
             del options["density"]
             options["density_schedule"] = self.schedule
-        if self.warmup_steps != self._usual_warmup:
+        if self.is_warmup_given:
             options["warmup_steps"] = self.warmup_steps
         if self.ranks_per_node != 1:
             options["ranks_per_node"] = self.ranks_per_node
@@ -294,7 +291,7 @@ def make_policy(
         ranks_per_node = checked("ranks_per_node", ranks_per_node, int, 8)
     check_names(recipe, options, get_recipe(recipe).options, KEYWORDS)
     options = get_recipe(recipe).checked(options)
-    warmup_steps = _checked_warmup(recipe, get_scheme(recipe, **options), warmup_steps)
+    steps = _checked_warmup(recipe, get_scheme(recipe, **options), warmup_steps)
     schedule = None
     if density_schedule is not None:
         _require_density(recipe, "density_schedule")
@@ -309,8 +306,8 @@ def make_policy(
     _check_dense_every(recipe, options, dense_every)
     dense = _dense_policy(checked("dense_by", dense_by, str, "bf16"))
     return Scheduled(
-        recipe, written, schedule, warmup_steps, ranks_per_node,
-        dense_every, dense if dense_every else None,
+        recipe, written, schedule, steps, ranks_per_node,
+        dense_every, dense if dense_every else None, warmup_steps is not None,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def compress(
     replicate: Any = None,
     **options: Any,
 ) -> DistributedCompressor:
-    """Compress the gradients of ``model`` from its next step on; call it on every rank.
+    """Compress the gradients of ``model``; call it on every rank.
 
     ``model``: a ``DistributedDataParallel`` that has had no backward pass, or a model under
     ``fully_shard`` with ``replicate``: the 1-d device mesh, or the process group, of the ranks that

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.schemes import Tensor
+from horovod_fftcomp.schemes.hierarchical import NodeLayout, Ranks
 from horovod_fftcomp.torch_distributed.hook import HookState, exchange_bucket, note_passes
 from horovod_fftcomp.torch_distributed.rounds import (
     NetworkThread,
@@ -75,15 +75,25 @@ class DistributedCompressor(TensorCompressor):
         stream = SideStream(place)
         thread = NetworkThread(device, stream.enter)
         launches_on = None if device is None else stream_group(group, place)
-        network = thread if launches_on is None else StreamNetwork(thread, launches_on, place)
-        self._on_streams = launches_on is not None
+        if policy.node_size > 1 and len(ranks) < dist.get_world_size():
+            launches_on = None  # some ranks do not know which groups of nodes there are to make
+        streams = None if launches_on is None else StreamNetwork(thread, launches_on, place)
+        network = streams or thread
         watch = self._watch(name, network.abort)
-        groups = functools.partial(
-            node_groups, policy.node_size, ranks, f"{group_name}.node", timeout_s
-        )
+        if streams is not None:
+            streams.limit_s = lambda: max(timeout_s, watch.limit_s)
+        self._on_streams = streams is not None
+
+        def groups() -> Mapping[Ranks, RankGroup]:
+            if streams is not None and policy.node_size > 1:
+                every = NodeLayout(policy.node_size, len(ranks)).groups()
+                streams.make_groups([ranks[member] for member in each] for each in every)
+            return node_groups(policy.node_size, ranks, f"{group_name}.node", timeout_s)
+
         self._connection = Connection(network.send, name, self._set, watch, groups, by_order=True)
         parts = self._make_parts(buckets, device, self._connection.send, name)
-        told = name, stream, optimized, self._is_perturbed, self._on_streams
+        is_under_way = None if streams is None else streams.is_under_way
+        told = name, stream, optimized, self._is_perturbed, is_under_way
         setup = Setup(self._exchanged, self._connect, self._slots, *told)
         self._steps = self._make_steps(parts, setup)
         note_exchanged(trainable, self._slots, self._engine)

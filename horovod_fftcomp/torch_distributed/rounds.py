@@ -180,6 +180,11 @@ class NetworkThread:
         output = self._worker.submit(_completed, fetched, round_, name, group)
         return QueuedRound(output, name, self._aborted, device)
 
+    def sizes(self, name: str, group: RankGroup, own: Sequence[int]) -> QueuedRound:
+        """Start to gather every rank's sizes, int64 ``[ranks, sizes]``; see ``RankGroup``."""
+        output = self._worker.submit(_or_mismatch, name, lambda: group.sizes(name, own))
+        return QueuedRound(output, name, self._aborted, None)
+
     def abort(self) -> None:
         """Make all waits for rounds fail; an abort of Gloo does not end its waits."""
         self._aborted.set()
@@ -235,8 +240,14 @@ def node_groups(
 
 def _completed(fetched: Callable[[], Array], round_: Round, name: str, group: RankGroup) -> Array:
     data = torch.from_numpy(fetched())
+    collective = _COLLECTIVES[round_.collective]
+    return _or_mismatch(name, lambda: collective(data, round_, name, group).numpy())
+
+
+def _or_mismatch(name: str, collective: Callable[[], Array]) -> Array:
+    """Return the output of a collective; ConfigMismatchError if Gloo fails."""
     try:
-        return _COLLECTIVES[round_.collective](data, round_, name, group).numpy()
+        return collective()
     except RuntimeError as error:  # of Gloo
         raise ConfigMismatchError(
             f"{name!r} failed, since a rank has ended or cannot be reached; look at the other "

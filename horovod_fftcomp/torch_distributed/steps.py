@@ -36,7 +36,7 @@ class Setup(NamedTuple):
 
     ``connect`` starts the handshake; ``optimized``: for the replica check, as is ``is_perturbed``,
     which tells whether weights are meant to differ between ranks in the present pass.
-    ``on_streams``: whether streams wait for rounds of a GPU's data, not the host.
+    ``is_under_way``: whether rounds for which streams wait are; None if the host waits for all.
     """
 
     parameters: Parameters
@@ -46,7 +46,7 @@ class Setup(NamedTuple):
     stream: SideStream
     optimized: OptimizedParameters
     is_perturbed: Callable[[], bool]
-    on_streams: bool
+    is_under_way: Callable[[], bool] | None
 
 
 class _DenseGradients(NamedTuple):
@@ -65,8 +65,8 @@ class DDPStepDriver(steps.StepDriver):
     A thread of its own takes the buckets of DDP in their order, which is the same on all ranks, and
     encodes, sends and decodes. The training thread, or autograd's thread of a GPU, waits for it at
     the end of the backward pass, raises its errors there and closes the step; between steps the
-    training thread alone uses the engine. With ``Setup.on_streams`` nothing of a step takes the
-    host long, and all of it happens in the hook: see ``streams``.
+    training thread alone uses the engine. With ``Setup.is_under_way`` nothing of a step takes
+    the host long, and all of it happens in the hook: see ``streams``.
     ``keeps_unused``: whether DDP discards the averages of parameters that no rank has used.
     """
 
@@ -84,7 +84,8 @@ class DDPStepDriver(steps.StepDriver):
             parts.engine, self._send_bucket, self._deliver, parts.settings.timeout_s
         )
         self._worker: Worker | Inline = Inline()
-        self._on_streams = setup.on_streams
+        self._on_streams = setup.is_under_way is not None
+        self._is_under_way = setup.is_under_way or (lambda: False)
         if not self._on_streams:
             self._worker = Worker("fftcomp-steps")
             self._worker.submit(self._stream.enter)
@@ -125,7 +126,8 @@ class DDPStepDriver(steps.StepDriver):
 
     def _submit(self, arrival: Arrival, begins: bool) -> None:
         self._connection.check()
-        self.check_unbroken()
+        if begins or not self._inside:
+            self.check_unbroken()  # else the end of the backward pass raises the error itself
         if begins and self._inside:
             self._broken_by = "an error in the backward pass"
             self.check_unbroken()
@@ -187,6 +189,9 @@ class DDPStepDriver(steps.StepDriver):
         """Return this rank's progress."""
         step, inside = self._engine.step, self._inside and not self._broken_by
         counts = len(self._arrivals), self._returned
+        if not self._inside and not self._broken_by and self._is_under_way():
+            # The host has launched the last step and goes on, the GPU waits for other ranks.
+            step, inside, counts = step - 1, True, (len(self._names), 0)
         return Progress(step, *counts, inside, self._computes, doing=f"step {step}")
 
     def missing(self) -> list[int]:
@@ -362,7 +367,11 @@ class DDPStepDriver(steps.StepDriver):
         self._returned += 1
 
     def _send(self, round_: Round, what: str) -> Pending:
-        return self._connection.send(round_, f"{self._name}.{what}", self._set)
+        computes, self._computes = self._computes, False  # the host may wait for sizes
+        try:
+            return self._connection.send(round_, f"{self._name}.{what}", self._set)
+        finally:
+            self._computes = computes
 
     def _send_bucket(self, round_: Round, bucket: int, number: int) -> Pending:
         return self._send(round_, f"{bucket}.{number}")

@@ -7,9 +7,10 @@ collectives, and those of the backward pass, come in the same order on all ranks
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from horovod_fftcomp.engine.overlap import Pending
 from horovod_fftcomp.kernels.cuda import is_on_host
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch_distributed.rounds import NetworkThread, RankGroup
+from horovod_fftcomp.types import Array
 
+_Sizes: TypeAlias = Callable[[Sequence[int]], Array]  # of every rank, given this rank's
 _SWITCH = "HOROVOD_FFTCOMP_NCCL"
 _ON_HOST = ("gloo", "mpi", "ucc")  # for whose collectives the host waits
 _all_gather: Any = getattr(dist, "all_gather_single", None)  # its name in later versions
@@ -63,8 +66,11 @@ class StreamNetwork:
     """Carries out rounds whose data are on a GPU by ``group``, all others by ``thread``.
 
     ``group``: the process group of the ranks of a compressor. Call ``send`` in one thread, in the
-    same order on all ranks. The host waits only for sizes that other ranks do not know.
+    same order on all ranks. The host waits only for sizes that other ranks do not know, at most
+    ``limit_s()`` seconds.
     """
+
+    limit_s: Callable[[], float]  # set once there is a watch
 
     def __init__(
         self, thread: NetworkThread, group: dist.ProcessGroup, place: torch.device
@@ -79,11 +85,29 @@ class StreamNetwork:
         if is_on_host(round_.data):
             return self._thread.send(round_, name, group)
         given: Any = round_.data
-        on = self._group_of(group)
+        on = self._groups[tuple(group.ranks)]
         if on is not self._last and self._pending is not None:
             self._pending.join()  # so that no two communicators are at work at a time
-        self._last, self._pending = on, _LAUNCH[round_.collective](given, round_, name, group, on)
+        sizes = functools.partial(self._sizes, name, group)
+        self._last, self._pending = on, _LAUNCH[round_.collective](given, round_, group, on, sizes)
         return self._pending
+
+    def make_groups(self, every: Iterable[Sequence[int]]) -> None:
+        """Make process groups of these ranks for their rounds; call it on all ranks of the job."""
+        backend = dist.get_backend(self._last)
+        for ranks in every:
+            made = dist.new_group(list(ranks), backend=backend)
+            if dist.get_rank() in ranks:
+                self._groups[tuple(ranks)] = made
+
+    def is_under_way(self) -> bool:
+        """Return whether the GPU has not ended the last round; safe to call in other threads."""
+        pending = self._pending
+        return pending is not None and not pending.is_done()
+
+    def _sizes(self, name: str, group: RankGroup, own: Sequence[int]) -> Array:
+        """Return every rank's sizes, ``[ranks, sizes]``; by the thread, which keeps the order."""
+        return self._thread.sizes(name, group, own).wait(self.limit_s())
 
     def abort(self) -> None:
         """Make all waits for rounds fail, and end kernels that wait for other ranks."""
@@ -93,18 +117,9 @@ class StreamNetwork:
             if hasattr(backend, "abort"):
                 backend.abort()
 
-    def _group_of(self, group: RankGroup) -> dist.ProcessGroup:
-        """Return the process group of the same ranks; all of them make it at its first use."""
-        ranks = tuple(group.ranks)
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(
-                list(ranks), backend=dist.get_backend(self._last), use_local_synchronization=True
-            )
-        return self._groups[ranks]
-
 
 def _reduced(
-    data: torch.Tensor, round_: Round, name: str, group: RankGroup, on: dist.ProcessGroup
+    data: torch.Tensor, round_: Round, group: RankGroup, on: dist.ProcessGroup, sizes_of: _Sizes
 ) -> StreamRound:
     total = data if round_.in_place else data.clone()
     work = dist.all_reduce(total, group=on, async_op=True) if len(total) else None
@@ -112,7 +127,7 @@ def _reduced(
 
 
 def _broadcast(
-    data: torch.Tensor, round_: Round, name: str, group: RankGroup, on: dist.ProcessGroup
+    data: torch.Tensor, round_: Round, group: RankGroup, on: dist.ProcessGroup, sizes_of: _Sizes
 ) -> StreamRound:
     output, root = data.clone(), group.ranks[round_.root]
     work = dist.broadcast(output, root, group=on, async_op=True) if len(output) else None
@@ -120,9 +135,9 @@ def _broadcast(
 
 
 def _exchanged(
-    data: torch.Tensor, round_: Round, name: str, group: RankGroup, on: dist.ProcessGroup
+    data: torch.Tensor, round_: Round, group: RankGroup, on: dist.ProcessGroup, sizes_of: _Sizes
 ) -> StreamRound:
-    own, to_each = list(round_.splits), group.sizes(name, round_.splits)
+    own, to_each = list(round_.splits), sizes_of(round_.splits)
     sizes = to_each[:, group.rank()].tolist()
     output = data.new_empty(sum(sizes))
     if not to_each.any():
@@ -132,12 +147,12 @@ def _exchanged(
 
 
 def _gathered(
-    data: torch.Tensor, round_: Round, name: str, group: RankGroup, on: dist.ProcessGroup
+    data: torch.Tensor, round_: Round, group: RankGroup, on: dist.ProcessGroup, sizes_of: _Sizes
 ) -> StreamRound:
     """Gather all ranks' data; shorter ones are padded."""
     sizes = [len(data)] * group.size()
     if not round_.equal:
-        sizes = group.sizes(name, sizes)[:, 0].tolist()
+        sizes = sizes_of(sizes)[:, 0].tolist()
     longest = max(sizes)
     rows = data.new_empty(group.size(), longest)
     if not longest:
