@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -68,36 +69,43 @@ class DistributedCompressor(TensorCompressor):
         group_name = f"fftcomp.{_n_made[tuple(ranks)]}"
         _n_made[tuple(ranks)] += 1
         self._set = own = RankGroup(ranks, group_name, timeout_s)
-        policy = self._on_nodes(lambda: ranks_per_node(own))
+        self._on_nodes(lambda: ranks_per_node(own))
         buckets = self._buckets_of(self._tensors)
         device = device_of(trainable, buckets)
         name = self._take_name()
         stream = SideStream(place)
         thread = NetworkThread(device, stream.enter)
-        launches_on = None if device is None else stream_group(group, place)
-        if policy.node_size > 1 and len(ranks) < dist.get_world_size():
-            launches_on = None  # some ranks do not know which groups of nodes there are to make
-        streams = None if launches_on is None else StreamNetwork(thread, launches_on, place)
-        network = streams or thread
+        self._streams = None if device is None else self._make_streams(thread, group, place)
+        network = self._streams or thread
         watch = self._watch(name, network.abort)
-        if streams is not None:
-            streams.limit_s = lambda: max(timeout_s, watch.limit_s)
-        self._on_streams = streams is not None
-
-        def groups() -> Mapping[Ranks, RankGroup]:
-            if streams is not None and policy.node_size > 1:
-                every = NodeLayout(policy.node_size, len(ranks)).groups()
-                streams.make_groups([ranks[member] for member in each] for each in every)
-            return node_groups(policy.node_size, ranks, f"{group_name}.node", timeout_s)
-
+        if self._streams is not None:
+            self._streams.limit_s = lambda: max(timeout_s, watch.limit_s)
+        groups = functools.partial(self._node_groups, f"{group_name}.node")
         self._connection = Connection(network.send, name, self._set, watch, groups, by_order=True)
         parts = self._make_parts(buckets, device, self._connection.send, name)
-        is_under_way = None if streams is None else streams.is_under_way
+        is_under_way = None if self._streams is None else self._streams.is_under_way
         told = name, stream, optimized, self._is_perturbed, is_under_way
         setup = Setup(self._exchanged, self._connect, self._slots, *told)
         self._steps = self._make_steps(parts, setup)
         note_exchanged(trainable, self._slots, self._engine)
         self._await_optimizer(always=True)
+
+    def _make_streams(
+        self, thread: NetworkThread, group: dist.ProcessGroup, place: torch.device
+    ) -> StreamNetwork | None:
+        """Return the network of a GPU's data; None if the host carries out all rounds."""
+        if self._policy.node_size > 1 and self._set.size() < dist.get_world_size():
+            return None  # ranks of others would not make the process groups of nodes
+        found = stream_group(group, place)
+        return None if found is None else StreamNetwork(thread, found, place)
+
+    def _node_groups(self, name: str) -> Mapping[Ranks, RankGroup]:
+        """Make the groups of nodes; all ranks call it."""
+        ranks, size = self._set.ranks, self._policy.node_size
+        if self._streams is not None and size > 1:
+            every = NodeLayout(size, len(ranks)).groups()
+            self._streams.make_groups([ranks[member] for member in each] for each in every)
+        return node_groups(size, ranks, name, self._settings.timeout_s)
 
     def _make_steps(self, parts: Parts, setup: Setup) -> DDPStepDriver:
         """Return the step driver."""
@@ -108,7 +116,7 @@ class DistributedCompressor(TensorCompressor):
         return False
 
     def _facts(self) -> dict[str, Any]:
-        return super()._facts() | {"messages on GPUs": self._on_streams}
+        return super()._facts() | {"messages on GPUs": self._streams is not None}
 
     def _connect(self) -> None:
         self._connection.connect(self._facts, None)
