@@ -403,9 +403,10 @@ def make_page(result: Mapping[str, Any], store: convergence.Store, folder: Path)
         "accuracy on `resnet` under SGD (one test image is 0.22), and change of the loss on "
         "`charlm`, a toy, under AdamW, where it was trained; "
         "[each run](../benchmarks/results/convergence.md). The settings are those of the papers "
-        "rather than the defaults where they are given. `dgc`, `sketchsgd`, `signsgd` and `signum` "
-        "had no momentum but their own, the last two a hundredth of the learning rate. On `charlm` "
-        "the baselines of the papers have one seed.",
+        "rather than the defaults where they are given, and without dense steps at the start, "
+        "which those with error feedback have by default. `dgc`, `sketchsgd`, `signsgd` and "
+        "`signum` had no momentum but their own, the last two a hundredth of the learning rate. On "
+        "`charlm` the baselines of the papers have one seed.",
         "",
     ]
     head = ["recipe", "ratio", "points on resnet", "loss on charlm"]

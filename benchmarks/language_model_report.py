@@ -349,7 +349,8 @@ def write(folder: Path, table_of_losses: Path | None = None) -> None:
         "after the warm-up, with later dense steps. Over `none`: with the same optimizer; over the "
         "strongest: uncompressed baseline. Both compare each row at its best learning rate, on the "
         "seeds that both have. Times are forecasts for 25 M parameters and 80 ms of computation a "
-        "step on as many ranks, with codecs timed on a CPU.",
+        'step on as many ranks, with codecs timed on a CPU. Rows without "after 100 dense '
+        'steps", the default of recipes with error feedback, compress from the first step on.',
         "",
     ]
     if table_of_losses:
