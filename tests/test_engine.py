@@ -403,7 +403,8 @@ def test_state_of_another_model_is_refused():
     other = _engines(get_scheme("fft"), ranks=1)[0]
     _run([other], _grads(np.random.default_rng(0), 1))
     with pytest.raises(
-        ValueError, match=r"state of 'a' is a residual .* by BlockFFT.*expected .* by Identity"
+        ValueError,
+        match=r"state of 'a' at step 1 is a residual .* by BlockFFT.*expected .* by Identity",
     ):
         engine.load_state_dict(other.state_dict() | {"world_size": 2})
     with pytest.raises(ValueError, match="version"):

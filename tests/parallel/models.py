@@ -91,8 +91,9 @@ def small_buckets(model, recipe, **options) -> TorchCompressor:
 
 def compressed_names(compression) -> list[str]:
     """Return the names of the tensors that are not sent dense."""
-    rows = (line.split() for line in compression.summary().splitlines()[1:])
-    return [name for name, recipe, *_ in rows if recipe != "dense"]
+    rows = (line.split() for line in compression.summary().splitlines())
+    recipes = {name: recipe for name, recipe, *_ in rows}
+    return [t.name for t in compression.tensors() if recipes[t.name] != "dense"]
 
 
 def flat(model) -> torch.Tensor:
