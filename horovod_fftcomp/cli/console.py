@@ -53,6 +53,7 @@ class Stages:
         [task] = self.bar.tasks
         text, ended, now_s = f"measuring {what}", task.fields["share"], task.elapsed
         self.bar.update(task.id, description=text, advance=ended, share=share, done_s=now_s)
+        self.bar.refresh()  # a short stage is seen too
 
 
 class _TimeLeft(ProgressColumn):
