@@ -83,7 +83,8 @@ def test_the_trainers_callback_continues_to_the_bit(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
-def test_the_lightning_example_continues_from_its_checkpoint(tmp_path):
+def test_the_lightning_example_continues_from_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(FOLDER.parents[1]))  # the environment lacks the package
     written: list[str] = []
     for epochs in (3, 4):
         resume = ["--resume", written[0]] if written else []
