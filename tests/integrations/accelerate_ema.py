@@ -38,6 +38,7 @@ def main(folder: str) -> None:
         whole, copied = average(inputs), copy.deepcopy(model)(inputs)
     assert torch.equal(copied, model(inputs))
     assert 0 < (whole - copied).norm() < copied.norm()
+    accelerator.wait_for_everyone()  # the first rank writes
     accelerator.load_state(folder)
     print(f"loss {loss.item():.3f}")
     accelerator.end_training()
