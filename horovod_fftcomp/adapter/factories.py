@@ -6,6 +6,7 @@ that takes the name of a recipe. ``make recipe`` writes it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -67,9 +68,15 @@ def documentation(recipe: str, parameters: Iterable[inspect.Parameter], *others:
 
 def meaning(recipe: str, name: str, *others: object) -> str:
     """Return the description of a recipe's option or setting, indented; "" if there is none."""
+    known = _meanings(*others)
+    return (known.get(f"{recipe}.{name}") or known.get(name, "")).rstrip()
+
+
+@functools.cache
+def _meanings(*others: object) -> dict[str, str]:
+    """Return the descriptions of all options and settings, by name."""
     pages = [inspect.getdoc(each) or "" for each in (get_scheme, make_policy, Settings, *others)]
-    meanings = dict(re.findall(r"^([\w.]+)\n((?:    .+\n?)+)", "\n".join(pages), re.M))
-    return (meanings.get(f"{recipe}.{name}") or meanings.get(name, "")).rstrip()
+    return dict(re.findall(r"^([\w.]+)\n((?:    .+\n?)+)", "\n".join(pages), re.M))
 
 
 def with_options(

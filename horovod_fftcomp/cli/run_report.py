@@ -21,7 +21,6 @@ _COLUMNS = (  # those that no row has are left out
     *(f"{what} ms" for what in TIMES),
 )  # fmt: skip
 _UNSEEN = "no difference seen"
-_MUCH_LOAD = 0.25  # of the cores
 
 _Rows = Sequence[dict[str, Any]]
 
@@ -128,5 +127,5 @@ def _load(rows: _Rows) -> Iterator[str]:
     loads, cores = [row["load"] for row in rows], environment.n_cores()
     told = f"kept {sum(loads) / len(loads):.1f} of this machine's {cores} cores busy"
     yield f"Other processes {told}, {max(loads):.1f} during one of the jobs."
-    if max(loads) > _MUCH_LOAD * cores:
+    if max(loads) > environment.MOST_LOAD * cores:
         yield "Warning: that is over a quarter of the cores; compare when they have no other work."

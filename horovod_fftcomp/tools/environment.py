@@ -12,6 +12,7 @@ from horovod_fftcomp.wire.version import __version__
 
 # Packages whose versions may change a result or a time, as named in the package index.
 PACKAGES = ("numpy", "numba", "llvmlite", "torch", "horovod")
+MOST_LOAD = 0.25  # share of the cores: if other processes use more, ranks wait for cores
 
 
 def describe() -> dict[str, object]:

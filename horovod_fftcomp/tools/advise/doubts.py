@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.advise import advice
 from horovod_fftcomp.tools.advise.advice import Forecast
 
-_MOST_LOAD = 0.25  # of the cores: more, and ranks wait for cores
 # Below this share of the measured step time, computation is not told apart from the exchange.
 _TOO_LITTLE = 0.01
 _AGAIN = "measure again on idle machines, with more --steps and a larger --repeat"
@@ -39,10 +39,10 @@ class Steps(NamedTuple):
 
 def of_load(share: float) -> Iterator[str]:
     """Yield a doubt if other processes used too much of the cores."""
-    if share > _MOST_LOAD:
+    if share > environment.MOST_LOAD:
         yield (
             f"other processes used {100 * share:.0f} % of the cores before the measurement, more "
-            f"than {100 * _MOST_LOAD:.0f} %: end them, or measure on other machines"
+            f"than {100 * environment.MOST_LOAD:.0f} %: end them, or measure on other machines"
         )
 
 
