@@ -273,7 +273,7 @@ hvd.init()
 torch.set_num_threads(1)
 path, recipe, exchange = sys.argv[1:]
 model = make_model()
-compression = small_buckets(model, recipe, exchange=exchange)
+compression = small_buckets(model, recipe, exchange=exchange, warmup_steps=0)
 optimizer = distributed(model, compression)
 try:
     compression.load_state_dict(torch.load(path, weights_only=True))
