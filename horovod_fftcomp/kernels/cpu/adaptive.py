@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.arrays import as_int32
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.dense import fill_random, fold
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
@@ -51,7 +52,7 @@ def bin_winners(total: Array, grad: Array, length: int) -> tuple[Array, Array]:
 
 @kernel
 def _maxima(values, length, maxima):
-    patterns, out = values.view(np.int32), maxima.view(np.int32)
+    patterns, out = as_int32(values), as_int32(maxima)
     for number in range(out.size):
         peak = np.int32(0)
         for pattern in patterns[number * length : (number + 1) * length]:
@@ -62,7 +63,7 @@ def _maxima(values, length, maxima):
 @kernel
 def _mark_winners(total, grad, maxima, first, length, bitmap):
     """Set the bits of winners; ``first``: index of the first element in the whole tensor."""
-    limits, keys = maxima.view(np.int32), np.empty(GROUP, np.int32)
+    limits, keys = as_int32(maxima), np.empty(GROUP, np.int32)
     sums = np.empty(GROUP, np.float32)
     for begin in range(0, total.size, GROUP):
         part, other = total[begin : begin + GROUP], grad[begin : begin + GROUP]
@@ -73,7 +74,7 @@ def _mark_winners(total, grad, maxima, first, length, bitmap):
             number = (first + begin + at) // length
             stop = min((number + 1) * length - first - begin, part.size)
             limit = limits[number] if limits[number] > 0 else _ABOVE_ALL
-            patterns, out = sums[at:stop].view(np.int32), keys[at:stop]
+            patterns, out = as_int32(sums[at:stop]), keys[at:stop]
             for i in range(patterns.size):
                 out[i] = np.int32(np.int32(patterns[i] & _MAGNITUDE) - limit)
             at = stop

@@ -10,6 +10,7 @@ import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
+from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint32, copy_into, largest
 from horovod_fftcomp.kernels.cpu.dense import (
     add_level_groups,
     add_octave_groups,
@@ -48,7 +49,7 @@ _NOT_FINITE = np.int64(0x7F800000)
 def _bits_of(value):
     number = np.empty(1, np.float32)
     number[0] = value
-    return np.int64(number.view(np.int32)[0])
+    return np.int64(as_int32(number)[0])
 
 
 @inlined
@@ -87,7 +88,7 @@ def encode_dense(
         if row.method >= ONE_BIT:
             pieces = starts[row.piece : row.piece + row.pieces]
             if not addend.size:
-                values[:] = grad
+                copy_into(values, grad)
                 grad = nothing
             peak, scale_bits = _encode_signs(
                 row, grad, addend, values, pieces, keys[m], subtract, body
@@ -104,12 +105,13 @@ def encode_dense(
 @inlined
 def _encode_elements(row, grad, residual, values, levels, clip, key, subtract, body):
     """Write the body of gradient plus residual; return bits of the peak and the header's scale."""
-    peak, _, _, _ = add_groups(grad, residual, values, 0, 0, np.empty(0, np.int32))
+    none = np.int64(0)
+    peak, _, _, _ = add_groups(grad, residual, values, none, none, np.empty(0, np.int32))
     if peak > LARGEST_FINITE_BITS:
         return peak, np.int64(NAN_BITS)
     if row.method == OCTAVES:
         top = max(1, min((peak + _BELOW_POWER) >> 23, 254))
-        words = body.view(np.uint32)
+        words = as_uint32(body)
         encode_octave_groups(values, words, max(top - 126, 1), top, key, 0, subtract)
         return peak, np.int64(top << 23)
     return peak, _encode_levels(row, values, levels, clip, key, peak, subtract, body)
@@ -118,10 +120,10 @@ def _encode_elements(row, grad, residual, values, levels, clip, key, subtract, b
 @inlined
 def _encode_levels(row, values, levels, clip, key, peak, subtract, body):
     """Write scales and levels; return the bits of the header's scale."""
-    scales, words = body[: 4 * row.scales].view(np.float32), body[4 * row.scales :].view(np.uint32)
+    scales, words = as_float32(body[: 4 * row.scales]), as_uint32(body[4 * row.scales :])
     if levels[2] != GIVEN:
         encode_level_groups(values, levels, scales, words, key, 0, subtract)
-        return _bits_of(scales.max())
+        return _bits_of(largest(scales))
     given = np.empty(1, np.float32)
     given[0] = float_of(peak)
     if clip > 0:
@@ -148,7 +150,7 @@ def _encode_signs(row, grad, residual, values, starts, key, subtract, body):
     """Write signs of gradient plus residual; return bits of a peak and of the header's scale."""
     n_pieces = starts.size - 1
     sums, counts = np.empty((n_pieces, 2)), np.empty(n_pieces, np.int64)
-    words = body[4 * row.scales :].view(np.uint32)
+    words = as_uint32(body[4 * row.scales :])
     zero = SIGNS[1] if row.method == SIGN and key else SIGNS[0]
     encode_sign_groups(grad, residual, values, starts, words, sums, counts, zero)
     if not np.isfinite(sums).all():
@@ -157,7 +159,7 @@ def _encode_signs(row, grad, residual, values, starts, key, subtract, body):
     sides = np.zeros((max(row.scales // 2, 1), 2), np.float32)
     if row.method == ONE_BIT:
         _write_means(row, starts, sums, counts, sides)
-        body[: 4 * row.scales].view(np.float32)[:] = sides.ravel()
+        copy_into(as_float32(body[: 4 * row.scales]), as_float32(sides))
         scale = np.abs(sides).max()
     elif row.method == SIGN:
         scale = np.float32(sums.any())
@@ -209,7 +211,7 @@ def sum_dense(
 def _add_body(row, body, scale_bits, levels, total):
     """Add the values of a body; return False for one that ``encode_dense`` never writes."""
     scale = float_of(scale_bits)
-    words = body[4 * row.scales :].view(np.uint32)
+    words = as_uint32(body[4 * row.scales :])
     if row.method == OCTAVES:
         if scale_bits & _BELOW_POWER or not scale_bits:
             return False
@@ -224,7 +226,7 @@ def _add_body(row, body, scale_bits, levels, total):
         sizes = np.empty(2, np.float32)
         sizes[0], sizes[1] = scale, -scale
     else:
-        sizes = body[: 4 * row.scales].view(np.float32)
+        sizes = as_float32(body[: 4 * row.scales])
         for size in sizes:
             if not np.abs(size) <= scale or (size < 0 and row.method == LEVELS):
                 return False

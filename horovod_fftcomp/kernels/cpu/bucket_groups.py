@@ -118,7 +118,9 @@ class SparseGroup(Group):
         super().__init__(own, kept, totals)
         block = 0 if isinstance(transform, Identity) else transform.block
         kind = block, isinstance(transform, BlockDCT)
-        self._forward, self._inverse = (constants_of(*kind, back) for back in (False, True))
+        self._forward, self._inverse = (
+            constants_of(*kind, back) if block else None for back in (False, True)
+        )
         self._span = span_of(block, transform.reals_per_bin)
 
     def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:

@@ -7,6 +7,8 @@ next one: it stays in the cache. Tensors are given by addresses and by rows of a
 from __future__ import annotations
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from horovod_fftcomp.codec.quantizers import (
     LARGEST_FINITE_BITS,
@@ -15,6 +17,7 @@ from horovod_fftcomp.codec.quantizers import (
     key_exponent,
 )
 from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
+from horovod_fftcomp.kernels.cpu.arrays import as_uint8
 from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_and_grid, write_header
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import bitmap_has, read_offsets, write_offsets
@@ -41,7 +44,7 @@ _EVERY_BIT = ~np.uint64(0)
 @inlined
 def copy_bytes(source, n, out, at):
     """Copy the first ``n`` bytes of an array of words to ``out``, uint8, from ``at`` on."""
-    whole = source.view(np.uint8)
+    whole = as_uint8(source)
     for i in range(n):
         out[at + i] = whole[i]
 
@@ -49,20 +52,57 @@ def copy_bytes(source, n, out, at):
 @inlined
 def fill_words(packed, words):
     """Fill 64-bit words with bytes and, after them, zeros; bytes beyond the words are dropped."""
-    whole = words.view(np.uint8)
+    whole = as_uint8(words)
     used = min(packed.size, whole.size)
     for i in range(used):
         whole[i] = packed[i]
     whole[used:] = np.uint8(0)
 
 
+# Kernels are compiled once without a transform, which is None, and once with the arguments
+# ``transforms.constants_of`` of any.
+
+
 @inlined
+def _block_of(transform):
+    """Return (block of a transform, 0 for none; whether coefficients are complex numbers)."""
+    if transform is None:
+        return 0, False
+    return transform[1], not transform[0]
+
+
 def _coefficients(grad, addend, coeffs, transform, tiles):
     """Write the coefficients of gradient plus residual; return the bits of the peak."""
-    if transform[1] == 0:
-        peak, _, _, _ = add_groups(grad, addend, coeffs, 0, 0, np.empty(0, np.int32))
+
+
+@overload(_coefficients)
+def _coefficients_by(grad, addend, coeffs, transform, tiles):
+    def identity(grad, addend, coeffs, transform, tiles):
+        none = np.int64(0)
+        peak, _, _, _ = add_groups(grad, addend, coeffs, none, none, np.empty(0, np.int32))
         return peak
-    return forward_tiles(grad, addend, coeffs, *transform, tiles)
+
+    def transformed(grad, addend, coeffs, transform, tiles):
+        return forward_tiles(grad, addend, coeffs, *transform, tiles)
+
+    return identity if transform is types.none else transformed
+
+
+def _sum(total, span, bitmaps, streams, codings, bits, transform, tiles):
+    """Write the sum of all payloads; return a corrupt payload or -1."""
+
+
+@overload(_sum)
+def _sum_by(total, span, bitmaps, streams, codings, bits, transform, tiles):
+    def identity(total, span, bitmaps, streams, codings, bits, transform, tiles):
+        return sum_groups(total, np.int64(0), np.int64(1), bitmaps, streams, codings, bits)
+
+    def transformed(total, span, bitmaps, streams, codings, bits, transform, tiles):
+        return inverse_of_sum(
+            total, np.int64(0), span, bitmaps, streams, codings, bits, *transform, tiles
+        )
+
+    return identity if transform is types.none else transformed
 
 
 @kernel
@@ -84,7 +124,8 @@ def encode_sparse(
     found = np.empty(padded, np.int32)
     bitmap = np.empty(padded // 64, np.uint64)
     packed = np.empty(most // 2 + PADDING, np.uint64)
-    tiles = np.empty(5 * LANES * max(transform[1], 1), np.float32)
+    block, _ = _block_of(transform)
+    tiles = np.empty(5 * LANES * block, np.float32)
     for m in range(members.size):
         row = members[m]
         coeffs = floats_at(kept + 4 * row.kept, row.reals) if kept else scratch[: row.reals]
@@ -108,8 +149,8 @@ def _write_body(row, coeffs, peak, transform, subtract, found, bitmap, packed, p
 
     What the values encode is subtracted from the coefficients.
     """
-    is_complex = transform[1] > 0 and not transform[0]
-    bins_per_block = max(transform[1], 1) // (2 if is_complex else 1)
+    block, is_complex = _block_of(transform)
+    bins_per_block = max(block, 1) // (2 if is_complex else 1)
     scale = float_of((127 - key_exponent(peak)) << 23) if is_complex else np.float32(1)
     options = is_complex, bins_per_block, scale
     key, ties = 0, row.n
@@ -151,12 +192,13 @@ def sum_sparse(
         most_reals = max(most_reals, (row.reals + span - 1) // span * span)
         most_nbytes = max(most_nbytes, row.payload_nbytes - row.values_offset)
         most_unary = max(most_unary, row.positions_nbytes)
-    width = 2 if transform[1] > 0 and not transform[0] else 1
+    block, is_complex = _block_of(transform)
+    width = 2 if is_complex else 1
     bitmaps = np.empty((n_ranks, most_reals // width // 64), np.uint64)
     streams = np.empty((n_ranks, most_nbytes // 8 + PADDING), np.uint64)
     codings, bits = np.empty((n_ranks, 7), np.int64), np.empty(n_ranks, np.int64)
     scratch = np.empty(most_unary // 8 + 4, np.uint64)
-    tiles = np.empty(2 * LANES * max(transform[1], 1), np.float32)
+    tiles = np.empty(2 * LANES * block, np.float32)
     for m in range(members.size):
         row = members[m]
         start = headers[row.header : row.header + row.header_nbytes // 8]
@@ -172,13 +214,7 @@ def sum_sparse(
             fill_words(payload[row.values_offset :], streams[p])
         if not bad[m]:
             total = floats_at(totals + 4 * row.total, row.numel)
-            if transform[1] == 0:
-                wrong = sum_groups(total, 0, 1, bitmaps, streams, codings, bits)
-            else:
-                wrong = inverse_of_sum(
-                    total, 0, span, bitmaps, streams, codings, bits, *transform, tiles
-                )
-            bad[m] = wrong >= 0
+            bad[m] = _sum(total, span, bitmaps, streams, codings, bits, transform, tiles) >= 0
 
 
 @inlined

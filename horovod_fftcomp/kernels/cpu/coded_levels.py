@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint8, copy_into
 from horovod_fftcomp.kernels.cpu.dense import fill_random
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.rans import decode_chunk, encode_chunk
@@ -122,9 +123,9 @@ def encode_coded_chunks(
             n_words = encode_chunk(symbols[:width], *code, out)
         if choice >= 0:
             unit = np.float32(peak * coded.STEPS_OF_GRIDS[choice >> 1])
-            own[:1].view(np.float32)[0] = unit
+            as_float32(own[:1])[0] = unit
             own[1] = np.uint32(n_words + (t << 16))
-            own[states : states + STATE_WORDS + n_words] = out[: STATE_WORDS + n_words]
+            copy_into(own[states : states + STATE_WORDS + n_words], out)
             scale = max(scale, np.float32(unit * np.float32(numbers[1 + t])))
             if keep:
                 _add_values(part, levels, dithers, codes, unit, bucket, np.float32(-1))
@@ -136,7 +137,7 @@ def _split(body, at, n, bucket, room):
     """Return a chunk's part of the body, the codes of its scales, and where its states begin."""
     states = HEADER_WORDS + ((n + bucket - 1) // bucket + 3) // 4
     own = body[at : at + states + STATE_WORDS + room]
-    return own, own[HEADER_WORDS:states].view(np.uint8), states
+    return own, as_uint8(own[HEADER_WORDS:states]), states
 
 
 @inlined
@@ -159,7 +160,7 @@ def _eighths_of(piece, most, found):
     largest = ((most & 0x7FFFFF | 0x800000) >> 13) + 1
     square = max(np.int64(total) // piece.size, largest * largest // 35) + 1
     found[0] = np.float32(square)  # below 2^23, so exact
-    pattern = np.int64(found.view(np.int32)[0])
+    pattern = np.int64(as_int32(found)[0])
     half = pattern >> 1 & 0x3FFFFF | 0x400000
     above = np.int64(0)
     for quarter in coded.QUARTERS:
@@ -175,7 +176,7 @@ def _write_scales(part, bucket, eighths, codes):
     found = np.empty(1, np.float32)
     for b in range(n):
         piece = part[b * bucket : (b + 1) * bucket]
-        most = peak_bits(piece.view(np.int32))
+        most = peak_bits(as_int32(piece))
         if most >= _INFINITY:
             return np.float32(np.nan)
         eighths[b] = _eighths_of(piece, most, found) if most >= _LEAST_NORMAL else np.int64(0)
@@ -191,7 +192,7 @@ def _write_scales(part, bucket, eighths, codes):
 def _write_patterns(unit, patterns):
     """Write the bit patterns of the unit times 1, 2^(-1/8), .. 2^(-7/8)."""
     for k in range(8):
-        patterns[k : k + 1].view(np.float32)[0] = np.float32(unit * coded.EIGHTHS[k])
+        as_float32(patterns[k : k + 1])[0] = np.float32(unit * coded.EIGHTHS[k])
 
 
 @inlined
@@ -344,7 +345,7 @@ def add_coded_chunks(total, body, rooms, key, first, scale, numbers, decoders):
             return np.int64(1)
         if own[0] == 0 and own[1] == 0:
             continue
-        unit = own[:1].view(np.float32)[0]
+        unit = as_float32(own[:1])[0]
         if not (unit >= 0 and np.float32(unit * np.float32(numbers[1 + table])) <= scale):
             return np.int64(2)
         width = (part.size + 1) // 2

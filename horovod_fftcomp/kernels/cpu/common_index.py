@@ -7,6 +7,7 @@ import numpy as np
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.addresses import view_at
+from horovod_fftcomp.kernels.cpu.arrays import as_int32, copy_into
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import as_words, count_bits
@@ -50,7 +51,7 @@ def filter_residuals(arrays, starts, begin, end, beta, peaks):
 @inlined
 def _low_pass(a, b, beta, out, sums):
     """Write b + beta * a; return the bits of the largest |a + b|."""
-    keys = sums.view(np.int32)
+    keys = as_int32(sums)
     peak = np.int32(0)
     for begin in range(0, a.size, _GROUP):
         end = min(begin + _GROUP, a.size)
@@ -94,7 +95,7 @@ def choose_winners(arrays, numels, begins, begin, end, chunk, winners):
 
 @inlined
 def _choose_winners(a, b, chunk, sums, winners):
-    keys = sums.view(np.int32)
+    keys = as_int32(sums)
     for number in range(winners.size):
         begin = number * chunk
         end = min(begin + chunk, a.size)
@@ -164,7 +165,7 @@ def locate_rows(sums, numels, row_begins, begins, length, positions):
 
     ``row_begins``, ``begins``: number of sums and of positions before each tensor.
     """
-    keys = sums.view(np.int32) & _MAGNITUDE
+    keys = as_int32(sums) & _MAGNITUDE
     for number in range(numels.size):
         n, at, end = numels[number], begins[number], begins[number + 1]
         tail = n if end - at == n else n % length
@@ -240,7 +241,7 @@ def settle_residuals(arrays, numels, begins, positions, values, sent, beta, rest
 @kernel
 def find_not_finite(values, begins, found, begin, end):
     """Set the byte of each tensor of whose values ``begin`` to ``end`` one is not finite."""
-    keys = values.view(np.int32)
+    keys = as_int32(values)
     for number in _owners(begins, begin, end):
         first, stop = max(begin, begins[number]), min(end, begins[number + 1])
         if peak_bits(keys[first:stop]) > _LARGEST_FINITE:
@@ -285,7 +286,7 @@ def _pack_bits(codes, bits, stream):
     bit = np.int64(0)
     for begin in range(0, codes.size, _GROUP):
         n = min(_GROUP, codes.size - begin)
-        group[:n] = codes[begin : begin + n]
+        copy_into(group[:n], codes[begin : begin + n])
         bit = write_bits(group, n, bits, stream, bit)
 
 
@@ -303,7 +304,7 @@ def _unpack_bits(stream, bits, codes):
     for begin in range(0, codes.size, _GROUP):
         n = min(_GROUP, codes.size - begin)
         read_bits(stream, np.int64(begin) * bits, n, bits, group)
-        codes[begin : begin + n] = group[:n]
+        copy_into(codes[begin : begin + n], group)
 
 
 def positions_of(bitmap: Array) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, copy_into
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
@@ -49,7 +50,7 @@ def write_words(codes, m, radix, digits, words):
     width = (m + digits - 1) // digits
     codes[m : width * digits] = _U(0)
     out = words[:width]
-    out[:] = codes[(digits - 1) * width : digits * width]
+    copy_into(out, codes[(digits - 1) * width :])
     for b in range(digits - 2, -1, -1):
         plane = codes[b * width : (b + 1) * width]
         for j in range(width):
@@ -61,7 +62,7 @@ def read_words(words, m, radix, digits, codes):
     """Unpack the ``m`` codes of a group; return the largest. See ``reference.unpack_words``."""
     width = (m + digits - 1) // digits
     rest = np.empty(width, np.uint32)
-    rest[:] = words[:width]
+    copy_into(rest, words)
     power = radix & _U(radix - _U(1)) == 0
     shift, mask = _U(0), _U(radix - _U(1))
     while power and _U(1) << shift < radix:
@@ -79,7 +80,7 @@ def read_words(words, m, radix, digits, codes):
                 q = _U(np.int64((np.float64(x) + 0.5) * inverse))
                 plane[j] = _U(x - _U(q * radix))
                 rest[j] = q
-    codes[(digits - 1) * width : digits * width] = rest
+    copy_into(codes[(digits - 1) * width : digits * width], rest)
     top = _U(0)
     for j in range(m):
         top = max(top, codes[j])
@@ -110,7 +111,7 @@ def moments(values: Array) -> tuple[int, Array, Array]:
 def moments_by_group(values, sums, squares):
     """Write the groups' sums and sums of squares; return the bits of the peak."""
     first, second = np.empty(LANES), np.empty(LANES)
-    patterns = values.view(np.int32)
+    patterns = as_int32(values)
     peak = np.int64(0)
     for group in range((values.size + GROUP - 1) // GROUP):
         begin, end = group * GROUP, min((group + 1) * GROUP, values.size)
@@ -188,7 +189,7 @@ def encode_level_groups(values, levels, scales, words, key, first_group, keep):
         if norm == GIVEN:
             _round(part, scales[0], top, random, codes, keep)
         else:
-            found = peak_bits(part.view(np.int32))
+            found = peak_bits(as_int32(part))
             peak = max(peak, found)
             if found >= 0x7F800000:  # not finite: the body is discarded
                 break
@@ -301,7 +302,7 @@ def encode_octave_groups(values, words, base, top, key, first_group, keep):
     to = 0
     for begin in range(0, values.size, GROUP):
         part = values[begin : begin + GROUP]
-        patterns = part.view(np.int32)
+        patterns = as_int32(part)
         fill_random(key, first_group + begin // GROUP, random)
         for i in range(part.size):
             pattern = np.int32(patterns[i] & _MAGNITUDE)
@@ -329,7 +330,7 @@ def _add_values(part, codes, shift, sign):
         highest = max(highest, level)
         pattern = np.int32(np.int32(level + shift) << np.int32(23))
         patterns[i] = pattern if level > 0 else np.int32(0)
-    magnitudes = patterns.view(np.float32)
+    magnitudes = as_float32(patterns)
     for i in range(part.size):
         value = -magnitudes[i] if codes[i] > _U(127) else magnitudes[i]
         part[i] += np.float32(sign * value)

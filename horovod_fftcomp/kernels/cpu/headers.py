@@ -9,6 +9,7 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels.cpu.arrays import as_uint64
 from horovod_fftcomp.kernels.cpu.jit import inlined
 
 NAN_BITS = 0x7FC00000
@@ -30,7 +31,7 @@ def _changed_checksum(start, changes, values, flag):
 @inlined
 def write_header(payload, start, changes, scale_bits, grid, flag):
     """Write the header of a payload, uint8: ``start`` with another scale, grid or flag."""
-    words = payload[: 8 * start.size].view(np.uint64)
+    words = as_uint64(payload[: 8 * start.size])
     for i in range(start.size):
         words[i] = start[i]
     values = np.uint64(scale_bits) | np.uint64(grid) << np.uint64(32)
@@ -45,7 +46,7 @@ def scale_and_grid(payload, start, changes):
 
     The scale is -1 for another header than this, or not finite.
     """
-    words = payload[: 8 * start.size].view(np.uint64)
+    words = as_uint64(payload[: 8 * start.size])
     values = words[_VALUES_WORD]
     scale_bits = np.int64(values & np.uint64(0xFFFFFFFF))
     same = scale_bits <= LARGEST_FINITE_BITS

@@ -107,7 +107,7 @@ class _Notice(event.Listener):
     def _tell(self) -> None:
         if set(self._ranks) <= {"0"}:  # ranks of a machine compile the same at the same time
             logging.getLogger("horovod_fftcomp").warning(
-                "horovod_fftcomp: compiling CPU kernels, which takes up to a minute%s",
+                "horovod_fftcomp: compiling CPU kernels, which takes up to half a minute%s",
                 f", once (cached in {self.folder})" if self.folder else "",
             )
 

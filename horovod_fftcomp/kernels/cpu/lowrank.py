@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.arrays import copy_into
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.dense import fold
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
@@ -85,4 +86,4 @@ def _low_rank(left, right, subtracts, out):
                 for j in range(sums.size):
                     target[j] -= sums[j]
             else:
-                target[:] = sums
+                copy_into(target, sums)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from horovod_fftcomp.kernels.cpu.arrays import copy_into
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.vector_values import high_product
 from horovod_fftcomp.wire.rans import CHUNK_SYMBOLS, LANES, LOWEST_STATE, PRECISION
@@ -46,7 +47,7 @@ def encode_chunk(symbols, freqs, reciprocals, shifts, biases, out):
         out[2 * lane] = np.uint32(state & np.uint64(0xFFFFFFFF))
         out[2 * lane + 1] = np.uint32(state >> np.uint64(32))
     n_words = words.size - 1 - free
-    out[2 * LANES : 2 * LANES + n_words] = words[free + 1 :]
+    copy_into(out[2 * LANES : 2 * LANES + n_words], words[free + 1 :])
     return n_words
 
 

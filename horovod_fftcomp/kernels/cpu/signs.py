@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.arrays import copy_into
 from horovod_fftcomp.kernels.cpu.dense import fold, group_slices
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.types import Array
@@ -63,7 +64,7 @@ def encode_sign_groups(a, b, values, starts, words, sums, counts, zero):
         # After the sums, while the group is in the cache: ``_pack`` reads it at 32 places at once.
         width = (part.size + _DIGITS - 1) // _DIGITS
         if part.size < GROUP:
-            rest[: part.size] = part
+            copy_into(rest[: part.size], part)
             _pack(rest, words[to : to + width], zero)
         else:
             _pack(part, words[to : to + width], zero)
@@ -91,7 +92,8 @@ def _pack(values, words, zero):
             high = _below(third[j], zero) | _U(_below(fourth[j], zero) << _U(1))
             words[j] = _U(_U(words[j] << _U(4)) | _U(low | _U(high << _U(2))))
     if zero < _ZERO:
-        words[:] = ~words
+        for j in range(width):
+            words[j] = ~words[j]
 
 
 @inlined

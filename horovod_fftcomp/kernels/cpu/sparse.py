@@ -9,6 +9,7 @@ import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.arrays import largest
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import count_bits
@@ -175,7 +176,7 @@ def limits_of(sample: Array, k: int, n: int) -> Limits | None:
 @kernel
 def add_groups(a, b, out, low, high, found):
     """Write a + b; return (bits of the peak, sums of ``count_keys`` unless ``found`` is empty)."""
-    above, between, kept = 0, 0, 0
+    above = between = kept = np.int64(0)
     peaks, keys = np.zeros(LANES, np.int32), np.empty(GROUP, np.int32)
     peak, to = np.int64(peaks.ctypes.data), np.int64(keys.ctypes.data)
     x, y, z = np.int64(a.ctypes.data), np.int64(b.ctypes.data), np.int64(out.ctypes.data)
@@ -189,9 +190,8 @@ def add_groups(a, b, out, low, high, found):
                 copy_with_keys(x + i, y + i, z + i, to + i, peak)
         if whole < GROUP:
             rest = out[begin + whole : end]
-            rest[:] = a[begin + whole : end]
-            if b.size:
-                rest += b[begin + whole : end]
+            for i in range(begin + whole, end):
+                out[i] = a[i] + b[i] if b.size else a[i]
             fill_keys(rest, False, 1, np.float32(1), keys[whole:])
             for i in range(whole, end - begin):
                 peaks[0] = max(peaks[0], keys[i])
@@ -200,7 +200,7 @@ def add_groups(a, b, out, low, high, found):
             above += more
             between += inside
         x, y, z = x + 4 * GROUP, y + 4 * GROUP, z + 4 * GROUP
-    return np.int64(peaks.max()), above, between, kept
+    return np.int64(largest(peaks)), above, between, kept
 
 
 def select_quantize_pack(

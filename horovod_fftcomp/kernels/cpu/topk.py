@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.vector_values import count_ones, mask_above, trailing_zeros
@@ -127,7 +128,7 @@ def fill_keys(reals, is_complex, bins_per_block, scale, keys):
     A complex group begins with a block.
     """
     if is_complex:
-        energies = keys.view(np.float32)
+        energies = as_float32(keys)
         n = reals.size // 2
         for i in range(n):
             re, im = reals[2 * i] * scale, reals[2 * i + 1] * scale
@@ -135,7 +136,7 @@ def fill_keys(reals, is_complex, bins_per_block, scale, keys):
         for i in range(0, n, bins_per_block):
             energies[i] *= np.float32(0.5)
     else:
-        patterns = reals.view(np.int32)
+        patterns = as_int32(reals)
         n = patterns.size
         for i in range(n):
             keys[i] = patterns[i] & _MAGNITUDE
@@ -161,16 +162,16 @@ def _sample(reals, n, is_complex, bins_per_block, scale, keys):
             energy = re * re + im * im
             if at % bins_per_block == 0:
                 energy *= np.float32(0.5)
-            keys.view(np.float32)[i] = energy
+            as_float32(keys)[i] = energy
         else:
-            keys[i] = reals.view(np.int32)[at] & _MAGNITUDE
+            keys[i] = as_int32(reals)[at] & _MAGNITUDE
     return keys
 
 
 @kernel
 def count_groups(reals, is_complex, bins_per_block, scale, low, high, found):
     """Return the sums of ``count_group`` over all groups."""
-    above = between = kept = 0
+    above = between = kept = np.int64(0)
     keys = np.empty(GROUP, np.int32)
     size = GROUP * (2 if is_complex else 1)
     for begin in range(0, reals.size, size):
@@ -197,7 +198,7 @@ def count_group(reals, is_complex, bins_per_block, scale, low, high, keys, found
 def count_keys(keys, low, high, found, kept):
     """Count keys as ``count_group``, for given keys, a multiple of 64."""
     at = np.int64(keys.ctypes.data)
-    above = between = 0
+    above = between = np.int64(0)
     for word in range(keys.size // 64):
         over = mask_above(at + 256 * word, high)
         inside = np.int64(mask_above(at + 256 * word, low - 1) ^ over)
@@ -216,7 +217,7 @@ def kth_of_few(reals, n, k, options, found):
 
     ``options``: the next arguments of ``count_groups``. ``found``: int32, whole groups.
     """
-    low, high = np.int32(0), np.int32(_ABOVE_ALL)
+    low, high = np.int64(0), np.int64(_ABOVE_ALL)
     n_samples = min(_FEW_SAMPLES, n // 512 * 64)
     if n_samples:
         sample = _sample(reals, n, *options, found[:n_samples])
@@ -226,15 +227,15 @@ def kth_of_few(reals, n, k, options, found):
             low = _kth_by_bits(sample, np.int64(rank + margin), low, high, _UNKNOWN_BITS)
         if rank - margin >= 1:
             high = _kth_by_bits(sample, np.int64(rank - margin), low, high, _UNKNOWN_BITS)
-            high |= np.int32((1 << _UNKNOWN_BITS) - 1)
+            high |= (1 << _UNKNOWN_BITS) - 1
     above, between, kept = count_groups(reals, *options, low, high, found)
     if not above < k <= above + between:
-        low, high = np.int32(0), np.int32(_ABOVE_ALL)
+        low, high = np.int64(0), np.int64(_ABOVE_ALL)
         above, _, kept = count_groups(reals, *options, low, high, found)
     padded = (kept + 63) // 64 * 64
     found[kept:padded] = _NO_KEY
     key = _kth_by_bits(found[:padded], k - above, low, high, 0)
-    return np.int64(key), k - above - _count_above(found[:padded], key)
+    return key, k - above - _count_above(found[:padded], key)
 
 
 @inlined
@@ -246,9 +247,9 @@ def _kth_by_bits(keys, k, low, high, n_unknown):
     bit = 30
     while bit >= n_unknown and not (low ^ high) >> bit:
         bit -= 1
-    key = np.int32(low >> (bit + 1) << (bit + 1))  # the bits that all keys between them share
+    key = low >> (bit + 1) << (bit + 1)  # the bits that all keys between them share
     while bit >= n_unknown:
-        trial = np.int32(key | np.int32(1 << bit))
+        trial = key | 1 << bit
         if _count_above(keys, trial - 1) >= k:
             key = trial
         bit -= 1

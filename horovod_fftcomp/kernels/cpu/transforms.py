@@ -15,6 +15,7 @@ import numpy as np
 
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu import vector_ir as c
+from horovod_fftcomp.kernels.cpu.arrays import copy_into, largest
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.sparse import NOTHING, Streams, add_group, counted
@@ -41,24 +42,22 @@ _SPREAD = 3  # coefficients of a block are correlated: a sample of blocks varies
 def constants_of(block: int, is_dct: bool, back: bool) -> tuple:
     """Return the constant arguments of kernels: from ``is_dct`` to ``scale``.
 
-    ``back``: of the inverse transform. Complex constants are pairs of float32. With ``block`` 0,
-    for no transform, the arrays are not used.
+    ``back``: of the inverse transform. Complex constants are pairs of float32.
     """
-    length = block or 64
-    n = length // 2
+    n = block // 2
     twiddles, left = [], n  # of all passes, concatenated
     for radix in _RADICES[n]:
         p, k = np.mgrid[: left // radix, 1:radix]
         twiddles.append(np.exp(-2j * np.pi * p * k / left).ravel())
         left //= radix
     k = np.arange(n)
-    splits = -1j * np.exp(-2j * np.pi * k / length)
-    turns = np.sqrt(2) * np.exp(-0.5j * np.pi * k / length)  # rotations of the DCT
+    splits = -1j * np.exp(-2j * np.pi * k / block)
+    turns = np.sqrt(2) * np.exp(-0.5j * np.pi * k / block)  # rotations of the DCT
     if back:
         splits, turns = splits.conj(), 1 / turns
     complexes = (np.concatenate(twiddles), splits, turns)
     reals = [part.astype(np.complex64).view(np.float32) for part in complexes]
-    scale = np.array([0.5 / length, 1], np.float32)  # halved, since the split adds two values
+    scale = np.array([0.5 / block, 1], np.float32)  # halved, since the split adds two values
     return is_dct, block, np.array(_RADICES[n]), *reals, scale
 
 
@@ -141,7 +140,7 @@ def _forward(x, addend, out, is_dct, length, radices, twiddles, splits, turns, s
         src += tile
         dst += tile
         add += tile
-    return np.int64(peaks.max())
+    return np.int64(largest(peaks))
 
 
 @inlined
@@ -163,15 +162,15 @@ def forward_tiles(
         buffers[2 * tile : 4 * tile] = np.float32(0)
         rest, more = buffers[2 * tile : 3 * tile], buffers[3 * tile : 4 * tile]
         last = buffers[4 * tile : 5 * tile]
-        rest[: x.size - done] = x[done:]
+        copy_into(rest[: x.size - done], x[done:])
         if addend.size:
-            more[: addend.size - done] = addend[done:]
+            copy_into(more[: addend.size - done], addend[done:])
         top = _forward(
             rest, more if addend.size else more[:0], last, is_dct, length, radices, twiddles,
             splits, turns, scale, scratch,
         )  # fmt: skip
         peak = max(peak, top)
-        out[done:] = last[: out.size - done]
+        copy_into(out[done:], last)
     return peak
 
 
@@ -229,7 +228,7 @@ def _forward_counted(
     low, high, found,
 ):  # fmt: skip
     """Transform span by span; return as ``add_groups``. ``buffers``: see ``forward_tiles``."""
-    peak, above, between, kept = np.int64(0), 0, 0, 0
+    peak = above = between = kept = np.int64(0)
     keys = np.empty(GROUP, np.int32)
     width = 1 if is_dct else 2
     bins_per_block = length // width
@@ -275,7 +274,7 @@ def inverse_of_sum(
             coeffs[:used], to, is_dct, length, radices, twiddles, splits, turns, scale, scratch
         )
         if end - begin < used:
-            out[begin:end] = rest[: end - begin]
+            copy_into(out[begin:end], rest)
     return bad
 
 

@@ -19,6 +19,7 @@ from horovod_fftcomp.codec.quantizers import (
     range_coding,
 )
 from horovod_fftcomp.kernels.cpu import vector_values
+from horovod_fftcomp.kernels.cpu.arrays import as_float32
 from horovod_fftcomp.kernels.cpu.jit import inlined
 
 STEP = 64  # values that a codelet processes
@@ -33,7 +34,7 @@ def float_of(bits):
     """Return the float32 with this bit pattern."""
     pattern = np.empty(1, np.int32)
     pattern[0] = np.int32(bits)
-    return pattern.view(np.float32)[0]
+    return as_float32(pattern)[0]
 
 
 @inlined
