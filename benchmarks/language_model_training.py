@@ -211,7 +211,8 @@ class Training:
         self.learners = self._learners(name, options)
         policy = make_policy(name, **options)
         self.warm_up = policy.warmup_steps
-        own_momentum = policy.after_warmup.traits.momentum
+        # With ``dense_every`` the package's AdamW takes its first moments from the compressor.
+        own_momentum = policy.after_warmup.traits.momentum and not policy.dense_every
         self.optimizer = make_optimizer(run, self.model, bool(own_momentum))
         self.generators = [
             torch.Generator().manual_seed(1000 * run.seed + rank) for rank in range(run.learners)

@@ -109,9 +109,9 @@ def _extended(
 
 
 def _accelerated(recipe: Recipe) -> Recipe:
-    """Return a recipe with error feedback, which has ``beta``, with momentum as an option too."""
+    """Return a recipe with error feedback, or dither, with momentum as an option too."""
     make = recipe.make
-    if "beta" not in recipe.options:
+    if not {"beta", "ratio"} & set(recipe.options):
         return recipe
 
     def made(momentum: float = 0.0, nesterov: bool = False, **options: Any) -> Scheme:

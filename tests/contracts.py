@@ -78,6 +78,7 @@ STEPS: list[tuple[str, dict, float]] = [
     ("qsgd", {"levels": 5, "bucket": 64, "norm": "l2", "error_feedback": True}, 0),
     ("dither", {"ratio": 20, "bucket": 128}, 0),
     ("dither", {"ratio": 60, "bucket": 512, "exchange": "sharded"}, 0),
+    ("dither", {"momentum": 0.9, "warmup_steps": 1, "dense_every": 2, "dense_by": "dither"}, 0),
     ("terngrad", {"packing": "bits", "clip": 0}, 0),
     ("dgc", {"density": 0.05}, 0),
     ("dgc", {"density": 0.05, "nesterov": True, "masking": False, "bits": 8}, 0),

@@ -640,6 +640,13 @@ def test_second_moments_beside_a_biased_recipe_are_named_once(recipe, options, m
     assert [told in str(warning.message) for warning in caught] == [True] * warns
 
 
+def test_first_moments_are_for_this_packages_adam_alone():
+    ddp = wrapped()
+    compress(ddp, "dither", momentum=0.9, dense_every=3, warmup_steps=1)
+    with pytest.raises(UnsupportedError, match="understand alone, not SGD"):
+        torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+
+
 def recipe_of(compression):
     rows = (line.split() for line in compression.summary().splitlines()[1:-2])
     [recipe] = {recipe for _, recipe, *_ in rows} - {"dense"}
@@ -1238,12 +1245,13 @@ def adam_steps(ddp, optimizer, steps, scaler=None, bad_step=-1):
 SHARED = dict(density=0.1, warmup_steps=2, dense_every=3, dense_by="qsgd")
 
 
-def test_adamw_of_compressed_gradients_resumes_exactly():
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_adamw_of_compressed_gradients_resumes_exactly(momentum):
     states, ends = [], []
     for parts in ([range(12)], [range(5), range(5, 12)]):
         for part in parts:
             ddp = wrapped()
-            compression = compress(ddp, "topk", **SHARED)
+            compression = compress(ddp, "topk", momentum=momentum, **SHARED)
             optimizer = AdamW(ddp.parameters(), 0.01, max_norm=0.5)
             if part.start:
                 for each, state in zip((ddp, optimizer, compression), states, strict=True):
@@ -1258,10 +1266,11 @@ def test_adamw_of_compressed_gradients_resumes_exactly():
     assert dist.get_world_size() > 2 or torch.equal(*ends)
 
 
-def test_a_loss_scalers_bad_step_changes_no_moment():
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_loss_scalers_bad_step_changes_no_moment(momentum):
     ddp = wrapped()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    compress(ddp, "topk", grad_scaler=scaler, **SHARED)
+    compress(ddp, "topk", grad_scaler=scaler, momentum=momentum, **SHARED)
     optimizer = AdamW(ddp.parameters(), 0.01, max_norm=0.5)
     weight = ddp.module.first.weight
     adam_steps(ddp, optimizer, range(4), scaler)

@@ -12,7 +12,15 @@ from horovod_fftcomp import PayloadError, get_codec
 from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.wire import coded_levels
-from horovod_fftcomp.wire.coded_levels import CHUNK, KEY_WORDS, PARTS, RATIOS, CodedLevels
+from horovod_fftcomp.wire.coded_levels import (
+    BINS,
+    BINS_OF_SCALE,
+    CHUNK,
+    KEY_WORDS,
+    PARTS,
+    RATIOS,
+    CodedLevels,
+)
 from horovod_fftcomp.wire.counter_rng import spaced
 
 FORM = CodedLevels(20, 128)
@@ -90,7 +98,14 @@ def test_frequencies_and_costs(ratio):
     for table, end in enumerate(form.ends):
         assert (np.diff(costs[table : 2 * end : 2, :60], axis=1) >= -1).all()  # larger: no cheaper
         assert not costs[2 * end + table :: 2].any()
-    assert costs[0].max() * CHUNK < 256 * 32 * form.room(CHUNK)  # the coarsest grid always fits
+    # The coarsest grid always fits: the mean square of a bucket is at most that of its scale, so
+    # its costliest values have two magnitudes, one up to the scale and one from there on.
+    below, above = costs[0][: BINS_OF_SCALE + 1], costs[0][BINS_OF_SCALE:]
+    squares = (np.arange(BINS) / BINS_OF_SCALE) ** 2
+    room = 1 - squares[: BINS_OF_SCALE + 1, None]
+    share = room / np.maximum(squares[BINS_OF_SCALE:] - 1 + room, 1e-9)
+    mean = below[:, None] * (1 - share) + above * share
+    assert max(mean.max(), below.max()) * CHUNK < form.limit(CHUNK)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -240,7 +255,7 @@ def test_bodies_that_are_never_written_are_refused(backend):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ratio": 7}, "ratio must be one of 16, 20, 30, 40, 60, 80, 100; got 7"),
+        ({"ratio": 7}, "ratio must be one of 16, 20, 30, 40, 60, 80, 100, 160; got 7"),
         ({"bucket": 100}, "bucket must be one of 128, 256, 512, 1024; got 100"),
     ],
 )

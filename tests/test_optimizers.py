@@ -151,6 +151,46 @@ def test_exchanges_without_a_step_count_together():
     assert train(range(8, 16)) == 1  # told once
 
 
+def test_first_moments_that_are_exchanged_are_adams():
+    """Where all is sent exactly it makes no difference which of the two is sent."""
+    ends = []
+    for momentum in (0.0, 0.9):
+        model = a_model()
+        options = dict(momentum=momentum, warmup_steps=3, dense_every=4, dense_by="none")
+        learners = SimulatedLearners(model, RANKS, "topk", density=1.0, bits=32, **options)
+        optimizer = AdamW(model.parameters(), 0.01, (0.9, 0.99), weight_decay=0.1)
+        for step in range(12):
+            backward(learners, model, step)
+            if step in (3, 7):  # one is compressed, one is not
+                learners.discard()
+                continue
+            optimizer.step()
+        state = optimizer.state[model[0].weight]
+        assert (state["refreshed"], state["step"]) == (7, 10)
+        ends.append((weights(model), state["exp_avg"], state["exp_avg_sq"]))
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "betas", "message"),
+    [
+        ({"dense_every": 3, "warmup_steps": 1}, (0.8, 0.99), "momentum=0.9, .* first beta of 0.8"),
+        ({"warmup_steps": 1}, (0.9, 0.99), "no second moment yet"),
+    ],
+)
+def test_momenta_that_do_not_go_together_are_refused(options, betas, message):
+    model = a_model()
+    learners = SimulatedLearners(model, RANKS, "dither", momentum=0.9, **options)
+    optimizer = AdamW(model.parameters(), betas=betas)
+    if "dense_every" in options:  # the first step is dense
+        backward(learners, model, 0)
+        optimizer.step()
+    backward(learners, model, 1)
+    with pytest.raises(UnsupportedError, match=message):
+        optimizer.step()
+
+
 def test_compressed_gradients_alone_are_refused():
     model = a_model()
     learners = SimulatedLearners(model, RANKS, "topk", density=0.1)
@@ -160,12 +200,14 @@ def test_compressed_gradients_alone_are_refused():
         optimizer.step()
 
 
-def test_resume_is_exact():
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_resume_is_exact(momentum):
     """Of optimizer, model and learners; also from a file, by the safe loader."""
 
     def start():
         model = a_model()
         options = dict(density=0.1, warmup_steps=2, dense_every=3, dense_by="qsgd")
+        options["momentum"] = momentum
         learners = SimulatedLearners(model, RANKS, "topk", **options)
         return model, learners, AdamW(model.parameters(), 0.01, max_norm=0.1)
 
@@ -221,7 +263,9 @@ def test_wrong_options_are_refused(options, message):
         ("fft", {"dense_every": 10, "dense_by": "topk"}, "without bias"),
         ("fft", {"dense_every": 10, "dense_by": "dither:ratio=80"}, "much noise"),
         ("signsgd", {"dense_every": 10}, "sends signs"),
-        ("topk", {"dense_every": 10, "momentum": 0.9}, "momentum of its own"),
+        ("dgc", {"dense_every": 10}, "momentum of its own"),
+        ("topk", {"dense_every": 10, "momentum": 0.9, "nesterov": True}, "momentum of its own"),
+        ("fft", {"dense_every": 10, "dense_by": "dither:momentum=0.9"}, "without bias"),
     ],
 )
 def test_dense_steps_that_cannot_be_are_refused(recipe, options, message):

@@ -89,9 +89,23 @@ class Compressor:
                 "without grad_scaler"
             )
 
-    def _warn_of_two_momenta(self, optimizer: str, momenta: Mapping[str, object]) -> None:
-        """Warn once if recipe and ``optimizer`` both have momentum; ``momenta``: its options."""
+    def _warn_of_two_momenta(
+        self, optimizer: str, momenta: Mapping[str, object], of_package: bool = False
+    ) -> None:
+        """Warn once if recipe and ``optimizer`` both have momentum; ``momenta``: its options.
+
+        ``of_package``: it is one of this package, which looks for itself. Raises UnsupportedError
+        for another, which would take velocities and gradients for the same thing.
+        """
         own = self._policy.after_warmup.traits.momentum
+        if own and of_package:
+            return
+        if own and self._policy.dense_every:
+            raise UnsupportedError(
+                f"recipe {self._policy.recipe!r} has momentum={own} and dense_every="
+                f"{self._policy.dense_every}, which Adam and AdamW of horovod_fftcomp understand "
+                f"alone, not {optimizer}: use one of these, or give dense_every=0"
+            )
         if not own or not momenta or self._warned_of_momentum:
             return
         self._warned_of_momentum = True

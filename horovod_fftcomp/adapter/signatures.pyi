@@ -1230,6 +1230,8 @@ class Compression(Generic[_Model, _Compressor]):
         bucket: int = 256,
         seed: int = 0,
         exchange: Literal["auto", "gather", "sharded"] = "auto",
+        momentum: float = 0.0,
+        nesterov: bool = False,
         warmup_steps: int | None = None,
         density_schedule: Schedule | Mapping[int, float] | float | None = None,
         dense_every: int = 0,
@@ -1265,6 +1267,11 @@ class Compression(Generic[_Model, _Compressor]):
         exchange
             "gather": all ranks get all payloads; "sharded": two rounds, in which bytes do not
             grow with the number of ranks; "auto": by bytes.
+        momentum
+            Momentum applied before compression, from 0 to below 1; the optimizer must have
+            none.
+        nesterov
+            Whether the momentum is Nesterov's.
         """
 
     @staticmethod
@@ -2392,6 +2399,8 @@ class Compress(Protocol[_Model_contra, _Compressor_co]):
         bucket: int = 256,
         seed: int = 0,
         exchange: Literal["auto", "gather", "sharded"] = "auto",
+        momentum: float = 0.0,
+        nesterov: bool = False,
         warmup_steps: int | None = None,
         density_schedule: Schedule | Mapping[int, float] | float | None = None,
         dense_every: int = 0,

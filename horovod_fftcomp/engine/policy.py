@@ -15,6 +15,7 @@ from horovod_fftcomp.schedules import Constant, Schedule, as_schedule
 from horovod_fftcomp.schemes import GRADIENT_UNITS, Scheme
 from horovod_fftcomp.schemes.dense import Dense
 from horovod_fftcomp.schemes.hierarchical import Hierarchical, NodeLayout
+from horovod_fftcomp.schemes.momentum import WithMomentum
 from horovod_fftcomp.schemes.options import check_names, checked
 from horovod_fftcomp.schemes.uncompressed import Uncompressed
 from horovod_fftcomp.types import Tensor, Tensors
@@ -123,7 +124,10 @@ class Scheduled:
 
     def _compressing(self, step: int) -> Scheme:
         if step < self.warmup_steps:
-            return _scheme(self.recipe, self.options).in_warmup() or Dense("float32")
+            scheme, dense = _scheme(self.recipe, self.options), Dense("float32")
+            if scheme.traits.momentum and self.dense is not None:  # of gradients, not velocities
+                return Uncompressed(scheme, dense)
+            return scheme.in_warmup() or dense
         if self.schedule is None:
             n_compressed = step - self.warmup_steps - self._n_dense(step)
             return _scheme(self.recipe, self.options).at(n_compressed)
@@ -334,7 +338,9 @@ def _check_dense_every(recipe: str, options: Mapping[str, Any], dense_every: int
             f"{dense_every!r}"
         )
     scheme = get_scheme(recipe, **options)
-    if dense_every and (scheme.traits.sends_signs or scheme.traits.momentum):
+    traits = scheme.traits
+    is_option = isinstance(scheme, WithMomentum) and not scheme.correction.nesterov
+    if dense_every and (traits.sends_signs or (traits.momentum and not is_option)):
         raise ValueError(
             f"recipe {recipe!r} sends signs or has a momentum of its own, so no steps between are "
             'dense. Give dense_every=0; in a rule that names it, "dense_every": 0'
@@ -346,7 +352,8 @@ def _dense_policy(text: str) -> Scheduled:
     name, options = parse_recipe(text)[1:]
     if "error_feedback" in get_recipe(name).options:
         options = {"error_feedback": False, **options}
-    if (traits := get_scheme(name, **options).traits).compresses or traits.is_noisy:
+    traits = get_scheme(name, **options).traits
+    if traits.compresses or traits.is_noisy or traits.momentum:
         raise ValueError(
             "dense_by must be a recipe that sends all elements without bias or much noise, such as "
             f"bf16, none or qsgd; got {text!r}"

@@ -289,6 +289,12 @@ class Scheme(Protocol):
         """Return the scheme to run at a step, counted from the first compressed one."""
         return self
 
+    def unsent(
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
+    ) -> dict[str, dict[str, Array]]:
+        """Return the state after a step whose ``grads`` another scheme exchanges: the same."""
+        return {kind: dict(arrays) for kind, arrays in state.items()}
+
     @property
     def is_sharded(self) -> bool:
         """Whether ranks own shards, of which they keep second residuals."""

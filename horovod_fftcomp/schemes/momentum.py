@@ -134,14 +134,28 @@ class WithMomentum(Wrapper):
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
         grads = [context.ops.put(grad) for grad in grads]
-        rest = dict(state)
-        own = {"velocity": rest.pop("velocity", {})}
-        whole, velocities, _ = self.correction.accumulated(tensors, grads, own, context)
+        whole, new = self._accumulated(tensors, grads, state, context)
         parts = zip(grads, split(whole, bucket_plan(tensors).offsets), strict=True)
         moved = [None if grad is None else part for grad, part in parts]
+        rest = {kind: arrays for kind, arrays in state.items() if kind != "velocity"}
         outcome = yield from self.scheme.exchange(tensors, moved, rest, context)
-        new = new_state(tensors, grads, state, {"velocity": velocities})
         return outcome._replace(state={**outcome.state, **new})
+
+    def _accumulated(
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
+    ) -> tuple[Any, dict[str, dict[str, Any]]]:
+        """Return what is exchanged, joined, and the new velocities as a state."""
+        own = {"velocity": state.get("velocity", {})}
+        whole, velocities, _ = self.correction.accumulated(tensors, grads, own, context)
+        return whole, new_state(tensors, grads, state, {"velocity": velocities})
+
+    def unsent(
+        self, tensors: Tensors, grads: Grads, state: OldState, context: Context
+    ) -> dict[str, dict[str, Any]]:
+        """Return the state with ``grads`` in the velocities; see ``Scheme``."""
+        grads = [context.ops.put(grad) for grad in grads]
+        return {**super().unsent(tensors, grads, state, context),
+                **self._accumulated(tensors, grads, state, context)[1]}  # fmt: skip
 
     def in_warmup(self) -> Scheme:
         """Return the scheme of dense steps: an allreduce of velocities."""

@@ -11,9 +11,10 @@ from horovod_fftcomp.types import OldState, Tensor, Tensors
 
 @dataclass(frozen=True)
 class Uncompressed(Wrapper):
-    """Exchange gradients by ``by``, which has no state; the state of ``scheme`` stays as it is.
+    """Exchange gradients by ``by``, which has no state; ``scheme`` keeps its residuals.
 
-    So the sums have no residual in them: they are those of this step's gradients alone.
+    So the sums have no residual in them: they are those of this step's gradients alone. Velocities
+    of ``scheme`` accumulate these too.
     """
 
     spec_name = "Uncompressed"
@@ -28,14 +29,14 @@ class Uncompressed(Wrapper):
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
     ) -> Exchange:
         """Sum ``grads`` over all ranks; see ``Scheme.exchange``."""
+        kept = self.scheme.unsent(tensors, grads, state, context)
         outcome = yield from self.by.exchange(tensors, grads, {}, context)
-        kept = {kind: dict(arrays) for kind, arrays in state.items()}
         return outcome._replace(state=kept, measured=None)
 
     @property
     def traits(self) -> Traits:
         """Those of the other scheme, but for the sums, of this step's gradients; see ``Scheme``."""
-        return super().traits._replace(compresses=False, is_noisy=False)
+        return super().traits._replace(compresses=False, is_noisy=False, momentum=0.0)
 
     @property
     def tuner(self) -> Tuner | None:
@@ -45,7 +46,7 @@ class Uncompressed(Wrapper):
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
-        return self.by.runs_on_device(tensors)
+        return self.by.runs_on_device(tensors) and self.scheme.runs_on_device(tensors)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` that a rank sends to collectives in this step."""

@@ -41,7 +41,9 @@ _DEVIATION = 1.0, 1.1  # times that of normally distributed values
 _POINTS = 4  # of a part of the dithers, to take means over it
 # Levels in a deviation of normally distributed values, for so many times fewer bytes than float32
 # in buckets of 256.
-_LEVELS = {16: 0.839, 20: 0.617, 30: 0.376, 40: 0.268, 60: 0.167, 80: 0.117, 100: 0.085}
+_LEVELS = {
+    16: 0.839, 20: 0.617, 30: 0.376, 40: 0.268, 60: 0.167, 80: 0.117, 100: 0.085, 160: 0.0365,
+}  # fmt: skip
 RATIOS = tuple(_LEVELS)
 _ROUNDED_UP = 1.044  # a scale over the deviation, in the mean
 

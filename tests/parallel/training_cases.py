@@ -542,13 +542,14 @@ def test_a_compiled_models_state_fits_the_plain_model_and_the_other_way_round():
 
 
 @pytest.mark.transport
-def test_adamw_of_compressed_gradients_resumes_exactly(same_everywhere):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_adamw_of_compressed_gradients_resumes_exactly(momentum, same_everywhere):
     states, ends = [], []
     for parts in ([range(10)], [range(4), range(4, 10)]):
         for part in parts:
             model = make_model()
             options = dict(density=0.1, warmup_steps=2, dense_every=3, dense_by="qsgd")
-            compression = small_buckets(model, "topk", **options)
+            compression = small_buckets(model, "topk", momentum=momentum, **options)
             optimizer = hvd.DistributedOptimizer(
                 AdamW(model.parameters(), 0.01, max_norm=0.5),
                 named_parameters=model.named_parameters(),

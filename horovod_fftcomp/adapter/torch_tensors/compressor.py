@@ -67,9 +67,11 @@ class TensorCompressor(Compressor):
             trains = True
             momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
             momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
-        self._warn_of_two_momenta(type(optimizer).__name__, momenta)
+        name, of_package = type(optimizer).__name__, isinstance(optimizer, Adam)
+        if trains:
+            self._warn_of_two_momenta(name, momenta, of_package)
         if trains and has_second_moments(optimizer):
-            self._warn_of_squares(type(optimizer).__name__, isinstance(optimizer, Adam))
+            self._warn_of_squares(name, of_package)
         return trains
 
     def expect_changes(self) -> None:

@@ -17,7 +17,7 @@ from numba.np.arrayobj import make_array, populate_array
 from horovod_fftcomp.kernels.cpu.jit import inlined
 
 
-def _view(dtype: types.Type) -> Any:
+def _view(dtype: Any) -> Any:
     """Return ``view(array)`` for kernels: the memory of a contiguous array as 1-D of ``dtype``.
 
     Raises TypingError for an array that is not contiguous. At its end bytes may be left over.
