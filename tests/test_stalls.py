@@ -189,21 +189,36 @@ def test_ranks_that_wait_in_vain_say_who_is_late_and_end(framework, controller, 
     check_stall(framework, controller, mode)
 
 
-def check_stall(framework: str, controller: str, mode: str, timeout_s: float = TIMEOUT_S) -> float:
-    """Run a job of three ranks in which rank 0 stalls; return after how many seconds they told."""
-    command = (SCRIPT, framework, mode, str(timeout_s))
-    code, output = run_ranks(3, controller, *command, framework=framework)
+@pytest.mark.parallel
+@pytest.mark.torch
+@pytest.mark.more
+@pytest.mark.parametrize(("controller", "mode"), [("gloo", "sleep"), ("mpi", "uneven")])
+def test_ranks_of_nodes_that_wait_in_vain_say_who_is_late_and_end(controller, mode):
+    check_stall("torch", controller, mode, 2 * TIMEOUT_S, ranks=4, ranks_per_node=2)
+
+
+def check_stall(
+    framework: str,
+    controller: str,
+    mode: str,
+    timeout_s: float = TIMEOUT_S,
+    ranks: int = 3,
+    ranks_per_node: int = 1,
+) -> float:
+    """Run a job of some ranks in which rank 0 stalls; return after how many seconds they told."""
+    command = (SCRIPT, framework, mode, str(timeout_s), str(ranks_per_node))
+    code, output = run_ranks(ranks, controller, *command, framework=framework)
     assert code != 0, output[-8000:]
     assert "ends well" not in output
     late = "Rank 0 is late: it has "
     late += "submitted all of its gradients of step 3" if mode == "between" else "not begun step 3"
-    for rank in range(3):
+    for rank in range(ranks):
         found = re.search(rf"horovod_fftcomp on rank {rank}: ConfigMismatchError: .*", output)
         assert found, f"rank {rank} says nothing:\n{output[-8000:]}"
         assert re.search(r"compressor 0 \(topk\): no progress for \d+ s in step 3\. ", found[0])
         assert late in found[0]
         assert mode == "uneven" or "Its main thread is at stall.py:" in found[0]
-        assert "Ranks 1, 2 wait for" in found[0]
+        assert f"Ranks {', '.join(map(str, range(1, ranks)))} wait for" in found[0]
         assert (
             f"raise timeout_s, now {timeout_s:.0f} s; on_timeout='warn' goes on waiting" in found[0]
         )
@@ -214,9 +229,17 @@ def check_stall(framework: str, controller: str, mode: str, timeout_s: float = T
 
 @pytest.mark.parallel
 @pytest.mark.torch
-@pytest.mark.parametrize("controller", [pytest.param("mpi", marks=pytest.mark.smoke), "gloo"])
-def test_a_job_whose_rank_is_killed_ends_within_ten_seconds(controller):
-    code, output = run_ranks(3, controller, SCRIPT, "torch", "killed", "600", timeout_s=60)
+@pytest.mark.parametrize(
+    ("controller", "ranks", "ranks_per_node"),
+    [
+        pytest.param("mpi", 3, 1, marks=pytest.mark.smoke),
+        ("gloo", 3, 1),
+        pytest.param("gloo", 4, 2, marks=pytest.mark.more),
+    ],
+)
+def test_a_job_whose_rank_is_killed_ends_within_ten_seconds(controller, ranks, ranks_per_node):
+    command = (SCRIPT, "torch", "killed", "600", str(ranks_per_node))
+    code, output = run_ranks(ranks, controller, *command, timeout_s=60)
     assert code != 0
     assert time.time() - float(re.search(r"killed at ([\d.]+)", output)[1]) < 10
 

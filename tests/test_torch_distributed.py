@@ -120,7 +120,11 @@ def test_a_rank_that_fails_ends_the_others_with_the_reason(failure, message, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("failure", "message"),
-    [("dies", "a rank has ended or cannot be reached"), ("sleeps", "Rank 1 is late: it has not")],
+    [
+        ("dies", "a rank has ended or cannot be reached"),
+        ("sleeps", "Rank 1 is late: it has not"),
+        ("differs", "on ranks 0, 2, 3 but 0.33 on rank 1"),
+    ],
 )
 def test_a_rank_that_fails_ends_those_of_all_nodes_with_the_reason(failure, message, tmp_path):
     codes, outputs = run_ranks(4, tmp_path, "tests/scripts/ddp_failure.py", failure, timeout_s=120)

@@ -1,4 +1,6 @@
-"""A training in which rank 0 keeps the others waiting: ``stall.py FRAMEWORK MODE TIMEOUT_S``.
+"""A training in which rank 0 keeps the others waiting.
+
+``stall.py FRAMEWORK MODE TIMEOUT_S [RANKS_PER_NODE]``.
 
 ``sleep``: rank 0 sleeps in step 3. ``between``: it sleeps between ``backward()`` and ``step()``.
 ``loop``: it loops for ever. ``uneven``: it has fewer batches, and goes on to a collective of its
@@ -23,6 +25,7 @@ OPTIONS = {
     "warmup_steps": 0,
     "timeout_s": TIMEOUT_S,
     "on_timeout": "warn" if MODE == "warn" else "raise",
+    "ranks_per_node": int(sys.argv[4]) if len(sys.argv) > 4 else 1,
 }
 
 
