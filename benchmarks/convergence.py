@@ -75,7 +75,7 @@ SLOW = " at a hundredth of the rate"  # what signs need: each weight takes whole
 AS_MANY_BYTES = "topk(bits=32) with the bytes of hard_threshold"
 # What the papers compare with. The language model, of which it trains the first seed, has AdamW.
 BASELINES = (
-    "dither",
+    "dither(ratio=30)",
     "bf16",
     "qsgd",
     "terngrad",

@@ -44,7 +44,7 @@ POINTS = [  # of results/cluster.json: net, batch, hosts, Mbit/s
     *(("resnet", 8, 4, mbit) for mbit in (100, 300, 1000)),
 ]
 CONVERGED = (  # of results/convergence.md: what README.md shows
-    *("none", "dither", "fft", "dct", "topk", "topk(density=0.01)", "auto(ratio=100)"),
+    *("none", "dither(ratio=30)", "fft", "dct", "topk", "topk(density=0.01)", "auto(ratio=100)"),
     "dct(density=0.0125, bits=3) with momentum first of falling density",
     *("scalecom(density=0.008)", "random_block(density=0.01)", "arctopk"),
     *("powersgd(rank=4)", "onebit"),

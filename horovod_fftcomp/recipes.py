@@ -242,7 +242,7 @@ def _qsgd(
 
 
 @_gathered
-def _dither(ratio: int = 30, bucket: int = 256, seed: int = 0) -> Scheme:
+def _dither(ratio: int = 20, bucket: int = 256, seed: int = 0) -> Scheme:
     return _elementwise(Dither(ratio, bucket), seed)
 
 

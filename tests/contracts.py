@@ -150,6 +150,8 @@ CODECS = {
     "qsgd-l2": ("qsgd", {"levels": 3, "bucket": 64, "norm": "l2"}),
     "qsgd-127": ("qsgd", {"levels": 127, "bucket": 4096}),
     "qsgd-many": ("qsgd", {"levels": 1000, "bucket": 128}),
+    "dither-30": ("dither", {"ratio": 30}),
+    "dither-160": ("dither", {"ratio": 160}),
     "dither-20": ("dither", {"ratio": 20, "bucket": 128}),
     "dither-100": ("dither", {"ratio": 100}),
     "dither-16": ("dither", {"ratio": 16, "bucket": 1024}),

@@ -651,7 +651,7 @@ def test_one_that_trains_better_but_saves_too_little_takes_no_place():
 @pytest.mark.parametrize(
     ("recipe", "options", "loss"),
     [
-        ("dither", {}, LOSSES["dither(ratio=30)"]),
+        ("dither", {}, LOSSES["dither(ratio=20)"]),
         ("dither", {"ratio": 40}, LOSSES["dither(ratio=40)"]),
         ("fft", {}, LOSSES["fft"]),
         ("fft", {"error_feedback": True, "density": 0.33}, LOSSES["fft"]),

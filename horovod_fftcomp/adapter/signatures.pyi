@@ -1226,7 +1226,7 @@ class Compression(Generic[_Model, _Compressor]):
     def dither(
         model: _Model = ...,
         *,
-        ratio: int = 30,
+        ratio: int = 20,
         bucket: int = 256,
         seed: int = 0,
         exchange: Literal["auto", "gather", "sharded"] = "auto",
@@ -2395,7 +2395,7 @@ class Compress(Protocol[_Model_contra, _Compressor_co]):
         recipe: Literal["dither"] = "dither",
         *,
         replicate: Any = None,
-        ratio: int = 30,
+        ratio: int = 20,
         bucket: int = 256,
         seed: int = 0,
         exchange: Literal["auto", "gather", "sharded"] = "auto",

@@ -37,7 +37,7 @@ class Dither(Method):
 
     spec_name = "Dither"
     draws = unbiased = True
-    ratio: int = 30
+    ratio: int = 20
     bucket: int = 256
 
     def __post_init__(self) -> None:
