@@ -346,9 +346,9 @@ def make_page(result: Mapping[str, Any], store: convergence.Store, folder: Path)
         f"- Adam and AdamW: losses are those of a GPT of {size_of(section)}, each row at its best "
         "learning rate ([table](../benchmarks/results/language_model.md)). `dither` needs no state "
         "and no warm-up; `dither(ratio=20)` and `(ratio=30)` were trained with torch's AdamW too, "
-        "all with the [`AdamW` of this package](training.md#adam-and-adamw). Rows with `momentum` send "
-        "[first moments](training.md#first-moments), and gradients in every 50th step, which is not "
-        "forecast here: 5 to 8 % more bytes. With "
+        "all with the [`AdamW` of this package](training.md#adam-and-adamw). Rows with "
+        "`momentum` send [first moments](training.md#first-moments), and gradients in every 50th "
+        "step, which is not forecast here: 5 to 8 % more bytes. With "
         f"`dither(ratio=40)` the loss of a GPT of {size_of(larger)} changes by "
         f"{at_40.over(larger.strongest)} (one seed). Recipes with error feedback, as `fft` and "
         "`topk`, lose much there.",

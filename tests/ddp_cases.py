@@ -643,7 +643,7 @@ def test_second_moments_beside_a_biased_recipe_are_named_once(recipe, options, m
 def test_first_moments_are_for_this_packages_adam_alone():
     ddp = wrapped()
     compress(ddp, "dither", momentum=0.9, dense_every=3, warmup_steps=1)
-    with pytest.raises(UnsupportedError, match="understand alone, not SGD"):
+    with pytest.raises(UnsupportedError, match="alone; this SGD is none of them"):
         torch.optim.SGD(ddp.parameters(), lr=0.1).step()
 
 

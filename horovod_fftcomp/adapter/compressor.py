@@ -104,7 +104,7 @@ class Compressor:
             raise UnsupportedError(
                 f"recipe {self._policy.recipe!r} has momentum={own} and dense_every="
                 f"{self._policy.dense_every}, which Adam and AdamW of horovod_fftcomp understand "
-                f"alone, not {optimizer}: use one of these, or give dense_every=0"
+                f"alone; this {optimizer} is none of them. Take one, or give dense_every=0"
             )
         if not own or not momenta or self._warned_of_momentum:
             return
