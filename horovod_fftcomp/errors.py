@@ -1,4 +1,4 @@
-"""Exceptions of the package, checks of numbers, and lists as text for messages.
+"""Exceptions and warnings of the package, checks of numbers, and lists as text for messages.
 
 Wrong arguments raise ``ValueError`` or ``TypeError``; exceptions here are for errors at run time.
 """
@@ -6,6 +6,8 @@ Wrong arguments raise ``ValueError`` or ``TypeError``; exceptions here are for e
 from __future__ import annotations
 
 import numbers
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -30,6 +32,17 @@ class UnsupportedError(FFTCompError):
 
     The message names the alternative.
     """
+
+
+_NOT_THE_USERS = ("horovod_fftcomp", "horovod", "torch", "tensorflow", "keras", "contextlib")
+
+
+def warn(text: str) -> None:
+    """Issue a RuntimeWarning that names the user's line, not one of the package or a framework."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, RuntimeWarning, stacklevel=level)
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -527,7 +527,8 @@ def get_scheme(name: str, **options: object) -> Scheme:
     arctopk.bits
         Bits per sent value and sum of the sketch: 16 for float16 or 32 for float32.
     momentum
-        Momentum applied before compression, from 0 to below 1; the optimizer must have none.
+        Momentum applied before compression, from 0 to below 1. The optimizer must have none; with
+        ``dense_every`` it is Adam or AdamW of this package with this as its first beta.
     nesterov
         Whether the momentum is Nesterov's.
     masking
@@ -555,7 +556,7 @@ def get_scheme(name: str, **options: object) -> Scheme:
     norm
         Norm that the levels divide evenly: "max", the largest magnitude, or "l2".
     dither.ratio
-        How many times fewer bytes than float32: 16, 20, 30, 40, 60, 80 or 100.
+        How many times fewer bytes than float32: 16, 20, 30, 40, 60, 80, 100 or 160.
     dither.bucket
         Elements that share a scale: 128, 256, 512 or 1024.
     packing

@@ -640,11 +640,20 @@ def test_second_moments_beside_a_biased_recipe_are_named_once(recipe, options, m
     assert [told in str(warning.message) for warning in caught] == [True] * warns
 
 
-def test_first_moments_are_for_this_packages_adam_alone():
+@pytest.mark.parametrize(
+    ("every", "make"),
+    [
+        (3, lambda p: torch.optim.SGD(p, lr=0.1)),
+        (3, lambda p: torch.optim.AdamW(p)),
+        (3, lambda p: AdamW(p, betas=(0.0, 0.99))),
+        (0, AdamW),
+    ],
+)
+def test_first_moments_are_for_this_packages_adam_alone(every, make):
     ddp = wrapped()
-    compress(ddp, "dither", momentum=0.9, dense_every=3, warmup_steps=1)
-    with pytest.raises(UnsupportedError, match="alone; this SGD is none of them"):
-        torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+    compress(ddp, "dither", momentum=0.9, dense_every=every, warmup_steps=1)
+    with pytest.raises(UnsupportedError, match=rf"has momentum=0.9: .* dense_every={every} and"):
+        make(ddp.parameters()).step()
 
 
 def recipe_of(compression):

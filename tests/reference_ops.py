@@ -130,7 +130,7 @@ def accelerated(grad, velocity, residual, momentum, k):
         square = ordered_sum(moments(grad)[2])
         if not square <= momentum.largest_norm**2:
             factor = momentum.largest_norm / math.sqrt(square)
-    options = (momentum.decay, momentum.nesterov, factor)
+    options = (momentum.decay, momentum.nesterov, momentum.gain * factor)
     return reference.momentum_accumulate(grad, velocity, residual, *options, k)
 
 

@@ -52,10 +52,11 @@ def test_velocities_are_exchanged_as_gradients_are(recipe, options, nesterov):
         assert step.sent_bytes == plain.sent_bytes
 
 
-def test_recipes_with_error_feedback_have_it():
+def test_recipes_with_error_feedback_and_dither_have_it():
     for name in list_compressors():
         options = RECIPES[name].options
-        assert ("nesterov" in options) == ("beta" in options or name in OWN), name
+        has_it = "beta" in options or name in OWN or name == "dither"
+        assert ("nesterov" in options) == has_it, name
 
 
 def engines_of(ranks=2, recipe="fft", **options):

@@ -32,7 +32,7 @@ from horovod_fftcomp.engine.buckets import (
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Send, Slot
 from horovod_fftcomp.engine.policy import Scheduled, check_rules, unmatched
-from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.errors import UnsupportedError, warn
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.monitor.density_recovery import Recovery
 from horovod_fftcomp.monitor.gradient_recorder import Recorder
@@ -94,29 +94,29 @@ class Compressor:
     ) -> None:
         """Warn once if recipe and ``optimizer`` both have momentum; ``momenta``: its options.
 
-        ``of_package``: it is one of this package, which looks for itself. Raises UnsupportedError
-        for another, which would take velocities and gradients for the same thing.
+        ``of_package``: it is one of this package. Raises UnsupportedError if first moments are
+        exchanged for an optimizer that does not take them, or velocities for one that takes these.
         """
-        own = self._policy.after_warmup.traits.momentum
-        if own and of_package:
-            return
-        if own and self._policy.dense_every:
+        own, sends_moments = self._policy.after_warmup.traits.momentum, self._policy.dense_every > 0
+        takes_moments = of_package and bool(momenta)
+        if own and sends_moments != takes_moments and (sends_moments or takes_moments):
             raise UnsupportedError(
-                f"recipe {self._policy.recipe!r} has momentum={own} and dense_every="
-                f"{self._policy.dense_every}, which Adam and AdamW of horovod_fftcomp understand "
-                f"alone; this {optimizer} is none of them. Take one, or give dense_every=0"
+                f"recipe {self._policy.recipe!r} has momentum={own}: with dense_every above 0 it "
+                "sends first moments, for Adam or AdamW of horovod_fftcomp with a first beta of "
+                f"{own}; else velocities, for an optimizer without momentum. Got dense_every="
+                f"{self._policy.dense_every} and {optimizer}"
             )
+        if takes_moments:
+            return
         if not own or not momenta or self._warned_of_momentum:
             return
         self._warned_of_momentum = True
         given = ", ".join(f"{option}={value}" for option, value in momenta.items())
-        warnings.warn(
+        warn(
             f"recipe {self._policy.recipe!r} keeps a momentum of its own ({own}), and the "
             f"optimizer {optimizer} has one too ({given}): momentum is applied twice, which trains "
             "differently from either alone. Use an optimizer without momentum, such as "
-            "SGD(momentum=0) or Adam(betas=(0.0, 0.99)), or a recipe without one",
-            RuntimeWarning,
-            stacklevel=3,
+            "SGD(momentum=0) or Adam(betas=(0.0, 0.99)), or a recipe without one"
         )
 
     def _warn_of_squares(self, optimizer: str, of_package: bool = False) -> None:
@@ -131,12 +131,10 @@ class Compressor:
         self._warned_of_squares = True
         how = "rounds coarsely" if traits.is_noisy else "sends late or rounds with a bias"
         others = "" if traits.is_noisy else ", or Adam or AdamW of this package"
-        warnings.warn(
+        warn(
             f"{optimizer} divides by roots of squared gradients, in which what recipe "
             f"{self._policy.recipe!r} {how} counts squared: a GPT's loss was 4 to 65 % higher. Use "
-            f'dither(ratio=40){others}: docs/training.md, "Adam and AdamW"',
-            RuntimeWarning,
-            stacklevel=3,
+            f'dither(ratio=40){others}: docs/training.md, "Adam and AdamW"'
         )
 
     @property
@@ -404,11 +402,9 @@ class Compressor:
         before = range(survivors[0]["world_size"]) if survivors else ()
         lost = sorted(set(before) - {old["rank"] for old in survivors})
         if lost:
-            warnings.warn(
+            warn(
                 f"the residuals of former ranks {lost} are lost with their hosts: the gradients in "
-                "them will never be sent; the residuals of the other ranks are unchanged",
-                RuntimeWarning,
-                stacklevel=3,
+                "them will never be sent; the residuals of the other ranks are unchanged"
             )
         return lost
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from types import FrameType
 
 from horovod.common import process_sets
+
+from horovod_fftcomp.errors import warn
 
 TESTED = "0.28"
 
@@ -23,12 +24,10 @@ def check_version() -> None:
     from horovod import __version__ as version
 
     if not version.startswith(f"{TESTED}."):
-        warnings.warn(
+        warn(
             f"Horovod {version} is installed, but horovod_fftcomp relies on private parts of "
             f"Horovod {TESTED} and is only tested with 0.28.1; exchanges may fail. Install "
-            "horovod==0.28.1",
-            RuntimeWarning,
-            stacklevel=3,
+            "horovod==0.28.1"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from horovod_fftcomp.adapter.handshake import size_of
 from horovod_fftcomp.engine.overlap import Pending, Send
-from horovod_fftcomp.errors import ConfigMismatchError
+from horovod_fftcomp.errors import ConfigMismatchError, warn
 from horovod_fftcomp.kernels.cuda import Device, on_host
 from horovod_fftcomp.monitor.parameter_hash import Rotation, describe, find_differences, hash_bytes
 from horovod_fftcomp.schemes import Round
@@ -125,7 +124,7 @@ class ReplicaCheck:
                 if self._parameters.names[number] in differences:
                     self._broadcast(number, timeout_s)
             text += " They have been replaced by the first rank's."
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warn(text)
 
     def _broadcast(self, number: int, timeout_s: float) -> None:
         data = self._parameters.read(number)  # bytes: Horovod does not send bfloat16

@@ -172,8 +172,9 @@ class Compression(Generic[_Model, _Compressor]):
             Bits per value in the second compression of a sharded exchange; None: as in the
             first.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -237,8 +238,9 @@ class Compression(Generic[_Model, _Compressor]):
             Bits per value in the second compression of a sharded exchange; None: as in the
             first.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -302,8 +304,9 @@ class Compression(Generic[_Model, _Compressor]):
             Bits per value in the second compression of a sharded exchange; None: as in the
             first.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -364,8 +367,9 @@ class Compression(Generic[_Model, _Compressor]):
             Bits per value in the second compression of a sharded exchange; None: as in the
             first.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -490,8 +494,9 @@ class Compression(Generic[_Model, _Compressor]):
             Bits per value in the second compression of a sharded exchange; None: as in the
             first.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -551,8 +556,9 @@ class Compression(Generic[_Model, _Compressor]):
         beta
             Weight of the new part of the residual (low-pass filter), above 0 and at most 1.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -609,8 +615,9 @@ class Compression(Generic[_Model, _Compressor]):
             Elements that share one k: those of a "tensor", of a "bucket" or of the whole
             "model".
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -670,8 +677,9 @@ class Compression(Generic[_Model, _Compressor]):
         beta
             Weight of the new part of the residual (low-pass filter), above 0 and at most 1.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -731,8 +739,9 @@ class Compression(Generic[_Model, _Compressor]):
         beta
             Weight of the new part of the residual (low-pass filter), above 0 and at most 1.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -779,8 +788,9 @@ class Compression(Generic[_Model, _Compressor]):
         density
             Share of the values or coefficients that are sent (k / n), above 0 and at most 1.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         masking
@@ -845,8 +855,9 @@ class Compression(Generic[_Model, _Compressor]):
         beta
             Weight of the new part of the residual (low-pass filter), above 0 and at most 1.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -893,8 +904,9 @@ class Compression(Generic[_Model, _Compressor]):
         beta
             Weight of the new part of the residual (low-pass filter), above 0 and at most 1.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -941,8 +953,9 @@ class Compression(Generic[_Model, _Compressor]):
         beta
             Weight of the new part of the residual (low-pass filter), above 0 and at most 1.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -988,8 +1001,9 @@ class Compression(Generic[_Model, _Compressor]):
         density
             Share of the values or coefficients that are sent (k / n), above 0 and at most 1.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         masking
@@ -1057,8 +1071,9 @@ class Compression(Generic[_Model, _Compressor]):
             Bits per value in the second compression of a sharded exchange; None: as in the
             first.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -1113,8 +1128,9 @@ class Compression(Generic[_Model, _Compressor]):
             Bits per value in the second compression of a sharded exchange; None: as in the
             first.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -1216,8 +1232,9 @@ class Compression(Generic[_Model, _Compressor]):
             "gather": all ranks get all payloads; "sharded": two rounds, in which bytes do not
             grow with the number of ranks; "auto": by bytes.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -1259,7 +1276,7 @@ class Compression(Generic[_Model, _Compressor]):
         Parameters
         ----------
         ratio
-            How many times fewer bytes than float32: 16, 20, 30, 40, 60, 80 or 100.
+            How many times fewer bytes than float32: 16, 20, 30, 40, 60, 80, 100 or 160.
         bucket
             Elements that share a scale: 128, 256, 512 or 1024.
         seed
@@ -1268,8 +1285,9 @@ class Compression(Generic[_Model, _Compressor]):
             "gather": all ranks get all payloads; "sharded": two rounds, in which bytes do not
             grow with the number of ranks; "auto": by bytes.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -1365,8 +1383,9 @@ class Compression(Generic[_Model, _Compressor]):
             "gather": all ranks get all payloads; "sharded": two rounds, in which bytes do not
             grow with the number of ranks; "auto": by bytes.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -1414,8 +1433,9 @@ class Compression(Generic[_Model, _Compressor]):
             "gather": all ranks get all payloads; "sharded": two rounds, in which bytes do not
             grow with the number of ranks; "auto": by bytes.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -1541,8 +1561,9 @@ class Compression(Generic[_Model, _Compressor]):
             "gather": all ranks get all payloads; "sharded": two rounds, in which bytes do not
             grow with the number of ranks; "auto": by bytes.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """
@@ -1596,8 +1617,9 @@ class Compression(Generic[_Model, _Compressor]):
             "gather": all ranks get all payloads; "sharded": two rounds, in which bytes do not
             grow with the number of ranks; "auto": by bytes.
         momentum
-            Momentum applied before compression, from 0 to below 1; the optimizer must have
-            none.
+            Momentum applied before compression, from 0 to below 1. The optimizer must have
+            none; with ``dense_every`` it is Adam or AdamW of this package with this as its
+            first beta.
         nesterov
             Whether the momentum is Nesterov's.
         """

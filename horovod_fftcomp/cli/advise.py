@@ -9,6 +9,7 @@ import math
 import os
 import shlex
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -136,6 +137,9 @@ def run(parsed: argparse.Namespace) -> None:
     _check(parsed)
     parsed.recipes = parsed.recipes or recipe_choices(_RECIPES)
     jobs = Jobs(parsed)
+    if jobs.rank == 0:
+        for doubt in doubts.of_load(load.share_of_others(load.look()[None])):
+            print(f"advise: {doubt}; else it will recommend nothing", file=sys.stderr, flush=True)
     stages = Stages(_shares(parsed))
     with stages.bar if jobs.rank == 0 else contextlib.nullcontext():
         found = _findings(parsed, jobs, stages.begin)

@@ -163,7 +163,10 @@ def run(parsed: argparse.Namespace) -> None:
             )
         _run_script(parsed)
     elif launcher.launched_rank() is not None:
-        parsed.fail("--compare starts its own jobs: run it without a launcher and give -np N")
+        parsed.fail(
+            "--compare starts its own jobs: run it without a launcher and give -np N; on several "
+            'nodes --launcher "torchrun --nnodes 2 --node-rank 0 ..." too, see docs/run.md'
+        )
     elif parsed.report_json:
         parsed.fail("--report-json belongs to --compression: with --compare give --json FILE")
     elif parsed.record or parsed.live_view:

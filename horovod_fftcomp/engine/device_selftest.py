@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -15,7 +14,7 @@ import numpy as np
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.drive import drive_all
-from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.errors import UnsupportedError, warn
 from horovod_fftcomp.kernels.cuda import Device, on_host
 from horovod_fftcomp.kernels.cuda.guarded import GuardedDevice
 from horovod_fftcomp.schemes import Context, Round, Scheme
@@ -61,13 +60,11 @@ def trusted(
         device = make()
         probe(device, schemes)
     except Exception as error:  # whatever an import, a compiler or a driver may raise
-        warnings.warn(
+        warn(
             f"gradients on {place} are compressed on the host, because the GPU kernels do not run: "
             f"{error!r}. They need CuPy for the framework's CUDA version, 12 or 13: pip install "
             "'horovod_fftcomp[gpu]' or 'horovod_fftcomp[gpu13]'. If the framework itself fails "
-            f"from here on, set {_SWITCH}=0, which skips this test of the GPU",
-            RuntimeWarning,
-            stacklevel=6,
+            f"from here on, set {_SWITCH}=0, which skips this test of the GPU"
         )
         return None
     return device

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ import numpy as np
 from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.buckets import Bucket, decided_states
 from horovod_fftcomp.engine.work import Costs, Work
+from horovod_fftcomp.errors import warn
 from horovod_fftcomp.kernels.cuda import Device, on_host
 from horovod_fftcomp.kernels.threads import get_own_cores
 from horovod_fftcomp.monitor.not_finite import bad_tensors
@@ -371,7 +371,7 @@ class Engine:
                     self.errors[name] = (energy.left / energy.wanted) ** 0.5
                 warning = self.alarm.observe(name, energy.gradient**0.5, energy.left**0.5)
                 if warning is not None:
-                    warnings.warn(warning, RuntimeWarning, stacklevel=2)
+                    warn(warning)
         if wanted > 0:
             self.costs.relative_error = (left / wanted) ** 0.5
 

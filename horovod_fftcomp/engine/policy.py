@@ -106,7 +106,7 @@ class Scheduled:
     @functools.cached_property
     def _lasting(self) -> Scheme | None:
         """The scheme of all steps after the warm-up; None if it depends on the step."""
-        scheme = _scheme(self.recipe, self.options)
+        scheme = self._scheme()
         varies = self.schedule is not None or scheme.at(0) is not scheme
         return None if varies else self._among_nodes(scheme)
 
@@ -124,15 +124,19 @@ class Scheduled:
 
     def _compressing(self, step: int) -> Scheme:
         if step < self.warmup_steps:
-            scheme, dense = _scheme(self.recipe, self.options), Dense("float32")
+            scheme, dense = self._scheme(), Dense("float32")
             if scheme.traits.momentum and self.dense is not None:  # of gradients, not velocities
                 return Uncompressed(scheme, dense)
             return scheme.in_warmup() or dense
         if self.schedule is None:
             n_compressed = step - self.warmup_steps - self._n_dense(step)
-            return _scheme(self.recipe, self.options).at(n_compressed)
-        options = {**dict(self.options), "density": self.density(step)}
-        return _scheme(self.recipe, tuple(options.items()))
+            return self._scheme().at(n_compressed)
+        return self._scheme(density=self.density(step))
+
+    def _scheme(self, **changed: Any) -> Scheme:
+        """Return the recipe's scheme; with steps between that send gradients, of first moments."""
+        options = {**dict(self.options), **changed}
+        return _scheme(self.recipe, tuple(options.items()), self.dense is not None)
 
     def possible_rounds(self) -> frozenset[tuple[str, ...]]:
         """Return every list of collectives that an exchange may have, at any step.
@@ -238,8 +242,11 @@ Policy = Always | Scheduled
 
 
 @functools.lru_cache(1024)
-def _scheme(recipe: str, options: tuple[tuple[str, Any], ...]) -> Scheme:
-    return get_scheme(recipe, **dict(options))
+def _scheme(recipe: str, options: tuple[tuple[str, Any], ...], averages: bool) -> Scheme:
+    scheme = get_scheme(recipe, **dict(options))
+    if averages and isinstance(scheme, WithMomentum):
+        return replace(scheme, correction=replace(scheme.correction, averages=True))
+    return scheme
 
 
 def usual_warmup(scheme: Scheme) -> int:

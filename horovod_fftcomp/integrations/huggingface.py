@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,15 @@ class CompressGradients(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Compress the model, which the trainer has wrapped in DDP by now."""
+        _warn_of_two_clippings(args, given["optimizer"])
         if args.world_size == 1:
+            if Path(_folder(args, state), FILE).exists():
+                warnings.warn(
+                    "with one process nothing is compressed: the residuals of the checkpoint are "
+                    "lost, and new checkpoints have none",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             return
         trainer = self._trainer
         # Accelerate has compiled the wrapped model, if that was asked for.
@@ -116,6 +125,20 @@ class CompressGradients(TrainerCallback):
         """Add statistics to the logs of training steps."""
         if self.compression is not None and logs is not None and "loss" in logs:
             logs.update(self._scalars.read())
+
+
+def _warn_of_two_clippings(args: TrainingArguments, optimizer: Any) -> None:
+    """Warn if the trainer clips the gradients of an optimizer that clips them itself."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's
+    ours = isinstance(optimizer, torch_distributed.Adam)
+    if ours and args.max_grad_norm and any(group["max_norm"] for group in optimizer.param_groups):
+        warnings.warn(
+            f"the trainer clips to max_grad_norm={args.max_grad_norm} before "
+            f"{type(optimizer).__name__} clips to max_norm, so that second moments are of clipped "
+            "gradients: give TrainingArguments(max_grad_norm=0)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> str:

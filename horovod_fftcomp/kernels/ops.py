@@ -39,12 +39,14 @@ class Momentum(NamedTuple):
     """Momentum correction in one step; see ``MomentumCorrection``.
 
     ``decay``: of velocities. ``largest_norm``: to which each gradient is clipped, or None.
+    ``gain``: factor of gradients that are not clipped.
     """
 
     decay: float
     nesterov: bool
     masking: bool
     largest_norm: float | None
+    gain: float = 1.0
 
 
 class Feedback(NamedTuple):

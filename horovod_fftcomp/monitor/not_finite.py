@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.errors import PayloadError, listed
+from horovod_fftcomp.errors import PayloadError, listed, warn
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.types import Array, Tensors
 
@@ -69,11 +68,9 @@ class NotFiniteWarning:
             else f"the sums of {shown} over the ranks have NaN or Inf, from the gradients of some "
             "rank or from an overflow of the sum"
         )
-        warnings.warn(
+        warn(
             f"{origin}. Their gradients are NaN or Inf on all ranks in this step; no residual "
             "changes, but the optimizer applies them unless the script skips the step. Clip, or "
             "lower the learning rate; in mixed precision use a GradScaler and give it to the "
-            "compressor (grad_scaler=). This warning is given once.",
-            RuntimeWarning,
-            stacklevel=2,
+            "compressor (grad_scaler=). This warning is given once."
         )

@@ -10,10 +10,11 @@ import functools
 import json
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from horovod_fftcomp.errors import warn
 
 # Function of (name, value, step), like ``SummaryWriter.add_scalar``.
 AddScalar = Callable[[str, float, int], Any]
@@ -108,11 +109,9 @@ class LiveView:
                 write(line)
             except Exception as error:  # the writer of scalars is not ours: it may raise anything
                 del self._writers[name]
-                warnings.warn(
+                warn(
                     f"{name} cannot be written any more ({type(error).__name__}: {error}); "
-                    "training continues without it",
-                    RuntimeWarning,
-                    stacklevel=2,
+                    "training continues without it"
                 )
 
 

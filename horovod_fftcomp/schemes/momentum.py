@@ -24,7 +24,8 @@ class MomentumCorrection:
     velocity <- momentum * (velocity + gradient); residual <- residual + velocity + gradient. With
     ``masking`` the velocity of sent elements is reset to 0. ``max_norm``: a tensor's gradient is
     first scaled to a norm of at most max_norm / sqrt(world size), in units of a gradient before
-    any loss scale. Source: Lin et al., ICLR 2018 (DGC).
+    any loss scale. Source: Lin et al., ICLR 2018 (DGC). With ``averages`` velocities are Adam's
+    first moments: momentum * velocity + (1 - momentum) * gradient.
     """
 
     spec_name = "MomentumCorrection"
@@ -32,6 +33,7 @@ class MomentumCorrection:
     nesterov: bool = False
     masking: bool = True
     max_norm: float | None = None
+    averages: bool = False
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.momentum < 1.0:
@@ -45,14 +47,15 @@ class MomentumCorrection:
     @property
     def growth(self) -> float:
         """Ratio of velocity to gradient in the limit of constant gradients, 1 / (1 - momentum)."""
-        return 1 / (1 - self.momentum)
+        return 1.0 if self.averages else 1 / (1 - self.momentum)
 
     def at(self, context: Context) -> Momentum:
         """Return the options of a step, for ops."""
         norm = self.max_norm
         if norm is not None:
             norm *= context.loss_scale / math.sqrt(context.world_size)
-        return Momentum(self.momentum, self.nesterov, self.masking, norm)
+        gain = 1 - self.momentum if self.averages else 1.0
+        return Momentum(self.momentum, self.nesterov, self.masking, norm, gain)
 
     def accumulated(
         self, tensors: Tensors, grads: Grads, state: OldState, context: Context
@@ -180,7 +183,8 @@ class WithMomentum(Wrapper):
 
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""
-        return f"velocity by element, {self.scheme.state_format(tensor)}"
+        kind = "first moment" if self.correction.averages else "velocity"
+        return f"{kind} by element, {self.scheme.state_format(tensor)}"
 
     def state_arrays(self, tensor: Tensor, state: OldState) -> StateArrays:
         """Return the velocity and the scheme's state; see ``Scheme``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from types import CodeType
 from typing import Any
@@ -18,7 +17,7 @@ from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.adapter.torch_tensors.thrown_away import ThrownAway
 from horovod_fftcomp.engine.overlap import Pending, Slot, StepPipeline
-from horovod_fftcomp.errors import FFTCompError, UnsupportedError
+from horovod_fftcomp.errors import FFTCompError, UnsupportedError, warn
 from horovod_fftcomp.kernels.cuda.torch_device import TorchDevice
 from horovod_fftcomp.schemes import Round
 from horovod_fftcomp.torch.gradients import GradientContext, StepGradients
@@ -200,11 +199,9 @@ class TorchStepDriver(steps.StepDriver):
 
     def _warn_of_move(self, place: torch.device) -> None:
         self._made_on.add(place)
-        warnings.warn(
+        warn(
             f"the compressor was made before the model was moved to {place}: gradients are copied "
-            "to the host and compressed there, which is slower; make it after the model has moved",
-            RuntimeWarning,
-            stacklevel=2,
+            "to the host and compressed there, which is slower; make it after the model has moved"
         )
 
     def _converted(
@@ -286,12 +283,10 @@ class TorchStepDriver(steps.StepDriver):
 
     def _warn_of_change(self, name: str) -> None:
         self._warned_of_change = True
-        warnings.warn(
+        warn(
             f"the gradient of {name!r} was changed between backward() and synchronize(), which "
             "replaces it by the average of the gradients before the change. Clip or unscale after "
-            'optimizer.synchronize(): docs/training.md, "Gradient clipping"',
-            RuntimeWarning,
-            stacklevel=2,
+            'optimizer.synchronize(): docs/training.md, "Gradient clipping"'
         )
 
     def _check(self) -> None:

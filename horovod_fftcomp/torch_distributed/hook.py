@@ -3,13 +3,12 @@
 DDP reads its annotations at run time, so this file has no ``from __future__ import annotations``.
 """
 
-import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.errors import UnsupportedError, warn
 
 
 class HookState:
@@ -46,11 +45,9 @@ class PassNote:
             self._seen = _versions(model)
         if self.is_copy and model.training and torch.is_grad_enabled():
             self.is_copy = False
-            warnings.warn(
+            warn(
                 "this copy of a compressed model is trained without compression, since copies have "
-                "no compressor; call compress(copy) if its gradients are to be compressed",
-                RuntimeWarning,
-                stacklevel=3,
+                "no compressor; call compress(copy) if its gradients are to be compressed"
             )
 
     def __reduce__(self) -> Any:

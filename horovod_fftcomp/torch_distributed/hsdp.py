@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import traceback
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -26,7 +25,7 @@ from horovod_fftcomp.adapter.settings import Settings
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.adapter.torch_tensors.replicas import OptimizedParameters
 from horovod_fftcomp.engine.policy import Scheduled
-from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.errors import UnsupportedError, warn
 from horovod_fftcomp.schemes import Round, Tensor
 from horovod_fftcomp.torch_distributed.compressor import DistributedCompressor
 from horovod_fftcomp.torch_distributed.gradients import Arrival
@@ -242,11 +241,9 @@ def _sharded(model: torch.nn.Module) -> tuple[Parameters, DeviceMesh]:
         raise TypeError(f"replicate needs a model whose parameters are sharded: {_MEND}")
     rest = [n for n, p in every.items() if p.requires_grad and not isinstance(p, DTensor)]
     if rest:
-        warnings.warn(
+        warn(
             f"fully_shard does not shard {', '.join(map(repr, rest[:8]))}: nobody sums their "
-            "gradients, so ranks train them apart; call fully_shard(model, mesh=mesh['shard']) too",
-            RuntimeWarning,
-            stacklevel=5,
+            "gradients, so ranks train them apart; call fully_shard(model, mesh=mesh['shard']) too"
         )
     mesh: DeviceMesh = named[0][1].device_mesh
     for name, parameter in named:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -16,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from horovod_fftcomp.adapter.compressor import Compressor
 from horovod_fftcomp.adapter.torch_tensors.optimizers import forget_exchanged
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
+from horovod_fftcomp.errors import warn
 
 Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 ADD: Outer = functools.partial(torch.optim.SGD, lr=1.0)
@@ -33,11 +33,9 @@ class _Count:
         """Warn if no exchange follows, for the ranks' weights differ."""
         failed = hasattr(sys, "last_value")  # the interpreter ends by an error
         if self.steps != self.saved and not failed:
-            warnings.warn(
+            warn(
                 f"LocalSteps ends within a period, {self.steps} after its last exchange, so "
-                "the ranks have different weights: call synchronize() after the last step",
-                RuntimeWarning,
-                stacklevel=2,
+                "the ranks have different weights: call synchronize() after the last step"
             )
 
 
@@ -101,11 +99,9 @@ class TorchLocalSteps:
             return
         self._untold += 1
         if self._untold == max(_UNTOLD, 2 * self._period) and not self._synchronizes:
-            warnings.warn(
+            warn(
                 f"{type(optimizer).__name__} has taken {self._untold} steps of which LocalSteps "
-                "was not told, so each rank trains alone: call after_step() after each step",
-                RuntimeWarning,
-                stacklevel=2,
+                "was not told, so each rank trains alone: call after_step() after each step"
             )
 
     def after_step(self) -> bool:

@@ -9,7 +9,6 @@ al., ICLR 2023).
 from __future__ import annotations
 
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -19,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Slot
-from horovod_fftcomp.errors import UnsupportedError
+from horovod_fftcomp.errors import UnsupportedError, warn
 
 Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
@@ -58,7 +57,7 @@ class _Exchanges(NamedTuple):
     """How many exchanges of a parameter's gradients an engine has begun, and how many compressed.
 
     ``engine``: a weak reference; None if the gradients are sent dense or not exchanged.
-    ``momentum``: of the velocities that were exchanged last; 0 if these were gradients.
+    ``momentum``: of the first moments that were exchanged last; 0 if these were gradients.
     """
 
     engine: Any = None
@@ -168,7 +167,7 @@ class Adam(torch.optim.Optimizer):
             self._prepare(parameters)
             uncompressed = [self._is_uncompressed(p, group["betas"][0]) for p in parameters]
             self._update_second_moments(group, [*itertools.compress(parameters, uncompressed)])
-            moments.append(self._take_moments(group, parameters))
+            moments.append(self._are_moments(group, parameters))
         self._clip(groups)
         for (group, parameters), are_moments in zip(groups, moments, strict=True):
             self._update(group, parameters, are_moments)
@@ -212,18 +211,14 @@ class Adam(torch.optim.Optimizer):
             )
         return not is_compressed
 
-    def _take_moments(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> list[bool]:
-        """Scale velocities to first moments, in place; return whose gradients were velocities."""
+    def _are_moments(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> list[bool]:
+        """Return for each parameter whether its gradient is a first moment."""
         beta, momenta = group["betas"][0], [self._seen[p].momentum for p in parameters]
         for momentum in {*momenta} - {0.0, beta}:
             raise UnsupportedError(
                 f"the compressor has momentum={momentum}, and {type(self).__name__} a first beta "
                 f"of {beta}: give both the same value, or {type(self).__name__} a first beta of 0"
             )
-        pairs = zip(parameters, momenta, strict=True)
-        scaled = [p.grad for p, momentum in pairs if momentum and p.grad is not None]
-        if scaled:
-            torch._foreach_mul_(scaled, 1 - beta)
         return [momentum > 0 for momentum in momenta]
 
     def _warn_of_mixture(self, parameter: torch.Tensor, n: int) -> None:
@@ -235,12 +230,10 @@ class Adam(torch.optim.Optimizer):
         if self._n_mixed[parameter] < _MIXED or self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn(
             f"gradients were exchanged {n} times between two steps of {type(self).__name__}, "
             "uncompressed and compressed, so second moments are not updated; under DDP accumulate "
-            "gradients in no_sync(), forward pass included",
-            RuntimeWarning,
-            stacklevel=6,
+            "gradients in no_sync(), forward pass included"
         )
 
     def _update_second_moments(self, group: dict[str, Any], chosen: list[torch.Tensor]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 from horovod_fftcomp.adapter.torch_tensors.optimizers import is_exchanged
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
-from horovod_fftcomp.errors import listed
+from horovod_fftcomp.errors import listed, warn
 
 
 class OptimizedParameters:
@@ -103,11 +102,9 @@ class OptimizedParameters:
             return
         self._warned.update(alone)
         names = listed([repr(self.names[number]) for number in alone])
-        warnings.warn(
+        warn(
             f"each rank trains these parameters alone, and the ranks will differ: {names}. "
-            f"Their gradients are not exchanged, {reason}",
-            RuntimeWarning,
-            stacklevel=3,
+            f"Their gradients are not exchanged, {reason}"
         )
 
     def sizes(self) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.utils.hooks import unserializable_hook
 
 from horovod_fftcomp.adapter.torch_tensors.parameters import Parameters
 from horovod_fftcomp.engine.engine import Engine
+from horovod_fftcomp.errors import warn
 
 _SUSPICION = 8  # so many steps after a first finding, a second one is told
 
@@ -84,15 +84,13 @@ class ThrownAway:
         same = torch.equal(copy, parameter)
         self.stop()
         if same:
-            warnings.warn(
+            warn(
                 f"the averaged gradients, of {self._parameters.names[self._number]!r} for one, "
                 "were zeroed before an optimizer used them, but what was held back of them is "
                 "kept and will be sent in later steps. Call discard() of the compressor on all "
                 "ranks after such a backward pass, or exchange nothing in it; if you use copies of "
                 "them, call note_used() instead: docs/training.md, "
-                '"Passes whose gradients you do not use"',
-                RuntimeWarning,
-                stacklevel=2,
+                '"Passes whose gradients you do not use"'
             )
 
 

@@ -62,7 +62,7 @@ class HostMomentumOps(HostCommonOps):
 
         Both are new arrays.
         """
-        factor = clip_factor(grad, momentum.largest_norm)
+        factor = momentum.gain * clip_factor(grad, momentum.largest_norm)
         options = (momentum.decay, momentum.nesterov, factor)
         return cpu.momentum_accumulate(grad, velocity, residual, *options, k)
 

@@ -39,7 +39,7 @@ _PACKAGES = (
     _Package(
         "horovod",
         "horovod",
-        remedy="to train under horovodrun: HOROVOD_WITH_PYTORCH=1 pip install horovod==0.28.1, or "
+        purpose="to train under horovodrun: HOROVOD_WITH_PYTORCH=1 pip install horovod==0.28.1, or "
         "make install in a clone, which patches its build for new compilers",
     ),
     _Package("tensorflow", "tensorflow", purpose="to train with TensorFlow"),

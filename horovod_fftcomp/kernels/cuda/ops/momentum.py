@@ -30,6 +30,10 @@ class CudaMomentumOps(CudaCommonOps):
     ) -> tuple[Any, list[Any]]:
         """Return (residual plus new velocity of all tensors, the new velocities)."""
         table = self.of_plan("momentum", plan, self._momentum_table)
+        factors = self.clip_factors(plan, grads, momentum.largest_norm)
+        if momentum.gain != 1:
+            gain = np.array([momentum.gain], np.float32)
+            factors = self.address(self.uploads.of("gain", gain))
         whole, moved = self.zeros(plan.offsets[-1]), self._velocities(plan, grads)
         rows = table.at(
             "momentum",
@@ -37,7 +41,7 @@ class CudaMomentumOps(CudaCommonOps):
             residual=list(residuals),
             velocity=list(velocities),
             moved=moved,
-            factor=self.clip_factors(plan, grads, momentum.largest_norm),
+            factor=factors,
             whole=self.addresses(whole, plan.offsets),
             momentum=pattern_of(momentum.decay),
             how=structs.NESTEROV * momentum.nesterov,
