@@ -41,7 +41,7 @@ def _decoded(recipe: str, x: np.ndarray, step: int = 0, **options) -> np.ndarray
         ("efsignsgd", {}, 31.5),
         ("signsgd", {}, 31.5),
         ("qsgd", {}, 7.9),
-        ("dither", {}, 29.9),
+        ("dither", {}, 19.9),
         ("natural", {}, 3.99),
     ],
 )
