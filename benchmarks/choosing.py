@@ -51,7 +51,7 @@ LATENCY_S = 50e-6
 AS_LONG = 0.05  # of recipes that take at most so much longer than the fastest, the first counts
 PASSES = 3
 UNTRAINED = None, None
-BY_SGD = ("dither(ratio=30)", "fft", "fft after 100 dense steps")
+BY_SGD = ("dither(ratio=20)", "dither(ratio=30)", "fft", "fft after 100 dense steps")
 OURS = "adamw-ours"  # the package's AdamW, in results/language_model
 
 

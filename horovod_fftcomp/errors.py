@@ -34,13 +34,16 @@ class UnsupportedError(FFTCompError):
     """
 
 
-_NOT_THE_USERS = ("horovod_fftcomp", "horovod", "torch", "tensorflow", "keras", "contextlib")
+_NOT_THE_USERS = {
+    *("horovod_fftcomp", "horovod", "torch", "tensorflow", "keras", "contextlib", "threading"),
+    *("accelerate", "lightning", "pytorch_lightning", "transformers"),
+}
 
 
 def warn(text: str) -> None:
     """Issue a RuntimeWarning that names the user's line, not one of the package or a framework."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_THE_USERS:
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in _NOT_THE_USERS:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, RuntimeWarning, stacklevel=level)
 

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from horovod_fftcomp import UnsupportedError  # noqa: E402
+from horovod_fftcomp.engine import checkpoint  # noqa: E402
 from horovod_fftcomp.engine.policy import make_policy  # noqa: E402
 from horovod_fftcomp.torch_distributed import Adam, AdamW, SimulatedLearners  # noqa: E402
 
@@ -172,23 +173,87 @@ def test_first_moments_that_are_exchanged_are_adams():
         torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-6)
 
 
+MOMENTS = dict(momentum=0.9, dense_every=3, warmup_steps=1)
+
+
 @pytest.mark.parametrize(
-    ("options", "betas", "message"),
+    ("make", "options", "message"),
     [
-        ({"dense_every": 3, "warmup_steps": 1}, (0.8, 0.99), "momentum=0.9, .* first beta of 0.8"),
-        ({"warmup_steps": 1}, (0.9, 0.99), "no second moment yet"),
+        (AdamW, {"betas": (0.8, 0.99)}, "momentum=0.9, and the first beta of AdamW is 0.8"),
+        (AdamW, {"betas": (0.0, 0.99)}, "momentum=0.9, and the first beta of AdamW is 0.0"),
+        (Adam, {"weight_decay": 0.1}, "Adam has a weight_decay that belongs to gradients"),
+        (torch.optim.AdamW, {}, "this AdamW is none of them"),
+        (torch.optim.SGD, {"lr": 0.1}, "this SGD is none of them"),
     ],
 )
-def test_momenta_that_do_not_go_together_are_refused(options, betas, message):
+@pytest.mark.parametrize("by_rule", [False, True])
+def test_optimizers_that_take_no_first_moments_refuse_them(make, options, message, by_rule):
     model = a_model()
-    learners = SimulatedLearners(model, RANKS, "dither", momentum=0.9, **options)
-    optimizer = AdamW(model.parameters(), betas=betas)
-    if "dense_every" in options:  # the first step is dense
-        backward(learners, model, 0)
-        optimizer.step()
+    given = {"rules": [("0.weight", MOMENTS)]} if by_rule else MOMENTS
+    learners = SimulatedLearners(model, RANKS, "dither", **given)
+    optimizer = make(model.parameters(), **options)
+    backward(learners, model, 0)
+    optimizer.step()  # of gradients
     backward(learners, model, 1)
     with pytest.raises(UnsupportedError, match=message):
         optimizer.step()
+
+
+def test_velocities_are_no_first_moments():
+    model = a_model()
+    learners = SimulatedLearners(model, RANKS, "topk", momentum=0.9, density=1.0, warmup_steps=0)
+    optimizer = AdamW(model.parameters())
+    backward(learners, model, 0)
+    assert learners._engines[0].momenta == [0.0]
+    with pytest.raises(UnsupportedError, match="no second moment yet"):
+        optimizer.step()
+
+
+def test_a_second_step_takes_the_same_first_moments():
+    model = a_model()
+    learners = SimulatedLearners(model, RANKS, "dither", **MOMENTS)
+    optimizer = AdamW(model.parameters())
+    for step in range(2):
+        backward(learners, model, step)
+        optimizer.step()
+    state = optimizer.state[model[0].weight]
+    before = [state[kind].clone() for kind in ("exp_avg", "exp_avg_sq")]
+    optimizer.step()
+    assert torch.equal(state["exp_avg"], before[0])
+    assert torch.equal(state["exp_avg_sq"], before[1])
+
+
+def test_first_moments_that_come_twice_for_a_step_are_named():
+    model = a_model()
+    learners = SimulatedLearners(model, RANKS, "dither", **{**MOMENTS, "dense_every": 50})
+    optimizer = AdamW(model.parameters())
+    backward(learners, model, 0)
+    optimizer.step()
+    for step in range(1, 7):
+        backward(learners, model, step)
+        if step in (2, 4):
+            optimizer.step()
+    with pytest.warns(RuntimeWarning, match="exchanged 2 times .* or as first moments"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_the_mean_of_first_moments_stays_on_other_numbers_of_ranks(ranks):
+    model = a_model()
+    options = dict(density=1.0, bits=32, dense_by="none", **MOMENTS)
+    learners = SimulatedLearners(model, 4, "topk", **options)
+    for step in range(2):
+        backward(learners, model, step, ranks=4)
+    states = [engine.state_dict() for engine in learners._engines]
+    others = SimulatedLearners(model, ranks, "topk", **options)
+    for rank, engine in enumerate(others._engines):
+        engine.load_state_dict(checkpoint.part_of(checkpoint.gathered(states), rank, ranks))
+    means = [
+        np.sum([e.state_dict()["state"]["velocity"]["0.weight"] for e in each._engines
+                if "0.weight" in e.state_dict()["state"].get("velocity", {})], 0) / size
+        for each, size in ((learners, 4), (others, ranks))
+    ]  # fmt: skip
+    np.testing.assert_allclose(means[1], means[0], rtol=1e-5, atol=1e-7)
 
 
 def test_compressed_gradients_alone_are_refused():
@@ -264,7 +329,8 @@ def test_wrong_options_are_refused(options, message):
         ("fft", {"dense_every": 10, "dense_by": "dither:ratio=80"}, "much noise"),
         ("signsgd", {"dense_every": 10}, "sends signs"),
         ("dgc", {"dense_every": 10}, "momentum of its own"),
-        ("topk", {"dense_every": 10, "momentum": 0.9, "nesterov": True}, "momentum of its own"),
+        ("topk", {"dense_every": 10, "momentum": 0.9, "nesterov": True}, "or Nesterov's"),
+        ("topk", {"dense_every": 10, "momentum": 0.9, "decay": 0.9}, "momentum of its own"),
         ("fft", {"dense_every": 10, "dense_by": "dither:momentum=0.9"}, "without bias"),
     ],
 )

@@ -89,25 +89,10 @@ class Compressor:
                 "without grad_scaler"
             )
 
-    def _warn_of_two_momenta(
-        self, optimizer: str, momenta: Mapping[str, object], of_package: bool = False
-    ) -> None:
-        """Warn once if recipe and ``optimizer`` both have momentum; ``momenta``: its options.
-
-        ``of_package``: it is one of this package. Raises UnsupportedError if first moments are
-        exchanged for an optimizer that does not take them, or velocities for one that takes these.
-        """
-        own, sends_moments = self._policy.after_warmup.traits.momentum, self._policy.dense_every > 0
-        takes_moments = of_package and bool(momenta)
-        if own and sends_moments != takes_moments and (sends_moments or takes_moments):
-            raise UnsupportedError(
-                f"recipe {self._policy.recipe!r} has momentum={own}: with dense_every above 0 it "
-                "sends first moments, for Adam or AdamW of horovod_fftcomp with a first beta of "
-                f"{own}; else velocities, for an optimizer without momentum. Got dense_every="
-                f"{self._policy.dense_every} and {optimizer}"
-            )
-        if takes_moments:
-            return
+    def _warn_of_two_momenta(self, optimizer: str, momenta: Mapping[str, object]) -> None:
+        """Warn once if recipe and ``optimizer`` both have momentum; ``momenta``: its options."""
+        traits = self._policy.after_warmup.traits
+        own = 0.0 if traits.sends_moments else traits.momentum
         if not own or not momenta or self._warned_of_momentum:
             return
         self._warned_of_momentum = True

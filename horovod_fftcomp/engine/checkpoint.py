@@ -17,6 +17,7 @@ from horovod_fftcomp.types import Array, OldState, Tensor
 FORMAT = 1
 # The kinds of state that differ between ranks; all others are the same on all ranks.
 PER_RANK = ("residual", "velocity", "shard_residual", "shard_begin")
+FIRST_MOMENT = "first moment"  # begins the format of a velocity that is a mean
 
 
 def gathered(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -30,7 +31,8 @@ def part_of(saved: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]
     ``saved``: the state of one rank, for the same rank and world size; or the ``gathered`` states
     of all ranks, for any world size. With fewer ranks than before, rank r gets the sums over the
     old ranks r, r + world_size, ...; with more, new ranks start without residuals. So the sum of
-    all residuals is preserved. State that is the same on all ranks is copied to new ones.
+    all residuals is preserved, and the mean of first moments. State that is the same on all ranks
+    is copied to new ones.
 
     Raises ValueError for another format version, rank or world size.
     """
@@ -56,6 +58,10 @@ def part_of(saved: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]
             into = merged.setdefault(kind, {})
             for name, array in part["state"][kind].items():
                 into[name] = into[name] + array if name in into else array
+    formats, moments = saved["ranks"][0].get("formats", {}), merged.get("velocity", {})
+    for name, array in moments.items():
+        if formats.get(name, "").startswith(FIRST_MOMENT):
+            moments[name] = array * np.float32(world_size / len(saved["ranks"]))
     here = {"rank": rank, "world_size": world_size, "state": merged}
     return {**saved["ranks"][0], **here}
 

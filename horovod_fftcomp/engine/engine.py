@@ -95,7 +95,7 @@ class Engine:
         self._there: set[int] = set()  # buckets that the device computes
         # Of each bucket, how many exchanges there were, and how many of them compressed.
         self.n_exchanges, self.n_compressed = [0] * len(buckets), [0] * len(buckets)
-        self.momenta = [0.0] * len(buckets)  # of what was exchanged last; 0: gradients
+        self.momenta = [0.0] * len(buckets)  # of first moments, if these were exchanged last
         self._skipped_there = 0  # steps that the device is known to have skipped
         self._unread: list[_Unread] = []  # steps measured on the device
         self._dropped: Callable[[], Array] | None = None  # of the step that is being settled
@@ -183,7 +183,7 @@ class Engine:
         self._running[bucket] = exchange
         self.n_exchanges[bucket] += 1
         self.n_compressed[bucket] += scheme.traits.compresses
-        self.momenta[bucket] = scheme.traits.momentum
+        self.momenta[bucket] = scheme.traits.momentum * scheme.traits.sends_moments
         (self._there.discard if device is None else self._there.add)(bucket)
         return exchange
 

@@ -346,11 +346,11 @@ def _check_dense_every(recipe: str, options: Mapping[str, Any], dense_every: int
         )
     scheme = get_scheme(recipe, **options)
     traits = scheme.traits
-    is_option = isinstance(scheme, WithMomentum) and not scheme.correction.nesterov
-    if dense_every and (traits.sends_signs or (traits.momentum and not is_option)):
+    own = scheme.scheme.traits.momentum if isinstance(scheme, WithMomentum) else traits.momentum
+    if dense_every and (traits.sends_signs or own or options.get("nesterov")):
         raise ValueError(
-            f"recipe {recipe!r} sends signs or has a momentum of its own, so no steps between are "
-            'dense. Give dense_every=0; in a rule that names it, "dense_every": 0'
+            f"recipe {recipe!r} sends signs, or has a momentum of its own or Nesterov's, so no "
+            'steps between are dense. Give dense_every=0; in a rule that names it, "dense_every": 0'
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from horovod_fftcomp import torch_distributed
+from horovod_fftcomp.errors import warn
 from horovod_fftcomp.integrations.scalars import Scalars
 
 FILE, TRAINER_STATE = "gradient_compression.pt", "trainer_state.json"  # in each checkpoint
@@ -60,14 +60,12 @@ class CompressGradients(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Compress the model, which the trainer has wrapped in DDP by now."""
-        _warn_of_two_clippings(args, given["optimizer"])
+        _warn_of_clipping(args, given["optimizer"])
         if args.world_size == 1:
             if Path(_folder(args, state), FILE).exists():
-                warnings.warn(
+                warn(
                     "with one process nothing is compressed: the residuals of the checkpoint are "
-                    "lost, and new checkpoints have none",
-                    RuntimeWarning,
-                    stacklevel=2,
+                    "lost, and new checkpoints have none"
                 )
             return
         trainer = self._trainer
@@ -127,17 +125,15 @@ class CompressGradients(TrainerCallback):
             logs.update(self._scalars.read())
 
 
-def _warn_of_two_clippings(args: TrainingArguments, optimizer: Any) -> None:
-    """Warn if the trainer clips the gradients of an optimizer that clips them itself."""
+def _warn_of_clipping(args: TrainingArguments, optimizer: Any) -> None:
+    """Warn if the trainer clips gradients before an optimizer that clips them itself."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's
-    ours = isinstance(optimizer, torch_distributed.Adam)
-    if ours and args.max_grad_norm and any(group["max_norm"] for group in optimizer.param_groups):
-        warnings.warn(
+    if isinstance(optimizer, torch_distributed.Adam) and args.max_grad_norm:
+        warn(
             f"the trainer clips to max_grad_norm={args.max_grad_norm} before "
-            f"{type(optimizer).__name__} clips to max_norm, so that second moments are of clipped "
-            "gradients: give TrainingArguments(max_grad_norm=0)",
-            RuntimeWarning,
-            stacklevel=3,
+            f"{type(optimizer).__name__} takes second moments, which are to be of gradients that "
+            "are not clipped: give TrainingArguments(max_grad_norm=0), and max_norm to the "
+            "optimizer"
         )
 
 

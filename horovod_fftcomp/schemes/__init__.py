@@ -182,7 +182,8 @@ class Traits(NamedTuple):
     ``compresses``: they are others than this step's, rounded to a dtype or without bias.
     ``is_noisy``: rounding without bias adds so much noise that the loss under Adam rises by more
     than 2 %. ``momentum``: decay of the scheme's own; 0 if it has none. ``accumulation``: factor by
-    which steady gradients grow before selection. ``sends_signs``: sums become signs, so that an
+    which steady gradients grow before selection. ``sends_moments``: sums are first moments, which
+    Adam of this package takes. ``sends_signs``: sums become signs, so that an
     optimizer takes steps of one size. ``fits_differences``: differences of weights may be sent.
     """
 
@@ -190,6 +191,7 @@ class Traits(NamedTuple):
     is_noisy: bool = False
     momentum: float = 0.0
     accumulation: float = 1.0
+    sends_moments: bool = False
     sends_signs: bool = False
     fits_differences: bool = True
 
@@ -324,6 +326,15 @@ class Scheme(Protocol):
                 f"{who} cannot send differences of weights: it has a momentum of its own or sends "
                 "signs, so it works for gradients only. Leave momentum out, use another recipe, or "
                 "sketchsgd or dgc with momentum=0.0"
+            )
+
+    def check_optimizer(self, who: str) -> None:
+        """Raise UnsupportedError, about ``who``, if Adam of this package has to take the sums."""
+        if self.traits.sends_moments:
+            raise UnsupportedError(
+                f"{who} sends first moments, as momentum and dense_every together say, which only "
+                f"Adam and AdamW of horovod_fftcomp take, with a first beta of "
+                f"{self.traits.momentum}. Use one of these, or give dense_every=0"
             )
 
     @property

@@ -179,7 +179,9 @@ class WithMomentum(Wrapper):
     @property
     def traits(self) -> Traits:
         """Those of the scheme, with momentum, which differences have none of; see ``Scheme``."""
-        return super().traits._replace(momentum=self.correction.momentum, fits_differences=False)
+        momentum, averages = self.correction.momentum, self.correction.averages
+        traits = super().traits._replace(momentum=momentum, sends_moments=averages)
+        return traits._replace(fits_differences=False)
 
     def state_format(self, tensor: Tensor) -> str:
         """Return the state's shape and domain in words; see ``Scheme.state_format``."""

@@ -36,7 +36,8 @@ class Uncompressed(Wrapper):
     @property
     def traits(self) -> Traits:
         """Those of the other scheme, but for the sums, of this step's gradients; see ``Scheme``."""
-        return super().traits._replace(compresses=False, is_noisy=False, momentum=0.0)
+        traits = super().traits._replace(compresses=False, is_noisy=False)
+        return traits._replace(momentum=0.0, sends_moments=False)
 
     @property
     def tuner(self) -> Tuner | None:
@@ -46,7 +47,8 @@ class Uncompressed(Wrapper):
 
     def runs_on_device(self, tensors: Tensors) -> bool:
         """Return whether a GPU can compute this step's exchange; see ``Scheme``."""
-        return self.by.runs_on_device(tensors) and self.scheme.runs_on_device(tensors)
+        both = not self.scheme.traits.momentum or self.scheme.runs_on_device(tensors)
+        return both and self.by.runs_on_device(tensors)
 
     def sent_nbytes(self, tensor: Tensor) -> int:
         """Return the bytes of ``tensor`` that a rank sends to collectives in this step."""

@@ -194,6 +194,8 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         """Warn if the recipe and a Keras optimizer do not go together."""
         found = {option: getattr(optimizer, option, None) for option in ("momentum", "beta_1")}
         momenta = {o: value for o, value in found.items() if isinstance(value, float) and value}
+        for bucket in self._buckets:
+            bucket.policy.after_warmup.check_optimizer(repr(self))
         self._warn_of_two_momenta(type(optimizer).__name__, momenta)
         if hasattr(optimizer, "epsilon"):
             self._warn_of_squares(type(optimizer).__name__)

@@ -68,8 +68,7 @@ class TensorCompressor(Compressor):
             momenta |= {"momentum": group["momentum"]} if group.get("momentum") else {}
             momenta |= {"betas": betas} if any((betas := group.get("betas") or ())[:1]) else {}
         name, of_package = type(optimizer).__name__, isinstance(optimizer, Adam)
-        if trains:
-            self._warn_of_two_momenta(name, momenta, of_package)
+        self._warn_of_two_momenta(name, momenta)
         if trains and has_second_moments(optimizer):
             self._warn_of_squares(name, of_package)
         return trains

@@ -8,12 +8,14 @@ al., ICLR 2023).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_fftcomp.engine.engine import Engine
@@ -38,8 +40,29 @@ def note_exchanged(
     parameters: Iterable[torch.Tensor], slots: Sequence[Slot | None], engine: Engine
 ) -> None:
     """Let optimizers find the engine that exchanges the gradients of ``parameters``."""
+    if any(bucket.policy.after_warmup.traits.sends_moments for bucket in engine.buckets):
+        _refuse_others()
     for parameter, slot in zip(parameters, slots, strict=False):  # frozen ones come last
         _exchanged[parameter] = None if slot is None else (weakref.ref(engine), slot.bucket)
+
+
+@functools.cache  # one hook for all
+def _refuse_others() -> None:
+    """Let each optimizer but those of this package refuse first moments in place of gradients."""
+
+    def look(optimizer: torch.optim.Optimizer, *given: object) -> None:
+        if isinstance(optimizer, Adam):
+            return
+        for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
+            if momentum := _exchanges_of(parameter).momentum:
+                raise UnsupportedError(
+                    "the compressor sends first moments, as momentum and dense_every together say, "
+                    "which only Adam and AdamW of horovod_fftcomp take, with a first beta of "
+                    f"{momentum}; this {type(optimizer).__name__} is none of them. Use one of "
+                    "these, or give dense_every=0"
+                )
+
+    register_optimizer_step_pre_hook(look)
 
 
 def is_exchanged(parameter: torch.Tensor) -> bool:
@@ -165,7 +188,7 @@ class Adam(torch.optim.Optimizer):
         moments = []
         for group, parameters in groups:
             self._prepare(parameters)
-            uncompressed = [self._is_uncompressed(p, group["betas"][0]) for p in parameters]
+            uncompressed = [*map(self._is_uncompressed, parameters)]
             self._update_second_moments(group, [*itertools.compress(parameters, uncompressed)])
             moments.append(self._are_moments(group, parameters))
         self._clip(groups)
@@ -190,19 +213,19 @@ class Adam(torch.optim.Optimizer):
                 state["refreshed"] = int(state["step"])
         torch._foreach_add_([self.state[parameter]["step"] for parameter in parameters], 1)
 
-    def _is_uncompressed(self, parameter: torch.Tensor, beta: float) -> bool:
+    def _is_uncompressed(self, parameter: torch.Tensor) -> bool:
         """Return whether all exchanges since the parameter's last step were uncompressed.
 
         Raises UnsupportedError if they were compressed before the first second moment.
         """
         found = _exchanges_of(parameter)
         n, n_compressed = found.since(self._seen.get(parameter, _Exchanges()))
-        self._seen[parameter] = found._replace(momentum=found.momentum if n and beta else 0.0)
-        if n_compressed and n > n_compressed:
+        self._seen[parameter] = found
+        if n > n_compressed > 0 or (found.momentum and n > 1):
             self._warn_of_mixture(parameter, n)
-        elif n > n_compressed:
+        elif n > n_compressed or found.momentum:
             self._n_mixed.pop(parameter, None)
-        is_compressed = n_compressed > 0 or self._seen[parameter].momentum > 0
+        is_compressed = n_compressed > 0 or found.momentum > 0
         if is_compressed and not self.state[parameter]["refreshed"]:
             raise UnsupportedError(
                 f"{type(self).__name__} has no second moment yet, and gradients are "
@@ -216,13 +239,18 @@ class Adam(torch.optim.Optimizer):
         beta, momenta = group["betas"][0], [self._seen[p].momentum for p in parameters]
         for momentum in {*momenta} - {0.0, beta}:
             raise UnsupportedError(
-                f"the compressor has momentum={momentum}, and {type(self).__name__} a first beta "
-                f"of {beta}: give both the same value, or {type(self).__name__} a first beta of 0"
+                f"the compressor sends first moments with momentum={momentum}, and the first beta "
+                f"of {type(self).__name__} is {beta}: give both the same value"
+            )
+        if any(momenta) and group["weight_decay"] and not self._decouples:
+            raise UnsupportedError(
+                f"{type(self).__name__} has a weight_decay that belongs to gradients, but the "
+                "compressor sends first moments: use AdamW, or weight_decay=0"
             )
         return [momentum > 0 for momentum in momenta]
 
     def _warn_of_mixture(self, parameter: torch.Tensor, n: int) -> None:
-        """Warn if the last uncompressed exchanges all came together with compressed ones.
+        """Warn if the last exchanges did not come alone: uncompressed ones, or of first moments.
 
         Once is no reason: a loss scaler may have skipped the step between.
         """
@@ -232,8 +260,8 @@ class Adam(torch.optim.Optimizer):
         self._warned = True
         warn(
             f"gradients were exchanged {n} times between two steps of {type(self).__name__}, "
-            "uncompressed and compressed, so second moments are not updated; under DDP accumulate "
-            "gradients in no_sync(), forward pass included"
+            "uncompressed and compressed or as first moments, which are wrong then or not updated; "
+            "under DDP accumulate gradients in no_sync(), forward pass included"
         )
 
     def _update_second_moments(self, group: dict[str, Any], chosen: list[torch.Tensor]) -> None:

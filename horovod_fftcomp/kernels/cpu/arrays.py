@@ -55,13 +55,15 @@ as_uint8, as_uint32, as_uint64 = _view(types.uint8), _view(types.uint32), _view(
 @inlined
 def copy_into(out, source):
     """Write ``source``, of at least as many elements, to all of ``out``."""
+    if source.size < out.size:
+        raise ValueError("the source of a copy is too short")
     for i in range(out.size):
         out[i] = source[i]
 
 
 @inlined
 def largest(values):
-    """Return the largest of one or more values."""
+    """Return the largest of one or more finite values."""
     found = values[0]
     for value in values[1:]:
         found = max(found, value)

@@ -32,6 +32,7 @@ class CudaMomentumOps(CudaCommonOps):
         table = self.of_plan("momentum", plan, self._momentum_table)
         factors = self.clip_factors(plan, grads, momentum.largest_norm)
         if momentum.gain != 1:
+            assert momentum.largest_norm is None
             gain = np.array([momentum.gain], np.float32)
             factors = self.address(self.uploads.of("gain", gain))
         whole, moved = self.zeros(plan.offsets[-1]), self._velocities(plan, grads)
