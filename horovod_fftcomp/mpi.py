@@ -50,7 +50,7 @@ class Reducer:
         **options: Any,
     ) -> None:
         self._policy = make_policy(recipe, **options).on_nodes(lambda: _ranks_per_host(comm))
-        self._policy.after_warmup.check_optimizer(recipe)
+        self._policy.after_warmup.check_optimizer(f"recipe {recipe!r}")
         self._comm = comm
         self._min_numel = Settings(min_numel).min_numel
         self._shapes: dict[str, tuple[int, ...]] = {}

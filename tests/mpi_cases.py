@@ -172,6 +172,11 @@ def test_a_saved_state_goes_on():
         assert resumed.sum({"w": grads[COMM.rank]})["w"].tobytes() == expected.tobytes()
 
 
+def test_first_moments_are_refused():
+    with pytest.raises(UnsupportedError, match="'dither' sends first moments"):
+        Reducer("dither", momentum=0.9, dense_every=3)
+
+
 def test_ranks_that_differ_stop_with_one_message():
     reducer = Reducer("topk", density=0.1 if COMM.rank == 0 else 0.2)
     with pytest.raises(ConfigMismatchError, match="differently: density is") as raised:

@@ -83,6 +83,8 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         self._tensors = variables.specs()
         self._dtypes = [variable.dtype.name for variable in variables.variables]
         buckets = self._buckets_of(self._tensors)
+        for bucket in buckets:
+            bucket.policy.after_warmup.check_optimizer(f"recipe {self._policy.recipe!r}")
         member = self._set.included()  # on other ranks Horovod only traces the compressor
         memory = memory_of(variables.variables, buckets) if member else None
         device, hashes = None if memory is None else memory.device, GraphRound()
@@ -194,8 +196,6 @@ class TensorFlowCompressor(Compressor, tf.train.experimental.PythonState):
         """Warn if the recipe and a Keras optimizer do not go together."""
         found = {option: getattr(optimizer, option, None) for option in ("momentum", "beta_1")}
         momenta = {o: value for o, value in found.items() if isinstance(value, float) and value}
-        for bucket in self._buckets:
-            bucket.policy.after_warmup.check_optimizer(repr(self))
         self._warn_of_two_momenta(type(optimizer).__name__, momenta)
         if hasattr(optimizer, "epsilon"):
             self._warn_of_squares(type(optimizer).__name__)

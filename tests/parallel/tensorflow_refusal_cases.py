@@ -70,6 +70,14 @@ def test_single_tensors_and_sessions_are_refused():
         hvd.allreduce(tf.zeros([40, 40]), compression=compression, name="single")
 
 
+@pytest.mark.parametrize("by_rule", [False, True])
+def test_first_moments_are_refused(by_rule):
+    moments = {"momentum": 0.9, "dense_every": 3}
+    given = {"rules": [("*", moments)]} if by_rule else moments
+    with pytest.raises(UnsupportedError, match="'dither' sends first moments"):
+        small_buckets(Layers(), "dither", **given)
+
+
 def test_models_without_variables_and_unknown_recipes():
     weight = tf.Variable(tf.zeros([40, 40]))
     with pytest.raises(ValueError, match="no trainable variables"):
