@@ -115,7 +115,8 @@ def launched(launcher: str, arguments: list[str]) -> list[str]:
         found = get_args_parser().parse_args(arguments)
         module = ["-m"] if found.module else []
         return ["python", *module, found.training_script, *found.training_script_args]
-    return arguments[arguments.index("python") :]
+    first = "torchrun" if "torchrun" in arguments else "python"
+    return arguments[arguments.index(first) :]
 
 
 def check_python(arguments: list[str]) -> None:
