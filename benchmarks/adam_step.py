@@ -4,7 +4,7 @@
 
 One rank and one thread, on the models of language_model.py with 0.4 M and 25 M parameters.
 Both optimizers take turns with the same gradients; a step of ours is one that leaves the second
-moments, or one that updates them. Writes results/adam_step.json.
+moments, one that updates them, or one that takes first moments. Writes results/adam_step.json.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from language_model_training import GPT, SIZES
@@ -27,15 +28,22 @@ OUT = Path(__file__).parent / "results" / "adam_step.json"
 
 
 class Exchanged:
-    """Stands for the engine of a compressor, of which an optimizer reads two counts."""
+    """Stands for the engine of a compressor, of which an optimizer reads what was exchanged."""
 
     def __init__(self) -> None:
-        self.n_exchanges, self.n_compressed = [0], [0]
+        self.n_exchanges, self.n_compressed, self.momenta = [0], [0], [0.0]
+        self.buckets: list[Any] = []  # of which none sends first moments by itself
+
+    def moments(self) -> None:
+        """Count an exchange of first moments."""
+        self.n_exchanges[0] += 1
+        self.momenta[0] = 0.9
 
     def exchange(self, compresses: bool) -> None:
         """Count an exchange."""
         self.n_exchanges[0] += 1
         self.n_compressed[0] += compresses
+        self.momenta[0] = 0.0
 
 
 def measure(size: str) -> dict[str, float]:
@@ -48,11 +56,14 @@ def measure(size: str) -> dict[str, float]:
     for model in models:
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-    kinds = {"torch": theirs, "compressed": ours, "uncompressed": ours}
+    kinds = {"torch": theirs, "compressed": ours, "uncompressed": ours, "first moments": ours}
     samples: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(ROUNDS + 3):
         for kind, optimizer in kinds.items():
-            engine.exchange(kind == "compressed" and number > 0)
+            if kind == "first moments":
+                engine.moments()
+            else:
+                engine.exchange(kind == "compressed" and number > 0)
             begin = time.perf_counter()
             optimizer.step()
             if number >= 3:
@@ -66,9 +77,9 @@ def main() -> None:
     results = {}
     for size in ("0.4M", "25M"):
         found = results[size] = measure(size)
-        for kind in ("compressed", "uncompressed"):
+        for kind in ("compressed", "uncompressed", "first moments"):
             ratio = found[kind] / found["torch"]
-            print(f"{size:>5}  {kind:12}  {found[kind]:8.2f} ms  {ratio:.2f} times torch's")
+            print(f"{size:>5}  {kind:13}  {found[kind]:8.2f} ms  {ratio:.2f} times torch's")
     content = {"command": "python benchmarks/adam_step.py", "machine": environment.describe()}
     OUT.write_text(
         json.dumps({**content, "rounds": ROUNDS, "milliseconds": results}, indent=1) + "\n"
