@@ -40,12 +40,12 @@ _NOT_THE_USERS = {
 }
 
 
-def warn(text: str) -> None:
-    """Issue a RuntimeWarning that names the user's line, not one of the package or a framework."""
+def warn(text: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Issue a warning that names the user's line, not one of the package or a framework."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in _NOT_THE_USERS:
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, RuntimeWarning, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -182,8 +182,8 @@ MOMENTS = dict(momentum=0.9, dense_every=3, warmup_steps=1)
         (AdamW, {"betas": (0.8, 0.99)}, "momentum=0.9, and the first beta of AdamW is 0.8"),
         (AdamW, {"betas": (0.0, 0.99)}, "momentum=0.9, and the first beta of AdamW is 0.0"),
         (Adam, {"weight_decay": 0.1}, "Adam has a weight_decay that belongs to gradients"),
-        (torch.optim.AdamW, {}, "this AdamW is none of them"),
-        (torch.optim.SGD, {"lr": 0.1}, "this SGD is none of them"),
+        (torch.optim.AdamW, {}, "of this AdamW sends first moments"),
+        (torch.optim.SGD, {"lr": 0.1}, "of this SGD sends first moments"),
     ],
 )
 @pytest.mark.parametrize("by_rule", [False, True])

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -119,7 +118,7 @@ class Compressor:
         warn(
             f"{optimizer} divides by roots of squared gradients, in which what recipe "
             f"{self._policy.recipe!r} {how} counts squared: a GPT's loss was 4 to 65 % higher. Use "
-            f'dither(ratio=40){others}: docs/training.md, "Adam and AdamW"'
+            f'dither(ratio=20){others}: docs/training.md, "Adam and AdamW"'
         )
 
     @property
@@ -505,15 +504,15 @@ class Compressor:
     def _buckets_of(self, tensors: Sequence[Tensor]) -> list[Bucket]:
         settings = self._settings
         for pattern in unmatched(self._rules, tensors):
-            warnings.warn(f"rules: no parameter's name matches {pattern!r}", stacklevel=5)
+            warn(f"rules: no parameter's name matches {pattern!r}", UserWarning)
         sizes, n_ranks = (settings.min_numel, settings.bucket_nbytes), self._deciding_size()
         buckets = make_buckets(tensors, self._policy, self._rules, *sizes, n_ranks)
         options = {name for b in buckets for name, _ in getattr(b.policy, "options", ())}
         if (unused := options & SECOND) and n_ranks > 1 and not _numbers_of_sharded(buckets):
-            warnings.warn(
+            warn(
                 f"{', '.join(sorted(unused))} has no effect, since no exchange here is sharded: "
                 f'on {n_ranks} ranks exchange="auto" gathers these tensors, or "gather" is set',
-                stacklevel=5,
+                UserWarning,
             )
         return buckets
 

@@ -196,6 +196,15 @@ class Traits(NamedTuple):
     fits_differences: bool = True
 
 
+def moments_error(who: str, momentum: float) -> UnsupportedError:
+    """Return the error for first moments that ``who`` sends where they are not understood."""
+    return UnsupportedError(
+        f"{who} sends first moments, as momentum and dense_every together say, which only Adam and "
+        f"AdamW of horovod_fftcomp take, with a first beta of {momentum}. Use one of these, or "
+        "give dense_every=0"
+    )
+
+
 class Tuner(NamedTuple):
     """Choice of how the tensors of all buckets of one scheme are compressed.
 
@@ -331,11 +340,7 @@ class Scheme(Protocol):
     def check_optimizer(self, who: str) -> None:
         """Raise UnsupportedError, about ``who``, if Adam of this package has to take the sums."""
         if self.traits.sends_moments:
-            raise UnsupportedError(
-                f"{who} sends first moments, as momentum and dense_every together say, which only "
-                f"Adam and AdamW of horovod_fftcomp take, with a first beta of "
-                f"{self.traits.momentum}. Use one of these, or give dense_every=0"
-            )
+            raise moments_error(who, self.traits.momentum)
 
     @property
     def tuner(self) -> Tuner | None:

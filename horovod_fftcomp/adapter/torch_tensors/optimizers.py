@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.overlap import Slot
 from horovod_fftcomp.errors import UnsupportedError, warn
+from horovod_fftcomp.schemes import moments_error
 
 Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
@@ -55,12 +56,7 @@ def _refuse_others() -> None:
             return
         for parameter in itertools.chain(*(group["params"] for group in optimizer.param_groups)):
             if momentum := _exchanges_of(parameter).momentum:
-                raise UnsupportedError(
-                    "the compressor sends first moments, as momentum and dense_every together say, "
-                    "which only Adam and AdamW of horovod_fftcomp take, with a first beta of "
-                    f"{momentum}; this {type(optimizer).__name__} is none of them. Use one of "
-                    "these, or give dense_every=0"
-                )
+                raise moments_error(f"the compressor of this {type(optimizer).__name__}", momentum)
 
     register_optimizer_step_pre_hook(look)
 
