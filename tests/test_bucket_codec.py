@@ -1,4 +1,4 @@
-"""Buckets of small tensors: the bytes, residuals and sums are those of one tensor after another."""
+"""Buckets: the bytes, residuals and sums are those of one tensor after another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 from horovod_fftcomp import PayloadError, get_codec, wire
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
-from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.codec.quantizers import (
     BFLOAT16,
     FLOAT32,
@@ -18,9 +17,10 @@ from horovod_fftcomp.codec.quantizers import (
     Float32,
     RangeFloat,
 )
-from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec, Encoded
+from horovod_fftcomp.kernels.cpu.bucket_groups import pieces_of
+from horovod_fftcomp.kernels.cpu.bucket_sparse import CUT
 from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.positions import Layout
@@ -28,18 +28,7 @@ from horovod_fftcomp.wire.positions import Layout
 from .contracts import CODECS, make_codec
 from .loops import each
 
-
-def has_bucket_kernels(codec: object) -> bool:
-    """Return whether a bucket's compiled calls, of sparse and of some dense codecs, serve it."""
-    is_dense = isinstance(codec, DenseCodec)
-    if isinstance(getattr(codec, "method", None), Dither):
-        return False
-    return codec.method.cuda is not None if is_dense else isinstance(codec, Codec)
-
-
-FIXED = [
-    key for key in CODECS if make_codec(key).has_fixed_size and has_bucket_kernels(make_codec(key))
-]
+FIXED = [key for key in CODECS if make_codec(key).has_fixed_size]
 SHAPES = [
     *((1,), (63,), (64,), (65,), (1000,), (4096,), (4097,), (0,), (3, 0), ()),
     *((33, 31), (8, 16, 3, 3), (64, 64), (9, 129), (2, 30_000)),
@@ -64,6 +53,7 @@ def values_of(kind: str, n: int, rng: np.random.Generator) -> np.ndarray | None:
         "ties": lambda: rng.integers(-2, 3, n).astype(np.float32),
         "denormal": lambda: np.full(n, 1e-41, np.float32),
         "minus zeros": lambda: np.full(n, -0.0, np.float32),
+        "mostly zeros": lambda: np.where(rng.random(n) < 0.002, values, np.float32(0)),
         "spike": lambda: np.eye(1, n, n // 2, dtype=np.float32)[0],
         "huge": lambda: rng.uniform(-1e38, 1e38, n).astype(np.float32),
         "tiny": lambda: values * np.float32(1e-37),
@@ -148,45 +138,85 @@ def test_sums_of_many_groups_are_taken_in_the_order_of_the_codec(key):
 
 
 @pytest.mark.parametrize("key", FIXED)
-def test_large_tensors_are_as_by_themselves(key):
-    shapes = [(3, 300_001), (1 << 20,)]  # more than 64 groups in a row of signs, and in all
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_large_tensors_are_as_by_themselves(key, count):
+    # More than 64 groups in a row of signs, and in all; so large that keys are sampled.
+    shapes = [(3, 300_001), (100,), (1 << 20,), (3, 1 << 20)]
     before = threads.get_num_threads()
     try:
-        threads.set_num_threads(1)
+        threads.set_num_threads(count)
         bucket = Bucket(key, shapes)
-        assert bucket.shapes == shapes
-        grads = bucket.grads(3, ("normal", "ties"))
-        message, encoded = bucket.encode(grads, [None] * len(grads), step=3)
-        for number, (grad, at) in enumerate(zip(grads, bucket.offsets, strict=True)):
-            shape, rng_key = bucket.shapes[number], RngKey(3, str(number), 0)
-            coeffs = bucket.codec.coeffs_of(grad, shape, KERNELS)
-            payload, residual = bucket.codec.encode_coeffs(
-                coeffs, shape, kernels=KERNELS, rng_key=rng_key
-            )
-            assert message[at : at + payload.size].tobytes() == payload.tobytes()
-            assert encoded.residuals[number].tobytes() == residual.tobytes()
-        found = bucket.table.sum(np.concatenate([message, message]), 2)
-        assert_same(found.totals, bucket.sum_each(np.concatenate([message, message]), 2))
+        order = [shapes.index(shape) for shape in bucket.shapes]
+        for kinds in (("normal", "ties"), ("mostly zeros", "tiny")):
+            grads = bucket.grads(3, kinds)
+            _, first = bucket.encode(grads, [None] * len(grads), step=2)
+            old = [None if array is None else array.copy() for array in first.residuals]
+            message, encoded = bucket.encode(grads, first.residuals, step=3)
+            for place, (grad, at) in enumerate(zip(grads, bucket.offsets, strict=True)):
+                shape, rng_key = bucket.shapes[place], RngKey(3, str(place), 0)
+                coeffs = bucket.codec.coeffs_of(grad, shape, KERNELS, old[place])
+                payload, residual = bucket.codec.encode_coeffs(
+                    coeffs, shape, kernels=KERNELS, rng_key=rng_key
+                )
+                assert message[at : at + payload.size].tobytes() == payload.tobytes(), order[place]
+                assert_same([encoded.residuals[place]], [residual])
+            found = bucket.table.sum(np.concatenate([message, message]), 2)
+            assert_same(found.totals, bucket.sum_each(np.concatenate([message, message]), 2))
     finally:
         threads.set_num_threads(before)
 
 
-def test_a_table_has_small_tensors_that_are_not_sent_raw():
+@each("key", ["topk", "fft", "qsgd", "dither"])
+def test_a_large_tensor_that_is_not_finite_is_known_to_all_its_pieces(key):
+    before = threads.get_num_threads()
+    try:
+        threads.set_num_threads(3)
+        bucket = Bucket(key, [(1 << 20,)])
+        for place in (5, (1 << 20) - 5):
+            grad = np.ones(1 << 20, np.float32)
+            grad[place] = np.nan
+            message, encoded = bucket.encode([grad], [None])
+            wanted = bucket.codec.encode(grad)
+            assert message[: wanted.size].tobytes() == wanted.tobytes()
+            assert encoded.residuals == [None]
+    finally:
+        threads.set_num_threads(before)
+
+
+def test_a_table_has_all_tensors():
     codec, raw = get_codec("topk"), get_codec("topk", density=1.0, bits=32)
     codecs = [codec, raw, codec, codec, codec]
     shapes = [(64, 64), (64, 64), LARGE, (0,), (5000,)]
     assert codec.plan((0,)).layout is Layout.RAW
+    assert sorted(BucketCodec(codecs, shapes).members) == [0, 1, 2, 3, 4]
+    assert BucketCodec([], []).members == []
+
+
+@each("count", [1, 2, 3, 8])
+@each(
+    "reals", [[10], [1 << 20], [0, 1 << 17, 0], [1 << 19, 40, 1 << 20], [4096] * 50, [1 << 21] * 3]
+)
+def test_pieces_cover_every_tensor_once_and_every_thread_has_some(count, reals):
     before = threads.get_num_threads()
     try:
-        for count, members in ((1, [0, 2, 4]), (2, [0, 4])):  # one is larger than half of all
-            threads.set_num_threads(count)
-            assert BucketCodec(codecs, shapes).members == members
+        threads.set_num_threads(count)
+        pieces = pieces_of(reals)
     finally:
         threads.set_num_threads(before)
-    parts = threads.ranges(-(-200 * 513 // 4096), 8)
-    assert len(parts) == min(3, threads.get_num_threads())
-    assert BucketCodec([], []).members == []
-    assert BucketCodec([raw], [(64, 64)]).members == []
+    table = pieces.table
+    for member, size in enumerate(reals):
+        own = table[table["member"] == member]
+        assert own["begin"].tolist() == [0, *own["end"][:-1].tolist()]
+        assert own["end"][-1] == size
+        assert not (own["begin"] % CUT).any()
+        assert set(own["parts"]) == {len(own)}
+        assert set(own["first"]) == {table["member"].tolist().index(member)}
+    ends = [end for _, end in pieces.ranges]
+    assert [0, *ends[:-1]] == [first for first, _ in pieces.ranges]
+    assert ends[-1] == len(table)
+    assert len(pieces.ranges) <= count
+    if sum(reals) >= count << 18:
+        assert len(pieces.ranges) == count
 
 
 def test_codecs_of_different_kinds_share_a_bucket():

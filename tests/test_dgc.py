@@ -213,14 +213,13 @@ def _context():
 @pytest.mark.usefixtures("n_threads")
 def test_kernels_are_the_reference(n, nesterov):
     grad, velocity, residual = normal(n), normal(n, seed=1), normal(n, seed=2)
-    for k in {0, min(n, 1), n // 100, n // 2}:
-        for carried in ((None, None), (velocity, None), (velocity, residual)):
-            options = (*carried, 0.9, nesterov, 0.37, k)
-            coeffs, moved = cpu.momentum_accumulate(grad, *options)
-            expected, expected_moved = reference.momentum_accumulate(grad, *options)
-            assert coeffs.array.tobytes() == expected.array.tobytes()
-            assert coeffs[1:] == expected[1:]
-            assert moved.tobytes() == expected_moved.tobytes()
+    for carried in ((None, None), (velocity, None), (velocity, residual)):
+        options = (*carried, 0.9, nesterov, 0.37)
+        coeffs, moved = cpu.momentum_accumulate(grad, *options)
+        expected, expected_moved = reference.momentum_accumulate(grad, *options, 0)
+        assert coeffs.array.tobytes() == expected.array.tobytes()
+        assert coeffs[1:] == expected[1:]
+        assert moved.tobytes() == expected_moved.tobytes()
     bitmap = reference.bitmap_of(np.flatnonzero(grad > 0.5), n)
     cleared, expected = velocity.copy(), velocity.copy()
     cpu.zero_at(cleared, bitmap)
@@ -234,4 +233,4 @@ def test_kernels_are_the_reference(n, nesterov):
 def test_a_bad_value_is_seen_wherever_it_lies(bad, at):
     grad = normal(70_001)
     grad[at] = bad
-    assert cpu.momentum_accumulate(grad, None, None, 0.9, False, 1.0, 700)[0].peak >= 0x7F800000
+    assert cpu.momentum_accumulate(grad, None, None, 0.9, False, 1.0)[0].peak >= 0x7F800000

@@ -13,7 +13,7 @@ from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.topk import (
-    _FEW_SAMPLES,
+    FEW_SAMPLES,
     GROUP,
     _sample,
     key_scale,
@@ -147,7 +147,7 @@ def test_small_tensors_of_a_bucket_choose_as_the_reference_does(kind):
 @pytest.mark.parametrize("n", [4100, 16_500])
 def test_a_sample_that_misleads_costs_time_alone(n):
     options, places = (False, 1, np.float32(1)), np.arange(n, dtype=np.int32)
-    n_samples = min(_FEW_SAMPLES, n // 512 * 64)
+    n_samples = min(FEW_SAMPLES, n // 512 * 64)
     sampled = _sample(places.view(np.float32), n, *options, np.empty(n_samples, np.int32))
     x = np.linspace(0.1, 1, n, dtype=np.float32)
     x[sampled] += 9  # all of the sample lies above all the rest

@@ -1,4 +1,4 @@
-"""Encoding and sums of all small tensors of a bucket, by one compiled call for each stage."""
+"""Encoding and sums of all tensors of a bucket, by a compiled call for each thread and stage."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from horovod_fftcomp.kernels.cpu.addresses import addresses
 from horovod_fftcomp.kernels.cpu.bucket_groups import Group, groups_of
 from horovod_fftcomp.kernels.cpu.buffer_pool import ALIGNMENT, empty
 from horovod_fftcomp.types import Array, Arrays, Shape
+from horovod_fftcomp.wire.positions import Layout
 
 Format = tuple[np.dtype, int]  # of an array: its dtype and its number of elements
 
@@ -28,8 +29,8 @@ class Encoded(NamedTuple):
     """Residuals and peaks of an encoded bucket, in the order of the members.
 
     ``residuals``: float32 or complex64, views of one array; None for a tensor without gradient
-    or, unless residuals contain what was sent, with one that is not finite. ``peaks``: int64, above
-    ``LARGEST_FINITE_BITS`` for a tensor that is not finite.
+    or, unless residuals contain what was sent, with one that is not finite or is sent as it is.
+    ``peaks``: int64, above ``LARGEST_FINITE_BITS`` for a tensor that is not finite.
     """
 
     residuals: list[Array | None]
@@ -49,12 +50,12 @@ class Sums(NamedTuple):
 
 
 class BucketCodec:
-    """Codecs of the small tensors of a bucket, with tables of all that shapes determine.
+    """Codecs of the tensors of a bucket, with tables of all that shapes determine.
 
     Payloads of fixed size, one of each tensor, lie in a message of ``message_nbytes`` at
-    ``slices``. ``members``: the indices of the tensors that are encoded and summed here: not RAW,
-    and no larger than one thread's share. ``draws``: whether any of these uses random numbers.
-    Bytes and sums are those of the codecs themselves.
+    ``slices``. ``members``: the indices of the tensors that are encoded and summed here. ``draws``:
+    whether any of these uses random numbers. Bytes and sums are those of the codecs themselves.
+    The tables are made for ``threads.get_num_threads()``.
     """
 
     def __init__(self, codecs: Sequence[PayloadCodec], shapes: Sequence[Shape]) -> None:
@@ -67,8 +68,13 @@ class BucketCodec:
         for _, members in groups:
             self.members += members
         own = [(codecs[number], shapes[number]) for number in self.members]
-        self._formats = [codec.coeffs_format(shape) for codec, shape in own]
+        raw = [codec.plan(shape).layout is Layout.RAW for codec, shape in own]
+        self._raw = [number for number, is_raw in enumerate(raw) if is_raw]
         self._sizes = [(_FLOAT32, math.prod(shape)) for _, shape in own]
+        self._formats = [
+            size if is_raw else codec.coeffs_format(shape)
+            for (codec, shape), size, is_raw in zip(own, self._sizes, raw, strict=True)
+        ]
         self._offsets = np.array([ends[number] for number in self.members], np.int64)
         self._kept, self._totals = _Arena(self._formats), _Arena(self._sizes)
         self._groups: list[tuple[slice, Group]] = []
@@ -78,6 +84,7 @@ class BucketCodec:
             firsts = self._kept.firsts[here], self._totals.firsts[here]
             self._groups.append((here, kind(own[here], *firsts)))
         self.draws = any(isinstance(codec, DenseCodec) and codec.method.draws for codec, _ in own)
+        self._is_cut = any(group.is_cut for _, group in self._groups)
         self._zeros = np.zeros(max((size for _, size in self._sizes), default=0), np.float32)
 
     def encode(
@@ -109,18 +116,19 @@ class BucketCodec:
             raise ValueError("keys are None, but a codec of this bucket draws random numbers")
         at = addresses("gradient", grads, self._sizes)
         old = addresses("residual", residuals, self._formats)
-        kept = self._kept.new() if keep or momentum else None
+        keep = keep or momentum
+        kept = self._kept.new() if keep or self._is_cut else None
         start = 0 if kept is None else kept.ctypes.data
         peaks = np.empty(len(self.members), np.int64)
         numbers = np.zeros(len(self.members), np.uint64) if keys is None else keys
-        options = np.float32(decay), kept is not None and not momentum
+        options = np.float32(decay), keep and not momentum
         for here, group in self._groups:
             columns = at[here], old[here], self._offsets[here], numbers[here], peaks[here]
             group.encode(columns, start, message, *options)
-        if kept is None:
+        if kept is None or not keep:
             return Encoded([None] * len(peaks), peaks)
         views = self._kept.views(kept)
-        lost = [] if momentum else np.flatnonzero(peaks > LARGEST_FINITE_BITS).tolist()
+        lost = [] if momentum else np.flatnonzero(peaks > LARGEST_FINITE_BITS).tolist() + self._raw
         for number in [*frozen, *lost]:
             views[number] = None
         return Encoded(views, peaks)

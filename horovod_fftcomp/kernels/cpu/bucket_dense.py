@@ -1,7 +1,6 @@
-"""CPU kernels of dense codecs for buckets of small tensors: one call for all of them.
+"""CPU kernels of dense codecs for buckets: one call for all pieces of a thread.
 
-As ``bucket_sparse``: every tensor goes through all stages, by the functions of the kernels for
-single tensors, before the next one.
+As ``bucket_sparse``, whose stages and pieces these are.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import numpy as np
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint32, copy_into, largest
+from horovod_fftcomp.kernels.cpu.bucket_sparse import ADD, SELECT, WRITE
 from horovod_fftcomp.kernels.cpu.dense import (
     add_level_groups,
     add_octave_groups,
@@ -26,16 +26,16 @@ from horovod_fftcomp.kernels.cpu.signs import (
     encode_sign_groups,
     subtract_sign_rows,
 )
-from horovod_fftcomp.kernels.cpu.sparse import add_groups
+from horovod_fftcomp.kernels.cpu.sparse import add_groups, peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
 from horovod_fftcomp.wire.radix import GIVEN, GROUP, LANES
 
 # A tensor, as its plan and its codec say: as in ``bucket_sparse``; ``scales``: number of float32
-# before the packed words; ``length``: of a row of signs; ``piece`` and ``pieces``: the first of the
-# starts of its rows and groups, and their number.
+# before the packed words; ``length``: of a row of signs; ``sums`` and ``n_sums``: the first of its
+# sums, of rows and groups, and their number. Those of signs have a start each, and one for the end.
 _FIELDS = (
-    "numel header_nbytes values_offset payload_nbytes kept total header changes method "
-    "scales length piece pieces"
+    "numel reals header_nbytes values_offset payload_nbytes kept total header changes method "
+    "scales length sums n_sums"
 )
 MEMBER = np.dtype([(name, np.int64) for name in _FIELDS.split()])
 LEVELS, OCTAVES, ONE_BIT, SCALED_SIGN, SIGN = range(5)
@@ -66,79 +66,180 @@ def _total(values):
 
 @kernel
 def encode_dense(
-    members, grads, residuals, offsets, keys, peaks, kept, message, headers, changes, levels, clips,
-    starts, decay, subtract,
+    stage, first, end, pieces, peaks_of, sums, counts,
+    members, grads, residuals, offsets, keys, peaks, kept, message, headers, changes,
+    levels, clips, starts, decay, subtract,
 ):  # fmt: skip
-    """Write the payloads of tensors, and the bits of their peaks; see ``encode_sparse``.
+    """Take pieces ``first`` to ``end`` through a stage, those that are a tensor through all.
 
-    A peak that a method does not need is given as 0.
+    As ``encode_sparse``. ``peaks_of``: bits of each piece's peak, 0 where a method needs none.
+    ``sums``, ``counts``: of groups, float64 ``[n, 2]`` and int64 ``[n]``.
     """
     most = np.int64(0)
-    for m in range(members.size):
-        most = max(most, members[m].numel)
-    scratch, scaled = np.empty(most, np.float32), np.empty(most, np.float32)
-    nothing = np.empty(0, np.float32)
-    for m in range(members.size):
-        row = members[m]
-        values = floats_at(kept + 4 * row.kept, row.numel) if kept else scratch[: row.numel]
-        grad = floats_at(grads[m], row.numel)
-        addend = residual_at(residuals[m], row.numel, decay, scaled)
-        payload = message[offsets[m] : offsets[m] + row.payload_nbytes]
-        body = payload[row.values_offset :]
-        if row.method >= ONE_BIT:
-            pieces = starts[row.piece : row.piece + row.pieces]
-            if not addend.size:
-                copy_into(values, grad)
-                grad = nothing
-            peak, scale_bits = _encode_signs(
-                row, grad, addend, values, pieces, keys[m], subtract, body
-            )
+    for q in range(first, end):
+        most = max(most, pieces[q].end - pieces[q].begin)
+    scratch = np.empty(0 if kept else most, np.float32)
+    scaled = np.empty(0 if decay == 1 else most, np.float32)
+    for q in range(first, end):
+        piece = pieces[q]
+        m, whole = piece.member, piece.parts == 1
+        row, n = members[m], piece.end - piece.begin
+        old = residuals[m] + 4 * piece.begin if residuals[m] else residuals[m]
+        addend = residual_at(old, n, decay, scaled)
+        grad = floats_at(grads[m] + 4 * piece.begin, n)
+        if kept:
+            values = floats_at(kept + 4 * (row.kept + piece.begin), n)
+        else:  # with a residual, a tensor is in one piece
+            values = scratch[:n] if addend.size else grad
+        body = message[offsets[m] + row.values_offset : offsets[m] + row.payload_nbytes]
+        grid, clip, key = levels[m], clips[m], keys[m]
+        own_sums, own_counts = sums[row.sums :][: row.n_sums], counts[row.sums :][: row.n_sums]
+        own_starts = starts[row.sums : row.sums + row.n_sums]
+        if stage == ADD:
+            peaks_of[q] = _add(
+                piece, row, grad, addend, values, grid, clip, key, subtract, own_starts, own_sums,
+                own_counts, body, kept,
+            )  # fmt: skip
+        by_bucket = row.method == LEVELS and grid[2] != GIVEN
+        if (whole or stage == SELECT) and not by_bucket:
+            peak = _peak_of(piece, row, peaks_of, own_sums)
+            if peak <= LARGEST_FINITE_BITS:
+                _encode(
+                    piece, row, values, grid, clip, key, subtract, own_starts, own_sums, own_counts,
+                    peak, body,
+                )  # fmt: skip
+        if whole or stage == WRITE:
+            peak = _peak_of(piece, row, peaks_of, own_sums)
+            scale_bits = np.int64(NAN_BITS)
+            if peak <= LARGEST_FINITE_BITS:
+                scale_bits = _scale_of(
+                    row, grid, clip, own_starts, own_sums, own_counts, peak, body
+                )
+            else:
+                body[:] = np.uint8(0)
+            peaks[m] = peak
+            payload = message[offsets[m] : offsets[m] + row.payload_nbytes]
+            start = headers[row.header : row.header + row.header_nbytes // 8]
+            not_finite = scale_bits == NAN_BITS
+            write_header(payload, start, changes[row.changes], scale_bits, 0, not_finite)
+
+
+@inlined
+def _peak_of(piece, row, peaks_of, sums):
+    """Return the bits of the peak of a piece's tensor; of signs 0, or those of infinity."""
+    if row.method >= ONE_BIT:
+        return np.int64(0) if np.isfinite(sums[: row.n_sums - 1]).all() else _NOT_FINITE
+    peak = np.int64(0)
+    for p in range(piece.first, piece.first + piece.parts):
+        peak = max(peak, peaks_of[p])
+    return peak
+
+
+@inlined
+def _words_of(row, grid, body, begin, end):
+    """Return the packed words of a piece."""
+    digits = 32 if row.method >= ONE_BIT else 4 if row.method == OCTAVES else grid[4]
+    per_group = (GROUP + digits - 1) // digits
+    words = as_uint32(body[4 * row.scales :])
+    at = begin // GROUP * per_group
+    return words[at : at + (end - begin + GROUP - 1) // GROUP * per_group]
+
+
+@inlined
+def _add(
+    piece, row, grad, addend, values, grid, clip, key, subtract, starts, sums, counts, body, kept
+):  # fmt: skip
+    """Write gradient plus residual, and what needs no sum over the tensor; return the peak."""
+    words, none = _words_of(row, grid, body, piece.begin, piece.end), np.int64(0)
+    if row.method >= ONE_BIT:
+        if not addend.size and kept:
+            copy_into(values, grad)
+        here, after = _first_from(starts, piece.begin), _first_from(starts, piece.end)
+        own = starts[here : after + 1] - piece.begin
+        encode_sign_groups(
+            grad if addend.size else addend, addend, values, own, words, sums[here:after],
+            counts[here:after], _sign_of_zero(row, key),
+        )  # fmt: skip
+        return none
+    if addend.size or kept:
+        peak, _, _, _ = add_groups(grad, addend, values, none, none, np.empty(0, np.int32))
+    else:
+        peak = peak_bits(as_int32(values))
+    if row.method == LEVELS and grid[2] != GIVEN and peak <= LARGEST_FINITE_BITS:
+        scales = as_float32(body[: 4 * row.scales])
+        here = scales[piece.begin // grid[3] : (piece.end + grid[3] - 1) // grid[3]]
+        group = piece.begin // GROUP
+        encode_level_groups(values, grid, here, words, key, group, subtract)
+    elif row.method == LEVELS and clip > 0 and peak <= LARGEST_FINITE_BITS:
+        group = piece.begin // GROUP
+        moments_by_group(values, sums[group:])
+    return peak
+
+
+@inlined
+def _first_from(starts, at):
+    """Return the index of the first start, of ascending ones, that is not below ``at``."""
+    low, high = 0, starts.size
+    while low < high:
+        middle = (low + high) // 2
+        if starts[middle] < at:
+            low = middle + 1
         else:
-            peak, scale_bits = _encode_elements(
-                row, grad, addend, values, levels[m], clips[m], keys[m], subtract, body
-            )
-        peaks[m] = peak
-        start = headers[row.header : row.header + row.header_nbytes // 8]
-        write_header(payload, start, changes[row.changes], scale_bits, 0, scale_bits == NAN_BITS)
+            high = middle
+    return low
 
 
 @inlined
-def _encode_elements(row, grad, residual, values, levels, clip, key, subtract, body):
-    """Write the body of gradient plus residual; return bits of the peak and the header's scale."""
-    none = np.int64(0)
-    peak, _, _, _ = add_groups(grad, residual, values, none, none, np.empty(0, np.int32))
-    if peak > LARGEST_FINITE_BITS:
-        return peak, np.int64(NAN_BITS)
+def _sign_of_zero(row, key):
+    return SIGNS[1] if row.method == SIGN and key else SIGNS[0]
+
+
+@inlined
+def _encode(
+    piece, row, values, grid, clip, key, subtract, starts, sums, counts, peak, body
+):  # fmt: skip
+    """Write the words that depend on the whole tensor; subtract what is sent."""
+    words, group = _words_of(row, grid, body, piece.begin, piece.end), piece.begin // GROUP
     if row.method == OCTAVES:
-        top = max(1, min((peak + _BELOW_POWER) >> 23, 254))
-        words = as_uint32(body)
-        encode_octave_groups(values, words, max(top - 126, 1), top, key, 0, subtract)
-        return peak, np.int64(top << 23)
-    return peak, _encode_levels(row, values, levels, clip, key, peak, subtract, body)
+        top = _top_of(peak)
+        encode_octave_groups(values, words, max(top - 126, 1), top, key, group, subtract)
+    elif row.method == LEVELS:
+        given = np.empty(1, np.float32)
+        given[0] = _given(row, clip, sums, peak)
+        encode_level_groups(values, grid, given, words, key, group, subtract)
+    elif subtract:
+        sides = _sides_of(row, starts, sums, counts)
+        zero = _sign_of_zero(row, key)
+        subtract_sign_rows(values, sides, row.length, piece.begin, zero)
 
 
 @inlined
-def _encode_levels(row, values, levels, clip, key, peak, subtract, body):
-    """Write scales and levels; return the bits of the header's scale."""
-    scales, words = as_float32(body[: 4 * row.scales]), as_uint32(body[4 * row.scales :])
-    if levels[2] != GIVEN:
-        encode_level_groups(values, levels, scales, words, key, 0, subtract)
-        return _bits_of(largest(scales))
-    given = np.empty(1, np.float32)
-    given[0] = float_of(peak)
-    if clip > 0:
-        given[0] = _clipped(values, clip, given[0])
-    encode_level_groups(values, levels, given, words, key, 0, subtract)
-    return _bits_of(given[0])
+def _scale_of(row, grid, clip, starts, sums, counts, peak, body):
+    """Write what precedes the words; return the bits of the header's scale."""
+    if row.method == OCTAVES:
+        return np.int64(_top_of(peak) << 23)
+    scales = as_float32(body[: 4 * row.scales])
+    if row.method == LEVELS:
+        return _bits_of(_given(row, clip, sums, peak) if grid[2] == GIVEN else largest(scales))
+    sides = _sides_of(row, starts, sums, counts)
+    if row.method == ONE_BIT:
+        copy_into(scales, as_float32(sides))
+        return _bits_of(np.abs(sides).max())
+    return _bits_of(sides[0, 0])
 
 
 @inlined
-def _clipped(values, clip, scale):
-    """Return the scale of clipped values; see ``TernGrad.encode``."""
-    n_groups = (values.size + GROUP - 1) // GROUP
-    sums, squares = np.empty(n_groups), np.empty(n_groups)
-    moments_by_group(values, sums, squares)
-    mean, square = _total(sums) / values.size, _total(squares) / values.size
+def _top_of(peak):
+    return max(1, min((peak + _BELOW_POWER) >> 23, 254))
+
+
+@inlined
+def _given(row, clip, sums, peak):
+    """Return the scale of a tensor's levels, of clipped values if ``clip``; see ``TernGrad``."""
+    scale = float_of(peak)
+    if not clip > 0:
+        return scale
+    mean, square = _total(sums[:, 0]) / row.numel, _total(sums[:, 1]) / row.numel
     variance = square - mean * mean
     deviation = np.sqrt(variance) if variance > _ROUNDING * square else 0.0
     clipped = np.float32(min(clip * deviation, np.float64(scale)))
@@ -146,30 +247,17 @@ def _clipped(values, clip, scale):
 
 
 @inlined
-def _encode_signs(row, grad, residual, values, starts, key, subtract, body):
-    """Write signs of gradient plus residual; return bits of a peak and of the header's scale."""
-    n_pieces = starts.size - 1
-    sums, counts = np.empty((n_pieces, 2)), np.empty(n_pieces, np.int64)
-    words = as_uint32(body[4 * row.scales :])
-    zero = SIGNS[1] if row.method == SIGN and key else SIGNS[0]
-    encode_sign_groups(grad, residual, values, starts, words, sums, counts, zero)
-    if not np.isfinite(sums).all():
-        body[:] = np.uint8(0)
-        return _NOT_FINITE, np.int64(NAN_BITS)
-    sides = np.zeros((max(row.scales // 2, 1), 2), np.float32)
+def _sides_of(row, starts, sums, counts):
+    """Return what bits of 0 and of 1 stand for in each row."""
+    sides, n = np.zeros((max(row.scales // 2, 1), 2), np.float32), row.n_sums - 1
     if row.method == ONE_BIT:
-        _write_means(row, starts, sums, counts, sides)
-        copy_into(as_float32(body[: 4 * row.scales]), as_float32(sides))
-        scale = np.abs(sides).max()
-    elif row.method == SIGN:
-        scale = np.float32(sums.any())
+        _write_means(row, starts, sums[:n], counts[:n], sides)
     else:
-        scale = np.float32((_total(sums[:, 0]) - _total(sums[:, 1])) / values.size)
-    if row.method != ONE_BIT:
+        scale = np.float32(sums[:n].any())
+        if row.method == SCALED_SIGN:
+            scale = np.float32((_total(sums[:n, 0]) - _total(sums[:n, 1])) / row.numel)
         sides[0, 0], sides[0, 1] = scale, -scale
-    if subtract:
-        subtract_sign_rows(values, sides, row.length, 0, zero)
-    return np.int64(0), _bits_of(scale)
+    return sides
 
 
 @inlined
@@ -187,13 +275,15 @@ def _write_means(row, starts, sums, counts, sides):
 
 @kernel
 def sum_dense(
-    members, offsets, scales, bad, payloads, n_ranks, message_nbytes, headers, changes, levels,
-    totals,
+    first, end, pieces, members, offsets, scales, bad, payloads, n_ranks, message_nbytes, headers,
+    changes, levels, totals,
 ):  # fmt: skip
     """Write the sums over ranks of the payloads of tensors; see ``sum_sparse``."""
-    for m in range(members.size):
+    for q in range(first, end):
+        piece = pieces[q]
+        m = piece.member
         row = members[m]
-        total = floats_at(totals + 4 * row.total, row.numel)
+        total = floats_at(totals + 4 * (row.total + piece.begin), piece.end - piece.begin)
         total[:] = np.float32(0)
         start = headers[row.header : row.header + row.header_nbytes // 8]
         for p in range(n_ranks):
@@ -201,28 +291,23 @@ def sum_dense(
             payload = payloads[at : at + row.payload_nbytes]
             scales[m, p], _ = scale_and_grid(payload, start, changes[row.changes])
             if scales[m, p] < 0 or not _add_body(
-                row, payload[row.values_offset :], scales[m, p], levels[m], total
+                piece, row, payload[row.values_offset :], scales[m, p], levels[m], total
             ):
                 bad[m] = 1
                 break
 
 
 @inlined
-def _add_body(row, body, scale_bits, levels, total):
+def _add_body(piece, row, body, scale_bits, grid, total):
     """Add the values of a body; return False for one that ``encode_dense`` never writes."""
-    scale = float_of(scale_bits)
-    words = as_uint32(body[4 * row.scales :])
+    scale, words = float_of(scale_bits), _words_of(row, grid, body, piece.begin, piece.end)
     if row.method == OCTAVES:
         if scale_bits & _BELOW_POWER or not scale_bits:
             return False
         top = scale_bits >> 23
         base = max(top - 126, 1)
         return add_octave_groups(total, words, base, top) <= top - base + 1
-    given = row.scales == 0
-    if given and row.method == LEVELS:
-        sizes = np.empty(1, np.float32)
-        sizes[0] = scale
-    elif given:
+    if row.scales == 0:
         sizes = np.empty(2, np.float32)
         sizes[0], sizes[1] = scale, -scale
     else:
@@ -231,8 +316,10 @@ def _add_body(row, body, scale_bits, levels, total):
             if not np.abs(size) <= scale or (size < 0 and row.method == LEVELS):
                 return False
     if row.method == LEVELS:
-        return add_level_groups(total, words, sizes, levels) <= levels[0]
+        own = sizes if grid[2] == GIVEN else sizes[piece.begin // grid[3] :]
+        return add_level_groups(total, words, own, grid) <= grid[0]
     if row.method == SIGN and scale != 0 and scale != 1:
         return False
-    add_sign_groups(total, words, sizes.reshape((sizes.size // 2, 2)), row.length, 0)
+    sides = sizes.reshape((sizes.size // 2, 2))
+    add_sign_groups(total, words, sides, row.length, piece.begin)
     return True

@@ -1,37 +1,95 @@
-"""Groups of a bucket's small tensors that the same compiled calls encode and sum."""
+"""Groups of a bucket's tensors that the same compiled calls encode and sum."""
 
 from __future__ import annotations
 
 import abc
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_fftcomp.codec.base import PayloadCodec
 from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.transforms import BlockDCT, Identity, Transform
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu import bucket_coded as coded
 from horovod_fftcomp.kernels.cpu import bucket_dense as dense
-from horovod_fftcomp.kernels.cpu.bucket_sparse import MEMBER, encode_sparse, sum_sparse
+from horovod_fftcomp.kernels.cpu.bucket_sparse import (
+    ADD,
+    CUT,
+    MEMBER,
+    PIECE,
+    RANK,
+    SELECT,
+    TALLIES,
+    WRITE,
+    encode_sparse,
+    room_of,
+    sum_sparse,
+)
+from horovod_fftcomp.kernels.cpu.buffer_pool import empty
+from horovod_fftcomp.kernels.cpu.coded_levels import room_and_limit, tables_of
 from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS
 from horovod_fftcomp.kernels.cpu.transforms import constants_of, span_of
+from horovod_fftcomp.kernels.cpu.value_codes import PADDING
 from horovod_fftcomp.types import Array, Shape
+from horovod_fftcomp.wire.coded_levels import CHUNK, CodedLevels
 from horovod_fftcomp.wire.header import Plan, header_and_changes
 from horovod_fftcomp.wire.positions import Layout, unary_bits
 from horovod_fftcomp.wire.radix import digits_of
 
 Member = tuple[Any, Shape]  # a codec and the shape of its tensor
-_ONE_THREADS = (2 * LEAST_GROUPS - 1) * GROUP  # elements that one thread encodes anyway
-_MOST = 1 << 21  # elements of a tensor: a thread encodes with up to 40 MiB of scratch memory
+_LEAST_CUT = 1 << 17  # reals of a tensor that is cut in pieces for several threads
+
+
+class Pieces(NamedTuple):
+    """Table of the pieces of a group's tensors; see ``bucket_sparse.PIECE``.
+
+    ``ranges``: of the pieces, (first, end), for each thread. ``parts``: the pieces of tensors of
+    several pieces, as such ranges; ``firsts``: the first one of each such tensor.
+    """
+
+    table: Array
+    ranges: list[tuple[int, int]]
+    parts: list[tuple[int, int]]
+    firsts: list[tuple[int, int]]
+
+
+def pieces_of(reals: Sequence[int]) -> Pieces:
+    """Return the pieces of tensors of so many coefficients: as many elements for each thread.
+
+    Only tensors where the share of a thread ends are cut, and no small ones.
+    """
+    ends = np.cumsum(reals)
+    cuts: list[tuple[int, int]] = []  # (tensor, real) at which a thread's share ends
+    for _, share in threads.ranges(int(ends[-1]) // GROUP, LEAST_GROUPS)[:-1]:
+        member = int(np.searchsorted(ends, share * GROUP, "right"))
+        size, at = reals[member], share * GROUP - int(ends[member]) + reals[member]
+        at = round(at / CUT) * CUT if size >= _LEAST_CUT else size * (2 * at > size)
+        cuts.append((member + 1, 0) if at >= size else (member, at))
+    rows, ranges = [], []
+    for member, size in enumerate(reals):
+        own = sorted({0, *(at for cut, at in cuts if cut == member)})
+        for begin, end in itertools.pairwise([*own, size]):
+            rows.append((member, begin, end, len(rows) - own.index(begin), len(own)))
+    table = np.zeros(len(rows), PIECE)
+    for name, column in zip(PIECE.names or (), zip(*rows, strict=True), strict=False):
+        table[name] = column
+    begins = [(row[0], row[1]) for row in rows]
+    starts = sorted({0, *(begins.index(cut) for cut in cuts if cut in begins)})
+    ranges = list(itertools.pairwise([*starts, len(rows)]))
+    parts = [(number, number + 1) for number, row in enumerate(rows) if row[4] > 1]
+    return Pieces(table, ranges, parts, [part for part in parts if not rows[part[0]][1]])
 
 
 class Group(abc.ABC):
-    """Tensors whose rows of a table one compiled call goes through.
+    """Tensors whose pieces compiled calls go through, one for each thread and stage.
 
     ``_kernels``: that encodes, and that sums; methods give the arguments that groups have alone.
     """
@@ -56,19 +114,31 @@ class Group(abc.ABC):
         rows["changes"] = [list(kinds).index(size) for size in sizes]
         for name in ("header_nbytes", "values_offset", "payload_nbytes"):
             rows[name] = [getattr(plan, name) for plan in plans]
-        self._ends = np.cumsum([-(-plan.numel // GROUP) for plan in plans])
+        self._pieces = pieces_of(rows["reals"].tolist())
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a tensor is in several pieces, whose coefficients need memory between stages."""
+        return bool(self._pieces.parts)
 
     @abc.abstractmethod
     def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:
         """Return the rows of the table, without the fields that all groups have."""
 
     @abc.abstractmethod
-    def _to_encode(self, here: slice) -> tuple:
-        """Return the own arguments of the kernel that encodes these rows."""
+    def _to_encode(self) -> tuple:
+        """Return the own arguments of the kernel that encodes."""
 
     @abc.abstractmethod
-    def _to_sum(self, here: slice) -> tuple:
-        """Return the own arguments of the kernel that sums the payloads of these rows."""
+    def _memory(self) -> tuple:
+        """Return memory in which stages of the kernel that encodes leave what the next ones read.
+
+        The last arguments before the table of tensors.
+        """
+
+    @abc.abstractmethod
+    def _to_sum(self) -> tuple:
+        """Return the own arguments of the kernel that sums payloads."""
 
     def encode(self, columns: Sequence[Array], kept: int, message: Array, *options: object) -> None:
         """Write payloads and peaks.
@@ -77,13 +147,18 @@ class Group(abc.ABC):
         offsets; keys; peaks, to be written. ``kept``: address of the new residuals, 0 if none are
         wanted. ``options``: factor of the residuals, and whether new ones lack what was sent.
         """
+        kernel, pieces = self._kernels[0], self._pieces
+        tables = pieces.table, *self._memory(), self._rows, *columns, kept, message, *self._headers
+        arguments = *tables, *self._to_encode(), *options
 
-        def work(here: slice) -> None:
-            own = [column[here] for column in (self._rows, *columns)]
-            constants = *self._headers, *self._to_encode(here)
-            self._kernels[0](*own, kept, message, *constants, *options)
+        def run(stage: int, ranges: list[tuple[int, int]]) -> None:
+            threads.each(lambda first, end: kernel(stage, first, end, *arguments), ranges)
 
-        self._each(work)
+        run(ADD, pieces.ranges)
+        if pieces.parts:
+            run(RANK, pieces.firsts)
+            run(SELECT, pieces.parts)
+            run(WRITE, pieces.firsts)
 
     def sum(self, columns: Sequence[Array], totals: int, *messages: object) -> None:
         """Write sums, the bits of scales, and which tensors have an unexpected payload.
@@ -91,20 +166,9 @@ class Group(abc.ABC):
         ``columns``: by tensor, the payloads' offsets, and what is written: scales and flags.
         ``totals``: address of the sums. ``messages``: of all ranks; their number; bytes of each.
         """
-
-        def work(here: slice) -> None:
-            own = [column[here] for column in (self._rows, *columns)]
-            self._kernels[1](*own, *messages, *self._headers, *self._to_sum(here), totals)
-
-        self._each(work)
-
-    def _each(self, work: Callable[[slice], object]) -> None:
-        """Call ``work`` with the rows for each thread."""
-        ranges = threads.ranges(int(self._ends[-1]), LEAST_GROUPS)
-        cuts = np.searchsorted(self._ends, [end for _, end in ranges], "left") + 1
-        cuts[-1] = self._ends.size
-        firsts = [0, *cuts[:-1].tolist()]
-        threads.each(work, [(slice(*pair),) for pair in zip(firsts, cuts.tolist(), strict=True)])
+        kernel, tables = self._kernels[1], (self._pieces.table, self._rows, *columns)
+        arguments = *tables, *messages, *self._headers, *self._to_sum(), totals
+        threads.each(lambda *own: kernel(*own, *arguments), self._pieces.ranges)
 
 
 class SparseGroup(Group):
@@ -122,12 +186,33 @@ class SparseGroup(Group):
             constants_of(*kind, back) if block else None for back in (False, True)
         )
         self._span = span_of(block, transform.reals_per_bin)
+        self._sizes = self._lay_out(transform.reals_per_bin)
+
+    def _lay_out(self, width: int) -> tuple[int, int, int]:
+        """Enter where pieces find their parts of ``_memory``; return the sizes of this."""
+        sizes = [0, 0, 0]
+        for piece in self._pieces.table:
+            row, reals = self._rows[piece["member"]], int(piece["end"] - piece["begin"])
+            piece["room"] = room_of(reals, piece["parts"])
+            if piece["parts"] > 1:
+                piece["found"], piece["bitmap"], piece["packed"] = sizes
+                n_codes = min(reals, width * int(row["k"])) * int(row["bits"])
+                groups = -(-reals // (width * GROUP))
+                for at, size in enumerate(
+                    (piece["room"], groups * (GROUP // 64), n_codes // 64 + PADDING + 1)
+                ):
+                    sizes[at] += int(size)
+        return tuple(sizes)
 
     def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:
         rows = np.zeros(len(plans), MEMBER)
         for row, plan, (codec, _) in zip(rows, plans, own, strict=True):
+            row["layout"] = plan.layout
+            if plan.layout is Layout.RAW:
+                row["n"] = row["reals"] = plan.numel
+                continue
             chosen = plan.positions
-            row["n"], row["k"], row["layout"] = chosen.n, chosen.k, chosen.layout
+            row["n"], row["k"] = chosen.n, chosen.k
             row["reals"] = chosen.n * codec.transform.reals_per_bin
             row["low_bits"], row["positions_nbytes"] = chosen.low_bits, chosen.nbytes
             row["kind"], row["bits"], *_ = codec.coding(1.0)
@@ -135,10 +220,15 @@ class SparseGroup(Group):
                 row["n_unary"] = unary_bits(chosen.n, chosen.k, chosen.low_bits)
         return rows
 
-    def _to_encode(self, here: slice) -> tuple:
-        return (self._forward,)
+    def _memory(self) -> tuple:
+        tallies = np.zeros((len(self._pieces.table), TALLIES), np.int64)
+        kinds = zip(self._sizes, (np.int32, np.uint64, np.uint64), strict=True)
+        return tallies, *(empty(size, kind) for size, kind in kinds)
 
-    def _to_sum(self, here: slice) -> tuple:
+    def _to_encode(self) -> tuple:
+        return self._forward, self._span
+
+    def _to_sum(self) -> tuple:
         return self._inverse, self._span
 
 
@@ -155,24 +245,63 @@ class DenseGroup(Group):
         for number, (row, (codec, shape)) in enumerate(zip(rows, own, strict=True)):
             method, numel = codec.method, math.prod(shape)
             kind, grid, self._clips[number] = method.cuda
-            row["method"] = _METHODS[kind]
+            row["method"], row["reals"], row["sums"] = _METHODS[kind], numel, sum(map(len, starts))
             if isinstance(method, SignMethod):
                 row["length"] = length = method.row_length(shape)
-                pieces = method.pieces(numel, length)
-                row["piece"], row["pieces"] = sum(map(len, starts)), len(pieces)
-                starts.append(pieces)
+                starts.append(method.pieces(numel, length))
                 row["scales"] = 2 * (numel // length) if kind == "means" else 0
             elif kind != "octaves":
                 self._levels[number] = *grid, digits_of(grid.radix)
                 row["scales"] = -(-numel // grid.bucket) if grid.bucket else 0
+                if self._clips[number]:
+                    starts.append(np.arange(0, numel, GROUP))
+            row["n_sums"] = sum(map(len, starts)) - row["sums"]
         self._starts = np.concatenate([np.zeros(0, np.int64), *starts])
         return rows
 
-    def _to_encode(self, here: slice) -> tuple:
-        return self._levels[here], self._clips[here], self._starts
+    def _memory(self) -> tuple:
+        n = self._starts.size
+        return np.zeros(len(self._pieces.table), np.int64), np.empty((n, 2)), np.empty(n, np.int64)
 
-    def _to_sum(self, here: slice) -> tuple:
-        return (self._levels[here],)
+    def _to_encode(self) -> tuple:
+        return self._levels, self._clips, self._starts
+
+    def _to_sum(self) -> tuple:
+        return (self._levels,)
+
+
+class CodedGroup(Group):
+    """Tensors of dithered levels of one form."""
+
+    _kernels = coded.encode_coded_bucket, coded.sum_coded_bucket
+
+    def __init__(
+        self, form: CodedLevels, own: Sequence[Member], kept: Array, totals: Array
+    ) -> None:
+        self._form = form
+        numbers, costs, decoders, *encoders = tables_of(form)
+        self._encoding, self._decoding = (numbers, costs, *encoders), (numbers, decoders)
+        super().__init__(own, kept, totals)
+
+    def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:
+        rows = np.zeros(len(plans), coded.MEMBER)
+        rows["reals"] = [plan.numel for plan in plans]
+        rows["words"] = self._form.chunk_words(CHUNK)
+        rows["room"], rows["limit"] = room_and_limit(self._form, CHUNK)
+        for row, plan in zip(rows, plans, strict=True):
+            row["last_room"], row["last_limit"] = room_and_limit(
+                self._form, (plan.numel - 1) % CHUNK + 1
+            )
+        return rows
+
+    def _memory(self) -> tuple:
+        return (np.zeros(len(self._pieces.table)),)
+
+    def _to_encode(self) -> tuple:
+        return self._encoding
+
+    def _to_sum(self) -> tuple:
+        return self._decoding
 
 
 # By the kind of scales, see ``CudaMethod``.
@@ -188,22 +317,24 @@ _METHODS = {
 def groups_of(
     codecs: Sequence[PayloadCodec], shapes: Sequence[Shape]
 ) -> list[tuple[Callable[..., Group], list[int]]]:
-    """Return each group's class and the indices of its tensors; large and RAW ones are in none."""
-    sparse: dict[Transform, list[int]] = {}
-    others: list[int] = []
-    # With larger ones a bucket's tensors would not keep all threads busy.
-    share = sum(map(math.prod, shapes)) // threads.get_num_threads()
-    most = max(_ONE_THREADS, min(_MOST, share))
+    """Return each group's class and the indices of its tensors."""
+    groups: dict[Any, list[int]] = {}
     for number, (codec, shape) in enumerate(zip(codecs, shapes, strict=True)):
-        if math.prod(shape) > most or codec.plan(shape).layout is Layout.RAW:
-            continue
-        if isinstance(codec, Codec):
-            sparse.setdefault(codec.transform, []).append(number)
-        elif isinstance(codec, DenseCodec):
-            described = codec.method.cuda
-            others += [number] if described is not None and described.kind in _METHODS else []
-    groups: list[tuple[Callable[..., Group], list[int]]] = [
-        (functools.partial(SparseGroup, transform), members)
-        for transform, members in sparse.items()
-    ]
-    return [*groups, (DenseGroup, others)] if others else groups
+        kind: Any = None
+        if codec.plan(shape).layout is Layout.RAW:
+            kind = Identity()
+        elif isinstance(codec, Codec):
+            kind = codec.transform
+        elif isinstance(codec, DenseCodec) and isinstance(codec.method, Dither):
+            kind = codec.method.form()
+        elif isinstance(codec, DenseCodec) and codec.method.cuda is not None:
+            kind = DenseGroup
+        if kind is not None:
+            groups.setdefault(kind, []).append(number)
+    return [(_class_of(kind), members) for kind, members in groups.items()]
+
+
+def _class_of(kind: Any) -> Callable[..., Group]:
+    if kind is DenseGroup:
+        return DenseGroup
+    return functools.partial(CodedGroup if isinstance(kind, CodedLevels) else SparseGroup, kind)

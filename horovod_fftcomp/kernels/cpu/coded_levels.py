@@ -44,7 +44,7 @@ _FAULTS = (
 
 
 @functools.cache
-def _tables(form: CodedLevels) -> tuple[Array, ...]:
+def tables_of(form: CodedLevels) -> tuple[Array, ...]:
     """Return (bucket, the highest levels, the ends of grids), costs, and the code's tables.
 
     Of either set of tables, one part after another.
@@ -61,15 +61,18 @@ def _tables(form: CodedLevels) -> tuple[Array, ...]:
     return numbers, coded.costs(form), decoders, *map(np.array, zip(*encoders, strict=True))
 
 
+def room_and_limit(form: CodedLevels, n: int) -> tuple[int, int]:
+    """Return of a chunk of ``n`` values the words of code, and the highest cost that should fit."""
+    return form.room(n), coded.FRACTION * (32 * form.room(n) - form.slack(n))
+
+
 def _parts(n: int, form: CodedLevels) -> list[tuple[slice, slice, int, Array]]:
     """Return for each thread its (elements, body, first chunk), and of its chunks (room, limit)."""
     found = []
     for a, b in threads.ranges(-(-n // CHUNK), _LEAST_CHUNKS):
         begin, end = a * CHUNK, min(b * CHUNK, n)
         sizes = [CHUNK] * (b - a - 1) + [end - (b - 1) * CHUNK]
-        pairs = [
-            (form.room(m), coded.FRACTION * (32 * form.room(m) - form.slack(m))) for m in sizes
-        ]
+        pairs = [room_and_limit(form, m) for m in sizes]
         body = slice(form.words_before(begin), form.words_before(end))
         found.append((slice(begin, end), body, a, np.array(pairs, np.int64)))
     return found
@@ -77,7 +80,7 @@ def _parts(n: int, form: CodedLevels) -> list[tuple[slice, slice, int, Array]]:
 
 def encode_coded(values: Array, form: CodedLevels, body: Array, key: int, keep: bool) -> float:
     """Write the key and the chunks of float32 ``values`` to ``body``, uint32 zeros."""
-    numbers, costs, _, *encoders = _tables(form)
+    numbers, costs, _, *encoders = tables_of(form)
     body[: coded.KEY_WORDS] = key & 0xFFFFFFFF, key >> 32
 
     def work(at: slice, to: slice, chunk: int, rooms: Array) -> float:
@@ -319,7 +322,7 @@ def _add_values(part, levels, dithers, codes, unit, bucket, factor):
 
 def add_coded(total: Array, form: CodedLevels, body: Array, scale: float) -> None:
     """Add the values encoded by ``encode_coded``; ValueError for bytes that it never writes."""
-    numbers, _, decoders, *_ = _tables(form)
+    numbers, _, decoders, *_ = tables_of(form)
     key = np.uint64(int(body[0]) | int(body[1]) << 32)
 
     def work(at: slice, to: slice, chunk: int, rooms: Array) -> int:

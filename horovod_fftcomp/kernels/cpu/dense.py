@@ -99,17 +99,17 @@ def group_slices(n: int, radix: int) -> list[tuple[slice, slice, int]]:
 def moments(values: Array) -> tuple[int, Array, Array]:
     """Return (bits of the largest magnitude, sums and sums of squares of groups, float64)."""
     n_groups = -(-values.size // GROUP)
-    sums, squares = np.empty(n_groups), np.empty(n_groups)
+    sums = np.empty((n_groups, 2))
 
     def work(at: slice, _: slice, group: int) -> int:
-        return moments_by_group(values[at], sums[group:], squares[group:])
+        return moments_by_group(values[at], sums[group:])
 
-    return max(threads.each(work, group_slices(values.size, 2))), sums, squares
+    return max(threads.each(work, group_slices(values.size, 2))), sums[:, 0], sums[:, 1]
 
 
 @kernel
-def moments_by_group(values, sums, squares):
-    """Write the groups' sums and sums of squares; return the bits of the peak."""
+def moments_by_group(values, sums):
+    """Write the groups' sums and sums of squares, ``[n, 2]``; return the bits of the peak."""
     first, second = np.empty(LANES), np.empty(LANES)
     patterns = as_int32(values)
     peak = np.int64(0)
@@ -128,7 +128,7 @@ def moments_by_group(values, sums, squares):
             x = np.float64(part[whole + j])
             first[j] += x
             second[j] += x * x
-        sums[group], squares[group] = fold(first), fold(second)
+        sums[group, 0], sums[group, 1] = fold(first), fold(second)
     return peak
 
 

@@ -357,13 +357,14 @@ def concatenated(parts: list[tuple[int, Array]]) -> Array:
         whole = np.zeros(total // 64 + 2, np.uint64)
         at = 0
         for n_bits, words in parts:
-            _append(whole, at, words, n_bits)
+            append_bits(whole, at, words, n_bits)
             at += n_bits
     return whole.view(np.uint8)[: (total + 7) // 8]
 
 
 @kernel
-def _append(whole, at, words, n_bits):
+def append_bits(whole, at, words, n_bits):
+    """Write ``n_bits`` bits of words into others, zeros from bit ``at`` on."""
     shift, to = np.uint64(at & 63), at >> 6
     for i in range((n_bits + 63) // 64):
         word = words[i]

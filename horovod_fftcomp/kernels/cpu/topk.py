@@ -25,7 +25,7 @@ SAMPLES = 1 << 14
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NO_KEY = np.int32(-2)  # below every key, and below -1, the limit that selects all keys from 0 up
 _ABOVE_ALL = 0x7FFFFFFF
-_FEW_SAMPLES = 2048  # the least of a large tensor, the most of a small one; a multiple of 64
+FEW_SAMPLES = 2048  # the least of a large tensor, the most of a small one; a multiple of 64
 _UNKNOWN_BITS = 15  # of a limit's 31: a wider range only lets a few more keys pass
 
 
@@ -69,7 +69,7 @@ def suggest(keys: Array, k: int, n: int, spread: float) -> Limits:
 
 def samples_of(n: int) -> int:
     """Return the size of a sample of ``n`` keys: sorting it must not take longer than the pass."""
-    return min(SAMPLES, max(_FEW_SAMPLES, n // 64))
+    return min(SAMPLES, max(FEW_SAMPLES, n // 64))
 
 
 def capacity_for(n: int) -> int:
@@ -218,28 +218,62 @@ def kth_of_few(reals, n, k, options, found):
     ``options``: the next arguments of ``count_groups``. ``found``: int32, whole groups.
     """
     low, high = np.int64(0), np.int64(_ABOVE_ALL)
-    n_samples = min(_FEW_SAMPLES, n // 512 * 64)
+    n_samples = min(FEW_SAMPLES, n // 512 * 64)
     if n_samples:
-        sample = _sample(reals, n, *options, found[:n_samples])
-        rank = k * sample.size / n
-        margin = 4 * rank**0.5 + 8
-        if rank + margin <= sample.size:
-            low = _kth_by_bits(sample, np.int64(rank + margin), low, high, _UNKNOWN_BITS)
-        if rank - margin >= 1:
-            high = _kth_by_bits(sample, np.int64(rank - margin), low, high, _UNKNOWN_BITS)
-            high |= (1 << _UNKNOWN_BITS) - 1
+        low, high = limits_among(_sample(reals, n, *options, found[:n_samples]), k, n, 1)
     above, between, kept = count_groups(reals, *options, low, high, found)
     if not above < k <= above + between:
         low, high = np.int64(0), np.int64(_ABOVE_ALL)
         above, _, kept = count_groups(reals, *options, low, high, found)
     padded = (kept + 63) // 64 * 64
     found[kept:padded] = _NO_KEY
-    key = _kth_by_bits(found[:padded], k - above, low, high, 0)
-    return key, k - above - _count_above(found[:padded], key)
+    key = kth_by_bits(found[:padded], k - above, low, high, 0)
+    return key, k - above - keys_above(found[:padded], key)
 
 
 @inlined
-def _kth_by_bits(keys, k, low, high, n_unknown):
+def limits_among(sample, k, n, spread):
+    """Return limits, both inclusive, of the k-th largest of ``n`` keys, estimated from a sample.
+
+    ``sample``: a multiple of 64 keys. ``spread``: the standard deviation of a key's rank in it, as
+    a multiple of that in an independent sample.
+    """
+    low, high = np.int64(0), np.int64(_ABOVE_ALL)
+    rank = k * sample.size / n
+    margin = 4 * spread * rank**0.5 + 8
+    if rank + margin <= sample.size:
+        low = kth_by_bits(sample, np.int64(rank + margin), low, high, _UNKNOWN_BITS)
+    if rank - margin >= 1:
+        high = kth_by_bits(sample, np.int64(rank - margin), low, high, _UNKNOWN_BITS)
+        high |= (1 << _UNKNOWN_BITS) - 1
+    return low, high
+
+
+@inlined
+def kth_by_passes(reals, k, options):
+    """Return as ``kth_of_few``, by three passes over all keys: where limits proved wrong."""
+    keys, key, need = np.empty(GROUP, np.int32), np.int64(0), np.int64(k)
+    width = 2 if options[0] else 1
+    for shift in (20, 10, 0):
+        counts = np.zeros(2048 if shift == 20 else 1024, np.int64)
+        known = 31 if shift == 20 else shift + 10
+        for begin in range(0, reals.size, GROUP * width):
+            group = reals[begin : begin + GROUP * width]
+            fill_keys(group, *options, keys)
+            for i in range(group.size // width):
+                one = np.int64(keys[i])
+                if one >> known == key >> known:
+                    counts[(one >> shift) & (counts.size - 1)] += 1
+        digit = counts.size - 1
+        while digit > 0 and counts[digit] < need:
+            need -= counts[digit]
+            digit -= 1
+        key |= digit << shift
+    return key, need
+
+
+@inlined
+def kth_by_bits(keys, k, low, high, n_unknown):
     """Return the k-th largest key with its lowest ``n_unknown`` bits cleared.
 
     ``keys``: a multiple of 64. ``low``, ``high``: of the k-th largest key, both inclusive.
@@ -250,14 +284,14 @@ def _kth_by_bits(keys, k, low, high, n_unknown):
     key = low >> (bit + 1) << (bit + 1)  # the bits that all keys between them share
     while bit >= n_unknown:
         trial = key | 1 << bit
-        if _count_above(keys, trial - 1) >= k:
+        if keys_above(keys, trial - 1) >= k:
             key = trial
         bit -= 1
     return key
 
 
 @inlined
-def _count_above(keys, limit):
+def keys_above(keys, limit):
     """Return the number of keys above ``limit``; ``keys``: a multiple of 64."""
     at, count = np.int64(keys.ctypes.data), 0
     for word in range(keys.size // 64):

@@ -106,7 +106,7 @@ def _places(start, at, length, is_dct):
 
 
 @kernel
-def _forward(x, addend, out, is_dct, length, radices, twiddles, splits, turns, scale, scratch):
+def forward_tile(x, addend, out, is_dct, length, radices, twiddles, splits, turns, scale, scratch):
     """Transform tiles of eight blocks and add ``addend``; return the peak's bits."""
     n, row = length // 2, 4 * length
     tile = LANES * row
@@ -154,7 +154,7 @@ def forward_tiles(
     tile = LANES * length
     done = x.size // tile * tile
     scratch = buffers[: 2 * tile]
-    peak = _forward(
+    peak = forward_tile(
         x[:done], addend[:done], out[:done], is_dct, length, radices, twiddles, splits, turns,
         scale, scratch,
     )  # fmt: skip
@@ -165,7 +165,7 @@ def forward_tiles(
         copy_into(rest[: x.size - done], x[done:])
         if addend.size:
             copy_into(more[: addend.size - done], addend[done:])
-        top = _forward(
+        top = forward_tile(
             rest, more if addend.size else more[:0], last, is_dct, length, radices, twiddles,
             splits, turns, scale, scratch,
         )  # fmt: skip
@@ -223,7 +223,7 @@ def _inverse(coeffs, out, is_dct, length, radices, twiddles, splits, turns, scal
 
 
 @kernel
-def _forward_counted(
+def forward_counted(
     x, addend, out, span, is_dct, length, radices, twiddles, splits, turns, scale, buffers,
     low, high, found,
 ):  # fmt: skip
@@ -298,7 +298,7 @@ def forward_blocks(
         here = slice(begin * span, end * span)
         buffers = np.empty(5 * LANES * block, np.float32)
         options = (span, *constants, buffers, *counting)
-        return _forward_counted(flat[here], addend[here], out[here], *options)
+        return forward_counted(flat[here], addend[here], out[here], *options)
 
     ranges = threads.ranges(-(-out.size // span), _LEAST_SPANS)
     return counted(coeffs, k, block // width, limits, transform, ranges)
@@ -321,7 +321,7 @@ def _limits_of_sample(
 
     out = np.empty(n_sampled * block, np.float32)
     rest = sampled(addend) if addend.size else addend
-    _forward(sampled(flat), rest, out, *constants, np.empty(2 * LANES * block, np.float32))
+    forward_tile(sampled(flat), rest, out, *constants, np.empty(2 * LANES * block, np.float32))
     keys = np.empty(out.size if is_dct else out.size // 2, np.int32)
     write_keys(out, not is_dct, block if is_dct else block // 2, keys)
     limits = suggest(keys, k, n_bins, _SPREAD)

@@ -5,25 +5,27 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from horovod_fftcomp import wire
+from horovod_fftcomp.codec.base import check_state
+from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.codec.methods.signs import SignMethod, bit_of_zero
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.codec.sparse import Codec
-from horovod_fftcomp.codec.transforms import Own, energy_of
-from horovod_fftcomp.kernels import cpu
+from horovod_fftcomp.codec.transforms import energy_of
+from horovod_fftcomp.kernels import cpu, threads
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
-from horovod_fftcomp.kernels.cpu.buffer_pool import in_a_row, zeros
+from horovod_fftcomp.kernels.cpu.buffer_pool import zeros
 from horovod_fftcomp.kernels.host.momentum import add_momentum, mask_velocity
 from horovod_fftcomp.kernels.host.payloads import BucketSum, joined, sum_of, summed
-from horovod_fftcomp.kernels.ops import Codecs, EncodedBucket, Feedback, Flags, Summed
+from horovod_fftcomp.kernels.ops import Codecs, EncodedBucket, Feedback, Flags, Momentum, Summed
 from horovod_fftcomp.types import Array, Arrays, OldState, Tensors
 from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import RngKey
+from horovod_fftcomp.wire.positions import Layout
 
 Squares = tuple[float, float, float]
 _MOST_BUCKETS, _MOST_CODECS = 1024, 4  # of cached coders
@@ -42,39 +44,39 @@ class _One(NamedTuple):
 class HostCoder:
     """Coder of a bucket's payloads on the host; several threads may use one.
 
-    Small tensors with payloads of fixed size are encoded and summed by one call, see
-    ``BucketCodec``; the others by a call each.
+    Where payloads have a fixed size, ``BucketCodec`` encodes and sums all tensors that it has
+    kernels for; the others are taken one after another.
     """
 
     def __init__(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> None:
         self._codecs, self._tensors, self._n_ranks = codecs, tensors, n_ranks
         self._is_fixed = all(codec.has_fixed_size for codec in codecs)
+        self._members: list[int] = []
+        self._others: Sequence[int] = range(len(tensors))
         if not self._is_fixed:
             return
-        self._small = BucketCodec(codecs, [tensor.shape for tensor in tensors])
-        self._members, self._slices = self._small.members, self._small.slices
+        self._bucket = BucketCodec(codecs, [tensor.shape for tensor in tensors])
+        self._members, self._slices = self._bucket.members, self._bucket.slices
         among = set(self._members)
-        self._large = [number for number in range(len(tensors)) if number not in among]
+        self._others = [number for number in self._others if number not in among]
         self._gains = np.array([codecs[n].transform.gain for n in self._members], np.float64)
         own = [(codecs[number], tensors[number].name) for number in self._members]
         self._names = counter_rng.named((getattr(codec, "seed", 0), name) for codec, name in own)
         methods = [getattr(codec, "method", None) for codec, _ in own]
         self._signs = [at for at, method in enumerate(methods) if isinstance(method, SignMethod)]
+        self._dithers = [at for at, method in enumerate(methods) if isinstance(method, Dither)]
 
     def encode(
         self, grads: Arrays, state: OldState, at: tuple[int, int], feedback: Feedback, measure: bool
     ) -> EncodedBucket:
         """Return the message of gradients plus residuals, and the new state."""
         done: dict[int, _One] = {}
-        message = zeros(self._small.message_nbytes, np.uint8) if self._is_fixed else None
-        numbers: Sequence[int] = range(len(self._tensors))
-        if message is not None and self._members and feedback.momentum is None and not measure:
-            done, numbers = self._encode_small(message, grads, state, at, feedback), self._large
-        rooms = self._room(numbers, feedback) if numbers else []
-        for number, own in zip(numbers, rooms, strict=True):
+        message = zeros(self._bucket.message_nbytes, np.uint8) if self._is_fixed else None
+        if message is not None and self._members:
+            done = self._encode_members(message, grads, state, at, feedback, measure)
+        for number in self._others:
             out = None if message is None else message[self._slices[number]]
-            one = self._encode(number, grads[number], state, out, at, feedback, measure, own)
-            done[number] = one
+            done[number] = self._encode(number, grads[number], state, out, at, feedback, measure)
         ones = [done[number] for number in range(len(self._tensors))]
         if message is None:
             message = joined([one.payload for one in ones])
@@ -86,39 +88,83 @@ class HostCoder:
             (lambda: squares) if measure else None,
         )
 
-    def _room(self, numbers: Sequence[int], feedback: Feedback) -> list[Own]:
-        """Return where to write each tensor's coefficients, which become its residual.
-
-        One behind the other in memory: those of a tensor's pieces are joined without a copy.
-        """
-        if len(numbers) < 2 or not feedback.keep or feedback.momentum is not None:
-            return [True] * len(numbers)
-        forms = [self._codecs[n].coeffs_format(self._tensors[n].shape) for n in numbers]
-        writes = [isinstance(self._codecs[n], Codec) for n in numbers]
-        sizes = [n * kind.itemsize // 4 for kind, n in forms]
-        reals = in_a_row([size * used for size, used in zip(sizes, writes, strict=True)])
-        pairs = zip(reals, forms, writes, strict=True)
-        return [array.view(kind) if used else True for array, (kind, _), used in pairs]
-
-    def _encode_small(
+    def _encode_members(
         self,
         message: Array,
         grads: Arrays,
         state: OldState,
         at: tuple[int, int],
         feedback: Feedback,
+        measure: bool,
     ) -> dict[int, _One]:
-        """Encode all small tensors into ``message``; return their new states by number."""
-        old, tensors = state.get("residual", {}), self._tensors
+        """Encode the bucket's members into ``message``; return their new states by number."""
         own = [grads[number] for number in self._members]
-        residuals = [old.get(tensors[number].name) for number in self._members]
-        keys = counter_rng.draws(self._names, *at) if self._small.draws else None
-        if keys is not None and self._signs:
-            keys[self._signs] = bit_of_zero(*at)
-        options = keys, feedback.keep, feedback.decay, feedback.keeps_sent
-        encoded = self._small.encode(own, residuals, message, *options)
-        pairs = zip(self._members, encoded.residuals, strict=True)
-        return {number: _One(message, residual) for number, residual in pairs}
+        residuals = self._residuals(state.get("residual", {}))
+        moved: Arrays = [None] * len(own)
+        if feedback.momentum is not None:
+            own, moved = self._moved(own, residuals, state.get("velocity", {}), feedback.momentum)
+            residuals = [None] * len(own)
+        keys = self._keys(*at) if self._bucket.draws else None
+        wanted: Arrays = []
+        if measure:  # the coefficients, before what is sent is subtracted
+            unused, inputs = np.zeros_like(message), (own, residuals)
+            wanted = self._bucket.encode(
+                *inputs, unused, keys, True, feedback.decay, True
+            ).residuals
+        options = keys, feedback.keep or measure, feedback.decay, feedback.keeps_sent
+        encoded = self._bucket.encode(own, residuals, message, *options)
+        done = {}
+        for place, number in enumerate(self._members):
+            residual, velocity, squares = encoded.residuals[place], moved[place], None
+            payload = message[self._slices[number]]
+            finite = encoded.peaks[place] <= LARGEST_FINITE_BITS
+            if feedback.momentum is not None and velocity is not None and residual is not None:
+                plan = self._codecs[number].plan(self._tensors[number].shape)
+                mask_velocity(feedback.momentum, plan, payload, velocity)
+            is_sent = residual is None and velocity is not None and finite  # all of it
+            if measure and not feedback.keeps_sent and (residual is not None or is_sent):
+                energy, shape = self._codecs[number].energy, self._tensors[number].shape
+                sizes = [energy(array, shape) for array in (wanted[place], residual)]
+                squares = (energy_of(grads[number]), *sizes)
+            kept = residual if feedback.keep else None
+            done[number] = _One(payload, kept, velocity, squares)
+        return done
+
+    def _residuals(self, old: Mapping[str, Array]) -> list[Array | None]:
+        """Return the members' residuals; those of tensors that are now sent as they are, too."""
+        found = []
+        for number in self._members:
+            codec, (name, shape) = self._codecs[number], self._tensors[number]
+            residual = old.get(name)
+            if residual is not None and codec.plan(shape).layout is Layout.RAW:
+                check_state("residual", residual, codec.coeffs_format(shape))
+                residual = codec.transform.inverse(residual, math.prod(shape), cpu)
+            found.append(residual)
+        return found
+
+    def _moved(
+        self, grads: Arrays, residuals: Arrays, old: Mapping[str, Array], momentum: Momentum
+    ) -> tuple[list[Array | None], list[Array | None]]:
+        """Return each member's residual plus velocity, and its new velocity."""
+        sums, moved = [None] * len(grads), [None] * len(grads)
+        for place, number in enumerate(self._members):
+            grad = grads[place]
+            if grad is not None:
+                velocity = old.get(self._tensors[number].name)
+                coeffs, moved[place] = add_momentum(grad, residuals[place], velocity, momentum)
+                sums[place] = coeffs.array
+        return sums, moved
+
+    def _keys(self, step: int, rank: int) -> Array:
+        """Return the members' keys of random numbers, uint64; see ``key_at`` of the codecs."""
+        keys = counter_rng.draws(self._names, step, rank)
+        if self._signs:
+            keys[self._signs] = bit_of_zero(step, rank)
+        if self._dithers:
+            shared = counter_rng.draws(self._names, step, 0)[self._dithers]
+            half = np.uint64(32)
+            keys[self._dithers] = shared >> half << half | np.uint64(counter_rng.spaced(rank))
+        return keys
 
     def _encode(
         self,
@@ -129,9 +175,8 @@ class HostCoder:
         at: tuple[int, int],
         feedback: Feedback,
         measure: bool,
-        own: Own,
     ) -> _One:
-        """Encode one tensor, into ``out`` if given; ``own``: as for ``coeffs_of`` of codecs."""
+        """Encode one tensor, into ``out`` if given."""
         codec, (name, shape) = self._codecs[number], self._tensors[number]
         residual, velocity = (state.get(k, {}).get(name) for k in ("residual", "velocity"))
         keep, momentum, moved = feedback.keep or measure, feedback.momentum, None
@@ -139,11 +184,11 @@ class HostCoder:
             grad, keep, measure = np.zeros(math.prod(shape), np.float32), False, False
             coeffs = codec.coeffs_of(grad, shape, cpu, own=False)
         elif momentum is not None:
-            coeffs, moved = add_momentum(codec.plan(shape), grad, residual, velocity, momentum)
+            coeffs, moved = add_momentum(grad, residual, velocity, momentum)
         else:
             if residual is not None and feedback.decay < 1:
                 residual = _scaled(residual, feedback.decay)
-            coeffs = codec.coeffs_of(grad, shape, cpu, residual, keep and own)
+            coeffs = codec.coeffs_of(grad, shape, cpu, residual, keep)
         wanted = codec.energy(coeffs.array, shape) if measure else 0.0
         subtract, key = keep and not feedback.keeps_sent, RngKey(at[0], name, at[1])
         payload, new = codec.encode_coeffs(
@@ -177,21 +222,20 @@ class HostCoder:
 
     def _fixed_sums(self, gathered: Array) -> BucketSum | None:
         """Return the sums of payloads that are all finite and as long as expected, else None."""
-        small = self._small.sum(gathered, self._n_ranks)
-        totals = [total for total in small.totals if total is not None]
+        found = self._bucket.sum(gathered, self._n_ranks)
+        totals = [total for total in found.totals if total is not None]
         if len(totals) < len(self._members):
             return None
         sums = dict(zip(self._members, totals, strict=True))
-        scales = dict(zip(self._members, small.scales.tolist(), strict=True))
-        high = small.scales.sum(1, np.float64) * self._gains > _OVERFLOWS
+        scales = dict(zip(self._members, found.scales.tolist(), strict=True))
+        high = found.scales.sum(1, np.float64) * self._gains > _OVERFLOWS
         finite = all(np.isfinite(totals[place]).all() for place in np.flatnonzero(high))
-        begins = range(0, gathered.size, self._small.message_nbytes)
-        sizes = [math.prod(self._tensors[number].shape) for number in self._large]
-        for number, out in zip(self._large, in_a_row(sizes) if sizes else [], strict=True):
+        begins = range(0, gathered.size, self._bucket.message_nbytes)
+        for number in self._others:
             here = self._slices[number]
             payloads = [gathered[b + here.start : b + here.stop] for b in begins]
             headers = [wire.read_header(payload) for payload in payloads]
-            one = sum_of(self._codecs[number], self._tensors[number], payloads, headers, out)
+            one = sum_of(self._codecs[number], self._tensors[number], payloads, headers)
             sums[number], scales[number] = one.total, one.scales
             finite = finite and one.finite
         order = range(len(self._tensors))
@@ -213,7 +257,7 @@ class HostCoderOps:
 
     def coder(self, codecs: Codecs, tensors: Tensors, n_ranks: int) -> HostCoder:
         """Return the coder of a bucket, cached for its last few lists of codecs."""
-        key = (tuple(tensors), n_ranks)
+        key = (tuple(tensors), n_ranks, threads.get_num_threads())
         with self._lock:
             recent = self._coders.pop(key, [])
             found = next((pair for pair in recent if _are_same(pair[0], codecs)), None)

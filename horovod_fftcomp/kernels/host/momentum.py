@@ -39,14 +39,14 @@ class HostMomentumOps(HostCommonOps):
                 share.fill(0)
                 moved.append(None)
                 continue
-            coeffs, new = self.accelerate(grad, velocity, residual, momentum, 0)
+            coeffs, new = self.accelerate(grad, velocity, residual, momentum)
             share[:] = coeffs.array
             moved.append(new)
         return whole, moved
 
     def mix(self, old: Arrays, new: Arrays, beta: float) -> list[Array | None]:
         """Return (1 - beta) * old + beta * new of each tensor, in new arrays."""
-        mixed, options = list(new), (1 - beta, False, beta, 0)
+        mixed, options = list(new), (1 - beta, False, beta)
         for number, (before, after) in enumerate(zip(old, new, strict=True)):
             if after is not None:
                 reals = None if before is None else before.view(np.float32)
@@ -56,15 +56,12 @@ class HostMomentumOps(HostCommonOps):
 
     @staticmethod
     def accelerate(
-        grad: Array, velocity: Array | None, residual: Array | None, momentum: Momentum, k: int
+        grad: Array, velocity: Array | None, residual: Array | None, momentum: Momentum
     ) -> tuple[Coefficients, Array]:
-        """Return (residual plus velocity, with the top-k threshold for ``k``; the new velocity).
-
-        Both are new arrays.
-        """
+        """Return (residual plus velocity, the new velocity), both new arrays."""
         factor = momentum.gain * clip_factor(grad, momentum.largest_norm)
         options = (momentum.decay, momentum.nesterov, factor)
-        return cpu.momentum_accumulate(grad, velocity, residual, *options, k)
+        return cpu.momentum_accumulate(grad, velocity, residual, *options)
 
     def cleared(self, array: Array | None) -> Array | None:
         """Return None, which stands for zeros."""
@@ -81,13 +78,12 @@ def clip_factor(grad: Array, largest_norm: float | None) -> float:
 
 
 def add_momentum(
-    plan: Plan, grad: Array, residual: Array | None, velocity: Array | None, momentum: Momentum
+    grad: Array, residual: Array | None, velocity: Array | None, momentum: Momentum
 ) -> tuple[Coefficients, Array]:
-    """Return (residual plus velocity, with its top-k threshold; the new velocity)."""
+    """Return (residual plus velocity; the new velocity)."""
     for kind, array in (("velocity", velocity), ("residual", residual)):
         check_state(kind, array, (np.dtype(np.float32), grad.size))
-    k = 0 if plan.layout in (Layout.RAW, Layout.ALL) else plan.k
-    return HostMomentumOps.accelerate(grad, velocity, residual, momentum, k)
+    return HostMomentumOps.accelerate(grad, velocity, residual, momentum)
 
 
 def mask_velocity(momentum: Momentum, plan: Plan, payload: Array, velocity: Array) -> None:
