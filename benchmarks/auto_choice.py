@@ -27,13 +27,14 @@ import torch
 from torch import nn
 
 import horovod_fftcomp
+from horovod_fftcomp.codec.quantizers import decode_range, encode_range
+from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp import get_scheme
 from horovod_fftcomp.codec.quantizers import RangeFloat, pattern_of
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.engine.buckets import Bucket, is_compressed
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
-from horovod_fftcomp.kernels import reference
 from horovod_fftcomp.schemes import Scheme, Tensor
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import (
@@ -160,7 +161,7 @@ def best_of_shapes(grads: dict[str, np.ndarray], ratio: float) -> dict[str, floa
 
 
 def _dct(matrix: np.ndarray) -> np.ndarray:
-    return reference.forward_blocks(matrix.reshape(-1), 64, None, 0, True).array * np.float32(8)
+    return cpu.forward_blocks(matrix.reshape(-1), 64, None, 0, True).array * np.float32(8)
 
 
 def _tiles(matrix: np.ndarray, size: int) -> np.ndarray:
@@ -184,7 +185,7 @@ def _left_of(coeffs: np.ndarray, bits: float) -> float:
     grid = quantizer.grid(pattern_of(sizes.min()), pattern_of(sizes.max()), False)
     coding = quantizer.coding(float(sizes.max()), grid)
     sent = np.zeros_like(flat)
-    sent[chosen] = reference.decode_values(reference.encode_values(flat[chosen], coding), coding)
+    sent[chosen] = decode_range(encode_range(flat[chosen], coding), coding)
     return float(np.square(flat - sent, dtype=np.float64).sum())
 
 

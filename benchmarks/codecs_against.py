@@ -122,7 +122,9 @@ def main() -> None:
             least = {name: round(min(values[2:]), 3) for name, values in times.items()}
             ratio = round(least["now"] / least["before"], 3)
             found.append({"model": model, "recipe": recipe, **least, "ratio": ratio})
-            print(f"{model:12s} {recipe:10s} {least['before']:9.2f} {least['now']:9.2f} {ratio:6.2f}")
+            print(
+                f"{model:12s} {recipe:10s} {least['before']:9.2f} {least['now']:9.2f} {ratio:6.2f}"
+            )
     if options.commit:
         machine = environment.describe()
         out = {"commit": options.commit, "rounds": options.rounds, "ms": found, "machine": machine}

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp import get_scheme, mpi, set_num_threads
-from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
 from horovod_fftcomp.schemes.allgather import Allgather
@@ -44,7 +44,7 @@ def medians(works: dict[str, Work]) -> dict[str, float]:
 
 def codec_works(recipe: str, whole: np.ndarray, parts: list[np.ndarray]) -> dict[str, Work]:
     """Return a step of one tensor and of many: encoding with error feedback and decoding."""
-    codec, kernels = get_scheme(recipe).codec, load_backend("cpu")
+    codec, kernels = get_scheme(recipe).codec, cpu
     table = BucketCodec([codec] * COUNT, [SHAPE] * COUNT)
     message = np.zeros(table.message_nbytes, np.uint8)
     keys = np.arange(COUNT, dtype=np.uint64) if isinstance(codec, DenseCodec) else None

@@ -32,25 +32,13 @@ class Choice(NamedTuple):
     sent_nbytes: int
 
 
-class Signs(NamedTuple):
-    """Packed signs of a tensor and, piece by piece, the sums and counts for the means.
-
-    ``words``: uint32, a bit for each element, 1 below 0. ``sums``: float64 ``[pieces, 2]``, of the
-    elements from 0 up and of those below. ``counts``: int64 ``[pieces]``, of those below.
-    """
-
-    words: Array
-    sums: Array
-    counts: Array
-
-
 class Coefficients(NamedTuple):
     """Coefficients of gradient plus residual, with the threshold of those to send.
 
     ``array``: float32 or complex64, 1-D. ``peak``: float32 bits of the largest |component|.
     ``key`` and ``ties``: to be sent are the coefficients whose selection keys are above ``key``
     and the first ``ties`` of those equal to it. ``grad``: the gradient without the residual, for
-    codecs that need it. ``signs``: of ``array``, if they were computed in the same pass.
+    codecs that need it.
     """
 
     array: Array
@@ -58,7 +46,6 @@ class Coefficients(NamedTuple):
     key: int
     ties: int
     grad: Array | None = None
-    signs: Signs | None = None
 
 
 class Coding(NamedTuple):
@@ -91,6 +78,16 @@ class Body(NamedTuple):
     bitmap: Array
     packed: Array
     coding: Coding
+
+
+def refuse_others(array: Any) -> None:
+    """Raise TypeError unless ``array`` is NumPy's, and for a masked one: the mask would be lost."""
+    if not isinstance(array, (np.ndarray, np.generic)):
+        raise TypeError(
+            f"expected a NumPy array, got {type(array).__module__}.{type(array).__name__}; "
+            "convert a CPU torch tensor by tensor.detach().numpy()"
+        )
+    refuse_masked(array)
 
 
 def refuse_masked(array: Any) -> None:

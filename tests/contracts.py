@@ -10,11 +10,12 @@ import pytest
 
 from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, list_compressors, wire
 from horovod_fftcomp.codec.adaptive import Adaptive
-from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.methods.dither import Dither
 from horovod_fftcomp.codec.quantizers import BFLOAT16, RANGE, Float32, float_of, pattern_of
 from horovod_fftcomp.codec.sparsifiers import Threshold
+from horovod_fftcomp.codec.transforms import Identity
+from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
 from horovod_fftcomp.recipes import RECIPES
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.common_index import CommonIndex
@@ -22,6 +23,7 @@ from horovod_fftcomp.types import Body, Coding, Coefficients
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.header import Plan
 from horovod_fftcomp.wire.positions import Layout
+from tests.backends import BACKENDS, given, load_backend
 
 
 def stage_of(codec: Codec | DenseCodec) -> object:
@@ -300,7 +302,7 @@ def is_raw_of(codec: Codec, shape: tuple[int, ...]) -> bool:
 def check_round_trip(codec: Codec, x: np.ndarray, backend: str) -> None:
     """Shape, dtype, predicted size, determinism, an untouched input, an error in bounds."""
     before = x.tobytes()
-    payload = codec.encode(x, step=3, name="w", backend=backend)
+    payload = codec.encode(x, step=3, name="w", **given(backend))
     assert x.tobytes() == before
     assert payload.dtype == np.uint8
     assert payload.ndim == 1
@@ -309,8 +311,8 @@ def check_round_trip(codec: Codec, x: np.ndarray, backend: str) -> None:
     if codec.has_fixed_size:
         assert payload.nbytes == codec.payload_nbytes(x.shape)
     assert payload.nbytes <= 4 * x.size + plan.header_nbytes
-    assert codec.encode(x, step=3, name="w", backend=backend).tobytes() == payload.tobytes()
-    decoded = codec.decode(payload, backend=backend)
+    assert codec.encode(x, step=3, name="w", **given(backend)).tobytes() == payload.tobytes()
+    decoded = codec.decode(payload, **given(backend))
     assert decoded.shape == x.shape
     assert decoded.dtype == x.dtype
     assert np.isfinite(decoded.astype(np.float64)).all() != overflows(codec, x)
@@ -354,7 +356,7 @@ def check_choice(codec: Codec, x: np.ndarray, payload: np.ndarray, backend: str)
         rng_key=RngKey(3, "w", 0),
     )
     assert encoded.payload.tobytes() == payload.tobytes()
-    sent = codec.decode_sum([payload], backend=backend).ravel().astype(np.float64)
+    sent = codec.decode_sum([payload], **given(backend)).ravel().astype(np.float64)
     assert np.count_nonzero(sent) <= wire.read_header(payload).k
     rounding = 1e-6 * np.abs(sent).max(initial=0) + 1e-44
     np.testing.assert_allclose(sent + encoded.residual, flat, rtol=1e-6, atol=rounding)
@@ -405,14 +407,37 @@ def check_error(codec: Codec, plan: Plan, x: np.ndarray, decoded: np.ndarray) ->
 
 def check_decode_sum(codec: Codec, xs: list[np.ndarray], backend: str) -> None:
     """``decode_sum`` equals the sum of what each payload decodes to."""
-    payloads = [codec.encode(x, backend=backend) for x in xs]
-    total = codec.decode_sum(payloads, backend=backend)
+    payloads = [codec.encode(x, **given(backend)) for x in xs]
+    total = codec.decode_sum(payloads, **given(backend))
     assert total.dtype == np.float32
     assert total.shape == xs[0].shape
-    parts = sum(codec.decode_sum([p], backend=backend).astype(np.float64) for p in payloads)
+    parts = sum(codec.decode_sum([p], **given(backend)).astype(np.float64) for p in payloads)
     slack = sum(tolerance_of(x) for x in xs) * 10
     np.testing.assert_allclose(total, parts, rtol=1e-5, atol=slack)
-    assert codec.decode_sum(payloads, backend=backend).tobytes() == total.tobytes()
+    assert codec.decode_sum(payloads, **given(backend)).tobytes() == total.tobytes()
+
+
+def check_bucket(codec: Codec, x: np.ndarray, transformed: ModuleType) -> None:
+    """A bucket's compiled calls write the bytes and the residual of the reference.
+
+    ``transformed``: the kernels that transform gradients; two round differently.
+    """
+    flat, key = np.ascontiguousarray(x, np.float32).reshape(-1), RngKey(3, "w", 1)
+    table = BucketCodec([codec], [x.shape])
+    message = np.zeros(table.message_nbytes, np.uint8)
+    keys = np.array([codec.key_at(key) if codec.draws else 0], np.uint64)
+    (kept,) = table.encode([flat], [None], message, keys).residuals
+    coeffs, reference = codec.coeffs_of(flat, x.shape, transformed), load_backend("reference")
+    expected = codec.encode_coeffs(coeffs, x.shape, kernels=reference, rng_key=key)
+    assert message[table.slices[0]].tobytes() == expected.payload.tobytes()
+    assert (kept is None) == (expected.residual is None)
+    if kept is not None:
+        assert kept.tobytes() == expected.residual.tobytes()
+    gathered = np.concatenate([message, message])
+    (total,) = table.sum(gathered, 2).totals
+    if total is not None or not overflows(codec, x):
+        wanted = codec.decode_sum([expected.payload] * 2, transformed)
+        assert total.tobytes() == wanted.tobytes()
 
 
 def check_same_bytes(codec: Codec, x: np.ndarray) -> None:
@@ -432,6 +457,8 @@ def check_same_bytes(codec: Codec, x: np.ndarray) -> None:
             assert actual.residual is None
         elif not overflows(codec, x):
             assert actual.residual.tobytes() == expected.residual.tobytes(), name
+    if codec.has_fixed_size:
+        check_bucket(codec, x, reference if codec.transform == Identity() else load_backend("cpu"))
 
 
 def check_rejects_damage(codec: Codec, x: np.ndarray, seed: int) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.wire.counter_rng import RngKey
+from tests.backends import load_backend
 from tests.contracts import CODECS, is_adaptive, make_codec, ranked
 
 FOLDER = Path(__file__).parent / "golden"

@@ -8,14 +8,18 @@ what is new or changed.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 
 from horovod_fftcomp.cli.recipes import ratio
+from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.recipes import RECIPES, get_scheme
-from tests import make_golden, make_stubs
+from horovod_fftcomp.schemes.allgather import Allgather
+from horovod_fftcomp.tools.check import kernels
+from tests import make_golden, make_stubs, reference
 from tests.contracts import CODECS, HOST_ONLY
 from tests.test_memory import peak
 
@@ -25,6 +29,17 @@ TABLE = re.compile(r"(<!-- recipes -->\n).*?(<!-- /recipes -->)", re.S)
 NUMEL = 1_000_000
 FILES, MEMORY = "A recipe's files", "Memory"
 NONE = "\N{EN DASH}"
+
+
+def payloads() -> str:
+    """Return what the reference writes for some values, as ``check`` compares it, as JSON."""
+    found = {}
+    for name in RECIPES:
+        if isinstance(scheme := get_scheme(name), Allgather):
+            found[name] = kernels.payload_of(name, kernels=reference)
+            if scheme.codec.transform != Identity():
+                del found[name]["sha256"]  # two transforms round differently
+    return json.dumps(found, indent=1) + "\n"
 
 
 def with_fresh_table(text: str) -> str:
@@ -129,6 +144,7 @@ if __name__ == "__main__":
     write(make_stubs.PATH, make_stubs.stub())
     write(make_golden.SPECS, "\n".join(make_golden.specifications()) + "\n")
     write_golden()
+    write(kernels.PAYLOADS, payloads())
     write(RECIPES_PAGE, with_fresh_table(RECIPES_PAGE.read_text("utf-8")))
     for page, title in (("architecture.md", FILES), ("methods.md", MEMORY)):
         write(DOCS / page, with_rows((DOCS / page).read_text("utf-8"), title))

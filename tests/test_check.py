@@ -10,7 +10,9 @@ from importlib import metadata
 import pytest
 
 from horovod_fftcomp.cli import check, main
-from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.codec.sparse import Codec
+from horovod_fftcomp.kernels import cpu, threads
+from horovod_fftcomp.kernels.cpu import bucket
 from horovod_fftcomp.tools.check import Finding, Level, frameworks, kernels, packages
 from horovod_fftcomp.tools.run.launcher import launched_rank
 from horovod_fftcomp.wire.version import __version__
@@ -195,14 +197,13 @@ def test_keras_3_needs_its_predecessor(version, has_tf_keras, switch, level, rem
 
 
 def test_kernels_that_write_other_bytes_fail_by_recipe(monkeypatch):
-    monkeypatch.setattr(kernels, "_NUMEL", 300)
-    from horovod_fftcomp.codec.backend import load_backend
+    def damaged(codec, flat, shape, key):
+        payload = bucket.encode_tensor(codec, flat, shape, key)
+        if payload is not None and isinstance(codec, Codec) and codec.sparsifier.density < 1:
+            payload[codec.plan(shape).header_nbytes + 8] ^= 16  # a position
+        return payload
 
-    reference, cpu = load_backend("reference"), load_backend("cpu")
-    for name in ("pack_offsets", "pack_bitmap"):
-        if hasattr(reference, name):
-            pack = getattr(reference, name)
-            monkeypatch.setattr(cpu, name, lambda *a, pack=pack, **o: pack(*a, **o) ^ 1)
+    monkeypatch.setattr(cpu, "encode_tensor", damaged)
     found = by_topic(kernels.findings())
     assert {"kernels: topk", "kernels: fft", "kernels: dct"} <= set(found)
     assert {"kernels", "kernels: bf16", "kernel cache"}.isdisjoint(found)
@@ -210,10 +211,10 @@ def test_kernels_that_write_other_bytes_fail_by_recipe(monkeypatch):
 
 
 def test_kernels_that_raise_fail(monkeypatch):
-    def fails(name):
+    def fails():
         raise RuntimeError("cannot cache function 'f': no locator available")
 
-    monkeypatch.setattr(kernels, "load_backend", fails)
+    monkeypatch.setattr(kernels, "cpu_kernels", fails)
     found = by_topic(kernels.findings())
     assert found["kernels"].level is Level.FAIL
     assert "no locator available" in found["kernels"].found

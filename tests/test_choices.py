@@ -11,7 +11,6 @@ import pytest
 
 from horovod_fftcomp import Codec, PayloadError, get_codec, get_scheme, simulate, wire
 from horovod_fftcomp.codec.adaptive import Adaptive, Selection, bitmap_of
-from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.quantizers import Float32, float_of
 from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.engine.buckets import Bucket
@@ -19,6 +18,7 @@ from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.schemes.allgather import Allgather
+from tests.backends import BACKENDS, given, load_backend
 from tests.contracts import ADAPTIVE_RECIPES, CASES, CODECS, case_of, make_codec
 from tests.loops import each
 
@@ -70,8 +70,8 @@ def test_what_arrives_is_what_the_formulas_say(key, case):
     with np.errstate(over="ignore"):
         values = x.astype(np.float32).astype(np.float64).ravel()
     for backend in BACKENDS:
-        payload = codec.encode(x, step=3, name="w", backend=backend)
-        arrived = codec.decode(payload, backend=backend).ravel()
+        payload = codec.encode(x, step=3, name="w", **given(backend))
+        arrived = codec.decode(payload, **given(backend)).ravel()
         expected = FORMULAS[CODECS[key][0]](codec.sparsifier, values, x.shape, arrived)
         np.testing.assert_allclose(arrived.astype(np.float64), expected, rtol=rounding, atol=1e-44)
 
@@ -302,8 +302,8 @@ def test_payloads_of_all_sizes_add_up(recipe):
     payloads = [codec.encode(x) for x in xs]
     assert len({payload.nbytes for payload in payloads}) == 4
     for backend in BACKENDS:
-        total = sum(codec.decode(payload, backend) for payload in payloads)
-        np.testing.assert_allclose(codec.decode_sum(payloads, backend), total, rtol=1e-5)
+        total = sum(codec.decode(payload, **given(backend)) for payload in payloads)
+        np.testing.assert_allclose(codec.decode_sum(payloads, **given(backend)), total, rtol=1e-5)
 
 
 def test_bodies_that_no_method_writes_are_refused():

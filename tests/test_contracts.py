@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_fftcomp.codec.backend import BACKENDS
 from tests import contracts
+from tests.backends import BACKENDS, given
 from tests.loops import each
 
 
@@ -48,12 +48,12 @@ def test_non_finite_input_decodes_to_nan_everywhere(key, n, bad):
     broken = good.copy()
     broken[n // 2] = bad
     for backend in BACKENDS:
-        payload = codec.encode(broken, backend=backend)
+        payload = codec.encode(broken, **given(backend))
         if codec.has_fixed_size:
             assert payload.nbytes == codec.payload_nbytes(n)
-        assert np.isnan(codec.decode(payload, backend=backend)).all()
-        both = [codec.encode(good, backend=backend), payload]
-        assert np.isnan(codec.decode_sum(both, backend=backend)).all()
+        assert np.isnan(codec.decode(payload, **given(backend))).all()
+        both = [codec.encode(good, **given(backend)), payload]
+        assert np.isnan(codec.decode_sum(both, **given(backend))).all()
 
 
 @each("key", contracts.CODECS)

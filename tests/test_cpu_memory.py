@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -85,7 +86,8 @@ def test_threads_get_memory_of_their_own(pool):
 @pytest.mark.parametrize("size", [3, 1 << 18])  # from the heap, from the pool
 def test_arrays_in_a_row_are_joined_in_their_memory_and_no_others(kind, size):
     width, sizes = np.dtype(kind).itemsize // 4, [size, 0, 2 * size]
-    reals = buffer_pool.in_a_row([width * n for n in sizes])
+    ends = np.cumsum([0, *(width * n for n in sizes)])
+    reals = [whole[a:b] for whole in [buffer_pool.empty(ends[-1])] for a, b in pairwise(ends)]
     parts = [array.view(kind) for array in reals]
     for number, part in enumerate(parts):
         part[:] = number + 1

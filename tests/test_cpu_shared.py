@@ -11,11 +11,12 @@ from horovod_fftcomp import get_scheme
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
-from horovod_fftcomp.kernels import cpu, reference
+from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cpu import addresses
 from horovod_fftcomp.kernels.host.ops import HOST
 from horovod_fftcomp.kernels.index_plan import IndexPlan
 from horovod_fftcomp.schemes import Round, Tensor
+from tests import reference
 from tests.contracts import SHARED_RECIPES
 from tests.loops import each
 

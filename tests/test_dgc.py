@@ -11,9 +11,10 @@ from horovod_fftcomp import get_scheme, simulate
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always, make_policy
-from horovod_fftcomp.kernels import cpu, reference
+from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.simulation import exchange_once
+from tests import reference
 from tests.loops import each
 
 SIZES = [0, 1, 63, 64, 65, 4095, 4097, 70_001]

@@ -9,8 +9,14 @@ import pytest
 
 import horovod_fftcomp as hfc
 from horovod_fftcomp import PayloadError, get_codec
-from horovod_fftcomp.codec.backend import BACKENDS, load_backend
+from horovod_fftcomp.codec.methods import dither
 from horovod_fftcomp.kernels import threads
+from horovod_fftcomp.kernels.cpu.coded_levels import (
+    add_coded_chunks,
+    encode_coded_chunks,
+    room_and_limit,
+    tables_of,
+)
 from horovod_fftcomp.wire import coded_levels
 from horovod_fftcomp.wire.coded_levels import (
     BINS,
@@ -22,6 +28,7 @@ from horovod_fftcomp.wire.coded_levels import (
     CodedLevels,
 )
 from horovod_fftcomp.wire.counter_rng import spaced
+from tests.backends import BACKENDS, given
 
 FORM = CodedLevels(20, 128)
 _HEADER = 48
@@ -113,7 +120,7 @@ def test_the_mean_over_steps_is_the_value(backend):
     x = _values("normal", 300)
     codec = get_codec("dither", ratio=30, bucket=128)
     n = 30 if backend == "reference" else 3000
-    draws = [codec.decode(codec.encode(x, step, backend=backend)) for step in range(n)]
+    draws = [codec.decode(codec.encode(x, step, **given(backend))) for step in range(n)]
     deviation = np.std(draws, 0) / n**0.5
     assert abs((np.mean(draws, 0) - x) / deviation).max() < 4.5
 
@@ -156,13 +163,41 @@ def test_levels_that_do_not_fit_are_those_of_a_coarser_grid(n, ratio, monkeypatc
         assert body.any() == fits
 
 
+def _compiled_encode(values, form, body, key, keep):
+    """As ``encode_coded`` of the method, by the compiled kernel."""
+    numbers, costs, _, *encoders = tables_of(form)
+    body[:KEY_WORDS] = key & 0xFFFFFFFF, key >> 32
+    chunks = values, body[KEY_WORDS:], _rooms(form, values.size), np.uint64(key), 0, keep
+    scale = encode_coded_chunks(*chunks, numbers, costs, *encoders)
+    return scale if np.isfinite(scale) else np.nan
+
+
+def _compiled_add(total, form, body, scale):
+    """As ``add_coded`` of the method, by the compiled kernel."""
+    numbers, _, decoders, *_ = tables_of(form)
+    key = np.uint64(int(body[0]) | int(body[1]) << 32)
+    chunks = total, body[KEY_WORDS:], _rooms(form, total.size), key, 0, np.float32(scale)
+    assert add_coded_chunks(*chunks, numbers, decoders) == 0
+
+
+def _rooms(form, n):
+    sizes = [min(CHUNK, n - begin) for begin in range(0, n, CHUNK)]
+    return np.array([room_and_limit(form, size) for size in sizes], np.int64)
+
+
+KERNELS = {
+    "reference": (dither.encode_coded, dither.add_coded),
+    "cpu": (_compiled_encode, _compiled_add),
+}
+
+
 def _encoded(form: CodedLevels, values: np.ndarray) -> bytes:
     """Return the body, which is the same from all backends, and decodes to what is subtracted."""
     bodies = set()
-    for kernels in map(load_backend, BACKENDS):
+    for encode, add in KERNELS.values():
         left, body = values.copy(), np.zeros(form.words_before(values.size), np.uint32)
         total, key = np.zeros_like(values), 5 << 32 | spaced(1)
-        kernels.add_coded(total, form, body, kernels.encode_coded(left, form, body, key, True))
+        add(total, form, body, encode(left, form, body, key, True))
         np.testing.assert_allclose(left + total, values, rtol=1e-5, atol=1e-5)
         bodies.add((body.tobytes(), left.tobytes()))
     assert len(bodies) == 1
@@ -187,10 +222,10 @@ def test_values_of_any_scale_are_the_same_from_all_backends(name, ratio):
             form = CodedLevels(ratio, bucket)
             bodies = {}
             for backend in BACKENDS:
-                kernels, body = load_backend(backend), np.zeros(form.words_before(n), np.uint32)
-                scale = kernels.encode_coded(values.copy(), form, body, 9 << 32, False)
+                (encode, add), body = KERNELS[backend], np.zeros(form.words_before(n), np.uint32)
+                scale = encode(values.copy(), form, body, 9 << 32, False)
                 total = np.zeros_like(values)
-                kernels.add_coded(total, form, body, scale)
+                add(total, form, body, scale)
                 bodies[body.tobytes(), total.tobytes(), scale] = backend
             assert len(bodies) == 1, bodies.values()
 
@@ -198,9 +233,9 @@ def test_values_of_any_scale_are_the_same_from_all_backends(name, ratio):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_numbers_beyond_float32_are_those_of_a_bad_gradient(backend):
     """Its levels would stand for more than a float32 holds: zeros in its place would be silent."""
-    kernels, form = load_backend(backend), CodedLevels(20, 128)
+    (encode, _), form = KERNELS[backend], CodedLevels(20, 128)
     body = np.zeros(form.words_before(300), np.uint32)
-    scale = kernels.encode_coded(np.full(300, 3e38, np.float32), form, body, 1, False)
+    scale = encode(np.full(300, 3e38, np.float32), form, body, 1, False)
     assert np.isnan(scale)
     codec = get_codec("dither")
     assert np.isfinite(codec.decode(codec.encode(np.full(2000, 1e30, np.float32)))).all()
@@ -249,7 +284,7 @@ def test_bodies_that_are_never_written_are_refused(backend):
         damaged = good.copy()
         damaged[place : place + 4].view(np.uint32)[:] = word
         with pytest.raises(PayloadError, match=f"body.*{reason}"):
-            codec.decode(damaged, backend=backend)
+            codec.decode(damaged, **given(backend))
 
 
 @pytest.mark.parametrize(

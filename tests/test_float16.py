@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from horovod_fftcomp.codec.backend import BACKENDS, load_backend
+from tests.backends import BACKENDS, load_backend
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

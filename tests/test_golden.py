@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
+import json
 
-from horovod_fftcomp.codec.backend import BACKENDS, load_backend
+import numpy as np
+import pytest
+
+from horovod_fftcomp.tools.check import kernels
 from horovod_fftcomp.wire.counter_rng import RngKey
+from tests.backends import BACKENDS, given, load_backend
 from tests.contracts import CODECS, make_codec, ranked
 from tests.loops import each
 from tests.make_golden import FOLDER, SHAPE, make
+from tests.make_recipe import payloads
 
 
 @each("backend", BACKENDS)
@@ -19,18 +24,24 @@ def test_payloads_equal_the_golden_ones(key, backend):
     with np.load(path) as golden:
         coeffs, payload, residual = golden["coeffs"], golden["payload"], golden["residual"]
     assert coeffs.tobytes() == make(key)["coeffs"].tobytes()
-    kernels = load_backend(backend)
-    whole = ranked(kernels, make_codec(key), coeffs)
-    encoded = make_codec(key).encode_coeffs(
-        whole, SHAPE, kernels=kernels, rng_key=RngKey(5, "w", 3)
-    )
+    own = load_backend(backend)
+    whole = ranked(own, make_codec(key), coeffs)
+    encoded = make_codec(key).encode_coeffs(whole, SHAPE, kernels=own, rng_key=RngKey(5, "w", 3))
     assert encoded.payload.tobytes() == payload.tobytes()
     assert encoded.residual.tobytes() == residual.tobytes()
-    decoded = make_codec(key).decode(payload, backend=backend)
-    kept = make_codec(key).transform.inverse(coeffs - residual, decoded.size, kernels)
+    decoded = make_codec(key).decode(payload, **given(backend))
+    kept = make_codec(key).transform.inverse(coeffs - residual, decoded.size, own)
     np.testing.assert_allclose(decoded.ravel(), kept, rtol=1e-6, atol=1e-4)
 
 
 def test_no_golden_file_is_left_over():
     left = {path.stem for path in FOLDER.glob("*.npz")} - set(CODECS)
     assert not left, "of no codec of tests/contracts.py; to remove them run: make recipe"
+
+
+def test_the_payloads_that_check_expects_are_those_of_the_reference():
+    expected, found = json.loads(kernels.PAYLOADS.read_text("utf-8")), json.loads(payloads())
+    assert expected.keys() == found.keys(), "run: make recipe"
+    for name, one in found.items():
+        assert expected[name].pop("error") == pytest.approx(one.pop("error"), abs=1e-7), name
+        assert expected[name] == one, f"{name}; run: make recipe"

@@ -13,13 +13,12 @@ from horovod_fftcomp.engine import checkpoint
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
-from horovod_fftcomp.kernels import reference
 from horovod_fftcomp.schemes import Tensor, hierarchical
 from horovod_fftcomp.schemes.hierarchical import NodeLayout, node_size_of
 from horovod_fftcomp.schemes.parts import Part, node_plan
 from horovod_fftcomp.simulation import exchange_once
 from horovod_fftcomp.wire.counter_rng import RngKey
-from tests import payloads
+from tests import payloads, reference
 from tests.loops import each
 
 OPTIONS = {**payloads.TOGETHER, **{name: {} for name in payloads.EACH}}

@@ -12,10 +12,11 @@ from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.kernels import cpu, reference
+from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.simulation import exchange_once
 from horovod_fftcomp.wire import counter_rng
+from tests import reference
 
 SHAPE = (30, 40)
 

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from horovod_fftcomp import get_codec, wire
-from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.quantizers import ZERO_CODE, RangeFloat, float_of, pattern_of
+from tests.backends import BACKENDS, load_backend
 from tests.contracts import dequantize, quantize
 
 VECTORS = [  # bits, base, P, eps, codes of (1, .5, -.5, .3), decode(.3), bytes

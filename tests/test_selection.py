@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from horovod_fftcomp import get_codec
-from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.topk import (
@@ -19,8 +18,9 @@ from horovod_fftcomp.kernels.cpu.topk import (
     key_scale,
     kth_of_few,
 )
-from horovod_fftcomp.kernels.reference import key_exponent, max_abs_bits, topk_threshold
+from tests.backends import BACKENDS, load_backend
 from tests.contracts import positions_chosen
+from tests.reference import key_exponent, max_abs_bits, topk_threshold
 
 
 @pytest.mark.parametrize(

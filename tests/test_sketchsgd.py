@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import get_scheme, simulate
-from horovod_fftcomp.kernels import cpu, reference
+from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.wire import counter_rng
+from tests import reference
 from tests.test_dgc import momentum_sgd
 
 

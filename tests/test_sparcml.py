@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import PayloadError, get_codec, get_scheme, simulate, wire
-from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.schemes import Context, Tensor
 from horovod_fftcomp.schemes.sparcml import SUMS, merge, merge_all
 from horovod_fftcomp.types import Body
 from horovod_fftcomp.wire.positions import Layout, first_ones
+from tests.backends import BACKENDS, load_backend
 
 TENSORS = [Tensor("w", (60, 100)), Tensor("v", (7, 11, 13)), Tensor("none", (0,))]
 RANKS = range(1, 9)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import get_codec
-from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.transforms import BLOCK_LENGTHS, BlockDCT, BlockFFT, Identity
+from tests.backends import BACKENDS, load_backend
 from tests.loops import each
 
 TRANSFORMS = [Identity()] + [t(n) for t in (BlockFFT, BlockDCT) for n in BLOCK_LENGTHS]

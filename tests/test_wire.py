@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from horovod_fftcomp import PayloadError, get_codec, wire
-from horovod_fftcomp.codec.backend import BACKENDS, load_backend
 from horovod_fftcomp.codec.quantizers import Float32, RangeFloat, float_of
 from horovod_fftcomp.types import Body
 from horovod_fftcomp.wire.positions import Layout
+from tests.backends import BACKENDS, load_backend
 from tests.loops import each
 
 bitmap_of = load_backend("reference").bitmap_of

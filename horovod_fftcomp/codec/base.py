@@ -14,12 +14,12 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.backend import backend_for, load_backend
+from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.codec.methods.base import Encoding
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, pattern_of
-from horovod_fftcomp.codec.transforms import Identity, Own, Transform
+from horovod_fftcomp.codec.transforms import Identity, Transform
 from horovod_fftcomp.errors import PayloadError
-from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape, refuse_masked
+from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape, refuse_others
 from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import NO_RNG_KEY, RngKey
 from horovod_fftcomp.wire.header import Header, Plan
@@ -61,13 +61,6 @@ def check_state(kind: str, array: Array | None, expected: tuple[np.dtype, int]) 
     if array is not None and (array.dtype, array.size) != expected:
         found, wanted = f"{array.dtype} of {array.size} elements", f"{expected[0]} of {expected[1]}"
         raise ValueError(f"the {kind} is {found}, expected {wanted}")
-
-
-def room_for(plan: Plan, out: Array | None) -> Array:
-    """Return the bytes for a payload: the first ones of ``out``, or new ones; zeros."""
-    if out is None:
-        return np.zeros(plan.payload_nbytes, np.uint8)
-    return out[: plan.payload_nbytes]
 
 
 class PayloadCodec(abc.ABC):
@@ -154,13 +147,13 @@ class PayloadCodec(abc.ABC):
         shape: Shape,
         kernels: Kernels,
         residual: Array | None = None,
-        own: Own = True,
+        own: bool = True,
     ) -> Coefficients:
         """Return the coefficients of a flat float32 gradient, plus those of ``residual``.
 
-        ``own``: True for a new array, or an array of ``coeffs_format`` to write to, if the codec
-        can; False: it may be ``flat`` itself. The coefficients of a RAW tensor are its elements.
-        Raises ValueError if the residual has another dtype or size than ``coeffs_format``.
+        ``own``: a new array; else it may be ``flat`` itself. The coefficients of a RAW tensor are
+        its elements. Raises ValueError if the residual has another dtype or size than
+        ``coeffs_format``.
         """
         if residual is not None:
             check_state("residual", residual, self.coeffs_format(shape))
@@ -168,7 +161,7 @@ class PayloadCodec(abc.ABC):
 
     @abc.abstractmethod
     def _coeffs_of(
-        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: Own
+        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: bool
     ) -> Coefficients:
         """Return the coefficients plus those of ``residual``, which has been checked."""
 
@@ -180,24 +173,21 @@ class PayloadCodec(abc.ABC):
         *,
         kernels: Kernels,
         keep_residual: bool = True,
-        out: Array | None = None,
         rng_key: RngKey = NO_RNG_KEY,
     ) -> EncodedTensor:
         """Return the payload of ``coeffs`` and, with ``keep_residual``, the residual.
 
         The residual is the array of ``coeffs`` itself: the sent values are subtracted in place.
-        It is None for a tensor all of which is sent as it is, and for non-finite coefficients. If
-        ``out`` is given, uint8 zeros, the payload is written to its first bytes. ``rng_key`` seeds
-        random numbers.
+        It is None for a tensor all of which is sent as it is, and for non-finite coefficients.
+        ``rng_key`` seeds random numbers.
         """
         key = self.key_at(rng_key) if self.draws else 0
-        how = Encoding(shape, key, kernels, keep_residual, coeffs.signs, rng_key.step)
+        how = Encoding(shape, key, kernels, keep_residual, rng_key.step)
         finite = coeffs.peak <= LARGEST_FINITE_BITS
-        written = self._write(coeffs, how, out) if finite else None
+        written = self._write(coeffs, how) if finite else None
         if written is None:
             plan = self.plan(shape, 0)
-            payload = room_for(plan, out)
-            payload[plan.values_offset :] = 0
+            payload = np.zeros(plan.payload_nbytes, np.uint8)
             wire.write_header(payload, plan, self.fingerprint, dtype, math.nan, False)
             return EncodedTensor(payload, None)
         payload, plan, scale, is_complete, grid = written
@@ -205,14 +195,14 @@ class PayloadCodec(abc.ABC):
         return EncodedTensor(payload, coeffs.array if keep_residual and not is_complete else None)
 
     @abc.abstractmethod
-    def _write(self, coeffs: Coefficients, how: Encoding, out: Array | None) -> Written | None:
-        """Write the body of the payload, into ``out`` if given; None if a value is not finite.
+    def _write(self, coeffs: Coefficients, how: Encoding) -> Written | None:
+        """Write the body of the payload; None if a value is not finite.
 
         The peak of ``coeffs`` is finite or unknown. See ``encode_coeffs``.
         """
 
     def encode(
-        self, x: Array, step: int = 0, name: str = "", backend: str | None = None, rank: int = 0
+        self, x: Array, step: int = 0, name: str = "", rank: int = 0, kernels: Kernels | None = None
     ) -> Array:
         """Return the payload of ``x``, uint8 1-D.
 
@@ -220,21 +210,31 @@ class PayloadCodec(abc.ABC):
         ``name`` and ``rank`` seed random choices. If ``x`` has NaN or Inf, the payload is flagged
         and decodes to NaN everywhere. Raises TypeError, with the name, for other dtypes.
         """
-        kernels = _kernels(backend, x)
-        refuse_masked(x)
+        refuse_others(x)
         x = np.asarray(x)
         flat = _as_flat_float32(x, name)
+        rng_key, dtype = RngKey(step, name, rank), x.dtype.name
+        if kernels is None and self.has_fixed_size:
+            key = self.key_at(rng_key) if self.draws else 0
+            payload = cpu_kernels().encode_tensor(self, flat, x.shape, key)
+            if payload is not None:
+                return self._with_dtype(payload, dtype)
+        kernels = kernels or cpu_kernels()
+        options = {"kernels": kernels, "keep_residual": False, "rng_key": rng_key}
         coeffs = self.coeffs_of(flat, x.shape, kernels, own=False)
-        return self.encode_coeffs(
-            coeffs,
-            x.shape,
-            x.dtype.name,
-            kernels=kernels,
-            keep_residual=False,
-            rng_key=RngKey(step, name, rank),
-        ).payload
+        return self.encode_coeffs(coeffs, x.shape, dtype, **options).payload
 
-    def decode(self, payload: Array, backend: str | None = None) -> Array:
+    def _with_dtype(self, payload: Array, dtype: str, header: Header | None = None) -> Array:
+        """Return a payload whose header has this dtype, the same one if it has it already."""
+        header = header or wire.read_header(payload)
+        if header.dtype == dtype:
+            return payload
+        payload, plan = payload.copy(), self.plan(header.shape, header.k)
+        options = header.scale, header.finite, header.grid
+        wire.write_header(payload, plan, self.fingerprint, dtype, *options)
+        return payload
+
+    def decode(self, payload: Array, kernels: Kernels | None = None) -> Array:
         """Return the array that ``payload`` encodes, in its original shape and dtype.
 
         Values that rounding made too large for the dtype become its largest finite value.
@@ -242,7 +242,7 @@ class PayloadCodec(abc.ABC):
         overflows, which values near the largest float32 can cause.
         """
         header = _header_of(payload)
-        total = self.decode_sum([payload], backend, [header])
+        total = self.decode_sum([payload], kernels, [header])
         if header.finite and np.isnan(total).any():
             raise PayloadError("body: the values overflow in the inverse transform")
         return _cast_back(total, header.dtype)
@@ -250,21 +250,18 @@ class PayloadCodec(abc.ABC):
     def decode_sum(
         self,
         payloads: Sequence[Array],
-        backend: str | None = None,
+        kernels: Kernels | None = None,
         headers: Sequence[Header] | None = None,
-        out: Array | None = None,
     ) -> Array:
         """Return the sum of the decoded ``payloads``, float32, in the order given.
 
         Coefficients are added first and transformed back once. If one payload encodes non-finite
         values, every element of the sum is NaN. ``headers``: of the payloads, if they have been
-        read already. ``out``: flat float32, written to if all values are finite. Raises ValueError
-        without payloads, PayloadError for bytes that this codec did not write and for payloads of
-        different shapes.
+        read already. Raises ValueError without payloads, PayloadError for bytes that this codec did
+        not write and for payloads of different shapes.
         """
         if not payloads:
             raise ValueError("payloads must not be empty: the shape of the sum would be unknown")
-        kernels = _kernels(backend, payloads[0])
         if headers is None:
             headers = [_header_of(payload) for payload in payloads]
         plans = [self.checked_plan(*pair) for pair in zip(payloads, headers, strict=True)]
@@ -277,9 +274,15 @@ class PayloadCodec(abc.ABC):
                 )
         if not all(header.finite for header in headers):
             return np.full(shape, np.nan, np.float32)
+        if kernels is None and self.has_fixed_size:
+            pairs = zip(payloads, headers, strict=True)
+            same = [self._with_dtype(payload, "float32", header) for payload, header in pairs]
+            found = cpu_kernels().sum_payloads(self, same, shape)
+            if found is not None:
+                return found
+        kernels = kernels or cpu_kernels()
         checked = list(zip(map(aligned, payloads), plans, headers, strict=True))
-        total = kernels.empty(plans[0].numel) if out is None else out
-        return self._sum(checked, total, kernels).reshape(shape)
+        return self._sum(checked, kernels.empty(plans[0].numel), kernels).reshape(shape)
 
     def _sum(self, checked: Sequence[Checked], total: Array, kernels: Kernels) -> Array:
         """Write the sum of checked payloads, all finite, to ``total``, flat float32; return it."""
@@ -339,10 +342,6 @@ def _header_of(payload: Array) -> Header:
             "convert bytes by np.frombuffer(data, np.uint8)"
         )
     return wire.read_header(payload)
-
-
-def _kernels(backend: str | None, array: object) -> Kernels:
-    return backend_for(array) if backend is None else load_backend(backend)
 
 
 def _as_flat_float32(x: Array, name: str) -> Array:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.base import PayloadCodec, Written, room_for
+from horovod_fftcomp.codec.base import PayloadCodec, Written
 from horovod_fftcomp.codec.methods.base import Encoding, Method
-from horovod_fftcomp.codec.methods.signs import SignMethod
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
-from horovod_fftcomp.codec.transforms import Identity, Own
+from horovod_fftcomp.codec.transforms import Identity
 from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape
 from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import RngKey
@@ -48,13 +47,11 @@ class DenseCodec(PayloadCodec):
         return wire.dense_plan(shape, self.method.body_nbytes(shape))
 
     def _coeffs_of(
-        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: Own
+        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: bool
     ) -> Coefficients:
         """Return the elements, the residual's included; see ``PayloadCodec``."""
         if residual is None and own is False:
             return Coefficients(flat, _UNKNOWN, 0, flat.size)
-        if isinstance(self.method, SignMethod) and residual is not None and not self.method.draws:
-            return self.method.add_residual(flat, residual, shape, kernels)
         return Identity().forward(flat, residual, 0, kernels, own)
 
     @property
@@ -66,10 +63,10 @@ class DenseCodec(PayloadCodec):
         """Return the method's key; see ``Method``."""
         return self.method.key_at(self.seed, rng_key)
 
-    def _write(self, coeffs: Coefficients, how: Encoding, out: Array | None) -> Written | None:
+    def _write(self, coeffs: Coefficients, how: Encoding) -> Written | None:
         """Write the method's body; see ``PayloadCodec``."""
         plan, array = self.plan(how.shape), coeffs.array
-        payload = room_for(plan, out)
+        payload = np.zeros(plan.payload_nbytes, np.uint8)
         body = payload[plan.values_offset :]
         scale: float | None
         if is_raw := plan.layout is Layout.RAW:
@@ -88,4 +85,4 @@ class DenseCodec(PayloadCodec):
             super()._add(total, payload, plan, header, kernels)
         else:
             body = payload[plan.values_offset :]
-            self.method.add(total, header.shape, body, header.scale, kernels)
+            self.method.add(total, header.shape, body, header.scale)

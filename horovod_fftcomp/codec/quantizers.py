@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.types import Coding
+from horovod_fftcomp.types import Array, Coding
 
 MIN_NORMAL_BITS = 0x00800000  # 2^-126 as float32
 LARGEST_FINITE_BITS = 0x7F7FFFFF
@@ -125,6 +125,27 @@ class BFloat16:
         """Return the encoding of values whose largest magnitude is ``scale``."""
         rounded = (pattern_of(scale) + 0x8000) & 0x7FFF0000
         return Coding(BFLOAT16, self.bits, 0, 0, 0, 0, min(rounded, LARGEST_BFLOAT16_BITS))
+
+
+def encode_range(values: Array, coding: Coding) -> Array:
+    """Return the code of each float32 value by a ``Coding`` of range floats, uint32.
+
+    The fields of ``coding`` may be arrays that broadcast.
+    """
+    patterns = values.view(np.uint32)
+    above = (patterns & np.uint32(0x7FFFFFFF)).astype(np.int64) - coding.base + coding.step // 2
+    cells = np.clip(above // coding.step, -coding.zero, coding.levels - 1)
+    codes = cells + coding.zero + np.where(patterns >> 31, coding.levels, 0)
+    return np.where(cells < 0, 0, codes).astype(np.uint32)
+
+
+def decode_range(codes: Array, coding: Coding) -> Array:
+    """Return the float32 value of each code of ``encode_range``."""
+    codes = codes.astype(np.int64)
+    negative = codes >= coding.levels + coding.zero
+    levels = np.where(negative, codes - coding.levels, codes) - coding.zero
+    patterns = coding.base + levels * coding.step | negative.astype(np.int64) << 31
+    return np.where(levels < 0, 0, patterns).astype(np.uint32).view(np.float32)
 
 
 def steps_coding(step: float, most: int, largest: int) -> Coding:

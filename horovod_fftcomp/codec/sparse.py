@@ -14,11 +14,11 @@ import numpy as np
 
 from horovod_fftcomp import wire
 from horovod_fftcomp.codec.adaptive import NOTHING, Adaptive
-from horovod_fftcomp.codec.base import Checked, PayloadCodec, Written, room_for
+from horovod_fftcomp.codec.base import Checked, PayloadCodec, Written
 from horovod_fftcomp.codec.methods.base import Encoding
 from horovod_fftcomp.codec.quantizers import Float32, Quantizer, RangeFloat, float_of, pattern_of
 from horovod_fftcomp.codec.sparsifiers import Threshold, TopK
-from horovod_fftcomp.codec.transforms import Identity, Own, Transform
+from horovod_fftcomp.codec.transforms import Identity, Transform
 from horovod_fftcomp.errors import PayloadError
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients, Kernels, Shape
 from horovod_fftcomp.wire import counter_rng, positions
@@ -33,8 +33,7 @@ class Codec(PayloadCodec):
     An adaptive sparsifier decides by the values how many elements it sends, and encodes them, too:
     it takes no quantizer and no transform. ``seed``: of its random numbers, as in ``DenseCodec``.
     Holds options and no data; payloads of equal codecs can be summed. ``encode`` and ``decode``
-    take NumPy arrays and leave them unchanged. ``backend`` ("reference" or "cpu") overrides the
-    choice of kernels by the array's type, for tests.
+    take NumPy arrays and leave them unchanged. ``kernels``: others than ``kernels.cpu``, for tests.
 
     >>> import numpy as np, horovod_fftcomp as hfc
     >>> codec = hfc.get_codec("topk", density=0.25)
@@ -91,7 +90,7 @@ class Codec(PayloadCodec):
         return _at_loss_scale(self, scale)
 
     def _coeffs_of(
-        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: Own
+        self, flat: Array, shape: Shape, kernels: Kernels, residual: Array | None, own: bool
     ) -> Coefficients:
         """Return coefficients, the residual's included; see ``PayloadCodec``.
 
@@ -136,15 +135,15 @@ class Codec(PayloadCodec):
         """Whether random numbers are used."""
         return isinstance(self.sparsifier, Adaptive) and self.sparsifier.draws
 
-    def _write(self, coeffs: Coefficients, how: Encoding, out: Array | None) -> Written | None:
+    def _write(self, coeffs: Coefficients, how: Encoding) -> Written | None:
         """Select and write coefficients; see ``PayloadCodec``."""
         if isinstance(self.sparsifier, Adaptive):
-            return self._write_adaptive(self.sparsifier, coeffs, how, out)
+            return self._write_adaptive(self.sparsifier, coeffs, how)
         k, array, kernels = None, coeffs.array, how.kernels
         if not self.has_fixed_size:
             k = kernels.count_above(array, coeffs.key)
         plan, scale = self.plan(how.shape, k), float_of(coeffs.peak)
-        payload = room_for(plan, out)
+        payload = np.zeros(plan.payload_nbytes, np.uint8)
         is_raw = plan.layout is Layout.RAW
         grid = self.grid(plan, coeffs.key, coeffs.peak)
         if is_raw:
@@ -156,9 +155,7 @@ class Codec(PayloadCodec):
             _write_body(payload, plan, bitmap, codes, kernels)
         return Written(payload, plan, scale, is_raw, grid)
 
-    def _write_adaptive(
-        self, sparsifier: Adaptive, coeffs: Coefficients, how: Encoding, out: Array | None
-    ) -> Written:
+    def _write_adaptive(self, sparsifier: Adaptive, coeffs: Coefficients, how: Encoding) -> Written:
         """Write the elements that an adaptive sparsifier chooses, and nothing else.
 
         If positions and codes are no smaller than the tensor, the values that they decode to are
@@ -167,7 +164,7 @@ class Codec(PayloadCodec):
         choice = sparsifier.choose(coeffs, how) if coeffs.peak else NOTHING
         k, bitmap, codes, scale = choice
         plan = self.plan(how.shape, k)
-        payload = room_for(plan, out)
+        payload = np.zeros(plan.payload_nbytes, np.uint8)
         if plan.layout is not Layout.RAW:
             _write_body(payload, plan, bitmap, codes, how.kernels)
         elif k:

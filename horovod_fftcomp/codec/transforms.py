@@ -14,7 +14,6 @@ import numpy as np
 
 from horovod_fftcomp.types import Array, Body, Coefficients
 
-Own = bool | Array  # see ``Identity.forward``
 BLOCK_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -40,15 +39,15 @@ class Identity:
         return numel
 
     def forward(
-        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: Own = True
+        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
     ) -> Coefficients:
         """Return ``flat`` plus ``residual``, with the threshold of the ``k`` largest; 0: of all.
 
-        ``own``: True for a new array, or one to write to; False: it may be ``flat`` itself.
+        ``own``: a new array; else it may be ``flat`` itself.
         """
         if residual is None and own is False:
             return kernels.topk_threshold(flat, k, 1)
-        return kernels.add_residual(flat, residual, k, None if isinstance(own, bool) else own)
+        return kernels.add_residual(flat, residual, k)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return ``coeffs`` itself, float32 ``[numel]``."""
@@ -92,14 +91,13 @@ class _Blocks:
         return -(-numel // self.block) * self.bins_per_block
 
     def forward(
-        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: Own = True
+        self, flat: Array, residual: Array | None, k: int, kernels: ModuleType, own: bool = True
     ) -> Coefficients:
-        """Return the coefficients of all blocks plus ``residual``, a new array or that of ``own``.
+        """Return the coefficients of all blocks plus ``residual``, a new array.
 
         With the threshold of the ``k`` largest; 0: of all.
         """
-        out = None if isinstance(own, bool) else own
-        return kernels.forward_blocks(flat, self.block, residual, k, self.is_dct, out)
+        return kernels.forward_blocks(flat, self.block, residual, k, self.is_dct)
 
     def inverse(self, coeffs: Array, numel: int, kernels: ModuleType) -> Array:
         """Return the first ``numel`` elements of the blocks with these coefficients, float32."""

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.errors import UnsupportedError
 from horovod_fftcomp.kernels.cuda import Device
 from horovod_fftcomp.kernels.ops import Flags, Ops
@@ -353,5 +353,5 @@ class Scheme(Protocol):
         if carried is None:
             return np.zeros(tensor.shape, np.float32)
         transform = self.state_arrays(tensor, state)["residual"].transform
-        elements = transform.inverse(carried, math.prod(tensor.shape), load_backend("cpu"))
+        elements = transform.inverse(carried, math.prod(tensor.shape), cpu_kernels())
         return elements.reshape(tensor.shape).copy()

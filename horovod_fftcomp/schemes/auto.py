@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.backend import load_backend
-from horovod_fftcomp.codec.quantizers import RANGE, RangeFloat, pattern_of
+from horovod_fftcomp.codec.backend import cpu_kernels
+from horovod_fftcomp.codec.quantizers import RangeFloat, decode_range, encode_range, pattern_of
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.codec.transforms import BlockDCT, BlockFFT, Identity, Transform, energy_of
@@ -192,7 +192,7 @@ class Auto(LowPass):
         new = {"choice": np.array([to.choice], np.uint8), "share": np.array([to.share], np.uint8)}
         residual = state.get("residual", {}).get(tensor.name)
         if residual is not None and codec.transform != after.transform:
-            kernels, numel = load_backend("cpu"), math.prod(tensor.shape)
+            kernels, numel = cpu_kernels(), math.prod(tensor.shape)
             elements = codec.transform.inverse(residual, numel, kernels)
             new["residual"] = after.transform.forward(elements, None, 0, kernels).array
         changed = {kind: {**state.get(kind, {}), tensor.name: new[kind]} for kind in new}
@@ -217,7 +217,7 @@ class Auto(LowPass):
             return tried
         for row, choices in zip(lost, TRIED, strict=True):
             transform = CANDIDATES[choices[0] - 1][0]
-            coeffs = np.abs(transform.forward(part, None, 0, load_backend("cpu")).array)
+            coeffs = np.abs(transform.forward(part, None, 0, cpu_kernels()).array)
             sizes = np.sort(coeffs)[::-1]
             sums = np.cumsum(np.square(sizes, dtype=np.float64))
             if sums[-1] > 0:  # else a transform has lost all values, as they are denormal
@@ -295,8 +295,8 @@ def _lost(codecs: Sequence[Codec], shape: tuple[int, ...], sizes: Array, sums: A
         grid = codec.quantizer.grid(key, pattern_of(first), False)
         codings.append(codec.quantizer.coding(float(first), grid))
     columns = (np.array(field)[:, None] for field in zip(*codings, strict=True))
-    coding, kernels = Coding._make(columns)._replace(kind=RANGE), load_backend("reference")
-    arrived = kernels.decode_values(kernels.encode_values(sent, coding), coding)
+    coding = Coding._make(columns)
+    arrived = decode_range(encode_range(sent, coding), coding)
     rounding = np.square(sent - arrived, dtype=np.float64).mean(1) * counts
     is_exact = np.array([layout is Layout.RAW for layout in layouts])
     return np.where(is_exact, 0, (sums[-1] - sums[counts - 1] + rounding) / sums[-1])

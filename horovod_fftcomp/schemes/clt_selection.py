@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.errors import PayloadError
@@ -83,7 +83,7 @@ class Largest(TopK):
 
         With NaN or Inf inside, the positions are valid but arbitrary.
         """
-        kernels, k = load_backend("cpu"), self.count(grad.size)
+        kernels, k = cpu_kernels(), self.count(grad.size)
         coeffs = kernels.add_residual(grad, residual, k)
         if coeffs.peak > LARGEST_FINITE_BITS:
             bitmap = positions.first_ones(grad.size, k)
@@ -93,7 +93,7 @@ class Largest(TopK):
 
     def positions(self, packed: Array, n: int) -> Array:
         """Return the positions, int64, ascending; ValueError for bytes that encode none."""
-        kernels = load_backend("cpu")
+        kernels = cpu_kernels()
         return kernels.positions_of(positions.unpack(packed, self._layout(n), kernels))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.codec.quantizers import Float32
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import TopK
@@ -49,7 +49,7 @@ def merge(a: Entries, b: Entries, k: int) -> Entries:
 
 def largest(values: Array, k: int) -> Array:
     """Return the indices of the ``k`` largest magnitudes, int64, ascending; of ties the lower."""
-    kernels = load_backend("cpu")
+    kernels = cpu_kernels()
     ranked = kernels.topk_threshold(values, k, 1)
     bitmap, _ = kernels.select_quantize_pack(ranked, 1, Float32().coding(0.0), False)
     return kernels.positions_of(bitmap)[:k]
@@ -138,7 +138,7 @@ class GTopK(LowPass):
             part = part_of(self.codec, tensor, header, payload)
             if part is None:
                 return Entries(np.arange(k), np.full(k, np.nan, np.float32))
-            places = load_backend("cpu").positions_of(part.bitmap)
+            places = cpu_kernels().positions_of(part.bitmap)
             entries.append(Entries(places, part.packed.view(np.float32)))
         return merge_all(entries, k)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.kernels.plans import BucketPlan
 from horovod_fftcomp.schemes import Scheme, State
 from horovod_fftcomp.schemes.shard_plan import cut
@@ -127,7 +127,7 @@ def rejoined(scheme: Scheme, tensors: Tensors, state: OldState) -> OldState:
             continue
         elements = np.zeros(math.prod(whole.shape), np.float32)
         add_residuals(scheme, [part for part in parts if part.whole is whole], state, elements)
-        forward = array.transform.forward(elements, None, 0, load_backend("cpu"))
+        forward = array.transform.forward(elements, None, 0, cpu_kernels())
         for kind, arrays in new.items():
             if kind.startswith("shard_"):
                 arrays.pop(whole.name, None)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
 from horovod_fftcomp.codec.sparsifiers import TopK
 from horovod_fftcomp.kernels.ops import Flags
@@ -43,7 +43,7 @@ class _Plan(NamedTuple):
         """Return what a tensor sends first: NaN if it is not finite; None, for zeros, if frozen."""
         if values is None:
             return None
-        kernels = load_backend("cpu")
+        kernels = cpu_kernels()
         peak = kernels.max_abs_bits(values)
         if peak > LARGEST_FINITE_BITS:
             return np.full(self.first_numel(len(hashes)), np.nan, np.float32)
@@ -53,7 +53,7 @@ class _Plan(NamedTuple):
 
     def find(self, table: Array, hashes: Array) -> Array | None:
         """Return the places of the candidates, ascending; None if the sum is not finite."""
-        kernels = load_backend("cpu")
+        kernels = cpu_kernels()
         if kernels.max_abs_bits(table) > LARGEST_FINITE_BITS:
             return None
         if not self.columns:
@@ -164,7 +164,7 @@ def _settled(plan: _Plan, table: Array, places: Array, reduced: Array, kept: Arr
     if not plan.columns:
         return table
     best = largest(reduced, plan.k)
-    total = load_backend("cpu").empty(plan.numel)
+    total = cpu_kernels().empty(plan.numel)
     total.fill(0)
     total[places[best]] = reduced[best]
     for array in kept:

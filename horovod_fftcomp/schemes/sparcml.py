@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.codec.sparsifiers import LEAST_THRESHOLD, Threshold, TopK
@@ -72,7 +72,7 @@ def _codec_of(codec: Codec, header: Header) -> Codec:
 
 def _sum(shape: tuple[int, ...], a: Body | None, b: Body | None) -> Array:
     """Return the payload of the sum of two bodies; not finite if one of them is None."""
-    kernels, n = load_backend("cpu"), math.prod(shape)
+    kernels, n = cpu_kernels(), math.prod(shape)
     if a is None or b is None:
         return _payload(shape, positions.first_ones(n, 0), np.full(1, np.nan, np.float32))
     bitmap = a.bitmap | b.bitmap
@@ -85,7 +85,7 @@ def _sum(shape: tuple[int, ...], a: Body | None, b: Body | None) -> Array:
 
 def _payload(shape: tuple[int, ...], bitmap: Array, values: Array) -> Array:
     """Return the payload of float32 ``values`` at the positions of ``bitmap``."""
-    kernels = load_backend("cpu")
+    kernels = cpu_kernels()
     peak = kernels.max_abs_bits(values)
     finite = peak <= LARGEST_FINITE_BITS
     plan = SUMS.plan(shape, values.size if finite else 0)

@@ -16,10 +16,11 @@ import numpy as np
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import make_policy
-from horovod_fftcomp.kernels import cuda, reference
+from horovod_fftcomp.kernels import cuda
 from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device
 from horovod_fftcomp.schemes import Tensor
 from horovod_fftcomp.simulation import exchange_once
+from tests import reference
 from tests.gpu.emulator import SHUFFLED, Emulator
 
 BARRIER = "__syncthreads();"

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import RECIPES, get_codec, get_scheme
-from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.engine.buckets import Bucket
 from horovod_fftcomp.engine.device_selftest import probe
 from horovod_fftcomp.engine.drive import drive_all, exchange_of
@@ -24,6 +23,7 @@ from horovod_fftcomp.engine.policy import make_policy
 from horovod_fftcomp.kernels import cuda
 from horovod_fftcomp.kernels.cuda.encoder import Encoder
 from horovod_fftcomp.schemes import Tensor
+from tests.backends import load_backend
 from tests.contracts import ADAPTIVE_RECIPES, ELEMENT_RECIPES, HOST_ONLY, make_codec
 from tests.gpu import steps
 from tests.gpu.emulator import Emulator

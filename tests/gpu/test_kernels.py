@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from horovod_fftcomp import Codec, PayloadError
-from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, Float32, RangeFloat
 from horovod_fftcomp.codec.sparsifiers import RandomK, TopK
@@ -21,6 +20,7 @@ from horovod_fftcomp.kernels.cuda.hashes import hashes_on_device
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.header import DTYPES, read_header
 from horovod_fftcomp.wire.positions import Layout, unary_bits
+from tests.backends import load_backend
 from tests.contracts import CASES, CODECS, HOST_ONLY, is_adaptive, make_codec, overflows, plan_of
 from tests.gpu.emulator import BACKWARD, FORWARD, SHUFFLED, Emulator, decoder_for
 from tests.loops import each

@@ -7,33 +7,27 @@ options alone; the rest of the payload is in ``dense``, the packing of integers 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
-from typing import ClassVar, NamedTuple, ParamSpec, TypeVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.types import Array, Kernels, Shape, Signs
+from horovod_fftcomp.types import Array, Kernels, Shape
 from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.radix import GIVEN, Levels
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Encoding(NamedTuple):
     """Arguments of ``Method.encode`` and ``Adaptive.choose`` beside the arrays.
 
     ``key``: 64-bit key of random numbers. ``keep``: whether what is sent is subtracted from the
-    values. ``signs``: of the values, if they are known. ``step``: number of the step, the same on
-    all ranks.
+    values. ``step``: number of the step, the same on all ranks.
     """
 
     shape: Shape
     key: int
     kernels: Kernels
     keep: bool
-    signs: Signs | None = None
     step: int = 0
 
 
@@ -41,8 +35,8 @@ class CudaMethod(NamedTuple):
     """Description of a method for kernels of whole buckets: CUDA's, and ``cpu.bucket_dense``.
 
     ``kind``: what a payload's scales are, as in ``kernels.cuda.dense``; "coded" for entropy-coded
-    levels, for which only CUDA has such kernels. ``grid``: of methods that
-    are not of signs. ``clip``: standard deviations to which values are clipped; 0: no clipping.
+    levels. ``grid``: of methods that are not of signs. ``clip``: standard deviations to which
+    values are clipped; 0: no clipping.
     """
 
     kind: str
@@ -76,7 +70,7 @@ class Method(abc.ABC):
     def cuda(self) -> CudaMethod | None:
         """Description for the kernels of whole buckets, on a GPU or the CPU.
 
-        None: with a GPU, too, the host computes the method, tensor by tensor.
+        None: NumPy computes the method, on the host, tensor by tensor.
         """
         return None
 
@@ -104,13 +98,8 @@ class Method(abc.ABC):
         """
 
     @abc.abstractmethod
-    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
         """Add the decoded ``body`` to ``total``; ValueError for bytes ``encode`` never writes."""
-
-
-def kernel_of(kernels: Kernels, reference: Callable[P, R]) -> Callable[P, R]:
-    """Return the kernel that a backend has under the name of ``reference``, else ``reference``."""
-    return getattr(kernels, reference.__name__, reference)
 
 
 def checked_scales(scales: Array, scale: float) -> Array:

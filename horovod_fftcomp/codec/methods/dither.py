@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method, kernel_of
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method
 from horovod_fftcomp.codec.methods.sums import peak_bits
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, MIN_NORMAL_BITS, is_whole
-from horovod_fftcomp.types import Array, Kernels, Shape
+from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire import coded_levels as coded
 from horovod_fftcomp.wire import counter_rng, rans
 from horovod_fftcomp.wire.coded_levels import CHUNK, MOST, RADIX, STATE_WORDS, CodedLevels
@@ -86,13 +86,12 @@ class Dither(Method):
 
     def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
         """Encode as chunks; see ``Method``."""
-        encode = kernel_of(how.kernels, encode_coded)
-        scale = encode(values, self.form(), body.view(np.uint32), how.key, how.keep)
+        scale = encode_coded(values, self.form(), body.view(np.uint32), how.key, how.keep)
         return scale if math.isfinite(scale) else None
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
         """Add decoded chunks; see ``Method``."""
-        kernel_of(kernels, add_coded)(total, self.form(), body.view(np.uint32), scale)
+        add_coded(total, self.form(), body.view(np.uint32), scale)
 
 
 def _rows(values: Array, bucket: int) -> Array:

@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method, kernel_of
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method
 from horovod_fftcomp.codec.methods.sums import lane_sums, peak_bits
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
-from horovod_fftcomp.types import Array, Kernels, Shape
+from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire.counter_rng import random_words
 from horovod_fftcomp.wire.radix import GIVEN, L2, Levels, count_words, pack_words, unpack_words
 
@@ -40,23 +40,23 @@ class OneScale(Method):
         """Return the size of the packed levels."""
         return 4 * count_words(math.prod(shape), self.grid().radix)
 
-    def scale_of(self, values: Array, kernels: Kernels) -> tuple[int, float]:
+    def scale_of(self, values: Array) -> tuple[int, float]:
         """Return (bits of the largest magnitude, scale if that is finite)."""
-        peak = kernels.max_abs_bits(values)
+        peak = peak_bits(values)
         return peak, float_of(peak)
 
     def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
         """Encode as levels; see ``Method``."""
-        peak, scale = self.scale_of(values, how.kernels)
+        peak, scale = self.scale_of(values)
         if peak > LARGEST_FINITE_BITS:
             return None
-        encode = kernel_of(how.kernels, encode_levels)
-        encode(values, self.grid(), _array(scale), body.view(np.uint32), how.key, how.keep)
+        words = body.view(np.uint32)
+        encode_levels(values, self.grid(), _array(scale), words, how.key, how.keep)
         return scale
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
         """Add the scale times levels; see ``Method``."""
-        kernel_of(kernels, add_levels)(total, body.view(np.uint32), _array(scale), self.grid())
+        add_levels(total, body.view(np.uint32), _array(scale), self.grid())
 
 
 def _array(scale: float) -> Array:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method, kernel_of
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, Method
+from horovod_fftcomp.codec.methods.sums import peak_bits
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
-from horovod_fftcomp.types import Array, Kernels, Shape
+from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire.counter_rng import random_words
 from horovod_fftcomp.wire.radix import GIVEN, Levels, count_words, pack_words, unpack_words
 
@@ -39,20 +40,19 @@ class Natural(Method):
 
     def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
         """Encode as signs and exponents; see ``Method``."""
-        peak = how.kernels.max_abs_bits(values)
+        peak = peak_bits(values)
         if peak > LARGEST_FINITE_BITS:
             return None
         top = max(1, min(peak + _POWER_OF_TWO_ABOVE >> 23, 254))
-        encode = kernel_of(how.kernels, encode_octaves)
-        encode(values, body.view(np.uint32), top, how.key, how.keep)
+        encode_octaves(values, body.view(np.uint32), top, how.key, how.keep)
         return float_of(top << 23)
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
         """Add powers of two; see ``Method``."""
         pattern = int(np.float32(scale).view(np.uint32))
         if pattern & _POWER_OF_TWO_ABOVE or not pattern:
             raise ValueError(f"the scale is {scale}, expected a power of two")
-        kernel_of(kernels, add_octaves)(total, body.view(np.uint32), pattern >> 23)
+        add_octaves(total, body.view(np.uint32), pattern >> 23)
 
 
 def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, checked_scales, kernel_of
-from horovod_fftcomp.codec.methods.signs import SignMethod, subtract_signs
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, checked_scales
+from horovod_fftcomp.codec.methods.signs import SignMethod, add_signs, subtract_signs
 from horovod_fftcomp.codec.methods.sums import sums_of_rows
-from horovod_fftcomp.types import Array, Kernels, Shape, Signs
+from horovod_fftcomp.types import Array, Shape
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,11 @@ class OneBit(SignMethod):
         """Return the size of the body: two means of each row, then the packed signs."""
         return 8 * self.rows(shape) + super().body_nbytes(shape)
 
-    def encode_signs(self, values: Array, signs: Signs, body: Array, how: Encoding) -> float | None:
-        """Encode as means and signs; see ``SignMethod``."""
-        words, sums, counts = signs
+    def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
+        """Encode as means and signs; see ``Method``."""
         length, rows = self.row_length(how.shape), self.rows(how.shape)
         split = 8 * rows
-        body[split:] = words.view(np.uint8)
+        sums, counts = self._write_signs(values, body[split:], how)
         if not np.isfinite(sums).all():
             return None
         starts = self.pieces(values.size, length)
@@ -60,12 +59,13 @@ class OneBit(SignMethod):
             total = sums_of_rows(sums[:, side], row_of, rows)
             sides[:, side] = total / np.maximum(many, 1)
         if how.keep:
-            kernel_of(how.kernels, subtract_signs)(values, sides, length)
+            subtract_signs(values, sides, length)
         return float(np.abs(sides).max())
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
         """Add the mean of each value's sign; see ``Method``."""
         split = 8 * self.rows(shape)
         sides = body[:split].view(np.float32)
         checked_scales(np.abs(sides), scale)
-        self._add(total, body[split:], sides.reshape(-1, 2), self.row_length(shape), kernels)
+        words, length = body[split:].view(np.uint32), self.row_length(shape)
+        add_signs(total, words, sides.reshape(-1, 2), length)

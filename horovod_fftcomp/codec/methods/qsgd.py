@@ -12,11 +12,10 @@ from horovod_fftcomp.codec.methods.base import (
     Encoding,
     Method,
     checked_scales,
-    kernel_of,
 )
 from horovod_fftcomp.codec.methods.levels import add_levels, encode_levels
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, is_whole
-from horovod_fftcomp.types import Array, Kernels, Shape
+from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire.radix import L2, LARGEST, Levels, count_words
 
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -94,15 +93,14 @@ class QSGD(Method):
         """Encode as norms and levels; see ``Method``."""
         split = 4 * self._n_buckets(how.shape)
         scales, words = body[:split].view(np.float32), body[split:].view(np.uint32)
-        encode = kernel_of(how.kernels, encode_levels)
-        peak = encode(values, self.grid(), scales, words, how.key, how.keep)
+        peak = encode_levels(values, self.grid(), scales, words, how.key, how.keep)
         if peak > LARGEST_FINITE_BITS:
             return None
         return float(scales.max())
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
         """Add norms times levels; see ``Method``."""
         split = 4 * self._n_buckets(shape)
         scales = checked_scales(body[:split].view(np.float32), scale)
         words = body[split:].view(np.uint32)
-        kernel_of(kernels, add_levels)(total, words, scales, self.grid())
+        add_levels(total, words, scales, self.grid())

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding, kernel_of
-from horovod_fftcomp.codec.methods.signs import SignMethod, subtract_signs
+from horovod_fftcomp.codec.methods.base import CudaMethod, Encoding
+from horovod_fftcomp.codec.methods.signs import SignMethod, add_signs, subtract_signs
 from horovod_fftcomp.codec.methods.sums import ordered_sum
-from horovod_fftcomp.types import Array, Kernels, Shape, Signs
+from horovod_fftcomp.types import Array, Shape
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,18 @@ class ScaledSign(SignMethod):
     def _scale_of(self, sums: Array, n: int) -> float:
         return float(np.float32((ordered_sum(sums[:, 0]) - ordered_sum(sums[:, 1])) / n))
 
-    def encode_signs(self, values: Array, signs: Signs, body: Array, how: Encoding) -> float | None:
-        """Encode as signs; see ``SignMethod``."""
-        n, (words, sums, _) = values.size, signs
-        body[:] = words.view(np.uint8)
+    def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
+        """Encode as signs; see ``Method``."""
+        n, (sums, _) = values.size, self._write_signs(values, body, how)
         if not np.isfinite(sums).all():
             return None
         scale = self._scale_of(sums, n)
         if how.keep:
             sides = np.array([[scale, -scale]], np.float32)
-            kernel_of(how.kernels, subtract_signs)(values, sides, n, bool(how.key))
+            subtract_signs(values, sides, n, bool(how.key))
         return scale
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
         """Add the scale times the signs; see ``Method``."""
         sides = np.array([[scale, -scale]], np.float32)
-        self._add(total, body, sides, total.size, kernels)
+        add_signs(total, body.view(np.uint32), sides, total.size)

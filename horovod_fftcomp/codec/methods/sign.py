@@ -8,7 +8,7 @@ import numpy as np
 
 from horovod_fftcomp.codec.methods.base import CudaMethod
 from horovod_fftcomp.codec.methods.scaled_sign import ScaledSign
-from horovod_fftcomp.types import Array, Kernels, Shape
+from horovod_fftcomp.types import Array, Shape
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Sign(ScaledSign):
     def _scale_of(self, sums: Array, n: int) -> float:
         return float(sums.any())
 
-    def add(self, total: Array, shape: Shape, body: Array, scale: float, kernels: Kernels) -> None:
+    def add(self, total: Array, shape: Shape, body: Array, scale: float) -> None:
         """Add the signs; see ``Method``."""
         if scale not in (0.0, 1.0):
             raise ValueError(f"the scale is {scale}, expected 0 or 1")
-        super().add(total, shape, body, scale, kernels)
+        super().add(total, shape, body, scale)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import abc
 import math
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import Encoding, Method, kernel_of
+from horovod_fftcomp.codec.methods.base import Encoding, Method
 from horovod_fftcomp.codec.methods.sums import lane_sums
-from horovod_fftcomp.types import Array, Coefficients, Kernels, Shape, Signs
+from horovod_fftcomp.types import Array, Shape
 from horovod_fftcomp.wire import counter_rng
 from horovod_fftcomp.wire.counter_rng import RngKey
 from horovod_fftcomp.wire.radix import GROUP, count_words, pack_words, unpack_words
@@ -26,43 +25,14 @@ class SignMethod(Method):
         """Return the size of the packed signs; see ``Method``."""
         return 4 * count_words(math.prod(shape), 2)
 
-    def add_residual(
-        self, flat: Array, residual: Array, shape: Shape, kernels: Kernels
-    ) -> Coefficients:
-        """Return gradient plus residual, flat float32, with its signs, computed in one pass."""
-        values = kernels.empty(flat.size)
-        signs = self._signs_of(values, shape, kernels, flat, residual)
-        return Coefficients(values, 0, 0, flat.size, signs=signs)
-
-    def _signs_of(
-        self,
-        values: Array,
-        shape: Shape,
-        kernels: Kernels,
-        flat: Array | None = None,
-        residual: Array | None = None,
-        key: int = 0,
-    ) -> Signs:
-        words = np.empty(count_words(values.size, 2), np.uint32)
-        starts = self.pieces(values.size, self.row_length(shape))
-        options = flat, residual, bool(key)
-        return Signs(words, *kernel_of(kernels, encode_signs)(values, starts, words, *options))
-
     def key_at(self, seed: int, rng_key: RngKey) -> int:
         """Return 1 if 0 is sent as a value below 0; see ``bit_of_zero``."""
         return bit_of_zero(rng_key.step, rng_key.rank)
 
-    def encode(self, values: Array, body: Array, how: Encoding) -> float | None:
-        """Encode as signs and their means or scale; see ``Method``."""
-        signs = how.signs or self._signs_of(values, how.shape, how.kernels, key=how.key)
-        return self.encode_signs(values, signs, body, how)
-
-    @abc.abstractmethod
-    def encode_signs(self, values: Array, signs: Signs, body: Array, how: Encoding) -> float | None:
-        """Encode ``values``, whose ``signs`` are known, into ``body``; see ``Method.encode``."""
-
-    def _add(self, total: Array, words: Array, sides: Array, length: int, kernels: Kernels) -> None:
-        kernel_of(kernels, add_signs)(total, words.view(np.uint32), sides, max(1, length))
+    def _write_signs(self, values: Array, words: Array, how: Encoding) -> tuple[Array, Array]:
+        """Write the packed signs; return sums and counts of each piece, see ``encode_signs``."""
+        starts = self.pieces(values.size, self.row_length(how.shape))
+        return encode_signs(values, starts, words.view(np.uint32), bool(how.key))
 
     def pieces(self, n: int, length: int) -> Array:
         """Return the starts of all rows and groups, and the end, int64, ascending."""
@@ -82,24 +52,15 @@ def bit_of_zero(step: int, rank: int) -> int:
 
 
 def encode_signs(
-    values: Array,
-    starts: Array,
-    words: Array,
-    flat: Array | None = None,
-    residual: Array | None = None,
-    zeros_down: bool = False,
+    values: Array, starts: Array, words: Array, zeros_down: bool = False
 ) -> tuple[Array, Array]:
     """Write the signs of ``values`` as packed bits; return sums and counts for their means.
 
     ``words``: uint32, a bit for each value, 1 below 0, with ``zeros_down`` also for 0. ``starts``:
-    int64, the starts of pieces of ``values``, each inside one group, and the end. With ``flat`` and
-    ``residual`` their sum is first written to ``values``. Returns (float64 ``[pieces, 2]``, sums of
-    the values from 0 up and of those below, not finite if a value is not; int64 ``[pieces]``, how
-    many bits are 1).
+    int64, the starts of pieces of ``values``, each inside one group, and the end. Returns (float64
+    ``[pieces, 2]``, sums of the values from 0 up and of those below, not finite if a value is not;
+    int64 ``[pieces]``, how many bits are 1).
     """
-    if flat is not None and residual is not None:
-        with np.errstate(invalid="ignore", over="ignore"):
-            np.add(flat, residual, out=values)
     negative = values <= 0 if zeros_down else values < 0
     words[:] = pack_words(negative.astype(np.uint32), 2)
     sums, counts = np.zeros((starts.size - 1, 2)), np.zeros(starts.size - 1, np.int64)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_fftcomp.codec.methods.base import kernel_of
 from horovod_fftcomp.codec.methods.levels import OneScale
 from horovod_fftcomp.codec.methods.sums import moments, ordered_sum
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, float_of
-from horovod_fftcomp.types import Array, Kernels
+from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GIVEN, Levels
 
 _ROUNDING = 1e-12  # of the mean square: a smaller variance may be a rounding error of float64
@@ -42,11 +41,11 @@ class TernGrad(OneScale):
         """Return the quantization grid: -1, 0 and 1 times the scale."""
         return Levels(2, 3 if self.packing == "base3" else 4, GIVEN, 0)
 
-    def scale_of(self, values: Array, kernels: Kernels) -> tuple[int, float]:
+    def scale_of(self, values: Array) -> tuple[int, float]:
         """Return the largest magnitude after clipping; see ``OneScale``."""
         if not self.clip:
-            return super().scale_of(values, kernels)
-        peak, sums, squares = kernel_of(kernels, moments)(values)
+            return super().scale_of(values)
+        peak, sums, squares = moments(values)
         scale = float_of(peak)
         if peak <= LARGEST_FINITE_BITS:
             mean, square = ordered_sum(sums) / values.size, ordered_sum(squares) / values.size

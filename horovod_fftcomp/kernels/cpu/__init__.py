@@ -1,4 +1,4 @@
-"""CPU kernels, compiled by Numba; same names, arguments and bytes as ``reference``.
+"""CPU kernels, compiled by Numba.
 
 They release the GIL and split large arrays among ``threads``. Each is compiled once, for one
 combination of types, and cached on disk, so that ranks that start together write the same files.
@@ -7,8 +7,8 @@ combination of types, and cached on disk, so that ranks that start together writ
 # ruff: noqa: F401 (the kernels of this backend)
 
 from horovod_fftcomp.kernels.cpu.adaptive import bin_winners, draw_chosen, sums_below, take_chosen
+from horovod_fftcomp.kernels.cpu.bucket import encode_tensor, sum_payloads
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
-from horovod_fftcomp.kernels.cpu.coded_levels import add_coded, encode_coded
 from horovod_fftcomp.kernels.cpu.common_index import (
     pack_bits,
     positions_of,
@@ -16,13 +16,7 @@ from horovod_fftcomp.kernels.cpu.common_index import (
     unpack_bits,
 )
 from horovod_fftcomp.kernels.cpu.count_sketch import estimate, sketch
-from horovod_fftcomp.kernels.cpu.dense import (
-    add_levels,
-    add_octaves,
-    encode_levels,
-    encode_octaves,
-    moments,
-)
+from horovod_fftcomp.kernels.cpu.dense import moments
 from horovod_fftcomp.kernels.cpu.float16 import from_float16, to_float16
 from horovod_fftcomp.kernels.cpu.lowrank import low_rank, orthonormal
 from horovod_fftcomp.kernels.cpu.momentum import momentum_accumulate, zero_at
@@ -32,7 +26,7 @@ from horovod_fftcomp.kernels.cpu.positions import (
     unpack_bitmap,
     unpack_offsets,
 )
-from horovod_fftcomp.kernels.cpu.signs import add_signs, encode_signs, majority_sign, subtract_signs
+from horovod_fftcomp.kernels.cpu.signs import majority_sign
 from horovod_fftcomp.kernels.cpu.sparse import (
     add_residual,
     count_above,

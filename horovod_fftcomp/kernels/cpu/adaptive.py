@@ -4,49 +4,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import as_int32
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.dense import fill_random, fold
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.positions import count_bits
-from horovod_fftcomp.kernels.cpu.sparse import collect, concatenated, scatter
+from horovod_fftcomp.kernels.cpu.sparse import collect, scatter
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, encode, write_bits
 from horovod_fftcomp.kernels.cpu.vector_values import mask_above
 from horovod_fftcomp.types import Array, Coding
 from horovod_fftcomp.wire.radix import GROUP, LANES
 
-_LEAST_GROUPS = 8  # per thread, at least
-_WORDS = GROUP // 64
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _ABOVE_ALL = np.int32(0x7FFFFFFF)
-
-
-def _ranges(n: int) -> list[tuple[int, int]]:
-    """Return for each thread its range of groups, (first, end)."""
-    return threads.ranges(-(-n // GROUP), _LEAST_GROUPS)
-
-
-def _of(array: Array, begin: int, end: int, size: int = GROUP) -> Array:
-    """Return the slice of groups ``begin`` to ``end`` of an array with ``size`` items a group."""
-    return array[begin * size : end * size]
 
 
 def bin_winners(total: Array, grad: Array, length: int) -> tuple[Array, Array]:
     """Return (bitmap of the elements of at least their bin's largest magnitude; maxima)."""
     n, length = total.size, min(length, total.size)
-    maxima = np.empty(-(-n // length), np.float32)
-    threads.each(
-        lambda a, b: _maxima(_of(total, a, b, length), length, maxima[a:b]),
-        threads.ranges(maxima.size, max(1, _LEAST_GROUPS * GROUP // length)),
-    )
-    bitmap = empty(-(-n // 64), np.uint64)
-    threads.each(
-        lambda a, b: _mark_winners(
-            _of(total, a, b), _of(grad, a, b), maxima, a * GROUP, length, _of(bitmap, a, b, _WORDS)
-        ),
-        _ranges(n),
-    )
+    maxima, bitmap = np.empty(-(-n // length), np.float32), empty(-(-n // 64), np.uint64)
+    _maxima(total, length, maxima)
+    _mark_winners(total, grad, maxima, length, bitmap)
     return bitmap, maxima
 
 
@@ -61,8 +39,8 @@ def _maxima(values, length, maxima):
 
 
 @kernel
-def _mark_winners(total, grad, maxima, first, length, bitmap):
-    """Set the bits of winners; ``first``: index of the first element in the whole tensor."""
+def _mark_winners(total, grad, maxima, length, bitmap):
+    """Set the bits of winners."""
     limits, keys = as_int32(maxima), np.empty(GROUP, np.int32)
     sums = np.empty(GROUP, np.float32)
     for begin in range(0, total.size, GROUP):
@@ -71,8 +49,8 @@ def _mark_winners(total, grad, maxima, first, length, bitmap):
             sums[i] = part[i] + other[i]
         at = 0
         while at < part.size:
-            number = (first + begin + at) // length
-            stop = min((number + 1) * length - first - begin, part.size)
+            number = (begin + at) // length
+            stop = min((number + 1) * length - begin, part.size)
             limit = limits[number] if limits[number] > 0 else _ABOVE_ALL
             patterns, out = as_int32(sums[at:stop]), keys[at:stop]
             for i in range(patterns.size):
@@ -93,11 +71,7 @@ def _write_mask(keys, n, key, words):
 def sums_below(values: Array, limit: float) -> tuple[int, Array]:
     """Return (number of magnitudes of at least ``limit``; sums of the others by group, float64)."""
     sums = np.empty(-(-values.size // GROUP))
-    above = threads.each(
-        lambda a, b: _sums_below(_of(values, a, b), np.float32(limit), sums[a:b]),
-        _ranges(values.size),
-    )
-    return sum(above), sums
+    return _sums_below(values, np.float32(limit), sums), sums
 
 
 @kernel
@@ -125,20 +99,16 @@ def _sums_below(values, limit, sums):
 def draw_chosen(values: Array, limit: float, key: int) -> Array:
     """Return the bitmap of a random choice: each value with probability min(|value| / limit, 1)."""
     bitmap = empty(-(-values.size // 64), np.uint64)
-    factor, number = 2.0**32 / float(limit), np.uint64(key)
-    threads.each(
-        lambda a, b: _draw(_of(values, a, b), factor, number, a, _of(bitmap, a, b, _WORDS)),
-        _ranges(values.size),
-    )
+    _draw(values, 2.0**32 / float(limit), np.uint64(key), bitmap)
     return bitmap
 
 
 @kernel
-def _draw(values, factor, key, first_group, bitmap):
+def _draw(values, factor, key, bitmap):
     random, keys = np.empty(GROUP, np.uint32), np.empty(GROUP, np.int32)
     for begin in range(0, values.size, GROUP):
         part = values[begin : begin + GROUP]
-        fill_random(key, first_group + begin // GROUP, random)
+        fill_random(key, begin // GROUP, random)
         for i in range(part.size):
             keys[i] = np.int32(np.float64(random[i]) < np.float64(abs(part[i])) * factor)
         _write_mask(keys, part.size, np.int32(0), bitmap[begin // 64 :])
@@ -148,16 +118,10 @@ def take_chosen(
     array: Array, bitmap: Array, least: float, coding: Coding, keep: bool
 ) -> tuple[int, Array]:
     """Return (number of ones in the bitmap; packed codes of the float32 values there)."""
+    packed = empty(count_bits(bitmap) * coding.bits // 64 + PADDING, np.uint64)
     numbers = np.array(coding, np.int64)
-
-    def work(begin: int, end: int) -> tuple[int, Array]:
-        words = _of(bitmap, begin, end, _WORDS)
-        packed = empty(count_bits(words) * coding.bits // 64 + PADDING, np.uint64)
-        part = _of(array, begin, end)
-        return _take_chosen(part, words, np.float32(least), numbers, keep, packed), packed
-
-    parts = threads.each(work, _ranges(array.size))
-    return sum(bits for bits, _ in parts) // coding.bits, concatenated(parts)
+    bits = _take_chosen(array, bitmap, np.float32(least), numbers, keep, packed)
+    return bits // coding.bits, packed.view(np.uint8)[: (bits + 7) // 8]
 
 
 @kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from horovod_fftcomp import wire
 from horovod_fftcomp.codec.base import PayloadCodec, aligned
 from horovod_fftcomp.codec.dense import DenseCodec
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.addresses import addresses
 from horovod_fftcomp.kernels.cpu.bucket_groups import Group, groups_of
 from horovod_fftcomp.kernels.cpu.buffer_pool import ALIGNMENT, empty
@@ -179,3 +181,30 @@ class _Arena:
         """Return the members' arrays, views of ``array``."""
         pairs = array.view(np.complex64)
         return [(pairs if is_complex else array)[here] for is_complex, here in self._views]
+
+
+def encode_tensor(codec: PayloadCodec, flat: Array, shape: Shape, key: int) -> Array | None:
+    """Return the payload of a tensor, flat float32; None without kernels for this codec."""
+    table = _table_of(codec, shape, threads.get_num_threads())
+    if not table.members:
+        return None
+    message = np.zeros(table.message_nbytes, np.uint8)
+    table.encode([flat], [None], message, np.array([key], np.uint64), keep=False)
+    return message[table.slices[0]]
+
+
+def sum_payloads(codec: PayloadCodec, payloads: Sequence[Array], shape: Shape) -> Array | None:
+    """Return the sum of payloads of float32; None if one is corrupt, or without kernels for it."""
+    table = _table_of(codec, shape, threads.get_num_threads())
+    if not table.members:
+        return None
+    gathered = np.zeros((len(payloads), table.message_nbytes), np.uint8)
+    for row, payload in zip(gathered, payloads, strict=True):
+        row[: payload.size] = payload
+    (total,) = table.sum(gathered.reshape(-1), len(payloads)).totals
+    return None if total is None else total.reshape(shape)
+
+
+@functools.lru_cache(64)
+def _table_of(codec: PayloadCodec, shape: Shape, n_threads: int) -> BucketCodec:
+    return BucketCodec([codec], [shape])

@@ -6,7 +6,6 @@ freed, its memory is kept for the next array of that size, until no array is in 
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 from collections.abc import Sequence
@@ -91,15 +90,8 @@ def empty(n: int, dtype: type = np.float32) -> Array:
     return np.asarray(_Lease(_pool, n, kind))
 
 
-def in_a_row(sizes: Sequence[int]) -> list[Array]:
-    """Return uninitialized float32 arrays of these sizes, one behind the other in memory."""
-    ends = list(itertools.accumulate(sizes, initial=0))
-    whole = empty(ends[-1])
-    return [whole[begin:end] for begin, end in itertools.pairwise(ends)]
-
-
 def joined(parts: Sequence[Array | None], dtype: type) -> Array | None:
-    """Return arrays of ``in_a_row`` as one, in their memory; None if they are no such ones."""
+    """Return views that follow each other in one array as one; None if they are no such ones."""
     whole = None if parts[0] is None else parts[0].base
     if not isinstance(whole, np.ndarray) or whole.ndim != 1 or not whole.flags.c_contiguous:
         return None

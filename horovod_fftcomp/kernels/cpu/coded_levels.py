@@ -6,11 +6,9 @@ A chunk goes through all stages before the next one: its arrays fit into a cache
 from __future__ import annotations
 
 import functools
-import math
 
 import numpy as np
 
-from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint8, copy_into
 from horovod_fftcomp.kernels.cpu.dense import fill_random
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
@@ -23,7 +21,6 @@ from horovod_fftcomp.wire import coded_levels as coded
 from horovod_fftcomp.wire.coded_levels import BINS, CHUNK, HEADER_WORDS, STATE_WORDS, CodedLevels
 from horovod_fftcomp.wire.radix import GROUP
 
-_LEAST_CHUNKS = 4  # per thread, at least
 _LEAST_NORMAL, _INFINITY = np.int64(0x00800000), np.int64(0x7F800000)
 _LEAST = np.float32(2.0**-126)
 _WHOLE_EXPONENT = np.int64(127 + 10)  # the largest magnitude becomes 2^10 to 2^11
@@ -35,12 +32,6 @@ _PART_SHIFT = np.int32(coded.DITHER_BITS - 1 - coded.PARTS.bit_length() + 1)
 _EIGHTH_BITS = coded.EIGHTHS.view(np.int32)
 _TOP_BIN, _MIDDLE, _RADIX = np.int32(BINS - 1), np.int32(coded.MOST), np.int32(coded.RADIX)
 _INVERSE = np.int32(-(-(1 << 16) // coded.RADIX))  # exact for 8 bits
-_FAULTS = (
-    "",
-    "a chunk has more words than it has room for",
-    "a unit is not in the range that the header gives",
-    "a chunk of the entropy code is corrupt: it ends in other states",
-)
 
 
 @functools.cache
@@ -64,31 +55,6 @@ def tables_of(form: CodedLevels) -> tuple[Array, ...]:
 def room_and_limit(form: CodedLevels, n: int) -> tuple[int, int]:
     """Return of a chunk of ``n`` values the words of code, and the highest cost that should fit."""
     return form.room(n), coded.FRACTION * (32 * form.room(n) - form.slack(n))
-
-
-def _parts(n: int, form: CodedLevels) -> list[tuple[slice, slice, int, Array]]:
-    """Return for each thread its (elements, body, first chunk), and of its chunks (room, limit)."""
-    found = []
-    for a, b in threads.ranges(-(-n // CHUNK), _LEAST_CHUNKS):
-        begin, end = a * CHUNK, min(b * CHUNK, n)
-        sizes = [CHUNK] * (b - a - 1) + [end - (b - 1) * CHUNK]
-        pairs = [room_and_limit(form, m) for m in sizes]
-        body = slice(form.words_before(begin), form.words_before(end))
-        found.append((slice(begin, end), body, a, np.array(pairs, np.int64)))
-    return found
-
-
-def encode_coded(values: Array, form: CodedLevels, body: Array, key: int, keep: bool) -> float:
-    """Write the key and the chunks of float32 ``values`` to ``body``, uint32 zeros."""
-    numbers, costs, _, *encoders = tables_of(form)
-    body[: coded.KEY_WORDS] = key & 0xFFFFFFFF, key >> 32
-
-    def work(at: slice, to: slice, chunk: int, rooms: Array) -> float:
-        own = values[at], body[to], rooms, np.uint64(key), chunk, keep
-        return encode_coded_chunks(*own, numbers, costs, *encoders)
-
-    scales = threads.each(work, _parts(values.size, form))
-    return max(scales) if all(map(math.isfinite, scales)) else math.nan
 
 
 @kernel
@@ -318,19 +284,6 @@ def _add_values(part, levels, dithers, codes, unit, bucket, factor):
                 sign, size = _of_dither(drawn[i])
                 sent = np.float32(sign * np.float32(np.float32(own[i]) - size))
                 total[i] += np.float32(step * sent)
-
-
-def add_coded(total: Array, form: CodedLevels, body: Array, scale: float) -> None:
-    """Add the values encoded by ``encode_coded``; ValueError for bytes that it never writes."""
-    numbers, _, decoders, *_ = tables_of(form)
-    key = np.uint64(int(body[0]) | int(body[1]) << 32)
-
-    def work(at: slice, to: slice, chunk: int, rooms: Array) -> int:
-        own = total[at], body[to], rooms, key, chunk, np.float32(scale)
-        return add_coded_chunks(*own, numbers, decoders)
-
-    if fault := max(threads.each(work, _parts(total.size, form))):
-        raise ValueError(_FAULTS[fault])
 
 
 @kernel

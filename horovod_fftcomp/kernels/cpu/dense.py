@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, copy_into
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.sparse import peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
 from horovod_fftcomp.types import Array
-from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, LANES, Levels, count_words, digits_of
+from horovod_fftcomp.wire.radix import GIVEN, GROUP, L2, LANES
 
-_LEAST_GROUPS = 8  # per thread, at least
 _SLACK = 32  # codes after a group: the digits of its last words
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _LARGEST = np.float64(np.finfo(np.float32).max)
@@ -87,24 +85,10 @@ def read_words(words, m, radix, digits, codes):
     return top
 
 
-def group_slices(n: int, radix: int) -> list[tuple[slice, slice, int]]:
-    """Return for each thread its (elements, words, first group)."""
-    per_group = count_words(GROUP, radix)
-    return [
-        (slice(a * GROUP, b * GROUP), slice(a * per_group, b * per_group), a)
-        for a, b in threads.ranges(-(-n // GROUP), _LEAST_GROUPS)
-    ]
-
-
 def moments(values: Array) -> tuple[int, Array, Array]:
     """Return (bits of the largest magnitude, sums and sums of squares of groups, float64)."""
-    n_groups = -(-values.size // GROUP)
-    sums = np.empty((n_groups, 2))
-
-    def work(at: slice, _: slice, group: int) -> int:
-        return moments_by_group(values[at], sums[group:])
-
-    return max(threads.each(work, group_slices(values.size, 2))), sums[:, 0], sums[:, 1]
+    sums = np.empty((-(-values.size // GROUP), 2))
+    return moments_by_group(values, sums), sums[:, 0], sums[:, 1]
 
 
 @kernel
@@ -156,23 +140,6 @@ def _norm(part, lanes):
         x = np.float64(part[whole + j])
         lanes[j] += x * x
     return np.float32(min(np.sqrt(fold(lanes)), _LARGEST))
-
-
-def encode_levels(
-    values: Array, levels: Levels, scales: Array, words: Array, key: int, keep: bool
-) -> int:
-    """Write scales and codes of ``values``, rounded at random; return the bits of the peak."""
-    numbers = np.array([*levels, digits_of(levels.radix)], np.int64)
-
-    def work(at: slice, to: slice, group: int) -> int:
-        here = scales
-        if levels.norm != GIVEN:
-            here = scales[at.start // levels.bucket : -(-at.stop // levels.bucket)]
-        return encode_level_groups(
-            values[at], numbers, here, words[to], np.uint64(key), group, keep
-        )
-
-    return max(threads.each(work, group_slices(values.size, levels.radix)))
 
 
 @kernel
@@ -248,19 +215,6 @@ def _round(values, scale, top, random, codes, keep):
             values[i] -= np.float32(scale * np.float32(twice / np.float32(top)))
 
 
-def add_levels(total: Array, words: Array, scales: Array, levels: Levels) -> None:
-    """Add the values encoded by ``encode_levels``; ValueError for a level above ``levels.top``."""
-    numbers = np.array([*levels, digits_of(levels.radix)], np.int64)
-
-    def work(at: slice, to: slice, group: int) -> int:
-        here = scales if levels.norm == GIVEN else scales[at.start // levels.bucket :]
-        return add_level_groups(total[at], words[to], here, numbers)
-
-    largest = max(threads.each(work, group_slices(total.size, levels.radix)))
-    if largest > levels.top:
-        raise ValueError(f"a level is {largest}, expected at most {levels.top}")
-
-
 @kernel
 def add_level_groups(total, words, scales, levels):
     """Add the values of consecutive groups; return the largest level."""
@@ -279,17 +233,6 @@ def add_level_groups(total, words, scales, levels):
                 twice = np.float32(np.int32(np.int32(2) * np.int32(levels_of[j]) - np.int32(top)))
                 piece[j] += np.float32(scale * np.float32(twice / np.float32(top)))
     return np.int64(largest)
-
-
-def encode_octaves(values: Array, words: Array, top: int, key: int, keep: bool) -> None:
-    """Write finite ``values`` as signs and powers of two, rounded at random to a neighbour."""
-    base, number = max(top - 126, 1), np.uint64(key)
-    threads.each(
-        lambda at, to, group: encode_octave_groups(
-            values[at], words[to], base, top, number, group, keep
-        ),
-        group_slices(values.size, 255),
-    )
 
 
 @kernel
@@ -335,17 +278,6 @@ def _add_values(part, codes, shift, sign):
         value = -magnitudes[i] if codes[i] > _U(127) else magnitudes[i]
         part[i] += np.float32(sign * value)
     return highest
-
-
-def add_octaves(total: Array, words: Array, top: int) -> None:
-    """Add the values that ``encode_octaves`` encoded; ValueError for a code it never writes."""
-    base = max(top - 126, 1)
-    highest = threads.each(
-        lambda at, to, _: add_octave_groups(total[at], words[to], base, top),
-        group_slices(total.size, 255),
-    )
-    if max(highest) > top - base + 1:
-        raise ValueError("a power of two exceeds the header's scale")
 
 
 @kernel

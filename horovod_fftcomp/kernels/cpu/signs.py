@@ -6,38 +6,17 @@ import numpy as np
 
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import copy_into
-from horovod_fftcomp.kernels.cpu.dense import fold, group_slices
+from horovod_fftcomp.kernels.cpu.dense import fold
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.types import Array
 from horovod_fftcomp.wire.radix import GROUP, LANES
 
 _DIGITS = 32
+_LEAST_VALUES = 1 << 15  # per thread, at least
 _NOTHING = np.empty(0, np.float32)
 _ZERO = np.float32(0)  # a plain 0 would compare in 64 bits
 SIGNS = (np.float32(1), np.float32(-1))  # of zeros; see ``_below``
 _U = np.uint32
-
-
-def encode_signs(
-    values: Array,
-    starts: Array,
-    words: Array,
-    flat: Array | None = None,
-    residual: Array | None = None,
-    zeros_down: bool = False,
-) -> tuple[Array, Array]:
-    """Write signs of ``values``; return sums and counts of either sign for each piece."""
-    a, b = (_NOTHING if array is None else array for array in (flat, residual))
-    sums, counts = np.empty((starts.size - 1, 2)), np.empty(starts.size - 1, np.int64)
-
-    def work(at: slice, to: slice, _: int) -> None:
-        first, last = np.searchsorted(starts, [at.start, min(at.stop, values.size)])
-        here, pieces = slice(first, last), starts[first : last + 1] - at.start
-        arrays = a[at], b[at], values[at], pieces, words[to], sums[here], counts[here]
-        encode_sign_groups(*arrays, SIGNS[int(zeros_down)])
-
-    threads.each(work, group_slices(values.size, 2))
-    return sums, counts
 
 
 @kernel
@@ -120,15 +99,6 @@ def _sides(part, up, down):
     fold(down)
 
 
-def subtract_signs(values: Array, sides: Array, length: int, zeros_down: bool = False) -> None:
-    """Subtract from each value what its sign decodes to, in place."""
-    zero = SIGNS[int(zeros_down)]
-    threads.each(
-        lambda at, *_: subtract_sign_rows(values[at], sides, length, at.start, zero),
-        group_slices(values.size, 2),
-    )
-
-
 @kernel
 def subtract_sign_rows(values, sides, length, first, zero):
     """Subtract each value's side of its row; ``first``: the index of the first value."""
@@ -142,14 +112,6 @@ def subtract_sign_rows(values, sides, length, first, zero):
         for i in range(part.size):
             part[i] -= down if zero * part[i] < _ZERO else up
         at = end
-
-
-def add_signs(total: Array, words: Array, sides: Array, length: int) -> None:
-    """Add the values that the bits of ``encode_signs`` decode to."""
-    threads.each(
-        lambda at, to, _: add_sign_groups(total[at], words[to], sides, length, at.start),
-        group_slices(total.size, 2),
-    )
 
 
 @kernel
@@ -180,7 +142,8 @@ def add_sign_groups(total, words, sides, length, first):
 def majority_sign(values: Array, many: float) -> None:
     """Replace values by ``many`` times their signs, in place; 0 stays 0, and NaN is kept."""
     sign = np.float32(many)
-    threads.each(lambda at, *_: _majority_sign(values[at], sign), group_slices(values.size, 2))
+    ranges = threads.ranges(values.size, _LEAST_VALUES)
+    threads.each(lambda begin, end: _majority_sign(values[begin:end], sign), ranges)
 
 
 @kernel

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
+from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS, key_exponent
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import largest
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
@@ -16,18 +15,10 @@ from horovod_fftcomp.kernels.cpu.positions import count_bits
 from horovod_fftcomp.kernels.cpu.topk import (
     GROUP,
     LEAST_GROUPS,
-    SAMPLES,
-    Counts,
-    Limits,
-    capacity_for,
-    count_groups,
     count_keys,
     fill_keys,
     key_scale,
-    kth_from_counts,
     kth_key,
-    samples_of,
-    suggest,
 )
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING, decode, encode, read_bits, write_bits
 from horovod_fftcomp.kernels.cpu.vector_ir import LANES
@@ -46,7 +37,6 @@ from horovod_fftcomp.kernels.cpu.vector_values import (
     sum_with_keys,
     trailing_zeros,
 )
-from horovod_fftcomp.kernels.reference import key_exponent
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients
 
 _LEAST_VALUES = 1 << 15  # per thread, at least
@@ -89,88 +79,35 @@ def _count_above(patterns, key):
 
 def topk_threshold(coeffs: Array, k: int, bins_per_block: int) -> Coefficients:
     """Return ``coeffs``, not copied, with the threshold of the ``k`` largest."""
-    return _with_threshold(coeffs, max_abs_bits(coeffs), k, bins_per_block, None)
+    return with_threshold(coeffs, max_abs_bits(coeffs), k, bins_per_block)
 
 
-def add_residual(
-    flat: Array, residual: Array | None, k: int, out: Array | None = None
-) -> Coefficients:
+def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
     """Return ``flat`` plus ``residual``, a new array, with the threshold of its ``k`` largest."""
-    n = flat.size
-    out = empty(n) if out is None else out
+    out = empty(flat.size)
     addend = NOTHING if residual is None else residual
-    limits = _limits_of_sum(flat, addend, k) if k and n > 2 * SAMPLES else None
 
-    def add(begin: int, end: int, *counting: Any) -> tuple[int, int, int, int]:
+    def add(begin: int, end: int) -> int:
         here = slice(begin * GROUP, end * GROUP)
-        return add_groups(flat[here], addend[here], out[here], *counting)
+        return add_groups(flat[here], addend[here], out[here], 0, 0, _NO_KEYS)[0]
 
-    return counted(out, k, 1, limits, add, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
+    peaks = threads.each(add, threads.ranges(-(-flat.size // GROUP), LEAST_GROUPS))
+    return with_threshold(out, max(peaks), k, 1)
 
 
 NOTHING = np.empty(0, np.float32)  # stands for zeros
-NO_KEYS = np.empty(0, np.int32)
+_NO_KEYS = np.empty(0, np.int32)
 
 
-def counted(
-    coeffs: Array,
-    k: int,
-    bins_per_block: int,
-    limits: Limits | None,
-    write: Callable[..., tuple[int, int, int, int]],
-    ranges: list[tuple[int, int]],
-) -> Coefficients:
-    """Return the coefficients that ``write`` computes, with their top-k threshold.
-
-    ``write(begin, end, low, high, found)``, for each of ``ranges``, returns the bits of the peak
-    and the sums of ``count_keys``; without ``limits`` it counts nothing, and ``found`` is empty.
-    """
-    capacity = capacity_for(coeffs.size) if limits else 0
-    low, high = limits or (0, 0)
-
-    def work(begin: int, end: int) -> tuple[int, Counts]:
-        found = empty(capacity, np.int32)
-        peak, above, between, kept = write(begin, end, low, high, found)
-        return peak, Counts(above, between, found[:kept])
-
-    parts = threads.each(work, ranges)
-    peak = max(peak for peak, _ in parts)
-    counts = [counts for _, counts in parts] if limits else None
-    return _with_threshold(coeffs, peak, k, bins_per_block, counts)
-
-
-def _with_threshold(
-    coeffs: Array, peak: int, k: int, bins_per_block: int, counts: list[Counts] | None
-) -> Coefficients:
-    """Return the coefficients with their top-k threshold, from ``counts`` if they suffice."""
+def with_threshold(coeffs: Array, peak: int, k: int, bins_per_block: int) -> Coefficients:
+    """Return coefficients of this peak with the threshold of the ``k`` largest."""
     if not k or peak > LARGEST_FINITE_BITS:
         return Coefficients(coeffs, peak, 0, coeffs.size)
-    exponent = key_exponent(peak) if coeffs.dtype == np.complex64 else 0
-    found = kth_from_counts(counts, k) if counts and not exponent else None
-    return Coefficients(coeffs, peak, *(found or kth_key(coeffs, k, bins_per_block, exponent)))
-
-
-def _limits_of_sum(flat: Array, addend: Array, k: int) -> Limits | None:
-    places = sampled_places(flat.size)
-    sample = flat[places] + addend[places] if addend.size else flat[places]
-    return limits_of(sample, k, flat.size)
-
-
-def sampled_places(n: int) -> Array:
-    """Return a stratified sample of ``samples_of(n)`` indices: one at random in each stretch."""
-    count = samples_of(n)
-    places = np.arange(count) * (n // count)
-    places += np.random.default_rng(n).integers(n // count, size=count)
-    return places
-
-
-def limits_of(sample: Array, k: int, n: int) -> Limits | None:
-    """Return limits of the k-th of ``n`` magnitudes, estimated from a sample of the values.
-
-    None if there are many ties, which need a separate pass.
-    """
-    limits = suggest(sample.view(np.int32) & np.int32(_MAGNITUDE), k, n, 1)
-    return None if limits.low == limits.high else limits
+    is_complex = coeffs.dtype == np.complex64
+    scale = key_scale(key_exponent(peak) if is_complex else 0)
+    found = empty(-(-coeffs.size // GROUP) * GROUP, np.int32)
+    options = is_complex, bins_per_block, scale
+    return Coefficients(coeffs, peak, *kth_key(coeffs.view(np.float32), k, options, found))
 
 
 @kernel
@@ -210,32 +147,12 @@ def select_quantize_pack(
     array, peak, key, ties = coeffs[:4]
     reals = array.view(np.float32)
     is_complex = array.dtype == np.complex64
-    width = 2 if is_complex else 1
-    exponent = key_exponent(peak) if is_complex else 0
-    options = (is_complex, bins_per_block, key_scale(exponent))
+    options = is_complex, bins_per_block, key_scale(key_exponent(peak) if is_complex else 0)
+    bitmap = empty(-(-array.size // GROUP) * (GROUP // 64), np.uint64)
+    packed = empty(reals.size * coding.bits // 64 + PADDING, np.uint64)
     numbers = np.array(coding, np.int64)
-    ranges = threads.ranges(-(-array.size // GROUP), LEAST_GROUPS)
-    bitmap = empty(ranges[-1][1] * (GROUP // 64), np.uint64)
-
-    def reals_of(begin: int, end: int) -> Array:
-        return reals[begin * GROUP * width : end * GROUP * width]
-
-    def work(begin: int, end: int, ties: int) -> tuple[int, Array]:
-        part = reals_of(begin, end)
-        words = bitmap[begin * (GROUP // 64) : end * (GROUP // 64)]
-        packed = empty(part.size * coding.bits // 64 + PADDING, np.uint64)
-        return take_groups(part, *options, key, ties, numbers, keep, words, packed), packed
-
-    ties_left = [ties]
-    if len(ranges) > 1:  # ties in earlier ranges are taken first
-        same = (*options, key, key, NO_KEYS)
-        counts = threads.each(lambda a, b: count_groups(reals_of(a, b), *same), ranges)
-        for _, count, _ in counts[:-1]:
-            ties_left.append(max(0, ties_left[-1] - count))
-    parts = threads.each(
-        work, ((*pair, left) for pair, left in zip(ranges, ties_left, strict=True))
-    )
-    return bitmap[: (array.size + 63) // 64], concatenated(parts)
+    n_bits = take_groups(reals, *options, key, ties, numbers, keep, bitmap, packed)
+    return bitmap[: (array.size + 63) // 64], packed.view(np.uint8)[: (n_bits + 7) // 8]
 
 
 @kernel
@@ -349,19 +266,6 @@ def scatter(reals, width, words, values, adds):
             n += width
 
 
-def concatenated(parts: list[tuple[int, Array]]) -> Array:
-    """Return the concatenation of bit streams, uint8; ``parts``: (number of bits, words)."""
-    total = sum(n_bits for n_bits, _ in parts)
-    _, whole = parts[0]
-    if len(parts) > 1:
-        whole = np.zeros(total // 64 + 2, np.uint64)
-        at = 0
-        for n_bits, words in parts:
-            append_bits(whole, at, words, n_bits)
-            at += n_bits
-    return whole.view(np.uint8)[: (total + 7) // 8]
-
-
 @kernel
 def append_bits(whole, at, words, n_bits):
     """Write ``n_bits`` bits of words into others, zeros from bit ``at`` on."""
@@ -377,47 +281,27 @@ def append_bits(whole, at, words, n_bits):
 
 def sum_values(parts: Sequence[Body], total: Array) -> Array:
     """Write the sum of sparse vectors, added in the order of ``parts``, to ``total``; return it."""
-    reals, width = total.view(np.float32), total.itemsize // 4
-    streams = Streams(parts, width, GROUP, -(-total.size // GROUP))
-
-    def work(begin: int, end: int, first_bits: Array) -> int:
-        part = reals[begin * GROUP * width : end * GROUP * width]
-        return sum_groups(part, begin, width, *streams.arrays, first_bits)
-
-    streams.check(threads.each(work, streams.ranges(LEAST_GROUPS)))
+    streams = streams_of(parts, -(-total.size // GROUP) * GROUP)
+    check_streams(sum_groups(total.view(np.float32), 0, total.itemsize // 4, *streams))
     return total
 
 
-class Streams:
-    """Bitmaps and codes of several payloads as 2-D arrays, as the sum kernels take them.
+def streams_of(parts: Sequence[Body], n_bins: int) -> tuple[Array, Array, Array, Array]:
+    """Return what kernels that sum payloads take: 2-D arrays, and the first bit of codes.
 
-    ``arrays``: bitmaps ``[p, words]``, streams of codes ``[p, words]``, codings ``[p, 7]``.
+    Bitmaps ``[p, words]`` of ``n_bins``, streams of codes ``[p, words]``, codings ``[p, 7]``.
     """
+    bitmaps = _rows([part.bitmap for part in parts], n_bins // 64)
+    n_codes = max(part.packed.size for part in parts) // 8 + PADDING
+    codes = _rows([part.packed for part in parts], n_codes)
+    codings = np.array([part.coding for part in parts], np.int64)
+    return bitmaps, codes, codings, np.zeros(len(parts), np.int64)
 
-    def __init__(self, parts: Sequence[Body], width: int, span: int, n_spans: int) -> None:
-        """``span``: bins that are summed together, whole groups; ``n_spans``: number of spans."""
-        n_words = n_spans * (span // 64)
-        bitmaps = _rows([part.bitmap for part in parts], n_words)
-        n_codes = max(part.packed.size for part in parts) // 8 + PADDING
-        codes = _rows([part.packed for part in parts], n_codes)
-        self.arrays = bitmaps, codes, np.array([part.coding for part in parts], np.int64)
-        self._width, self._words, self._spans = width, span // 64, n_spans
 
-    def ranges(self, least: int) -> list[tuple[int, int, Array]]:
-        """Return (first span, end, stream bit at which each payload's codes begin there)."""
-        bitmaps, _, codings = self.arrays
-        pairs = threads.ranges(self._spans, least)
-        words = self._words
-        counts = [[count_bits(row[a * words : b * words]) for row in bitmaps] for a, b in pairs]
-        before = np.cumsum([[0] * len(bitmaps), *counts[:-1]], axis=0, dtype=np.int64)
-        bits = before * self._width * codings[:, 1]
-        return [(*pair, first) for pair, first in zip(pairs, bits, strict=True)]
-
-    def check(self, bad: list[int]) -> None:
-        """Raise ValueError for a payload that ``add_group`` reports as corrupt."""
-        for number in bad:
-            if number >= 0:
-                raise ValueError(f"payload {number}: a value exceeds the header's scale")
+def check_streams(bad: int) -> None:
+    """Raise ValueError for a payload that ``add_group`` reports as corrupt."""
+    if bad >= 0:
+        raise ValueError(f"payload {bad}: a value exceeds the header's scale")
 
 
 def _rows(arrays: list[Array], n_words: int) -> Array:

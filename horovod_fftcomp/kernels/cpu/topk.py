@@ -8,16 +8,11 @@ affects speed alone.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32
-from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
 from horovod_fftcomp.kernels.cpu.vector_values import count_ones, mask_above, trailing_zeros
-from horovod_fftcomp.types import Array
 
 GROUP = 4096  # coefficients whose keys are computed at a time, in the L1 cache
 LEAST_GROUPS = 8  # per thread, at least
@@ -29,96 +24,9 @@ FEW_SAMPLES = 2048  # the least of a large tensor, the most of a small one; a mu
 _UNKNOWN_BITS = 15  # of a limit's 31: a wider range only lets a few more keys pass
 
 
-class Limits(NamedTuple):
-    """Limits of the k-th largest key, both inclusive."""
-
-    low: int
-    high: int
-
-
-class Counts(NamedTuple):
-    """Number of keys above the limits and between them, and the keys between them.
-
-    ``found``: fewer than ``between`` if the buffer for them was too small.
-    """
-
-    above: int
-    between: int
-    found: Array
-
-
 def key_scale(exponent: int) -> np.float32:
     """Return 2^-exponent, by which complex coefficients are scaled before they are squared."""
     return np.float32(2.0**-exponent)
-
-
-def suggest(keys: Array, k: int, n: int, spread: float) -> Limits:
-    """Return limits of the k-th of ``n`` keys, estimated from a sample, int32.
-
-    ``keys``: the sample, sorted in place. ``spread``: the standard deviation of a key's rank in
-    the sample, as a multiple of that in an independent sample.
-    """
-    rank = k * keys.size / n
-    margin = 4 * spread * rank**0.5 + 8
-    low, high = int(rank + margin), int(rank - margin)
-    keys.sort()
-    return Limits(
-        int(keys[-low]) if low <= keys.size else 0, int(keys[-high]) if high >= 1 else _ABOVE_ALL
-    )
-
-
-def samples_of(n: int) -> int:
-    """Return the size of a sample of ``n`` keys: sorting it must not take longer than the pass."""
-    return min(SAMPLES, max(FEW_SAMPLES, n // 64))
-
-
-def capacity_for(n: int) -> int:
-    """Return the size of the buffer for collected keys, of ``n`` in all."""
-    return n // 8 + 2 * SAMPLES
-
-
-def kth_from_counts(parts: list[Counts], k: int) -> tuple[int, int] | None:
-    """Return (k-th key, number of keys equal to it among the k largest) from the parts' counts.
-
-    None if the limits were wrong or the buffers too small.
-    """
-    above = sum(part.above for part in parts)
-    between = sum(part.between for part in parts)
-    found = np.concatenate([part.found for part in parts])
-    if above >= k or above + between < k or found.size < between:
-        return None
-    return _kth(found, k - above)
-
-
-def kth_key(coeffs: Array, k: int, bins_per_block: int, exponent: int) -> tuple[int, int]:
-    """Return (the k-th largest key, number of keys equal to it among the k largest)."""
-    n, reals = coeffs.size, coeffs.view(np.float32)
-    options = (coeffs.dtype == np.complex64, bins_per_block, key_scale(exponent))
-    if n > 2 * SAMPLES:
-        sample = _sample(reals, n, *options, np.empty(samples_of(n), np.int32))
-        limits = suggest(sample, k, n, 1)
-        counts = _count(reals, n, options, limits, capacity_for(n))
-        above, equal = (sum(column) for column in list(zip(*counts, strict=True))[:2])
-        if limits.low == limits.high and above < k <= above + equal:
-            return limits.low, k - above  # many ties, such as zeros
-        found = kth_from_counts(counts, k)
-        if found is not None:
-            return found
-    found = kth_from_counts(_count(reals, n, options, Limits(0, _ABOVE_ALL), n), k)
-    assert found is not None  # there are n keys
-    return found
-
-
-def _count(reals: Array, n: int, options: tuple, limits: Limits, capacity: int) -> list[Counts]:
-    width = reals.size // n
-
-    def work(begin: int, end: int) -> Counts:
-        part = reals[begin * GROUP * width : end * GROUP * width]
-        found = empty(0 if limits.low == limits.high else capacity + 64, np.int32)
-        above, between, kept = count_groups(part, *options, *limits, found)
-        return Counts(above, between, found[:kept])
-
-    return threads.each(work, threads.ranges(-(-n // GROUP), LEAST_GROUPS))
 
 
 @inlined
@@ -141,12 +49,6 @@ def fill_keys(reals, is_complex, bins_per_block, scale, keys):
         for i in range(n):
             keys[i] = patterns[i] & _MAGNITUDE
     keys[n:] = _NO_KEY
-
-
-@kernel
-def write_keys(reals, is_complex, bins_per_block, keys):
-    """Write keys, as a kernel of its own; see ``fill_keys``."""
-    fill_keys(reals, is_complex, bins_per_block, np.float32(1), keys)
 
 
 @kernel
@@ -213,7 +115,7 @@ def count_keys(keys, low, high, found, kept):
 
 @inlined
 def kth_of_few(reals, n, k, options, found):
-    """Return as ``kth_key`` for a small tensor.
+    """Return (the k-th largest key of ``n``, number of keys equal to it among the k largest).
 
     ``options``: the next arguments of ``count_groups``. ``found``: int32, whole groups.
     """
@@ -300,22 +202,6 @@ def keys_above(keys, limit):
 
 
 @kernel
-def _kth(keys, k):
-    """Return the k-th largest key and the number of its ties, as ``kth_key``, by a radix select."""
-    threshold, prefix_bits, need = np.int64(0), 0, k
-    for digit_bits in (11, 10, 10):
-        shift = 31 - prefix_bits - digit_bits
-        counts = np.zeros(1 << digit_bits, np.int64)
-        mask = (1 << digit_bits) - 1
-        above = 31 - prefix_bits
-        prefix = threshold >> above
-        for key in keys:
-            if np.int64(key) >> above == prefix:
-                counts[(np.int64(key) >> shift) & mask] += 1
-        digit = mask
-        while digit > 0 and counts[digit] < need:
-            need -= counts[digit]
-            digit -= 1
-        threshold |= digit << shift
-        prefix_bits += digit_bits
-    return threshold, need
+def kth_key(reals, k, options, found):
+    """Return as ``kth_of_few``, as a kernel of its own."""
+    return kth_of_few(reals, reals.size // (2 if options[0] else 1), k, options, found)

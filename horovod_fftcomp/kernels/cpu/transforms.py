@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu import vector_ir as c
 from horovod_fftcomp.kernels.cpu.arrays import copy_into, largest
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.sparse import NOTHING, Streams, add_group, counted
-from horovod_fftcomp.kernels.cpu.topk import GROUP, Limits, count_group, suggest, write_keys
+from horovod_fftcomp.kernels.cpu.sparse import (
+    NOTHING,
+    add_group,
+    check_streams,
+    streams_of,
+    with_threshold,
+)
+from horovod_fftcomp.kernels.cpu.topk import GROUP, count_group
 from horovod_fftcomp.kernels.cpu.vector_ir import COMPLEX_NBYTES, LANES, VECTOR_NBYTES
 from horovod_fftcomp.types import Array, Body, Coefficients
 
@@ -33,9 +37,6 @@ _RADICES = {
     1024: (8, 8, 16),
     2048: (8, 16, 16),
 }
-_LEAST_SPANS = 8  # per thread, at least
-_SAMPLED_REALS = 1 << 17
-_SPREAD = 3  # coefficients of a block are correlated: a sample of blocks varies more than its size
 
 
 @functools.cache
@@ -284,62 +285,25 @@ def span_of(block: int, width: int) -> int:
 
 
 def forward_blocks(
-    flat: Array, block: int, residual: Array | None, k: int, is_dct: bool, out: Array | None = None
+    flat: Array, block: int, residual: Array | None, k: int, is_dct: bool
 ) -> Coefficients:
     """Return the FFTs or DCTs of consecutive blocks plus ``residual``, with the top-k threshold."""
     constants, width = constants_of(block, is_dct, False), 1 if is_dct else 2
-    span = span_of(block, width)
-    out = empty(-(-flat.size // block) * block) if out is None else out.view(np.float32)
-    coeffs = out if is_dct else out.view(np.complex64)
+    out = empty(-(-flat.size // block) * block)
     addend = NOTHING if residual is None else residual.view(np.float32)
-    limits = _limits_of_sample(flat, addend, k, coeffs.size, constants)
-
-    def transform(begin: int, end: int, *counting: Any) -> tuple[int, int, int, int]:
-        here = slice(begin * span, end * span)
-        buffers = np.empty(5 * LANES * block, np.float32)
-        options = (span, *constants, buffers, *counting)
-        return forward_counted(flat[here], addend[here], out[here], *options)
-
-    ranges = threads.ranges(-(-out.size // span), _LEAST_SPANS)
-    return counted(coeffs, k, block // width, limits, transform, ranges)
-
-
-def _limits_of_sample(
-    flat: Array, addend: Array, k: int, n_bins: int, constants: tuple
-) -> Limits | None:
-    """Return limits of the k-th key, estimated from some blocks; None if there are few blocks."""
-    is_dct, block = constants[:2]
-    n_blocks = flat.size // block  # whole ones
-    n_sampled = max(64, _SAMPLED_REALS // block)
-    if not k or n_blocks < 8 * n_sampled:
-        return None
-    chosen = np.arange(n_sampled) * (n_blocks // n_sampled)
-    chosen += np.random.default_rng(n_blocks).integers(n_blocks // n_sampled, size=n_sampled)
-
-    def sampled(array: Array) -> Array:
-        return array[: n_blocks * block].reshape(n_blocks, block)[chosen].reshape(-1)
-
-    out = np.empty(n_sampled * block, np.float32)
-    rest = sampled(addend) if addend.size else addend
-    forward_tile(sampled(flat), rest, out, *constants, np.empty(2 * LANES * block, np.float32))
-    keys = np.empty(out.size if is_dct else out.size // 2, np.int32)
-    write_keys(out, not is_dct, block if is_dct else block // 2, keys)
-    limits = suggest(keys, k, n_bins, _SPREAD)
-    return None if limits.low == limits.high else limits
+    buffers, none = np.empty(5 * LANES * block, np.float32), np.empty(0, np.int32)
+    span = span_of(block, width)
+    peak, *_ = forward_counted(flat, addend, out, span, *constants, buffers, 0, 0, none)
+    return with_threshold(out if is_dct else out.view(np.complex64), peak, k, block // width)
 
 
 def sum_blocks(parts: Sequence[Body], block: int, total: Array, is_dct: bool) -> Array:
     """Write ``inverse_blocks`` of the sum of ``parts`` to ``total``; see ``sum_values``."""
     constants, width = constants_of(block, is_dct, True), 1 if is_dct else 2
     span = span_of(block, width)
-    streams = Streams(parts, width, span // width, -(-total.size // span))
-
-    def work(begin: int, end: int, first_bits: Array) -> int:
-        scratch = np.empty(2 * LANES * block, np.float32)
-        part = total[begin * span : end * span]
-        return inverse_of_sum(part, begin, span, *streams.arrays, first_bits, *constants, scratch)
-
-    streams.check(threads.each(work, streams.ranges(_LEAST_SPANS)))
+    streams = streams_of(parts, -(-total.size // span) * (span // width))
+    scratch = np.empty(2 * LANES * block, np.float32)
+    check_streams(inverse_of_sum(total, 0, span, *streams, *constants, scratch))
     return total
 
 

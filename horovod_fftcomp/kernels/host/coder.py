@@ -6,7 +6,7 @@ import math
 import operator
 import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,9 +74,7 @@ class HostCoder:
         message = zeros(self._bucket.message_nbytes, np.uint8) if self._is_fixed else None
         if message is not None and self._members:
             done = self._encode_members(message, grads, state, at, feedback, measure)
-        for number in self._others:
-            out = None if message is None else message[self._slices[number]]
-            done[number] = self._encode(number, grads[number], state, out, at, feedback, measure)
+        done |= self._encode_others(message, grads, state, at, feedback, measure)
         ones = [done[number] for number in range(len(self._tensors))]
         if message is None:
             message = joined([one.payload for one in ones])
@@ -87,6 +85,22 @@ class HostCoder:
             [one.velocity for one in ones],
             (lambda: squares) if measure else None,
         )
+
+    def _encode_others(
+        self, message: Array | None, grads: Arrays, state: OldState, *options: Any
+    ) -> dict[int, _One]:
+        """Encode the other tensors, several at a time, into ``message`` if there is one."""
+
+        def encode(number: int) -> _One:
+            one = self._encode(number, grads[number], state, *options)
+            if message is not None:
+                message[self._slices[number]] = one.payload
+            return one
+
+        if not self._others:
+            return {}
+        ones = threads.each(encode, [(number,) for number in self._others])
+        return dict(zip(self._others, ones, strict=True))
 
     def _encode_members(
         self,
@@ -171,12 +185,11 @@ class HostCoder:
         number: int,
         grad: Array | None,
         state: OldState,
-        out: Array | None,
         at: tuple[int, int],
         feedback: Feedback,
         measure: bool,
     ) -> _One:
-        """Encode one tensor, into ``out`` if given."""
+        """Encode one tensor."""
         codec, (name, shape) = self._codecs[number], self._tensors[number]
         residual, velocity = (state.get(k, {}).get(name) for k in ("residual", "velocity"))
         keep, momentum, moved = feedback.keep or measure, feedback.momentum, None
@@ -192,7 +205,7 @@ class HostCoder:
         wanted = codec.energy(coeffs.array, shape) if measure else 0.0
         subtract, key = keep and not feedback.keeps_sent, RngKey(at[0], name, at[1])
         payload, new = codec.encode_coeffs(
-            coeffs, shape, kernels=cpu, keep_residual=subtract, out=out, rng_key=key
+            coeffs, shape, kernels=cpu, keep_residual=subtract, rng_key=key
         )
         if keep and feedback.keeps_sent:
             return _One(payload, coeffs.array)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from horovod_fftcomp import wire
-from horovod_fftcomp.codec.backend import load_backend
+from horovod_fftcomp.codec.backend import cpu_kernels
 from horovod_fftcomp.codec.base import aligned
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.errors import PayloadError
@@ -21,7 +20,7 @@ from horovod_fftcomp.wire.header import Header
 def joined(payloads: Sequence[Array]) -> Array:
     """Return the payloads in one message, each at an aligned offset."""
     ends = np.cumsum([wire.align(payload.size) for payload in payloads])
-    message = load_backend("cpu").empty(int(ends[-1]), np.uint8)
+    message = cpu_kernels().empty(int(ends[-1]), np.uint8)
     for payload, end in zip(payloads, ends, strict=True):
         begin = end - wire.align(payload.size)
         message[begin : begin + payload.size] = payload
@@ -50,19 +49,15 @@ def sum_of(
     tensor: Tensor,
     payloads: Sequence[Array],
     headers: Sequence[Header],
-    out: Array | None = None,
 ) -> TensorSum:
-    """Decode a tensor's payloads, one of each rank, and sum them; PayloadError if corrupt.
-
-    ``out``: as for ``decode_sum`` of codecs.
-    """
+    """Decode a tensor's payloads, one of each rank, and sum them; PayloadError if corrupt."""
     try:
         for header in headers:
             if header.shape != tensor.shape:
                 raise PayloadError(
                     f"header field 'shape' is {header.shape}, expected {tensor.shape}"
                 )
-        total = codec.decode_sum(payloads, headers=headers, out=out).reshape(-1)
+        total = codec.decode_sum(payloads, headers=headers).reshape(-1)
     except PayloadError as error:
         raise PayloadError(f"tensor {tensor.name!r}: {error} (payload = rank)") from error
     finite = all(header.finite for header in headers)
@@ -77,12 +72,9 @@ def summed(codecs: Codecs, tensors: Tensors, gathered: Array, world_size: int) -
     expected = world_size * len(tensors)
     if len(payloads) != expected:
         raise PayloadError(f"{len(payloads)} payloads arrived, {expected} were expected")
-    from horovod_fftcomp.kernels.cpu.buffer_pool import in_a_row  # loads Numba
-
-    room = in_a_row([math.prod(tensor.shape) for tensor in tensors])
     sums = [
-        sum_of(codec, tensor, bodies, headers, out)
-        for number, (codec, tensor, out) in enumerate(zip(codecs, tensors, room, strict=True))
+        sum_of(codec, tensor, bodies, headers)
+        for number, (codec, tensor) in enumerate(zip(codecs, tensors, strict=True))
         for headers, bodies in [tuple(zip(*payloads[number :: len(tensors)], strict=True))]
     ]
     finite = all(one.finite for one in sums)
@@ -94,7 +86,7 @@ def part_of(codec: Codec, tensor: Tensor, header: Header, payload: Array) -> Bod
 
     ``codec``: one that sends values in float32. PayloadError for a payload that it did not write.
     """
-    cpu = load_backend("cpu")
+    cpu = cpu_kernels()
     try:
         if header.shape != tensor.shape:
             raise PayloadError(f"header field 'shape' is {header.shape}, expected {tensor.shape}")

@@ -1,4 +1,4 @@
-"""Reference kernels in plain NumPy: slow, the definition that other backends must match.
+"""Reference kernels in plain NumPy: slow, the definition that the compiled ones must match.
 
 Given equal coefficients all backends return equal bytes. Only transforms agree to a tolerance,
 since FFT libraries round differently.
@@ -31,6 +31,8 @@ from horovod_fftcomp.codec.quantizers import (
     LARGEST_FINITE_BITS,
     RANGE,
     STEPS,
+    decode_range,
+    encode_range,
     key_exponent,
 )
 from horovod_fftcomp.types import Array, Body, Coding, Coefficients
@@ -48,16 +50,12 @@ def empty(n: int, dtype: type = np.float32) -> Array:
 
 
 @_quiet
-def add_residual(
-    flat: Array, residual: Array | None, k: int, out: Array | None = None
-) -> Coefficients:
+def add_residual(flat: Array, residual: Array | None, k: int) -> Coefficients:
     """Return ``flat`` plus ``residual``, a new array, with the threshold of its ``k`` largest.
 
-    ``residual`` None stands for zeros; ``out``: the array, if there is room for it. See
-    ``topk_threshold``.
+    ``residual`` None stands for zeros. See ``topk_threshold``.
     """
-    total = np.empty_like(flat) if out is None else out
-    total[:] = flat if residual is None else flat + residual
+    total = flat.copy() if residual is None else flat + residual
     return topk_threshold(total, k, 1)
 
 
@@ -85,7 +83,7 @@ def _rows(flat: Array, length: int) -> Array:
 
 @_quiet
 def forward_blocks(
-    flat: Array, block: int, residual: Array | None, k: int, is_dct: bool, out: Array | None = None
+    flat: Array, block: int, residual: Array | None, k: int, is_dct: bool
 ) -> Coefficients:
     """Return the FFTs or DCTs of consecutive blocks plus ``residual``, with the top-k threshold.
 
@@ -93,18 +91,17 @@ def forward_blocks(
     ``[B * block / 2]``, scaled by 1 / block; bin 0 of a block holds (DC, Nyquist) as its real and
     imaginary part. The input is scaled before the transform: no coefficient exceeds the largest
     input, so that no finite gradient overflows. DCT-IIs: float32 ``[B * block]``, the orthonormal
-    DCT divided by sqrt(block). ``out``: the array, if there is room for it. See ``topk_threshold``.
+    DCT divided by sqrt(block). See ``topk_threshold``.
     """
     rows = _rows(flat, block)
     if is_dct:
         coeffs = (rows @ _dct_matrix(block).T / np.sqrt(block)).astype(np.float32).reshape(-1)
-        return add_residual(coeffs, residual, k, out)
+        return add_residual(coeffs, residual, k)
     full = np.fft.rfft(rows * np.float32(1 / block), axis=1)
     packed = full[:, :-1].astype(np.complex64)
     packed[:, 0] = full[:, 0].real + 1j * full[:, -1].real
     coeffs = packed.reshape(-1)
-    total = np.empty_like(coeffs) if out is None else out
-    total[:] = coeffs if residual is None else coeffs + residual
+    total = coeffs if residual is None else coeffs + residual
     return topk_threshold(total, k, block // 2)
 
 
@@ -267,10 +264,7 @@ def encode_values(values: Array, coding: Coding) -> Array:
         ratio = np.abs(values.astype(np.float64)) / step  # exact enough to floor
         levels = np.clip(np.floor(ratio), 1, coding.levels).astype(np.uint32)
         return 2 * (levels - 1) + (values < 0)
-    above = magnitude.astype(np.int64) - coding.base + coding.step // 2
-    cells = np.clip(above // coding.step, -coding.zero, coding.levels - 1)
-    codes = cells + coding.zero + np.where(sign > 0, coding.levels, 0)
-    return np.where(cells < 0, 0, codes).astype(np.uint32)
+    return encode_range(values, coding)
 
 
 def decode_values(codes: Array, coding: Coding) -> Array:
@@ -282,11 +276,7 @@ def decode_values(codes: Array, coding: Coding) -> Array:
     if coding.kind == STEPS:
         sizes = ((codes >> 1) + 1).astype(np.float32) * np.uint32(coding.base).view(np.float32)
         return np.where(codes & 1, -sizes, sizes)
-    codes = codes.astype(np.int64)
-    negative = codes >= coding.levels + coding.zero
-    levels = np.where(negative, codes - coding.levels, codes) - coding.zero
-    patterns = coding.base + levels * coding.step | negative.astype(np.int64) << 31
-    return np.where(levels < 0, 0, patterns).astype(np.uint32).view(np.float32)
+    return decode_range(codes, coding)
 
 
 def pack_bits(codes: Array, bits: int) -> Array:
