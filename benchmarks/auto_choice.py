@@ -27,14 +27,13 @@ import torch
 from torch import nn
 
 import horovod_fftcomp
-from horovod_fftcomp.codec.quantizers import decode_range, encode_range
-from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp import get_scheme
-from horovod_fftcomp.codec.quantizers import RangeFloat, pattern_of
+from horovod_fftcomp.codec.quantizers import RangeFloat, decode_range, encode_range, pattern_of
 from horovod_fftcomp.codec.sparse import Codec
 from horovod_fftcomp.engine.buckets import Bucket, is_compressed
 from horovod_fftcomp.engine.engine import Engine
 from horovod_fftcomp.engine.policy import Always
+from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.schemes import Scheme, Tensor
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.schemes.auto import (

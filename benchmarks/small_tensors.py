@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp import get_scheme, mpi, set_num_threads
 from horovod_fftcomp.codec.dense import DenseCodec
+from horovod_fftcomp.kernels import cpu
 from horovod_fftcomp.kernels.cpu.bucket import BucketCodec
 from horovod_fftcomp.schemes.allgather import Allgather
 from horovod_fftcomp.tools import environment

@@ -9,7 +9,7 @@ import abc
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -132,7 +132,7 @@ class PayloadCodec(abc.ABC):
         kind = np.complex64 if self.transform.reals_per_bin == 2 else np.float32
         return np.dtype(kind), self.transform.n_bins(math.prod(shape))
 
-    def energy(self, coeffs: Array, shape: Shape) -> float:
+    def energy(self, coeffs: Array | None, shape: Shape) -> float:
         """Return the sum of squares of the gradient with these coefficients."""
         is_raw = self.has_fixed_size and self.plan(shape).layout is Layout.RAW
         return (Identity() if is_raw else self.transform).energy(coeffs)
@@ -220,8 +220,8 @@ class PayloadCodec(abc.ABC):
             if payload is not None:
                 return self._with_dtype(payload, dtype)
         kernels = kernels or cpu_kernels()
-        options = {"kernels": kernels, "keep_residual": False, "rng_key": rng_key}
         coeffs = self.coeffs_of(flat, x.shape, kernels, own=False)
+        options: dict[str, Any] = {"kernels": kernels, "keep_residual": False, "rng_key": rng_key}
         return self.encode_coeffs(coeffs, x.shape, dtype, **options).payload
 
     def _with_dtype(self, payload: Array, dtype: str, header: Header | None = None) -> Array:

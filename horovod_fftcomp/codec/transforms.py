@@ -57,7 +57,7 @@ class Identity:
         """Write the sum of the gradients of payload bodies to ``total``, float32; return it."""
         return kernels.sum_values(parts, total)
 
-    def energy(self, coeffs: Array) -> float:
+    def energy(self, coeffs: Array | None) -> float:
         """Return the sum of squares of the gradient with these coefficients."""
         return energy_of(coeffs)
 
@@ -125,9 +125,9 @@ class BlockFFT(_Blocks):
         """Number of complex bins in a block."""
         return self.block // 2
 
-    def energy(self, coeffs: Array) -> float:
+    def energy(self, coeffs: Array | None) -> float:
         """Return the sum of squares of the gradient with these spectra (Parseval)."""
-        ends = np.ascontiguousarray(coeffs[:: self.bins_per_block])
+        ends = None if coeffs is None else np.ascontiguousarray(coeffs[:: self.bins_per_block])
         return (2 * energy_of(coeffs) - energy_of(ends)) * self.block
 
 
@@ -143,7 +143,7 @@ class BlockDCT(_Blocks):
     is_dct = True
     reals_per_bin = 1
 
-    def energy(self, coeffs: Array) -> float:
+    def energy(self, coeffs: Array | None) -> float:
         """Return the sum of squares of the gradient with these DCTs."""
         return energy_of(coeffs) * self.block
 

@@ -1,6 +1,6 @@
 """CPU kernels of dithered levels for buckets: one call for all pieces of a thread.
 
-As ``bucket_sparse``, whose stages and pieces these are.
+As ``bucket_sparse``.
 """
 
 from __future__ import annotations
@@ -8,13 +8,20 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
+from horovod_fftcomp.kernels.cpu.addresses import floats_at
 from horovod_fftcomp.kernels.cpu.arrays import as_int32, as_uint32
-from horovod_fftcomp.kernels.cpu.bucket_sparse import ADD, WRITE
 from horovod_fftcomp.kernels.cpu.coded_levels import add_coded_chunks, encode_coded_chunks
-from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_and_grid, write_header
+from horovod_fftcomp.kernels.cpu.headers import NAN_BITS
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
-from horovod_fftcomp.kernels.cpu.sparse import add_groups, peak_bits
+from horovod_fftcomp.kernels.cpu.pieces import (
+    ADD,
+    WRITE,
+    arrays_of,
+    longest_of,
+    read_payload,
+    start_payload,
+    sum_to,
+)
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
 from horovod_fftcomp.wire.coded_levels import CHUNK, KEY_WORDS
 
@@ -48,52 +55,34 @@ def encode_coded_bucket(
 
     As ``encode_sparse``. ``scales``: of the pieces, float64; NaN or infinity if one is not finite.
     """
-    most, none = np.int64(0), np.int64(0)
-    for q in range(first, end):
-        most = max(most, pieces[q].end - pieces[q].begin)
+    most = longest_of(pieces, first, end)
     scratch = np.empty(0 if kept else most, np.float32)
     scaled = np.empty(0 if decay == 1 else most, np.float32)
     for q in range(first, end):
         piece = pieces[q]
-        m, n = piece.member, piece.end - piece.begin
+        m = piece.member
         row = members[m]
-        payload = message[offsets[m] : offsets[m] + row.payload_nbytes]
-        body = payload[row.values_offset :]
+        body = message[offsets[m] + row.values_offset : offsets[m] + row.payload_nbytes]
         if stage == ADD:
-            grad = floats_at(grads[m] + 4 * piece.begin, n)
-            old = residuals[m] + 4 * piece.begin if residuals[m] else residuals[m]
-            addend = residual_at(old, n, decay, scaled)
-            if kept:
-                values = floats_at(kept + 4 * (row.kept + piece.begin), n)
-            else:  # with a residual, a tensor is in one piece
-                values = scratch[:n] if addend.size else grad
-            if kept or addend.size:
-                peak, _, _, _ = add_groups(grad, addend, values, none, none, np.empty(0, np.int32))
-            else:
-                peak = peak_bits(as_int32(values))
+            grad, addend, values = arrays_of(
+                piece, row, grads[m], residuals[m], kept, decay, scratch, scaled
+            )
             scales[q] = np.nan
-            if peak <= LARGEST_FINITE_BITS:
+            if sum_to(values, grad, addend, kept) <= LARGEST_FINITE_BITS:
                 words, rooms = _chunks_of(row, piece, body)
                 scales[q] = encode_coded_chunks(
                     values, words, rooms, keys[m], piece.begin // CHUNK, subtract,
                     numbers, costs, freqs, reciprocals, shifts, biases,
                 )  # fmt: skip
         if piece.parts == 1 or stage == WRITE:
-            whole = scales[piece.first : piece.first + piece.parts]
-            scale_bits = np.int64(NAN_BITS)
-            if np.isfinite(whole).all():
-                largest = np.empty(1, np.float32)
-                largest[0] = whole.max()
-                scale_bits = np.int64(as_int32(largest)[0])
-                words = as_uint32(body)
-                words[0] = np.uint32(keys[m] & np.uint64(0xFFFFFFFF))
-                words[1] = np.uint32(keys[m] >> _HALF)
-            else:
-                body[:] = np.uint8(0)
-            peaks[m] = scale_bits
-            start = headers[row.header : row.header + row.header_nbytes // 8]
-            not_finite = scale_bits == NAN_BITS
-            write_header(payload, start, changes[row.changes], scale_bits, 0, not_finite)
+            own, largest = scales[piece.first : piece.first + piece.parts], np.empty(1, np.float32)
+            largest[0] = own.max()
+            finite = np.isfinite(own).all()
+            peaks[m] = np.int64(as_int32(largest)[0]) if finite else np.int64(NAN_BITS)
+            words = as_uint32(body)
+            words[0] = np.uint32(keys[m] & np.uint64(0xFFFFFFFF))
+            words[1] = np.uint32(keys[m] >> _HALF)
+            start_payload(row, message, offsets[m], headers, changes, peaks[m], 0)
 
 
 @kernel
@@ -108,11 +97,9 @@ def sum_coded_bucket(
         row = members[m]
         total = floats_at(totals + 4 * (row.total + piece.begin), piece.end - piece.begin)
         total[:] = np.float32(0)
-        start = headers[row.header : row.header + row.header_nbytes // 8]
         for p in range(n_ranks):
             at = p * message_nbytes + offsets[m]
-            payload = payloads[at : at + row.payload_nbytes]
-            scales[m, p], _ = scale_and_grid(payload, start, changes[row.changes])
+            payload, scales[m, p], _ = read_payload(row, payloads, at, headers, changes)
             body = payload[row.values_offset :]
             words, rooms = _chunks_of(row, piece, body)
             key = np.uint64(as_uint32(body)[0]) | np.uint64(as_uint32(body)[1]) << _HALF

@@ -1,6 +1,6 @@
 """CPU kernels of dense codecs for buckets: one call for all pieces of a thread.
 
-As ``bucket_sparse``, whose stages and pieces these are.
+As ``bucket_sparse``.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from horovod_fftcomp.codec.quantizers import LARGEST_FINITE_BITS
-from horovod_fftcomp.kernels.cpu.addresses import floats_at, residual_at
+from horovod_fftcomp.kernels.cpu.addresses import floats_at
 from horovod_fftcomp.kernels.cpu.arrays import as_float32, as_int32, as_uint32, copy_into, largest
-from horovod_fftcomp.kernels.cpu.bucket_sparse import ADD, SELECT, WRITE
 from horovod_fftcomp.kernels.cpu.dense import (
     add_level_groups,
     add_octave_groups,
@@ -18,15 +17,24 @@ from horovod_fftcomp.kernels.cpu.dense import (
     encode_octave_groups,
     moments_by_group,
 )
-from horovod_fftcomp.kernels.cpu.headers import NAN_BITS, scale_and_grid, write_header
+from horovod_fftcomp.kernels.cpu.headers import NAN_BITS
 from horovod_fftcomp.kernels.cpu.jit import inlined, kernel
+from horovod_fftcomp.kernels.cpu.pieces import (
+    ADD,
+    SELECT,
+    WRITE,
+    arrays_of,
+    longest_of,
+    read_payload,
+    start_payload,
+    sum_to,
+)
 from horovod_fftcomp.kernels.cpu.signs import (
     SIGNS,
     add_sign_groups,
     encode_sign_groups,
     subtract_sign_rows,
 )
-from horovod_fftcomp.kernels.cpu.sparse import add_groups, peak_bits
 from horovod_fftcomp.kernels.cpu.value_codes import float_of
 from horovod_fftcomp.wire.radix import GIVEN, GROUP, LANES
 
@@ -75,22 +83,16 @@ def encode_dense(
     As ``encode_sparse``. ``peaks_of``: bits of each piece's peak, 0 where a method needs none.
     ``sums``, ``counts``: of groups, float64 ``[n, 2]`` and int64 ``[n]``.
     """
-    most = np.int64(0)
-    for q in range(first, end):
-        most = max(most, pieces[q].end - pieces[q].begin)
+    most = longest_of(pieces, first, end)
     scratch = np.empty(0 if kept else most, np.float32)
     scaled = np.empty(0 if decay == 1 else most, np.float32)
     for q in range(first, end):
         piece = pieces[q]
         m, whole = piece.member, piece.parts == 1
-        row, n = members[m], piece.end - piece.begin
-        old = residuals[m] + 4 * piece.begin if residuals[m] else residuals[m]
-        addend = residual_at(old, n, decay, scaled)
-        grad = floats_at(grads[m] + 4 * piece.begin, n)
-        if kept:
-            values = floats_at(kept + 4 * (row.kept + piece.begin), n)
-        else:  # with a residual, a tensor is in one piece
-            values = scratch[:n] if addend.size else grad
+        row = members[m]
+        grad, addend, values = arrays_of(
+            piece, row, grads[m], residuals[m], kept, decay, scratch, scaled
+        )
         body = message[offsets[m] + row.values_offset : offsets[m] + row.payload_nbytes]
         grid, clip, key = levels[m], clips[m], keys[m]
         own_sums, own_counts = sums[row.sums :][: row.n_sums], counts[row.sums :][: row.n_sums]
@@ -100,28 +102,19 @@ def encode_dense(
                 piece, row, grad, addend, values, grid, clip, key, subtract, own_starts, own_sums,
                 own_counts, body, kept,
             )  # fmt: skip
-        by_bucket = row.method == LEVELS and grid[2] != GIVEN
-        if (whole or stage == SELECT) and not by_bucket:
-            peak = _peak_of(piece, row, peaks_of, own_sums)
-            if peak <= LARGEST_FINITE_BITS:
-                _encode(
-                    piece, row, values, grid, clip, key, subtract, own_starts, own_sums, own_counts,
-                    peak, body,
-                )  # fmt: skip
+        peak = _peak_of(piece, row, peaks_of, own_sums)
+        finite, by_bucket = peak <= LARGEST_FINITE_BITS, row.method == LEVELS and grid[2] != GIVEN
+        if (whole or stage == SELECT) and finite and not by_bucket:
+            _encode(
+                piece, row, values, grid, clip, key, subtract, own_starts, own_sums, own_counts,
+                peak, body,
+            )  # fmt: skip
         if whole or stage == WRITE:
-            peak = _peak_of(piece, row, peaks_of, own_sums)
-            scale_bits = np.int64(NAN_BITS)
-            if peak <= LARGEST_FINITE_BITS:
-                scale_bits = _scale_of(
-                    row, grid, clip, own_starts, own_sums, own_counts, peak, body
-                )
-            else:
-                body[:] = np.uint8(0)
+            scale = np.int64(NAN_BITS)
+            if finite:
+                scale = _scale_of(row, grid, clip, own_starts, own_sums, own_counts, peak, body)
             peaks[m] = peak
-            payload = message[offsets[m] : offsets[m] + row.payload_nbytes]
-            start = headers[row.header : row.header + row.header_nbytes // 8]
-            not_finite = scale_bits == NAN_BITS
-            write_header(payload, start, changes[row.changes], scale_bits, 0, not_finite)
+            start_payload(row, message, offsets[m], headers, changes, scale, 0)
 
 
 @inlined
@@ -150,7 +143,7 @@ def _add(
     piece, row, grad, addend, values, grid, clip, key, subtract, starts, sums, counts, body, kept
 ):  # fmt: skip
     """Write gradient plus residual, and what needs no sum over the tensor; return the peak."""
-    words, none = _words_of(row, grid, body, piece.begin, piece.end), np.int64(0)
+    words = _words_of(row, grid, body, piece.begin, piece.end)
     if row.method >= ONE_BIT:
         if not addend.size and kept:
             copy_into(values, grad)
@@ -160,11 +153,8 @@ def _add(
             grad if addend.size else addend, addend, values, own, words, sums[here:after],
             counts[here:after], _sign_of_zero(row, key),
         )  # fmt: skip
-        return none
-    if addend.size or kept:
-        peak, _, _, _ = add_groups(grad, addend, values, none, none, np.empty(0, np.int32))
-    else:
-        peak = peak_bits(as_int32(values))
+        return np.int64(0)
+    peak = sum_to(values, grad, addend, kept)
     if row.method == LEVELS and grid[2] != GIVEN and peak <= LARGEST_FINITE_BITS:
         scales = as_float32(body[: 4 * row.scales])
         here = scales[piece.begin // grid[3] : (piece.end + grid[3] - 1) // grid[3]]
@@ -285,11 +275,9 @@ def sum_dense(
         row = members[m]
         total = floats_at(totals + 4 * (row.total + piece.begin), piece.end - piece.begin)
         total[:] = np.float32(0)
-        start = headers[row.header : row.header + row.header_nbytes // 8]
         for p in range(n_ranks):
             at = p * message_nbytes + offsets[m]
-            payload = payloads[at : at + row.payload_nbytes]
-            scales[m, p], _ = scale_and_grid(payload, start, changes[row.changes])
+            payload, scales[m, p], _ = read_payload(row, payloads, at, headers, changes)
             if scales[m, p] < 0 or not _add_body(
                 piece, row, payload[row.values_offset :], scales[m, p], levels[m], total
             ):

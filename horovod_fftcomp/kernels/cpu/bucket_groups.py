@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import abc
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,22 +19,12 @@ from horovod_fftcomp.codec.transforms import BlockDCT, Identity, Transform
 from horovod_fftcomp.kernels import threads
 from horovod_fftcomp.kernels.cpu import bucket_coded as coded
 from horovod_fftcomp.kernels.cpu import bucket_dense as dense
-from horovod_fftcomp.kernels.cpu.bucket_sparse import (
-    ADD,
-    CUT,
-    MEMBER,
-    PIECE,
-    RANK,
-    SELECT,
-    TALLIES,
-    WRITE,
-    encode_sparse,
-    room_of,
-    sum_sparse,
-)
+from horovod_fftcomp.kernels.cpu.bucket_rank import TALLY, room_of
+from horovod_fftcomp.kernels.cpu.bucket_sparse import MEMBER, encode_sparse, sum_sparse
 from horovod_fftcomp.kernels.cpu.buffer_pool import empty
 from horovod_fftcomp.kernels.cpu.coded_levels import room_and_limit, tables_of
-from horovod_fftcomp.kernels.cpu.topk import GROUP, LEAST_GROUPS
+from horovod_fftcomp.kernels.cpu.pieces import ADD, RANK, SELECT, WRITE, pieces_of
+from horovod_fftcomp.kernels.cpu.topk import GROUP
 from horovod_fftcomp.kernels.cpu.transforms import constants_of, span_of
 from horovod_fftcomp.kernels.cpu.value_codes import PADDING
 from horovod_fftcomp.types import Array, Shape
@@ -45,47 +34,6 @@ from horovod_fftcomp.wire.positions import Layout, unary_bits
 from horovod_fftcomp.wire.radix import digits_of
 
 Member = tuple[Any, Shape]  # a codec and the shape of its tensor
-_LEAST_CUT = 1 << 17  # reals of a tensor that is cut in pieces for several threads
-
-
-class Pieces(NamedTuple):
-    """Table of the pieces of a group's tensors; see ``bucket_sparse.PIECE``.
-
-    ``ranges``: of the pieces, (first, end), for each thread. ``parts``: the pieces of tensors of
-    several pieces, as such ranges; ``firsts``: the first one of each such tensor.
-    """
-
-    table: Array
-    ranges: list[tuple[int, int]]
-    parts: list[tuple[int, int]]
-    firsts: list[tuple[int, int]]
-
-
-def pieces_of(reals: Sequence[int]) -> Pieces:
-    """Return the pieces of tensors of so many coefficients: as many elements for each thread.
-
-    Only tensors where the share of a thread ends are cut, and no small ones.
-    """
-    ends = np.cumsum(reals)
-    cuts: list[tuple[int, int]] = []  # (tensor, real) at which a thread's share ends
-    for _, share in threads.ranges(int(ends[-1]) // GROUP, LEAST_GROUPS)[:-1]:
-        member = int(np.searchsorted(ends, share * GROUP, "right"))
-        size, at = reals[member], share * GROUP - int(ends[member]) + reals[member]
-        at = round(at / CUT) * CUT if size >= _LEAST_CUT else size * (2 * at > size)
-        cuts.append((member + 1, 0) if at >= size else (member, at))
-    rows, ranges = [], []
-    for member, size in enumerate(reals):
-        own = sorted({0, *(at for cut, at in cuts if cut == member)})
-        for begin, end in itertools.pairwise([*own, size]):
-            rows.append((member, begin, end, len(rows) - own.index(begin), len(own)))
-    table = np.zeros(len(rows), PIECE)
-    for name, column in zip(PIECE.names or (), zip(*rows, strict=True), strict=False):
-        table[name] = column
-    begins = [(row[0], row[1]) for row in rows]
-    starts = sorted({0, *(begins.index(cut) for cut in cuts if cut in begins)})
-    ranges = list(itertools.pairwise([*starts, len(rows)]))
-    parts = [(number, number + 1) for number, row in enumerate(rows) if row[4] > 1]
-    return Pieces(table, ranges, parts, [part for part in parts if not rows[part[0]][1]])
 
 
 class Group(abc.ABC):
@@ -188,7 +136,7 @@ class SparseGroup(Group):
         self._span = span_of(block, transform.reals_per_bin)
         self._sizes = self._lay_out(transform.reals_per_bin)
 
-    def _lay_out(self, width: int) -> tuple[int, int, int]:
+    def _lay_out(self, width: int) -> list[int]:
         """Enter where pieces find their parts of ``_memory``; return the sizes of this."""
         sizes = [0, 0, 0]
         for piece in self._pieces.table:
@@ -202,7 +150,7 @@ class SparseGroup(Group):
                     (piece["room"], groups * (GROUP // 64), n_codes // 64 + PADDING + 1)
                 ):
                     sizes[at] += int(size)
-        return tuple(sizes)
+        return sizes
 
     def _rows_of(self, own: Sequence[Member], plans: Sequence[Plan]) -> Array:
         rows = np.zeros(len(plans), MEMBER)
@@ -221,7 +169,7 @@ class SparseGroup(Group):
         return rows
 
     def _memory(self) -> tuple:
-        tallies = np.zeros((len(self._pieces.table), TALLIES), np.int64)
+        tallies = np.zeros(len(self._pieces.table), TALLY)
         kinds = zip(self._sizes, (np.int32, np.uint64, np.uint64), strict=True)
         return tallies, *(empty(size, kind) for size, kind in kinds)
 

@@ -138,8 +138,8 @@ class HostCoder:
             is_sent = residual is None and velocity is not None and finite  # all of it
             if measure and not feedback.keeps_sent and (residual is not None or is_sent):
                 energy, shape = self._codecs[number].energy, self._tensors[number].shape
-                sizes = [energy(array, shape) for array in (wanted[place], residual)]
-                squares = (energy_of(grads[number]), *sizes)
+                before = energy(wanted[place], shape), energy(residual, shape)
+                squares = energy_of(grads[number]), *before
             kept = residual if feedback.keep else None
             done[number] = _One(payload, kept, velocity, squares)
         return done
@@ -160,7 +160,8 @@ class HostCoder:
         self, grads: Arrays, residuals: Arrays, old: Mapping[str, Array], momentum: Momentum
     ) -> tuple[list[Array | None], list[Array | None]]:
         """Return each member's residual plus velocity, and its new velocity."""
-        sums, moved = [None] * len(grads), [None] * len(grads)
+        sums: list[Array | None] = [None] * len(grads)
+        moved: list[Array | None] = [None] * len(grads)
         for place, number in enumerate(self._members):
             grad = grads[place]
             if grad is not None:
