@@ -12,17 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_fftcomp.codec.adaptive import bitmap_of
-
-# Kernels of element-wise methods are in the files of the methods.
-from horovod_fftcomp.codec.methods.dither import add_coded, encode_coded  # noqa: F401
-from horovod_fftcomp.codec.methods.levels import add_levels, encode_levels  # noqa: F401
-from horovod_fftcomp.codec.methods.natural import add_octaves, encode_octaves  # noqa: F401
-from horovod_fftcomp.codec.methods.signs import (  # noqa: F401
-    add_signs,
-    encode_signs,
-    majority_sign,
-    subtract_signs,
-)
+from horovod_fftcomp.codec.methods.signs import majority_sign  # noqa: F401
 from horovod_fftcomp.codec.methods.sums import lane_sums, moments  # noqa: F401
 from horovod_fftcomp.codec.quantizers import (
     BFLOAT16,
