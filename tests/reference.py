@@ -375,20 +375,19 @@ def momentum_accumulate(
     momentum: float,
     nesterov: bool,
     factor: float,
-    k: int,
 ) -> tuple[Coefficients, Array]:
-    """Return (the new residual, with its top-k threshold; the new velocity).
+    """Return (the new residual, with its peak; the new velocity).
 
     With g = ``factor`` * ``flat``: velocity <- momentum * velocity + g, residual <- residual +
     velocity; with ``nesterov`` velocity <- momentum * (velocity + g), residual <- residual +
-    (velocity + g). None stands for zeros. See ``topk_threshold``.
+    (velocity + g). None stands for zeros.
     """
     zeros = np.zeros(flat.size, np.float32)
     old = zeros if velocity is None else velocity
     scaled, mu = np.float32(factor) * flat, np.float32(momentum)
     new = mu * (old + scaled) if nesterov else mu * old + scaled
     total = (zeros if residual is None else residual) + (new + scaled if nesterov else new)
-    return topk_threshold(total, k, 1), new
+    return topk_threshold(total, 0, 1), new
 
 
 def zero_at(values: Array, bitmap: Array) -> None:

@@ -135,7 +135,8 @@ def accelerated(grad, velocity, residual, momentum, k):
         if not square <= momentum.largest_norm**2:
             factor = momentum.largest_norm / math.sqrt(square)
     options = (momentum.decay, momentum.nesterov, momentum.gain * factor)
-    return reference.momentum_accumulate(grad, velocity, residual, *options, k)
+    coeffs, new = reference.momentum_accumulate(grad, velocity, residual, *options)
+    return reference.topk_threshold(coeffs.array, k, 1), new
 
 
 class Bucket(NamedTuple):

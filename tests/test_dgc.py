@@ -217,7 +217,7 @@ def test_kernels_are_the_reference(n, nesterov):
     for carried in ((None, None), (velocity, None), (velocity, residual)):
         options = (*carried, 0.9, nesterov, 0.37)
         coeffs, moved = cpu.momentum_accumulate(grad, *options)
-        expected, expected_moved = reference.momentum_accumulate(grad, *options, 0)
+        expected, expected_moved = reference.momentum_accumulate(grad, *options)
         assert coeffs.array.tobytes() == expected.array.tobytes()
         assert coeffs[1:] == expected[1:]
         assert moved.tobytes() == expected_moved.tobytes()
