@@ -123,7 +123,7 @@ def _encoded(scheme, tensor, grads, residuals, number):
         sent.append(made.payload)
         if made.residual is not None:
             residuals[node][tensor.name] = made.residual.copy()
-    return codec.decode_sum(sent, "reference")
+    return codec.decode_sum(sent, reference)
 
 
 @pytest.mark.parametrize(("nodes", "size"), [(2, 2), (2, 3), (3, 2)])

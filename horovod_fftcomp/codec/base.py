@@ -289,7 +289,8 @@ class PayloadCodec(abc.ABC):
         total.fill(0)
         for number, (payload, plan, header) in enumerate(checked):
             try:
-                self._add(total, payload, plan, header, kernels)
+                with np.errstate(over="ignore", invalid="ignore"):  # the flags of sums tell
+                    self._add(total, payload, plan, header, kernels)
             except ValueError as error:
                 raise PayloadError(f"payload {number}: body: {error}") from error
         return total

@@ -17,7 +17,6 @@ from horovod_fftcomp.kernels.cpu.topk import (
     fill_keys,
     keys_above,
     kth_by_bits,
-    kth_by_passes,
     kth_of_few,
     limits_among,
 )
@@ -143,21 +142,20 @@ def rank(q, pieces, row, coeffs, transform, keys, tallies):
     peak, tally = peak_of(q, pieces, tallies), tallies[q]
     if peak > LARGEST_FINITE_BITS or row.layout == _RAW or row.layout == _ALL:
         return
-    options = options_of(peak, transform)
-    if tally.high == 0:
-        tally.key, tally.ties = kth_of_few(coeffs, row.n, row.k, options, keys)
-        return
+    options, is_counted = options_of(peak, transform), tally.high > 0
     own, width = tallies[q : q + pieces[q].parts], 2 if options[0] else 1
     above, between, kept = own.above.sum(), own.between.sum(), own.kept.sum()
     # Of use are keys that were counted as they are, of which some are above the limits.
-    need, is_known = row.k - above, options[2] == 1 and above < row.k
+    need, is_known = row.k - above, is_counted and options[2] == 1 and above < row.k
     are_zeros = is_known and need > between and tally.low == 1
     are_kept = is_known and need <= between and kept == between
     key, ties = np.int64(0), need - between
     if are_kept:
         key, ties = _kth_kept(q, pieces, need, kept, keys, tallies)
     elif not are_zeros:
-        key, ties = kth_by_passes(coeffs, row.k, options)
+        n_keys = (row.n + GROUP - 1) // GROUP * GROUP
+        room = np.empty(n_keys, np.int32) if is_counted else keys
+        key, ties = kth_of_few(coeffs, row.n, row.k, options, room)
     for p in range(q, q + own.size):
         tallies[p].key, tallies[p].ties, piece = key, max(0, ties), pieces[p]
         if are_zeros:

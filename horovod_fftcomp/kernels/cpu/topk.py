@@ -152,29 +152,6 @@ def limits_among(sample, k, n, spread):
 
 
 @inlined
-def kth_by_passes(reals, k, options):
-    """Return as ``kth_of_few``, by three passes over all keys: where limits proved wrong."""
-    keys, key, need = np.empty(GROUP, np.int32), np.int64(0), np.int64(k)
-    width = 2 if options[0] else 1
-    for shift in (20, 10, 0):
-        counts = np.zeros(2048 if shift == 20 else 1024, np.int64)
-        known = 31 if shift == 20 else shift + 10
-        for begin in range(0, reals.size, GROUP * width):
-            group = reals[begin : begin + GROUP * width]
-            fill_keys(group, *options, keys)
-            for i in range(group.size // width):
-                one = np.int64(keys[i])
-                if one >> known == key >> known:
-                    counts[(one >> shift) & (counts.size - 1)] += 1
-        digit = counts.size - 1
-        while digit > 0 and counts[digit] < need:
-            need -= counts[digit]
-            digit -= 1
-        key |= digit << shift
-    return key, need
-
-
-@inlined
 def kth_by_bits(keys, k, low, high, n_unknown):
     """Return the k-th largest key with its lowest ``n_unknown`` bits cleared.
 
