@@ -13,13 +13,16 @@ import numpy as np
 
 from horovod_fftcomp.codec.backend import load_backend
 from horovod_fftcomp.kernels.threads import get_local_size, get_num_threads
+from horovod_fftcomp.monitor.parameter_hash import hash_bytes
 from horovod_fftcomp.recipes import RECIPES, get_scheme
 from horovod_fftcomp.schemes.allgather import Allgather, AnyCodec
+from horovod_fftcomp.simulation import simulate
 from horovod_fftcomp.tools import environment
 from horovod_fftcomp.tools.check.finding import Finding, Level, told
 from horovod_fftcomp.tools.gradient_files import synthetic
 
 _NUMEL = 5000  # whole blocks and a partial one
+_USUAL = ("fp16", "topk", "fft", "dither")  # all that their trainings need is compiled, too
 _TOLERANCE = 1e-5  # of the peak: two float32 transforms round differently
 _WRITABLE = "export NUMBA_CACHE_DIR=FOLDER, a folder that you can write to"
 
@@ -59,15 +62,24 @@ def _bad_kernels() -> Iterator[Finding]:
         yield Finding("kernels", Level.FAIL, told(error), remedy)
         return
     for name in RECIPES:
-        scheme = get_scheme(name)
-        if isinstance(scheme, Allgather):
-            try:
+        scheme, difference = get_scheme(name), ""
+        try:
+            if isinstance(scheme, Allgather):
                 difference = _difference(scheme.codec)
-            except Exception as error:
-                difference = told(error)
-            if difference:
-                remedy = "install tested versions of numpy and numba; if that fails, report it"
-                yield Finding(f"kernels: {name}", Level.FAIL, difference, remedy)
+            if name in _USUAL:
+                _train(name)
+        except Exception as error:
+            difference = told(error)
+        if difference:
+            remedy = "install tested versions of numpy and numba; if that fails, report it"
+            yield Finding(f"kernels: {name}", Level.FAIL, difference, remedy)
+
+
+def _train(recipe: str) -> None:
+    """Exchange gradients as two steps of a training: of small tensors, and with residuals."""
+    grads = np.reshape(synthetic(_NUMEL, 4).steps, (2, 2, _NUMEL))
+    for step in simulate(recipe, grads):
+        hash_bytes(step.average)  # as the replica check does
 
 
 def _difference(codec: AnyCodec) -> str:
