@@ -733,6 +733,8 @@ def test_measurements_that_contradict_each_other_are_refused(
     planted, told, monkeypatch, tmp_path, capsys, no_launcher, quiet
 ):
     monkeypatch.setenv("COLUMNS", "1000")
+    torchruns = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(torchruns))
     plant(monkeypatch, **planted)
     path, script = tmp_path / "advice.json", tmp_path / "train.py"
     script.touch()
@@ -756,6 +758,8 @@ def test_measurements_that_contradict_each_other_are_refused(
         assert told in printed
         assert len(found["doubts"]) >= 1
         assert told[1:] in found["advice"]["why"]
+        assert told[1:] in json.loads(torchruns.read_text())["message"]["message"]
+    assert torchruns.exists() == bool(told)
 
 
 def test_a_codec_whose_two_measurements_differ_is_refused():

@@ -367,6 +367,17 @@ def test_a_recipe_is_advised_without_horovod(
     assert "ran to its end" not in run.stdout
 
 
+def test_the_report_of_torchrun_ends_with_the_reason():
+    run = torchrun("-m", "horovod_fftcomp", "advise", "--gbit-per-s", 1)
+    assert run.returncode
+    *_, last, line = run.stderr.splitlines()
+    assert set(line) == {"="}
+    assert last.startswith(
+        "  traceback : none, as nothing has crashed: horovod-fftcomp advise ends"
+    )
+    assert last.endswith("with status 2: --gbit-per-s needs --ranks P, at least 2")
+
+
 @pytest.mark.slow
 def test_the_example_of_fsdp2_prints_the_bytes_between_replicas():
     run = torchrun("examples/fsdp2_hsdp.py", "--epochs", 3, ranks=4)

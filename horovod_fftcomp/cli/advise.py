@@ -43,7 +43,7 @@ from horovod_fftcomp.tools.advise.cost_model import (
     given_network,
 )
 from horovod_fftcomp.tools.advise.doubts import Steps
-from horovod_fftcomp.tools.bench import plot
+from horovod_fftcomp.tools.run import launcher
 from horovod_fftcomp.types import Array
 
 _RECIPES = "fp16,dither,topk,fft,dct,auto,scalecom"
@@ -155,6 +155,8 @@ def run(parsed: argparse.Namespace) -> None:
     if parsed.plot:
         advise_plot.write(parsed.plot, found, parsed.nodes or range(2, 65))
     if found.doubts:
+        why = f"nothing is recommended: {'; '.join(found.doubts)}"
+        launcher.tell_torchrun("horovod-fftcomp advise", _REFUSED, why)
         raise SystemExit(_REFUSED)
 
 
@@ -172,8 +174,6 @@ def _check(parsed: argparse.Namespace) -> None:
         parsed.fail("--latency-us and --ranks need --gbit-per-s X: they describe a given network")
     if parsed.gbit_per_s is not None and (parsed.ranks or 0) < 2:
         parsed.fail("--gbit-per-s needs --ranks P, at least 2")
-    if parsed.plot and not plot.matplotlib_is_installed():
-        parsed.fail("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
 
 
 class _Model(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 from decimal import Decimal
@@ -104,8 +105,10 @@ def output_path(text: str) -> Path:
 
 
 def picture_path(text: str) -> Path:
-    """Return the path of a picture to write: .png, .svg or .pdf."""
+    """Return the path of a picture to write: .png, .svg or .pdf; that needs matplotlib."""
     path = output_path(text)
     if path.suffix not in _PICTURES:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install matplotlib")
     return path

@@ -17,7 +17,7 @@ from horovod_fftcomp.cli.arguments import count
 from horovod_fftcomp.cli.console import Table, make_console
 from horovod_fftcomp.tools import check, environment
 from horovod_fftcomp.tools.check import Finding, Level
-from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank
+from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank, tell_torchrun
 
 _STYLES = {Level.OK: "green", Level.ABSENT: "dim", Level.WARNING: "yellow", Level.FAIL: "bold red"}
 _TRY_JOB = (
@@ -130,11 +130,14 @@ class Report:
         return Finding("horovod.torch", Level.OK, "")[:2] in {f[:2] for f in self._findings}
 
     def print(self) -> None:
-        """Print the report."""
+        """Print the report; torchrun's own then names what has failed."""
+        failed = [finding for finding in self._findings if finding.level is Level.FAIL]
+        if failed:
+            topics = ", ".join(finding.topic for finding in failed)
+            tell_torchrun("horovod-fftcomp check", 1, f"failed: {topics}; see the table above")
         if self.rank:
-            for topic, level, found, remedy in self._findings:
-                if level is Level.FAIL:
-                    print(f"rank {self.rank}: {topic}: {found}. {remedy}", file=sys.stderr)
+            for topic, _, found, remedy in failed:
+                print(f"rank {self.rank}: {topic}: {found}. {remedy}", file=sys.stderr)
             return
         table = Table("check", ("", "found"))
         for topic, level, found, remedy in self._findings:
@@ -142,11 +145,8 @@ class Report:
             table.add_row(topic, Text(level.value, _STYLES[level]), text)
         console = make_console()
         console.print(table)
-        counts = [
-            sum(finding.level is level for finding in self._findings)
-            for level in (Level.FAIL, Level.WARNING)
-        ]
-        console.print(f"{counts[0]} failed, {counts[1]} warnings.")
+        n_warnings = sum(finding.level is Level.WARNING for finding in self._findings)
+        console.print(f"{len(failed)} failed, {n_warnings} warnings.")
 
 
 class Watchdog:
