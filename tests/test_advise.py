@@ -781,6 +781,24 @@ def test_other_processes_are_told_from_ranks():
     assert load_of_others.share_of_others(looks) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(("rank", "busy", "told"), [(0, 9, 1), (0, 1, 0), (1, 9, 0)])
+def test_load_is_told_before_anything_is_measured(rank, busy, told, monkeypatch, capsys):
+    """By the first rank, so that one need not wait to learn that nothing is recommended."""
+    errors, looked = [], []
+    jobs = argparse.Namespace(rank=rank)
+    monkeypatch.setattr(advise_command, "Jobs", lambda _: jobs)
+    monkeypatch.setattr(advise_command, "_findings", lambda *_: errors.append(capsys.readouterr()))
+    look = np.array([1, 10**9, busy * 10**8, 0])
+    monkeypatch.setattr(load_of_others, "look", lambda: looked.append(rank) or look)
+    main(["advise", "--gbit-per-s", "1", "--ranks", "2"])
+    [printed] = errors
+    assert looked == [rank]  # other ranks sleep as well, so that they are no load
+    assert printed.out == ""
+    assert printed.err.count("\n") == told
+    assert printed.err.startswith("advise: other processes used 90 % of the cores before") == told
+    assert printed.err.endswith("; else it will recommend nothing\n") == told
+
+
 def test_a_busy_process_is_seen(monkeypatch):
     monkeypatch.setattr(load_of_others, "_LOOK_S", 0.5)
     spin = "import time; end = time.time() + 60\nwhile time.time() < end: pass"

@@ -397,6 +397,17 @@ def test_the_dense_steps_of_the_start_do_not_count():
     assert found["blocks_s"][0] == found["step_s"] < 0.1
 
 
+def test_a_single_step_after_the_dense_ones_counts_alone():
+    report, steps = StepReport(), Steps()
+    steps.warmup_steps = 4
+    report.watch(steps)
+    for nbytes, seconds in ((1000, 0.1),) * 4 + ((10, 0.002),):
+        steps.step(nbytes, seconds)
+    found = report.values()
+    assert (found["steps"], found["sent_nbytes"], found["dense_nbytes"]) == (5, 10, 100)
+    assert found["step_s"] < 0.1
+
+
 @pytest.mark.parametrize(
     ("given", "passed"),
     [(["--steps", "9"], "0"), (["--steps", "9", "--warmup-steps", "5"], "5"), ([], None)],

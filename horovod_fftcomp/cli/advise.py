@@ -137,8 +137,9 @@ def run(parsed: argparse.Namespace) -> None:
     _check(parsed)
     parsed.recipes = parsed.recipes or recipe_choices(_RECIPES)
     jobs = Jobs(parsed)
+    share = load.share_of_others(load.look()[None])  # other ranks sleep meanwhile, too
     if jobs.rank == 0:
-        for doubt in doubts.of_load(load.share_of_others(load.look()[None])):
+        for doubt in doubts.of_load(share):
             print(f"advise: {doubt}; else it will recommend nothing", file=sys.stderr, flush=True)
     stages = Stages(_shares(parsed))
     with stages.bar if jobs.rank == 0 else contextlib.nullcontext():
