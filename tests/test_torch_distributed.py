@@ -240,7 +240,8 @@ def test_the_job_is_checked_under_torchrun():
         "2 ranks over Gloo, 2 on this machine",
         "the same bits on all ranks",
         "ms for an allreduce of one number",
-        "Gbit/s received by a rank",
+        "ms for an allgather of 16.8 MB from each)",
+        "Gbit/s received by a rank (",
         "none has failed",
         "0 failed, ",
     ):

@@ -16,6 +16,7 @@ from rich.text import Text
 from horovod_fftcomp.cli.arguments import count
 from horovod_fftcomp.cli.console import Table, make_console
 from horovod_fftcomp.tools import check, environment
+from horovod_fftcomp.tools.advise import cost_model
 from horovod_fftcomp.tools.check import Finding, Level
 from horovod_fftcomp.tools.run.launcher import is_torchrun, launched_rank, tell_torchrun
 
@@ -35,13 +36,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="check this installation and, under a launcher, its job",
         description=f"Check this installation. To check a job as well: {_TRY_JOB}",
     )
-    parser.add_argument(
-        "--timeout",
-        type=count,
-        default=120,
-        metavar="S",
-        help="time limit of each check in seconds (default: %(default)s)",
-    )
+    told = "time limit of each check in seconds (default: %(default)s)"
+    parser.add_argument("--timeout", type=count, default=120, metavar="S", help=told)
     parser.set_defaults(run=run)
 
 
@@ -81,7 +77,9 @@ def _check_job(report: Report, watchdog: Watchdog, timeout_s: int) -> Callable[[
         launched = launched_adapter()
         watchdog.expect(launched.CONNECTS, job_check.CONNECT_REMEDY)
         job = launched.connect(timeout_s)
-        findings = job_check.findings(job, _compared(), watchdog.expect, lambda: report.failed)
+        findings = job_check.findings(
+            job, _compared(), watchdog.expect, lambda: report.failed, cost_model.speed
+        )
         for topic, level, found, remedy in findings:
             report.add(Finding(topic, Level(level), found, remedy))
         return job.finish
