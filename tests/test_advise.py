@@ -164,6 +164,18 @@ def test_more_ranks(advise, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_steps_that_compress_are_forecast_of_a_recipe_with_dense_ones(advise):
+    """The 73rd step is the one that is timed."""
+    text = "topk(warmup_steps=100, dense_every=73, dense_by=qsgd(levels=4))"
+    printed, found = advise(*SLOW, "--compression", f"topk,{text}")
+    _, plain, dense = found["recipes"]
+    assert plain["sent_nbytes"] == dense["sent_nbytes"] < DENSE_NBYTES / 20
+    assert plain["relative_error"] == dense["relative_error"]
+    settings = {"warmup_steps": 100, "dense_every": 73, "dense_by": "qsgd(levels=4)"}
+    assert dense["options"] == settings
+    assert "topk(warmup_steps=100," in printed
+
+
 def test_exchange_auto_is_forecast_to_shard_on_many_ranks(advise):
     network = (*SLOW, "--gbit-per-s", 0.0001)  # beside which no interruption of a codec counts
     compared = ("--compression", "fft,fft:exchange=gather")
@@ -190,6 +202,7 @@ def test_bad_arguments_are_told(capsys, file, tmp_path, no_launcher):
         ((*given, "--nodes", "8..2"), "not a range of ranks"),
         ((*given, "--compression", "fftt"), "unknown recipe 'fftt'"),
         (("--gradients", empty, "--compute-ms", 5), "holds no array"),
+        ((*given, "--compression", "topk:ranks_per_node=2"), "ranks_per_node is not forecast"),
         ((*given, "--launcher", "/no/launcher"), "'/no/launcher' was not found"),
         ((*given, "--launcher", "false"), "network could not be measured"),
     ):

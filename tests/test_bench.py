@@ -453,6 +453,15 @@ def test_files_of_another_kind_are_refused(content, suffix, tmp_path, capsys):
     assert "numpy.savez(path, **{" in refusal(capsys, "--gradients", path)
 
 
+def test_steps_that_compress_are_measured_of_a_recipe_with_dense_ones(bench):
+    """The seventh step is the one that is timed."""
+    text = "topk(warmup_steps=100, dense_every=7, ranks_per_node=2)"
+    _, result = bench("-n", "5000", "--compression", f"topk,{text}")
+    plain, dense = result["tensors"][0]["recipes"]
+    assert plain["sent_nbytes"] == dense["sent_nbytes"] < 2000
+    assert dense["label"] == text
+
+
 def test_every_recipe_is_measured(tmp_path):
     path = tmp_path / "all.json"
     main(["bench", "--all", "-n", "5000", "--repeat", "1", "--json", str(path)])

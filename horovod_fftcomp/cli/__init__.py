@@ -38,8 +38,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run ``horovod-fftcomp`` with ``arguments`` (default: those of the process)."""
     parser = _Parser(
-        prog="horovod-fftcomp",
-        description="Gradient compression for data-parallel training.",
+        prog="horovod-fftcomp", description="Gradient compression for data-parallel training."
     )
     parser.add_argument("--version", action="version", version=f"horovod_fftcomp {__version__}")
     parser.set_defaults(run=lambda _: parser.print_help())

@@ -97,12 +97,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     add("--steps", type=count, default=20, metavar="N", help="steps of a run (default: 20)")
     add("--threads", type=count, metavar="N", help="CPU threads a rank (default: cores, at most 8)")
-    add(
-        "--cores-per-rank",
-        type=count,
-        metavar="N",
-        help="CPU cores of each rank; with 1, encoding cannot overlap with backward",
-    )
+    add("--cores-per-rank", type=count, metavar="N", help="CPU cores of each rank (default: ours)")
     add("--repeat", type=count, default=5, metavar="N", help="timings a median (default: 5)")
     add("--nodes", type=node_range, metavar="A..B", help="also forecast for A to B ranks")
     add("--json", type=output_path, metavar="FILE", help="write all numbers to FILE")
@@ -123,13 +118,8 @@ def _add_measured(parser: argparse.ArgumentParser) -> None:
     add("--latency-us", type=positive, metavar="US", help="latency of a message (default: 50)")
     add("--ranks", type=count, metavar="P", help="number of ranks, with --gbit-per-s")
     add("-np", type=count, metavar="N", help="ranks to start (default: 2, or the launcher's)")
-    add(
-        "--launcher",
-        type=shlex.split,
-        metavar="COMMAND",
-        help="starts jobs: torchrun, srun, or a command that takes -np N (default: horovodrun, or "
-        "without Horovod torchrun)",
-    )
+    told = "starts jobs: torchrun, srun, or what takes -np N (default: horovodrun, else torchrun)"
+    add("--launcher", type=shlex.split, metavar="COMMAND", help=told)
 
 
 def run(parsed: argparse.Namespace) -> None:
@@ -175,6 +165,8 @@ def _check(parsed: argparse.Namespace) -> None:
         parsed.fail("--latency-us and --ranks need --gbit-per-s X: they describe a given network")
     if parsed.gbit_per_s is not None and (parsed.ranks or 0) < 2:
         parsed.fail("--gbit-per-s needs --ranks P, at least 2")
+    if any("ranks_per_node" in choice.options for choice in parsed.recipes or ()):
+        parsed.fail("ranks_per_node is not forecast: leave it out of --compression")
 
 
 class _Model(NamedTuple):

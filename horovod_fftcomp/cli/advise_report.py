@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -178,7 +179,7 @@ def _to_measure(found: Findings, width: int) -> Iterator[str]:
 
 
 def _setting(option: Option) -> str:
-    return RecipeChoice(option.label, option.recipe, option.options).text
+    return shlex.quote(RecipeChoice(option.label, option.recipe, option.options).text)
 
 
 def as_json(found: Findings, nodes: range | None) -> dict[str, Any]:

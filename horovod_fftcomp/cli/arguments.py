@@ -9,7 +9,8 @@ import os
 from decimal import Decimal
 from pathlib import Path
 
-from horovod_fftcomp.engine.recipe_text import RecipeChoice, parse_recipe, parse_recipes
+from horovod_fftcomp.engine.policy import make_policy
+from horovod_fftcomp.engine.recipe_text import RecipeChoice, parse_recipes
 
 # How they are written, in the help of all commands.
 COMPRESSION = "RECIPE[:OPTION=VALUE,...]"
@@ -83,17 +84,20 @@ def _numel(text: str) -> int:
 def recipe_choices(text: str) -> list[RecipeChoice]:
     """Return compressions, separated by commas; see ``parse_recipes``."""
     try:
-        return parse_recipes(text)
+        choices = parse_recipes(text)
+        for choice in choices:
+            make_policy(choice.name, **choice.options)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    return choices
 
 
 def recipe_choice(text: str) -> RecipeChoice:
     """Return one compression."""
-    try:
-        return parse_recipe(text)
-    except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    choices = recipe_choices(text)
+    if len(choices) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is {len(choices)} compressions, expected one")
+    return choices[0]
 
 
 def output_path(text: str) -> Path:

@@ -85,29 +85,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     either = parser.add_mutually_exclusive_group()
-    either.add_argument(
-        "-n",
-        "--numel",
-        type=numels,
-        action="extend",
-        metavar="N[,N]",
-        help=f"elements of synthetic gradients, as 25000000, 25M or 1e6 (default: {_SIZES})",
-    )
-    either.add_argument(
-        "--gradients",
-        type=Path,
-        metavar="PATH",
-        help="recorded gradients: a folder with STEP.npz files, or a .npy or .npz file",
-    )
+    told = f"elements of synthetic gradients, as 25000000, 25M or 1e6 (default: {_SIZES})"
+    names = "-n", "--numel"
+    either.add_argument(*names, type=numels, action="extend", metavar="N[,N]", help=told)
+    told = "recorded gradients: a folder with STEP.npz files, or a .npy or .npz file"
+    either.add_argument("--gradients", type=Path, metavar="PATH", help=told)
     add = parser.add_argument
     add("--seed", type=count_from_0, default=0, help="seed of synthetic gradients (default: 0)")
-    add(
-        "--min-numel",
-        type=count,
-        default=MIN_NUMEL,
-        metavar="N",
-        help="skip arrays of PATH with fewer elements, as training does (default: %(default)s)",
-    )
+    told = "skip arrays of PATH with fewer elements, as training does (default: %(default)s)"
+    add("--min-numel", type=count, default=MIN_NUMEL, metavar="N", help=told)
     add("--per-tensor", action="store_true", help="also print a table for each tensor of PATH")
 
 

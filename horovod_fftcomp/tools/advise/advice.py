@@ -33,6 +33,7 @@ from horovod_fftcomp.tools.advise.cost_model import (
     step_time,
 )
 from horovod_fftcomp.tools.advise.losses import LOSSES
+from horovod_fftcomp.tools.bench.sessions import of_usual_step
 from horovod_fftcomp.types import Array, Arrays, OldState
 
 _WORTH = 0.95  # a recipe is recommended if it takes less than this share of the dense time
@@ -99,8 +100,7 @@ def compressed(
 
     ``grads``: flat float32 by tensor name; tensors that are missing get synthetic gradients.
     """
-    fixed = {"calibrate_steps": 1} if "calibrate_steps" in RECIPES[recipe].options else {}
-    policy = make_policy(recipe, **{"warmup_steps": 0, **options, **fixed})
+    policy = make_policy(recipe, **of_usual_step(recipe, options))
     buckets = make_buckets(tensors, policy)
     decides = policy.in_force().get("exchange") == "auto"
     inside = {tensor.name for bucket in buckets for tensor in bucket.tensors}

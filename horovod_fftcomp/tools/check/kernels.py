@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -104,23 +104,17 @@ def _difference(codec: AnyCodec) -> str:
 
 def _cache() -> Finding:
     """Return whether later processes will find the compiled kernels."""
-    folders = sorted(
-        {
-            kernel.stats.cache_path
-            for name, module in list(sys.modules.items())
-            if name.startswith("horovod_fftcomp.kernels.")
-            for kernel in vars(module).values()
-            if getattr(getattr(kernel, "stats", None), "cache_path", None)
-        }
-    )
-    found = ", ".join(folders) or "none"
-    for folder in folders:
-        try:
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            return Finding("kernel cache", Level.WARNING, told(error), _WRITABLE)
+    compiled = vars(importlib.import_module("horovod_fftcomp.kernels.cpu.sparse")).values()
+    paths = (getattr(getattr(each, "stats", None), "cache_path", None) for each in compiled)
+    folder = next(filter(None, paths), None)  # of all kernels
+    if folder is None:
+        return Finding("kernel cache", Level.OK, "none")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return Finding("kernel cache", Level.WARNING, told(error), _WRITABLE)
     wanted = os.environ.get("NUMBA_CACHE_DIR")
-    if wanted and not all(Path(folder).is_relative_to(wanted) for folder in folders):
-        found = f"{found}, since NUMBA_CACHE_DIR={wanted} cannot be written"
+    if wanted and not Path(folder).is_relative_to(wanted):
+        found = f"{folder}, since NUMBA_CACHE_DIR={wanted} cannot be written"
         return Finding("kernel cache", Level.WARNING, found, _WRITABLE)
-    return Finding("kernel cache", Level.OK, found)
+    return Finding("kernel cache", Level.OK, folder)
