@@ -67,7 +67,9 @@ def _check_job(report: Report, watchdog: Watchdog, timeout_s: int) -> Callable[[
     if report.rank is None:
         report.add(Finding("job", Level.ABSENT, "not tried without a launcher", _TRY_JOB))
         return None
-    if not is_torchrun() and not report.has_working_horovod:
+    no_horovod = importlib.util.find_spec("horovod") is None
+    is_ddp = is_torchrun() or ("SLURM_PROCID" in os.environ and no_horovod)
+    if not is_ddp and not report.has_working_horovod:
         found = "this rank cannot take part without horovod.torch"
         report.add(Finding("job", Level.FAIL, found, "fix the failure of horovod.torch first"))
         return None
