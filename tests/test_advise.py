@@ -193,6 +193,7 @@ def test_bad_arguments_are_told(capsys, file, tmp_path, no_launcher):
         ((), "give a script, --gradients PATH, or --gbit-per-s X"),
         (("gone.py",), "no script 'gone.py'"),
         ((*given, "train.py"), "either a script or --gradients"),
+        ((*given, "--parameters", "1M"), "--parameters is the size of a usual model, without"),
         (("--gradients", file), "needs --compute-ms"),
         ((*given, "--latency-us", 5), "need --gbit-per-s"),
         ((*given, "--gbit-per-s", 1), "needs --ranks"),
@@ -229,13 +230,36 @@ def test_horovods_cycle_is_the_environments(advise, capsys, monkeypatch):
 def test_a_given_network_is_enough(capsys, monkeypatch, no_launcher, quiet):
     """Of a usual model, on no rank."""
     monkeypatch.setattr(launcher, "launch", None)
-    monkeypatch.setattr(advise_command, "_USUAL_MODEL", TENSORS)
     monkeypatch.setenv("COLUMNS", "200")
     given = ["--gbit-per-s", "0.0001", "--latency-us", "20", "--ranks", "8"]
     main(["advise", "--compression", "topk", "--repeat", "1", *given])
     printed = capsys.readouterr().out
     assert "Forecast of a step on 8 ranks; computing takes 20.0 ms of it" in printed
     assert "topk is expected to make a step" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes", "compute_ms"),
+    [
+        ((), [1024] * 6, 20), (("--parameters", "2.5M"), [1024, 1024, 393], 7.9),
+        (("--parameters", "100"), [1], 0), (("--parameters", "1M", "--compute-ms", "9"), [976], 9),
+    ],
+)  # fmt: skip
+def test_a_usual_model_has_the_parameters_that_are_given(
+    given, sizes, compute_ms, capsys, monkeypatch, no_launcher, quiet
+):
+    """Of equal layers one is timed."""
+    timed, known = [], advice._measured
+    monkeypatch.setattr(advice, "_measured", lambda *how: timed.append(how[0]) or known(*how))
+    monkeypatch.setenv("COLUMNS", "200")
+    network = ["--gbit-per-s", "1", "--ranks", "2", "--repeat", "1"]
+    main(["advise", "--compression", "topk", *network, *given])
+    printed = capsys.readouterr().out
+    assert f"computing takes {compute_ms:.1f} ms of it" in printed
+    [none] = re.findall(r"^none .* ([\d.]+) +1.0 +0 *$", printed, re.M)
+    assert float(none) == pytest.approx(4e-6 * 1024 * sum(sizes), abs=1e-3)
+    shapes = [bucket.tensors[0].shape for bucket in timed]
+    assert shapes == [(rows, 1024) for rows in dict.fromkeys(sizes)] * 3  # topk twice
 
 
 def test_the_network_decides(advise):

@@ -65,10 +65,11 @@ def node_range(text: str) -> range:
 
 def numels(text: str) -> list[int]:
     """Return numbers of elements, separated by commas: ``25000000``, ``25M`` or ``1e6``."""
-    return [_numel(part.strip()) for part in text.split(",")]
+    return [numel(part.strip()) for part in text.split(",")]
 
 
-def _numel(text: str) -> int:
+def numel(text: str) -> int:
+    """Return a number of elements."""
     factor = _FACTORS.get(text[-1:], 1)
     try:
         number = Decimal(text[:-1] if factor > 1 else text) * factor  # exact, so that 2.3M is whole

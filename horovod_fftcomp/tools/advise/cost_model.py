@@ -189,7 +189,7 @@ class Transfer:
         """Return the transfer on this number of ranks."""
         there = self.sharded if self.sharded and ranks >= self.sharded_from else self
         encode_s = there.encode_s + there.divided_s / ranks
-        return replace(there, encode_s=encode_s, divided_s=0.0)
+        return replace(there, ready=self.ready, encode_s=encode_s, divided_s=0.0)
 
 
 class StepTime(NamedTuple):
@@ -244,7 +244,7 @@ def step_time(
         now = max(now, at) + taken
         decode_s += taken
     late_s = max(0.0, computed - compute.total_s)
-    exposed_s = now - computed - decode_s
+    exposed_s = max(0.0, now - computed - decode_s)  # of what is 0, rounding leaves less
     return StepTime(now, compute.total_s, late_s, exposed_s, decode_s, exchange_s)
 
 
